@@ -1,0 +1,37 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+# MLX picks its Linux back end through an extra; BACKEND=cuda takes the other one.
+PYTHON ?= python3
+BACKEND ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+
+ifeq ($(shell uname -s),Darwin)
+EXTRAS := lm,emulator,cli
+else
+EXTRAS := $(BACKEND),lm,emulator,cli
+endif
+
+.PHONY: demo test lint clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" --group dev
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/mlx-marlin demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'shaders/*.metal')
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

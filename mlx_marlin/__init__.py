@@ -1,0 +1,1 @@
+"""Marlin-style quantized matrix products for MLX on Apple GPUs."""

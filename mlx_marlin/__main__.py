@@ -1,0 +1,6 @@
+"""Runs the command line: `python -m mlx_marlin`."""
+
+from mlx_marlin.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Meetings with other libraries: mlx-lm."""
