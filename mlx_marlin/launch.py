@@ -1,0 +1,195 @@
+"""Runs plans: the only file that asks MLX for a Metal kernel. It decides nothing.
+
+Which implementation answers is one function, `backend`: Metal where MLX has it, the
+emulator on a CPU-only MLX, stock MLX where neither can run.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from mlx_marlin import source
+from mlx_marlin.plan import Plan
+
+BACKENDS = ("metal", "emulator", "stock")
+ENVIRONMENT = "MLX_MARLIN_BACKEND"
+
+Product = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
+"""From x [m, k], codes, scales and biases to y [m, n]."""
+
+
+class KernelCall(Protocol):
+    """What `mx.fast.metal_kernel` returns, which MLX types as `object`."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, mx.Dtype | int | bool]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        """Adds one dispatch to the graph."""
+        ...
+
+
+@cache
+def backend() -> str:
+    """Returns what runs our kernels here: "metal", "emulator" or "stock".
+
+    `MLX_MARLIN_BACKEND` overrides the choice. Asked once per process.
+    """
+    wish = forced_backend()
+    if wish is not None:
+        return wish
+    if mx.metal.is_available():
+        return "metal"
+    if mx.default_device() != mx.Device(mx.cpu):
+        return "stock"  # MLX's CUDA back end cannot run Metal
+    from mlx_marlin import emulator
+
+    reason = emulator.unavailable()
+    if reason is None:
+        return "emulator"
+    warnings.warn(
+        f"mlx_marlin: stock MLX serves every call, because there is no Metal here and "
+        f"the emulator cannot run: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return "stock"
+
+
+@cache
+def forced_backend() -> str | None:
+    """Returns the back end that `MLX_MARLIN_BACKEND` asks for, if any.
+
+    Raises:
+        ValueError: If it names none of ours.
+    """
+    wish = os.environ.get(ENVIRONMENT)
+    if wish and wish not in BACKENDS:
+        raise ValueError(f"{ENVIRONMENT}={wish!r} is not one of {', '.join(BACKENDS)}")
+    return wish or None
+
+
+def forget() -> None:
+    """Drops what was asked once and built once: back end, kernels, plans used."""
+    for cached in (backend, forced_backend, _kernel):
+        cached.cache_clear()
+    _used.clear()
+
+
+def plans_used() -> list[Plan]:
+    """Returns the plans that were built since the start, in that order."""
+    return list(_used)
+
+
+def product(plan: Plan) -> Product:
+    """Builds the call that runs a plan.
+
+    Returns:
+        A function from x [m, k] in the problem's dtype, codes, scales and biases in
+        the problem's layout (packed: biases are interleaved with the scales, and the
+        argument is not read) to y [m, n] in the problem's dtype.
+    """
+    _used[plan] = None
+    multiply = _multiply(plan)
+    if not plan.is_split:
+        return multiply
+    reduce = _reduce(plan)
+    return lambda x, w, scales, biases: reduce(multiply(x, w, scales, biases))
+
+
+_used: dict[Plan, None] = {}
+
+
+@cache
+def _kernel(text: source.Source) -> KernelCall:
+    if backend() == "emulator":
+        from mlx_marlin.emulator import metal_kernel as build
+    else:
+        build = mx.fast.metal_kernel
+    return cast(
+        KernelCall,
+        build(
+            name=text.name,
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            header=text.header,
+            source=text.source,
+        ),
+    )
+
+
+def _multiply(plan: Plan) -> Product:
+    problem = plan.problem
+    kernel = _kernel(source.product_source(plan.kernel))
+    dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
+    shape = plan.workspace_shape if plan.is_split else (problem.m, problem.n)
+    template = _template(source.product_template(plan))
+    grid = (plan.num_threadgroups * plan.threads, 1, 1)
+    threadgroup = (plan.threads, 1, 1)
+    params = mx.array(source.params(plan), mx.int32)
+    small = problem.n * problem.groups < 8 or problem.n * problem.k // 8 < 8
+
+    def multiply(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        if small:
+            w, scales, biases = _eight(w), _eight(scales), _eight(biases)
+        return kernel(
+            inputs=(x, w, scales, biases, params),
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=(shape,),
+            output_dtypes=(dtype,),
+        )[0]
+
+    return multiply
+
+
+def _reduce(plan: Plan) -> Callable[[mx.array], mx.array]:
+    kernel = _kernel(source.reduce_source())
+    shape = (plan.problem.m, plan.problem.n)
+    template = _template(source.reduce_template(plan))
+    params = mx.array(source.params(plan), mx.int32)
+    size = shape[0] * shape[1]
+
+    def reduce(partials: mx.array) -> mx.array:
+        return kernel(
+            inputs=(partials, params),
+            template=template,
+            grid=(size, 1, 1),
+            threadgroup=(min(size, 256), 1, 1),
+            output_shapes=(shape,),
+            output_dtypes=(_dtype(plan.problem.dtype),),
+        )[0]
+
+    return reduce
+
+
+def _eight(array: mx.array) -> mx.array:
+    # Fewer elements arrive in another address space than our kernels' pointers.
+    flat = array.flatten()
+    return mx.pad(flat, (0, 8 - flat.size)) if flat.size < 8 else flat
+
+
+def _template(
+    values: dict[str, source.TemplateValue],
+) -> list[tuple[str, mx.Dtype | int | bool]]:
+    return [
+        (name, _dtype(value) if isinstance(value, str) else value)
+        for name, value in values.items()
+    ]
+
+
+def _dtype(name: str) -> mx.Dtype:
+    return cast(mx.Dtype, getattr(mx, name))

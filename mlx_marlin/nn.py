@@ -1,0 +1,218 @@
+"""Layers that multiply through our kernels and pass for MLX's own everywhere else."""
+
+from typing import Any, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.formats import LAYOUTS, format_of
+from mlx_marlin.ops import quantized_matmul
+from mlx_marlin.packing import PackedWeight, pack, unpack
+
+NATIVE = ("weight", "scales", "biases")
+
+
+class MarlinLinear(nn.QuantizedLinear):
+    """A quantized linear layer whose product runs on our kernels.
+
+    It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with
+    `layout="marlin"` its parameters are `words` and `quantizers`, and `weight`,
+    `scales` and `biases` are unpacked when something asks for them.
+
+    Args:
+        input_dims (int): Features that go in, k.
+        output_dims (int): Features that come out, n.
+        bias (bool): Whether to add a bias. Default: True.
+        group_size (int, optional): Weights that share a scale. Default: 64.
+        bits (int, optional): Bits of a code. Default: 4.
+        mode (str): Quantization scheme. Default: "affine".
+        layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
+            kernels. Default: "mlx".
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        *,
+        layout: str = "mlx",
+    ) -> None:
+        _check(layout, mode, 4 if bits is None else bits)
+        super().__init__(input_dims, output_dims, bias, group_size, bits, mode)
+        self.layout = "mlx"
+        if layout == "marlin":
+            self._keep_packed()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear_layer: nn.Module,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        *,
+        layout: str = "mlx",
+    ) -> Self:
+        """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
+        _check(layout, mode, 4 if bits is None else bits)
+        quantized = nn.QuantizedLinear.from_linear(linear_layer, group_size, bits, mode)
+        return cls.from_quantized(quantized, layout=layout)
+
+    @classmethod
+    def from_quantized(cls, layer: nn.QuantizedLinear, *, layout: str = "mlx") -> Self:
+        """Makes a layer with the parameters of an `nn.QuantizedLinear`.
+
+        Args:
+            layer: The layer; it stays as it is.
+            layout: "mlx" shares the layer's arrays; "marlin" packs them.
+
+        Raises:
+            ValueError: If the layout is unknown or our format cannot hold the weight.
+        """
+        _check(layout, layer.mode, layer.bits)
+        ours = _twin(cls, layer)
+        ours.layout = "mlx"
+        for name in NATIVE:
+            ours[name] = getattr(layer, name)
+        if "bias" in layer:
+            ours["bias"] = layer["bias"]
+        if layout == "marlin":
+            ours._keep_packed()
+        return ours
+
+    def to_quantized(self, **_: Any) -> nn.Module:
+        """Returns this layer: it is quantized."""
+        return self
+
+    def to_stock(self) -> nn.QuantizedLinear:
+        """Returns MLX's own layer with the same parameters, in MLX's layout."""
+        layer = _twin(nn.QuantizedLinear, self)
+        for name, array in zip(NATIVE, self._native(), strict=True):
+            layer[name] = array
+        if "bias" in self:
+            layer["bias"] = self["bias"]
+        return layer
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The packed weight; None with `layout="mlx"`."""
+        if self.layout == "mlx":
+            return None
+        return PackedWeight(
+            words=self["words"],
+            scales=self["quantizers"],
+            n=self.output_dims,
+            k=self.input_dims,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+    @property
+    def weight(self) -> mx.array:
+        """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
+        return self._native()[0]
+
+    @property
+    def scales(self) -> mx.array:
+        """Scales [n, k / group_size]."""
+        return self._native()[1]
+
+    @property
+    def biases(self) -> mx.array:
+        """Biases [n, k / group_size]."""
+        return self._native()[2]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
+        if self.layout == "mlx":
+            y = quantized_matmul(
+                x,
+                self["weight"],
+                self["scales"],
+                self["biases"],
+                True,
+                self.group_size,
+                self.bits,
+                self.mode,
+            )
+        else:
+            y = quantized_matmul(x, self.packed)
+        return y + self["bias"] if "bias" in self else y
+
+    def _extra_repr(self) -> str:
+        return f"{super()._extra_repr()}, layout={self.layout}"
+
+    def _native(self) -> tuple[mx.array, mx.array, mx.array]:
+        packed = self.packed
+        if packed is not None:
+            return unpack(packed)
+        # Missing while the layer is being built: then an attribute like any other.
+        missing = [name for name in NATIVE if name not in self]
+        if missing:
+            raise AttributeError(f"{type(self).__name__} has no {missing[0]!r} yet")
+        return self["weight"], self["scales"], self["biases"]
+
+    def _keep_packed(self) -> None:
+        native = [self.pop(name) for name in NATIVE]
+        packed = pack(*native, group_size=self.group_size, bits=self.bits)
+        self.output_dims, self.input_dims = packed.shape
+        self["words"], self["quantizers"] = packed.words, packed.scales
+        self.layout = "marlin"
+        self.freeze()
+
+
+class MarlinEmbedding(nn.QuantizedEmbedding):
+    """A quantized embedding whose `as_linear`, a tied output head, runs on our kernels.
+
+    Its parameters are MLX's own: looking up a row needs MLX's layout.
+    """
+
+    @classmethod
+    def from_quantized(cls, layer: nn.QuantizedEmbedding) -> Self:
+        """Makes an embedding that shares the arrays of MLX's."""
+        ours = _twin(cls, layer)
+        ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
+        for name in NATIVE:
+            ours[name] = layer[name]
+        return ours
+
+    def to_stock(self) -> nn.QuantizedEmbedding:
+        """Returns MLX's own layer with the same arrays."""
+        layer = _twin(nn.QuantizedEmbedding, self)
+        layer.num_embeddings, layer.dims = self.num_embeddings, self.dims
+        for name in NATIVE:
+            layer[name] = self[name]
+        return layer
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
+        return quantized_matmul(
+            x,
+            self["weight"],
+            self["scales"],
+            self["biases"],
+            True,
+            self.group_size,
+            self.bits,
+            self.mode,
+        )
+
+
+def _twin(cls: type[Any], layer: nn.Module) -> Any:
+    """Makes a layer without parameters, in the same format and state as another."""
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    twin.group_size, twin.bits, twin.mode = layer.group_size, layer.bits, layer.mode
+    twin.train(layer.training)
+    twin._no_grad = set(layer._no_grad)
+    return twin
+
+
+def _check(layout: str, mode: str, bits: int) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+    format_of(mode, bits)

@@ -1,0 +1,140 @@
+"""The product that users call: checks, plans, runs ours or hands over to stock MLX.
+
+What a call's shapes and dtypes decide is decided once and remembered (`serving`); what
+remains for every call is a look-up, a kernel call and perhaps a reshape.
+"""
+
+import mlx.core as mx
+
+from mlx_marlin.packing import PackedWeight
+from mlx_marlin.serving import Served, serve_native, serve_packed
+
+CPU = mx.Device(mx.cpu)
+Stream = mx.Stream | mx.Device | None
+
+
+def quantized_matmul(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    /,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    transpose: bool = True,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    *,
+    stream: Stream = None,
+) -> mx.array:
+    """Multiplies activations by a quantized weight, as `mx.quantized_matmul` does.
+
+    Affine 4-bit weights with `transpose=True` run on our kernels; everything else, and
+    on a Mac what stock MLX serves faster, goes to `mx.quantized_matmul`. `why_not`
+    tells which and why.
+
+    Args:
+        x: Activations [..., k].
+        w: Codes, uint32 [n, k * bits / 32] as `mx.quantize` makes them, or a weight
+            from `pack` or `quantize`.
+        scales: Scales [n, k / group_size]; only a packed weight carries its own.
+        biases: Biases, same shape as `scales`.
+        transpose: Whether the product is x @ w.T (w is [n, k]) or x @ w.
+        group_size: Weights that share a scale. Default: the mode's, or the packed
+            weight's own.
+        bits: Bits of a code. Default: likewise.
+        mode: MLX's name of the quantization scheme.
+        stream: Stream or device to run on.
+
+    Returns:
+        The product [..., n], in the dtype that `mx.quantized_matmul` promotes to.
+
+    Raises:
+        TypeError: If `scales` is missing for a weight that is not packed.
+        ValueError: If the arguments do not belong together.
+    """
+    if stream is not None:
+        with mx.stream(stream):
+            return quantized_matmul(
+                x, w, scales, biases, transpose, group_size, bits, mode
+            )
+    served = _served(x, w, scales, biases, transpose, group_size, bits, mode)
+    if isinstance(w, PackedWeight):
+        return served.run(x, w.words, w.scales, w.scales)
+    return served.run(x, w, scales, biases)
+
+
+def why_not(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    /,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    transpose: bool = True,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+) -> str | None:
+    """Says why stock MLX serves a call of `quantized_matmul`; None if our kernels do.
+
+    Takes the arguments of `quantized_matmul` and raises what it raises.
+    """
+    return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
+
+
+def _served(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+) -> Served:
+    if isinstance(w, PackedWeight):
+        _check_packed(w, scales, biases, group_size, bits, mode)
+        return serve_packed(
+            x.shape,
+            x.dtype,
+            w.n,
+            w.k,
+            w.group_size,
+            w.scales.dtype,
+            transpose,
+            mx.default_device() == CPU,
+        )
+    if scales is None:
+        raise TypeError("scales may be left out only for a packed weight")
+    return serve_native(
+        x.shape,
+        x.dtype,
+        w.shape,
+        w.dtype,
+        scales.shape,
+        scales.dtype,
+        None if biases is None else biases.shape,
+        None if biases is None else biases.dtype,
+        transpose,
+        group_size,
+        bits,
+        mode,
+        mx.default_device() == CPU,
+    )
+
+
+def _check_packed(
+    w: PackedWeight,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+) -> None:
+    if scales is not None or biases is not None:
+        raise ValueError("a packed weight carries its scales and biases; pass none")
+    wished = (group_size or w.group_size, bits or w.bits, mode)
+    packed = (w.group_size, w.bits, "affine")
+    if wished != packed:
+        raise ValueError(
+            f"group_size, bits, mode = {wished} do not fit the packed weight's {packed}"
+        )

@@ -1,0 +1,114 @@
+"""The question: one quantized product, as a value.
+
+`y[m, n] = x[m, k] @ W[n, k]^T`, with W in few bits. In text a shape is k→n, with the
+rows m beside it.
+"""
+
+from dataclasses import dataclass
+
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, Format, format_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A quantized matrix product, described completely enough to plan it.
+
+    Attributes:
+        m: Rows of the activations and of the result, at least 1.
+        n: Rows of the weight, which are the result's columns, at least 1.
+        k: Length of the sum; a multiple of `group_size`.
+        group_size: Weights along k that share one scale: 32, 64 or 128.
+        bits: Bits of one code.
+        mode: MLX's name of the quantization scheme.
+        dtype: Of the activations and the result.
+        scale_dtype: Of the scales and biases.
+        layout: How the codes lie in memory: "mlx" (native) or "marlin" (packed).
+    """
+
+    m: int
+    n: int
+    k: int
+    group_size: int = 64
+    bits: int = 4
+    mode: str = "affine"
+    dtype: str = "float16"
+    scale_dtype: str = "float16"
+    layout: str = "mlx"
+
+    def __post_init__(self) -> None:
+        if self.m < 1 or self.n < 1 or self.k < 1:
+            raise ValueError(
+                f"m, n and k must be at least 1, got m={self.m}, n={self.n}, k={self.k}"
+            )
+        group_sizes = format_of(self.mode, self.bits).group_sizes
+        if self.group_size not in group_sizes:
+            raise ValueError(
+                f"group_size={self.group_size} is not one of {group_sizes}"
+            )
+        if self.k % self.group_size:
+            raise ValueError(
+                f"k={self.k} is not a multiple of group_size={self.group_size}"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {[*DTYPE_BYTES]}")
+        if self.scale_dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"scale_dtype={self.scale_dtype!r} is not one of {[*DTYPE_BYTES]}"
+            )
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r} is not one of {[*LAYOUTS]}")
+
+    @property
+    def format(self) -> Format:
+        """The row of the format table."""
+        return format_of(self.mode, self.bits)
+
+    @property
+    def groups(self) -> int:
+        """Quantization groups along k."""
+        return self.k // self.group_size
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the product."""
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the packed codes."""
+        return self.n * self.k * self.bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales and biases together."""
+        size = DTYPE_BYTES[self.scale_dtype]
+        return self.n * self.groups * self.format.parameters * size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the quantized weight: codes, scales and biases."""
+        return self.code_bytes + self.scale_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of the activations."""
+        return self.m * self.k * DTYPE_BYTES[self.dtype]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the result."""
+        return self.m * self.n * DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Least memory traffic: every operand once."""
+        return self.weight_bytes + self.activation_bytes + self.output_bytes
+
+    def explain(self) -> str:
+        """Says in a line what is asked."""
+        rows = "row" if self.m == 1 else "rows"
+        return (
+            f"{self.m} {rows} of {self.k}→{self.n}, {self.mode} {self.bits}-bit, "
+            f"group {self.group_size}, {self.dtype} with {self.scale_dtype} scales, "
+            f"{self.layout} layout"
+        )

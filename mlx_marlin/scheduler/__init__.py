@@ -1,0 +1,106 @@
+"""Chooses a plan: candidates, what each should cost, the cheapest one.
+
+Pure Python and pure functions of (problem, device): no clock, no MLX, no NumPy.
+"""
+
+from functools import lru_cache
+from typing import Unpack
+
+from mlx_marlin.device import DEFAULT, Device, current
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.candidates import Wishes, candidates
+from mlx_marlin.scheduler.cost import Prediction, predict
+from mlx_marlin.scheduler.handover import stock_reason
+
+__all__ = [
+    "Prediction",
+    "Wishes",
+    "choose",
+    "make",
+    "plan",
+    "predict",
+    "stock_reason",
+]
+
+MODEL_ERROR = 0.06
+"""How far the cost model is from published times; a split must gain more than this."""
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, device: Device) -> Plan:
+    """Returns the plan with the least predicted time; cached.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for, such as `device.current()`.
+    """
+    return make(problem, device=device)
+
+
+def make(
+    problem: Problem, *, device: Device = DEFAULT, **wishes: Unpack[Wishes]
+) -> Plan:
+    """Returns the best plan that has the wished fields.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+        **wishes: Fields of `Plan` to keep as given, such as `k_parallel=4`; the
+            remaining ones are chosen.
+
+    Raises:
+        ValueError: If no plan has these fields.
+    """
+    plans = candidates(problem, device, wishes)
+    return min(plans, key=lambda plan: _rank(plan, predict(plan, device)))
+
+
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    group_size: int = 64,
+    dtype: str = "float16",
+    layout: str = "mlx",
+    chip: str | None = None,
+) -> Plan:
+    """Returns how our kernels would compute a product of m rows, k→n.
+
+    Args:
+        m: Rows of the activations.
+        n: Features that come out.
+        k: Features that go in.
+        group_size: Weights along k that share a scale.
+        dtype: Of activations, scales and result: "float16", "bfloat16" or "float32".
+        layout: "mlx" or "marlin".
+        chip: Name such as "Apple M3 Max". Default: the chip here, or a conservative
+            stand-in where there is none.
+
+    Raises:
+        ValueError: If the product or the chip is not one that we know.
+    """
+    target = current() if chip is None else Device.named(chip)
+    problem = Problem(
+        m=m,
+        n=n,
+        k=k,
+        group_size=group_size,
+        dtype=dtype,
+        scale_dtype=dtype,
+        layout=layout,
+    )
+    return choose(problem, target)
+
+
+def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, bool, int, int]:
+    """Returns what plans are compared by: time first, then the simpler one."""
+    doubt = MODEL_ERROR if plan.is_split else 0.0
+    return (
+        prediction.seconds * (1 + doubt),
+        plan.dispatches,
+        plan.strategy != "data_parallel",
+        plan.simdgroups_k,
+        plan.num_threadgroups,
+    )

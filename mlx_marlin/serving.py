@@ -1,0 +1,300 @@
+"""Decides who serves a kind of call, our kernels or stock MLX, and prepares the run.
+
+A kind of call is its shapes, dtypes, options and device. Deciding is cached; a call
+that is wrong raises here, in MLX's own words where MLX has them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import mlx.core as mx
+
+from mlx_marlin import device, launch, scheduler
+from mlx_marlin.formats import DTYPE_BYTES, FORMATS
+from mlx_marlin.packing import PackedWeight, unpack
+from mlx_marlin.problem import Problem
+
+Shape = tuple[int, ...]
+Run = Callable[..., mx.array]
+"""From x, codes, scales and biases, as the caller has them, to the product."""
+
+KINDS = 4096
+"""Kinds of call that are remembered."""
+MODE_DEFAULTS = {
+    "affine": (64, 4),
+    "mxfp4": (32, 4),
+    "mxfp8": (32, 8),
+    "nvfp4": (16, 4),
+}
+"""(group_size, bits) that MLX takes where a call names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who serves a kind of call, ready to run; `reason` says why if it is stock MLX."""
+
+    run: Run
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A correct call, as far as deciding needs to know it."""
+
+    x_shape: Shape
+    x_dtype: mx.Dtype
+    shape: Shape
+    dtype: mx.Dtype
+    n: int
+    k: int
+    batched: bool
+    scale_dtype: mx.Dtype
+    mode: str
+    bits: int
+    group_size: int
+    transpose: bool
+    layout: str
+    on_cpu: bool
+
+
+@lru_cache(KINDS)
+def serve_native(
+    x_shape: Shape,
+    x_dtype: mx.Dtype,
+    w_shape: Shape,
+    w_dtype: mx.Dtype,
+    scales_shape: Shape,
+    scales_dtype: mx.Dtype,
+    biases_shape: Shape | None,
+    biases_dtype: mx.Dtype | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    on_cpu: bool,
+) -> Served:
+    """Decides a call whose weight is in MLX's layout.
+
+    Raises:
+        ValueError: If the arguments do not belong together.
+    """
+    if not x_shape:
+        raise ValueError("x has no dimensions, expected [..., k]")
+
+    def stock(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None
+    ) -> mx.array:
+        return _stock(x, w, scales, biases, transpose, group_size, bits, mode)
+
+    has_biases = biases_shape is not None and biases_dtype is not None
+    biases = mx.zeros(biases_shape, biases_dtype) if has_biases else None
+    # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.
+    result = stock(
+        mx.zeros(x_shape, x_dtype),
+        mx.zeros(w_shape, w_dtype),
+        mx.zeros(scales_shape, scales_dtype),
+        biases,
+    )
+    kind = Kind(
+        x_shape=x_shape,
+        x_dtype=x_dtype,
+        shape=result.shape,
+        dtype=result.dtype,
+        n=w_shape[-2],
+        k=x_shape[-1],
+        batched=len(w_shape) > 2,
+        scale_dtype=mx.result_type(scales_dtype, biases_dtype or scales_dtype),
+        mode=mode,
+        bits=bits or MODE_DEFAULTS[mode][1],
+        group_size=group_size or MODE_DEFAULTS[mode][0],
+        transpose=transpose,
+        layout="mlx",
+        on_cpu=on_cpu,
+    )
+    return _decide(kind, stock)
+
+
+@lru_cache(KINDS)
+def serve_packed(
+    x_shape: Shape,
+    x_dtype: mx.Dtype,
+    n: int,
+    k: int,
+    group_size: int,
+    scale_dtype: mx.Dtype,
+    transpose: bool,
+    on_cpu: bool,
+) -> Served:
+    """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
+
+    Raises:
+        ValueError: If x does not fit the weight.
+    """
+    inner, outer = (k, n) if transpose else (n, k)
+    if not x_shape or x_shape[-1] != inner:
+        raise ValueError(
+            f"x has shape {x_shape}, expected [..., {inner}] for the packed weight "
+            f"{(n, k)} with transpose={transpose}"
+        )
+
+    def stock(x: mx.array, words: mx.array, pairs: mx.array, _: mx.array) -> mx.array:
+        packed = PackedWeight(
+            words=words, scales=pairs, n=n, k=k, group_size=group_size
+        )
+        return _stock(x, *unpack(packed), transpose, group_size, packed.bits, "affine")
+
+    kind = Kind(
+        x_shape=x_shape,
+        x_dtype=x_dtype,
+        shape=(*x_shape[:-1], outer),
+        dtype=mx.result_type(x_dtype, scale_dtype),
+        n=n,
+        k=k,
+        batched=False,
+        scale_dtype=scale_dtype,
+        mode="affine",
+        bits=4,
+        group_size=group_size,
+        transpose=transpose,
+        layout="marlin",
+        on_cpu=on_cpu,
+    )
+    return _decide(kind, stock)
+
+
+def forget() -> None:
+    """Drops every decision, so that the next call asks for its back end again."""
+    serve_native.cache_clear()
+    serve_packed.cache_clear()
+    launch.forget()
+
+
+def _decide(kind: Kind, stock: Run) -> Served:
+    if not prod(kind.shape) or not prod(kind.x_shape):
+        return Served(
+            lambda *_: mx.zeros(kind.shape, kind.dtype), "there is nothing to add up"
+        )
+    reason = _not_here(kind.on_cpu) or _not_ours(kind)
+    if reason:
+        return Served(stock, reason)
+    problem = Problem(
+        m=prod(kind.x_shape[:-1]),
+        n=kind.n,
+        k=kind.k,
+        group_size=kind.group_size,
+        dtype=_name(kind.dtype),
+        scale_dtype=_name(kind.scale_dtype),
+        layout=kind.layout,
+    )
+    reason = _faster_elsewhere(problem)
+    if reason:
+        return Served(stock, reason)
+    plan = scheduler.choose(problem, device.current())
+    return Served(_as_rows(_differentiable(launch.product(plan), stock), kind))
+
+
+def _not_here(on_cpu: bool) -> str | None:
+    backend = launch.backend()
+    if backend == "stock":
+        return "no back end here runs Metal kernels, or MLX_MARLIN_BACKEND says stock"
+    if backend == "metal" and on_cpu and launch.forced_backend() is None:
+        return "the call runs on the CPU"
+    return None
+
+
+def _not_ours(kind: Kind) -> str | None:
+    known = FORMATS.get((kind.mode, kind.bits))
+    if known is None or kind.group_size not in known.group_sizes:
+        return (
+            f"{kind.mode} {kind.bits}-bit with group size {kind.group_size} is not "
+            f"one of our formats"
+        )
+    if not kind.transpose:
+        return "our kernels multiply by the transposed weight only"
+    if kind.batched:
+        return "our kernels take one weight matrix, not a batch"
+    if _name(kind.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {_name(kind.dtype)}"
+    return None
+
+
+def _faster_elsewhere(problem: Problem) -> str | None:
+    # Only where stock runs on the same GPU is speed a reason; who forces a back end
+    # wants to see it run.
+    if launch.backend() != "metal" or launch.forced_backend() is not None:
+        return None
+    return scheduler.stock_reason(problem, device.current())
+
+
+def _stock(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+) -> mx.array:
+    # MLX broadcasts x over a batch of weights only if x is batched too; left alone it
+    # answers with the first weight's product.
+    missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
+    rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
+    batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
+    y = mx.quantized_matmul(
+        batched,
+        w,
+        scales,
+        biases,
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+    )
+    return y if rows is x else y.squeeze(-2)
+
+
+def _differentiable(ours: launch.Product, stock: Run) -> launch.Product:
+    @mx.custom_function
+    def product(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        return ours(x, w, scales, biases)
+
+    @product.vjp
+    def gradients(
+        primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
+    ) -> tuple[mx.array, ...]:
+        x, w, scales, biases = primals
+
+        def of_floats(x: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+            return stock(x, w, scales, biases)
+
+        _, (dx, dscales, dbiases) = mx.vjp(of_floats, [x, scales, biases], [cotangent])
+        return dx, mx.zeros_like(w), dscales, dbiases
+
+    return product
+
+
+def _as_rows(product: launch.Product, kind: Kind) -> Run:
+    """Lets a product of matrices take x as the caller has it."""
+    rows = None if len(kind.x_shape) == 2 else (prod(kind.x_shape[:-1]), kind.k)
+    dtype = None if kind.x_dtype == kind.dtype else kind.dtype
+    scale_dtype, shape = kind.scale_dtype, kind.shape
+
+    def run(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        if dtype is not None:
+            x = x.astype(dtype)
+        if scales.dtype != biases.dtype:
+            scales, biases = scales.astype(scale_dtype), biases.astype(scale_dtype)
+        if rows is None:
+            return product(x, w, scales, biases)
+        return product(x.reshape(rows), w, scales, biases).reshape(shape)
+
+    return run
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,104 @@
+// One to five rows of x: every lane keeps its sixteen k of four rows of w to itself and
+// adds them up in float32; lanes meet only at the end of a unit. The words, their order
+// and the loads are those of gemm_register.
+//
+// ROWS          rows of x
+// SIMDGROUPS_K  simdgroups that take turns at the k tiles
+
+// runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
+template <int ROWS, int GROUP, bool PACKED, bool ALIGNED, typename T, typename S, typename Run>
+METAL_FUNC Quantizers
+load_vectors(thread uint4* words, thread Run* runs, WeightTile<S> tile, const device T* x, Work work, int pair, int k) {
+  constexpr int RUNS = runs_of_group(GROUP);
+  load_words<GROUP, PACKED, ALIGNED>(words, tile, k);
+  UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
+    const int column = 2 * pair + i / RUNS % 2;
+    const int offset = i / RUNS / 2 * work.k + run_offset<GROUP, PACKED>(column, i % RUNS);
+    runs[i] = load_run<ALIGNED>(x + k + offset);
+  }
+  return load_quantizers<GROUP, PACKED, ALIGNED>(tile, k);
+}
+
+// products[row * 4 + f]: the lane's codes of row fragment f times its activations.
+template <int ROWS, int RUNS, typename Run>
+METAL_FUNC void dot(thread float* products, thread const uint4* words, thread const Run* runs) {
+  UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
+    const int h = step / 4;
+    const int s = step % 4;
+    UNROLL for (int f = 0; f < 4; ++f) {
+      const half2 codes = decode<false>(words[h][f], s);
+      UNROLL for (int row = 0; row < ROWS; ++row) {
+        thread float& product = products[row * 4 + f];
+        product = fma(float(codes.x), float(runs[2 * row * RUNS + h][s]), product);
+        product = fma(float(codes.y), float(runs[(2 * row + 1) * RUNS + h][s]), product);
+      }
+    }
+  }
+}
+
+template <int ROWS, int SIMDGROUPS_K, int GROUP, bool PACKED, typename T, typename S, typename O>
+METAL_FUNC void gemv(
+    const device T* x,
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    constant int32_t* params,
+    device O* out,
+    threadgroup float* scratch,
+    int threadgroup_index,
+    int num_threadgroups,
+    int simdgroup_index,
+    int lane_index) {
+  typedef typename Fragment<T>::type F;
+  constexpr int RUNS = runs_of_group(GROUP);
+
+  const Work work = read_work(params);
+  const Range range = units_of_threadgroup<ROWS>(threadgroup_index, num_threadgroups, work);
+  const Lane lane = lane_of(lane_index);
+  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+
+  for (int index = range.begin; index < range.end; ++index) {
+    const Unit unit = unit_of_index<ROWS, GROUP>(index, work);
+    const WeightTile<S> tile =
+        weight_tile<GROUP, PACKED>(w, scales, biases, unit.col, work, lane_index);
+    float4 totals[ROWS];
+    UNROLL for (int row = 0; row < ROWS; ++row) {
+      totals[row] = float4(0.0f);
+    }
+    int k = first_step(unit, simdgroup_index);
+    while (k < unit.k_stop) {
+      uint4 words[RUNS];
+      vec<F, 4> runs[2 * ROWS * RUNS];
+      Quantizers quantizers = aligned
+          ? load_vectors<ROWS, GROUP, PACKED, true>(words, runs, tile, x, work, lane.pair, k)
+          : load_vectors<ROWS, GROUP, PACKED, false>(words, runs, tile, x, work, lane.pair, k);
+      float sums[ROWS];
+      float products[4 * ROWS];
+      UNROLL for (int row = 0; row < ROWS; ++row) {
+        sums[row] = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
+        // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
+        UNROLL for (int f = 0; f < 4; ++f) {
+          products[row * 4 + f] = -CODE_OFFSET * sums[row];
+        }
+      }
+      dot<ROWS, RUNS>(products, words, runs);
+      UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
+        totals[i / 4][i % 4] +=
+            quantizers.scale[i % 4] * products[i] + quantizers.bias[i % 4] * sums[i / 4];
+      }
+      k = next_step<GROUP, SIMDGROUPS_K>(k);
+    }
+
+    UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
+      const float total = sum_over_pairs(totals[i / 4][i % 4]);
+      if (lane.pair == 0) {
+        const int row = simdgroup_index * ROWS + i / 4;
+        scratch[row * SCRATCH_ROW + 8 * (i % 4) + lane.row] = total;
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    store_tile<ROWS, SIMDGROUPS_K, 32 * SIMDGROUPS_K>(
+        out, scratch, work, unit, 32 * simdgroup_index + lane_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}

@@ -1,0 +1,24 @@
+"""Run by an interpreter that has the wheel and nothing else of ours: does it work?
+
+Usage: python smoke_installed.py
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+
+import mlx_marlin
+from mlx_marlin import launch, source
+
+package = Path(mlx_marlin.__file__).parent
+assert source.shader_folder() == package / "shaders", source.shader_folder()
+assert launch.backend() in ("metal", "emulator"), launch.backend()
+
+x = mx.random.normal((8, 512))
+w, scales, biases = mx.quantize(mx.random.normal((96, 512)))
+for weight in ((w, scales, biases), (mlx_marlin.pack(w, scales, biases),)):
+    y = mlx_marlin.quantized_matmul(x, *weight)
+    error = mx.abs(y - mx.quantized_matmul(x, w, scales, biases)).max().item()
+    assert error < 1e-3, error
+assert launch.plans_used(), "stock MLX served the calls"
+print(f"{package}: {launch.backend()} agrees with stock MLX")

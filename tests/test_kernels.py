@@ -1,0 +1,136 @@
+"""The shaders against float64, through whatever back end runs them here."""
+
+import mlx.core as mx
+import numpy as np
+import oracles
+import pytest
+import strategies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_marlin import launch, scheduler
+from mlx_marlin.packing import pack
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Problem
+
+pytestmark = pytest.mark.skipif(
+    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+)
+
+
+def run(plan: Plan, x: mx.array, native: strategies.Native) -> mx.array:
+    """Runs a plan on native arrays, packed first if the plan wants them so."""
+    if plan.problem.layout == "marlin":
+        packed = pack(*native, group_size=plan.problem.group_size)
+        weight = (packed.words, packed.scales, packed.scales)
+    else:
+        weight = native
+    y = launch.product(plan)(x, *weight)
+    mx.eval(y)
+    return y
+
+
+def stock(plan: Plan, x: mx.array, native: strategies.Native) -> mx.array:
+    return mx.quantized_matmul(x, *native, group_size=plan.problem.group_size, bits=4)
+
+
+@given(case=strategies.cases())
+def test_every_plan_computes_the_product(case: strategies.Case) -> None:
+    plan, x, native = case
+
+    y = run(plan, x, native)
+
+    expected = oracles.product(x, *native, group_size=plan.problem.group_size)
+    oracles.assert_close(y, expected, stock(plan, x, native))
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("m", [1, 3, 7, 8, 9, 31, 33, 64])
+def test_the_chosen_plan_computes_the_product(
+    m: int, group_size: int, dtype: str, layout: str
+) -> None:
+    problem = Problem(
+        m=m,
+        n=70,
+        k=3 * group_size,
+        group_size=group_size,
+        dtype=dtype,
+        scale_dtype=dtype,
+        layout=layout,
+    )
+    plan = scheduler.choose(problem, strategies.KNOWN_DEVICES[0])
+    x, native = strategies.arrays(problem, seed=m)
+
+    y = run(plan, x, native)
+
+    expected = oracles.product(x, *native, group_size=group_size)
+    oracles.assert_close(y, expected, stock(plan, x, native))
+
+
+@given(case=strategies.cases(), data=st.data())
+def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -> None:
+    plan, x, (w, scales, biases) = case
+    problem = plan.problem
+    draw = np.random.default_rng(data.draw(st.integers(0, 99)))
+    # Products stay below 2**8 bits even for bfloat16: four terms a row, of -1, 0 or 1.
+    ones = np.zeros(x.shape, np.float32)
+    for row in ones:
+        row[draw.choice(problem.k, 4, replace=False)] = draw.integers(-1, 2, 4)
+    x = mx.array(ones).astype(x.dtype)
+    scales = mx.array(draw.choice([-2, -1, 1, 2], scales.shape)).astype(scales.dtype)
+    biases = mx.array(draw.integers(-8, 9, biases.shape)).astype(biases.dtype)
+
+    y = run(plan, x, (w, scales, biases))
+
+    expected = oracles.product(x, w, scales, biases, group_size=problem.group_size)
+    np.testing.assert_array_equal(oracles.exact(y), expected)
+
+
+@given(plan=strategies.runnable_plans(dtypes=st.just("float32")))
+def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None:
+    problem = plan.problem
+    _, native = strategies.arrays(problem, seed=0)
+    decoded = oracles.decoded(*native, group_size=problem.group_size)
+
+    for first in range(0, problem.k, problem.m):
+        unit = mx.array(np.eye(problem.m, problem.k, first, dtype=np.float32))
+        y = run(plan, unit, native)
+
+        expected = np.zeros((problem.m, problem.n), np.float32)
+        columns = decoded[:, first : first + problem.m].T
+        expected[: columns.shape[0]] = columns.astype(np.float32)
+        np.testing.assert_array_equal(np.array(y), expected)
+
+
+@given(case=strategies.cases(), seed=st.integers(0, 2**31))
+@settings(max_examples=20)
+def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None:
+    plan, x, native = case
+    first = run(plan, x, native)
+
+    with strategies.another_schedule(seed):
+        second = run(plan, x, native)
+
+    assert mx.array_equal(first, second)
+
+
+@given(case=strategies.cases(), offsets=st.tuples(*[st.integers(0, 9)] * 4))
+def test_arrays_may_start_anywhere_in_their_buffers(
+    case: strategies.Case, offsets: tuple[int, ...]
+) -> None:
+    plan, x, native = case
+    arrays = (x, *native)
+    shifted = [
+        mx.concatenate([mx.zeros(offset, array.dtype), array.flatten()])[offset:]
+        for offset, array in zip(offsets, arrays, strict=True)
+    ]
+    mx.eval(shifted)
+    views = [
+        view.reshape(array.shape) for view, array in zip(shifted, arrays, strict=True)
+    ]
+
+    y = run(plan, views[0], tuple(views[1:]))
+
+    assert mx.array_equal(y, run(plan, x, native))

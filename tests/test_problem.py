@@ -1,0 +1,72 @@
+"""A problem is a checked value that knows its sizes."""
+
+import pytest
+from hypothesis import given
+from strategies import problems
+
+from mlx_marlin.formats import format_of
+from mlx_marlin.problem import Problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"m": 0}, ["m=0", "at least 1"]),
+        ({"n": -1}, ["n=-1", "at least 1"]),
+        ({"k": 0}, ["k=0", "at least 1"]),
+        ({"k": 96}, ["k=96", "group_size=64"]),
+        ({"group_size": 48}, ["group_size=48", "32, 64, 128"]),
+        ({"bits": 3}, ["bits=3", "affine 4-bit"]),
+        ({"mode": "nvfp4"}, ["mode='nvfp4'", "affine 4-bit"]),
+        ({"dtype": "int8"}, ["dtype='int8'", "float16"]),
+        ({"scale_dtype": "half"}, ["scale_dtype='half'", "float16"]),
+        ({"layout": "gguf"}, ["layout='gguf'", "marlin"]),
+    ],
+)
+def test_nonsense_is_refused_with_the_value_and_the_expectation(
+    fields: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked
+        Problem(**{"m": 8, "n": 64, "k": 64, **fields})  # type: ignore[arg-type]
+
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_sizes_are_those_of_a_known_layer() -> None:
+    problem = Problem(m=8, n=17408, k=5120, group_size=128)
+
+    # The published weight of this layer: 4.25 bits each.
+    assert problem.weight_bytes == 17408 * 5120 * 17 // 32 == 47_349_760
+    assert problem.flops == 2 * 8 * 17408 * 5120
+    assert problem.activation_bytes == 8 * 5120 * 2
+    assert problem.output_bytes == 8 * 17408 * 2
+
+
+@given(problems())
+def test_equal_questions_are_equal_and_hash_alike(problem: Problem) -> None:
+    same = Problem(
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        group_size=problem.group_size,
+        dtype=problem.dtype,
+        scale_dtype=problem.scale_dtype,
+        layout=problem.layout,
+    )
+
+    assert problem == same
+    assert hash(problem) == hash(same)
+    assert problem.explain() == same.explain()
+    assert "\n" not in problem.explain()
+
+
+@given(problems())
+def test_groups_and_words_divide_k_exactly(problem: Problem) -> None:
+    assert problem.groups * problem.group_size == problem.k
+    words = problem.n * problem.k // problem.format.codes_per_word
+    assert problem.code_bytes == 4 * words
+
+
+def test_a_format_is_found_by_mode_and_bits() -> None:
+    assert format_of("affine", 4).codes_per_word == 8
