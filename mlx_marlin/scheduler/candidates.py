@@ -18,9 +18,9 @@ from mlx_marlin.plan import (
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import SIMDGROUPS_TO_FILL
 
-ROWS_TO_FRAGMENTS = ((8, 1), (16, 2), (24, 1), (64, 2))
-"""Up to so many rows: so many row fragments a simdgroup. Two share one decode of the
-weights; 17 to 24 rows are three fragments, and two pairs would leave a quarter idle."""
+ROWS_OF_ONE_FRAGMENT = 8
+"""Up to so many rows a simdgroup holds one row fragment, beyond two: they share one
+decode of the weights. A pair's second half past the last row is left out."""
 MAX_SIMDGROUPS_M = 4
 """Simdgroups side by side: tiles of up to 64 rows, with room for two along k."""
 SIMDGROUPS_K = (1, 2, 4, 8)
@@ -93,8 +93,7 @@ def _fragments_m(problem: Problem, kernel: Kernel) -> int:
     """Returns how many fragments of 8 rows a simdgroup holds."""
     if kernel == "gemv":
         return 0
-    fitting = (count for rows, count in ROWS_TO_FRAGMENTS if problem.m <= rows)
-    return next(fitting, 2)
+    return 1 if problem.m <= ROWS_OF_ONE_FRAGMENT else 2
 
 
 def _simdgroups_m(problem: Problem, fragments_m: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES
-from mlx_marlin.plan import TILE_K, TILE_N, Plan
+from mlx_marlin.plan import FRAGMENT, TILE_K, TILE_N, Plan
 
 SCHEDULERS_PER_CORE = 4
 """Simdgroup instructions that a core can issue in a clock (metal-benchmarks)."""
@@ -106,14 +106,20 @@ def predict(plan: Plan, device: Device) -> Prediction:
     """Returns what the model says about a plan on a device."""
     rates = rates_of(device)
     clocks = device.cores * device.clock_ghz * 1e9
-    weights = plan.m_tiles * plan.n_tiles * TILE_N * plan.problem.k * plan.simdgroups_m
-    slots = weights / WEIGHTS_PER_TRIP * _trip_slots(plan, rates) + _epilogue_slots(
-        plan
+    weights = plan.n_tiles * TILE_N * plan.problem.k
+    readers = _readers(plan)
+    trips = weights / WEIGHTS_PER_TRIP
+    slots = trips * sum(
+        count * _trip_slots(plan, fragments, rates)
+        for fragments, count in readers.items()
+    )
+    lane_bytes = weights * sum(
+        count * _lane_bytes(plan, fragments) for fragments, count in readers.items()
     )
     return Prediction(
         memory=memory_seconds(plan.problem.bytes + 2 * plan.workspace_bytes, device),
-        issue=slots / (SCHEDULERS_PER_CORE * clocks),
-        loads=weights * _lane_bytes(plan) / (LANE_BYTES_PER_CLOCK * clocks),
+        issue=(slots + _epilogue_slots(plan)) / (SCHEDULERS_PER_CORE * clocks),
+        loads=lane_bytes / (LANE_BYTES_PER_CLOCK * clocks),
         stretch=_imbalance(plan, device) / _fill(plan, device),
         reduce=SECOND_DISPATCH if plan.is_split else 0.0,
     )
@@ -129,14 +135,24 @@ def memory_seconds(size: int, device: Device) -> float:
     return size / (rates_of(device).bandwidth * device.bandwidth_gbs * 1e9)
 
 
-def _trip_slots(plan: Plan, rates: Rates) -> float:
+def _readers(plan: Plan) -> dict[int, int]:
+    """Returns how many simdgroups read each weight, by the row fragments they hold.
+
+    Whole fragments past the last row are left out by the kernel.
+    """
+    if plan.kernel == "gemv":
+        return {0: 1}
+    fragments = -(-plan.problem.m // FRAGMENT)
+    whole, rest = divmod(fragments, plan.fragments_m)
+    return {plan.fragments_m: whole, rest: 1} if rest else {plan.fragments_m: whole}
+
+
+def _trip_slots(plan: Plan, fragments: int, rates: Rates) -> float:
     """Returns the slots of one trip of one simdgroup."""
     if plan.kernel == "gemv":
         return GEMV_SLOTS[plan.problem.m]
-    other = OTHER_SLOTS[plan.fragments_m]
-    if plan.subtract:
-        other += SUBTRACT_SLOTS[plan.fragments_m]
-    return rates.matrix_slots * MATRIX_OPS[plan.fragments_m] + rates.exposed * other
+    other = OTHER_SLOTS[fragments] + plan.subtract * SUBTRACT_SLOTS[fragments]
+    return rates.matrix_slots * MATRIX_OPS[fragments] + rates.exposed * other
 
 
 def _epilogue_slots(plan: Plan) -> int:
@@ -144,13 +160,13 @@ def _epilogue_slots(plan: Plan) -> int:
     return plan.units * 2 * plan.simdgroups_k * plan.tile.m
 
 
-def _lane_bytes(plan: Plan) -> float:
+def _lane_bytes(plan: Plan, fragments: int) -> float:
     """Returns the bytes that lanes receive for a weight and simdgroup.
 
     Every group of four W fragments loads x once: half an element a weight for each
     row of a dot product, and as much for each fragment of 8 rows.
     """
-    rows = plan.problem.m if plan.kernel == "gemv" else plan.fragments_m
+    rows = plan.problem.m if plan.kernel == "gemv" else fragments
     return WEIGHT_LANE_BYTES + rows * DTYPE_BYTES[plan.problem.dtype] / 4
 
 

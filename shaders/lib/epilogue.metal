@@ -7,8 +7,8 @@ constant constexpr int SCRATCH_ROW = TILE_N + 4;
 // Adds the SIMDGROUPS_K partial tiles in ascending order and stores what lies inside the
 // output: a finished tile, or with several slices of k the slice's own part of the workspace.
 template <int TILE_M, int SIMDGROUPS_K, int THREADS, typename O>
-METAL_FUNC void
-store_tile(device O* out, const threadgroup float* scratch, Work work, Unit unit, int thread_index) {
+METAL_FUNC void store_tile(
+    device O* out, const threadgroup float* scratch, Work work, Unit unit, int thread_index) {
   device O* tile = out + (size_t(unit.split) * work.m + unit.row) * work.n + unit.col;
   const int rows = min(TILE_M, work.m - unit.row);
   const int cols = min(TILE_N, work.n - unit.col);
@@ -19,7 +19,7 @@ store_tile(device O* out, const threadgroup float* scratch, Work work, Unit unit
       continue;
     }
     float total = scratch[row * SCRATCH_ROW + col];
-    UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
+  UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
       total += scratch[(s * TILE_M + row) * SCRATCH_ROW + col];
     }
     tile[size_t(row) * work.n + col] = O(total);

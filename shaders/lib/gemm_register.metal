@@ -109,6 +109,43 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int first
   }
 }
 
+// The main loop of one simdgroup: its k tiles of one unit, for FRAGMENTS fragments of x.
+template <int FRAGMENTS, int SIMDGROUPS_K, int GROUP, bool PACKED, bool SUBTRACT, bool WIDEN, typename T, typename S>
+METAL_FUNC void accumulate(
+    thread float2* totals,
+    const device T* x,
+    WeightTile<S> tile,
+    int rows_of_x,
+    int row_length,
+    int k_start,
+    int k_stop,
+    Lane lane,
+    bool aligned) {
+  typedef typename Fragment<T>::type F;
+  constexpr int RUNS = runs_of_group(GROUP);
+  constexpr int COLUMNS = 2 * FRAGMENTS;
+  int rows[COLUMNS];
+  UNROLL for (int i = 0; i < COLUMNS; ++i) {
+    // Rows past the end read the last row: their results are never stored.
+    rows[i] = min(8 * (i / 2) + 2 * lane.pair + i % 2, rows_of_x - 1) * row_length;
+  }
+  UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
+    totals[i] = float2(0.0f);
+  }
+  for (int k = k_start; k < k_stop; k = next_step<GROUP, SIMDGROUPS_K>(k)) {
+    uint4 words[RUNS];
+    vec<F, 4> runs[COLUMNS * RUNS];
+    float2 sums[FRAGMENTS];
+    simdgroup_matrix<float, 8, 8> products[4 * FRAGMENTS];
+    const Quantizers quantizers = aligned
+        ? load_step<COLUMNS, GROUP, PACKED, true>(words, runs, tile, x, rows, lane.row, k)
+        : load_step<COLUMNS, GROUP, PACKED, false>(words, runs, tile, x, rows, lane.row, k);
+    sum_activations<FRAGMENTS, RUNS>(sums, runs);
+    multiply<FRAGMENTS, RUNS, SUBTRACT, WIDEN, F>(products, words, runs, sums);
+    add_scaled<FRAGMENTS>(totals, products, quantizers, sums);
+  }
+}
+
 template <
     int FRAGMENTS_M,
     int SIMDGROUPS_M,
@@ -132,50 +169,35 @@ METAL_FUNC void gemm_register(
     int num_threadgroups,
     int simdgroup_index,
     int lane_index) {
-  typedef typename Fragment<T>::type F;
   constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   constexpr int THREADS = 32 * SIMDGROUPS_M * SIMDGROUPS_K;
-  constexpr int RUNS = runs_of_group(GROUP);
 
   const Work work = read_work(params);
   const Range range = units_of_threadgroup<TILE_M>(threadgroup_index, num_threadgroups, work);
   const Lane lane = lane_of(lane_index);
-  const int simdgroup_m = simdgroup_index % SIMDGROUPS_M * 8 * FRAGMENTS_M;
+  const int first_row = simdgroup_index % SIMDGROUPS_M * 8 * FRAGMENTS_M;
   const int simdgroup_k = simdgroup_index / SIMDGROUPS_M;
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  float2 totals[4 * FRAGMENTS_M];
 
   for (int index = range.begin; index < range.end; ++index) {
     const Unit unit = unit_of_index<TILE_M, GROUP>(index, work);
     const WeightTile<S> tile =
         weight_tile<GROUP, PACKED>(w, scales, biases, unit.col, work, lane_index);
-    const device T* x_tile = x + size_t(unit.row) * work.k;
-    int rows[2 * FRAGMENTS_M];
-    UNROLL for (int i = 0; i < 2 * FRAGMENTS_M; ++i) {
-      // Rows past the end read the last row: their results are never stored.
-      const int row = simdgroup_m + 8 * (i / 2) + 2 * lane.pair + i % 2;
-      rows[i] = min(row, work.m - 1 - unit.row) * work.k;
+    const int rows = work.m - unit.row - first_row;
+    const device T* x_tile = x + size_t(unit.row + first_row) * work.k;
+    const int k_start = first_step(unit, simdgroup_k);
+    const int scratch_row = simdgroup_k * TILE_M + first_row;
+    // Whole fragments past the last row are left out, not computed.
+    if (rows > 8 * (FRAGMENTS_M - 1)) {
+      accumulate<FRAGMENTS_M, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
+          totals, x_tile, tile, rows, work.k, k_start, unit.k_stop, lane, aligned);
+      write_scratch<FRAGMENTS_M>(scratch, totals, scratch_row, lane);
+    } else if (rows > 0) {
+      accumulate<1, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
+          totals, x_tile, tile, rows, work.k, k_start, unit.k_stop, lane, aligned);
+      write_scratch<1>(scratch, totals, scratch_row, lane);
     }
-
-    float2 totals[4 * FRAGMENTS_M];
-    UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
-      totals[i] = float2(0.0f);
-    }
-    int k = first_step(unit, simdgroup_k);
-    while (k < unit.k_stop) {
-      uint4 words[RUNS];
-      vec<F, 4> runs[2 * FRAGMENTS_M * RUNS];
-      float2 sums[FRAGMENTS_M];
-      simdgroup_matrix<float, 8, 8> products[4 * FRAGMENTS_M];
-      Quantizers quantizers = aligned
-          ? load_step<2 * FRAGMENTS_M, GROUP, PACKED, true>(words, runs, tile, x_tile, rows, lane.row, k)
-          : load_step<2 * FRAGMENTS_M, GROUP, PACKED, false>(words, runs, tile, x_tile, rows, lane.row, k);
-      sum_activations<FRAGMENTS_M, RUNS>(sums, runs);
-      multiply<FRAGMENTS_M, RUNS, SUBTRACT, WIDEN, F>(products, words, runs, sums);
-      add_scaled<FRAGMENTS_M>(totals, products, quantizers, sums);
-      k = next_step<GROUP, SIMDGROUPS_K>(k);
-    }
-
-    write_scratch<FRAGMENTS_M>(scratch, totals, simdgroup_k * TILE_M + simdgroup_m, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<TILE_M, SIMDGROUPS_K, THREADS>(
         out, scratch, work, unit, 32 * simdgroup_index + lane_index);

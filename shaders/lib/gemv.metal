@@ -7,8 +7,14 @@
 
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
 template <int ROWS, int GROUP, bool PACKED, bool ALIGNED, typename T, typename S, typename Run>
-METAL_FUNC Quantizers
-load_vectors(thread uint4* words, thread Run* runs, WeightTile<S> tile, const device T* x, Work work, int pair, int k) {
+METAL_FUNC Quantizers load_vectors(
+    thread uint4* words,
+    thread Run* runs,
+    WeightTile<S> tile,
+    const device T* x,
+    Work work,
+    int pair,
+    int k) {
   constexpr int RUNS = runs_of_group(GROUP);
   load_words<GROUP, PACKED, ALIGNED>(words, tile, k);
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
@@ -65,11 +71,11 @@ METAL_FUNC void gemv(
     UNROLL for (int row = 0; row < ROWS; ++row) {
       totals[row] = float4(0.0f);
     }
-    int k = first_step(unit, simdgroup_index);
-    while (k < unit.k_stop) {
+    const int k_start = first_step(unit, simdgroup_index);
+    for (int k = k_start; k < unit.k_stop; k = next_step<GROUP, SIMDGROUPS_K>(k)) {
       uint4 words[RUNS];
       vec<F, 4> runs[2 * ROWS * RUNS];
-      Quantizers quantizers = aligned
+      const Quantizers quantizers = aligned
           ? load_vectors<ROWS, GROUP, PACKED, true>(words, runs, tile, x, work, lane.pair, k)
           : load_vectors<ROWS, GROUP, PACKED, false>(words, runs, tile, x, work, lane.pair, k);
       float sums[ROWS];
@@ -86,7 +92,6 @@ METAL_FUNC void gemv(
         totals[i / 4][i % 4] +=
             quantizers.scale[i % 4] * products[i] + quantizers.bias[i % 4] * sums[i / 4];
       }
-      k = next_step<GROUP, SIMDGROUPS_K>(k);
     }
 
     UNROLL for (int i = 0; i < 4 * ROWS; ++i) {

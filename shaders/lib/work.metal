@@ -4,8 +4,8 @@
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-constant constexpr int TILE_N = 32; // rows of w, columns of the output
-constant constexpr int TILE_K = 64; // values of k that one step of the main loop eats
+constant constexpr int TILE_N = 32;  // rows of w, columns of the output
+constant constexpr int TILE_K = 64;  // values of k that one step of the main loop eats
 
 METAL_FUNC int ceil_div(int value, int divisor) {
   return (value + divisor - 1) / divisor;
@@ -15,8 +15,8 @@ struct Work {
   int m;
   int n;
   int k;
-  int k_parallel;      // slices of k in each tile
-  bool ceil_partition; // the runs of seed 000 instead of balanced ones
+  int k_parallel;       // slices of k in each tile
+  bool ceil_partition;  // the runs of seed 000 instead of balanced ones
 };
 
 METAL_FUNC Work read_work(constant int32_t* params) {
@@ -56,10 +56,10 @@ METAL_FUNC Range units_of_threadgroup(int index, int num_threadgroups, Work work
 }
 
 struct Unit {
-  int row; // first row of x and of the output
-  int col; // first row of w, first column of the output
+  int row;  // first row of x and of the output
+  int col;  // first row of w, first column of the output
   int split;
-  int k_start; // in values of k, a multiple of TILE_K
+  int k_start;  // in values of k, a multiple of TILE_K
   int k_stop;
 };
 
