@@ -112,13 +112,9 @@ _used: dict[Plan, None] = {}
 
 @cache
 def _kernel(text: source.Source) -> KernelCall:
-    if backend() == "emulator":
-        from mlx_marlin.emulator import metal_kernel as build
-    else:
-        build = mx.fast.metal_kernel
     return cast(
         KernelCall,
-        build(
+        _factory()(
             name=text.name,
             input_names=list(text.input_names),
             output_names=list(text.output_names),
@@ -126,6 +122,14 @@ def _kernel(text: source.Source) -> KernelCall:
             source=text.source,
         ),
     )
+
+
+def _factory() -> Callable[..., object]:
+    if backend() != "emulator":
+        return mx.fast.metal_kernel
+    from mlx_marlin.emulator import metal_kernel
+
+    return metal_kernel
 
 
 def _multiply(plan: Plan) -> Product:

@@ -53,7 +53,7 @@ STORED: tuple[str, ...] = (
     "b",
     "s",
 )
-"""The digits of a code's place in its tile: word = all but the last two, nibble = b, s."""
+"""The digits of a code in its tile: the word is all but the last two, its nibble b, s."""
 
 
 def order_of_group(group_size: int) -> str:

@@ -1,6 +1,6 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +10,9 @@ from mlx_marlin.ops import quantized_matmul
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 NATIVE = ("weight", "scales", "biases")
+PACKED = ("words", "quantizers")
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class MarlinLinear(nn.QuantizedLinear):
@@ -42,6 +45,7 @@ class MarlinLinear(nn.QuantizedLinear):
         layout: str = "mlx",
     ) -> None:
         _check(layout, mode, 4 if bits is None else bits)
+        group_size, bits = group_size or 64, bits or 4
         super().__init__(input_dims, output_dims, bias, group_size, bits, mode)
         self.layout = "mlx"
         if layout == "marlin":
@@ -59,7 +63,9 @@ class MarlinLinear(nn.QuantizedLinear):
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
         _check(layout, mode, 4 if bits is None else bits)
-        quantized = nn.QuantizedLinear.from_linear(linear_layer, group_size, bits, mode)
+        quantized = nn.QuantizedLinear.from_linear(
+            linear_layer, group_size or 64, bits or 4, mode
+        )
         return cls.from_quantized(quantized, layout=layout)
 
     @classmethod
@@ -111,40 +117,34 @@ class MarlinLinear(nn.QuantizedLinear):
             bits=self.bits,
         )
 
+    # MLX's layer has these as plain attributes, which it never sets again.
     @property
-    def weight(self) -> mx.array:
+    def weight(self) -> mx.array:  # type: ignore[override]
         """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
         return self._native()[0]
 
     @property
-    def scales(self) -> mx.array:
+    def scales(self) -> mx.array:  # type: ignore[override]
         """Scales [n, k / group_size]."""
         return self._native()[1]
 
     @property
-    def biases(self) -> mx.array:
+    def biases(self) -> mx.array:  # type: ignore[override]
         """Biases [n, k / group_size]."""
         return self._native()[2]
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        if self.layout == "mlx":
-            y = quantized_matmul(
-                x,
-                self["weight"],
-                self["scales"],
-                self["biases"],
-                True,
-                self.group_size,
-                self.bits,
-                self.mode,
-            )
+        packed = self.packed
+        if packed is not None:
+            y = quantized_matmul(x, packed)
         else:
-            y = quantized_matmul(x, self.packed)
+            y = _native_product(self, x)
         return y + self["bias"] if "bias" in self else y
 
     def _extra_repr(self) -> str:
-        return f"{super()._extra_repr()}, layout={self.layout}"
+        stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
+        return f"{stock}, layout={self.layout}"
 
     def _native(self) -> tuple[mx.array, mx.array, mx.array]:
         packed = self.packed
@@ -162,7 +162,7 @@ class MarlinLinear(nn.QuantizedLinear):
         self.output_dims, self.input_dims = packed.shape
         self["words"], self["quantizers"] = packed.words, packed.scales
         self.layout = "marlin"
-        self.freeze()
+        self.freeze(keys=[*PACKED])
 
 
 class MarlinEmbedding(nn.QuantizedEmbedding):
@@ -190,25 +190,29 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return quantized_matmul(
-            x,
-            self["weight"],
-            self["scales"],
-            self["biases"],
-            True,
-            self.group_size,
-            self.bits,
-            self.mode,
-        )
+        return _native_product(self, x)
 
 
-def _twin(cls: type[Any], layer: nn.Module) -> Any:
+def _native_product(layer: nn.Module, x: mx.array) -> mx.array:
+    return quantized_matmul(
+        x,
+        layer["weight"],
+        layer["scales"],
+        layer["biases"],
+        True,
+        layer.group_size,
+        layer.bits,
+        layer.mode,
+    )
+
+
+def _twin(cls: type[Layer], layer: nn.Module) -> Layer:
     """Makes a layer without parameters, in the same format and state as another."""
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)
     twin.group_size, twin.bits, twin.mode = layer.group_size, layer.bits, layer.mode
     twin.train(layer.training)
-    twin._no_grad = set(layer._no_grad)
+    twin._no_grad = set(layer._no_grad).difference(PACKED)
     return twin
 
 

@@ -4,6 +4,8 @@ What a call's shapes and dtypes decide is decided once and remembered (`serving`
 remains for every call is a look-up, a kernel call and perhaps a reshape.
 """
 
+from typing import NoReturn
+
 import mlx.core as mx
 
 from mlx_marlin.packing import PackedWeight
@@ -73,11 +75,16 @@ def why_not(
     group_size: int | None = None,
     bits: int | None = None,
     mode: str = "affine",
+    *,
+    stream: Stream = None,
 ) -> str | None:
     """Says why stock MLX serves a call of `quantized_matmul`; None if our kernels do.
 
     Takes the arguments of `quantized_matmul` and raises what it raises.
     """
+    if stream is not None:
+        with mx.stream(stream):
+            return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
     return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
 
 
@@ -91,6 +98,8 @@ def _served(
     bits: int | None,
     mode: str,
 ) -> Served:
+    if not isinstance(x, mx.array):
+        _refuse_types(x, w, scales, biases)
     if isinstance(w, PackedWeight):
         _check_packed(w, scales, biases, group_size, bits, mode)
         return serve_packed(
@@ -103,8 +112,9 @@ def _served(
             transpose,
             mx.default_device() == CPU,
         )
-    if scales is None:
-        raise TypeError("scales may be left out only for a packed weight")
+    is_odd = biases is not None and not isinstance(biases, mx.array)
+    if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):
+        _refuse_types(x, w, scales, biases)
     return serve_native(
         x.shape,
         x.dtype,
@@ -122,6 +132,14 @@ def _served(
     )
 
 
+def _refuse_types(*arguments: object) -> NoReturn:
+    types = ", ".join(type(each).__name__ for each in arguments)
+    raise TypeError(
+        f"x, w, scales and biases must be mx.array (w may be a PackedWeight, which "
+        f"takes the place of scales and biases; biases may be None), got {types}"
+    )
+
+
 def _check_packed(
     w: PackedWeight,
     scales: mx.array | None,
@@ -132,7 +150,11 @@ def _check_packed(
 ) -> None:
     if scales is not None or biases is not None:
         raise ValueError("a packed weight carries its scales and biases; pass none")
-    wished = (group_size or w.group_size, bits or w.bits, mode)
+    wished = (
+        w.group_size if group_size is None else group_size,
+        w.bits if bits is None else bits,
+        mode,
+    )
     packed = (w.group_size, w.bits, "affine")
     if wished != packed:
         raise ValueError(

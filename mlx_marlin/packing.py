@@ -127,7 +127,7 @@ def pack(
     _check_native(w, scales, biases, group_size)
     n, k = w.shape[0], w.shape[1] * 8
     padded_n, padded_k = layout.padded(n, k)
-    codes = mx.pad(_codes_of_words(w), ((0, padded_n - n), (0, padded_k - k)))
+    codes = mx.pad(_codes_of_words(w), [(0, padded_n - n), (0, padded_k - k)])
     order = layout.order_of_group(group_size)
     tiles = (padded_n // layout.TILE_ROWS, padded_k // layout.TILE_K)
     stored = codes.reshape(_loaded_shape(order, tiles)).transpose(_permutation(order))
@@ -177,7 +177,7 @@ def _interleave(
     n, groups = scales.shape
     dtype = mx.result_type(scales, biases)
     pairs = mx.stack([scales.astype(dtype), biases.astype(dtype)])
-    pairs = mx.pad(pairs, ((0, 0), (0, padded_n - n), (0, padded_groups - groups)))
+    pairs = mx.pad(pairs, [(0, 0), (0, padded_n - n), (0, padded_groups - groups)])
     tiles = padded_n // layout.TILE_ROWS
     digits = pairs.reshape(2, tiles, 4, 8, padded_groups).transpose(1, 4, 3, 2, 0)
     return digits.reshape(tiles, padded_groups, 2 * layout.TILE_ROWS)

@@ -4,10 +4,12 @@ A kind of call is its shapes, dtypes, options and device. Deciding is cached; a 
 that is wrong raises here, in MLX's own words where MLX has them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import cast
 
 import mlx.core as mx
 
@@ -80,16 +82,23 @@ def serve_native(
     Raises:
         ValueError: If the arguments do not belong together.
     """
+    # What MLX does not check: it crashes, or reads past the end of the scales.
     if not x_shape:
         raise ValueError("x has no dimensions, expected [..., k]")
+    if bits == 0:
+        raise ValueError("bits=0, expected the bits of a code or None")
+    if scales_shape[:-1] != w_shape[:-1]:
+        raise ValueError(
+            f"scales has shape {scales_shape}, expected a row for each row of w, "
+            f"which has shape {w_shape}"
+        )
 
     def stock(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None
     ) -> mx.array:
         return _stock(x, w, scales, biases, transpose, group_size, bits, mode)
 
-    has_biases = biases_shape is not None and biases_dtype is not None
-    biases = mx.zeros(biases_shape, biases_dtype) if has_biases else None
+    biases = None if biases_shape is None else mx.zeros(biases_shape, biases_dtype)
     # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.
     result = stock(
         mx.zeros(x_shape, x_dtype),
@@ -264,7 +273,7 @@ def _differentiable(ours: launch.Product, stock: Run) -> launch.Product:
         return ours(x, w, scales, biases)
 
     @product.vjp
-    def gradients(
+    def backward(
         primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
     ) -> tuple[mx.array, ...]:
         x, w, scales, biases = primals
@@ -272,10 +281,26 @@ def _differentiable(ours: launch.Product, stock: Run) -> launch.Product:
         def of_floats(x: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
             return stock(x, w, scales, biases)
 
-        _, (dx, dscales, dbiases) = mx.vjp(of_floats, [x, scales, biases], [cotangent])
-        return dx, mx.zeros_like(w), dscales, dbiases
+        grads = mx.vjp(of_floats, [x, scales, biases], [cotangent])[1]
+        # Codes have no gradient. MLX raises where one is asked for, which cannot be
+        # seen from here; a zero would pass for an answer.
+        return grads[0], mx.full(w.shape, math.nan), grads[1], grads[2]
 
-    return product
+    @product.jvp
+    def forward(
+        primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
+    ) -> mx.array:
+        moving = {i: each for i, each in enumerate(tangents) if each is not None}
+
+        def of_moving(*values: mx.array) -> mx.array:
+            moved = dict(zip(moving, values, strict=True))
+            return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
+
+        starts = [primals[i] for i in moving]
+        _, along = mx.jvp(of_moving, starts, list(moving.values()))
+        return along[0]
+
+    return cast(launch.Product, product)
 
 
 def _as_rows(product: launch.Product, kind: Kind) -> Run:

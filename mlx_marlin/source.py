@@ -39,7 +39,7 @@ class Source:
 
 @cache
 def shader_folder() -> Path:
-    """Returns the folder of the shaders: in the installed package, else the checkout."""
+    """Returns the folder of the shaders: of the installed package or the checkout."""
     package = Path(__file__).parent
     candidates = (package / "shaders", package.parent / "shaders")
     for folder in candidates:
@@ -79,6 +79,7 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
         "SIMDGROUPS_K": plan.simdgroups_k,
         "GROUP": problem.group_size,
         "PACKED": problem.layout == "marlin",
+        "SUBTRACT": plan.subtract,
     }
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared}
@@ -86,7 +87,6 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         **shared,
-        "SUBTRACT": plan.subtract,
         "WIDEN": problem.dtype != "float16",
     }
 

@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-TOLERANCES = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 2e-6}
-"""Relative Frobenius error of a product with exactly decoded weights and float32 sums."""
+TOLERANCES = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-6}
+"""Most relative Frobenius error against exactly decoded weights in float64."""
 
 
 def exact(array: mx.array) -> Floats:
@@ -44,16 +44,21 @@ def error(actual: mx.array, expected: Floats) -> float:
     return float(difference / max(np.linalg.norm(expected), np.finfo(float).tiny))
 
 
-def assert_close(actual: mx.array, expected: Floats, stock: mx.array) -> None:
+def assert_close(
+    actual: mx.array, expected: Floats, stock: mx.array, *, offset_codes: bool = False
+) -> None:
     """Checks a product against float64, and against twice the error of stock MLX's.
 
     Args:
         actual: The result to judge.
         expected: The product in float64.
         stock: The same product by `mx.quantized_matmul` in the same dtype.
+        offset_codes: Whether 64 + q was summed instead of q. In float32 that shows:
+            the terms are up to ten times larger, and so may their rounding be.
     """
     name = str(actual.dtype).removeprefix("mlx.core.")
+    factor = 10 if offset_codes and actual.dtype == mx.float32 else 1
     assert actual.shape == expected.shape
     assert actual.dtype == stock.dtype
-    assert error(actual, expected) < TOLERANCES[name]
-    assert error(actual, expected) <= 2 * error(stock, expected) + 1e-7
+    assert error(actual, expected) < factor * TOLERANCES[name]
+    assert error(actual, expected) <= 2 * factor * error(stock, expected) + 1e-7

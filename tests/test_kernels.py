@@ -41,7 +41,9 @@ def test_every_plan_computes_the_product(case: strategies.Case) -> None:
     y = run(plan, x, native)
 
     expected = oracles.product(x, *native, group_size=plan.problem.group_size)
-    oracles.assert_close(y, expected, stock(plan, x, native))
+    oracles.assert_close(
+        y, expected, stock(plan, x, native), offset_codes=not plan.subtract
+    )
 
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
@@ -91,7 +93,10 @@ def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -
 @given(plan=strategies.runnable_plans(dtypes=st.just("float32")))
 def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None:
     problem = plan.problem
-    _, native = strategies.arrays(problem, seed=0)
+    _, (w, *floats) = strategies.arrays(problem, seed=0)
+    # With the precision of half, scale * q is exact in float32: one rounding is left.
+    scales, biases = (each.astype(mx.float16).astype(mx.float32) for each in floats)
+    native = w, scales, biases
     decoded = oracles.decoded(*native, group_size=problem.group_size)
 
     for first in range(0, problem.k, problem.m):

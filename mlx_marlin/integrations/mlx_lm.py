@@ -1,17 +1,20 @@
 """Converts the layers of an mlx-lm model, in place, and back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_marlin.formats import FORMATS, LAYOUTS
+from mlx_marlin.formats import FORMATS, LAYOUTS, format_of
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
-Convert = Callable[[nn.Module], nn.Module]
+Convert = Callable[[Any], nn.Module]
+Place = tuple[Any, Any]
+"""A module, dictionary or list, and a key of it."""
+Places = list[Place]
 
 
 def optimize(
@@ -44,12 +47,16 @@ def optimize(
         The same model.
 
     Raises:
-        ValueError: If the layout is unknown or the model has no layer to convert.
+        ValueError: If the layout, group size or bits are not ours, or the model has no
+            layer to convert.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+    group_sizes = format_of("affine", bits).group_sizes
+    if group_size not in group_sizes:
+        raise ValueError(f"group_size={group_size} is not one of {group_sizes}")
 
-    def convert(layer: nn.Module) -> nn.Module:
+    def convert(layer: Any) -> nn.Module:
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer)
         if type(layer) is nn.Linear:
@@ -63,13 +70,13 @@ def optimize(
             return _is_our_format(layer)
         return type(layer) is MarlinLinear and layer.layout != layout
 
-    layers = [(path, layer) for path, layer in _leaves(model) if wanted(layer)]
-    if not layers and not any(_is_ours(layer) for _, layer in _leaves(model)):
+    found = _find(model, wanted)
+    if not found and not _find(model, _is_ours):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear, affine 4-bit "
             "with group size 32, 64 or 128, or quantize=True for nn.Linear"
         )
-    _replace(model, layers, convert, progress)
+    _replace(found, convert, progress)
     return model
 
 
@@ -83,40 +90,63 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     Returns:
         The same model, with every code, scale and bias as it was.
     """
-    layers = [(path, layer) for path, layer in _leaves(model) if _is_ours(layer)]
-    _replace(model, layers, lambda layer: layer.to_stock(), progress)
+    _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
     return model
 
 
-def _replace(
-    model: nn.Module,
-    layers: list[tuple[str, nn.Module]],
-    convert: Convert,
-    progress: bool,
-) -> None:
-    # One by one, so that a large model needs memory for one layer more. Turning back
-    # needs the old layer only where quantizing lost something.
-    done: list[tuple[str, nn.Module | None]] = []
+def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]:
+    """Finds where the wanted layers hang; a shared layer has several places."""
+    found: dict[int, Places] = {}
+    for container, key in _places(model):
+        if wanted(container[key]):
+            found.setdefault(id(container[key]), []).append((container, key))
+    return [*found.values()]
+
+
+def _places(tree: Any) -> Iterator[Place]:
+    # As `nn.Module.leaf_modules` looks for them: in modules, dictionaries and lists.
+    for key, child in enumerate(tree) if isinstance(tree, list) else tree.items():
+        if isinstance(child, nn.Module) and not child.children():
+            yield tree, key
+        elif isinstance(child, dict | list):
+            yield from _places(child)
+
+
+def _replace(found: list[Places], convert: Convert, progress: bool) -> None:
+    # One by one and without holding on to the layers, so that a large model needs
+    # memory for one layer more.
+    done: list[tuple[Places, Convert]] = []
     try:
-        for path, layer in _shown(layers, progress):
+        for places in _shown(found, progress):
+            layer = _get(places)
             new = convert(layer)
             mx.eval(new.parameters())
-            done.append((path, layer if type(layer) is nn.Linear else None))
-            _put(model, path, new)
+            _put(places, new)
+            done.append((places, _way_back(layer)))
     except BaseException:
-        now = dict(_leaves(model))
-        for path, old in done:
-            _put(model, path, old or now[path].to_stock())
+        for places, back in done:
+            _put(places, back(_get(places)))
         raise
 
 
-def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
-    model.update_modules(tree_unflatten([(path, layer)]))
+def _way_back(layer: nn.Module) -> Convert:
+    if type(layer) is nn.Linear:
+        return lambda _: layer  # quantizing lost something
+    if isinstance(layer, MarlinEmbedding):
+        return MarlinEmbedding.from_quantized
+    if isinstance(layer, MarlinLinear):
+        return partial(MarlinLinear.from_quantized, layout=layer.layout)
+    return lambda new: new.to_stock()
 
 
-def _leaves(model: nn.Module) -> list[tuple[str, Any]]:
-    leaves = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return [(path, layer) for path, layer in leaves if path]
+def _get(places: Places) -> Any:
+    container, key = places[0]
+    return container[key]
+
+
+def _put(places: Places, layer: nn.Module) -> None:
+    for container, key in places:
+        container[key] = layer
 
 
 def _is_ours(layer: nn.Module) -> bool:
@@ -128,11 +158,10 @@ def _is_our_format(layer: nn.Module) -> bool:
     return known is not None and layer.group_size in known.group_sizes
 
 
-def _shown(
-    layers: list[tuple[str, nn.Module]], progress: bool
-) -> Iterable[tuple[str, nn.Module]]:
+def _shown(found: list[Places], progress: bool) -> Iterable[Places]:
     if not progress:
-        return layers
+        return found
     from tqdm import tqdm
 
-    return tqdm(layers, desc="mlx_marlin", unit="layer")
+    shown: Iterable[Places] = tqdm(found, "mlx_marlin", unit="layer")
+    return shown

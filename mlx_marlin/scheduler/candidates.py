@@ -80,7 +80,7 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
         simdgroups_m=simdgroups_m,
         strategy="data_parallel",
         num_threadgroups=-(-problem.m // tile.m) * -(-problem.n // tile.n),
-        subtract=wishes.get("subtract", fragments_m >= 2),
+        subtract=wishes.get("subtract", _subtract(problem, fragments_m)),
     )
 
 
@@ -94,6 +94,11 @@ def _fragments_m(problem: Problem, kernel: Kernel) -> int:
     if kernel == "gemv":
         return 0
     return 1 if problem.m <= ROWS_OF_ONE_FRAGMENT else 2
+
+
+def _subtract(problem: Problem, fragments_m: int) -> bool:
+    """Returns whether to pay for the more exact form: always where float32 shows it."""
+    return fragments_m >= 2 or problem.dtype == "float32"
 
 
 def _simdgroups_m(problem: Problem, fragments_m: int) -> int:

@@ -32,8 +32,8 @@ MATRIX_OPS = {1: 33, 2: 66}
 """8x8 products of a trip, by fragments_m (counted)."""
 OTHER_SLOTS = {1: 147, 2: 201}
 """Slots of a trip beside the matrix products, by fragments_m (counted)."""
-SUBTRACT_SLOTS = {1: 48, 2: 54}
-"""More of them when the offset is subtracted in the fragment (counted)."""
+SUBTRACT_SLOTS = {0: 46, 1: 48, 2: 54}
+"""More of them when the offset is subtracted first; 0 is the dot product (counted)."""
 GEMV_SLOTS = {1: 184, 2: 281, 3: 373, 4: 467, 5: 563}
 """Slots of a trip of the dot-product kernel, by rows (counted)."""
 WEIGHT_LANE_BYTES = 0.75
@@ -150,7 +150,7 @@ def _readers(plan: Plan) -> dict[int, int]:
 def _trip_slots(plan: Plan, fragments: int, rates: Rates) -> float:
     """Returns the slots of one trip of one simdgroup."""
     if plan.kernel == "gemv":
-        return GEMV_SLOTS[plan.problem.m]
+        return GEMV_SLOTS[plan.problem.m] + plan.subtract * SUBTRACT_SLOTS[0]
     other = OTHER_SLOTS[fragments] + plan.subtract * SUBTRACT_SLOTS[fragments]
     return rates.matrix_slots * MATRIX_OPS[fragments] + rates.exposed * other
 

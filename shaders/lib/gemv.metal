@@ -4,6 +4,7 @@
 //
 // ROWS          rows of x
 // SIMDGROUPS_K  simdgroups that take turns at the k tiles
+// SUBTRACT      q instead of 64 + q enters the sums: more exact, and slower
 
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
 template <int ROWS, int GROUP, bool PACKED, bool ALIGNED, typename T, typename S, typename Run>
@@ -26,13 +27,13 @@ METAL_FUNC Quantizers load_vectors(
 }
 
 // products[row * 4 + f]: the lane's codes of row fragment f times its activations.
-template <int ROWS, int RUNS, typename Run>
+template <int ROWS, int RUNS, bool SUBTRACT, typename Run>
 METAL_FUNC void dot(thread float* products, thread const uint4* words, thread const Run* runs) {
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
     UNROLL for (int f = 0; f < 4; ++f) {
-      const half2 codes = decode<false>(words[h][f], s);
+      const half2 codes = decode<SUBTRACT>(words[h][f], s);
       UNROLL for (int row = 0; row < ROWS; ++row) {
         thread float& product = products[row * 4 + f];
         product = fma(float(codes.x), float(runs[2 * row * RUNS + h][s]), product);
@@ -42,7 +43,7 @@ METAL_FUNC void dot(thread float* products, thread const uint4* words, thread co
   }
 }
 
-template <int ROWS, int SIMDGROUPS_K, int GROUP, bool PACKED, typename T, typename S, typename O>
+template <int ROWS, int SIMDGROUPS_K, int GROUP, bool PACKED, bool SUBTRACT, typename T, typename S, typename O>
 METAL_FUNC void gemv(
     const device T* x,
     const device uint32_t* w,
@@ -84,10 +85,10 @@ METAL_FUNC void gemv(
         sums[row] = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
         // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
         UNROLL for (int f = 0; f < 4; ++f) {
-          products[row * 4 + f] = -CODE_OFFSET * sums[row];
+          products[row * 4 + f] = SUBTRACT ? 0.0f : -CODE_OFFSET * sums[row];
         }
       }
-      dot<ROWS, RUNS>(products, words, runs);
+      dot<ROWS, RUNS, SUBTRACT>(products, words, runs);
       UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
         totals[i / 4][i % 4] +=
             quantizers.scale[i % 4] * products[i] + quantizers.bias[i % 4] * sums[i / 4];

@@ -1,0 +1,94 @@
+// metal_atomic: true atomics, since threadgroups run on several host threads.
+#pragma once
+#include "simd.h"
+
+namespace metal {
+
+enum memory_order : uint {
+  memory_order_relaxed = __ATOMIC_RELAXED,
+  memory_order_acquire = __ATOMIC_ACQUIRE,
+  memory_order_release = __ATOMIC_RELEASE,
+  memory_order_acq_rel = __ATOMIC_ACQ_REL,
+  memory_order_seq_cst = __ATOMIC_SEQ_CST,
+};
+enum thread_scope : uint {
+  thread_scope_thread,
+  thread_scope_simdgroup,
+  thread_scope_threadgroup,
+  thread_scope_device,
+};
+
+template <class T>
+struct atomic {
+  T value;
+};
+using atomic_int = atomic<int>;
+using atomic_uint = atomic<uint>;
+using atomic_bool = atomic<bool>;
+using atomic_float = atomic<float>;
+using atomic_ulong = atomic<ulong>;
+
+// Orders are taken literally but never made weaker; Metal offers only relaxed ones anyway.
+template <class T, class U>
+METAL_FUNC void atomic_store_explicit(volatile atomic<T>* object, U desired, memory_order) {
+  T value = T(desired);
+  __atomic_store(&object->value, &value, __ATOMIC_RELAXED);
+}
+template <class T>
+METAL_FUNC T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
+  T value;
+  __atomic_load(&object->value, &value, __ATOMIC_RELAXED);
+  return value;
+}
+template <class T, class U>
+METAL_FUNC T atomic_exchange_explicit(volatile atomic<T>* object, U desired, memory_order) {
+  T value = T(desired), before;
+  __atomic_exchange(&object->value, &value, &before, __ATOMIC_RELAXED);
+  return before;
+}
+template <class T, class U>
+METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object, T* expected,
+                                                      U desired, memory_order, memory_order) {
+  T value = T(desired);
+  return __atomic_compare_exchange(&object->value, expected, &value, true, __ATOMIC_RELAXED,
+                                   __ATOMIC_RELAXED);
+}
+
+namespace detail {
+
+template <class T, class Change>
+METAL_FUNC T update(volatile atomic<T>* object, Change change) {
+  T before;
+  __atomic_load(&object->value, &before, __ATOMIC_RELAXED);
+  for (;;) {
+    T after = change(before);
+    if (__atomic_compare_exchange(&object->value, &before, &after, true, __ATOMIC_RELAXED,
+                                  __ATOMIC_RELAXED))
+      return before;
+  }
+}
+
+}  // namespace detail
+
+#define EMU_FETCH_UPDATE(name, expression)                                              \
+  template <class T, class U>                                                           \
+  METAL_FUNC T atomic_fetch_##name##_explicit(volatile atomic<T>* object, U operand,    \
+                                              memory_order) {                           \
+    T b = T(operand);                                                                   \
+    return detail::update(object, [b](T a) EMU_INLINE { return T(expression); });       \
+  }
+EMU_FETCH_UPDATE(add, a + b)
+EMU_FETCH_UPDATE(sub, a - b)
+EMU_FETCH_UPDATE(and, a & b)
+EMU_FETCH_UPDATE(or, a | b)
+EMU_FETCH_UPDATE(xor, a ^ b)
+EMU_FETCH_UPDATE(min, b < a ? b : a)
+EMU_FETCH_UPDATE(max, a < b ? b : a)
+#undef EMU_FETCH_UPDATE
+
+METAL_FUNC void atomic_thread_fence(mem_flags, memory_order,
+                                    thread_scope = thread_scope_device) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+}  // namespace metal

@@ -1,0 +1,279 @@
+"""What the emulator says when something is wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mlx_marlin.emulator import engine, lines
+
+LANES = 32
+_COMPLAINT = re.compile(
+    r"(?P<file>.+?):(?P<line>\d+):(?P<column>\d+): (?P<kind>(?:fatal )?error|note): (?P<text>.*)"
+)
+_MAX_COMPLAINTS = 12
+
+
+class Fault(IntEnum):
+    """Kinds of fault, as in runtime.h."""
+
+    NONE = 0
+    ACCESS = 1
+    STACK_OVERFLOW = 2
+    INSTRUCTION = 3
+    ARITHMETIC = 4
+    DEADLOCK = 5
+    MISMATCH = 6
+    THREADGROUP_LIMIT = 7
+    MISUSE = 8
+    THREADGROUP_CANARY = 9
+    RESOURCES = 10
+    THREADGROUP_ACCESS = 11
+
+
+class Activity(IntEnum):
+    """What a thread does, as in runtime.h."""
+
+    READY = 0
+    RETURNED = 1
+    BARRIER = 2
+    SIMD = 3
+
+
+def compile_message(name: str, source: lines.SourceMap, complaint: str) -> str:
+    """The compiler's messages, with the kernel's own lines in place of file names.
+
+    Args:
+        name: The kernel.
+        source: Names its lines.
+        complaint: What clang wrote.
+    """
+    result = [f"kernel {name} does not compile:"]
+    for line in complaint.splitlines():
+        found = _COMPLAINT.match(line)
+        if found and len(result) <= _MAX_COMPLAINTS:
+            place = lines.Place(lines.shorten(found["file"]), int(found["line"]))
+            result.append(f"  {found['kind']}: {found['text']}")
+            result.append(f"    at {source.quote(place)}")
+    return "\n".join(result) if len(result) > 1 else f"{result[0]}\n{complaint}"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Everything that a report needs to name things."""
+
+    name: str
+    kernel: engine.Kernel
+    source: lines.SourceMap
+    buffers: Sequence[engine.Placed]
+    outcome: engine.Outcome
+
+    @property
+    def report(self) -> engine.Report:
+        """What the run time noted."""
+        return self.outcome.report
+
+    def places(self, address: int, *, returns: bool) -> list[lines.Place]:
+        """The Metal lines of an address, or of the call that returns to it."""
+        base = _load_address(self.kernel)
+        offset = address - base - (1 if returns else 0)
+        return lines.places(self.kernel.path, offset) if offset >= 0 else []
+
+    def line(self, address: int) -> str:
+        """Where a waiting thread waits, in short."""
+        found = self.places(address, returns=True)
+        return self.source.name(found[0]) if found else "an unknown line"
+
+
+class _Loaded(ctypes.Structure):
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_uint64),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_uint64),
+    ]
+
+
+def _load_address(kernel: engine.Kernel) -> int:
+    info = _Loaded()
+    dladdr = ctypes.CDLL(None).dladdr
+    dladdr(ctypes.c_void_p(kernel.entry), ctypes.byref(info))
+    return int(info.base)
+
+
+def fault_message(scene: Scene) -> str:
+    """What happened, where, and in which thread."""
+    fault = Fault(scene.report.fault)
+    what = _WHAT[fault](scene)
+    message = [f"kernel {scene.name}: {what}", f"  {_who(scene, fault)}"]
+    message.extend(f"  at {line}" for line in _where(scene))
+    return "\n".join(message)
+
+
+def _who(scene: Scene, fault: Fault) -> str:
+    report = scene.report
+    group = f"threadgroup ({', '.join(map(str, report.threadgroup))})"
+    if fault in (Fault.DEADLOCK, Fault.MISMATCH, Fault.THREADGROUP_CANARY):
+        return f"in {group}"
+    x, y, _ = report.size
+    thread = report.thread
+    position = (thread % x, thread // x % y, thread // x // y)
+    return f"in {group}, thread {position}, simdgroup {thread // LANES} lane {thread % LANES}"
+
+
+def _where(scene: Scene) -> Iterator[str]:
+    report = scene.report
+    by_signal = report.fault not in (Fault.MISUSE, Fault.THREADGROUP_LIMIT)
+    trace = report.trace[: report.trace_length]
+    for number, address in enumerate(trace):
+        found = scene.places(address, returns=number > 0 or not by_signal)
+        yield from map(scene.source.quote, found)
+        # The second address is a guess, needed only if the first is not the kernel's.
+        if found and number == 0:
+            del trace[1:2]
+
+
+def _access(scene: Scene) -> str:
+    report = scene.report
+    verb = "write" if report.is_write else "read"
+    for placed in scene.buffers:
+        start = placed.region.reserved
+        if start <= report.address < start + placed.region.reserved_bytes:
+            return _buffer_access(placed, report.address - placed.address, verb)
+    if report.address == 0:
+        return f"{verb} through a misaligned or invalid pointer"
+    return f"{verb} at address {report.address:#x}, far from every buffer"
+
+
+def _buffer_access(placed: engine.Placed, offset: int, verb: str) -> str:
+    size = placed.argument.size
+    label = f"buffer {placed.argument.name!r} ({size} bytes)"
+    if 0 <= offset + placed.argument.origin < size:
+        return f"{verb} to byte {offset} of input {label}"
+    return f"{verb} outside {label}, at byte {offset}"
+
+
+def _threadgroup_access(scene: Scene) -> str:
+    report = scene.report
+    verb = "write" if report.is_write else "read"
+    offset = ctypes.c_int64(report.address).value
+    return (
+        f"{verb} outside threadgroup variable {_text(report)!r} ({report.amount} bytes), "
+        f"at byte {offset}"
+    )
+
+
+def _text(report: engine.Report) -> str:
+    return bytes(report.text or b"").decode()
+
+
+def _threads(scene: Scene) -> list[engine.ThreadState]:
+    x, y, z = scene.report.size
+    return list(scene.outcome.states[: x * y * z])
+
+
+def _deadlock(scene: Scene) -> str:
+    threads = _threads(scene)
+    for start in range(0, len(threads), LANES):
+        lanes = threads[start : start + LANES]
+        if any(lane.activity == Activity.SIMD for lane in lanes):
+            return _missing_lanes(scene, start // LANES, lanes)
+    waiting = Counter(t.site for t in threads if t.activity == Activity.BARRIER)
+    returned = sum(t.activity == Activity.RETURNED for t in threads)
+    wait = ", ".join(
+        f"{count} wait at {scene.line(site)}" for site, count in waiting.items()
+    )
+    return f"barrier not reached by all threads: {wait}, {returned} have returned"
+
+
+def _mask(lanes: Sequence[engine.ThreadState], wanted: engine.ThreadState) -> int:
+    return sum(
+        1 << number
+        for number, lane in enumerate(lanes)
+        if (lane.activity, lane.site) == (wanted.activity, wanted.site)
+    )
+
+
+def _activities(scene: Scene, lanes: Sequence[engine.ThreadState]) -> Iterator[str]:
+    seen = set()
+    for lane in lanes:
+        activity = Activity(lane.activity)
+        waits = activity in (Activity.SIMD, Activity.BARRIER)
+        key = (activity, lane.site if waits else 0)
+        if key in seen:
+            continue
+        seen.add(key)
+        if waits:
+            operation = (lane.operation or b"threadgroup_barrier").decode()
+            mask = _mask(lanes, lane)
+            yield f"lanes {mask:08x} in {operation} at {scene.line(lane.site)}"
+        elif activity == Activity.RETURNED:
+            count = sum(other.activity == activity for other in lanes)
+            yield f"{count} of {len(lanes)} have returned"
+
+
+def _missing_lanes(
+    scene: Scene, number: int, lanes: Sequence[engine.ThreadState]
+) -> str:
+    wanted = next(lane for lane in lanes if lane.activity == Activity.SIMD)
+    operation = wanted.operation.decode()
+    return (
+        f"{operation} with missing lanes in simdgroup {number}: "
+        + ", ".join(_activities(scene, lanes))
+    )
+
+
+def _mismatch(scene: Scene) -> str:
+    number = scene.report.thread // LANES
+    lanes = _threads(scene)[number * LANES : (number + 1) * LANES]
+    return (
+        f"lanes of simdgroup {number} in different operations: "
+        + ", ".join(_activities(scene, lanes))
+    )
+
+
+def _threadgroup_limit(scene: Scene) -> str:
+    report = scene.report
+    return (
+        f"{report.amount} bytes of threadgroup memory with variable {_text(report)!r}, "
+        "the limit is 32768"
+    )
+
+
+def _misuse(scene: Scene) -> str:
+    text = _text(scene.report)
+    if " " in text:
+        return text
+    x, y, z = scene.report.size
+    return f"{text} in an incomplete simdgroup (threadgroup of {x * y * z} threads)"
+
+
+_WHAT = {
+    Fault.ACCESS: _access,
+    Fault.STACK_OVERFLOW: lambda scene: "stack overflow (more than 124 KiB in a thread)",
+    Fault.INSTRUCTION: lambda scene: "trap: the code reached a point it never should",
+    Fault.ARITHMETIC: lambda scene: "integer division by zero",
+    Fault.DEADLOCK: _deadlock,
+    Fault.MISMATCH: _mismatch,
+    Fault.THREADGROUP_LIMIT: _threadgroup_limit,
+    Fault.MISUSE: _misuse,
+    Fault.THREADGROUP_CANARY: lambda scene: (
+        f"write outside threadgroup variable {_text(scene.report)!r}, close to it"
+    ),
+    Fault.RESOURCES: lambda scene: "the system refuses memory or signal handlers",
+    Fault.THREADGROUP_ACCESS: _threadgroup_access,
+}
+
+
+def canary_message(name: str, placed: engine.Placed, side: int) -> str:
+    """An output whose surroundings were written, too close to fault."""
+    argument = placed.argument
+    where = "before" if side == 1 else "behind"
+    return (
+        f"kernel {name}: write outside buffer {argument.name!r} ({argument.size} bytes), "
+        f"close {where} it"
+    )

@@ -1,0 +1,228 @@
+// One fiber per Metal thread: the switch, and the life of a threadgroup.
+#include "runtime.h"
+
+#if defined(__APPLE__)
+#define SYMBOL(name) "_" #name
+#else
+#define SYMBOL(name) #name
+#endif
+
+// mslemu_switch(void** save, void* load): keeps the callee-saved registers on the stack
+// and continues on another one. A jump, not a return: the processor's return predictor
+// would be wrong every time. mslemu_restore is its second half; a signal handler goes
+// there to leave a fiber.
+#if defined(__x86_64__)
+asm(".text\n"
+    ".p2align 4\n"
+    ".globl " SYMBOL(mslemu_switch) "\n" SYMBOL(mslemu_switch) ":\n"
+    "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n"
+    "  pushq %r13\n  pushq %r14\n  pushq %r15\n"
+    "  movq %rsp, (%rdi)\n"
+    "  movq %rsi, %rsp\n"
+    ".globl " SYMBOL(mslemu_restore) "\n" SYMBOL(mslemu_restore) ":\n"
+    "  popq %r15\n  popq %r14\n  popq %r13\n"
+    "  popq %r12\n  popq %rbx\n  popq %rbp\n"
+    "  popq %rcx\n"
+    "  jmpq *%rcx\n"
+    ".globl " SYMBOL(mslemu_start) "\n" SYMBOL(mslemu_start) ":\n"
+    "  xorl %ebp, %ebp\n"
+    "  callq " SYMBOL(mslemu_fiber) "\n"
+    "  ud2\n");
+constexpr unsigned kFrameWords = 7;     // what mslemu_restore pops
+constexpr unsigned kResumeWord = 6;
+#elif defined(__aarch64__)
+asm(".text\n"
+    ".p2align 4\n"
+    ".globl " SYMBOL(mslemu_switch) "\n" SYMBOL(mslemu_switch) ":\n"
+    "  sub sp, sp, #160\n"
+    "  stp x19, x20, [sp, #0]\n  stp x21, x22, [sp, #16]\n  stp x23, x24, [sp, #32]\n"
+    "  stp x25, x26, [sp, #48]\n  stp x27, x28, [sp, #64]\n  stp x29, x30, [sp, #80]\n"
+    "  stp d8, d9, [sp, #96]\n  stp d10, d11, [sp, #112]\n"
+    "  stp d12, d13, [sp, #128]\n  stp d14, d15, [sp, #144]\n"
+    "  mov x9, sp\n  str x9, [x0]\n"
+    "  mov sp, x1\n"
+    ".globl " SYMBOL(mslemu_restore) "\n" SYMBOL(mslemu_restore) ":\n"
+    "  ldp x19, x20, [sp, #0]\n  ldp x21, x22, [sp, #16]\n  ldp x23, x24, [sp, #32]\n"
+    "  ldp x25, x26, [sp, #48]\n  ldp x27, x28, [sp, #64]\n  ldp x29, x30, [sp, #80]\n"
+    "  ldp d8, d9, [sp, #96]\n  ldp d10, d11, [sp, #112]\n"
+    "  ldp d12, d13, [sp, #128]\n  ldp d14, d15, [sp, #144]\n"
+    "  add sp, sp, #160\n"
+    "  br x30\n"
+    ".globl " SYMBOL(mslemu_start) "\n" SYMBOL(mslemu_start) ":\n"
+    "  mov x29, #0\n"
+    "  bl " SYMBOL(mslemu_fiber) "\n"
+    "  brk #1\n");
+constexpr unsigned kFrameWords = 20;
+constexpr unsigned kResumeWord = 11;
+#endif
+
+namespace emu {
+
+namespace {
+
+// Stack tops differ by a few cache lines, so that the fibers' frames do not all fall into
+// the same sets of the caches.
+constexpr u64 kColours = 61;
+constexpr u64 kColourBytes = 128;
+
+u8* stack_top(Worker* worker, u32 index) {
+  u8* end = worker->region + (index + 1) * kStackBytes;
+  return end - 64 - (index % kColours) * kColourBytes;
+}
+
+// A frame that mslemu_restore turns into a call of mslemu_start.
+void* fresh_stack(Worker* worker, u32 index) {
+  auto* words = reinterpret_cast<u64*>(stack_top(worker, index)) - kFrameWords;
+  words = reinterpret_cast<u64*>(u64(words) & ~u64(15));
+#if defined(__x86_64__)
+  words += 1;  // mslemu_start must see a stack pointer that is a multiple of 16
+#endif
+  words[kResumeWord] = u64(&mslemu_start);
+  return words;
+}
+
+u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+
+// The thread to run next, own simdgroup first; kMaxThreads if none can.
+inline u32 next_thread(Worker* worker, u32 group) {
+  Simdgroup* groups = worker->view.simdgroups;
+  u32 ready = groups[group].ready;
+  if (!ready) {
+    u32 count = (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
+    for (u32 tried = 0; tried < count && !ready; ++tried) {
+      group = worker->first + tried < count ? worker->first + tried
+                                            : worker->first + tried - count;
+      ready = groups[group].ready;
+    }
+    if (!ready) return kMaxThreads;
+  }
+  u32 lane = u32(__builtin_ctz(ready));
+  groups[group].ready = ready & (ready - 1);
+  return group * kLanes + lane;
+}
+
+inline void* next_stack(Worker* worker, u32 group) {
+  u32 next = next_thread(worker, group);
+  return next == kMaxThreads ? worker->scheduler : worker->stacks[next];
+}
+
+void place(Worker* worker, u32 number) {
+  const Launch* launch = worker->launch;
+  Threadgroup& here = worker->view.threadgroup;
+  here.grid = launch->grid;
+  here.nominal = launch->threadgroup;
+  here.buffers = launch->buffers;
+  here.count = {(here.grid.x + here.nominal.x - 1) / here.nominal.x,
+                (here.grid.y + here.nominal.y - 1) / here.nominal.y,
+                (here.grid.z + here.nominal.z - 1) / here.nominal.z};
+  here.position = {number % here.count.x, number / here.count.x % here.count.y,
+                   number / here.count.x / here.count.y};
+  here.size = {smaller(here.nominal.x, here.grid.x - here.position.x * here.nominal.x),
+               smaller(here.nominal.y, here.grid.y - here.position.y * here.nominal.y),
+               smaller(here.nominal.z, here.grid.z - here.position.z * here.nominal.z)};
+  here.threads = here.size.x * here.size.y * here.size.z;
+}
+
+void prepare(Worker* worker) {
+  u32 threads = worker->view.threadgroup.threads;
+  worker->stopped = 0;
+  worker->run += 1;
+  for (u32 index = 0; index < threads; ++index)
+    worker->stacks[index] = fresh_stack(worker, index);
+  for (u32 begin = 0; begin < threads; begin += kLanes) {
+    Simdgroup& group = worker->view.simdgroups[begin / kLanes];
+    u32 lanes = smaller(kLanes, threads - begin);
+    group.exist = u32((u64(1) << lanes) - 1);
+    group.ready = group.exist;
+    group.waiting = group.stopped = group.returned = 0;
+    for (u32& parity : group.parity) parity = 0;
+  }
+}
+
+void describe(Worker* worker) {
+  for (u32 index = 0; index < worker->view.threadgroup.threads; ++index) {
+    const Simdgroup& group = worker->view.simdgroups[index / kLanes];
+    u32 bit = 1u << (index % kLanes);
+    ThreadState& state = worker->launch->states[index];
+    state = {Activity::kReady, 0, worker->waits[index].site, nullptr};
+    if (group.returned & bit) state.activity = Activity::kReturned;
+    if (group.stopped & bit) state.activity = Activity::kBarrier;
+    if (group.waiting & bit) {
+      state.activity = Activity::kSimd;
+      state.operation = worker->waits[index].operation->name;
+    }
+  }
+}
+
+bool everybody_returned(const Worker* worker) {
+  u32 threads = worker->view.threadgroup.threads;
+  for (u32 group = 0; group * kLanes < threads; ++group)
+    if (worker->view.simdgroups[group].returned != worker->view.simdgroups[group].exist)
+      return false;
+  return true;
+}
+
+void publish(Worker* worker) {
+  Launch* launch = worker->launch;
+  u32 nobody = 0;
+  if (!__atomic_compare_exchange_n(&launch->stop, &nobody, 1, false, __ATOMIC_ACQ_REL,
+                                   __ATOMIC_ACQUIRE))
+    return;  // another worker has failed first; its report stands
+  launch->report = worker->fault;
+  Fault fault = worker->fault.fault;
+  if (fault == Fault::kDeadlock || fault == Fault::kMismatch) describe(worker);
+}
+
+}  // namespace
+
+void give_way(Worker* worker, u32 index) {
+  mslemu_switch(&worker->stacks[index], next_stack(worker, index / kLanes));
+}
+
+void abandon(Worker* worker, const Report& report) {
+  worker->fault = report;
+  void* never;
+  mslemu_switch(&never, worker->scheduler);
+  __builtin_unreachable();
+}
+
+Report report_of(Worker* worker, Fault fault, u32 thread) {
+  Report report{};
+  report.fault = fault;
+  report.thread = thread;
+  report.threadgroup = worker->view.threadgroup.position;
+  report.size = worker->view.threadgroup.size;
+  return report;
+}
+
+void run_threadgroup(Worker* worker, u32 number) {
+  place(worker, number);
+  prepare(worker);
+  u32 groups = (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
+  worker->first = u32((worker->launch->seed ^ number) * 0x9E3779B97F4A7C15ull >> 33) % groups;
+  worker->fault.fault = Fault::kNone;
+
+  mslemu_switch(&worker->scheduler, next_stack(worker, worker->first));
+
+  if (worker->fault.fault == Fault::kNone && !everybody_returned(worker))
+    worker->fault = report_of(worker, Fault::kDeadlock, 0);
+  const char* name;
+  if (worker->fault.fault == Fault::kNone && !threadgroup_memory_intact(worker, &name)) {
+    worker->fault = report_of(worker, Fault::kThreadgroupCanary, 0);
+    worker->fault.text = name;
+  }
+  if (worker->fault.fault != Fault::kNone) publish(worker);
+}
+
+}  // namespace emu
+
+// First frame of every fiber.
+extern "C" [[noreturn]] void mslemu_fiber() {
+  emu::Self self = emu::self();
+  emu::Worker* worker = emu::worker_of(self);
+  worker->launch->entry();
+  self.simdgroup().returned |= 1u << self.lane();
+  void* never;
+  mslemu_switch(&never, emu::next_stack(worker, self.index / emu::kLanes));
+  __builtin_unreachable();
+}

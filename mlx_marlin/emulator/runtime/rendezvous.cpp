@@ -1,0 +1,73 @@
+// Where threads meet: simdgroup operations and threadgroup barriers.
+#include "runtime.h"
+
+using namespace emu;
+
+namespace {
+
+// Lanes that meet must come from the same call: the compiler may not move these calls
+// apart (they are `convergent`), so two addresses are two places in the source.
+[[noreturn]] void mismatch(Worker* worker, Self self) {
+  abandon(worker, report_of(worker, Fault::kMismatch, self.index));
+}
+
+}  // namespace
+
+void emu::misuse(Self self, const char* what, const void* site) {
+  Worker* worker = worker_of(self);
+  Report report = report_of(worker, Fault::kMisuse, self.index);
+  report.text = what;
+  report.trace[0] = site;
+  report.trace_length = 1;
+  abandon(worker, report);
+}
+
+extern "C" bool mslemu_arrive(const Operation* operation) {
+  Self self = emu::self();
+  Worker* worker = worker_of(self);
+  Simdgroup& group = self.simdgroup();
+  u32 bit = 1u << self.lane();
+  const void* site = __builtin_return_address(0);
+  if (!group.waiting) {
+    group.site = site;
+    if (operation->whole_simdgroup && ~group.exist) misuse(self, operation->name, site);
+  }
+  group.waiting |= bit;
+  if (group.site != site) {
+    worker->waits[self.index] = {site, operation};
+    mismatch(worker, self);
+  }
+  if (group.waiting == group.exist) {
+    group.waiting = 0;
+    group.ready |= group.exist & ~bit;
+    return true;
+  }
+  worker->waits[self.index] = {site, operation};
+  give_way(worker, self.index);
+  return false;
+}
+
+extern "C" void mslemu_threadgroup_barrier() {
+  Self self = emu::self();
+  Worker* worker = worker_of(self);
+  Simdgroup& group = self.simdgroup();
+  u32 bit = 1u << self.lane();
+  const void* site = __builtin_return_address(0);
+  worker->waits[self.index] = {site, nullptr};
+  if (!group.stopped) group.barrier_site = site;
+  group.stopped |= bit;
+  if (group.barrier_site != site) mismatch(worker, self);
+  worker->stopped += 1;
+  u32 threads = worker->view.threadgroup.threads;
+  if (worker->stopped == threads) {
+    worker->stopped = 0;
+    for (u32 number = 0; number * kLanes < threads; ++number) {
+      Simdgroup& other = worker->view.simdgroups[number];
+      other.ready |= other.stopped;
+      other.stopped = 0;
+    }
+    group.ready &= ~bit;
+    return;
+  }
+  give_way(worker, self.index);
+}

@@ -1,0 +1,130 @@
+// State of the run time. No system header is included: the few functions of the C library
+// that are needed are declared here, and found in the process at load time.
+#pragma once
+#include "../include/abi.h"
+
+namespace emu {
+
+constexpr u32 kThreadgroupSlots = 64;
+constexpr u64 kThreadgroupLimit = 32 << 10;
+constexpr u64 kThreadgroupStride = 128 << 10;  // one slot with its guards
+constexpr u32 kMaxTrace = 24;
+constexpr u8 kPoison = 0xFF;  // NaN in every floating type
+
+// Values shared with report.py.
+enum class Fault : u32 {
+  kNone = 0,
+  kAccess = 1,        // address not mapped, or not writable
+  kStackOverflow = 2,
+  kInstruction = 3,   // trap
+  kArithmetic = 4,    // integer division by zero
+  kDeadlock = 5,      // nothing can run, somebody waits
+  kMismatch = 6,      // lanes of a simdgroup in different operations
+  kThreadgroupLimit = 7,
+  kMisuse = 8,
+  kThreadgroupCanary = 9,
+  kResources = 10,
+  kThreadgroupAccess = 11,  // address is the offset into the array
+};
+
+enum class Activity : u32 { kReady = 0, kReturned = 1, kBarrier = 2, kSimd = 3 };
+
+// Layout shared with engine.py (ctypes).
+struct Report {
+  Fault fault;
+  u32 thread;
+  Coordinates threadgroup;
+  Coordinates size;
+  u32 is_write;
+  u32 trace_length;
+  u64 address;
+  const char* text;  // name of an operation, an array or a complaint
+  u64 amount;        // bytes; for kAccess the system's code (si_code)
+  const void* trace[kMaxTrace];  // where it happened, innermost first; may hold strangers
+};
+
+struct ThreadState {
+  Activity activity;
+  u32 reserved;
+  const void* site;
+  const char* operation;
+};
+
+using Entry = void (*)();
+
+// Layout shared with engine.py (ctypes).
+struct Launch {
+  Entry entry;
+  void* const* buffers;
+  Coordinates grid;
+  Coordinates threadgroup;
+  u64 seed;
+  u32 workers;
+  u32 stop;
+  ThreadState* states;  // kMaxThreads, filled on a deadlock
+  Report report;
+};
+
+struct ThreadgroupArray {
+  u8* begin;
+  u64 bytes;
+  u64 mapped;     // bytes that may be touched, up to the guard
+  u64 run;        // number of the threadgroup that saw it last
+  const char* name;
+};
+
+struct Waiting {
+  const void* site;
+  const Operation* operation;
+};
+
+// `view` first: kernels see a worker as a WorkerView.
+struct Worker {
+  WorkerView view;
+  Launch* launch;
+  void* scheduler;              // saved stack pointer of whoever runs the fibers
+  void* stacks[kMaxThreads];    // saved stack pointers of the fibers
+  Waiting waits[kMaxThreads];
+  u32 stopped;                  // threads at the barrier
+  u32 first;                    // simdgroup to look at first, shuffled
+  u64 run;                      // counts threadgroups over the life of the worker
+  u8* region;
+  u8* threadgroup_memory;       // kThreadgroupSlots * kThreadgroupStride
+  u8* signal_stack;
+  u64 signal_stack_before[4];   // stack_t of the host thread
+  u64 threadgroup_bytes;        // of this launch
+  ThreadgroupArray arrays[kThreadgroupSlots];
+  Report fault;
+};
+
+inline Worker* worker_of(Self self) { return reinterpret_cast<Worker*>(self.worker); }
+
+// Lets another thread run; returns when this one is chosen again.
+void give_way(Worker* worker, u32 index);
+// Notes a fault and leaves the threadgroup for good.
+[[noreturn]] void abandon(Worker* worker, const Report& report);
+Report report_of(Worker* worker, Fault fault, u32 thread);
+void run_threadgroup(Worker* worker, u32 number);
+
+Worker* worker_open(u32 number);
+void threadgroup_memory_begin(Worker* worker);
+bool threadgroup_memory_intact(Worker* worker, const char** name);
+// The array that an address in or around threadgroup memory belongs to, or null.
+const ThreadgroupArray* threadgroup_array_at(const Worker* worker, u64 address);
+[[noreturn]] void misuse(Self self, const char* what, const void* site);
+Worker* worker_at(u64 stack);  // whose fiber stacks contain this address
+
+bool signals_begin();
+void signals_end();
+bool signal_stack_begin(Worker* worker);
+void signal_stack_end(Worker* worker);
+
+}  // namespace emu
+
+extern "C" {
+void* memcpy(void* to, const void* from, unsigned long bytes);
+void* memset(void* to, int value, unsigned long bytes);
+void mslemu_switch(void** save, void* load);
+void mslemu_restore();
+void mslemu_start();
+}

@@ -1,0 +1,177 @@
+// A fault inside a kernel becomes a report: the handler notes what happened and sends the
+// thread back to its scheduler. A fault anywhere else goes to whoever handled it before.
+#include "runtime.h"
+
+extern "C" {
+int sigaction(int number, const void* action, void* before);
+int sigaltstack(const void* stack, void* before);
+}
+
+namespace emu {
+
+namespace {
+
+#if defined(__APPLE__)
+constexpr int kBus = 10;
+constexpr int kSigInfo = 0x40, kOnStack = 0x01;
+struct Action {
+  void (*handler)(int, u8*, u8*);
+  u32 mask;
+  int flags;
+};
+struct SignalStack {
+  void* begin;
+  u64 bytes;
+  int flags;
+};
+constexpr u32 kAddressOffset = 24;  // siginfo_t.si_addr
+u8* machine(u8* context) { return *reinterpret_cast<u8**>(context + 48); }
+#else
+constexpr int kBus = 7;
+constexpr int kSigInfo = 0x4, kOnStack = 0x08000000;
+struct Action {
+  void (*handler)(int, u8*, u8*);
+  u64 mask[16];
+  int flags;
+  void (*restorer)();
+};
+struct SignalStack {
+  void* begin;
+  int flags;
+  u64 bytes;
+};
+constexpr u32 kAddressOffset = 16;
+u8* machine(u8* context) { return context; }
+#endif
+constexpr int kIll = 4, kTrap = 5, kFpe = 8, kSegv = 11;
+constexpr int kCaught[] = {kSegv, kBus, kIll, kTrap, kFpe};
+constexpr u64 kSignalStackBytes = 64 << 10;
+
+// Offsets of the saved registers in the machine context of each system.
+#if defined(__APPLE__) && defined(__aarch64__)
+constexpr u32 kPc = 16 + 256, kSp = 16 + 248, kFrame = 16 + 232;
+#elif defined(__APPLE__)
+constexpr u32 kPc = 16 + 16 * 8, kSp = 16 + 7 * 8, kFrame = 16 + 6 * 8;
+#elif defined(__aarch64__)
+constexpr u32 kRegisters = 184;
+constexpr u32 kPc = kRegisters + 32 * 8, kSp = kRegisters + 31 * 8;
+constexpr u32 kFrame = kRegisters + 29 * 8;
+#else
+constexpr u32 kGeneral = 40;  // gregs
+constexpr u32 kPc = kGeneral + 16 * 8, kSp = kGeneral + 15 * 8;
+constexpr u32 kFrame = kGeneral + 10 * 8, kError = kGeneral + 19 * 8;
+#endif
+
+u64& saved(u8* context, u32 offset) {
+  return *reinterpret_cast<u64*>(machine(context) + offset);
+}
+
+bool was_write(u8* context) {
+#if defined(__APPLE__) && defined(__aarch64__)
+  return *reinterpret_cast<u32*>(machine(context) + 8) >> 6 & 1;  // ESR.WnR
+#elif defined(__APPLE__)
+  return *reinterpret_cast<u32*>(machine(context) + 4) >> 1 & 1;
+#elif defined(__aarch64__)
+  // The syndrome register is a record of its own behind the general registers.
+  u8* record = machine(context) + kRegisters + 34 * 8 + 8;
+  while (*reinterpret_cast<u32*>(record) != 0) {
+    if (*reinterpret_cast<u32*>(record) == 0x45535201)
+      return *reinterpret_cast<u64*>(record + 8) >> 6 & 1;
+    record += *reinterpret_cast<u32*>(record + 4);
+  }
+  return false;
+#else
+  return saved(context, kError) >> 1 & 1;
+#endif
+}
+
+// Addresses on the way to the fault: the place itself, and what look like its callers, in
+// case a library function faulted for the kernel. The reader keeps those in the kernel.
+void trace(Report& report, Worker* worker, u8* context) {
+  auto note = [&](u64 address) {
+    if (report.trace_length < kMaxTrace)
+      report.trace[report.trace_length++] = reinterpret_cast<const void*>(address);
+  };
+  u64 sp = saved(context, kSp), frame = saved(context, kFrame);
+  note(saved(context, kPc));
+  if (report.fault == Fault::kStackOverflow) return;
+  u64 low = u64(worker->region), high = u64(&worker->view);
+  if (sp % 8 == 0 && sp + 8 <= high) note(*reinterpret_cast<u64*>(sp));
+  while (frame >= low && frame + 16 <= high && frame % 8 == 0) {
+    auto* words = reinterpret_cast<u64*>(frame);
+    note(words[1]);
+    if (words[0] <= frame) break;
+    frame = words[0];
+  }
+}
+
+Fault kind(int number, const Worker* worker, u64 address, u64 sp) {
+  if (number == kFpe) return Fault::kArithmetic;
+  if (number == kIll || number == kTrap) return Fault::kInstruction;
+  u64 offset = address - u64(worker->region);
+  bool own = offset < kMaxThreads * kStackBytes;
+  if (own && (sp - u64(worker->region)) / kStackBytes == offset / kStackBytes)
+    return Fault::kStackOverflow;
+  return Fault::kAccess;
+}
+
+Action before[sizeof kCaught / sizeof *kCaught];
+
+void give_back(int number) {
+  for (u32 at = 0; at < sizeof kCaught / sizeof *kCaught; ++at)
+    if (kCaught[at] == number) sigaction(number, &before[at], nullptr);
+}
+
+void handle(int number, u8* info, u8* context) {
+  u64 sp = saved(context, kSp);
+  Worker* worker = worker_at(sp);
+  if (!worker) {
+    give_back(number);
+    return;
+  }
+  u64 address = *reinterpret_cast<u64*>(info + kAddressOffset);
+  u32 thread = u32((sp - u64(worker->region)) / kStackBytes);
+  Report report = report_of(worker, kind(number, worker, address, sp), thread);
+  report.address = address;
+  report.is_write = was_write(context);
+  report.amount = *reinterpret_cast<u32*>(info + 8);
+  const ThreadgroupArray* array = threadgroup_array_at(worker, address);
+  if (report.fault == Fault::kAccess && array) {
+    report.fault = Fault::kThreadgroupAccess;
+    report.text = array->name;
+    report.amount = array->bytes;
+    report.address = address - u64(array->begin);
+  }
+  trace(report, worker, context);
+  worker->fault = report;
+  saved(context, kSp) = u64(worker->scheduler);
+  saved(context, kPc) = u64(&mslemu_restore);
+}
+
+}  // namespace
+
+bool signals_begin() {
+  Action action{};
+  action.handler = handle;
+  action.flags = kSigInfo | kOnStack;
+  for (u32 at = 0; at < sizeof kCaught / sizeof *kCaught; ++at)
+    if (sigaction(kCaught[at], &action, &before[at])) return false;
+  return true;
+}
+
+void signals_end() {
+  for (int number : kCaught) give_back(number);
+}
+
+bool signal_stack_begin(Worker* worker) {
+  SignalStack stack{};
+  stack.begin = worker->signal_stack;
+  stack.bytes = kSignalStackBytes;
+  return sigaltstack(&stack, worker->signal_stack_before) == 0;
+}
+
+void signal_stack_end(Worker* worker) {
+  sigaltstack(worker->signal_stack_before, nullptr);
+}
+
+}  // namespace emu

@@ -1,0 +1,85 @@
+"""Which back end answers in a test, and a stand-in for the kernels."""
+
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+import oracles
+import pytest
+from hypothesis import settings
+
+from mlx_marlin import launch, serving
+from mlx_marlin.packing import PackedWeight, unpack
+from mlx_marlin.plan import Plan
+
+# A kernel's first call compiles it, so no example can be judged by its time.
+settings.register_profile("mlx_marlin", deadline=None)
+settings.load_profile("mlx_marlin")
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Returns what sets the back end: "metal", "emulator", "stock", None to choose."""
+
+    def choose(name: str | None) -> None:
+        if name is None:
+            monkeypatch.delenv(launch.ENVIRONMENT, raising=False)
+        else:
+            monkeypatch.setenv(launch.ENVIRONMENT, name)
+        serving.forget()
+
+    serving.forget()
+    yield choose
+    serving.forget()
+
+
+@pytest.fixture
+def ran(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> list[Plan]:
+    """Puts NumPy in the kernels' place and lists the plans that it runs.
+
+    It is eager, as the emulator is: MLX sees no connection from its arguments to its
+    result, so only what the package defines can carry a gradient.
+    """
+    plans: list[Plan] = []
+
+    def product(plan: Plan) -> launch.Product:
+        def run(
+            x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+        ) -> mx.array:
+            _check(plan, x, w, scales, biases)
+            plans.append(plan)
+            problem = plan.problem
+            native = (w, scales, biases)
+            if problem.layout == "marlin":
+                native = unpack(
+                    PackedWeight(
+                        words=w,
+                        scales=scales,
+                        n=problem.n,
+                        k=problem.k,
+                        group_size=problem.group_size,
+                    )
+                )
+            y = oracles.product(x, *native, group_size=problem.group_size)
+            return mx.array(y.astype("float32")).astype(x.dtype)
+
+        return run
+
+    backend("emulator")
+    monkeypatch.setattr(launch, "product", product)
+    return plans
+
+
+def _check(
+    plan: Plan, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+) -> None:
+    """Checks that arguments are what `launch.product` asks for."""
+    problem = plan.problem
+    assert x.shape == (problem.m, problem.k)
+    assert x.dtype == getattr(mx, problem.dtype)
+    assert w.dtype == mx.uint32
+    assert scales.dtype == biases.dtype == getattr(mx, problem.scale_dtype)
+    if problem.layout == "mlx":
+        assert w.shape == (problem.n, problem.k // 8)
+        assert scales.shape == biases.shape == (problem.n, problem.groups)
