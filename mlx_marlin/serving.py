@@ -82,16 +82,10 @@ def serve_native(
     Raises:
         ValueError: If the arguments do not belong together.
     """
-    # What MLX does not check: it crashes, or reads past the end of the scales.
     if not x_shape:
         raise ValueError("x has no dimensions, expected [..., k]")
-    if bits == 0:
+    if bits == 0:  # MLX divides by it
         raise ValueError("bits=0, expected the bits of a code or None")
-    if scales_shape[:-1] != w_shape[:-1]:
-        raise ValueError(
-            f"scales has shape {scales_shape}, expected a row for each row of w, "
-            f"which has shape {w_shape}"
-        )
 
     def stock(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None
@@ -106,6 +100,12 @@ def serve_native(
         mx.zeros(scales_shape, scales_dtype),
         biases,
     )
+    # MLX does not check this and reads past the end of the scales.
+    if scales_shape[:-1] != w_shape[:-1]:
+        raise ValueError(
+            f"scales has shape {scales_shape}, expected a row for each row of w, "
+            f"which has shape {w_shape}"
+        )
     kind = Kind(
         x_shape=x_shape,
         x_dtype=x_dtype,

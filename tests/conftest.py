@@ -11,8 +11,9 @@ from mlx_marlin import launch, serving
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
 
-# A kernel's first call compiles it, so no example can be judged by its time.
-settings.register_profile("mlx_marlin", deadline=None)
+# A kernel's first call compiles it, so no example can be judged by its time. The parent
+# is what Hypothesis took itself: its own "ci" profile, always the same cases, under CI.
+settings.register_profile("mlx_marlin", parent=settings.default, deadline=None)
 settings.load_profile("mlx_marlin")
 
 
@@ -30,6 +31,16 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
     serving.forget()
     yield choose
     serving.forget()
+
+
+@pytest.fixture
+def kernels(backend: Callable[[str | None], None]) -> None:
+    """Serves every call that is ours by the kernels, on whatever runs them here."""
+    backend(None)
+    here = launch.backend()
+    if here == "stock":
+        pytest.skip("nothing here runs Metal kernels")
+    backend(here)  # forced: none is handed over for speed
 
 
 @pytest.fixture

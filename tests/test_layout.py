@@ -1,4 +1,4 @@
-"""The packed layout's two maps are inverse, and lanes find their codes where it says."""
+"""The packed layout's two maps are inverse, and lanes find their codes by them."""
 
 from itertools import product
 
@@ -65,10 +65,8 @@ def test_a_lane_decodes_the_weights_that_the_shader_means(
     row, pair = lanes()[lane]
     for h, fragment, s, b in product(range(2), range(4), range(4), range(2)):
         column = 2 * pair + b
-        if order == "k32":  # one word a lane and step; h is the half of the tile
-            k = 32 * h + 4 * column + s
-        else:
-            k = 8 * column + 4 * h + s
+        # k32: one word a lane and step, and h is the half of the tile.
+        k = 32 * h + 4 * column + s if order == "k32" else 8 * column + 4 * h + s
 
         # The lane's four words of a step, one for each fragment, are one load.
         word, nibble = 128 * h + 4 * lane + fragment, s + 4 * b

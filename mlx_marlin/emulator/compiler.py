@@ -44,6 +44,9 @@ FLAGS = (
 )
 """Flags of every build: no system header, no C++ run time, lines for the reports."""
 
+CHECKS = "alignment,array-bounds,integer-divide-by-zero,shift-exponent"
+"""What ends a kernel with a trap instead of undefined behaviour."""
+
 METAL_FLAGS = (
     # half and bfloat are rounded after every operation, constants have no double.
     "-Xclang",
@@ -56,6 +59,8 @@ METAL_FLAGS = (
     # The worker flushes float32 denormals; the compiler's own arithmetic must agree.
     "-Xclang",
     "-fdenormal-fp-math-f32=preserve-sign,preserve-sign",
+    f"-fsanitize={CHECKS}",
+    f"-fsanitize-trap={CHECKS}",
     "-fstack-clash-protection",
     # A tail call would hide the line that waits, and frames tell who called.
     "-fno-optimize-sibling-calls",
@@ -66,11 +71,19 @@ METAL_FLAGS = (
 
 @dataclass(frozen=True)
 class Compiler:
-    """A clang and a linker, as command lines, and what identifies their version."""
+    """A clang and a linker as command lines.
+
+    Attributes:
+        clang: Compiles to an object file.
+        linker: Makes a shared library of object files.
+        identity: Changes whenever the compiler does.
+        separate_traps: Flags that keep the checks of different lines apart.
+    """
 
     clang: tuple[str, ...]
     linker: tuple[str, ...]
     identity: str
+    separate_traps: tuple[str, ...] = ("-fno-sanitize-merge",)
 
 
 def machine_flags() -> tuple[str, ...]:
@@ -88,10 +101,14 @@ def _system_clang() -> Compiler | None:
     names = [f"clang-{n}" for n in range(NEWEST_CLANG, OLDEST_CLANG - 1, -1)]
     for name in ["clang", *names]:
         path = shutil.which(name)
-        if path and _clang_version(path) >= OLDEST_CLANG:
+        version = _clang_version(path) if path else 0
+        if path and version >= OLDEST_CLANG:
             link = (path, "-nostdlib", "-shared")
             if sys.platform == "darwin":
                 link = (path, "-dynamiclib", "-undefined", "dynamic_lookup")
+            if version == OLDEST_CLANG:
+                separate = ("-mllvm", "-ubsan-unique-traps")
+                return Compiler((path,), link, _fingerprint(path), separate)
             return Compiler((path,), link, _fingerprint(path))
     return None
 
@@ -213,7 +230,8 @@ def _cached(
 
 def runtime_library(compiler: Compiler) -> Path:
     """The run time, built when the cache has none."""
-    flags = (*FLAGS, *machine_flags())
+    # Calls inside the run time need no detour through its symbol table.
+    flags = (*FLAGS, *machine_flags(), "-fvisibility=hidden")
     return _build(compiler, flags, sorted((HERE / "runtime").glob("*.cpp")))
 
 
@@ -228,7 +246,7 @@ def kernel_library(compiler: Compiler, text: str) -> Path:
         Refused: With clang's messages, if the text does not compile.
     """
     includes = ("-I", str(HERE / "include"), "-I", str(HERE / "include" / "metal"))
-    flags = (*FLAGS, *METAL_FLAGS, *machine_flags())
+    flags = (*FLAGS, *METAL_FLAGS, *compiler.separate_traps, *machine_flags())
     key = _key((compiler.identity, *flags, text))
     target = _cache_folder() / f"{key}.so"
     if target.exists():

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlx_marlin.emulator.errors import CompileError
+
 _TOKEN = re.compile(
     r"""
     (?P<space>\s+|//[^\n]*|/\*.*?\*/|\\\n)
@@ -34,6 +36,7 @@ _VECTOR_TEMPLATES = frozenset({"vec", "packed_vec"})
 _HALF = re.compile(r"(?P<digits>(?!0[xX]).*?)(?P<suffix>[hH]|bf|BF)$")
 _OPENING = {"(": ")", "[": "]", "{": "}"}
 _QUALIFIERS = "const volatile device constant threadgroup thread".split()
+_SPACES = frozenset({"device", "threadgroup", "thread"})
 _TYPE_WORDS = frozenset([*_ELEMENTS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _NOT_A_CAST = frozenset({"sizeof", "alignof", "decltype", "operator"})
 
@@ -109,6 +112,14 @@ class _Cursor:
                 return -1
         return -1
 
+    def line_end(self, at: int) -> int:
+        """The space with which the line of a directive ends."""
+        while at < len(self.tokens) - 1:
+            at += 1
+            if self.tokens[at].kind == "space" and self.text(at).startswith("\n"):
+                break
+        return at
+
     def items(self, opening: int, closing: int) -> Iterator[int]:
         """First tokens of the items of a bracketed list."""
         yield self.after(opening)
@@ -169,6 +180,41 @@ def _operand_end(cursor: _Cursor, at: int) -> int:
             return end
 
 
+def _definitions(cursor: _Cursor) -> Iterator[tuple[int, int, int]]:
+    """Functions and classes outside of all braces: first token, `{`, `}`."""
+    start = at = cursor.after(-1)
+    while at < len(cursor.tokens):
+        word = cursor.text(at)
+        if word == "#":
+            start = at = cursor.after(cursor.line_end(at))
+        elif word == "{" and cursor.text(start) not in ("namespace", "extern"):
+            end = cursor.closing(at)
+            yield start, at, end
+            start = at = cursor.after(end)
+        elif word in (";", "{", "}"):
+            start = at = cursor.after(at)
+        else:
+            at = cursor.after(at)
+
+
+def _drop_space_overloads(cursor: _Cursor) -> None:
+    """Leaves out functions that differ from an earlier one only in address spaces.
+
+    With one address space they would be the same function twice.
+    """
+    seen = set()
+    for start, brace, end in _definitions(cursor):
+        words = [t.text for t in cursor.tokens[start:brace] if t.kind != "space"]
+        words = ["const" if word == "constant" else word for word in words]
+        head = " ".join(word for word in words if word not in _SPACES)
+        head = head.replace("const const", "const")
+        if "(" in head and head in seen:
+            for token in cursor.tokens[start : end + 1]:
+                token.written = "\n" * token.text.count("\n")
+                token.kind, token.text = "space", token.written
+        seen.add(head)
+
+
 class _Rewriter:
     """One pass over the tokens; every rule looks at one position."""
 
@@ -177,6 +223,7 @@ class _Rewriter:
         self.types = _VECTORS | frozenset(_aliases(self.cursor))
 
     def run(self) -> str:
+        _drop_space_overloads(self.cursor)
         tokens = self.cursor.tokens
         for at in range(len(tokens)):
             kind, text = tokens[at].kind, tokens[at].text
@@ -327,6 +374,7 @@ class _Declaration:
 _SIGNATURE = re.compile(
     r"\[\[kernel\]\] void (?P<name>\S+)\((?P<parameters>.*?)\) \{\n", re.S
 )
+_PARAMETER = re.compile(r"  device [^\n]* \[\[buffer\(\d+\)\]\]")
 _INSTANCE = re.compile(r"\ntemplate \[\[host_name\(.*\Z", re.S)
 _BUFFER = re.compile(r"(?P<by>[*&]) (?P<name>\w+) \[\[buffer\((?P<number>\d+)\)\]\]")
 _ATTRIBUTE = re.compile(r"\[\[(?P<name>\w+)\]\]")
@@ -355,20 +403,25 @@ class Translation:
     body_line: int
 
 
-def translate(kernel: str, text: str) -> Translation | None:
+def translate(kernel: str, text: str) -> Translation:
     """Translates what MLX has written.
 
     Args:
         kernel: Name of the kernel function.
         text: Metal source.
 
-    Returns:
-        The translation, or None if the signature is not one that a compiler accepts.
+    Raises:
+        CompileError: If MLX has closed the list of parameters too early. It does so for
+            two outputs and a shape, if the source mentions no attribute.
     """
     start = text.rindex(f"[[kernel]] void {kernel}(")
     found = _SIGNATURE.match(text, start)
-    if found is None:
-        return None
+    if found is None or _PARAMETER.match(text, found.end()):
+        raise CompileError(
+            f"{kernel}: MLX writes an invalid signature for several outputs together with "
+            "a shape, strides or rank; mention an attribute in the source, for instance "
+            "thread_position_in_grid"
+        )
     instance = _INSTANCE.search(text, found.end())
     body = text[: instance.start()] if instance else text
     buffers, arguments = _parameters(found["parameters"])

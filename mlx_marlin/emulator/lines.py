@@ -88,7 +88,7 @@ def places(library: Path, offset: int) -> list[Place]:
         except ELFError:
             return []
         found = [place for place in _frames(dwarf, offset) if place is not None]
-    return [place for place in found if place.file != "entry"]
+    return [place for place in found if place.file != "entry" and place.line]
 
 
 def _frames(dwarf: DWARFInfo, offset: int) -> Iterator[Place | None]:
@@ -124,9 +124,7 @@ def _calls(dwarf: DWARFInfo, top: DIE, offset: int) -> list[DIE]:
 def _covers(dwarf: DWARFInfo, entry: DIE, offset: int) -> bool:
     attributes = entry.attributes
     if "DW_AT_ranges" in attributes:
-        return any(
-            begin <= offset < end for begin, end in _ranges(dwarf, entry)
-        )
+        return any(begin <= offset < end for begin, end in _ranges(dwarf, entry))
     if "DW_AT_low_pc" not in attributes or "DW_AT_high_pc" not in attributes:
         return False
     low, high = attributes["DW_AT_low_pc"].value, attributes["DW_AT_high_pc"]

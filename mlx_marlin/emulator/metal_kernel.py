@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 # Kept at import: a test may put this module's `metal_kernel` in its place.
 _stock = mx.fast.metal_kernel
 
-_FEW_ELEMENTS = 8
+_PROCESSORS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def emulated(*, seed: int = 0, workers: int | None = None) -> Iterator[Options]:
             kernel gives the same result for every seed.
         workers: Host threads; the number of processors if None.
     """
-    options = Options(seed, workers or os.cpu_count() or 1)
+    options = Options(seed, workers or _PROCESSORS)
     before = _options.set(options)
     try:
         yield options
@@ -57,7 +58,7 @@ def emulated(*, seed: int = 0, workers: int | None = None) -> Iterator[Options]:
 
 
 def _current() -> Options:
-    return _options.get() or Options(0, os.cpu_count() or 1)
+    return _options.get() or Options(0, _PROCESSORS)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,9 @@ def _compiled(name: str, header: str, trace: Trace) -> _Program:
     source = SourceMap(trace.text, header, translation.body_line)
     found = compiler.find()
     if found is None:
-        raise EmulatorError(f"no Metal kernel can be compiled: {compiler.unavailable()}")
+        raise EmulatorError(
+            f"no Metal kernel can be compiled: {compiler.unavailable()}"
+        )
     try:
         path = compiler.kernel_library(found, translation.text)
     except compiler.Refused as refused:
@@ -135,7 +138,9 @@ class MetalKernel:
         key = _key(arrays, call)
         program = self._programs.get(key)
         if program is None:
-            trace = record(lambda *blanks: self._stock(inputs=list(blanks), **call), arrays)
+            trace = record(
+                lambda *blanks: self._stock(inputs=list(blanks), **call), arrays
+            )
             program = _compiled(self._name, self._header, trace)
             self._programs[key] = program
         return program
@@ -189,7 +194,9 @@ def _fresh_residue() -> int:
     return int(fresh.ctypes.data) % 16
 
 
-def _input(name: str, array: mx.array, copy_strided: bool) -> tuple[Any, engine.Argument]:
+def _input(
+    name: str, array: mx.array, copy_strided: bool
+) -> tuple[Any, engine.Argument]:
     """The memory of an input, and the array that its strides describe."""
     import numpy as np
 
@@ -215,9 +222,7 @@ def _strided(name: str, raw: npt.NDArray[Any], residue: int) -> engine.Argument:
     return engine.Argument(name, contents, size, (residue - before) % 16, origin=before)
 
 
-def _arguments(
-    program: _Program, arrays: list[mx.array]
-) -> list[engine.Argument]:
+def _arguments(program: _Program, arrays: list[mx.array]) -> list[engine.Argument]:
     import numpy as np
 
     result = []
@@ -245,15 +250,29 @@ def _arguments(
 def _output(
     name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None
 ) -> engine.Argument:
-    import math
-
     import numpy as np
 
     size = math.prod(shape) * dtype.size
     contents = None
     if init_value is not None:
-        contents = _raw(mx.full(tuple(shape), init_value, dtype)).reshape(-1).view(np.uint8)
+        contents = (
+            _raw(mx.full(tuple(shape), init_value, dtype)).reshape(-1).view(np.uint8)
+        )
     return engine.Argument(name, contents, size, 0, writable=True)
+
+
+def _check_sizes(trace: Trace) -> None:
+    threads = math.prod(trace.threadgroup)
+    if threads > engine.MAX_THREADS:
+        raise ValueError(
+            f"Thread group size ({threads}) is greater than  the maximum allowed threads "
+            f"per threadgroup ({engine.MAX_THREADS})."
+        )
+    if min(trace.grid) < 0 or min(trace.threadgroup) < 1:
+        raise ValueError(
+            f"grid={trace.grid} must not be negative and threadgroup="
+            f"{trace.threadgroup} must be positive"
+        )
 
 
 def _execute(
@@ -267,13 +286,19 @@ def _execute(
     names = program.buffers[len(arguments) :]
     for buffer, shape, dtype in zip(names, shapes, dtypes, strict=True):
         arguments.append(_output(buffer.name, shape, dtype, init_value))
+    _check_sizes(program.trace)
     options = _current()
     trace = program.trace
     group = tuple(min(a, b) for a, b in zip(trace.threadgroup, trace.grid, strict=True))
     with engine.placed(arguments) as buffers:
         if all(trace.grid):
             outcome = engine.run(
-                program.kernel, buffers, trace.grid, group, options.seed, options.workers
+                program.kernel,
+                buffers,
+                trace.grid,
+                group,
+                options.seed,
+                options.workers,
             )
             if outcome.report.fault:
                 scene = report.Scene(

@@ -221,19 +221,36 @@ def _missing_lanes(
 ) -> str:
     wanted = next(lane for lane in lanes if lane.activity == Activity.SIMD)
     operation = wanted.operation.decode()
-    return (
-        f"{operation} with missing lanes in simdgroup {number}: "
-        + ", ".join(_activities(scene, lanes))
+    return f"{operation} with missing lanes in simdgroup {number}: " + ", ".join(
+        _activities(scene, lanes)
     )
 
 
 def _mismatch(scene: Scene) -> str:
     number = scene.report.thread // LANES
     lanes = _threads(scene)[number * LANES : (number + 1) * LANES]
-    return (
-        f"lanes of simdgroup {number} in different operations: "
-        + ", ".join(_activities(scene, lanes))
+    return f"lanes of simdgroup {number} in different operations: " + ", ".join(
+        _activities(scene, lanes)
     )
+
+
+_TRAPS = {
+    3: "integer division by zero",
+    18: "index outside an array of this thread",
+    20: "shift by the width of the type or more (Metal takes it modulo the width)",
+    22: "misaligned access: the address is no multiple of the type's alignment",
+}
+"""What the compiler's checks find, by the number in the trap instruction."""
+
+
+def _trap(scene: Scene) -> str:
+    code = ctypes.string_at(scene.report.trace[0], 5)
+    number = None
+    if code.startswith(b"\x67\x0f\xb9\x40"):  # x86-64: ud1l number(%eax), %eax
+        number = code[4]
+    elif code[3] == 0xD4:  # arm64: brk #0x5500 + number
+        number = int.from_bytes(code[:4], "little") >> 5 & 0xFF
+    return _TRAPS.get(number, "trap: the code reached a point that it never should")
 
 
 def _threadgroup_limit(scene: Scene) -> str:
@@ -254,8 +271,10 @@ def _misuse(scene: Scene) -> str:
 
 _WHAT = {
     Fault.ACCESS: _access,
-    Fault.STACK_OVERFLOW: lambda scene: "stack overflow (more than 124 KiB in a thread)",
-    Fault.INSTRUCTION: lambda scene: "trap: the code reached a point it never should",
+    Fault.STACK_OVERFLOW: lambda scene: (
+        "stack overflow (more than 124 KiB in a thread)"
+    ),
+    Fault.INSTRUCTION: _trap,
     Fault.ARITHMETIC: lambda scene: "integer division by zero",
     Fault.DEADLOCK: _deadlock,
     Fault.MISMATCH: _mismatch,

@@ -91,11 +91,14 @@ inline __attribute__((always_inline)) Self self() {
 
 }  // namespace emu
 
+// What kernels and Python see of the run time.
+#define MSLEMU_EXPORT __attribute__((visibility("default")))
+
 extern "C" {
 // Waits until every lane of the simdgroup has come. True for the last one, which runs on
 // at once, before the others wake: it computes what all of them need.
-__attribute__((convergent)) bool mslemu_arrive(const emu::Operation* operation);
-__attribute__((convergent)) void mslemu_threadgroup_barrier();
+MSLEMU_EXPORT __attribute__((convergent)) bool mslemu_arrive(const emu::Operation* operation);
+MSLEMU_EXPORT __attribute__((convergent)) void mslemu_threadgroup_barrier();
 // Threadgroup memory number `slot` of the running threadgroup.
-void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes, const char* name);
+MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes, const char* name);
 }

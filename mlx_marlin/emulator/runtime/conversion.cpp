@@ -2,7 +2,7 @@
 #include "runtime.h"
 
 // Round to nearest, ties to even; a NaN stays one.
-extern "C" __bf16 __truncsfbf2(float value) {
+extern "C" MSLEMU_EXPORT __bf16 __truncsfbf2(float value) {
   emu::u32 bits = __builtin_bit_cast(emu::u32, value);
   emu::u32 rounded = bits + 0x7FFF + (bits >> 16 & 1);
   bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;

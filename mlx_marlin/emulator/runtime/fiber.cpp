@@ -8,9 +8,9 @@
 #endif
 
 // mslemu_switch(void** save, void* load): keeps the callee-saved registers on the stack
-// and continues on another one. A jump, not a return: the processor's return predictor
-// would be wrong every time. mslemu_restore is its second half; a signal handler goes
-// there to leave a fiber.
+// and continues on another one, or starts a fiber there if bit 0 of `load` is set.
+// mslemu_restore is its second half; a signal handler goes there to leave a fiber. Both
+// stacks wait in the same functions, so the processor predicts every return on the way out.
 #if defined(__x86_64__)
 asm(".text\n"
     ".p2align 4\n"
@@ -18,18 +18,18 @@ asm(".text\n"
     "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n"
     "  pushq %r13\n  pushq %r14\n  pushq %r15\n"
     "  movq %rsp, (%rdi)\n"
+    "  testb $1, %sil\n"
+    "  jnz 1f\n"
     "  movq %rsi, %rsp\n"
     ".globl " SYMBOL(mslemu_restore) "\n" SYMBOL(mslemu_restore) ":\n"
     "  popq %r15\n  popq %r14\n  popq %r13\n"
     "  popq %r12\n  popq %rbx\n  popq %rbp\n"
-    "  popq %rcx\n"
-    "  jmpq *%rcx\n"
-    ".globl " SYMBOL(mslemu_start) "\n" SYMBOL(mslemu_start) ":\n"
+    "  retq\n"
+    "1:\n"
+    "  leaq -1(%rsi), %rsp\n"
     "  xorl %ebp, %ebp\n"
     "  callq " SYMBOL(mslemu_fiber) "\n"
     "  ud2\n");
-constexpr unsigned kFrameWords = 7;     // what mslemu_restore pops
-constexpr unsigned kResumeWord = 6;
 #elif defined(__aarch64__)
 asm(".text\n"
     ".p2align 4\n"
@@ -40,6 +40,7 @@ asm(".text\n"
     "  stp d8, d9, [sp, #96]\n  stp d10, d11, [sp, #112]\n"
     "  stp d12, d13, [sp, #128]\n  stp d14, d15, [sp, #144]\n"
     "  mov x9, sp\n  str x9, [x0]\n"
+    "  tbnz x1, #0, 1f\n"
     "  mov sp, x1\n"
     ".globl " SYMBOL(mslemu_restore) "\n" SYMBOL(mslemu_restore) ":\n"
     "  ldp x19, x20, [sp, #0]\n  ldp x21, x22, [sp, #16]\n  ldp x23, x24, [sp, #32]\n"
@@ -47,13 +48,13 @@ asm(".text\n"
     "  ldp d8, d9, [sp, #96]\n  ldp d10, d11, [sp, #112]\n"
     "  ldp d12, d13, [sp, #128]\n  ldp d14, d15, [sp, #144]\n"
     "  add sp, sp, #160\n"
-    "  br x30\n"
-    ".globl " SYMBOL(mslemu_start) "\n" SYMBOL(mslemu_start) ":\n"
+    "  ret\n"
+    "1:\n"
+    "  sub x1, x1, #1\n"
+    "  mov sp, x1\n"
     "  mov x29, #0\n"
     "  bl " SYMBOL(mslemu_fiber) "\n"
     "  brk #1\n");
-constexpr unsigned kFrameWords = 20;
-constexpr unsigned kResumeWord = 11;
 #endif
 
 namespace emu {
@@ -65,20 +66,10 @@ namespace {
 constexpr u64 kColours = 61;
 constexpr u64 kColourBytes = 128;
 
-u8* stack_top(Worker* worker, u32 index) {
-  u8* end = worker->region + (index + 1) * kStackBytes;
-  return end - 64 - (index % kColours) * kColourBytes;
-}
-
-// A frame that mslemu_restore turns into a call of mslemu_start.
+// Where a fiber starts, marked as fresh for mslemu_switch.
 void* fresh_stack(Worker* worker, u32 index) {
-  auto* words = reinterpret_cast<u64*>(stack_top(worker, index)) - kFrameWords;
-  words = reinterpret_cast<u64*>(u64(words) & ~u64(15));
-#if defined(__x86_64__)
-  words += 1;  // mslemu_start must see a stack pointer that is a multiple of 16
-#endif
-  words[kResumeWord] = u64(&mslemu_start);
-  return words;
+  u8* end = worker->region + (index + 1) * kStackBytes;
+  return end - 64 - (index % kColours) * kColourBytes + 1;
 }
 
 u32 smaller(u32 a, u32 b) { return a < b ? a : b; }

@@ -6,6 +6,9 @@ namespace emu {
 
 namespace {
 
+// Most launches of a test are done before another thread would have started.
+constexpr long kPatienceNanoseconds = 100000;
+
 struct Order {
   u32* numbers;
   u32 count;
@@ -16,6 +19,14 @@ struct Share {
   Worker* worker;
   Order* order;
   unsigned long thread;
+};
+
+// The host threads of a launch. The first share is the caller's own.
+struct Crew {
+  Launch* launch;
+  Order order;
+  Share* shares;
+  u32 started;
 };
 
 u64 random(u64& state) {  // splitmix64
@@ -60,21 +71,74 @@ void restore_denormals(u64 before) {
 #endif
 }
 
-void* work(void* argument) {
-  auto* share = static_cast<Share*>(argument);
-  Worker* worker = share->worker;
+// Takes one threadgroup after the other, until none is left or one has failed.
+bool work_on(Share* share) {
   Order* order = share->order;
-  u64 before = flush_denormals();
+  if (__atomic_load_n(&share->worker->launch->stop, __ATOMIC_ACQUIRE)) return false;
+  u32 at = __atomic_fetch_add(&order->next, 1, __ATOMIC_RELAXED);
+  if (at >= order->count) return false;
+  run_threadgroup(share->worker, order->numbers[at]);
+  return true;
+}
+
+u64 enter(Worker* worker) {
   signal_stack_begin(worker);
   threadgroup_memory_begin(worker);
-  while (!__atomic_load_n(&worker->launch->stop, __ATOMIC_ACQUIRE)) {
-    u32 at = __atomic_fetch_add(&order->next, 1, __ATOMIC_RELAXED);
-    if (at >= order->count) break;
-    run_threadgroup(worker, order->numbers[at]);
-  }
+  return flush_denormals();
+}
+
+void leave(Worker* worker, u64 denormals) {
+  restore_denormals(denormals);
   signal_stack_end(worker);
-  restore_denormals(before);
+}
+
+void* help(void* argument) {
+  auto* share = static_cast<Share*>(argument);
+  u64 denormals = enter(share->worker);
+  while (work_on(share)) {
+  }
+  leave(share->worker, denormals);
   return nullptr;
+}
+
+bool hire(Crew& crew, u32 number) {
+  Worker* worker = worker_open(number);
+  if (!worker) return false;
+  worker->launch = crew.launch;
+  crew.shares[number] = {worker, &crew.order, 0};
+  return true;
+}
+
+// Starts as many threads as there is work for; fewer if the system refuses.
+void call_for_help(Crew& crew) {
+  u32 done = __atomic_load_n(&crew.order.next, __ATOMIC_RELAXED);
+  u32 left = crew.order.count - done;
+  u32 wanted = left < crew.launch->workers ? left : crew.launch->workers - 1;
+  while (crew.started <= wanted && hire(crew, crew.started) &&
+         pthread_create(&crew.shares[crew.started].thread, nullptr, help,
+                        &crew.shares[crew.started]) == 0)
+    ++crew.started;
+}
+
+long nanoseconds() {
+  TimeSpec now;
+  clock_gettime(kClockMonotonic, &now);
+  return now.seconds * 1000000000 + now.nanoseconds;
+}
+
+void lead(Crew& crew) {
+  Share* mine = &crew.shares[0];
+  u64 denormals = enter(mine->worker);
+  long begin = nanoseconds();
+  bool alone = crew.launch->workers > 1;
+  while (work_on(mine)) {
+    if (!alone || nanoseconds() - begin < kPatienceNanoseconds) continue;
+    alone = false;
+    if (crew.order.next < crew.order.count) call_for_help(crew);
+  }
+  leave(mine->worker, denormals);
+  for (u32 number = 1; number < crew.started; ++number)
+    pthread_join(crew.shares[number].thread, nullptr);
 }
 
 u32 threadgroups(const Launch* launch) {
@@ -84,22 +148,12 @@ u32 threadgroups(const Launch* launch) {
          ((grid.z + size.z - 1) / size.z);
 }
 
-// Opens the workers and runs them; false if the system refuses memory.
-bool run(Launch* launch, Order& order, Share* shares, u32 workers) {
-  for (u32 number = 0; number < workers; ++number) {
-    Worker* worker = worker_open(number);
-    if (!worker) return false;
-    worker->launch = launch;
-    shares[number] = {worker, &order, 0};
-  }
+// False if the system refuses memory or signal handlers.
+bool run(Crew& crew) {
+  if (!crew.order.numbers || !crew.shares || !hire(crew, 0)) return false;
+  shuffle(crew.order, crew.launch->seed);
   if (!signals_begin()) return false;
-  u32 started = 1;
-  while (started < workers &&
-         pthread_create(&shares[started].thread, nullptr, work, &shares[started]) == 0)
-    ++started;
-  work(&shares[0]);
-  for (u32 number = 1; number < started; ++number)
-    pthread_join(shares[number].thread, nullptr);
+  lead(crew);
   signals_end();
   return true;
 }
@@ -109,19 +163,13 @@ bool run(Launch* launch, Order& order, Share* shares, u32 workers) {
 }  // namespace emu
 
 // Runs the whole grid. Returns the fault, 0 for none; the report says more.
-extern "C" emu::u32 mslemu_launch(emu::Launch* launch) {
+extern "C" MSLEMU_EXPORT emu::u32 mslemu_launch(emu::Launch* launch) {
   using namespace emu;
-  Order order{nullptr, threadgroups(launch), 0};
-  u32 workers = launch->workers < order.count ? launch->workers : order.count;
-  order.numbers = static_cast<u32*>(malloc(order.count * sizeof(u32)));
-  auto* shares = static_cast<Share*>(malloc(workers * sizeof(Share)));
-  bool done = order.numbers && shares;
-  if (done) {
-    shuffle(order, launch->seed);
-    done = run(launch, order, shares, workers);
-  }
-  free(order.numbers);
-  free(shares);
-  if (!done) launch->report.fault = Fault::kResources;
+  u32 count = threadgroups(launch);
+  Crew crew{launch, {static_cast<u32*>(malloc(count * sizeof(u32))), count, 0},
+            static_cast<Share*>(malloc(launch->workers * sizeof(Share))), 1};
+  if (!run(crew)) launch->report.fault = Fault::kResources;
+  free(crew.order.numbers);
+  free(crew.shares);
   return u32(launch->report.fault);
 }

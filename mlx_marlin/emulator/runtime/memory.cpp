@@ -182,7 +182,7 @@ extern "C" void* mslemu_threadgroup_memory(u32 slot, u64 bytes, const char* name
   return array.begin;
 }
 
-extern "C" int mslemu_region_open(Region* region, u64 bytes, int writable) {
+extern "C" MSLEMU_EXPORT int mslemu_region_open(Region* region, u64 bytes, int writable) {
   bytes = whole_pages(bytes);
   u64 reserved_bytes = bytes + 2 * kGuardBytes;
   u8* reserved = reserve(reserved_bytes);
@@ -204,14 +204,14 @@ extern "C" int mslemu_region_open(Region* region, u64 bytes, int writable) {
   return 0;
 }
 
-extern "C" void mslemu_region_close(Region* region) {
+extern "C" MSLEMU_EXPORT void mslemu_region_close(Region* region) {
   if (region->host != region->device) munmap(region->host, region->bytes);
   munmap(region->reserved, region->reserved_bytes);
 }
 
 // Puts `bytes` bytes (poison if `source` is null) into the region, poison around them.
 // Returns the address that the kernel gets.
-extern "C" void* mslemu_place(const Region* region, const void* source, u64 bytes,
+extern "C" MSLEMU_EXPORT void* mslemu_place(const Region* region, const void* source, u64 bytes,
                               u32 residue) {
   Span span = span_of(region, bytes, residue);
   memset(region->host, kPoison, span.begin - region->host);
@@ -224,7 +224,7 @@ extern "C" void* mslemu_place(const Region* region, const void* source, u64 byte
 }
 
 // 0 if the poison around the bytes is intact, else 1 (before) or 2 (after).
-extern "C" int mslemu_canary(const Region* region, u64 bytes, u32 residue) {
+extern "C" MSLEMU_EXPORT int mslemu_canary(const Region* region, u64 bytes, u32 residue) {
   Span span = span_of(region, bytes, residue);
   if (!all_poison(region->host, span.begin)) return 1;
   return all_poison(span.end, region->host + region->bytes) ? 0 : 2;

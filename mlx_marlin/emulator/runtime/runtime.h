@@ -126,5 +126,4 @@ void* memcpy(void* to, const void* from, unsigned long bytes);
 void* memset(void* to, int value, unsigned long bytes);
 void mslemu_switch(void** save, void* load);
 void mslemu_restore();
-void mslemu_start();
 }

@@ -3,7 +3,13 @@
 #pragma once
 #include "../include/abi.h"
 
+struct TimeSpec {
+  long seconds;
+  long nanoseconds;
+};
+
 extern "C" {
+int clock_gettime(int clock, TimeSpec* now);
 void* mmap(void* address, unsigned long bytes, int protection, int flags, int fd, long at);
 int munmap(void* address, unsigned long bytes);
 int mprotect(void* address, unsigned long bytes, int protection);
@@ -33,9 +39,11 @@ constexpr int kMapShared = 0x01;
 constexpr int kMapPrivate = 0x02;
 constexpr int kMapFixed = 0x10;
 #if defined(__APPLE__)
+constexpr int kClockMonotonic = 6;
 constexpr int kMapAnonymous = 0x1000;
 constexpr int kMapReserve = 0x40;
 #else
+constexpr int kClockMonotonic = 1;
 constexpr int kMapAnonymous = 0x20;
 constexpr int kMapReserve = 0x4000;  // MAP_NORESERVE
 #endif

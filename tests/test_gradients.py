@@ -1,0 +1,191 @@
+"""MLX's transforms see our product as they see MLX's own: never a silent zero."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.packing import PackedWeight, pack
+
+K, N = 128, 40
+W, SCALES, BIASES = mx.quantize(mx.random.normal((N, K), key=mx.random.key(0)))
+PACKED = pack(W, SCALES, BIASES)
+X = mx.random.normal((2, 3, K), key=mx.random.key(1))
+TARGET = mx.random.normal((2, 3, N), key=mx.random.key(2))
+
+Product = Callable[..., mx.array]
+
+
+@pytest.fixture(params=["ran", "kernels"], autouse=True)
+def _ours(request: pytest.FixtureRequest) -> None:
+    """Serves by NumPy in the kernels' place, then by the kernels."""
+    request.getfixturevalue(request.param)
+    assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
+
+
+def loss(product: Product) -> Callable[..., mx.array]:
+    """Returns a loss that is not linear in any argument of a product."""
+
+    def of(x: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        return ((product(x, W, scales, biases) - TARGET) ** 2).mean()
+
+    return of
+
+
+def assert_close(
+    actual: tuple[mx.array, ...], expected: tuple[mx.array, ...], rtol: float = 1e-4
+) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        assert mx.abs(theirs).max() > 0
+        error = mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max()
+        assert error <= rtol * mx.abs(theirs.astype(mx.float32)).max()
+
+
+def gradients(product: Product, *arguments: mx.array) -> tuple[mx.array, ...]:
+    value, found = mx.value_and_grad(loss(product), argnums=(0, 1, 2))(*arguments)
+    return value, *found
+
+
+@pytest.mark.parametrize("x", [X, X[1], X[1, :1]], ids=["batch", "matrix", "row"])
+def test_gradients_of_x_scales_and_biases_are_mlxs(x: mx.array) -> None:
+    ours = gradients(mlx_marlin.quantized_matmul, x, SCALES, BIASES)
+
+    assert_close(ours, gradients(mx.quantized_matmul, x, SCALES, BIASES))
+
+
+def test_a_vector_has_the_gradients_of_its_row() -> None:
+    # MLX itself cannot: "start_axis must be less than or equal to end_axis".
+    value, dx, *rest = gradients(mlx_marlin.quantized_matmul, X[1, 0], SCALES, BIASES)
+
+    row = gradients(mx.quantized_matmul, X[1, :1], SCALES, BIASES)
+    assert_close((value, dx[None], *rest), row)
+
+
+def test_gradients_keep_the_dtypes_that_mlx_gives_them() -> None:
+    arguments = (
+        X.astype(mx.bfloat16),
+        SCALES.astype(mx.float16),
+        BIASES.astype(mx.float32),
+    )
+
+    ours = gradients(mlx_marlin.quantized_matmul, *arguments)
+
+    assert_close(ours, gradients(mx.quantized_matmul, *arguments), rtol=0.02)
+
+
+def test_the_gradient_of_a_gradient_is_mlxs() -> None:
+    def norm(product: Product) -> mx.array:
+        first = mx.grad(loss(product))
+        return mx.grad(lambda x: (first(x, SCALES, BIASES) ** 2).sum())(X)
+
+    assert_close(
+        (norm(mlx_marlin.quantized_matmul),), (norm(mx.quantized_matmul),), rtol=1e-3
+    )
+
+
+def test_a_checkpoint_gives_the_same_gradients() -> None:
+    kept = mx.grad(loss(mlx_marlin.quantized_matmul), argnums=(0, 1, 2))
+    again = mx.grad(mx.checkpoint(loss(mlx_marlin.quantized_matmul)), argnums=(0, 1, 2))
+
+    assert_close(again(X, SCALES, BIASES), kept(X, SCALES, BIASES))
+
+
+def test_a_packed_weight_has_mlxs_gradients_in_its_own_order() -> None:
+    def of(x: mx.array, pairs: mx.array) -> mx.array:
+        weight = PackedWeight(words=PACKED.words, scales=pairs, n=N, k=K)
+        return ((mlx_marlin.quantized_matmul(x, weight) - TARGET) ** 2).mean()
+
+    dx, dpairs = mx.grad(of, argnums=(0, 1))(X, PACKED.scales)
+
+    _, *theirs = gradients(mx.quantized_matmul, X, SCALES, BIASES)
+    assert_close((dx, dpairs), (theirs[0], pack(W, *theirs[1:]).scales))
+
+
+def test_codes_have_no_gradient_and_no_zero_stands_for_it() -> None:
+    # MLX raises; a custom function cannot know which of its gradients is wanted.
+    with pytest.raises(RuntimeError, match="no gradient wrt the quantized weights"):
+        mx.grad(lambda w: mx.quantized_matmul(X, w, SCALES, BIASES).sum())(W)
+
+    found = mx.grad(lambda w: mlx_marlin.quantized_matmul(X, w, SCALES, BIASES).sum())(
+        W
+    )
+
+    assert mx.isnan(found).all()
+
+
+def test_the_tangent_along_x_is_mlxs() -> None:
+    along = mx.random.normal(X.shape, key=mx.random.key(3))
+
+    def tangent(product: Product) -> mx.array:
+        _, tangents = mx.jvp(lambda x: product(x, W, SCALES, BIASES), [X], [along])
+        return tangents[0]
+
+    assert_close(
+        (tangent(mlx_marlin.quantized_matmul),), (tangent(mx.quantized_matmul),)
+    )
+
+
+def test_tangents_that_mlx_does_not_have_raise_as_they_do_there() -> None:
+    for product in (mx.quantized_matmul, mlx_marlin.quantized_matmul):
+        with pytest.raises(RuntimeError, match="No JVP wrt the quantized matrix"):
+            mx.jvp(lambda s, f=product: f(X, W, s, BIASES), [SCALES], [SCALES])
+
+
+def test_vmap_raises_as_it_does_for_mlx() -> None:
+    for product in (mx.quantized_matmul, mlx_marlin.quantized_matmul):
+        with pytest.raises((RuntimeError, ValueError)):
+            mx.eval(mx.vmap(lambda x, f=product: f(x, W, SCALES, BIASES))(X))
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_an_adapter_trains_through_a_layer_of_ours(layout: str) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.before = nn.Linear(K, K)
+            self.before.weight = mx.eye(K)
+            self.layer = layer
+
+        def __call__(self, x: mx.array) -> mx.array:
+            return self.layer(self.before(x))
+
+    stock = nn.QuantizedLinear(K, N)
+    ours = MarlinLinear.from_quantized(stock, layout=layout)
+
+    def trained(layer: nn.Module) -> tuple[mx.array, ...]:
+        model = Adapted(layer)
+        model.before.bias = mx.zeros(K)
+
+        def error(x: mx.array) -> mx.array:
+            return ((model(x) - TARGET) ** 2).mean()
+
+        value, found = nn.value_and_grad(model, error)(X)
+        assert found["layer"] == {}
+        return value, found["before"]["weight"], found["before"]["bias"]
+
+    assert_close(trained(ours), trained(stock))
+
+
+def test_scales_that_are_unfrozen_train_as_in_mlxs_layer() -> None:
+    stock = nn.QuantizedLinear(K, N)
+    ours = MarlinLinear.from_quantized(stock)
+
+    def trained(layer: nn.Module) -> tuple[mx.array, ...]:
+        layer.unfreeze(keys=["scales", "biases"])
+        value, found = nn.value_and_grad(layer, lambda x: (layer(x) ** 2).mean())(X)
+        assert sorted(found) == ["biases", "scales"]
+        return value, found["scales"], found["biases"]
+
+    assert_close(trained(ours), trained(stock))
+
+
+def test_no_rows_have_an_empty_gradient() -> None:
+    found = mx.grad(lambda x: mlx_marlin.quantized_matmul(x, W, SCALES, BIASES).sum())(
+        mx.zeros((0, K))
+    )
+
+    assert found.shape == (0, K)
