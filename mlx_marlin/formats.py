@@ -5,6 +5,10 @@ Everything else in the package asks this file; a number stands here once.
 
 from dataclasses import dataclass
 
+TILE_N = 32
+"""Rows of w that a simdgroup decodes at a time: four 8-row fragments. A packed tile."""
+TILE_K = 64
+"""Values of k, likewise: 32 bytes of a row of 4-bit codes, two packed words a lane."""
 WORD_BITS = 32
 """Codes are packed into unsigned words of this many bits, low code first."""
 

@@ -14,11 +14,9 @@ the sequence in memory. The lane is the digits row_high, pair_high, row_low, pai
 that is the 8x8 fragment of Apple GPUs, and `shaders/lib/lane.metal` draws it.
 """
 
-TILE_ROWS = 32
-"""Rows of w in a packed tile."""
-TILE_K = 64
-"""Values of k in a packed tile."""
-TILE_WORDS = TILE_ROWS * TILE_K // 8
+from mlx_marlin.formats import TILE_K, TILE_N
+
+TILE_WORDS = TILE_N * TILE_K // 8
 """32-bit words in a packed tile."""
 
 SIZES: dict[str, int] = {
@@ -53,7 +51,7 @@ STORED: tuple[str, ...] = (
     "b",
     "s",
 )
-"""The digits of a code in its tile: the word is all but the last two, its nibble b, s."""
+"""The digits of a code in its tile; the last two are its nibble, the rest its word."""
 
 
 def order_of_group(group_size: int) -> str:
@@ -63,7 +61,7 @@ def order_of_group(group_size: int) -> str:
 
 def padded(n: int, k: int) -> tuple[int, int]:
     """Returns the least n and k, in weights, that fill whole tiles."""
-    return -(-n // TILE_ROWS) * TILE_ROWS, -(-k // TILE_K) * TILE_K
+    return -(-n // TILE_N) * TILE_N, -(-k // TILE_K) * TILE_K
 
 
 def word_of_weight(row: int, k: int, *, order: str, k_tiles: int) -> tuple[int, int]:
@@ -78,7 +76,7 @@ def word_of_weight(row: int, k: int, *, order: str, k_tiles: int) -> tuple[int, 
     Returns:
         Index of the 32-bit word, and of the nibble in it (0 is the lowest).
     """
-    tile_n, tile_row = divmod(row, TILE_ROWS)
+    tile_n, tile_row = divmod(row, TILE_N)
     tile_k, tile_column = divmod(k, TILE_K)
     digits = _digits(tile_row, ROW) | _digits(tile_column, K_DIGITS[order])
     word, nibble = divmod(_number(digits, STORED), 8)
@@ -94,7 +92,7 @@ def weight_of_word(
     digits = _digits(inside * 8 + nibble, STORED)
     row = _number(digits, ROW)
     k = _number(digits, K_DIGITS[order])
-    return tile_n * TILE_ROWS + row, tile_k * TILE_K + k
+    return tile_n * TILE_N + row, tile_k * TILE_K + k
 
 
 def _digits(number: int, names: tuple[str, ...]) -> dict[str, int]:

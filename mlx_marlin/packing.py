@@ -33,9 +33,9 @@ class PackedWeight:
     def __post_init__(self) -> None:
         _check_format(self.group_size, self.bits)
         n, k = layout.padded(self.n, self.k)
-        tiles = (n // layout.TILE_ROWS, k // layout.TILE_K)
+        tiles = (n // layout.TILE_N, k // layout.TILE_K)
         words = (*tiles, layout.TILE_WORDS)
-        scales = (tiles[0], -(-k // self.group_size), 2 * layout.TILE_ROWS)
+        scales = (tiles[0], -(-k // self.group_size), 2 * layout.TILE_N)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
                 f"words must be uint32 {words} for {self.k}→{self.n}, "
@@ -129,7 +129,7 @@ def pack(
     padded_n, padded_k = layout.padded(n, k)
     codes = mx.pad(_codes_of_words(w), [(0, padded_n - n), (0, padded_k - k)])
     order = layout.order_of_group(group_size)
-    tiles = (padded_n // layout.TILE_ROWS, padded_k // layout.TILE_K)
+    tiles = (padded_n // layout.TILE_N, padded_k // layout.TILE_K)
     stored = codes.reshape(_loaded_shape(order, tiles)).transpose(_permutation(order))
     return PackedWeight(
         words=_words_of_codes(stored.reshape(*tiles, -1)),
@@ -178,9 +178,9 @@ def _interleave(
     dtype = mx.result_type(scales, biases)
     pairs = mx.stack([scales.astype(dtype), biases.astype(dtype)])
     pairs = mx.pad(pairs, [(0, 0), (0, padded_n - n), (0, padded_groups - groups)])
-    tiles = padded_n // layout.TILE_ROWS
+    tiles = padded_n // layout.TILE_N
     digits = pairs.reshape(2, tiles, 4, 8, padded_groups).transpose(1, 4, 3, 2, 0)
-    return digits.reshape(tiles, padded_groups, 2 * layout.TILE_ROWS)
+    return digits.reshape(tiles, padded_groups, 2 * layout.TILE_N)
 
 
 def _codes_of_words(words: mx.array) -> mx.array:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
+from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.problem import Problem
 
 Kernel = Literal["gemv", "gemm_register"]
@@ -31,10 +32,6 @@ FRAGMENT = 8
 """Rows and columns of a simdgroup matrix."""
 SIMD_WIDTH = 32
 """Threads of a simdgroup."""
-TILE_N = 32
-"""Columns of a tile: four 8-row fragments of W, decoded by one simdgroup."""
-TILE_K = 64
-"""Steps of k of a tile: 32 bytes of a row of 4-bit codes, two packed words a lane."""
 FRAGMENTS_M = (1, 2)
 """Row fragments of x a simdgroup may hold: with three, group sums spill registers."""
 MAX_SIMDGROUPS = 8

@@ -117,7 +117,7 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
         "SCRATCH_ROW": PADDED_COLUMNS,
         "CODE_OFFSET": 64,
     }
-    assert (layout.TILE_ROWS, layout.TILE_K) == (TILE_N, TILE_K)
+    assert (layout.TILE_N, layout.TILE_K) == (TILE_N, TILE_K)
 
 
 @given(plan=plans())

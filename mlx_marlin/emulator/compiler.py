@@ -1,9 +1,9 @@
 """The C++ compiler behind the emulator, and the cache of what it has made.
 
 Both the run time and every kernel become shared libraries that need no header and no
-library at build time: clang compiles, lld links, nothing else is asked for. So the first
-call costs as little as the second, even with the compiler out of the wheel `ziglang`,
-whose own driver would first build a C library.
+library at build time: clang compiles, lld links, nothing else is asked for. So the
+first call costs as little as the second, even with the compiler out of the wheel
+`ziglang`, whose own driver would first build a C library.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 OLDEST_CLANG = 19
 NEWEST_CLANG = 23
 HERE = Path(__file__).parent
+SHIM = "shim"
+"""Folder of the shim headers, as debug lines have it."""
 
 FLAGS = (
     "-std=c++17",
@@ -87,7 +89,7 @@ class Compiler:
 
 
 def machine_flags() -> tuple[str, ...]:
-    """The instruction set: AVX2 and half conversions on x86-64, the baseline on arm64."""
+    """The instruction set: AVX2 and half conversions on x86-64, arm64's baseline."""
     return ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
@@ -160,14 +162,14 @@ def unavailable() -> str | None:
         return f"there is neither a clang >= {OLDEST_CLANG} nor the wheel 'ziglang'"
     try:
         runtime_library(found)
-    except (OSError, Refused) as error:
+    except (OSError, RefusedError) as error:
         return f"the compiler {found.clang[0]} does not work: {error}"
     return None
 
 
 @functools.cache
 def find() -> Compiler | None:
-    """The compiler to use: a system clang >= 19, else the one of the wheel `ziglang`."""
+    """The compiler to use: a system clang >= 19, else the wheel `ziglang`."""
     return _system_clang() or _wheel_clang()
 
 
@@ -197,14 +199,14 @@ def _key(parts: tuple[str, ...]) -> str:
     return digest.hexdigest()[:40]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The compiler's complaint, word for word."""
 
 
 def _run(command: tuple[str, ...], folder: str) -> None:
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if answer.returncode:
-        raise Refused(answer.stderr)
+        raise RefusedError(answer.stderr)
 
 
 def _build(compiler: Compiler, flags: tuple[str, ...], sources: list[Path]) -> Path:
@@ -223,7 +225,7 @@ def _cached(
         _run((*compiler.clang, *flags, "-c", *names), folder)
         objects = tuple(f"{path.stem}.o" for path in sources)
         _run((*compiler.linker, *objects, "-o", "built.so"), folder)
-        # Several processes may build the same file: the last rename wins, all are equal.
+        # Several processes may build the same file: the last rename wins.
         os.replace(Path(folder) / "built.so", target)
     return target
 
@@ -243,15 +245,20 @@ def kernel_library(compiler: Compiler, text: str) -> Path:
         text: A whole C++ translation unit.
 
     Raises:
-        Refused: With clang's messages, if the text does not compile.
+        RefusedError: With clang's messages, if the text does not compile.
     """
-    includes = ("-I", str(HERE / "include"), "-I", str(HERE / "include" / "metal"))
+    include = HERE / "include"
+    places = (
+        *("-I", str(include), "-I", str(include / "metal")),
+        # Installations share the cache: no debug line may name one of them.
+        f"-ffile-prefix-map={include}={SHIM}",
+    )
     flags = (*FLAGS, *METAL_FLAGS, *compiler.separate_traps, *machine_flags())
-    key = _key((compiler.identity, *flags, text))
+    key = _key((compiler.identity, *flags, SHIM, text))
     target = _cache_folder() / f"{key}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=_cache_folder()) as folder:
         source = Path(folder) / "translation.cpp"
         source.write_text(text)
-        return _cached(compiler, (*flags, *includes), [source], key)
+        return _cached(compiler, (*flags, *places), [source], key)

@@ -136,7 +136,7 @@ class Placed:
 
         start = self.region.host + self.address - self.region.device
         block = (ctypes.c_uint8 * self.argument.size).from_address(start)
-        return np.frombuffer(block, np.uint8)
+        return np.ctypeslib.as_array(block)
 
 
 @functools.cache

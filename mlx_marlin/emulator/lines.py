@@ -1,4 +1,4 @@
-"""From lines of the generated Metal text, and from addresses, to places that a reader knows.
+"""From generated lines and from addresses to places that a reader knows.
 
 The shim's functions are all inlined into the kernel, so one address is enough: the line
 that it belongs to, and the calls that were inlined around it.
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin.emulator import compiler
+
 if TYPE_CHECKING:
     from elftools.dwarf.die import DIE
     from elftools.dwarf.dwarfinfo import DWARFInfo
@@ -20,7 +22,7 @@ FILE = "kernel.metal"
 """Name of the generated text where no `#line` of the kernel's author says otherwise."""
 
 _LINE = re.compile(r'\s*#\s*line\s+(?P<line>\d+)(?:\s+"(?P<file>[^"]*)")?')
-_SHIM = str(Path(__file__).parent / "include")
+_INCLUDE = str(compiler.HERE / "include")
 _CALLS = frozenset({"DW_TAG_subprogram", "DW_TAG_inlined_subroutine"})
 
 
@@ -65,7 +67,7 @@ class SourceMap:
 
 def shorten(file: str) -> str:
     """A file of the shim without its folder."""
-    return f"the emulator's {Path(file).name}" if file.startswith(_SHIM) else file
+    return f"the emulator's {Path(file).name}" if file.startswith(_INCLUDE) else file
 
 
 def places(library: Path, offset: int) -> list[Place]:
@@ -165,8 +167,8 @@ def _place(program: Any, index: int, line: int) -> Place | None:
     newest = header.version >= 5
     file = header.file_entry[index if newest else index - 1]
     name = file.name.decode()
-    if newest and file.dir_index or not newest and file.dir_index > 0:
+    if file.dir_index > 0:
         folders = header.include_directory
         folder = folders[file.dir_index if newest else file.dir_index - 1].decode()
         name = f"{folder}/{name}"
-    return None if name.startswith(_SHIM) else Place(name, line)
+    return None if name.startswith(f"{compiler.SHIM}/") else Place(name, line)

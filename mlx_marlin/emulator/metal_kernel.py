@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_marlin.emulator import compiler, engine, frontend, report
-from mlx_marlin.emulator.lines import SourceMap
+from mlx_marlin.emulator.arrays import (
+    info_arguments,
+    input_argument,
+    output_argument,
+    output_array,
+)
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
+from mlx_marlin.emulator.lines import SourceMap
 from mlx_marlin.emulator.trace import Trace, record
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 # Kept at import: a test may put this module's `metal_kernel` in its place.
 _stock = mx.fast.metal_kernel
-
-_PROCESSORS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,9 @@ class Options:
     workers: int
 
 
-_options: ContextVar[Options | None] = ContextVar("emulated", default=None)
+_PROCESSORS = os.cpu_count() or 1
+_DEFAULTS = Options(0, _PROCESSORS)
+_options = ContextVar("emulated", default=_DEFAULTS)
 
 
 @contextmanager
@@ -55,10 +55,6 @@ def emulated(*, seed: int = 0, workers: int | None = None) -> Iterator[Options]:
         yield options
     finally:
         _options.reset(before)
-
-
-def _current() -> Options:
-    return _options.get() or Options(0, _PROCESSORS)
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def _compiled(name: str, header: str, trace: Trace) -> _Program:
         )
     try:
         path = compiler.kernel_library(found, translation.text)
-    except compiler.Refused as refused:
+    except compiler.RefusedError as refused:
         message = report.compile_message(name, source, str(refused))
         raise CompileError(message) from None
     return _Program(name, source, trace, translation.buffers, engine.Kernel.load(path))
@@ -178,95 +174,22 @@ def _evaluate(name: str, arrays: list[Any]) -> None:
         ) from None
 
 
-def _raw(array: mx.array) -> npt.NDArray[Any]:
-    """The array's memory as NumPy sees it, bfloat16 as uint16; no copy."""
-    import numpy as np
-
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.asarray(array)
-
-
-@functools.cache
-def _fresh_residue() -> int:
-    """Address modulo 16 of an array at the start of its buffer, for this MLX."""
-    fresh = _raw(mx.zeros((64,), mx.uint8))
-    return int(fresh.ctypes.data) % 16
-
-
-def _input(
-    name: str, array: mx.array, copy_strided: bool
-) -> tuple[Any, engine.Argument]:
-    """The memory of an input, and the array that its strides describe."""
-    import numpy as np
-
-    raw = _raw(array)
-    residue = (raw.ctypes.data - _fresh_residue()) % 16
-    if not raw.flags.c_contiguous:
-        if not copy_strided:
-            return raw, _strided(name, raw, residue)
-        raw, residue = np.ascontiguousarray(raw), 0
-    contents = raw.reshape(-1).view(np.uint8)
-    return raw, engine.Argument(name, contents, contents.size, residue)
-
-
-def _strided(name: str, raw: npt.NDArray[Any], residue: int) -> engine.Argument:
-    """All bytes between the first and the last element of a view, in memory order."""
-    import numpy as np
-
-    reach = [(n - 1) * step for n, step in zip(raw.shape, raw.strides, strict=True)]
-    before = -sum(step for step in reach if step < 0)
-    size = before + sum(step for step in reach if step > 0) + raw.itemsize
-    block = (ctypes.c_uint8 * size).from_address(raw.ctypes.data - before)
-    contents = np.frombuffer(block, np.uint8)
-    return engine.Argument(name, contents, size, (residue - before) % 16, origin=before)
-
-
 def _arguments(program: _Program, arrays: list[mx.array]) -> list[engine.Argument]:
-    import numpy as np
-
-    result = []
-    names = iter(program.buffers)
-    for array, info in zip(arrays, program.trace.info, strict=True):
-        name = next(names).name
-        raw, argument = _input(name, array, program.trace.ensure_row_contiguous)
-        result.append(argument)
-        if array.ndim == 0:
-            continue
-        values = (
-            np.array(raw.shape, np.int32),
-            np.array(raw.strides, np.int64) // max(1, raw.itemsize),
-            np.array([raw.ndim], np.int32),
-        )
-        for wanted, value in zip(info, values, strict=True):
-            if wanted:
-                contents = value.view(np.uint8)
-                result.append(
-                    engine.Argument(next(names).name, contents, contents.size, 0)
-                )
+    result: list[engine.Argument] = []
+    names = (buffer.name for buffer in program.buffers)
+    trace = program.trace
+    for array, info in zip(arrays, trace.info, strict=True):
+        raw, memory = input_argument(next(names), array, trace.ensure_row_contiguous)
+        result += [memory, *info_arguments(raw, info, names)]
     return result
-
-
-def _output(
-    name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None
-) -> engine.Argument:
-    import numpy as np
-
-    size = math.prod(shape) * dtype.size
-    contents = None
-    if init_value is not None:
-        contents = (
-            _raw(mx.full(tuple(shape), init_value, dtype)).reshape(-1).view(np.uint8)
-        )
-    return engine.Argument(name, contents, size, 0, writable=True)
 
 
 def _check_sizes(trace: Trace) -> None:
     threads = math.prod(trace.threadgroup)
     if threads > engine.MAX_THREADS:
         raise ValueError(
-            f"Thread group size ({threads}) is greater than  the maximum allowed threads "
-            f"per threadgroup ({engine.MAX_THREADS})."
+            f"Thread group size ({threads}) is greater than  the maximum allowed "
+            f"threads per threadgroup ({engine.MAX_THREADS})."
         )
     if min(trace.grid) < 0 or min(trace.threadgroup) < 1:
         raise ValueError(
@@ -282,21 +205,19 @@ def _execute(
     dtypes: Sequence[mx.Dtype],
     init_value: float | None,
 ) -> list[mx.array]:
-    arguments = _arguments(program, arrays)
-    names = program.buffers[len(arguments) :]
-    for buffer, shape, dtype in zip(names, shapes, dtypes, strict=True):
-        arguments.append(_output(buffer.name, shape, dtype, init_value))
-    _check_sizes(program.trace)
-    options = _current()
+    options = _options.get()
     trace = program.trace
-    group = tuple(min(a, b) for a, b in zip(trace.threadgroup, trace.grid, strict=True))
+    arguments = _arguments(program, arrays)
+    outputs = program.buffers[len(arguments) :]
+    for output, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
+        arguments.append(output_argument(output.name, shape, dtype, init_value))
     with engine.placed(arguments) as buffers:
         if all(trace.grid):
             outcome = engine.run(
                 program.kernel,
                 buffers,
                 trace.grid,
-                group,
+                trace.clamped_threadgroup,
                 options.seed,
                 options.workers,
             )
@@ -305,41 +226,18 @@ def _execute(
                     program.name, program.kernel, program.source, buffers, outcome
                 )
                 raise EmulatorError(report.fault_message(scene))
-        outputs = buffers[len(buffers) - len(shapes) :]
-        for placed in outputs:
-            if side := placed.canary():
-                raise EmulatorError(report.canary_message(program.name, placed, side))
+        written = buffers[len(buffers) - len(shapes) :]
+        _check_canaries(program.name, written)
         return [
-            _collect(placed, shape, dtype)
-            for placed, shape, dtype in zip(outputs, shapes, dtypes, strict=True)
+            output_array(placed, shape, dtype)
+            for placed, shape, dtype in zip(written, shapes, dtypes, strict=True)
         ]
 
 
-def _collect(placed: engine.Placed, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    if not placed.argument.size:
-        return mx.zeros(tuple(shape), dtype)
-    import numpy as np
-
-    contents = placed.contents()
-    if dtype == mx.bfloat16:
-        return mx.array(contents.view(np.uint16).reshape(shape)).view(mx.bfloat16)
-    return mx.array(contents.view(_NUMPY[dtype]).reshape(shape))
-
-
-_NUMPY = {
-    mx.bool_: "bool",
-    mx.int8: "int8",
-    mx.int16: "int16",
-    mx.int32: "int32",
-    mx.int64: "int64",
-    mx.uint8: "uint8",
-    mx.uint16: "uint16",
-    mx.uint32: "uint32",
-    mx.uint64: "uint64",
-    mx.float16: "float16",
-    mx.float32: "float32",
-    mx.complex64: "complex64",
-}
+def _check_canaries(name: str, outputs: Sequence[engine.Placed]) -> None:
+    for placed in outputs:
+        if side := placed.canary():
+            raise EmulatorError(report.canary_message(name, placed, side))
 
 
 def metal_kernel(
@@ -352,8 +250,12 @@ def metal_kernel(
     atomic_outputs: bool = False,
     compile_options: dict[str, Any] | None = None,
 ) -> MetalKernel:
-    """Makes a kernel that runs on the CPU, from the arguments of `mx.fast.metal_kernel`."""
-    stock = _stock(
+    """Makes a kernel that runs on the CPU.
+
+    Arguments and errors are those of `mx.fast.metal_kernel`. `compile_options` has no
+    effect: arithmetic is always the safe one.
+    """
+    stock: Any = _stock(
         name,
         input_names,
         output_names,

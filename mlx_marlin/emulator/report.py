@@ -13,7 +13,8 @@ from mlx_marlin.emulator import engine, lines
 
 LANES = 32
 _COMPLAINT = re.compile(
-    r"(?P<file>.+?):(?P<line>\d+):(?P<column>\d+): (?P<kind>(?:fatal )?error|note): (?P<text>.*)"
+    r"(?P<file>.+?):(?P<line>\d+):(?P<column>\d+): "
+    r"(?P<kind>(?:fatal )?error|note): (?P<text>.*)"
 )
 _MAX_COMPLAINTS = 12
 
@@ -122,7 +123,8 @@ def _who(scene: Scene, fault: Fault) -> str:
     x, y, _ = report.size
     thread = report.thread
     position = (thread % x, thread // x % y, thread // x // y)
-    return f"in {group}, thread {position}, simdgroup {thread // LANES} lane {thread % LANES}"
+    lane = f"simdgroup {thread // LANES} lane {thread % LANES}"
+    return f"in {group}, thread {position}, {lane}"
 
 
 def _where(scene: Scene) -> Iterator[str]:
@@ -162,8 +164,8 @@ def _threadgroup_access(scene: Scene) -> str:
     verb = "write" if report.is_write else "read"
     offset = ctypes.c_int64(report.address).value
     return (
-        f"{verb} outside threadgroup variable {_text(report)!r} ({report.amount} bytes), "
-        f"at byte {offset}"
+        f"{verb} outside threadgroup variable {_text(report)!r} "
+        f"({report.amount} bytes), at byte {offset}"
     )
 
 
@@ -236,7 +238,7 @@ def _mismatch(scene: Scene) -> str:
 
 _TRAPS = {
     3: "integer division by zero",
-    18: "index outside an array of this thread",
+    18: "index outside its array",
     20: "shift by the width of the type or more (Metal takes it modulo the width)",
     22: "misaligned access: the address is no multiple of the type's alignment",
 }
@@ -245,7 +247,7 @@ _TRAPS = {
 
 def _trap(scene: Scene) -> str:
     code = ctypes.string_at(scene.report.trace[0], 5)
-    number = None
+    number = -1
     if code.startswith(b"\x67\x0f\xb9\x40"):  # x86-64: ud1l number(%eax), %eax
         number = code[4]
     elif code[3] == 0xD4:  # arm64: brk #0x5500 + number
@@ -293,6 +295,6 @@ def canary_message(name: str, placed: engine.Placed, side: int) -> str:
     argument = placed.argument
     where = "before" if side == 1 else "behind"
     return (
-        f"kernel {name}: write outside buffer {argument.name!r} ({argument.size} bytes), "
-        f"close {where} it"
+        f"kernel {name}: write outside buffer {argument.name!r} "
+        f"({argument.size} bytes), close {where} it"
     )

@@ -35,6 +35,12 @@ class Trace:
     info: tuple[tuple[bool, bool, bool], ...]
     ensure_row_contiguous: bool
 
+    @property
+    def clamped_threadgroup(self) -> Size:
+        """Threads of a threadgroup that is not cut off: never more than the grid."""
+        (a, b, c), (x, y, z) = self.threadgroup, self.grid
+        return min(a, x), min(b, y), min(c, z)
+
 
 def record(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Trace:
     """Traces `call(*inputs)`, which makes exactly one custom kernel.

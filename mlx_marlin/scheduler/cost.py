@@ -13,8 +13,8 @@ Nothing here was measured on our own kernels.
 from dataclasses import dataclass
 
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES
-from mlx_marlin.plan import FRAGMENT, TILE_K, TILE_N, Plan
+from mlx_marlin.formats import DTYPE_BYTES, TILE_K, TILE_N
+from mlx_marlin.plan import FRAGMENT, Plan
 
 SCHEDULERS_PER_CORE = 4
 """Simdgroup instructions that a core can issue in a clock (metal-benchmarks)."""

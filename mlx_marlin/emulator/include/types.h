@@ -162,7 +162,7 @@ struct Gathered {
 // T(arguments...), as Metal means it: elements are converted, vectors are strung together,
 // a single scalar fills a vector.
 template <class T, class... Arguments>
-METAL_FUNC constexpr T make(const Arguments&... arguments) {
+METAL_FUNC constexpr T make(Arguments... arguments) {
   if constexpr (sizeof...(Arguments) == 0) {
     return T{};
   } else if constexpr (is_vector<T>) {

@@ -1,0 +1,128 @@
+"""MLX arrays as the bytes that a kernel gets, and back."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from mlx_marlin.emulator.engine import Argument, Placed
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_NUMPY = {
+    mx.bool_: "bool",
+    mx.int8: "int8",
+    mx.int16: "int16",
+    mx.int32: "int32",
+    mx.int64: "int64",
+    mx.uint8: "uint8",
+    mx.uint16: "uint16",
+    mx.uint32: "uint32",
+    mx.uint64: "uint64",
+    mx.float16: "float16",
+    mx.bfloat16: "uint16",  # NumPy has none; the bits are kept
+    mx.float32: "float32",
+    mx.complex64: "complex64",
+}
+
+
+def _raw(array: mx.array) -> npt.NDArray[Any]:
+    """The array's memory as NumPy sees it, bfloat16 as uint16; no copy."""
+    import numpy as np
+
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+@functools.cache
+def _fresh_residue() -> int:
+    """Address modulo 16 of an array at the start of its buffer, for this MLX.
+
+    On a GPU a buffer starts at a multiple of 16; MLX's CPU buffers need not.
+    """
+    return int(_raw(mx.zeros((64,), mx.uint8)).ctypes.data) % 16
+
+
+def input_argument(
+    name: str, array: mx.array, copy_strided: bool
+) -> tuple[npt.NDArray[Any], Argument]:
+    """The memory of an input.
+
+    Args:
+        name: For reports.
+        array: Any evaluated array.
+        copy_strided: Whether an array that is not row contiguous is copied.
+
+    Returns:
+        The array whose shape and strides the kernel is told, and its memory.
+    """
+    import numpy as np
+
+    raw = _raw(array)
+    residue = (raw.ctypes.data - _fresh_residue()) % 16
+    if not raw.flags.c_contiguous:
+        if not copy_strided:
+            return raw, _strided(name, raw, residue)
+        raw, residue = np.ascontiguousarray(raw), 0
+    contents = raw.reshape(-1).view(np.uint8)
+    return raw, Argument(name, contents, contents.size, residue)
+
+
+def _strided(name: str, raw: npt.NDArray[Any], residue: int) -> Argument:
+    """All bytes between the first and the last element of a view, in memory order."""
+    import numpy as np
+
+    reach = [(n - 1) * step for n, step in zip(raw.shape, raw.strides, strict=True)]
+    before = -sum(step for step in reach if step < 0)
+    size = before + sum(step for step in reach if step > 0) + raw.itemsize
+    block = (ctypes.c_uint8 * size).from_address(raw.ctypes.data - before)
+    contents = np.ctypeslib.as_array(block)
+    return Argument(name, contents, size, (residue - before) % 16, origin=before)
+
+
+def info_arguments(
+    raw: npt.NDArray[Any], wanted: tuple[bool, bool, bool], names: Iterator[str]
+) -> list[Argument]:
+    """Shape (int32), strides in elements (int64) and rank (int32), those `wanted`."""
+    import numpy as np
+
+    if not raw.ndim:
+        return []
+    shape, strides, ndim = wanted
+    values: list[npt.NDArray[Any]] = []
+    if shape:
+        values.append(np.array(raw.shape, np.int32))
+    if strides:
+        values.append(np.array(raw.strides, np.int64) // raw.itemsize)
+    if ndim:
+        values.append(np.array([raw.ndim], np.int32))
+    return [
+        Argument(next(names), value.view(np.uint8), value.nbytes, 0) for value in values
+    ]
+
+
+def output_argument(
+    name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None
+) -> Argument:
+    """Memory for an output, poisoned unless `init_value` fills it."""
+    import numpy as np
+
+    size = math.prod(shape) * dtype.size
+    contents = None
+    if init_value is not None:
+        filled = _raw(mx.full(tuple(shape), init_value, dtype))
+        contents = filled.reshape(-1).view(np.uint8)
+    return Argument(name, contents, size, 0, writable=True)
+
+
+def output_array(placed: Placed, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """A copy of what the kernel has written."""
+    if not placed.argument.size:
+        return mx.zeros(tuple(shape), dtype)
+    values = mx.array(placed.contents().view(_NUMPY[dtype]).reshape(shape))
+    return values.view(mx.bfloat16) if dtype == mx.bfloat16 else values

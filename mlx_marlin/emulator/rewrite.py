@@ -1,0 +1,274 @@
+"""Metal text to C++ text, token by token, line by line.
+
+Clang reads most of Metal as C++ once the shim headers are in front of it. What it does
+not read is rewritten here: constructors and casts of vectors, threadgroup variables,
+literals of half and bfloat. No rewrite adds or removes a line break: every message of
+the compiler and every debug line names a line of the Metal text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlx_marlin.emulator.tokens import Tokens
+
+_INTEGERS = ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
+_SCALARS = ("bool", *_INTEGERS, "half", "bfloat", "float")
+_VECTORS = frozenset(
+    f"{packed}{scalar}{size}"
+    for packed in ("", "packed_")
+    for scalar in _SCALARS
+    for size in (2, 3, 4)
+)
+_VECTOR_TEMPLATES = frozenset({"vec", "packed_vec"})
+_HALF = re.compile(r"(?P<digits>(?!0[xX]).*?)(?P<suffix>[hH]|bf|BF)$")
+_SPACES = frozenset({"device", "threadgroup", "thread"})
+_QUALIFIERS = ("const", "volatile", "constant", *_SPACES)
+_TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
+_UNARY = frozenset("-+!~*&")
+_STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
+
+
+def rewritten(text: str) -> str:
+    """Metal text as C++ text, with the same lines."""
+    tokens = Tokens(text)
+    _drop_space_overloads(tokens)
+    rewriter = _Rewriter(tokens)
+    for at in range(len(tokens)):
+        rewriter.rewrite(at)
+    return "".join(token.written for token in tokens)
+
+
+def _definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
+    """Functions and classes outside of all braces: first token, `{`, `}`."""
+    start = at = tokens.after(-1)
+    while at < len(tokens):
+        word = tokens.text(at)
+        if word == "#":
+            start = at = tokens.after(tokens.line_end(at))
+        elif word == "{" and tokens.text(start) not in ("namespace", "extern"):
+            end = tokens.closing(at)
+            yield start, at, end
+            start = at = tokens.after(end)
+        elif word in (";", "{", "}"):
+            start = at = tokens.after(at)
+        else:
+            at = tokens.after(at)
+
+
+def _drop_space_overloads(tokens: Tokens) -> None:
+    """Leaves out functions that differ from an earlier one only in address spaces.
+
+    With one address space they would be the same function twice.
+    """
+    seen = set()
+    for start, brace, end in _definitions(tokens):
+        words = [tokens.text(at) for at in range(start, brace) if not tokens.space(at)]
+        words = ["const" if word == "constant" else word for word in words]
+        head = " ".join(word for word in words if word not in _SPACES)
+        head = head.replace("const const", "const")
+        if "(" in head and head in seen:
+            for at in range(start, end + 1):
+                tokens.blank(at)
+        seen.add(head)
+
+
+def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
+    """Last token of a type at `at` that is in `names` or a `vec`, or -1."""
+    word = tokens.text(at)
+    if word == "metal" and tokens.text(tokens.after(at)) == "::":
+        return _type_end(tokens, tokens.after(tokens.after(at)), names)
+    if word in _VECTOR_TEMPLATES:
+        angle = tokens.after(at)
+        return tokens.closing_angle(angle) if tokens.text(angle) == "<" else -1
+    return at if tokens.named(at) and word in names else -1
+
+
+def _operand_end(tokens: Tokens, at: int) -> int:
+    """Last token of the operand of a cast that begins at `at`."""
+    while tokens.text(at) in _UNARY:
+        at = tokens.after(at)
+    end = tokens.closing(at) if tokens.text(at) == "(" else at
+    while True:
+        following = tokens.after(end)
+        word = tokens.text(following)
+        if word in ("(", "["):
+            end = tokens.closing(following)
+        elif word in (".", "->", "::"):
+            end = tokens.after(following)
+        elif word == "<" and tokens.text(end) == "as_type":
+            end = tokens.closing_angle(following)
+        else:
+            return end
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Type names: `vectors` are vectors, `types` may be anything."""
+
+    vectors: frozenset[str]
+    types: frozenset[str]
+
+    @classmethod
+    def of(cls, tokens: Tokens) -> _Names:
+        vectors, types = set(_VECTORS), set(_VECTORS)
+        for at in range(len(tokens)):
+            word = tokens.text(at)
+            name = tokens.after(at)
+            follower = tokens.after(name)
+            if word in ("typename", "class") and tokens.text(follower) in (
+                ",",
+                ">",
+                "=",
+            ):
+                types.add(tokens.text(name))
+            elif word == "using" and tokens.text(follower) == "=":
+                types.add(tokens.text(name))
+                if _type_end(tokens, tokens.after(follower), frozenset(vectors)) >= 0:
+                    vectors.add(tokens.text(name))
+            elif word == "typedef":
+                end = _type_end(tokens, name, frozenset(vectors))
+                if end >= 0:
+                    vectors.add(tokens.text(tokens.after(end)))
+                    types.add(tokens.text(tokens.after(end)))
+        return cls(frozenset(vectors), frozenset(types))
+
+
+class _Rewriter:
+    """The rules. Each looks at one position and writes there or behind."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.names = _Names.of(tokens)
+
+    def rewrite(self, at: int) -> None:
+        token = self.tokens[at]
+        if token.kind == "number":
+            self._literal(at)
+        elif token.text == "threadgroup":
+            self._threadgroup_variables(at)
+        elif token.text == "static_cast":
+            token.written = "emu::cast"
+        elif token.kind == "name":
+            self._constructor(at)
+            self._initialised_vector(at)
+        elif token.text == "(":
+            self._cast(at)
+
+    def _literal(self, at: int) -> None:
+        if found := _HALF.match(self.tokens.text(at)):
+            kind = "half" if found["suffix"] in "hH" else "bfloat"
+            self.tokens[at].written = f"{found['digits']}_{kind}"
+
+    def _constructor(self, at: int) -> None:
+        """`float4(a, b)`."""
+        tokens = self.tokens
+        if tokens.text(tokens.before(at)) in (".", "->", "::", "struct", "class"):
+            return
+        end = _type_end(tokens, at, self.names.types)
+        if end >= 0 and tokens.text(tokens.after(end)) == "(":
+            tokens[at].written = "emu::make<" + tokens[at].written
+            tokens[end].written += ">"
+
+    def _initialised_vector(self, at: int) -> None:
+        """`float4 v(a, b);`, but not the declaration of a function."""
+        tokens = self.tokens
+        end = _type_end(tokens, at, self.names.vectors)
+        if end < 0:
+            return
+        name = tokens.after(end)
+        opening = tokens.after(name)
+        if not tokens.named(name) or tokens.text(opening) != "(":
+            return
+        closing = tokens.closing(opening)
+        items = list(tokens.items(opening, closing))
+        if tokens.text(tokens.after(closing)) not in (";", ",") or not items:
+            return
+        if not any(self._is_parameter(begin) for begin in items):
+            tokens[opening].written = f" = emu::make<{tokens.read(at, end + 1)}>("
+
+    def _is_parameter(self, at: int) -> bool:
+        """Whether a list item begins with a type that is not called."""
+        tokens = self.tokens
+        end = _type_end(tokens, at, self.names.types)
+        if end < 0 and tokens.text(at) in _TYPE_WORDS:
+            end = at
+        return end >= 0 and tokens.text(tokens.after(end)) != "("
+
+    def _cast(self, at: int) -> None:
+        """`(float4)value`, which clang would take for a change of bits."""
+        tokens = self.tokens
+        previous = tokens.before(at)
+        if tokens.named(previous) and tokens.text(previous) != "return":
+            return
+        end = _type_end(tokens, tokens.after(at), self.names.types)
+        close = tokens.after(end)
+        operand = tokens.after(close)
+        if end < 0 or tokens.text(close) != ")" or not self._begins_operand(operand):
+            return
+        tokens[at].written = "emu::make<"
+        tokens[close].written = ">("
+        tokens[_operand_end(tokens, operand)].written += ")"
+
+    def _begins_operand(self, at: int) -> bool:
+        tokens = self.tokens
+        if tokens.named(at):
+            return tokens.text(at) not in _QUALIFIERS
+        number = at < len(tokens) and tokens[at].kind == "number"
+        return number or tokens.text(at) in _UNARY | {"("}
+
+    def _threadgroup_variables(self, at: int) -> None:
+        """`threadgroup float tile[32];`: a reference to memory of the run time."""
+        tokens = self.tokens
+        if tokens.text(tokens.before(at)) not in _STATEMENT_ENDS:
+            return
+        declaration = _Declaration.parse(tokens, tokens.after(at))
+        if declaration is None:
+            return
+        references = " ".join(
+            f"{declaration.type} (&{name}){dimensions} = emu::threadgroup_variable<"
+            f'{declaration.type} {dimensions}, __COUNTER__>("{name}");'
+            for name, dimensions in declaration.variables
+        )
+        for gone in range(at, declaration.end + 1):
+            tokens.blank(gone)
+        tokens[at].written = references.replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class _Declaration:
+    """`threadgroup type name[dimensions], ...;`."""
+
+    type: str
+    variables: list[tuple[str, str]]
+    end: int
+
+    @classmethod
+    def parse(cls, tokens: Tokens, begin: int) -> _Declaration | None:
+        """None if the text at `begin` declares a pointer or a reference."""
+        name = begin
+        at = tokens.after(begin)
+        while tokens.text(at) not in ("[", ",", ";", "=", ""):
+            if tokens.text(at) in ("*", "&", "(", ")", "{"):
+                return None
+            if tokens.text(at) == "<":
+                at = tokens.closing_angle(at)
+            name = at
+            at = tokens.after(at)
+        kind = tokens.read(begin, name).strip()
+        if not kind or tokens.text(at) not in ("[", ",", ";"):
+            return None
+        variables = []
+        while True:
+            variable, dimensions = tokens.text(name), ""
+            while tokens.text(at) == "[":
+                close = tokens.closing(at)
+                dimensions += tokens.read(at, close + 1)
+                at = tokens.after(close)
+            variables.append((variable, dimensions))
+            if tokens.text(at) != ",":
+                return cls(kind, variables, at)
+            name = tokens.after(at)
+            at = tokens.after(name)

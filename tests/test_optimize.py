@@ -1,0 +1,498 @@
+"""Whole models: converted in place, usable by everyone's tools, and back as they were."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
+from mlx_lm.utils import compute_bits_per_weight, dequantize_model, get_total_parameters
+
+import mlx_marlin
+from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
+from mlx_marlin.plan import Plan
+
+LAYOUTS = ["mlx", "marlin"]
+TOKENS = mx.array([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
+pytestmark = pytest.mark.usefixtures("_stock")
+
+
+@pytest.fixture
+def _stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+def tiny_llama(*, tied: bool = True, quantized: bool = True) -> nn.Module:
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=160,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=100,
+        tie_word_embeddings=tied,
+    )
+    mx.random.seed(0)
+    model = llama.Model(args)
+    if quantized:
+        nn.quantize(model, group_size=32, bits=4)
+    mx.eval(model.parameters())
+    return model
+
+
+class Layers(nn.Module):
+    """A model of layers, applied one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = [*layers]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def types(model: nn.Module) -> dict[str, type]:
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+def arrays(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def assert_same_model(actual: nn.Module, expected: nn.Module) -> None:
+    assert types(actual) == types(expected)
+    for path, array in (found := arrays(expected)).items():
+        assert mx.array_equal(arrays(actual)[path], array)
+        assert arrays(actual)[path].dtype == array.dtype
+    assert [*arrays(actual)] == [*found]
+    for (path, ours), (_, theirs) in zip(
+        actual.named_modules(), expected.named_modules(), strict=True
+    ):
+        if isinstance(theirs, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            assert vars(ours) == vars(theirs), path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_answers_the_same_through_our_layers(
+    ran: list[Plan], layout: str, tied: bool
+) -> None:
+    model = tiny_llama(tied=tied)
+    expected = model(TOKENS)
+
+    converted = mlx_marlin.optimize(model, layout=layout)
+
+    assert converted is model
+    assert ran == []
+    assert mx.allclose(model(TOKENS), expected, atol=1e-4)
+    # Seven products a block, and the head; a tied head is the embedding's.
+    assert len(ran) == 2 * 7 + 1
+    problems = [plan.problem for plan in ran]
+    assert {each.m for each in problems} == {10}
+    head = "mlx" if tied else layout
+    assert [each.layout for each in problems] == [layout] * 14 + [head]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_restore_gives_back_every_layer_and_array(layout: str, tied: bool) -> None:
+    model = tiny_llama(tied=tied)
+
+    mlx_marlin.optimize(model, layout=layout)
+    found = [*types(model).values()]
+    assert found.count(MarlinLinear) == (14 if tied else 15)
+    assert found.count(MarlinEmbedding) == 1
+    assert nn.QuantizedLinear not in found
+    restored = mlx_marlin.restore(model)
+
+    assert restored is model
+    assert_same_model(model, tiny_llama(tied=tied))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_converting_twice_changes_nothing(layout: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+    before = dict(model.named_modules())
+
+    mlx_marlin.optimize(model, layout=layout)
+
+    assert all(module is before[path] for path, module in model.named_modules())
+
+
+@pytest.mark.parametrize(("first", "second"), [LAYOUTS, LAYOUTS[::-1]])
+def test_the_layout_can_be_changed(first: str, second: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=first)
+
+    mlx_marlin.optimize(model, layout=second)
+
+    layers = [each for each in model.modules() if isinstance(each, MarlinLinear)]
+    assert {each.layout for each in layers} == {second}
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+def test_mlxs_layout_shares_every_array() -> None:
+    model = tiny_llama()
+    before = arrays(model)
+
+    mlx_marlin.optimize(model)
+
+    assert [*arrays(model)] == [*before]
+    assert all(array is before[path] for path, array in arrays(model).items())
+
+
+class Special(nn.QuantizedLinear):
+    """A subclass, which may do something else with its weight."""
+
+
+def test_only_layers_of_our_format_and_exact_type_are_taken() -> None:
+    model = Layers(
+        nn.QuantizedLinear(64, 64),
+        Special(64, 64),
+        *(nn.QuantizedLinear(64, 64, bits=bits) for bits in (2, 3, 5, 6, 8)),
+        nn.QuantizedLinear(64, 64, mode="mxfp4"),
+        nn.QuantizedEmbedding(64, 64, bits=8),
+        nn.Linear(64, 64),
+        nn.RMSNorm(64),
+    )
+    before = [*model.layers]
+
+    for layout in LAYOUTS:
+        mlx_marlin.optimize(model, layout=layout)
+
+        assert type(model.layers[0]) is MarlinLinear
+        assert all(a is b for a, b in zip(model.layers[1:], before[1:], strict=True))
+
+
+class Crowded(nn.Module):
+    """A model whose layers hang in every kind of container that MLX knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def layer() -> nn.QuantizedLinear:
+            return nn.QuantizedLinear(64, 64)
+
+        self.here = layer()
+        self.by_number = {"0": layer(), "1": layer()}
+        self.by_name = {"a": layer(), "b.c": layer()}
+        self.with_gaps = [None, layer(), mx.zeros(3), layer()]
+        self.nested = [[layer()], {"x": [layer()]}]
+        self._hidden = layer()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_found_wherever_mlx_finds_them(layout: str) -> None:
+    model = Crowded()
+    paths = [*types(model)]
+
+    mlx_marlin.optimize(model, layout=layout)
+
+    assert [*types(model)] == paths
+    leaves = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    assert {type(leaf) for _, leaf in leaves if leaf is not None} == {MarlinLinear}
+    mlx_marlin.restore(model)
+    assert set(types(model).values()) == {Crowded, nn.QuantizedLinear}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_shared_layer_stays_one_layer(layout: str) -> None:
+    layer = nn.QuantizedLinear(64, 64)
+    model = Layers(layer, nn.QuantizedLinear(64, 64), layer)
+
+    mlx_marlin.optimize(model, layout=layout)
+
+    assert model.layers[0] is model.layers[2]
+    assert model.layers[0] is not model.layers[1]
+    mlx_marlin.restore(model)
+    assert model.layers[0] is model.layers[2]
+
+
+def test_packing_keeps_one_layer_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(*(nn.QuantizedLinear(64, 64) for _ in range(4)))
+    old = [weakref.ref(layer) for layer in model.layers]
+    alive: list[int] = []
+    take = MarlinLinear.from_quantized.__func__
+
+    def counting(cls: type[MarlinLinear], layer: Any, **options: Any) -> MarlinLinear:
+        gc.collect()
+        alive.append(sum(each() is not None for each in old))
+        return take(cls, layer, **options)
+
+    monkeypatch.setattr(MarlinLinear, "from_quantized", classmethod(counting))
+    mlx_marlin.optimize(model, layout="marlin")
+
+    assert alive == [4, 3, 2, 1]
+
+
+class Break(Exception):
+    """What goes wrong in the middle."""
+
+
+@pytest.fixture
+def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Returns what makes a method of MarlinLinear fail at its n-th call, once."""
+
+    def arrange(name: str, nth: int) -> None:
+        usual = getattr(MarlinLinear, name)
+        calls = iter(range(1, sys.maxsize))
+
+        def method(self: MarlinLinear) -> Any:
+            if next(calls) == nth:
+                raise Break
+            return usual(self)
+
+        monkeypatch.setattr(MarlinLinear, name, method)
+
+    return arrange
+
+
+@pytest.mark.parametrize("nth", [1, 3, 8])
+def test_a_failure_leaves_the_model_as_it_was(
+    break_at: Callable[[str, int], None], nth: int
+) -> None:
+    model = tiny_llama()
+    break_at("_keep_packed", nth)
+
+    with pytest.raises(Break):
+        mlx_marlin.optimize(model, layout="marlin")
+
+    assert_same_model(model, tiny_llama())
+
+
+def test_a_failure_while_quantizing_keeps_the_float_weights(
+    break_at: Callable[[str, int], None],
+) -> None:
+    model = tiny_llama(quantized=False)
+    before = dict(model.named_modules())
+    break_at("_keep_packed", 9)
+
+    with pytest.raises(Break):
+        mlx_marlin.optimize(model, quantize=True, group_size=32, layout="marlin")
+
+    assert all(module is before[path] for path, module in model.named_modules())
+
+
+def test_a_failure_while_changing_the_layout_keeps_the_old_one(
+    break_at: Callable[[str, int], None],
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama())
+    break_at("_keep_packed", 3)
+
+    with pytest.raises(Break):
+        mlx_marlin.optimize(model, layout="marlin")
+
+    layers = [each for each in model.modules() if isinstance(each, MarlinLinear)]
+    assert [each.layout for each in layers] == ["mlx"] * 14
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_failure_while_restoring_keeps_our_layers(
+    break_at: Callable[[str, int], None], layout: str
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+    break_at("to_stock", 3)
+
+    with pytest.raises(Break):
+        mlx_marlin.restore(model)
+
+    layers = [each for each in model.modules() if isinstance(each, MarlinLinear)]
+    assert [each.layout for each in layers] == [layout] * 14
+    assert any(isinstance(each, MarlinEmbedding) for each in model.modules())
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+def test_linear_layers_are_quantized_on_request_where_they_can_be() -> None:
+    model = Layers(nn.Linear(128, 64), nn.Linear(96, 64, bias=False), nn.Linear(64, 96))
+    stock = nn.QuantizedLinear.from_linear(model.layers[0], 64, 4)
+    kept = model.layers[1]
+
+    mlx_marlin.optimize(model, quantize=True)
+
+    assert model.layers[1] is kept
+    assert arrays(model.layers[0]).keys() == arrays(stock).keys()
+    assert mx.array_equal(model.layers[0].weight, stock.weight)
+    assert type(model.layers[2]) is MarlinLinear
+    mlx_marlin.restore(model)
+    assert type(model.layers[0]) is nn.QuantizedLinear
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Layers(nn.Linear(64, 64)), {}, "no layer to convert"),
+        (Layers(nn.Linear(65, 64)), {"quantize": True}, "no layer to convert"),
+        (Layers(nn.QuantizedLinear(64, 64, bits=8)), {}, "no layer to convert"),
+        (Layers(), {}, "no layer to convert"),
+        (nn.QuantizedLinear(64, 64), {}, "no layer to convert"),
+        (Layers(nn.QuantizedLinear(64, 64)), {"layout": "rows"}, "layout='rows'"),
+        (Layers(nn.Linear(64, 64)), {"quantize": True, "bits": 8}, "bits=8"),
+        (Layers(nn.Linear(64, 64)), {"quantize": True, "group_size": 0}, "group_size=0"),
+        (Layers(nn.Linear(64, 64)), {"quantize": True, "group_size": 16}, "group_size"),
+    ],
+)
+def test_what_cannot_be_converted_is_said(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    before = types(model)
+
+    with pytest.raises(ValueError, match=message):
+        mlx_marlin.optimize(model, **options)
+
+    assert types(model) == before
+
+
+def test_restoring_a_model_that_is_not_ours_changes_nothing() -> None:
+    model = tiny_llama()
+    before = dict(model.named_modules())
+
+    mlx_marlin.restore(model)
+
+    assert all(module is before[path] for path, module in model.named_modules())
+
+
+def test_progress_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), progress=True)
+    assert "15/15" in capsys.readouterr().err
+
+    mlx_marlin.restore(model, progress=True)
+    assert "15/15" in capsys.readouterr().err
+
+    mlx_marlin.optimize(model)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mlx_lm_counts_the_same_parameters(layout: str) -> None:
+    stock = tiny_llama()
+
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+
+    assert get_total_parameters(model) == get_total_parameters(stock)
+    # Packed, a k of 160 is padded to 192, and an n of 160 to nothing.
+    assert compute_bits_per_weight(model) == pytest.approx(
+        compute_bits_per_weight(stock), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_mlx_lm_dequantizes_the_same_weights(layout: str) -> None:
+    expected = dequantize_model(tiny_llama())
+
+    model = dequantize_model(mlx_marlin.optimize(tiny_llama(), layout=layout))
+
+    assert_same_model(model, expected)
+
+
+LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+
+
+def with_adapters(model: nn.Module, **config: Any) -> nn.Module:
+    """Adds LoRA to both blocks, with adapters that are not zero."""
+    mx.random.seed(1)
+    linear_to_lora_layers(model, 2, LORA | config)
+    for path, array in tree_flatten(model.parameters()):
+        if path.endswith("lora_b"):
+            fresh = mx.random.normal(array.shape) * 0.05
+            model.update(tree_unflatten([(path, fresh)]))
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lora_wraps_our_layers_as_mlxs(layout: str) -> None:
+    stock = with_adapters(tiny_llama())
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+
+    with_adapters(model)
+
+    wrapped = [path for path in types(model) if path.endswith("q_proj.linear")]
+    assert len(wrapped) == 2
+    assert all(types(model)[path] is MarlinLinear for path in wrapped)
+    assert mx.allclose(model(TOKENS), stock(TOKENS), atol=1e-4)
+    assert_same_model(mlx_marlin.restore(model), stock)
+    remove_lora_layers(model)
+    assert_same_model(model, tiny_llama())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_inside_lora_are_converted_too(layout: str) -> None:
+    stock = with_adapters(tiny_llama())
+
+    model = mlx_marlin.optimize(with_adapters(tiny_llama()), layout=layout)
+
+    assert types(model)["model.layers.0.self_attn.q_proj.linear"] is MarlinLinear
+    assert mx.allclose(model(TOKENS), stock(TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("dequantize", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fused_adapters_are_those_of_mlxs_layers(layout: str, dequantize: bool) -> None:
+    def fused(model: nn.Module) -> nn.Module:
+        layers = [
+            (path, module.fuse(dequantize=dequantize))
+            for path, module in model.named_modules()
+            if hasattr(module, "fuse")
+        ]
+        assert len(layers) == 14
+        model.update_modules(tree_unflatten(layers))
+        return model
+
+    expected = fused(with_adapters(tiny_llama()))
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+
+    fused(with_adapters(model))
+
+    assert_same_model(mlx_marlin.restore(model), expected)
+
+
+def test_dora_reads_our_weights_as_mlxs() -> None:
+    def adapted(model: nn.Module) -> mx.array:
+        mx.random.seed(1)
+        linear_to_lora_layers(model, 2, LORA, use_dora=True)
+        return model(TOKENS)
+
+    for layout in LAYOUTS:
+        y = adapted(mlx_marlin.optimize(tiny_llama(), layout=layout))
+
+        assert mx.allclose(y, adapted(tiny_llama()), atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantizing_again_leaves_our_layers_alone(layout: str) -> None:
+    model = mlx_marlin.optimize(
+        Layers(nn.QuantizedLinear(64, 64), nn.Linear(64, 64)), layout=layout
+    )
+    ours = model.layers[0]
+
+    nn.quantize(model, bits=8)
+    nn.quantize(model, class_predicate=lambda path, _: path == "layers.0")
+    nn.quantize(
+        model, class_predicate=lambda path, _: {"bits": 8} if path[-1] == "0" else False
+    )
+
+    assert model.layers[0] is ours
+    assert type(model.layers[1]) is nn.QuantizedLinear
+
+
+def test_weights_go_both_ways_between_ours_and_stock(tmp_path: Any) -> None:
+    file = str(tmp_path / "model.safetensors")
+    stock = tiny_llama()
+    mlx_marlin.optimize(tiny_llama()).save_weights(file)
+
+    fresh = mlx_marlin.optimize(tiny_llama())
+    for layer in fresh.modules():
+        if isinstance(layer, MarlinLinear):
+            layer.scales = mx.zeros_like(layer.scales)
+    fresh.load_weights(file)
+
+    assert_same_model(mlx_marlin.restore(fresh), stock)

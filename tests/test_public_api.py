@@ -1,0 +1,147 @@
+"""What users import: the names, their docstrings, and nothing that they did not ask."""
+
+import subprocess
+import sys
+from inspect import getdoc, isclass, signature
+
+import pytest
+
+import mlx_marlin
+
+NAMES = [
+    "MarlinLinear",
+    "PackedWeight",
+    "optimize",
+    "pack",
+    "plan",
+    "quantize",
+    "quantized_matmul",
+    "restore",
+    "unpack",
+    "why_not",
+]
+
+
+def run(program: str, **environment: str) -> str:
+    """Returns what a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(mlx_marlin.__all__) == NAMES
+    assert {*NAMES} <= {*dir(mlx_marlin)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_documented(name: str) -> None:
+    value = getattr(mlx_marlin, name)
+
+    doc = getdoc(value)
+    assert doc is not None
+    first, *rest = doc.splitlines()
+    assert first.endswith(".")
+    named = [each for each in signature(value).parameters if each != "self"]
+    if name != "why_not":  # takes the arguments of quantized_matmul
+        section = "Attributes:" if name == "PackedWeight" else "Args:"
+        assert (section in rest) == (len(named) > 1 or name == "restore")
+        assert all(f" {each}" in doc for each in named if section in rest)
+    members = vars(value).items() if isclass(value) else ()
+    for member, function in members:
+        if not member.startswith("_") and (callable(function) or member == "packed"):
+            assert getdoc(getattr(value, member)), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_can_be_imported_first(name: str) -> None:
+    # Also after the submodule of the same name, which would take its place.
+    program = f"from mlx_marlin import {name}; import mlx_marlin.plan, mlx_marlin.ops; "
+    check = f"import mlx_marlin; assert callable(mlx_marlin.{name}) is callable({name})"
+
+    run(program + check + f" and mlx_marlin.{name} is {name}")
+
+
+def test_a_star_imports_all_names() -> None:
+    program = "from mlx_marlin import *; print(*sorted(set(dir()) & set(NAMES)))"
+
+    assert run(f"NAMES = {NAMES}; {program}").split() == NAMES
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'matmul'"):
+        mlx_marlin.matmul  # noqa: B018
+
+
+SERVE = """
+import mlx.core as mx, mlx.nn as nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.QuantizedLinear(64, 64), nn.QuantizedEmbedding(64, 64)]
+native = mx.quantize(mx.ones((8, 64)))
+import sys
+before = {*sys.modules}
+import mlx_marlin
+mlx_marlin.quantized_matmul(mx.ones((3, 64)), *native)
+mlx_marlin.unpack(mlx_marlin.pack(*native))
+mlx_marlin.quantize(mx.ones((8, 64)), symmetric=True)
+mlx_marlin.plan(8, 4096, 4096).explain()
+model = mlx_marlin.optimize(Model(), layout="marlin")
+mlx_marlin.restore(model)
+"""
+
+
+@pytest.mark.parametrize("program", ["before = set(); import mlx_marlin", SERVE])
+def test_neither_importing_nor_serving_takes_in_what_it_does_not_need(
+    program: str,
+) -> None:
+    ending = "\nimport sys\nprint(*sorted({*sys.modules} - before))"
+
+    loaded = run(program + ending, MLX_MARLIN_BACKEND="stock").split()
+
+    roots = {each.split(".")[0] for each in loaded}
+    assert "mlx_marlin" in roots
+    assert not roots & {"numpy", "mlx_lm", "tqdm", "transformers", "rich", "elftools"}
+    assert not [each for each in loaded if each.startswith("mlx_marlin.emulator")]
+
+
+def test_planning_takes_in_no_mlx() -> None:
+    program = (
+        "import mlx_marlin, sys; print(mlx_marlin.plan(8, 4096, 4096).explain()); "
+        "print(*sorted(sys.modules))"
+    )
+
+    explained, loaded = run(program).splitlines()
+
+    assert explained.startswith("gemm_register")
+    assert "mlx" not in loaded.split()
+    assert "mlx.core" not in loaded.split()
+
+
+def test_without_any_extra_stock_answers_after_one_warning() -> None:
+    program = """
+import sys, warnings
+for name in ("numpy", "elftools", "platformdirs", "ziglang"):
+    sys.modules[name] = None
+import mlx.core as mx, mlx_marlin
+native = mx.quantize(mx.ones((8, 64)))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for rows in (1, 2, 3):
+        y = mlx_marlin.quantized_matmul(mx.ones((rows, 64)), *native)
+        assert mx.allclose(y, mx.full((rows, 8), 64.0))
+print(len(caught), caught[0].category.__name__, caught[0].message)
+"""
+    if sys.platform == "darwin":
+        pytest.skip("Metal needs no extra")
+
+    count, category, message = run(program).split(maxsplit=2)
+
+    assert (count, category) == ("1", "RuntimeWarning")
+    assert "stock MLX serves every call" in message

@@ -1,0 +1,49 @@
+"""What the README shows is what happens."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mlx_marlin import launch
+from mlx_marlin.cli import COMMANDS, main
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_first_python_block_prints_what_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block, said = re.search(
+        r"```python\n(.*?)```\n\nprints `(.*?)`", README, re.DOTALL
+    ).groups()
+
+    exec(compile(block, "README.md", "exec"), {})
+
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_every_command_shown_is_one_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = [shlex.split(line) for line in re.findall(r"\$ mlx-marlin (.*)", README)]
+
+    assert shown
+    for words in shown:
+        assert words[0] in COMMANDS
+        if words[0] != "demo":
+            assert main(words) == 0
+            assert "(model, not measured)" in capsys.readouterr().out
+
+
+def test_every_environment_variable_is_listed() -> None:
+    package = Path(launch.__file__).parent
+    named = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r"MLX_MARLIN_[A-Z]+", path.read_text(encoding="utf-8"))
+    }
+
+    assert named == set(re.findall(r"`(MLX_MARLIN_[A-Z]+)`", README))
+    assert len(named) <= 3
