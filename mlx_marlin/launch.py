@@ -6,6 +6,7 @@ emulator on a CPU-only MLX, stock MLX where neither can run.
 
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Protocol, cast
@@ -17,6 +18,8 @@ from mlx_marlin.plan import Plan
 
 BACKENDS = ("metal", "emulator", "stock")
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
+REMEMBERED = 4096
+"""Plans that `plans_used` tells of."""
 
 Product = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
 """From x [m, k], codes, scales and biases to y [m, n]."""
@@ -87,8 +90,8 @@ def forget() -> None:
 
 
 def plans_used() -> list[Plan]:
-    """Returns the plans that were built since the start, in that order."""
-    return list(_used)
+    """Returns the plans that were built last, oldest first, each once."""
+    return list(dict.fromkeys(_used))
 
 
 def product(plan: Plan) -> Product:
@@ -99,7 +102,7 @@ def product(plan: Plan) -> Product:
         the problem's layout (packed: biases are interleaved with the scales, and the
         argument is not read) to y [m, n] in the problem's dtype.
     """
-    _used[plan] = None
+    _used.append(plan)
     multiply = _multiply(plan)
     if not plan.is_split:
         return multiply
@@ -107,7 +110,7 @@ def product(plan: Plan) -> Product:
     return lambda x, w, scales, biases: reduce(multiply(x, w, scales, biases))
 
 
-_used: dict[Plan, None] = {}
+_used: deque[Plan] = deque(maxlen=REMEMBERED)
 
 
 @cache

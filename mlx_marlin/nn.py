@@ -1,12 +1,12 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, format_of
-from mlx_marlin.ops import quantized_matmul
+from mlx_marlin.ops import packed_product, quantized_matmul
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 NATIVE = ("weight", "scales", "biases")
@@ -90,10 +90,6 @@ class MarlinLinear(nn.QuantizedLinear):
             ours._keep_packed()
         return ours
 
-    def to_quantized(self, **_: Any) -> nn.Module:
-        """Returns this layer: it is quantized."""
-        return self
-
     def to_stock(self) -> nn.QuantizedLinear:
         """Returns MLX's own layer with the same parameters, in MLX's layout."""
         layer = _twin(nn.QuantizedLinear, self)
@@ -135,16 +131,17 @@ class MarlinLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        packed = self.packed
-        if packed is not None:
-            y = quantized_matmul(x, packed)
-        else:
-            y = _native_product(self, x)
+        y = _native_product(self, x) if self.layout == "mlx" else self._product(x)
         return y + self["bias"] if "bias" in self else y
 
     def _extra_repr(self) -> str:
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
         return f"{stock}, layout={self.layout}"
+
+    def _product(self, x: mx.array) -> mx.array:
+        words, quantizers = self["words"], self["quantizers"]
+        n, k = self.output_dims, self.input_dims
+        return packed_product(x, words, quantizers, n, k, self.group_size)
 
     def _native(self) -> tuple[mx.array, mx.array, mx.array]:
         packed = self.packed

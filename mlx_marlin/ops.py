@@ -65,6 +65,29 @@ def quantized_matmul(
     return served.run(x, w, scales, biases)
 
 
+def packed_product(
+    x: mx.array, words: mx.array, scales: mx.array, n: int, k: int, group_size: int
+) -> mx.array:
+    """Multiplies x [..., k] by a packed weight's arrays, for callers that hold them.
+
+    Args:
+        x: Activations [..., k].
+        words: Codes, as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of the weight.
+        k: Columns of the weight.
+        group_size: Weights that share a scale.
+
+    Returns:
+        The product [..., n].
+    """
+    on_cpu = mx.default_device() == CPU
+    served = serve_packed(
+        x.shape, x.dtype, n, k, group_size, scales.dtype, True, on_cpu
+    )
+    return served.run(x, words, scales, scales)
+
+
 def why_not(
     x: mx.array,
     w: mx.array | PackedWeight,

@@ -4,16 +4,15 @@ A kind of call is its shapes, dtypes, options and device. Deciding is cached; a 
 that is wrong raises here, in MLX's own words where MLX has them.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import cast
 
 import mlx.core as mx
 
 from mlx_marlin import device, launch, scheduler
+from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.problem import Problem
@@ -201,7 +200,7 @@ def _decide(kind: Kind, stock: Run) -> Served:
     if reason:
         return Served(stock, reason)
     plan = scheduler.choose(problem, device.current())
-    return Served(_as_rows(_differentiable(launch.product(plan), stock), kind))
+    return Served(_as_rows(differentiable(launch.product(plan), stock), kind))
 
 
 def _not_here(on_cpu: bool) -> str | None:
@@ -263,44 +262,6 @@ def _stock(
         mode=mode,
     )
     return y if rows is x else y.squeeze(-2)
-
-
-def _differentiable(ours: launch.Product, stock: Run) -> launch.Product:
-    @mx.custom_function
-    def product(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
-    ) -> mx.array:
-        return ours(x, w, scales, biases)
-
-    @product.vjp
-    def backward(
-        primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
-    ) -> tuple[mx.array, ...]:
-        x, w, scales, biases = primals
-
-        def of_floats(x: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-            return stock(x, w, scales, biases)
-
-        grads = mx.vjp(of_floats, [x, scales, biases], [cotangent])[1]
-        # Codes have no gradient. MLX raises where one is asked for, which cannot be
-        # seen from here; a zero would pass for an answer.
-        return grads[0], mx.full(w.shape, math.nan), grads[1], grads[2]
-
-    @product.jvp
-    def forward(
-        primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
-    ) -> mx.array:
-        moving = {i: each for i, each in enumerate(tangents) if each is not None}
-
-        def of_moving(*values: mx.array) -> mx.array:
-            moved = dict(zip(moving, values, strict=True))
-            return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
-
-        starts = [primals[i] for i in moving]
-        _, along = mx.jvp(of_moving, starts, list(moving.values()))
-        return along[0]
-
-    return cast(launch.Product, product)
 
 
 def _as_rows(product: launch.Product, kind: Kind) -> Run:

@@ -82,6 +82,18 @@ def ran(
     return plans
 
 
+@pytest.fixture(params=["stock", "ours"])
+def served_by(
+    request: pytest.FixtureRequest, backend: Callable[[str | None], None]
+) -> str:
+    """Serves every call by stock MLX, then by the kernels' stand-in."""
+    if request.param == "stock":
+        backend("stock")
+    else:
+        request.getfixturevalue("ran")
+    return str(request.param)
+
+
 def _check(
     plan: Plan, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
 ) -> None:

@@ -321,6 +321,7 @@ def test_symmetric_codes_stand_for_whole_steps_around_an_exact_zero(
     np.testing.assert_array_equal(oracles.exact(biases), -8 * oracles.exact(scales))
     decoded = oracles.decoded(words, scales, biases, group_size=group_size)
     np.testing.assert_array_equal(decoded[0], 0)
+    np.testing.assert_array_equal(oracles.codes(words)[0], 8)
     np.testing.assert_array_equal(decoded[1:3], oracles.exact(w[1:3]))
     step = np.abs(np.repeat(oracles.exact(scales), group_size, axis=1))
     distance = np.abs(decoded - oracles.exact(w))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_marlin.emulator import compiler
+from mlx_marlin.emulator import build, compiler
 from mlx_marlin.emulator.errors import EmulatorError
 
 if TYPE_CHECKING:
@@ -144,12 +144,10 @@ def library() -> ctypes.CDLL:
     """The run time, loaded where kernels find its symbols."""
     found = compiler.find()
     if found is None:
-        raise EmulatorError(
-            f"no Metal kernel can be compiled: {compiler.unavailable()}"
-        )
+        raise EmulatorError(f"no Metal kernel can be compiled: {build.unavailable()}")
     if sys.platform.startswith("linux"):
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
-    loaded = ctypes.CDLL(str(compiler.runtime_library(found)), mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(build.runtime_library(found)), mode=ctypes.RTLD_GLOBAL)
     size = ctypes.c_uint64
     loaded.mslemu_place.restype = ctypes.c_void_p
     loaded.mslemu_place.argtypes = [
@@ -234,7 +232,7 @@ class Kernel:
 
     @classmethod
     def load(cls, path: Path) -> Kernel:
-        """Loads a library that `compiler.kernel_library` has built."""
+        """Loads a library that `build.kernel_library` has built."""
         library()
         loaded = ctypes.CDLL(str(path))
         entry = ctypes.cast(loaded.mslemu_kernel, ctypes.c_void_p).value

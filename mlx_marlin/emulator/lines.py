@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_marlin.emulator import compiler
+from mlx_marlin.emulator import build
 
 if TYPE_CHECKING:
     from elftools.dwarf.die import DIE
@@ -22,7 +22,6 @@ FILE = "kernel.metal"
 """Name of the generated text where no `#line` of the kernel's author says otherwise."""
 
 _LINE = re.compile(r'\s*#\s*line\s+(?P<line>\d+)(?:\s+"(?P<file>[^"]*)")?')
-_INCLUDE = str(compiler.HERE / "include")
 _CALLS = frozenset({"DW_TAG_subprogram", "DW_TAG_inlined_subroutine"})
 
 
@@ -67,7 +66,11 @@ class SourceMap:
 
 def shorten(file: str) -> str:
     """A file of the shim without its folder."""
-    return f"the emulator's {Path(file).name}" if file.startswith(_INCLUDE) else file
+    return (
+        f"the emulator's {Path(file).name}"
+        if file.startswith(str(build.INCLUDE))
+        else file
+    )
 
 
 def places(library: Path, offset: int) -> list[Place]:
@@ -171,4 +174,4 @@ def _place(program: Any, index: int, line: int) -> Place | None:
         folders = header.include_directory
         folder = folders[file.dir_index if newest else file.dir_index - 1].decode()
         name = f"{folder}/{name}"
-    return None if name.startswith(f"{compiler.SHIM}/") else Place(name, line)
+    return None if name.startswith(f"{build.SHIM}/") else Place(name, line)

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator import compiler, engine, frontend, report
+from mlx_marlin.emulator import build, compiler, engine, frontend, report
 from mlx_marlin.emulator.arrays import (
     info_arguments,
     input_argument,
@@ -73,12 +73,10 @@ def _compiled(name: str, header: str, trace: Trace) -> _Program:
     source = SourceMap(trace.text, header, translation.body_line)
     found = compiler.find()
     if found is None:
-        raise EmulatorError(
-            f"no Metal kernel can be compiled: {compiler.unavailable()}"
-        )
+        raise EmulatorError(f"no Metal kernel can be compiled: {build.unavailable()}")
     try:
-        path = compiler.kernel_library(found, translation.text)
-    except compiler.RefusedError as refused:
+        path = build.kernel_library(found, translation.text)
+    except build.RefusedError as refused:
         message = report.compile_message(name, source, str(refused))
         raise CompileError(message) from None
     return _Program(name, source, trace, translation.buffers, engine.Kernel.load(path))

@@ -1,0 +1,33 @@
+"""Weights and activations that the tests of calls share."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_marlin.packing import pack
+
+K, N = 128, 40
+
+
+def weight(
+    n: int = N,
+    k: int = K,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    batch: int = 0,
+    **format: Any,
+) -> tuple[mx.array, ...]:
+    """Quantizes a weight; `batch` of them if there is to be one."""
+    shape = (batch, n, k) if batch else (n, k)
+    w = mx.random.normal(shape, key=mx.random.key(n * k)).astype(dtype)
+    return mx.quantize(w, **format)
+
+
+def activations(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+W, SCALES, BIASES = weight()
+PACKED = pack(W, SCALES, BIASES)
+X = activations(3, K)
+FP4, FP4_SCALES = weight(mode="mxfp4")

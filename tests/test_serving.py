@@ -1,0 +1,212 @@
+"""Who serves a call, our kernels or stock MLX, and the reason given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
+
+import mlx_marlin
+from mlx_marlin import device, launch, serving
+from mlx_marlin.packing import pack
+from mlx_marlin.plan import Plan
+
+Choose = Callable[[str | None], None]
+
+
+def test_our_kernels_serve_what_is_theirs(ran: list[Plan]) -> None:
+    x, native = activations(2, 3, K, dtype=mx.float16), weight(dtype=mx.float16)
+    packed = pack(*native)
+
+    for arguments in (native, (packed,)):
+        assert mlx_marlin.why_not(x, *arguments) is None
+        mlx_marlin.quantized_matmul(x, *arguments)
+
+    problems = [plan.problem for plan in ran]
+    assert [each.layout for each in problems] == ["mlx", "marlin"]
+    assert {(each.m, each.n, each.k) for each in problems} == {(6, N, K)}
+    assert {(each.dtype, each.scale_dtype) for each in problems} == {("float16",) * 2}
+
+
+def test_a_kind_of_call_is_decided_once(
+    ran: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, native = activations(3, K), weight()
+    mlx_marlin.quantized_matmul(x, *native)
+    monkeypatch.setattr(launch, "product", None)
+
+    mlx_marlin.quantized_matmul(x + 1, *native)
+
+    assert len(ran) == 2
+
+
+# What goes to stock MLX, and what the reason must say.
+STOCK: dict[str, tuple[Callable[[], tuple[mx.array, ...]], dict[str, Any], str]] = {
+    **{
+        f"{bits} bits": (
+            lambda bits=bits: (activations(3, K), *weight(bits=bits)),
+            {"bits": bits},
+            f"affine {bits}-bit with group size 64",
+        )
+        for bits in (2, 3, 5, 6, 8)
+    },
+    **{
+        mode: (
+            lambda mode=mode: (activations(3, K), *weight(mode=mode)),
+            {"mode": mode},
+            f"{mode} {bits}-bit with group size {group_size}",
+        )
+        for mode, group_size, bits in (
+            ("mxfp4", 32, 4),
+            ("mxfp8", 32, 8),
+            ("nvfp4", 16, 4),
+        )
+    },
+    "transpose=False": (
+        lambda: (activations(3, N), *weight()),
+        {"transpose": False},
+        "transposed weight only",
+    ),
+    "batch of weights": (
+        lambda: (activations(2, 3, K), *weight(batch=2)),
+        {},
+        "one weight matrix",
+    ),
+    "batches that broadcast": (
+        lambda: (activations(5, 1, 3, K), *weight(batch=2)),
+        {},
+        "one weight matrix",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_stock_serves_what_is_not_ours_and_says_why(ran: list[Plan], kind: str) -> None:
+    make, options, words = STOCK[kind]
+    arguments = make()
+
+    reason = mlx_marlin.why_not(*arguments, **options)
+    y = mlx_marlin.quantized_matmul(*arguments, **options)
+
+    assert reason is not None
+    assert words in reason
+    assert ran == []
+    expected = mx.quantized_matmul(*arguments, **options)
+    assert y.dtype == expected.dtype
+    assert mx.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("arguments", ["native", "packed"])
+def test_without_a_back_end_stock_serves_everything(
+    backend: Choose, arguments: str
+) -> None:
+    backend("stock")
+    x, native = activations(3, K), weight()
+    weights = native if arguments == "native" else (pack(*native),)
+
+    reason = mlx_marlin.why_not(x, *weights)
+
+    assert reason is not None
+    assert "MLX_MARLIN_BACKEND" in reason
+    y = mlx_marlin.quantized_matmul(x, *weights)
+    assert mx.array_equal(y, mx.quantized_matmul(x, *native))
+
+
+@pytest.mark.parametrize("group_size", [16, 256])
+def test_a_group_size_that_mlx_refuses_when_it_runs_is_not_ours(
+    ran: list[Plan], group_size: int
+) -> None:
+    words, scales = mx.zeros((8, 32), mx.uint32), mx.ones((8, 256 // group_size))
+    arguments = (activations(2, 256), words, scales, scales)
+
+    reason = mlx_marlin.why_not(*arguments, group_size=group_size)
+    y = mlx_marlin.quantized_matmul(*arguments, group_size=group_size)
+
+    assert f"affine 4-bit with group size {group_size}" in str(reason)
+    with pytest.raises(RuntimeError, match="group size must be 32, 64 or 128"):
+        mx.eval(y)
+    assert ran == []
+
+
+def test_a_packed_weight_is_unpacked_for_what_is_not_ours(ran: list[Plan]) -> None:
+    x = activations(3, N)
+
+    y = mlx_marlin.quantized_matmul(x, PACKED, transpose=False)
+
+    expected = mx.quantized_matmul(x, W, SCALES, BIASES, transpose=False)
+    assert mx.array_equal(y, expected)
+    assert ran == []
+    reason = mlx_marlin.why_not(x, PACKED, transpose=False)
+    assert reason is not None
+    assert "transposed weight only" in reason
+
+
+@pytest.fixture
+def on_a_mac(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, mx.DeviceType], None]:
+    """Makes Metal seem available, on a chip, with a default device."""
+
+    def pretend(chip: str, default: mx.DeviceType) -> None:
+        backend(None)
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
+        monkeypatch.setattr(device, "current", lambda: device.Device.named(chip))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("chip", "rows", "words"),
+    [
+        ("M3 Max", 1, "bound by reading the weight"),
+        ("M3 Max", 8, None),
+        ("M3 Max", 30, "tile of 32"),
+        ("M3 Max", 48, None),
+        ("M3 Max", 65, "more than 64"),
+        ("M5", 8, None),
+        ("M5", 16, "tensor units"),
+    ],
+)
+def test_on_a_mac_stock_serves_what_it_serves_as_fast(
+    on_a_mac: Callable[..., None], chip: str, rows: int, words: str | None
+) -> None:
+    on_a_mac(chip, mx.gpu)
+    x, native = activations(rows, 4096), weight(4096, 4096)
+
+    reason = mlx_marlin.why_not(x, *native)
+
+    assert (reason is None) if words is None else (words in str(reason))
+    # Unpacking for every call would cost more than any kernel of ours.
+    assert mlx_marlin.why_not(x, pack(*native)) is None
+
+
+def test_who_forces_a_back_end_gets_it_for_every_size(
+    backend: Choose, on_a_mac: Callable[..., None]
+) -> None:
+    on_a_mac("M5", mx.gpu)
+    backend("metal")
+
+    for rows in (1, 16, 30, 100):
+        assert mlx_marlin.why_not(activations(rows, K), *weight()) is None
+
+
+def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> None:
+    on_a_mac("M3 Max", mx.cpu)
+    x, native = activations(8, K), weight()
+
+    assert mlx_marlin.why_not(x, *native) == "the call runs on the CPU"
+    assert mlx_marlin.why_not(x, pack(*native)) == "the call runs on the CPU"
+
+
+def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
+    backend("stock")
+    assert mlx_marlin.why_not(X, W, SCALES, BIASES) is not None
+
+    backend("metal")
+
+    assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
+    assert [plan.problem.m for plan in launch.plans_used()] == [3]
+    serving.forget()
+    assert launch.plans_used() == []
