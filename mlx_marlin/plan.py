@@ -14,11 +14,11 @@ k and 5 threadgroups with the `ceil` partition:
 """
 
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from typing import Literal
 
 from mlx_marlin.formats import TILE_K, TILE_N
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import MOST_ELEMENTS, Problem
 
 Kernel = Literal["gemv", "gemm_register"]
 Strategy = Literal["data_parallel", "stripe"]
@@ -198,6 +198,11 @@ class Plan:
             raise ValueError(
                 f"k_parallel={self.k_parallel} is not between 1 and {self.cuts}, the "
                 f"pieces of {self.cut} in k={self.problem.k}"
+            )
+        if prod(self.workspace_shape) >= MOST_ELEMENTS:
+            raise ValueError(
+                f"k_parallel={self.k_parallel} makes a workspace of "
+                f"{self.workspace_shape}, expected fewer than {MOST_ELEMENTS} elements"
             )
         if self.num_threadgroups < 1:
             raise ValueError(

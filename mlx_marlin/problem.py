@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, Format, format_of
 
+MOST_ELEMENTS = 2**31
+"""An array must have fewer: the shaders count in 32 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -39,6 +42,12 @@ class Problem:
         if self.m < 1 or self.n < 1 or self.k < 1:
             raise ValueError(
                 f"m, n and k must be at least 1, got m={self.m}, n={self.n}, k={self.k}"
+            )
+        largest = max(self.m * self.n, self.m * self.k, self.n * self.k // 8)
+        if largest >= MOST_ELEMENTS:
+            raise ValueError(
+                f"m={self.m}, n={self.n}, k={self.k} make an array of {largest} "
+                f"elements, expected fewer than {MOST_ELEMENTS}"
             )
         group_sizes = format_of(self.mode, self.bits).group_sizes
         if self.group_size not in group_sizes:

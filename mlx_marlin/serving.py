@@ -15,7 +15,7 @@ from mlx_marlin import device, launch, scheduler
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
 from mlx_marlin.packing import PackedWeight, unpack
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import MOST_ELEMENTS, Problem
 
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]
@@ -225,6 +225,9 @@ def _not_ours(kind: Kind) -> str | None:
         return "our kernels take one weight matrix, not a batch"
     if _name(kind.dtype) not in DTYPE_BYTES:
         return f"our kernels do not compute in {_name(kind.dtype)}"
+    x_size, size = prod(kind.x_shape), prod(kind.shape)
+    if max(x_size, size, kind.n * kind.k // 8) >= MOST_ELEMENTS:
+        return "our kernels count in 32 bits, and an array is too large for that"
     return None
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import mlx.core as mx
 import numpy as np
@@ -290,16 +291,12 @@ def test_wrong_kernels_raise_as_in_mlx() -> None:
 
 
 def test_templates_do_not_confuse_true_with_one() -> None:
-    source = "out[thread_position_in_grid.x] = is_same_v<decltype(F), const bool>;"
     kernel = metal_kernel(
         name="flag",
         input_names=["a"],
         output_names=["out"],
-        header="template <int N> constant constexpr int same = N;\n",
         source="out[thread_position_in_grid.x] = sizeof(F);",
     )
-    del source
-
     (as_bool,) = call(kernel, template=[("F", True)])
     (as_int,) = call(kernel, template=[("F", 1)])
 
@@ -414,29 +411,7 @@ def test_importing_the_emulator_does_not_import_numpy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_forked_process_has_its_own_memory() -> None:
-    call(copy_kernel())
-    code = """
-import os, mlx.core as mx
-from metal_sources import each_thread
-each_thread("a[i]", mx.arange(32))
-child = os.fork()
-first = 100 if child else 200
-right = all(
-    (each_thread("a[i]", mx.arange(first, first + 32))[5] == first + 5)
-    for _ in range(300)
-)
-if not child:
-    os._exit(0 if right else 1)
-assert right and os.waitpid(child, 0)[1] == 0
-"""
-    folder = os.path.dirname(__file__)
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder)
-
-
 def test_a_launch_costs_less_than_a_millisecond() -> None:
-    import time
-
     kernel = copy_kernel()
     call(kernel)
     best = math.inf

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -191,14 +190,9 @@ class _Pool:
         self.free.setdefault(key, []).append(region)
         self.bytes += region.bytes
 
-    def forget(self) -> None:
-        """After a fork: the parent writes to the same pages."""
-        self.__init__()  # type: ignore[misc]
-
 
 _pool = _Pool()
 _one_launch = threading.Lock()
-os.register_at_fork(after_in_child=_pool.forget)
 
 
 @contextmanager

@@ -79,7 +79,11 @@ def _compiled(name: str, header: str, trace: Trace) -> _Program:
     except build.RefusedError as refused:
         message = report.compile_message(name, source, str(refused))
         raise CompileError(message) from None
-    return _Program(name, source, trace, translation.buffers, engine.Kernel.load(path))
+    try:
+        kernel = engine.Kernel.load(path)
+    except OSError as error:  # a function that is declared, but has no body
+        raise CompileError(f"kernel {name} does not link: {error}") from None
+    return _Program(name, source, trace, translation.buffers, kernel)
 
 
 class MetalKernel:
@@ -203,8 +207,9 @@ def _execute(
     dtypes: Sequence[mx.Dtype],
     init_value: float | None,
 ) -> list[mx.array]:
-    options = _options.get()
     trace = program.trace
+    _check_sizes(trace)
+    options = _options.get()
     arguments = _arguments(program, arrays)
     outputs = program.buffers[len(arguments) :]
     for output, shape, dtype in zip(outputs, shapes, dtypes, strict=True):

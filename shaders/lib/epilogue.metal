@@ -9,9 +9,9 @@ constant constexpr int SCRATCH_ROW = TILE_N + 4;
 template <int TILE_M, int SIMDGROUPS_K, int THREADS, typename O>
 METAL_FUNC void store_tile(
     device O* out, const threadgroup float* scratch, Work work, Unit unit, int thread_index) {
-  device O* tile = out + (size_t(unit.split) * work.m + unit.row) * work.n + unit.col;
   const int rows = min(TILE_M, work.m - unit.row);
   const int cols = min(TILE_N, work.n - unit.col);
+  const uint corner = (unit.split * work.m + unit.row) * work.n + unit.col;
   for (int i = thread_index; i < TILE_M * TILE_N; i += THREADS) {
     const int row = i / TILE_N;
     const int col = i % TILE_N;
@@ -22,6 +22,6 @@ METAL_FUNC void store_tile(
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
       total += scratch[(s * TILE_M + row) * SCRATCH_ROW + col];
     }
-    tile[size_t(row) * work.n + col] = O(total);
+    out[corner + uint(row * work.n + col)] = O(total);
   }
 }

@@ -5,7 +5,7 @@
 // FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
 // SIMDGROUPS_M  simdgroups side by side in m, on the same words
 // SIMDGROUPS_K  simdgroups that take turns at the k tiles
-// SUBTRACT      q instead of 64 + q enters the multiply: more exact, and slightly slower
+// SUBTRACT      q instead of 64 + q enters the multiply: more exact, slower only without WIDEN
 // WIDEN         weight fragments become float too where the activations are float
 
 template <typename F, bool WIDEN>
@@ -26,23 +26,22 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> fragment(F first, F second) {
 }
 
 // Everything that one step reads: words, activations, scales and biases.
-// runs[column * RUNS + h]: four consecutive activations of each of the lane's columns.
-template <int COLUMNS, int GROUP, bool PACKED, bool ALIGNED, typename T, typename S, typename Run>
+// runs[column * RUNS + h]: four consecutive activations of each of the lane's columns,
+// whose first one lies at starts[column] + k.
+template <int COLUMNS, int GROUP, bool PACKED, typename T, typename S, typename Run>
 METAL_FUNC Quantizers load_step(
     thread uint4* words,
     thread Run* runs,
     WeightTile<S> tile,
     const device T* x,
-    thread const int* rows,
-    int lane_row,
-    int k) {
+    thread const uint* starts,
+    uint k) {
   constexpr int RUNS = runs_of_group(GROUP);
-  load_words<GROUP, PACKED, ALIGNED>(words, tile, k);
+  load_words<GROUP, PACKED>(words, tile, k);
   UNROLL for (int i = 0; i < COLUMNS * RUNS; ++i) {
-    const int offset = k + run_offset<GROUP, PACKED>(lane_row, i % RUNS);
-    runs[i] = load_run<ALIGNED>(x + rows[i / RUNS] + offset);
+    runs[i] = load_run(x + run_offset<GROUP, PACKED>(0, i % RUNS), starts[i / RUNS] + k);
   }
-  return load_quantizers<GROUP, PACKED, ALIGNED>(tile, k);
+  return load_quantizers<GROUP, PACKED>(tile, k);
 }
 
 // The sum of x over the step's k, of the lane's two columns of each fragment.
@@ -53,59 +52,60 @@ METAL_FUNC void sum_activations(thread float2* sums, thread const Run* runs) {
   }
 }
 
-// products[f * FRAGMENTS_M + j] = codes of row fragment f times activations of fragment j.
+// The activations of step s of run h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
+template <int FRAGMENTS_M, int RUNS, typename F>
+METAL_FUNC void
+make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* runs) {
+  UNROLL for (int i = 0; i < 4 * RUNS * FRAGMENTS_M; ++i) {
+    const int h = i / FRAGMENTS_M / 4;
+    const int s = i / FRAGMENTS_M % 4;
+    const int j = i % FRAGMENTS_M;
+    columns[i] = fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
+  }
+}
+
+// products[j] = codes of row fragment f times activations of fragment j.
 template <int FRAGMENTS_M, int RUNS, bool SUBTRACT, bool WIDEN, typename F>
 METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
     thread const uint4* words,
-    thread const vec<F, 4>* runs,
+    int f,
+    thread const simdgroup_matrix<F, 8, 8>* columns,
     thread const float2* sums) {
   typedef typename WeightFragment<F, WIDEN>::type W;
-  UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
+  UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
-    const float2 start = SUBTRACT ? float2(0.0f) : -CODE_OFFSET * sums[i % FRAGMENTS_M];
-    products[i] = fragment<float>(start.x, start.y);
+    const float2 start = SUBTRACT ? float2(0.0f) : -CODE_OFFSET * sums[j];
+    products[j] = fragment<float>(start.x, start.y);
   }
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
-    const int h = step / 4;
-    const int s = step % 4;
-    simdgroup_matrix<F, 8, 8> columns[FRAGMENTS_M];
+    const vec<W, 2> codes = decode<W, SUBTRACT>(words[step / 4][f], step % 4);
+    const simdgroup_matrix<W, 8, 8> rows = fragment<W>(codes.x, codes.y);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-      columns[j] = fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
-    }
-    UNROLL for (int f = 0; f < 4; ++f) {
-      const half2 codes = decode<SUBTRACT>(words[h][f], s);
-      simdgroup_matrix<W, 8, 8> rows = fragment<W>(W(codes.x), W(codes.y));
-      UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-        const int i = f * FRAGMENTS_M + j;
-        simdgroup_multiply_accumulate(products[i], rows, columns[j], products[i]);
-      }
+      simdgroup_multiply_accumulate(
+          products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
     }
   }
 }
 
 template <int FRAGMENTS_M>
 METAL_FUNC void add_scaled(
-    thread float2* totals,
-    thread simdgroup_matrix<float, 8, 8>* products,
-    Quantizers quantizers,
-    thread const float2* sums) {
-  UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
-    const int f = i / FRAGMENTS_M;
+    thread float2* totals, thread simdgroup_matrix<float, 8, 8>* products, float scale) {
+  UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     const float2 product =
-        float2(products[i].thread_elements()[0], products[i].thread_elements()[1]);
-    totals[i] += quantizers.scale[f] * product + quantizers.bias[f] * sums[i % FRAGMENTS_M];
+        float2(products[j].thread_elements()[0], products[j].thread_elements()[1]);
+    totals[j] = fma(float2(scale), product, totals[j]);
   }
 }
 
+// corner: where the lane's first element of its simdgroup's tile lies in scratch.
 template <int FRAGMENTS_M>
 METAL_FUNC void
-write_scratch(threadgroup float* scratch, thread const float2* totals, int first_row, Lane lane) {
+write_scratch(threadgroup float* scratch, thread const float2* totals, int corner) {
   UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
-    const int row = first_row + 8 * (i % FRAGMENTS_M) + 2 * lane.pair;
-    const int col = 8 * (i / FRAGMENTS_M) + lane.row;
-    scratch[row * SCRATCH_ROW + col] = totals[i].x;
-    scratch[(row + 1) * SCRATCH_ROW + col] = totals[i].y;
+    const int place = corner + 8 * (i % FRAGMENTS_M) * SCRATCH_ROW + 8 * (i / FRAGMENTS_M);
+    scratch[place] = totals[i].x;
+    scratch[place + SCRATCH_ROW] = totals[i].y;
   }
 }
 
@@ -115,19 +115,19 @@ METAL_FUNC void accumulate(
     thread float2* totals,
     const device T* x,
     WeightTile<S> tile,
-    int rows_of_x,
-    int row_length,
+    int first_row,
+    Work work,
     int k_start,
     int k_stop,
-    Lane lane,
-    bool aligned) {
+    Lane lane) {
   typedef typename Fragment<T>::type F;
   constexpr int RUNS = runs_of_group(GROUP);
   constexpr int COLUMNS = 2 * FRAGMENTS;
-  int rows[COLUMNS];
+  uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    rows[i] = min(8 * (i / 2) + 2 * lane.pair + i % 2, rows_of_x - 1) * row_length;
+    const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
+    starts[i] = row * work.k + run_offset<GROUP, PACKED>(lane.row, 0);
   }
   UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
     totals[i] = float2(0.0f);
@@ -136,13 +136,20 @@ METAL_FUNC void accumulate(
     uint4 words[RUNS];
     vec<F, 4> runs[COLUMNS * RUNS];
     float2 sums[FRAGMENTS];
-    simdgroup_matrix<float, 8, 8> products[4 * FRAGMENTS];
-    const Quantizers quantizers = aligned
-        ? load_step<COLUMNS, GROUP, PACKED, true>(words, runs, tile, x, rows, lane.row, k)
-        : load_step<COLUMNS, GROUP, PACKED, false>(words, runs, tile, x, rows, lane.row, k);
+    const Quantizers quantizers =
+        load_step<COLUMNS, GROUP, PACKED>(words, runs, tile, x, starts, k);
     sum_activations<FRAGMENTS, RUNS>(sums, runs);
-    multiply<FRAGMENTS, RUNS, SUBTRACT, WIDEN, F>(products, words, runs, sums);
-    add_scaled<FRAGMENTS>(totals, products, quantizers, sums);
+    simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
+    make_columns<FRAGMENTS, RUNS, F>(columns, runs);
+    UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
+      totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
+    }
+    // One row fragment after the other: few products are alive at a time.
+    UNROLL for (int f = 0; f < 4; ++f) {
+      simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
+      multiply<FRAGMENTS, RUNS, SUBTRACT, WIDEN, F>(products, words, f, columns, sums);
+      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, quantizers.scale[f]);
+    }
   }
 }
 
@@ -177,26 +184,25 @@ METAL_FUNC void gemm_register(
   const Lane lane = lane_of(lane_index);
   const int first_row = simdgroup_index % SIMDGROUPS_M * 8 * FRAGMENTS_M;
   const int simdgroup_k = simdgroup_index / SIMDGROUPS_M;
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  const int corner =
+      (simdgroup_k * TILE_M + first_row + 2 * lane.pair) * SCRATCH_ROW + lane.row;
   float2 totals[4 * FRAGMENTS_M];
 
   for (int index = range.begin; index < range.end; ++index) {
     const Unit unit = unit_of_index<TILE_M, GROUP>(index, work);
     const WeightTile<S> tile =
         weight_tile<GROUP, PACKED>(w, scales, biases, unit.col, work, lane_index);
-    const int rows = work.m - unit.row - first_row;
-    const device T* x_tile = x + size_t(unit.row + first_row) * work.k;
+    const int row = unit.row + first_row;
     const int k_start = first_step(unit, simdgroup_k);
-    const int scratch_row = simdgroup_k * TILE_M + first_row;
     // Whole fragments past the last row are left out, not computed.
-    if (rows > 8 * (FRAGMENTS_M - 1)) {
+    if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
       accumulate<FRAGMENTS_M, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x_tile, tile, rows, work.k, k_start, unit.k_stop, lane, aligned);
-      write_scratch<FRAGMENTS_M>(scratch, totals, scratch_row, lane);
-    } else if (rows > 0) {
+          totals, x, tile, row, work, k_start, unit.k_stop, lane);
+      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+    } else if (work.m > row) {
       accumulate<1, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x_tile, tile, rows, work.k, k_start, unit.k_stop, lane, aligned);
-      write_scratch<1>(scratch, totals, scratch_row, lane);
+          totals, x, tile, row, work, k_start, unit.k_stop, lane);
+      write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<TILE_M, SIMDGROUPS_K, THREADS>(

@@ -7,7 +7,7 @@
 // SUBTRACT      q instead of 64 + q enters the sums: more exact, and slower
 
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
-template <int ROWS, int GROUP, bool PACKED, bool ALIGNED, typename T, typename S, typename Run>
+template <int ROWS, int GROUP, bool PACKED, typename T, typename S, typename Run>
 METAL_FUNC Quantizers load_vectors(
     thread uint4* words,
     thread Run* runs,
@@ -17,27 +17,27 @@ METAL_FUNC Quantizers load_vectors(
     int pair,
     int k) {
   constexpr int RUNS = runs_of_group(GROUP);
-  load_words<GROUP, PACKED, ALIGNED>(words, tile, k);
+  load_words<GROUP, PACKED>(words, tile, k);
+  const int start = k + run_offset<GROUP, PACKED>(2 * pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
-    const int column = 2 * pair + i / RUNS % 2;
-    const int offset = i / RUNS / 2 * work.k + run_offset<GROUP, PACKED>(column, i % RUNS);
-    runs[i] = load_run<ALIGNED>(x + k + offset);
+    const device T* first = x + run_offset<GROUP, PACKED>(i / RUNS % 2, i % RUNS);
+    runs[i] = load_run(first, i / RUNS / 2 * work.k + start);
   }
-  return load_quantizers<GROUP, PACKED, ALIGNED>(tile, k);
+  return load_quantizers<GROUP, PACKED>(tile, k);
 }
 
-// products[row * 4 + f]: the lane's codes of row fragment f times its activations.
+// products[row][f] += the lane's codes of row fragment f times its activations.
 template <int ROWS, int RUNS, bool SUBTRACT, typename Run>
-METAL_FUNC void dot(thread float* products, thread const uint4* words, thread const Run* runs) {
+METAL_FUNC void dot(thread float4* products, thread const uint4* words, thread const Run* runs) {
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
     UNROLL for (int f = 0; f < 4; ++f) {
-      const half2 codes = decode<SUBTRACT>(words[h][f], s);
+      const float2 codes = decode<float, SUBTRACT>(words[h][f], s);
       UNROLL for (int row = 0; row < ROWS; ++row) {
-        thread float& product = products[row * 4 + f];
-        product = fma(float(codes.x), float(runs[2 * row * RUNS + h][s]), product);
-        product = fma(float(codes.y), float(runs[(2 * row + 1) * RUNS + h][s]), product);
+        thread const Run* columns = runs + 2 * row * RUNS;
+        products[row][f] = fma(codes.x, float(columns[h][s]), products[row][f]);
+        products[row][f] = fma(codes.y, float(columns[RUNS + h][s]), products[row][f]);
       }
     }
   }
@@ -62,7 +62,8 @@ METAL_FUNC void gemv(
   const Work work = read_work(params);
   const Range range = units_of_threadgroup<ROWS>(threadgroup_index, num_threadgroups, work);
   const Lane lane = lane_of(lane_index);
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+
+  const int corner = simdgroup_index * ROWS * SCRATCH_ROW + lane.row;
 
   for (int index = range.begin; index < range.end; ++index) {
     const Unit unit = unit_of_index<ROWS, GROUP>(index, work);
@@ -76,30 +77,25 @@ METAL_FUNC void gemv(
     for (int k = k_start; k < unit.k_stop; k = next_step<GROUP, SIMDGROUPS_K>(k)) {
       uint4 words[RUNS];
       vec<F, 4> runs[2 * ROWS * RUNS];
-      const Quantizers quantizers = aligned
-          ? load_vectors<ROWS, GROUP, PACKED, true>(words, runs, tile, x, work, lane.pair, k)
-          : load_vectors<ROWS, GROUP, PACKED, false>(words, runs, tile, x, work, lane.pair, k);
-      float sums[ROWS];
-      float products[4 * ROWS];
+      const Quantizers quantizers =
+          load_vectors<ROWS, GROUP, PACKED>(words, runs, tile, x, work, lane.pair, k);
+      float4 products[ROWS];
       UNROLL for (int row = 0; row < ROWS; ++row) {
-        sums[row] = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
+        const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
+        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
         // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
-        UNROLL for (int f = 0; f < 4; ++f) {
-          products[row * 4 + f] = SUBTRACT ? 0.0f : -CODE_OFFSET * sums[row];
-        }
+        products[row] = float4(SUBTRACT ? 0.0f : -CODE_OFFSET * sum);
       }
       dot<ROWS, RUNS, SUBTRACT>(products, words, runs);
-      UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
-        totals[i / 4][i % 4] +=
-            quantizers.scale[i % 4] * products[i] + quantizers.bias[i % 4] * sums[i / 4];
+      UNROLL for (int row = 0; row < ROWS; ++row) {
+        totals[row] = fma(quantizers.scale, products[row], totals[row]);
       }
     }
 
     UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
       const float total = sum_over_pairs(totals[i / 4][i % 4]);
       if (lane.pair == 0) {
-        const int row = simdgroup_index * ROWS + i / 4;
-        scratch[row * SCRATCH_ROW + 8 * (i % 4) + lane.row] = total;
+        scratch[corner + i / 4 * SCRATCH_ROW + 8 * (i % 4)] = total;
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

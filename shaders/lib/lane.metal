@@ -67,108 +67,81 @@ METAL_FUNC int run_offset(int fragment_column, int h) {
   return GROUP == 32 ? 4 * c : PACKED ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
 }
 
-// Four consecutive activations, by one vector load where the address allows it.
-template <bool ALIGNED>
-METAL_FUNC half4 load_run(const device half* x) {
-  return ALIGNED ? *(const device half4*)x : half4(x[0], x[1], x[2], x[3]);
+// Four consecutive activations by one load. Arrays may start at any element of their
+// buffer; packed vectors, unlike ordinary ones, may do so too.
+METAL_FUNC half4 load_run(const device half* x, uint offset) {
+  return *(const device packed_half4*)(x + offset);
 }
 
-template <bool ALIGNED>
-METAL_FUNC float4 load_run(const device float* x) {
-  return ALIGNED ? *(const device float4*)x : float4(x[0], x[1], x[2], x[3]);
+METAL_FUNC float4 load_run(const device float* x, uint offset) {
+  return *(const device packed_float4*)(x + offset);
 }
 
 // bfloat is the upper half of a float: a shift widens it, on every Apple GPU.
-template <bool ALIGNED>
-METAL_FUNC float4 load_run(const device bfloat* x) {
-  if (ALIGNED) {
-    const uint2 raw = *(const device uint2*)x;
-    return float4(
-        as_type<float>(raw.x << 16),
-        as_type<float>(raw.x & 0xFFFF0000u),
-        as_type<float>(raw.y << 16),
-        as_type<float>(raw.y & 0xFFFF0000u));
-  }
-  return float4(float(x[0]), float(x[1]), float(x[2]), float(x[3]));
+METAL_FUNC float4 load_run(const device bfloat* x, uint offset) {
+  const ushort4 raw = *(const device packed_ushort4*)(x + offset);
+  return as_type<float4>(uint4(raw) << 16);
 }
 
 template <int RUNS, typename Run>
 METAL_FUNC float sum_of_runs(thread const Run* runs) {
-  float4 sum = float4(0.0f);
-  UNROLL for (int i = 0; i < 4 * RUNS; ++i) {
-    sum[i % 4] += float(runs[i / 4][i % 4]);
+  float4 sum = float4(runs[0]);
+  UNROLL for (int i = 1; i < RUNS; ++i) {
+    sum += float4(runs[i]);
   }
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
-// Arrays may start at any element of their buffer; a vector load may not.
-template <typename P>
-METAL_FUNC bool is_aligned(P pointer) {
-  return (reinterpret_cast<size_t>(pointer) & 15) == 0;
-}
-
-template <bool ALIGNED>
-METAL_FUNC uint4 load_four(const device uint32_t* words) {
-  return ALIGNED ? *(const device uint4*)words : uint4(words[0], words[1], words[2], words[3]);
-}
-
-template <bool ALIGNED>
-METAL_FUNC uint2 load_two(const device uint32_t* words) {
-  return ALIGNED ? *(const device uint2*)words : uint2(words[0], words[1]);
-}
-
 // The 32 rows of w of one unit, as one lane sees them: its row of each of four fragments.
+// A load adds an unsigned 32-bit offset to its buffer at no cost; a pointer takes registers.
 template <typename S>
 struct WeightTile {
   const device uint32_t* words;
   const device S* scales;
   const device S* biases;
-  int4 row_words;  // native layout: where the lane's four rows begin in words
-  int4 row_groups; // native layout: and in scales and biases
+  uint4 first_word;   // of the lane's four rows; packed: of all, in x
+  uint4 first_group;  // in scales and biases, likewise
 };
 
 template <int GROUP, bool PACKED, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
-    const device uint32_t* w, const device S* scales, const device S* biases, int col, Work work, int lane_index) {
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    int col,
+    Work work,
+    int lane_index) {
   const Lane lane = lane_of(lane_index);
-  WeightTile<S> tile;
+  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0)};
   if (PACKED) {
     const int k_tiles = ceil_div(work.k, TILE_K);
-    const size_t tile_n = size_t(col / TILE_N);
-    tile.words = w + tile_n * k_tiles * TILE_WORDS + 4 * lane_index;
-    tile.scales = scales + tile_n * ceil_div(k_tiles * TILE_K, GROUP) * (2 * TILE_N) + 8 * lane.row;
-    tile.biases = biases;
+    const int groups = ceil_div(k_tiles * TILE_K, GROUP);
+    tile.first_word.x = col / TILE_N * k_tiles * TILE_WORDS + 4 * lane_index;
+    tile.first_group.x = col / TILE_N * groups * (2 * TILE_N) + 8 * lane.row;
   } else {
-    const int groups = work.k / GROUP;
     // Rows past the end read the last row: their results are never stored.
-    const int4 rows = min(lane.row + int4(0, 8, 16, 24), int4(work.n - 1 - col));
-    tile.words = w + size_t(col) * (work.k / 8) + (GROUP == 32 ? lane.pair : 2 * lane.pair);
-    tile.scales = scales + size_t(col) * groups;
-    tile.biases = biases + size_t(col) * groups;
-    tile.row_words = rows * (work.k / 8);
-    tile.row_groups = rows * groups;
+    const uint4 rows = uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
+    tile.first_word = rows * uint(work.k / 8) + uint(runs_of_group(GROUP) * lane.pair);
+    tile.first_group = rows * uint(work.k / GROUP);
   }
   return tile;
 }
 
 // words[h][f]: word h of row fragment f, for the step that begins at k.
-template <int GROUP, bool PACKED, bool ALIGNED, typename S>
-METAL_FUNC void load_words(thread uint4* words, WeightTile<S> tile, int k) {
+template <int GROUP, bool PACKED, typename S>
+METAL_FUNC void load_words(thread uint4* words, WeightTile<S> tile, uint k) {
   if (PACKED) {
-    const device uint32_t* step = tile.words + k / TILE_K * TILE_WORDS;
-    if (GROUP == 32) {
-      words[0] = load_four<ALIGNED>(step + k % TILE_K / 32 * (TILE_WORDS / 2));
-    } else {
-      words[0] = load_four<ALIGNED>(step);
-      words[1] = load_four<ALIGNED>(step + TILE_WORDS / 2);
+    UNROLL for (int h = 0; h < runs_of_group(GROUP); ++h) {
+      const uint word = tile.first_word.x + k * (TILE_WORDS / TILE_K) + h * (TILE_WORDS / 2);
+      words[h] = *(const device packed_uint4*)(tile.words + word);
     }
   } else {
     UNROLL for (int f = 0; f < 4; ++f) {
-      const device uint32_t* row = tile.words + tile.row_words[f] + k / 8;
+      const uint word = tile.first_word[f] + k / 8;
       if (GROUP == 32) {
-        words[0][f] = row[0];
+        words[0][f] = tile.words[word];
       } else {
-        const uint2 both = load_two<ALIGNED>(row);
+        const uint2 both = *(const device packed_uint2*)(tile.words + word);
         words[0][f] = both.x;
         words[1][f] = both.y;
       }
@@ -182,30 +155,33 @@ struct Quantizers {
   float4 bias;
 };
 
-template <int GROUP, bool PACKED, bool ALIGNED, typename S>
-METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, int k) {
+template <int GROUP, bool PACKED, typename S>
+METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, uint k) {
   Quantizers quantizers;
   if (PACKED) {
     // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
-    const device S* pairs = tile.scales + k / GROUP * (2 * TILE_N);
-    const float4 low = float4(load_run<ALIGNED>(pairs));
-    const float4 high = float4(load_run<ALIGNED>(pairs + 4));
+    const uint pair = tile.first_group.x + k / GROUP * (2 * TILE_N);
+    const float4 low = float4(load_run(tile.scales, pair));
+    const float4 high = float4(load_run(tile.scales, pair + 4));
     quantizers.scale = float4(low.x, low.z, high.x, high.z);
     quantizers.bias = float4(low.y, low.w, high.y, high.w);
   } else {
     UNROLL for (int f = 0; f < 4; ++f) {
-      quantizers.scale[f] = float(tile.scales[tile.row_groups[f] + k / GROUP]);
-      quantizers.bias[f] = float(tile.biases[tile.row_groups[f] + k / GROUP]);
+      const uint group = tile.first_group[f] + k / GROUP;
+      quantizers.scale[f] = float(tile.scales[group]);
+      quantizers.bias[f] = float(tile.biases[group]);
     }
   }
   return quantizers;
 }
 
-// Nibbles s and s + 4 of a word, exactly, as halves: 64 + q, or q if SUBTRACT. The last
-// place of 64 is 1/16, so a nibble in bits 4 to 7 under its exponent counts in ones.
-template <bool SUBTRACT>
-METAL_FUNC half2 decode(uint word, int s) {
+// Nibbles s and s + 4 of a word, exactly: 64 + q, or q if SUBTRACT. The last place of 64
+// as a half is 1/16, so a nibble in bits 4 to 7 under its exponent counts in ones. As floats
+// the difference costs no more than the conversion, which it includes.
+template <typename W, bool SUBTRACT>
+METAL_FUNC vec<W, 2> decode(uint word, int s) {
   const uint shifted = s == 0 ? word << 4 : word >> (4 * s - 4);
   const half2 codes = as_type<half2>((shifted & 0x00F000F0u) | 0x54005400u);
-  return SUBTRACT ? codes - half2(CODE_OFFSET) : codes;
+  const vec<W, 2> result = vec<W, 2>(W(codes.x), W(codes.y));
+  return SUBTRACT ? result - W(CODE_OFFSET) : result;
 }

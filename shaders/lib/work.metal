@@ -7,7 +7,7 @@
 constant constexpr int TILE_N = 32;  // rows of w, columns of the output
 constant constexpr int TILE_K = 64;  // values of k that one step of the main loop eats
 
-METAL_FUNC int ceil_div(int value, int divisor) {
+METAL_FUNC int ceil_div(uint value, uint divisor) {
   return (value + divisor - 1) / divisor;
 }
 
@@ -35,7 +35,7 @@ struct Range {
 };
 
 // The first part * total / parts, in 32 bits: total is split into quotient and rest.
-METAL_FUNC int balanced_cut(int part, int parts, int total) {
+METAL_FUNC int balanced_cut(uint part, uint parts, uint total) {
   return part * (total / parts) + part * (total % parts) / parts;
 }
 
@@ -64,16 +64,17 @@ struct Unit {
 };
 
 template <int TILE_M, int GROUP>
-METAL_FUNC Unit unit_of_index(int index, Work work) {
+METAL_FUNC Unit unit_of_index(uint index, Work work) {
   // A slice of k begins where a k tile and a group begin.
   constexpr int CUT = GROUP > TILE_K ? GROUP : TILE_K;
-  const int m_tiles = ceil_div(work.m, TILE_M);
-  const int tile = index / work.k_parallel;
+  const uint m_tiles = ceil_div(work.m, TILE_M);
+  const uint k_parallel = work.k_parallel;
+  const uint tile = index / k_parallel;
   const int cuts = ceil_div(work.k, CUT);
   Unit unit;
   unit.row = tile % m_tiles * TILE_M;
   unit.col = tile / m_tiles * TILE_N;
-  unit.split = index % work.k_parallel;
+  unit.split = index % k_parallel;
   unit.k_start = balanced_cut(unit.split, work.k_parallel, cuts) * CUT;
   unit.k_stop = min(balanced_cut(unit.split + 1, work.k_parallel, cuts) * CUT, work.k);
   return unit;

@@ -93,12 +93,15 @@ inline __attribute__((always_inline)) Self self() {
 
 // What kernels and Python see of the run time.
 #define MSLEMU_EXPORT __attribute__((visibility("default")))
+// A place where threads meet. The compiler may neither copy such a call into two branches
+// nor make one of two: its return address tells the place in the source.
+#define MSLEMU_MEETING MSLEMU_EXPORT __attribute__((convergent, nomerge))
 
 extern "C" {
 // Waits until every lane of the simdgroup has come. True for the last one, which runs on
 // at once, before the others wake: it computes what all of them need.
-MSLEMU_EXPORT __attribute__((convergent)) bool mslemu_arrive(const emu::Operation* operation);
-MSLEMU_EXPORT __attribute__((convergent)) void mslemu_threadgroup_barrier();
+MSLEMU_MEETING bool mslemu_arrive(const emu::Operation* operation);
+MSLEMU_MEETING void mslemu_threadgroup_barrier();
 // Threadgroup memory number `slot` of the running threadgroup.
 MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes, const char* name);
 }

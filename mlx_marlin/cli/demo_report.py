@@ -1,0 +1,136 @@
+"""What `mlx-marlin demo` says: texts, comparisons, plans, and its complaints."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_marlin import launch
+from mlx_marlin.cli.generation import Generation, compare_tokens
+from mlx_marlin.plan import Plan
+
+TOLERANCE = 0.005
+"""Relative difference of the perplexities, ours to stock's, that fails the demo."""
+
+BACKENDS = {
+    "metal": "Metal on this GPU",
+    "emulator": "emulator: the Metal text, run on this CPU",
+    "stock": "stock MLX, none of our kernels",
+}
+
+TIMED = {
+    "metal": "on this GPU",
+    "emulator": "emulated on this CPU, which says nothing about an Apple GPU",
+    "stock": "by stock MLX",
+}
+
+
+def opening(name: str, model: nn.Module, layout: str) -> str:
+    """Says which model will run, and on what."""
+    leaves = dict(tree_flatten(model.parameters())).values()
+    weights = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
+    dtypes = sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in weights})
+    size = sum(weight.nbytes for weight in weights)
+    return (
+        f"model     {name}: {size / 1e6:.1f} MB, {', '.join(dtypes)}\n"
+        f"layout    {layout}\n"
+        f"back end  {BACKENDS[launch.backend()]}"
+    )
+
+
+def batch(
+    tokenizer: Any, prompts: mx.array, ours: Generation, stock: Generation
+) -> str:
+    """Shows the texts of a batch, the comparison with stock MLX, and the time.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompts: Tokens of shape `(batch, length)`.
+        ours: What our kernels generated.
+        stock: What stock MLX generated.
+    """
+    count = len(ours.tokens)
+    texts = [
+        f"{_prompt(tokenizer, prompts[i])}«{_written(tokenizer, ours.tokens[i])}»"
+        for i in range(count)
+    ]
+    return "\n".join(
+        [
+            f"\n=== {count} at once: prompt «generated» ===",
+            "\n---\n".join(texts),
+            "===",
+            *comparison(ours, stock),
+            f"time: {ours.step_ms / count:.1f} ms a token, {ours.step_ms:.1f} ms a "
+            f"step, {TIMED[launch.backend()]}",
+        ]
+    )
+
+
+def comparison(ours: Generation, stock: Generation) -> list[str]:
+    """Says in lines whether greedy tokens equal stock's, and where they part."""
+    parts = compare_tokens(ours.tokens, stock.tokens)
+    lines = [f"tokens: {parts.count(None)} of {len(parts)} texts equal stock MLX's"]
+    lines += [
+        f"  text {i + 1} parts at token {part + 1}, where stock's first choice led its "
+        f"second by {stock.margins[i][part]:.3g} in the logits"
+        for i, part in enumerate(parts)
+        if part is not None
+    ]
+    return lines
+
+
+def perplexities(scores: Mapping[str, float], text: mx.array) -> str:
+    """Lists the perplexity of each model on the held-out windows `(windows, ...)`."""
+    windows, length = text.shape
+    lines = [f"\nperplexity on held-out text, {windows} windows of {length - 1} tokens"]
+    lines += [f"  {score:8.4f}  {label}" for label, score in scores.items()]
+    return "\n".join(lines)
+
+
+def plans(used: Iterable[Plan]) -> str:
+    """Lists the plans that ran, few rows first, products of equal rows together."""
+    known = sorted(
+        used, key=lambda plan: (plan.problem.m, plan.problem.n, plan.problem.k)
+    )
+    lines = [f"\nplans used: {len(known)}"]
+    for m, group in itertools.groupby(known, key=lambda plan: plan.problem.m):
+        lines.append(f"  {m} row{'s' * (m > 1)}")
+        lines += [f"    {p.problem.k}→{p.problem.n}: {p.explain()}" for p in group]
+    return "\n".join(lines)
+
+
+def complaints(ours: float, stock: float) -> list[str]:
+    """Says what is wrong: our perplexity, or that our kernels did not run.
+
+    Args:
+        ours: Our perplexity.
+        stock: Stock MLX's, with the same weights.
+    """
+    found = []
+    # Written so that nan is a complaint too.
+    if not abs(ours - stock) <= TOLERANCE * stock:
+        found.append(
+            f"our perplexity {ours:.4f} is not within {TOLERANCE:.1%} of stock's "
+            f"{stock:.4f}"
+        )
+    if launch.backend() == "stock" and launch.forced_backend() != "stock":
+        found.append("none of our kernels ran: stock MLX served every product")
+    return found
+
+
+def _prompt(tokenizer: Any, prompt: mx.array) -> str:
+    """Decodes a prompt, without the line ends that fill it up."""
+    text: str = tokenizer.decode(prompt.tolist(), skip_special_tokens=True)
+    return text.lstrip("\n")
+
+
+def _written(tokenizer: Any, tokens: list[int]) -> str:
+    """Decodes generated tokens up to the end of the text."""
+    ends = tokenizer.eos_token_ids
+    text: str = tokenizer.decode(
+        list(itertools.takewhile(lambda token: token not in ends, tokens))
+    )
+    return text

@@ -1,0 +1,142 @@
+"""Greedy generation and perplexity: the same code for every model of the demo."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+ROWS = 64
+"""Rows of a product at most: prompts are read in pieces, so that the kernels for few
+rows take part in reading too."""
+
+Tick = Callable[[], object]
+"""Called after every forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a model wrote for a batch of prompts.
+
+    Attributes:
+        tokens: The generated tokens of each sequence.
+        margins: For each token, by how much its logit led the second best.
+        step_ms: Median milliseconds of a step, which adds a token to each sequence.
+    """
+
+    tokens: list[list[int]]
+    margins: list[list[float]]
+    step_ms: float
+
+
+def generate(
+    model: nn.Module, prompts: mx.array, count: int, tick: Tick = lambda: None
+) -> Generation:
+    """Generates greedily for all prompts at once.
+
+    Args:
+        model: An mlx-lm model.
+        prompts: Tokens of shape `(batch, length)`, without padding.
+        count: Tokens to generate for each prompt, at least 2: the first takes no step.
+        tick: Called after every forward pass, `passes(prompts) + count - 1` times.
+
+    Returns:
+        `count` tokens a prompt, end-of-text tokens not being special.
+    """
+    cache = make_prompt_cache(model)
+    tokens, margins, times = [], [], []
+    for logits in _read(model, prompts, cache, tick):
+        last = logits[:, -1]
+    for step in range(count):
+        best, lead = _best(last)
+        tokens.append(best)
+        margins.append(lead)
+        if step + 1 < count:
+            start = time.perf_counter()
+            (last,) = _read(model, best[:, None], cache, tick)
+            last = last[:, -1]
+            times.append(time.perf_counter() - start)
+    return Generation(
+        tokens=_rows(tokens),
+        margins=_rows(margins),
+        step_ms=1e3 * statistics.median(times),
+    )
+
+
+def perplexity(model: nn.Module, tokens: mx.array, tick: Tick = lambda: None) -> float:
+    """Measures how well a model predicts text.
+
+    Args:
+        model: An mlx-lm model.
+        tokens: Windows of text, shape `(batch, length + 1)`.
+        tick: Called after every forward pass, `passes(tokens[:, 1:])` times.
+
+    Returns:
+        The exponential of the mean cross entropy of the last `length` tokens.
+    """
+    seen, wanted = tokens[:, :-1], tokens[:, 1:]
+    total, begin = 0.0, 0
+    for logits in _read(model, seen, make_prompt_cache(model), tick):
+        end = begin + logits.shape[1]
+        losses = nn.losses.cross_entropy(
+            logits.astype(mx.float32), wanted[:, begin:end], reduction="sum"
+        )
+        total, begin = total + float(losses), end
+    return math.exp(total / wanted.size)
+
+
+def compare_tokens(
+    tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> list[int | None]:
+    """Finds where sequences first part.
+
+    Args:
+        tokens: Sequences of tokens.
+        expected: As many sequences, of the same lengths.
+
+    Returns:
+        For each pair the first index at which they differ; None if they are equal.
+    """
+    return [
+        next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
+        for pair in zip(tokens, expected, strict=True)
+    ]
+
+
+def passes(tokens: mx.array) -> int:
+    """Counts the forward passes that read tokens of shape `(batch, length)`."""
+    batch, length = tokens.shape
+    return math.ceil(length / _piece(batch))
+
+
+def _piece(batch: int) -> int:
+    """Tokens of each sequence that one forward pass reads."""
+    return max(1, ROWS // batch)
+
+
+def _read(
+    model: nn.Module, tokens: mx.array, cache: list[Any], tick: Tick
+) -> Iterator[mx.array]:
+    """Yields the logits `(batch, piece, vocabulary)` of each piece of the tokens."""
+    batch, length = tokens.shape
+    for begin in range(0, length, _piece(batch)):
+        logits = model(tokens[:, begin : begin + _piece(batch)], cache=cache)
+        mx.eval(logits, [layer.state for layer in cache])
+        tick()
+        yield logits
+
+
+def _best(logits: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns the best token of each row, and its lead over the second best."""
+    two = mx.topk(logits.astype(mx.float32), 2, axis=-1)
+    return logits.argmax(axis=-1), mx.abs(two[:, 1] - two[:, 0])
+
+
+def _rows(columns: list[mx.array]) -> Any:
+    """Turns one array per step into one list per sequence."""
+    return mx.stack(columns, axis=1).tolist()
