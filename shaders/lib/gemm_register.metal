@@ -18,7 +18,7 @@ struct WeightFragment<F, true> {
 };
 
 template <typename F>
-METAL_FUNC simdgroup_matrix<F, 8, 8> fragment(F first, F second) {
+METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
   simdgroup_matrix<F, 8, 8> result;
   result.thread_elements()[0] = first;
   result.thread_elements()[1] = second;
@@ -60,7 +60,7 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
     const int h = i / FRAGMENTS_M / 4;
     const int s = i / FRAGMENTS_M % 4;
     const int j = i % FRAGMENTS_M;
-    columns[i] = fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
+    columns[i] = make_fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
   }
 }
 
@@ -76,11 +76,11 @@ METAL_FUNC void multiply(
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
     const float2 start = SUBTRACT ? float2(0.0f) : -CODE_OFFSET * sums[j];
-    products[j] = fragment<float>(start.x, start.y);
+    products[j] = make_fragment<float>(start.x, start.y);
   }
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
     const vec<W, 2> codes = decode<W, SUBTRACT>(words[step / 4][f], step % 4);
-    const simdgroup_matrix<W, 8, 8> rows = fragment<W>(codes.x, codes.y);
+    const simdgroup_matrix<W, 8, 8> rows = make_fragment<W>(codes.x, codes.y);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
       simdgroup_multiply_accumulate(
           products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);

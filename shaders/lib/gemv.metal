@@ -28,7 +28,7 @@ METAL_FUNC Quantizers load_vectors(
 
 // products[row][f] += the lane's codes of row fragment f times its activations.
 template <int ROWS, int RUNS, bool SUBTRACT, typename Run>
-METAL_FUNC void dot(thread float4* products, thread const uint4* words, thread const Run* runs) {
+METAL_FUNC void add_products(thread float4* products, thread const uint4* words, thread const Run* runs) {
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
@@ -86,7 +86,7 @@ METAL_FUNC void gemv(
         // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
         products[row] = float4(SUBTRACT ? 0.0f : -CODE_OFFSET * sum);
       }
-      dot<ROWS, RUNS, SUBTRACT>(products, words, runs);
+      add_products<ROWS, RUNS, SUBTRACT>(products, words, runs);
       UNROLL for (int row = 0; row < ROWS; ++row) {
         totals[row] = fma(quantizers.scale, products[row], totals[row]);
       }
