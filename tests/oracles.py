@@ -85,5 +85,5 @@ def assert_close(
     assert actual.shape == expected.shape
     assert actual.dtype == stock.dtype
     assert ours < factor * TOLERANCES[name]
-    # Few elements may be exact by luck: a unit in float32's last place is granted.
-    assert ours <= factor * (2 * theirs + 1.2e-7)
+    # Short sums may be exact by luck: a few units in float32's last place are granted.
+    assert ours <= factor * (2 * theirs + 3e-7)

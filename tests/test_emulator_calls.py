@@ -1,20 +1,24 @@
 """Calls of the emulator's kernels mean what they mean to MLX."""
 
 import math
-import os
+import mmap
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metal_sources import FLOATS, HALVES, each_thread, run, to_numpy
+from metal_sources import FLOATS, HALVES, Size, each_thread, run, to_numpy
 
 from mlx_marlin import emulator
-from mlx_marlin.emulator import CompileError, EmulatorError, metal_kernel
+from mlx_marlin.emulator import CompileError, EmulatorError, emulated, metal_kernel
+from mlx_marlin.emulator.engine import POOL_REGIONS
 from mlx_marlin.emulator.trace import record
 
 pytestmark = pytest.mark.skipif(
@@ -104,6 +108,7 @@ def test_empty_outputs_and_grids_are_fine(threads: int) -> None:
     assert run("out[0] = 1;", shape=(2,), grid=(0, threads, 1), init_value=5)[0] == 5
 
 
+View = Callable[[mx.array], mx.array]
 strided = st.sampled_from(
     [
         lambda x: x[3:35],
@@ -119,7 +124,7 @@ strided = st.sampled_from(
 
 
 @given(view=strided, dtype=st.sampled_from([mx.uint8, mx.bfloat16, mx.float32]))
-def test_strided_inputs_are_copied_by_default(view, dtype) -> None:
+def test_strided_inputs_are_copied_by_default(view: View, dtype: mx.Dtype) -> None:
     a = view(mx.arange(80).astype(dtype))
     mx.eval(a)
 
@@ -129,7 +134,7 @@ def test_strided_inputs_are_copied_by_default(view, dtype) -> None:
 
 
 @given(view=strided, dtype=st.sampled_from([mx.uint8, mx.bfloat16, mx.float32]))
-def test_strided_inputs_can_be_read_in_place(view, dtype) -> None:
+def test_strided_inputs_can_be_read_in_place(view: View, dtype: mx.Dtype) -> None:
     a = view(mx.arange(80).astype(dtype))
     mx.eval(a)
     expression = "a[elem_to_loc(int64_t(i), a_shape, a_strides, a_ndim)]"
@@ -185,14 +190,14 @@ def test_attributes_know_the_ragged_edge(attribute: str, expected: object) -> No
 def test_indices_in_the_threadgroup_run_x_first() -> None:
     source = """
     uint3 p = thread_position_in_grid, q = thread_position_in_threadgroup;
-    uint3 size = threads_per_threadgroup;
+    uint3 size = threads_per_threadgroup, nominal = dispatch_threads_per_threadgroup;
     uint index = q.x + size.x * (q.y + size.y * q.z);
     bool fine = index == thread_index_in_threadgroup
         && index % 32 == thread_index_in_simdgroup
         && index / 32 == simdgroup_index_in_threadgroup
         && index % 4 == thread_index_in_quadgroup
         && index / 4 == quadgroup_index_in_threadgroup
-        && all(threadgroup_position_in_grid * dispatch_threads_per_threadgroup + q == p);
+        && all(p == q + threadgroup_position_in_grid * nominal);
     out[(p.z * 5 + p.y) * 9 + p.x] = fine;
     """
 
@@ -205,7 +210,7 @@ def test_indices_in_the_threadgroup_run_x_first() -> None:
     grid=st.tuples(*[st.integers(1, 40)] * 2, st.integers(1, 4)),
     threadgroup=st.tuples(*[st.integers(1, 10)] * 3),
 )
-def test_every_thread_of_the_grid_runs_once(grid, threadgroup) -> None:
+def test_every_thread_of_the_grid_runs_once(grid: Size, threadgroup: Size) -> None:
     source = """
     uint3 p = thread_position_in_grid, size = threads_per_grid;
     atomic_fetch_add_explicit(&out[(p.z * size.y + p.y) * size.x + p.x], 1,
@@ -245,7 +250,9 @@ def test_a_thousand_threads_share_a_barrier() -> None:
     np.testing.assert_array_equal(out, np.arange(1024)[::-1])
 
 
-def call(kernel, inputs=None, **changes):
+def call(
+    kernel: Any, inputs: Sequence[Any] | None = None, **changes: Any
+) -> list[mx.array]:
     arguments = {
         "inputs": [FLOATS] if inputs is None else inputs,
         "output_shapes": [(32,)],
@@ -256,7 +263,7 @@ def call(kernel, inputs=None, **changes):
     return kernel(**(arguments | changes))
 
 
-def copy_kernel(**more):
+def copy_kernel(**more: Any) -> emulator.MetalKernel:
     source = "out[thread_position_in_grid.x] = a[thread_position_in_grid.x];"
     return metal_kernel(
         name="copy", input_names=["a"], output_names=["out"], source=source, **more
@@ -278,7 +285,7 @@ def copy_kernel(**more):
         ({"threadgroup": (32, 0, 1)}, r"threadgroup=\(32, 0, 1\) must be positive"),
     ],
 )
-def test_wrong_calls_raise_as_in_mlx(changes, message: str) -> None:
+def test_wrong_calls_raise_as_in_mlx(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(copy_kernel(), **changes)
 
@@ -288,6 +295,14 @@ def test_wrong_kernels_raise_as_in_mlx() -> None:
         metal_kernel(name="none", input_names=["a"], output_names=[], source="")
     with pytest.raises(ValueError, match="Unknown compile option `speed`"):
         copy_kernel(compile_options={"speed": 1})
+
+
+def test_a_launch_needs_a_worker() -> None:
+    with (
+        pytest.raises(ValueError, match="workers=0 is not positive"),
+        emulated(workers=0),
+    ):
+        call(copy_kernel())
 
 
 def test_templates_do_not_confuse_true_with_one() -> None:
@@ -307,7 +322,9 @@ def test_templates_do_not_confuse_true_with_one() -> None:
     "transform",
     [mx.compile, mx.vmap, lambda f: lambda x: mx.export_function(print, f, x)],
 )
-def test_tracing_raises_an_error_that_names_the_remedy(transform) -> None:
+def test_tracing_raises_an_error_that_names_the_remedy(
+    transform: Callable[..., Any],
+) -> None:
     kernel = copy_kernel()
 
     with pytest.raises(EmulatorError, match=r"kernel copy: .*mx\.disable_compile\(\)"):
@@ -322,7 +339,7 @@ def test_gradients_pass_through_a_custom_function() -> None:
         return call(kernel, inputs=[x])[0]
 
     @copy.vjp
-    def copy_vjp(_, cotangent, __):
+    def copy_vjp(_: object, cotangent: mx.array, __: object) -> mx.array:
         return 3 * cotangent
 
     gradient = mx.grad(lambda x: copy(x).sum())(FLOATS[:32])
@@ -350,7 +367,9 @@ def test_the_text_that_runs_is_the_text_that_mlx_writes() -> None:
     assert trace.ensure_row_contiguous
 
 
-def test_replacing_the_stock_function_does_not_recurse(monkeypatch) -> None:
+def test_replacing_the_stock_function_does_not_recurse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
 
     kernel = mx.fast.metal_kernel(
@@ -363,7 +382,9 @@ def test_replacing_the_stock_function_does_not_recurse(monkeypatch) -> None:
     assert mx.array_equal(call(kernel)[0], 2 * FLOATS[:32])
 
 
-def test_verbose_prints_the_generated_text(capsys) -> None:
+def test_verbose_prints_the_generated_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     call(copy_kernel(), verbose=True)
 
     assert "[[kernel]] void custom_kernel_copy_float_float(" in capsys.readouterr().out
@@ -385,21 +406,36 @@ def test_the_signature_that_mlx_closes_too_early_is_named() -> None:
         )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_two_thousand_launches_do_not_leak() -> None:
     kernel = copy_kernel()
-    page = os.sysconf("SC_PAGE_SIZE")
+    sizes = [HALVES[: 32 + size].astype(mx.float32) for size in range(7)]
 
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * page
+    def resident_bytes() -> int:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * mmap.PAGESIZE
 
-    for _ in range(200):
-        call(kernel)
-    before = resident()
-    for size in range(2000):
-        call(kernel, inputs=[HALVES[: 32 + size % 7].astype(mx.float32)])
+    for launch in range(200):
+        call(kernel, inputs=[sizes[launch % 7]])
+    before = resident_bytes()
+    for launch in range(2000):
+        call(kernel, inputs=[sizes[launch % 7]])
 
-    assert resident() - before < 4 << 20
+    assert resident_bytes() - before < 4 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_for_many_sizes_is_given_back() -> None:
+    kernel = copy_kernel()
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    for pages in range(600):
+        call(kernel, inputs=[mx.zeros((32 + mmap.PAGESIZE // 4 * pages,))])
+
+    assert mappings() - before < 6 * POOL_REGIONS
 
 
 def test_importing_the_emulator_does_not_import_numpy() -> None:

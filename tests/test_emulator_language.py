@@ -120,6 +120,14 @@ def test_fma_of_halves_is_rounded_once(x: np.ndarray) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+def test_fma_of_halves_is_not_rounded_to_float_first() -> None:
+    # The exact sum is a little more than a tie of half, its float the tie itself.
+    a = mx.array([1 + 2.0**-10, 2 - 2.0**-9, -4100], mx.float16)
+
+    assert each_thread("fma(a[0], a[1], a[2])", a, dtype=mx.float16)[0] == -4100
+    assert each_thread("fma(a[0], half(INFINITY), a[2])", a)[0] == np.inf
+
+
 @given(x=hnp.arrays(np.float32, 64, elements=st.floats(2**-10, 2**10, width=32)))
 def test_bfloat_is_rounded_after_every_operation(x: np.ndarray) -> None:
     a = mx.array(x).astype(mx.bfloat16)

@@ -47,8 +47,9 @@ FLAGS = (
 )
 """Flags of every build: no system header, no C++ run time, lines for the reports."""
 
-CHECKS = "alignment,array-bounds,integer-divide-by-zero,shift-exponent"
-"""What ends a kernel with a trap instead of undefined behaviour."""
+CHECKS = "alignment,integer-divide-by-zero,shift-exponent"
+"""What ends a kernel with a trap instead of undefined behaviour. Without array-bounds:
+on unrolled loops over private arrays it doubles the time to compile."""
 
 METAL_FLAGS = (
     # half and bfloat are rounded after every operation, constants have no double.

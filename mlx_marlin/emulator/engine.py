@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import mmap
 import sys
 import threading
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 MAX_THREADS = 1024
 MAX_TRACE = 24
 POOL_BYTES = 256 << 20
-"""Free guarded memory that is kept for the next launches."""
+POOL_REGIONS = 256
+"""Free guarded memory that is kept for the next launches; each has far guards."""
 
 
 class Coordinates(ctypes.Structure):
@@ -169,12 +171,14 @@ class _Pool:
     def __init__(self) -> None:
         self.free: dict[tuple[int, bool], list[Region]] = {}
         self.bytes = 0
+        self.regions = 0
 
     def take(self, size: int, writable: bool) -> Region:
         pages = max(1, -(-(size + 15) // mmap.PAGESIZE))
         kept = self.free.get((pages, writable))
         if kept:
             self.bytes -= kept[-1].bytes
+            self.regions -= 1
             return kept.pop()
         region = Region()
         length = pages * mmap.PAGESIZE
@@ -183,12 +187,18 @@ class _Pool:
         return region
 
     def give(self, region: Region) -> None:
-        if self.bytes + region.bytes > POOL_BYTES:
-            library().mslemu_region_close(ctypes.byref(region))
-            return
+        if self.regions >= POOL_REGIONS or self.bytes + region.bytes > POOL_BYTES:
+            self._close_all()
         key = (region.bytes // mmap.PAGESIZE, region.host == region.device)
         self.free.setdefault(key, []).append(region)
         self.bytes += region.bytes
+        self.regions += 1
+
+    def _close_all(self) -> None:
+        for region in itertools.chain.from_iterable(self.free.values()):
+            library().mslemu_region_close(ctypes.byref(region))
+        self.free.clear()
+        self.bytes = self.regions = 0
 
 
 _pool = _Pool()

@@ -48,7 +48,12 @@ def emulated(*, seed: int = 0, workers: int | None = None) -> Iterator[Options]:
         seed: Chooses the order in which threadgroups and simdgroups run. A correct
             kernel gives the same result for every seed.
         workers: Host threads; the number of processors if None.
+
+    Raises:
+        ValueError: If there are no workers.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} is not positive")
     options = Options(seed, workers or _PROCESSORS)
     before = _options.set(options)
     try:

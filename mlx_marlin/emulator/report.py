@@ -110,6 +110,8 @@ def fault_message(scene: Scene) -> str:
     """What happened, where, and in which thread."""
     fault = Fault(scene.report.fault)
     what = _WHAT[fault](scene)
+    if fault == Fault.RESOURCES:
+        return f"kernel {scene.name}: {what}"
     message = [f"kernel {scene.name}: {what}", f"  {_who(scene, fault)}"]
     message.extend(f"  at {line}" for line in _where(scene))
     return "\n".join(message)
@@ -129,14 +131,15 @@ def _who(scene: Scene, fault: Fault) -> str:
 
 def _where(scene: Scene) -> Iterator[str]:
     report = scene.report
+    if not report.trace_length:
+        return
+    here, *callers = report.trace[: report.trace_length]
     by_signal = report.fault not in (Fault.MISUSE, Fault.THREADGROUP_LIMIT)
-    trace = report.trace[: report.trace_length]
-    for number, address in enumerate(trace):
-        found = scene.places(address, returns=number > 0 or not by_signal)
-        yield from map(scene.source.quote, found)
-        # The second address is a guess, needed only if the first is not the kernel's.
-        if found and number == 0:
-            del trace[1:2]
+    found = scene.places(here, returns=not by_signal)
+    yield from map(scene.source.quote, found)
+    # The first caller is a guess, for a library function that faulted for the kernel.
+    for caller in callers[1:] if found else callers:
+        yield from map(scene.source.quote, scene.places(caller, returns=True))
 
 
 def _access(scene: Scene) -> str:
@@ -238,7 +241,6 @@ def _mismatch(scene: Scene) -> str:
 
 _TRAPS = {
     3: "integer division by zero",
-    18: "index outside its array",
     20: "shift by the width of the type or more (Metal takes it modulo the width)",
     22: "misaligned access: the address is no multiple of the type's alignment",
 }

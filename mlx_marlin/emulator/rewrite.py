@@ -88,8 +88,14 @@ def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
 
 def _operand_end(tokens: Tokens, at: int) -> int:
     """Last token of the operand of a cast that begins at `at`."""
-    while tokens.text(at) in _UNARY:
-        at = tokens.after(at)
+    while True:
+        inner = tokens.after(tokens.closing(at)) if tokens.text(at) == "(" else at
+        if tokens.text(at) in _UNARY:
+            at = tokens.after(at)
+        elif inner != at and (tokens.named(inner) or tokens.number(inner)):
+            at = inner  # `(half4)value`: another cast
+        else:
+            break
     end = tokens.closing(at) if tokens.text(at) == "(" else at
     while True:
         following = tokens.after(end)
@@ -216,8 +222,7 @@ class _Rewriter:
         tokens = self.tokens
         if tokens.named(at):
             return tokens.text(at) not in _QUALIFIERS
-        number = at < len(tokens) and tokens[at].kind == "number"
-        return number or tokens.text(at) in _UNARY | {"("}
+        return tokens.number(at) or tokens.text(at) in _UNARY | {"("}
 
     def _threadgroup_variables(self, at: int) -> None:
         """`threadgroup float tile[32];`: a reference to memory of the run time."""

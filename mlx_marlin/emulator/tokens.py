@@ -107,6 +107,10 @@ class Tokens:
         """Whether a name or keyword stands there."""
         return 0 <= at < len(self.tokens) and self.tokens[at].kind == "name"
 
+    def number(self, at: int) -> bool:
+        """Whether a literal number stands there."""
+        return 0 <= at < len(self.tokens) and self.tokens[at].kind == "number"
+
     def blank(self, at: int) -> None:
         """Makes it space that keeps its line breaks."""
         token = self.tokens[at]
@@ -123,8 +127,9 @@ class Tokens:
 
     def items(self, opening: int, closing: int) -> Iterator[int]:
         """First tokens of the items of a bracketed list."""
-        yield self.after(opening)
         at = self.after(opening)
+        if at < closing:
+            yield at
         while at < closing:
             if self.text(at) == ",":
                 yield self.after(at)

@@ -1,5 +1,5 @@
-// What a compiled kernel and the run time agree on: where a thread finds itself, and the
-// four calls that it may make. Both sides are compiled without any system header.
+// What a compiled kernel and the run time agree on: where a thread finds itself, and
+// the four calls that it may make. Both sides are compiled without any system header.
 #pragma once
 
 namespace emu {
@@ -33,11 +33,11 @@ struct Operation {
 };
 
 struct Simdgroup {
-  u32 exist;     // lanes of this simdgroup in this threadgroup
-  u32 ready;     // lanes that can run but do not
-  u32 waiting;   // lanes in the current operation
-  u32 stopped;   // lanes at a threadgroup barrier
-  u32 returned;  // lanes that have left the kernel
+  u32 exist;           // lanes of this simdgroup in this threadgroup
+  u32 ready;           // lanes that can run but do not
+  u32 waiting;         // lanes in the current operation
+  u32 stopped;         // lanes at a threadgroup barrier
+  u32 returned;        // lanes that have left the kernel
   u32 parity[kLanes];  // which half of `values` a lane's next operation uses
   const void* site;    // return address of the first lane in the current operation
   const void* barrier_site;
@@ -93,15 +93,16 @@ inline __attribute__((always_inline)) Self self() {
 
 // What kernels and Python see of the run time.
 #define MSLEMU_EXPORT __attribute__((visibility("default")))
-// A place where threads meet. The compiler may neither copy such a call into two branches
-// nor make one of two: its return address tells the place in the source.
+// A place where threads meet. The compiler may neither copy such a call into two
+// branches nor make one of two: its return address tells the place in the source.
 #define MSLEMU_MEETING MSLEMU_EXPORT __attribute__((convergent, nomerge))
 
 extern "C" {
-// Waits until every lane of the simdgroup has come. True for the last one, which runs on
-// at once, before the others wake: it computes what all of them need.
+// Waits until every lane of the simdgroup has come. True for the last one, which runs
+// on at once, before the others wake: it computes what all of them need.
 MSLEMU_MEETING bool mslemu_arrive(const emu::Operation* operation);
 MSLEMU_MEETING void mslemu_threadgroup_barrier();
 // Threadgroup memory number `slot` of the running threadgroup.
-MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes, const char* name);
+MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes,
+                                              const char* name);
 }

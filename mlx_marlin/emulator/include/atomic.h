@@ -28,9 +28,11 @@ using atomic_bool = atomic<bool>;
 using atomic_float = atomic<float>;
 using atomic_ulong = atomic<ulong>;
 
-// Orders are taken literally but never made weaker; Metal offers only relaxed ones anyway.
+// Orders are taken literally but never made weaker; Metal offers only relaxed ones
+// anyway.
 template <class T, class U>
-METAL_FUNC void atomic_store_explicit(volatile atomic<T>* object, U desired, memory_order) {
+METAL_FUNC void atomic_store_explicit(volatile atomic<T>* object, U desired,
+                                      memory_order) {
   T value = T(desired);
   __atomic_store(&object->value, &value, __ATOMIC_RELAXED);
 }
@@ -41,17 +43,19 @@ METAL_FUNC T atomic_load_explicit(const volatile atomic<T>* object, memory_order
   return value;
 }
 template <class T, class U>
-METAL_FUNC T atomic_exchange_explicit(volatile atomic<T>* object, U desired, memory_order) {
+METAL_FUNC T atomic_exchange_explicit(volatile atomic<T>* object, U desired,
+                                      memory_order) {
   T value = T(desired), before;
   __atomic_exchange(&object->value, &value, &before, __ATOMIC_RELAXED);
   return before;
 }
 template <class T, class U>
-METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object, T* expected,
-                                                      U desired, memory_order, memory_order) {
+METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object,
+                                                      T* expected, U desired,
+                                                      memory_order, memory_order) {
   T value = T(desired);
-  return __atomic_compare_exchange(&object->value, expected, &value, true, __ATOMIC_RELAXED,
-                                   __ATOMIC_RELAXED);
+  return __atomic_compare_exchange(&object->value, expected, &value, true,
+                                   __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
 namespace detail {
@@ -62,24 +66,24 @@ METAL_FUNC T update(volatile atomic<T>* object, Change change) {
   __atomic_load(&object->value, &before, __ATOMIC_RELAXED);
   for (;;) {
     T after = change(before);
-    if (__atomic_compare_exchange(&object->value, &before, &after, true, __ATOMIC_RELAXED,
-                                  __ATOMIC_RELAXED))
+    if (__atomic_compare_exchange(&object->value, &before, &after, true,
+                                  __ATOMIC_RELAXED, __ATOMIC_RELAXED))
       return before;
   }
 }
 
 }  // namespace detail
 
-#define EMU_FETCH_UPDATE(name, expression)                                              \
-  template <class T, class U>                                                           \
-  METAL_FUNC T atomic_fetch_##name##_explicit(volatile atomic<T>* object, U operand,    \
-                                              memory_order) {                           \
-    T b = T(operand);                                                                   \
-    return detail::update(object, [b](T a) EMU_INLINE { return T(expression); });       \
+#define EMU_FETCH_UPDATE(name, expression)                                           \
+  template <class T, class U>                                                        \
+  METAL_FUNC T atomic_fetch_##name##_explicit(volatile atomic<T>* object, U operand, \
+                                              memory_order) {                        \
+    T b = T(operand);                                                                \
+    return detail::update(object, [b](T a) EMU_INLINE { return T(expression); });    \
   }
 EMU_FETCH_UPDATE(add, a + b)
 EMU_FETCH_UPDATE(sub, a - b)
-EMU_FETCH_UPDATE(and, a & b)
+EMU_FETCH_UPDATE(and, a& b)
 EMU_FETCH_UPDATE(or, a | b)
 EMU_FETCH_UPDATE(xor, a ^ b)
 EMU_FETCH_UPDATE(min, b < a ? b : a)

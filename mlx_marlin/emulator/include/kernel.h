@@ -1,7 +1,8 @@
 // First line of every translation unit of the emulator: the Metal language, in C++.
 //
 // One flat address space: the qualifiers mean nothing here, except that `constant` data
-// cannot be written. Their check is the business of the static checker, not of this build.
+// cannot be written. Their check is the business of the static checker, not of this
+// build.
 #pragma once
 #include "mlx.h"
 
@@ -23,7 +24,9 @@ struct Reference {
   }
 };
 
-METAL_FUNC void* buffer(u32 number) { return self().worker->threadgroup.buffers[number]; }
+METAL_FUNC void* buffer(u32 number) {
+  return self().worker->threadgroup.buffers[number];
+}
 METAL_FUNC Pointer pointer(u32 number) { return {buffer(number)}; }
 METAL_FUNC Reference reference(u32 number) { return {buffer(number)}; }
 
@@ -46,7 +49,9 @@ METAL_FUNC uint thread_index_in_simdgroup() { return self().lane(); }
 METAL_FUNC uint thread_index_in_quadgroup() { return self().index % 4; }
 METAL_FUNC uint simdgroup_index_in_threadgroup() { return self().index / kLanes; }
 METAL_FUNC uint quadgroup_index_in_threadgroup() { return self().index / 4; }
-METAL_FUNC uint simdgroups_per_threadgroup() { return quotient(here().threads, kLanes); }
+METAL_FUNC uint simdgroups_per_threadgroup() {
+  return quotient(here().threads, kLanes);
+}
 METAL_FUNC uint quadgroups_per_threadgroup() { return quotient(here().threads, 4); }
 METAL_FUNC uint3 threads_per_threadgroup() { return triple(here().size); }
 METAL_FUNC uint3 dispatch_threads_per_threadgroup() { return triple(here().nominal); }
@@ -57,7 +62,9 @@ METAL_FUNC uint nominal_threads() {
 METAL_FUNC uint dispatch_simdgroups_per_threadgroup() {
   return quotient(nominal_threads(), kLanes);
 }
-METAL_FUNC uint dispatch_quadgroups_per_threadgroup() { return quotient(nominal_threads(), 4); }
+METAL_FUNC uint dispatch_quadgroups_per_threadgroup() {
+  return quotient(nominal_threads(), 4);
+}
 METAL_FUNC uint3 threadgroup_position_in_grid() { return triple(here().position); }
 METAL_FUNC uint3 threadgroups_per_grid() { return triple(here().count); }
 METAL_FUNC uint3 threads_per_grid() { return triple(here().grid); }

@@ -33,7 +33,8 @@ METAL_FUNC void multiply(Exchange& x) {
 
 template <class T>
 METAL_FUNC void give(float* matrix, u32 at, metal::vec<T, 2> pair) {
-  *reinterpret_cast<metal::vec<float, 2>*>(matrix + at) = make<metal::vec<float, 2>>(pair);
+  *reinterpret_cast<metal::vec<float, 2>*>(matrix + at) =
+      make<metal::vec<float, 2>>(pair);
 }
 
 }  // namespace emu
@@ -50,7 +51,8 @@ struct simdgroup_matrix {
   METAL_FUNC explicit simdgroup_matrix(T diagonal) {
     uint lane = emu::self().lane();
     uint row = emu::fragment_row(lane), column = emu::fragment_column(lane);
-    elements_ = vec<T, 2>{row == column ? diagonal : T(0), row == column + 1 ? diagonal : T(0)};
+    elements_ =
+        vec<T, 2>{row == column ? diagonal : T(0), row == column + 1 ? diagonal : T(0)};
   }
   METAL_FUNC vec<T, 2>& thread_elements() { return elements_; }
   METAL_FUNC const vec<T, 2>& thread_elements() const { return elements_; }
@@ -118,7 +120,8 @@ namespace detail {
 struct Placement {
   ulong first, second;
 };
-METAL_FUNC Placement placement(ulong elements_per_row, vec<ulong, 2> origin, bool transpose) {
+METAL_FUNC Placement placement(ulong elements_per_row, vec<ulong, 2> origin,
+                               bool transpose) {
   uint lane = emu::self().lane();
   ulong row = emu::fragment_row(lane), column = emu::fragment_column(lane);
   if (transpose)

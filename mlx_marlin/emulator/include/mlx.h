@@ -1,5 +1,5 @@
-// What MLX puts before every custom kernel, in our words: its type names, limits, and the
-// index arithmetic of strided arrays.
+// What MLX puts before every custom kernel, in our words: its type names, limits, and
+// the index arithmetic of strided arrays.
 #pragma once
 #include "atomic.h"
 #include "matrix.h"
@@ -55,7 +55,8 @@ struct Limits<bool> {
 };
 
 template <class IdxT = int64_t>
-METAL_FUNC IdxT elem_to_loc(IdxT elem, const int* shape, const int64_t* strides, int ndim) {
+METAL_FUNC IdxT elem_to_loc(IdxT elem, const int* shape, const int64_t* strides,
+                            int ndim) {
   IdxT location = 0;
   for (int axis = ndim - 1; axis >= 0 && elem > 0; --axis) {
     location += IdxT(elem % shape[axis]) * IdxT(strides[axis]);
@@ -64,7 +65,8 @@ METAL_FUNC IdxT elem_to_loc(IdxT elem, const int* shape, const int64_t* strides,
   return location;
 }
 template <class IdxT = int64_t>
-METAL_FUNC IdxT elem_to_loc(uint3 elem, const int* shape, const int64_t* strides, int ndim) {
+METAL_FUNC IdxT elem_to_loc(uint3 elem, const int* shape, const int64_t* strides,
+                            int ndim) {
   IdxT location = elem.x * IdxT(strides[ndim - 1]) + elem.y * IdxT(strides[ndim - 2]);
   for (int axis = ndim - 3; axis >= 0; --axis) {
     location += IdxT(elem.z % shape[axis]) * IdxT(strides[axis]);
@@ -82,10 +84,12 @@ METAL_FUNC IdxT elem_to_loc_2(uint2 elem, const int64_t strides[2]) {
 }
 template <class IdxT = int64_t>
 METAL_FUNC IdxT elem_to_loc_3(uint3 elem, const int64_t strides[3]) {
-  return elem.x * IdxT(strides[2]) + elem.y * IdxT(strides[1]) + elem.z * IdxT(strides[0]);
+  return elem.x * IdxT(strides[2]) + elem.y * IdxT(strides[1]) +
+         elem.z * IdxT(strides[0]);
 }
-METAL_FUNC ulong2 elem_to_loc_2_nd(uint3 elem, const int* shape, const int64_t* a_strides,
-                                   const int64_t* b_strides, int ndim) {
+METAL_FUNC ulong2 elem_to_loc_2_nd(uint3 elem, const int* shape,
+                                   const int64_t* a_strides, const int64_t* b_strides,
+                                   int ndim) {
   return ulong2{ulong(elem_to_loc(elem, shape, a_strides, ndim)),
                 ulong(elem_to_loc(elem, shape, b_strides, ndim))};
 }

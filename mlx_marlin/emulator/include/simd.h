@@ -57,7 +57,7 @@ METAL_FUNC T fetch(const Operation& operation, const T& value, Choose choose) {
 
 template <class T, class Combine>
 METAL_FUNC T reduce(const Operation& operation, const T& value, Combine combine) {
-  return meet<T>(operation, value, [&](Meeting<T>& meeting) __attribute__((always_inline)) {
+  return meet<T>(operation, value, [&](Meeting<T>& meeting) EMU_INLINE {
     T total = meeting.of(0);
     for (u32 lane = 1; lane < kLanes; ++lane)
       if (meeting.exists(lane)) total = combine(total, meeting.of(lane));
@@ -66,9 +66,9 @@ METAL_FUNC T reduce(const Operation& operation, const T& value, Combine combine)
 }
 
 template <class T, class Combine>
-METAL_FUNC T scan(const Operation& operation, const T& value, T identity, bool inclusive,
-                  Combine combine) {
-  return meet<T>(operation, value, [&](Meeting<T>& meeting) __attribute__((always_inline)) {
+METAL_FUNC T scan(const Operation& operation, const T& value, T identity,
+                  bool inclusive, Combine combine) {
+  return meet<T>(operation, value, [&](Meeting<T>& meeting) EMU_INLINE {
     T total = identity;
     for (u32 lane = 0; lane < kLanes && meeting.exists(lane); ++lane) {
       T next = combine(total, meeting.of(lane));
@@ -89,14 +89,12 @@ METAL_FUNC T quad_reduce(const Operation& operation, const T& value, Combine com
   return total;
 }
 
-template <class Choose>
-METAL_FUNC u32 ballot(const Operation& operation, bool value, Choose keep) {
-  return meet<u32>(operation, value,
-                   [&](Meeting<bool>& meeting) __attribute__((always_inline)) {
+METAL_FUNC u32 ballot(const Operation& operation, bool value) {
+  return meet<u32>(operation, value, [&](Meeting<bool>& meeting) EMU_INLINE {
     u32 votes = 0;
     for (u32 lane = 0; lane < kLanes; ++lane)
       if (meeting.exists(lane) && meeting.of(lane)) votes |= 1u << lane;
-    for (u32 lane = 0; lane < kLanes; ++lane) meeting.publish(lane, keep(votes));
+    for (u32 lane = 0; lane < kLanes; ++lane) meeting.publish(lane, votes);
   });
 }
 
@@ -107,8 +105,6 @@ inline u32 lanes_here() { return self().simdgroup().exist; }
 // Each function names its operation once, for the reports.
 #define EMU_OPERATION(name) \
   static constexpr emu::Operation operation { name, false }
-
-#define EMU_INLINE __attribute__((always_inline))
 
 namespace metal {
 
@@ -130,33 +126,34 @@ METAL_FUNC void simdgroup_barrier(mem_flags flags) {
   mslemu_arrive(&operation);
 }
 
-#define EMU_REDUCE(name, expression)                                               \
-  template <class T>                                                               \
-  METAL_FUNC T simd_##name(T value) {                                              \
-    EMU_OPERATION("simd_" #name);                                                  \
-    return emu::reduce(operation, value, [](T a, T b) EMU_INLINE { return T(expression); }); \
-  }                                                                                \
-  template <class T>                                                               \
-  METAL_FUNC T quad_##name(T value) {                                              \
-    EMU_OPERATION("quad_" #name);                                                  \
-    return emu::quad_reduce(operation, value,                                      \
-                            [](T a, T b) EMU_INLINE { return T(expression); });     \
+#define EMU_REDUCE(name, expression)                                            \
+  template <class T>                                                            \
+  METAL_FUNC T simd_##name(T value) {                                           \
+    EMU_OPERATION("simd_" #name);                                               \
+    return emu::reduce(operation, value,                                        \
+                       [](T a, T b) EMU_INLINE { return T(expression); });      \
+  }                                                                             \
+  template <class T>                                                            \
+  METAL_FUNC T quad_##name(T value) {                                           \
+    EMU_OPERATION("quad_" #name);                                               \
+    return emu::quad_reduce(operation, value,                                   \
+                            [](T a, T b) EMU_INLINE { return T(expression); }); \
   }
 EMU_REDUCE(sum, a + b)
-EMU_REDUCE(product, a * b)
+EMU_REDUCE(product, a* b)
 EMU_REDUCE(max, metal::max(a, b))
 EMU_REDUCE(min, metal::min(a, b))
-EMU_REDUCE(and, a & b)
+EMU_REDUCE(and, a& b)
 EMU_REDUCE(or, a | b)
 EMU_REDUCE(xor, a ^ b)
 #undef EMU_REDUCE
 
-#define EMU_SCAN(name, start, inclusive, expression)                                \
-  template <class T>                                                                \
-  METAL_FUNC T simd_prefix_##name(T value) {                                        \
-    EMU_OPERATION("simd_prefix_" #name);                                            \
-    return emu::scan(operation, value, T(start), inclusive,                         \
-                     [](T a, T b) EMU_INLINE { return T(expression); });            \
+#define EMU_SCAN(name, start, inclusive, expression)                     \
+  template <class T>                                                     \
+  METAL_FUNC T simd_prefix_##name(T value) {                             \
+    EMU_OPERATION("simd_prefix_" #name);                                 \
+    return emu::scan(operation, value, T(start), inclusive,              \
+                     [](T a, T b) EMU_INLINE { return T(expression); }); \
   }
 EMU_SCAN(exclusive_sum, 0, false, a + b)
 EMU_SCAN(inclusive_sum, 0, true, a + b)
@@ -165,13 +162,13 @@ EMU_SCAN(inclusive_product, 1, true, a* b)
 #undef EMU_SCAN
 
 // Shuffles. `lane` below is the receiving lane.
-#define EMU_FETCH(name, parameter, source)                                          \
-  template <class T>                                                                \
-  METAL_FUNC T name(T value, ushort parameter) {                                    \
-    EMU_OPERATION(#name);                                                           \
-    return emu::fetch(operation, value, [=]([[maybe_unused]] uint lane) EMU_INLINE -> uint { \
-      return source;                                                                \
-    });                                                                             \
+#define EMU_FETCH(name, parameter, source)                        \
+  template <class T>                                              \
+  METAL_FUNC T name(T value, ushort parameter) {                  \
+    EMU_OPERATION(#name);                                         \
+    return emu::fetch(operation, value,                           \
+                      [=]([[maybe_unused]] uint lane)             \
+                          EMU_INLINE -> uint { return source; }); \
   }
 EMU_FETCH(simd_shuffle, from, from)
 EMU_FETCH(simd_broadcast, from, from)
@@ -197,12 +194,14 @@ METAL_FUNC T simd_broadcast_first(T value) {
 template <class T>
 METAL_FUNC T quad_broadcast_first(T value) {
   EMU_OPERATION("quad_broadcast_first");
-  return emu::fetch(operation, value, [](uint lane) EMU_INLINE -> uint { return lane & ~3u; });
+  return emu::fetch(operation, value,
+                    [](uint lane) EMU_INLINE -> uint { return lane & ~3u; });
 }
 // Data slides in from a second operand at the open end.
 template <class T>
 METAL_FUNC T simd_shuffle_and_fill_up(T value, T fill, ushort delta) {
-  T moved = simd_shuffle_rotate_up(value, delta), filled = simd_shuffle_rotate_up(fill, delta);
+  T moved = simd_shuffle_rotate_up(value, delta),
+    filled = simd_shuffle_rotate_up(fill, delta);
   return emu::self().lane() >= delta ? moved : filled;
 }
 template <class T>
@@ -226,21 +225,19 @@ class simd_vote {
 
 METAL_FUNC simd_vote simd_ballot(bool value) {
   EMU_OPERATION("simd_ballot");
-  return simd_vote(
-      emu::ballot(operation, value, [](uint votes) EMU_INLINE { return votes; }));
+  return simd_vote(emu::ballot(operation, value));
 }
 METAL_FUNC simd_vote simd_active_threads_mask() {
   EMU_OPERATION("simd_active_threads_mask");
-  return simd_vote(
-      emu::ballot(operation, true, [](uint votes) EMU_INLINE { return votes; }));
+  return simd_vote(emu::ballot(operation, true));
 }
 METAL_FUNC bool simd_any(bool value) {
   EMU_OPERATION("simd_any");
-  return emu::ballot(operation, value, [](uint votes) EMU_INLINE { return votes; }) != 0;
+  return emu::ballot(operation, value) != 0;
 }
 METAL_FUNC bool simd_all(bool value) {
   EMU_OPERATION("simd_all");
-  return emu::ballot(operation, !value, [](uint votes) EMU_INLINE { return votes; }) == 0;
+  return emu::ballot(operation, !value) == 0;
 }
 METAL_FUNC bool simd_is_first() { return emu::self().lane() == 0; }
 METAL_FUNC bool quad_any(bool value) { return quad_or(uint(value)) != 0; }

@@ -1,11 +1,12 @@
 // Scalars, vectors, packed vectors, and the conversions between them.
 //
-// Metal's vectors are clang's, which have swizzles and arithmetic but no constructors: the
-// front end turns `float4(a, b)` into emu::make<float4>(a, b).
+// Metal's vectors are clang's, which have swizzles and arithmetic but no constructors:
+// the front end turns `float4(a, b)` into emu::make<float4>(a, b).
 #pragma once
 #include "abi.h"
 
 #define METAL_FUNC inline __attribute__((always_inline))
+#define EMU_INLINE __attribute__((always_inline))  // of a lambda
 
 using uchar = unsigned char;
 using ushort = unsigned short;
@@ -159,8 +160,8 @@ struct Gathered {
   }
 };
 
-// T(arguments...), as Metal means it: elements are converted, vectors are strung together,
-// a single scalar fills a vector.
+// T(arguments...), as Metal means it: elements are converted, vectors are strung
+// together, a single scalar fills a vector.
 template <class T, class... Arguments>
 METAL_FUNC constexpr T make(Arguments... arguments) {
   if constexpr (sizeof...(Arguments) == 0) {
@@ -199,12 +200,12 @@ METAL_FUNC constexpr To cast(From&& value) {
 
 }  // namespace emu
 
-#define EMU_VECTORS(type)                                        \
-  using type##2 = metal::vec<type, 2>;                           \
-  using type##3 = metal::vec<type, 3>;                           \
-  using type##4 = metal::vec<type, 4>;                           \
-  using packed_##type##2 = metal::packed_vec<type, 2>;           \
-  using packed_##type##3 = metal::packed_vec<type, 3>;           \
+#define EMU_VECTORS(type)                              \
+  using type##2 = metal::vec<type, 2>;                 \
+  using type##3 = metal::vec<type, 3>;                 \
+  using type##4 = metal::vec<type, 4>;                 \
+  using packed_##type##2 = metal::packed_vec<type, 2>; \
+  using packed_##type##3 = metal::packed_vec<type, 3>; \
   using packed_##type##4 = metal::packed_vec<type, 4>;
 
 EMU_VECTORS(bool)
@@ -223,8 +224,8 @@ EMU_VECTORS(float)
 
 namespace metal {
 
-using ::half;
 using ::bfloat;
+using ::half;
 
 template <class To, class From>
 METAL_FUNC constexpr To as_type(const From& value) {
@@ -274,7 +275,8 @@ struct is_floating_point : integral_constant<bool, is_floating_point_v<T>> {};
 template <class T>
 struct is_integral : integral_constant<bool, is_integral_v<T>> {};
 template <class T>
-constexpr bool is_signed_v = is_floating_point_v<T> || (__is_integral(T) && __is_signed(T));
+constexpr bool is_signed_v =
+    is_floating_point_v<T> || (__is_integral(T) && __is_signed(T));
 template <class T>
 constexpr bool is_unsigned_v = __is_integral(T) && __is_unsigned(T);
 

@@ -10,7 +10,8 @@
 // mslemu_switch(void** save, void* load): keeps the callee-saved registers on the stack
 // and continues on another one, or starts a fiber there if bit 0 of `load` is set.
 // mslemu_restore is its second half; a signal handler goes there to leave a fiber. Both
-// stacks wait in the same functions, so the processor predicts every return on the way out.
+// stacks wait in the same functions, so the processor predicts every return on the way
+// out.
 #if defined(__x86_64__)
 asm(".text\n"
     ".p2align 4\n"
@@ -61,8 +62,8 @@ namespace emu {
 
 namespace {
 
-// Stack tops differ by a few cache lines, so that the fibers' frames do not all fall into
-// the same sets of the caches.
+// Stack tops differ by a few cache lines, so that the fibers' frames do not all fall
+// into the same sets of the caches.
 constexpr u64 kColours = 61;
 constexpr u64 kColourBytes = 128;
 
@@ -190,7 +191,8 @@ void run_threadgroup(Worker* worker, u32 number) {
   place(worker, number);
   prepare(worker);
   u32 groups = (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
-  worker->first = u32((worker->launch->seed ^ number) * 0x9E3779B97F4A7C15ull >> 33) % groups;
+  worker->first =
+      u32((worker->launch->seed ^ number) * 0x9E3779B97F4A7C15ull >> 33) % groups;
   worker->fault.fault = Fault::kNone;
 
   mslemu_switch(&worker->scheduler, next_stack(worker, worker->first));
@@ -198,7 +200,8 @@ void run_threadgroup(Worker* worker, u32 number) {
   if (worker->fault.fault == Fault::kNone && !everybody_returned(worker))
     worker->fault = report_of(worker, Fault::kDeadlock, 0);
   const char* name;
-  if (worker->fault.fault == Fault::kNone && !threadgroup_memory_intact(worker, &name)) {
+  if (worker->fault.fault == Fault::kNone &&
+      !threadgroup_memory_intact(worker, &name)) {
     worker->fault = report_of(worker, Fault::kThreadgroupCanary, 0);
     worker->fault.text = name;
   }

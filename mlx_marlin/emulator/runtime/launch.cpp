@@ -166,8 +166,10 @@ bool run(Crew& crew) {
 extern "C" MSLEMU_EXPORT emu::u32 mslemu_launch(emu::Launch* launch) {
   using namespace emu;
   u32 count = threadgroups(launch);
-  Crew crew{launch, {static_cast<u32*>(malloc(count * sizeof(u32))), count, 0},
-            static_cast<Share*>(malloc(launch->workers * sizeof(Share))), 1};
+  Crew crew{launch,
+            {static_cast<u32*>(malloc(count * sizeof(u32))), count, 0},
+            static_cast<Share*>(malloc(launch->workers * sizeof(Share))),
+            1};
   if (!run(crew)) launch->report.fault = Fault::kResources;
   free(crew.order.numbers);
   free(crew.shares);

@@ -17,8 +17,8 @@ u64 whole_pages(u64 bytes) {
 }
 
 u8* reserve(u64 bytes) {
-  void* address = mmap(nullptr, bytes, kProtNone, kMapPrivate | kMapAnonymous | kMapReserve,
-                       -1, 0);
+  void* address =
+      mmap(nullptr, bytes, kProtNone, kMapPrivate | kMapAnonymous | kMapReserve, -1, 0);
   return address == kMapFailed ? nullptr : static_cast<u8*>(address);
 }
 
@@ -48,8 +48,8 @@ int anonymous_file(u64 bytes) {
 
 }  // namespace
 
-// Layout shared with engine.py (ctypes). `host` and `device` are two mappings of the same
-// pages: the kernel's may be read-only.
+// Layout shared with engine.py (ctypes). `host` and `device` are two mappings of the
+// same pages: the kernel's may be read-only.
 struct Region {
   u8* host;
   u8* device;
@@ -110,13 +110,15 @@ void threadgroup_memory_begin(Worker* worker) {
 namespace {
 
 u8* array_end(Worker* worker, u32 slot) {
-  return worker->threadgroup_memory + slot * kThreadgroupStride + kThreadgroupStride / 2;
+  return worker->threadgroup_memory + slot * kThreadgroupStride +
+         kThreadgroupStride / 2;
 }
 
 void place_array(Worker* worker, ThreadgroupArray& array, u32 slot, u64 bytes) {
   u8* end = array_end(worker, slot);
   u64 mapped = whole_pages(bytes);
-  if (array.mapped > mapped) mprotect(end - array.mapped, array.mapped - mapped, kProtNone);
+  if (array.mapped > mapped)
+    mprotect(end - array.mapped, array.mapped - mapped, kProtNone);
   if (array.mapped < mapped) mprotect(end - mapped, mapped, kProtReadWrite);
   array.mapped = mapped;
   array.bytes = bytes;
@@ -159,7 +161,8 @@ using namespace emu;
 extern "C" void* mslemu_threadgroup_memory(u32 slot, u64 bytes, const char* name) {
   Self self = emu::self();
   Worker* worker = worker_of(self);
-  if (slot >= kThreadgroupSlots) misuse(self, "more than 64 threadgroup variables", __builtin_return_address(0));
+  if (slot >= kThreadgroupSlots)
+    misuse(self, "more than 64 threadgroup variables", __builtin_return_address(0));
   ThreadgroupArray& array = worker->arrays[slot];
   if (!array.begin) {
     worker->threadgroup_bytes += bytes;
@@ -182,7 +185,8 @@ extern "C" void* mslemu_threadgroup_memory(u32 slot, u64 bytes, const char* name
   return array.begin;
 }
 
-extern "C" MSLEMU_EXPORT int mslemu_region_open(Region* region, u64 bytes, int writable) {
+extern "C" MSLEMU_EXPORT int mslemu_region_open(Region* region, u64 bytes,
+                                                int writable) {
   bytes = whole_pages(bytes);
   u64 reserved_bytes = bytes + 2 * kGuardBytes;
   u8* reserved = reserve(reserved_bytes);
@@ -211,8 +215,8 @@ extern "C" MSLEMU_EXPORT void mslemu_region_close(Region* region) {
 
 // Puts `bytes` bytes (poison if `source` is null) into the region, poison around them.
 // Returns the address that the kernel gets.
-extern "C" MSLEMU_EXPORT void* mslemu_place(const Region* region, const void* source, u64 bytes,
-                              u32 residue) {
+extern "C" MSLEMU_EXPORT void* mslemu_place(const Region* region, const void* source,
+                                            u64 bytes, u32 residue) {
   Span span = span_of(region, bytes, residue);
   memset(region->host, kPoison, span.begin - region->host);
   memset(span.end, kPoison, region->host + region->bytes - span.end);
@@ -224,7 +228,8 @@ extern "C" MSLEMU_EXPORT void* mslemu_place(const Region* region, const void* so
 }
 
 // 0 if the poison around the bytes is intact, else 1 (before) or 2 (after).
-extern "C" MSLEMU_EXPORT int mslemu_canary(const Region* region, u64 bytes, u32 residue) {
+extern "C" MSLEMU_EXPORT int mslemu_canary(const Region* region, u64 bytes,
+                                           u32 residue) {
   Span span = span_of(region, bytes, residue);
   if (!all_poison(region->host, span.begin)) return 1;
   return all_poison(span.end, region->host + region->bytes) ? 0 : 2;

@@ -5,7 +5,8 @@ using namespace emu;
 
 namespace {
 
-// Lanes that meet must come from the same call: two addresses are two places in the source.
+// Lanes that meet must come from the same call: two addresses are two places in the
+// source.
 [[noreturn]] void mismatch(Worker* worker, Self self) {
   abandon(worker, report_of(worker, Fault::kMismatch, self.index));
 }

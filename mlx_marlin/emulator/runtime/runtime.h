@@ -1,5 +1,5 @@
-// State of the run time. No system header is included: the few functions of the C library
-// that are needed are declared here, and found in the process at load time.
+// State of the run time. No system header is included: the few functions of the C
+// library that are needed are declared here, and found in the process at load time.
 #pragma once
 #include "../include/abi.h"
 
@@ -14,12 +14,12 @@ constexpr u8 kPoison = 0xFF;  // NaN in every floating type
 // Values shared with report.py.
 enum class Fault : u32 {
   kNone = 0,
-  kAccess = 1,        // address not mapped, or not writable
+  kAccess = 1,  // address not mapped, or not writable
   kStackOverflow = 2,
-  kInstruction = 3,   // trap
-  kArithmetic = 4,    // integer division by zero
-  kDeadlock = 5,      // nothing can run, somebody waits
-  kMismatch = 6,      // lanes of a simdgroup in different operations
+  kInstruction = 3,  // trap
+  kArithmetic = 4,   // integer division by zero
+  kDeadlock = 5,     // nothing can run, somebody waits
+  kMismatch = 6,     // lanes of a simdgroup in different operations
   kThreadgroupLimit = 7,
   kMisuse = 8,
   kThreadgroupCanary = 9,
@@ -40,7 +40,8 @@ struct Report {
   u64 address;
   const char* text;  // name of an operation, an array or a complaint
   u64 amount;        // bytes; for kAccess the system's code (si_code)
-  const void* trace[kMaxTrace];  // where it happened, innermost first; may hold strangers
+  const void*
+      trace[kMaxTrace];  // where it happened, innermost first; may hold strangers
 };
 
 struct ThreadState {
@@ -68,8 +69,8 @@ struct Launch {
 struct ThreadgroupArray {
   u8* begin;
   u64 bytes;
-  u64 mapped;     // bytes that may be touched, up to the guard
-  u64 run;        // number of the threadgroup that saw it last
+  u64 mapped;  // bytes that may be touched, up to the guard
+  u64 run;     // number of the threadgroup that saw it last
   const char* name;
 };
 
@@ -82,17 +83,17 @@ struct Waiting {
 struct Worker {
   WorkerView view;
   Launch* launch;
-  void* scheduler;              // saved stack pointer of whoever runs the fibers
-  void* stacks[kMaxThreads];    // saved stack pointers of the fibers
+  void* scheduler;            // saved stack pointer of whoever runs the fibers
+  void* stacks[kMaxThreads];  // saved stack pointers of the fibers
   Waiting waits[kMaxThreads];
-  u32 stopped;                  // threads at the barrier
-  u32 first;                    // simdgroup to look at first, shuffled
-  u64 run;                      // counts threadgroups over the life of the worker
+  u32 stopped;  // threads at the barrier
+  u32 first;    // simdgroup to look at first, shuffled
+  u64 run;      // counts threadgroups over the life of the worker
   u8* region;
-  u8* threadgroup_memory;       // kThreadgroupSlots * kThreadgroupStride
+  u8* threadgroup_memory;  // kThreadgroupSlots * kThreadgroupStride
   u8* signal_stack;
-  u64 signal_stack_before[4];   // stack_t of the host thread
-  u64 threadgroup_bytes;        // of this launch
+  u64 signal_stack_before[4];  // stack_t of the host thread
+  u64 threadgroup_bytes;       // of this launch
   ThreadgroupArray arrays[kThreadgroupSlots];
   Report fault;
 };

@@ -1,5 +1,6 @@
-// A fault inside a kernel becomes a report: the handler notes what happened and sends the
-// thread back to its scheduler. A fault anywhere else goes to whoever handled it before.
+// A fault inside a kernel becomes a report: the handler notes what happened and sends
+// the thread back to its scheduler. A fault anywhere else goes to whoever handled it
+// before.
 #include "runtime.h"
 
 extern "C" {
@@ -85,8 +86,9 @@ bool was_write(u8* context) {
 #endif
 }
 
-// Addresses on the way to the fault: the place itself, and what look like its callers, in
-// case a library function faulted for the kernel. The reader keeps those in the kernel.
+// Addresses on the way to the fault: the place itself, and what look like its callers,
+// in case a library function faulted for the kernel. The reader keeps those in the
+// kernel.
 void trace(Report& report, Worker* worker, u8* context) {
   auto note = [&](u64 address) {
     if (report.trace_length < kMaxTrace)

@@ -10,7 +10,8 @@ struct TimeSpec {
 
 extern "C" {
 int clock_gettime(int clock, TimeSpec* now);
-void* mmap(void* address, unsigned long bytes, int protection, int flags, int fd, long at);
+void* mmap(void* address, unsigned long bytes, int protection, int flags, int fd,
+           long at);
 int munmap(void* address, unsigned long bytes);
 int mprotect(void* address, unsigned long bytes, int protection);
 int close(int fd);
