@@ -11,22 +11,30 @@ else
 EXTRAS := $(BACKEND),lm,emulator,cli
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-peers lint clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" --group mlx
 	touch $@
 
-demo: $(VENV)/.installed
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --group dev
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/mlx-marlin demo
 
-test: $(VENV)/.installed
+test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto
 
-lint: $(VENV)/.installed
+# MLX's own Metal kernels, out of its macOS wheel, on the emulator: docs/peers.md.
+test-peers: $(VENV)/.dev
+	$(BIN)/python -m pytest -m peer -n auto tests/peers
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'shaders/*.metal')

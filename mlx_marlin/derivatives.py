@@ -1,13 +1,11 @@
 """Derivatives of our products: those of stock MLX, and never a silent zero."""
 
 import math
-from collections.abc import Callable
 from typing import cast
 
 import mlx.core as mx
 
-Product = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
-"""From x, codes, scales and biases to the product."""
+from mlx_marlin.launch import Product
 
 
 def differentiable(ours: Product, stock: Product) -> Product:

@@ -18,8 +18,11 @@ from mlx_marlin.plan import Plan
 
 BACKENDS = ("metal", "emulator", "stock")
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
+IN_CONSTANT = 8
+"""MLX hands inputs of fewer elements over in Metal's `constant` address space, which
+our kernels' `device` pointers do not reach."""
 REMEMBERED = 4096
-"""Plans that `plans_used` tells of."""
+"""Plans that `plans_built` tells of."""
 
 Product = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
 """From x [m, k], codes, scales and biases to y [m, n]."""
@@ -83,15 +86,15 @@ def forced_backend() -> str | None:
 
 
 def forget() -> None:
-    """Drops what was asked once and built once: back end, kernels, plans used."""
+    """Drops what was asked once and built once: back end, kernels, plans built."""
     for cached in (backend, forced_backend, _kernel):
         cached.cache_clear()
-    _used.clear()
+    _built.clear()
 
 
-def plans_used() -> list[Plan]:
-    """Returns the plans that were built last, oldest first, each once."""
-    return list(dict.fromkeys(_used))
+def plans_built() -> list[Plan]:
+    """Returns the plans that were prepared last, oldest first, each once."""
+    return list(dict.fromkeys(list(_built)))
 
 
 def product(plan: Plan) -> Product:
@@ -102,7 +105,7 @@ def product(plan: Plan) -> Product:
         the problem's layout (packed: biases are interleaved with the scales, and the
         argument is not read) to y [m, n] in the problem's dtype.
     """
-    _used.append(plan)
+    _built.append(plan)
     multiply = _multiply(plan)
     if not plan.is_split:
         return multiply
@@ -110,7 +113,7 @@ def product(plan: Plan) -> Product:
     return lambda x, w, scales, biases: reduce(multiply(x, w, scales, biases))
 
 
-_used: deque[Plan] = deque(maxlen=REMEMBERED)
+_built: deque[Plan] = deque(maxlen=REMEMBERED)
 
 
 @cache
@@ -144,13 +147,14 @@ def _multiply(plan: Plan) -> Product:
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
     params = mx.array(source.params(plan), mx.int32)
-    small = problem.n * problem.groups < 8 or problem.n * problem.k // 8 < 8
+    sizes = (problem.n * problem.groups, problem.n * problem.k // 8)
+    small = min(sizes) < IN_CONSTANT
 
     def multiply(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
     ) -> mx.array:
         if small:
-            w, scales, biases = _eight(w), _eight(scales), _eight(biases)
+            w, scales, biases = _padded(w), _padded(scales), _padded(biases)
         return kernel(
             inputs=(x, w, scales, biases, params),
             template=template,
@@ -183,10 +187,9 @@ def _reduce(plan: Plan) -> Callable[[mx.array], mx.array]:
     return reduce
 
 
-def _eight(array: mx.array) -> mx.array:
-    # Fewer elements arrive in another address space than our kernels' pointers.
+def _padded(array: mx.array) -> mx.array:
     flat = array.flatten()
-    return mx.pad(flat, (0, 8 - flat.size)) if flat.size < 8 else flat
+    return mx.pad(flat, (0, max(IN_CONSTANT - flat.size, 0)))
 
 
 def _template(

@@ -1,6 +1,6 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,8 +45,9 @@ class MarlinLinear(nn.QuantizedLinear):
         layout: str = "mlx",
     ) -> None:
         _check(layout, mode, 4 if bits is None else bits)
-        group_size, bits = group_size or 64, bits or 4
-        super().__init__(input_dims, output_dims, bias, group_size, bits, mode)
+        # MLX fills None in, though its annotations do not say so.
+        numbers: Any = group_size, bits
+        super().__init__(input_dims, output_dims, bias, *numbers, mode)
         self.layout = "mlx"
         if layout == "marlin":
             self._keep_packed()
@@ -63,9 +64,8 @@ class MarlinLinear(nn.QuantizedLinear):
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
         _check(layout, mode, 4 if bits is None else bits)
-        quantized = nn.QuantizedLinear.from_linear(
-            linear_layer, group_size or 64, bits or 4, mode
-        )
+        numbers: Any = group_size, bits
+        quantized = nn.QuantizedLinear.from_linear(linear_layer, *numbers, mode)
         return cls.from_quantized(quantized, layout=layout)
 
     @classmethod

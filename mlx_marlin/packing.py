@@ -39,12 +39,15 @@ class PackedWeight:
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
                 f"words must be uint32 {words} for {self.k}→{self.n}, "
-                f"got {_name(self.words.dtype)} {self.words.shape}"
+                f"got {dtype_name(self.words.dtype)} {self.words.shape}"
             )
-        if self.scales.shape != scales or _name(self.scales.dtype) not in DTYPE_BYTES:
+        if (
+            self.scales.shape != scales
+            or dtype_name(self.scales.dtype) not in DTYPE_BYTES
+        ):
             raise ValueError(
                 f"scales must be one of {[*DTYPE_BYTES]} with shape {scales}, "
-                f"got {_name(self.scales.dtype)} {self.scales.shape}"
+                f"got {dtype_name(self.scales.dtype)} {self.scales.shape}"
             )
 
     @property
@@ -82,10 +85,10 @@ def quantize(
         ValueError: If w or the format is not one of ours.
     """
     _check_format(group_size, bits)
-    if w.ndim != 2 or _name(w.dtype) not in DTYPE_BYTES:
+    if w.ndim != 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
         raise ValueError(
             f"w must be a matrix [n, k] of {[*DTYPE_BYTES]}, "
-            f"got {_name(w.dtype)} with shape {w.shape}"
+            f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
     if 0 in w.shape or w.shape[1] % group_size:
         raise ValueError(
@@ -221,19 +224,20 @@ def _check_native(
     if w.ndim != 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
         raise ValueError(
             f"w must be a non-empty uint32 matrix [n, k / 8], "
-            f"got {_name(w.dtype)} with shape {w.shape}"
+            f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
     n, k = w.shape[0], w.shape[1] * 8
     if k % group_size:
         raise ValueError(f"w has k={k}, not a multiple of group_size={group_size}")
     for name, array in (("scales", scales), ("biases", biases)):
         expected = (n, k // group_size)
-        if array.shape != expected or _name(array.dtype) not in DTYPE_BYTES:
+        if array.shape != expected or dtype_name(array.dtype) not in DTYPE_BYTES:
             raise ValueError(
                 f"{name} must be one of {[*DTYPE_BYTES]} with shape {expected}, "
-                f"got {_name(array.dtype)} with shape {array.shape}"
+                f"got {dtype_name(array.dtype)} with shape {array.shape}"
             )
 
 
-def _name(dtype: mx.Dtype) -> str:
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Returns "float16" for `mx.float16`: the name that plans know a dtype by."""
     return str(dtype).removeprefix("mlx.core.")

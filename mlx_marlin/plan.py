@@ -36,6 +36,9 @@ FRAGMENTS_M = (1, 2)
 """Row fragments of x a simdgroup may hold: with three, group sums spill registers."""
 MAX_SIMDGROUPS = 8
 """256 threads, a size that leaves every kernel its registers."""
+MOST_UNEVEN = 65535
+"""Most threadgroups, or slices of k, that share work unevenly: the shaders cut in 32
+bits, and the product of two remainders has to fit."""
 THREADGROUP_LIMIT = 32768
 """Bytes of threadgroup memory that one threadgroup may have."""
 PADDED_COLUMNS = TILE_N + 4
@@ -204,6 +207,15 @@ class Plan:
                 f"k_parallel={self.k_parallel} makes a workspace of "
                 f"{self.workspace_shape}, expected fewer than {MOST_ELEMENTS} elements"
             )
+        for field, parts, whole in (
+            ("num_threadgroups", self.num_threadgroups, self.units),
+            ("k_parallel", self.k_parallel, self.cuts),
+        ):
+            if parts > MOST_UNEVEN and whole % parts:
+                raise ValueError(
+                    f"{field}={parts} does not divide {whole}, expected that or at "
+                    f"most {MOST_UNEVEN}"
+                )
         if self.num_threadgroups < 1:
             raise ValueError(
                 f"num_threadgroups={self.num_threadgroups} must be at least 1"

@@ -6,10 +6,15 @@ rows m beside it.
 
 from dataclasses import dataclass
 
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, Format, format_of
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, WORD_BITS, Format, format_of
 
 MOST_ELEMENTS = 2**31
 """An array must have fewer: the shaders count in 32 bits."""
+
+
+def largest_array(m: int, n: int, k: int, bits: int) -> int:
+    """Returns the elements of a product's largest array: x, the words or the result."""
+    return max(m * k, n * k * bits // WORD_BITS, m * n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class Problem:
             raise ValueError(
                 f"m, n and k must be at least 1, got m={self.m}, n={self.n}, k={self.k}"
             )
-        largest = max(self.m * self.n, self.m * self.k, self.n * self.k // 8)
+        largest = largest_array(self.m, self.n, self.k, self.bits)
         if largest >= MOST_ELEMENTS:
             raise ValueError(
                 f"m={self.m}, n={self.n}, k={self.k} make an array of {largest} "

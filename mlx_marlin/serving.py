@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_marlin import device, launch, scheduler
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
-from mlx_marlin.packing import PackedWeight, unpack
-from mlx_marlin.problem import MOST_ELEMENTS, Problem
+from mlx_marlin.packing import PackedWeight, dtype_name, unpack
+from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
 
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]
@@ -192,8 +192,8 @@ def _decide(kind: Kind, stock: Run) -> Served:
         n=kind.n,
         k=kind.k,
         group_size=kind.group_size,
-        dtype=_name(kind.dtype),
-        scale_dtype=_name(kind.scale_dtype),
+        dtype=dtype_name(kind.dtype),
+        scale_dtype=dtype_name(kind.scale_dtype),
         layout=kind.layout,
     )
     reason = _faster_elsewhere(problem)
@@ -223,10 +223,10 @@ def _not_ours(kind: Kind) -> str | None:
         return "our kernels multiply by the transposed weight only"
     if kind.batched:
         return "our kernels take one weight matrix, not a batch"
-    if _name(kind.dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {_name(kind.dtype)}"
-    x_size, size = prod(kind.x_shape), prod(kind.shape)
-    if max(x_size, size, kind.n * kind.k // 8) >= MOST_ELEMENTS:
+    if dtype_name(kind.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {dtype_name(kind.dtype)}"
+    rows = prod(kind.x_shape[:-1])
+    if largest_array(rows, kind.n, kind.k, kind.bits) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None
 
@@ -283,7 +283,3 @@ def _as_rows(product: launch.Product, kind: Kind) -> Run:
         return product(x.reshape(rows), w, scales, biases).reshape(shape)
 
     return run
-
-
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")

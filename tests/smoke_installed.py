@@ -20,5 +20,5 @@ for weight in ((w, scales, biases), (mlx_marlin.pack(w, scales, biases),)):
     y = mlx_marlin.quantized_matmul(x, *weight)
     error = mx.abs(y - mx.quantized_matmul(x, w, scales, biases)).max().item()
     assert error < 1e-3, error
-assert launch.plans_used(), "stock MLX served the calls"
+assert launch.plans_built(), "stock MLX served the calls"
 print(f"{package}: {launch.backend()} agrees with stock MLX")

@@ -1,4 +1,4 @@
-"""`mlx-marlin plan` draws the seed's picture and refuses nonsense in one line."""
+"""`mlx-marlin plan` draws Marlin's picture and refuses nonsense in one line."""
 
 import subprocess
 import sys

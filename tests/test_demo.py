@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin import launch
 from mlx_marlin.cli import demo, demo_report, main
-from mlx_marlin.cli.generation import compare_tokens, generate, passes, perplexity
+from mlx_marlin.cli.generation import (
+    Generation,
+    compare_tokens,
+    generate,
+    passes,
+    perplexity,
+)
 
 SHORT = ["demo", "--batch", "2", "--tokens", "2"]
 
@@ -108,6 +114,19 @@ def test_a_perplexity_half_a_percent_off_is_wrong(
     backend("stock")
 
     assert len(demo_report.complaints(ours, 8.0)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("ours", "margin", "wrong"),
+    [([1, 2, 3], 9.0, 0), ([1, 5, 3], 0.4, 0), ([1, 5, 3], 0.6, 1), ([4, 2, 3], 9, 0)],
+)
+def test_a_text_that_parts_where_stock_is_sure_is_wrong(
+    ours: list[int], margin: float, wrong: int
+) -> None:
+    stock = Generation(tokens=[[1, 2, 3]], margins=[[0.1, margin, 9.0]], step_ms=1.0)
+    written = Generation(tokens=[ours], margins=[[1.0] * 3], step_ms=1.0)
+
+    assert len(demo_report.wrong_texts(written, stock)) == wrong
 
 
 def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(

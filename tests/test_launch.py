@@ -208,7 +208,7 @@ def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
     y = mlx_marlin.quantized_matmul(x.reshape(3, 3, 4096), *weights)
 
     assert y.shape == (3, 3, 64)
-    (plan,) = launch.plans_used()
+    (plan,) = launch.plans_built()
     assert plan.problem.layout == layout
     assert len(recorder.called) == plan.dispatches
 
@@ -245,14 +245,14 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     assert params.tolist() == [1, 1, 32, 1, 0]
 
 
-def test_plans_used_are_listed_once_in_order(backend: Choose) -> None:
+def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
     backend("metal")
     plans = [scheduler.make(Problem(m=m, n=40, k=512), k_parallel=1) for m in (9, 1, 9)]
 
     for plan in plans:
         launch.product(plan)
 
-    assert launch.plans_used() == plans[:2]
+    assert launch.plans_built() == plans[:2]
 
 
 @pytest.mark.parametrize("name", ["metal", "emulator", "stock"])

@@ -25,11 +25,7 @@ def assert_right(y: mx.array, x: mx.array, native: tuple[mx.array, ...]) -> None
     if launch.backend() == "stock":
         assert mx.array_equal(y, stock)
     else:
-        # How exact the kernels are is `test_kernels.py`'s subject: here, the right sum.
-        expected = oracles.product(x, *native, group_size=64)
-        scale = oracles.magnitude(x, *native, group_size=64)
-        name = str(y.dtype).removeprefix("mlx.core.")
-        assert oracles.error(y, expected, scale) < oracles.TOLERANCES[name]
+        oracles.assert_close(y, stock, x, native, group_size=64, offset=64)
 
 
 def assert_as_mlx(x: mx.array, native: tuple[mx.array, ...]) -> None:

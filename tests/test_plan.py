@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, problems
 
-from mlx_marlin.plan import Plan, Tile, run_balanced, run_ceil, tile_position
+from mlx_marlin import scheduler
+from mlx_marlin.plan import (
+    MOST_UNEVEN,
+    Plan,
+    Tile,
+    run_balanced,
+    run_ceil,
+    tile_position,
+)
 from mlx_marlin.problem import Problem
 
 SMALL = problems(max_m=20, max_n=70, max_k=768)
@@ -145,6 +153,27 @@ def test_balanced_runs_differ_by_at_most_one_unit(
 
     assert sum(counts) == units
     assert max(counts) - min(counts) <= 1
+
+
+@given(st.data(), st.integers(1, 2**31 - 1), st.integers(1, MOST_UNEVEN))
+def test_the_shaders_cut_alike_in_32_bits(
+    data: st.DataObject, total: int, parts: int
+) -> None:
+    part = data.draw(st.integers(0, parts - 1))
+    quotient, rest = divmod(total, parts)
+
+    # As `balanced_cut` in work.metal computes it, on unsigned 32-bit integers.
+    wrapped = (part * quotient + part * rest % 2**32 // parts) % 2**32
+
+    assert wrapped == run_balanced(total, parts, part)[0]
+
+
+def test_more_uneven_parts_than_32_bits_can_cut_are_refused() -> None:
+    problem = Problem(m=1, n=32 * 100_000, k=64)
+    even = scheduler.make(problem, num_threadgroups=100_000)
+
+    with pytest.raises(ValueError, match="num_threadgroups=70000 does not divide"):
+        replace(even, strategy="stripe", num_threadgroups=70_000)
 
 
 @given(UNITS, THREADGROUPS)

@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import oracles
 import pytest
 
 from mlx_marlin import launch
@@ -35,6 +36,12 @@ def test_every_command_shown_is_one_of_ours(
         if words[0] != "demo":
             assert main(words) == 0
             assert "(model, not measured)" in capsys.readouterr().out
+
+
+def test_the_errors_that_are_promised_are_the_tested_ones() -> None:
+    promised = re.findall(r"(\d+e-\d+) \((\w+)\)", README)
+
+    assert {dtype: float(bound) for bound, dtype in promised} == oracles.TOLERANCES
 
 
 def test_every_environment_variable_is_listed() -> None:

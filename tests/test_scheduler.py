@@ -37,7 +37,7 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
 ) -> None:
     def doubted(plan: Plan) -> float:
         seconds = scheduler.predict(plan, chip).seconds
-        return seconds * 1.06 if plan.is_split else seconds
+        return seconds * (1 + scheduler.MODEL_ERROR) if plan.is_split else seconds
 
     chosen = doubted(scheduler.choose(problem, chip))
     cheapest = min(doubted(plan) for plan in candidates(problem, chip, {}))
@@ -208,6 +208,8 @@ def test_a_cached_choice_takes_less_than_five_microseconds() -> None:
     ("rows", "words"),
     [
         (1, "1 row is bound by reading the weight, 25.6 us by the model"),
+        (2, "2 rows are bound by reading the weight: on M3 stock MLX reads it once"),
+        (3, "the model sees no gain"),
         (26, "26 rows are close to stock MLX's tile of 32"),
         (32, "32 rows are close to stock MLX's tile of 32"),
         (65, "65 rows are more than 64"),
@@ -221,7 +223,14 @@ def test_stock_serves_where_the_model_sees_no_gain(rows: int, words: str) -> Non
     assert "model" in reason
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8, 9, 16, 24, 25, 33, 50, 64])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_few_rows_stay_ours_where_stock_reads_the_weight_for_each(rows: int) -> None:
+    problem = Problem(m=rows, n=4096, k=4096)
+
+    assert scheduler.stock_reason(problem, Device.named("M1 Max")) is None
+
+
+@pytest.mark.parametrize("rows", [4, 8, 9, 16, 24, 25, 33, 50, 64])
 def test_ours_serves_the_rows_between(rows: int) -> None:
     problem = Problem(m=rows, n=4096, k=4096)
 

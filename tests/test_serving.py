@@ -207,6 +207,6 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
     backend("metal")
 
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
-    assert [plan.problem.m for plan in launch.plans_used()] == [3]
+    assert [plan.problem.m for plan in launch.plans_built()] == [3]
     serving.forget()
-    assert launch.plans_used() == []
+    assert launch.plans_built() == []

@@ -5,6 +5,7 @@ only when it is asked for.
 """
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -23,7 +24,13 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _run(argv)
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader of our output has enough. What is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())
         print(f"mlx-marlin: error: {reason}", file=sys.stderr)

@@ -10,10 +10,15 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin import launch
 from mlx_marlin.cli.generation import Generation, compare_tokens
+from mlx_marlin.packing import dtype_name
 from mlx_marlin.plan import Plan
 
 TOLERANCE = 0.005
 """Relative difference of the perplexities, ours to stock's, that fails the demo."""
+
+CLOSE = 0.5
+"""Logits. Where stock's first choice leads by more, rounding does not change it: in
+bfloat16 it moves these logits by up to about 0.1."""
 
 BACKENDS = {
     "metal": "Metal on this GPU",
@@ -32,7 +37,7 @@ def opening(name: str, model: nn.Module, layout: str) -> str:
     """Says which model will run, and on what."""
     leaves = dict(tree_flatten(model.parameters())).values()
     weights = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
-    dtypes = sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in weights})
+    dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
     size = sum(weight.nbytes for weight in weights)
     return (
         f"model     {name}: {size / 1e6:.1f} MB, {', '.join(dtypes)}\n"
@@ -119,6 +124,22 @@ def complaints(ours: float, stock: float) -> list[str]:
     if launch.backend() == "stock" and launch.forced_backend() != "stock":
         found.append("none of our kernels ran: stock MLX served every product")
     return found
+
+
+def wrong_texts(ours: Generation, stock: Generation) -> list[str]:
+    """Says where a text parts from stock's though stock was sure of its token."""
+    parts = compare_tokens(ours.tokens, stock.tokens)
+    sure = [
+        (i, part, stock.margins[i][part])
+        for i, part in enumerate(parts)
+        # Written so that nan is sure too.
+        if part is not None and not stock.margins[i][part] <= CLOSE
+    ]
+    return [
+        f"{len(parts)} at once, text {i + 1} parts from stock's at token {part + 1}, "
+        f"where stock's first choice led by {margin:.3g} logits, more than {CLOSE}"
+        for i, part, margin in sure
+    ]
 
 
 def _prompt(tokenizer: Any, prompt: mx.array) -> str:

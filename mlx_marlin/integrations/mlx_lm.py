@@ -73,8 +73,9 @@ def optimize(
     found = _find(model, wanted)
     if not found and not _find(model, _is_ours):
         raise ValueError(
-            "model has no layer to convert: expected nn.QuantizedLinear, affine 4-bit "
-            "with group size 32, 64 or 128, or quantize=True for nn.Linear"
+            "model has no layer to convert: expected nn.QuantizedLinear, affine "
+            f"{bits}-bit with group size in {group_sizes}, or quantize=True for "
+            "nn.Linear"
         )
     _replace(found, convert, progress)
     return model

@@ -6,9 +6,13 @@ from mlx_marlin.device import Device
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import memory_seconds
 
+WIDE_GENERATIONS = ("M3", "M4", "M5")
+"""Where stock MLX reads a weight once for up to five rows (its `qmv_wide`)."""
+FEW_ROWS = 3
+"""Up to so many rows it is then as near to the memory's limit as our kernels."""
 PARITY_ROWS = range(26, 33)
-"""Rows where the model sees 0.85 to 1.1 times stock's speed: nothing to promise.
-Stock's tile has 32 rows, so it does its work without waste here."""
+"""Rows where the model, fitted on M3 Max and M4 Pro, sees 0.85 to 1.1 times stock's
+speed: nothing to promise. Stock's tile has 32 rows and wastes nothing here."""
 MOST_ROWS = 64
 """Beyond, a product is bound by arithmetic that 8x8 matrices do not make cheaper."""
 TENSOR_ROWS = 9
@@ -35,6 +39,12 @@ def stock_reason(problem: Problem, device: Device) -> str | None:
         return (
             f"1 row is bound by reading the weight, {floor:.1f} us by the model for "
             f"any kernel on {device.variant}, and stock MLX is already there"
+        )
+    if problem.m <= FEW_ROWS and device.generation in WIDE_GENERATIONS:
+        return (
+            f"{problem.m} rows are bound by reading the weight: on "
+            f"{device.generation} stock MLX reads it once for all of them, and the "
+            "model sees no gain"
         )
     if problem.m > MOST_ROWS:
         return (

@@ -70,7 +70,7 @@ METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
     thread const uint4* words,
     int f,
-    thread const simdgroup_matrix<F, 8, 8>* columns,
+    thread simdgroup_matrix<F, 8, 8>* columns,
     thread const float2* sums) {
   typedef typename WeightFragment<F, WIDEN>::type W;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
@@ -80,7 +80,7 @@ METAL_FUNC void multiply(
   }
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
     const vec<W, 2> codes = decode<W, SUBTRACT>(words[step / 4][f], step % 4);
-    const simdgroup_matrix<W, 8, 8> rows = make_fragment<W>(codes.x, codes.y);
+    simdgroup_matrix<W, 8, 8> rows = make_fragment<W>(codes.x, codes.y);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
       simdgroup_multiply_accumulate(
           products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
@@ -110,7 +110,15 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int corne
 }
 
 // The main loop of one simdgroup: its k tiles of one unit, for FRAGMENTS fragments of x.
-template <int FRAGMENTS, int SIMDGROUPS_K, int GROUP, bool PACKED, bool SUBTRACT, bool WIDEN, typename T, typename S>
+template <
+    int FRAGMENTS,
+    int SIMDGROUPS_K,
+    int GROUP,
+    bool PACKED,
+    bool SUBTRACT,
+    bool WIDEN,
+    typename T,
+    typename S>
 METAL_FUNC void accumulate(
     thread float2* totals,
     const device T* x,
@@ -169,7 +177,7 @@ METAL_FUNC void gemm_register(
     const device uint32_t* w,
     const device S* scales,
     const device S* biases,
-    constant int32_t* params,
+    const constant int32_t* params,
     device O* out,
     threadgroup float* scratch,
     int threadgroup_index,

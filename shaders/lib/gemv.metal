@@ -28,7 +28,8 @@ METAL_FUNC Quantizers load_vectors(
 
 // products[row][f] += the lane's codes of row fragment f times its activations.
 template <int ROWS, int RUNS, bool SUBTRACT, typename Run>
-METAL_FUNC void add_products(thread float4* products, thread const uint4* words, thread const Run* runs) {
+METAL_FUNC void add_products(
+    thread float4* products, thread const uint4* words, thread const Run* runs) {
   UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
@@ -43,13 +44,21 @@ METAL_FUNC void add_products(thread float4* products, thread const uint4* words,
   }
 }
 
-template <int ROWS, int SIMDGROUPS_K, int GROUP, bool PACKED, bool SUBTRACT, typename T, typename S, typename O>
+template <
+    int ROWS,
+    int SIMDGROUPS_K,
+    int GROUP,
+    bool PACKED,
+    bool SUBTRACT,
+    typename T,
+    typename S,
+    typename O>
 METAL_FUNC void gemv(
     const device T* x,
     const device uint32_t* w,
     const device S* scales,
     const device S* biases,
-    constant int32_t* params,
+    const constant int32_t* params,
     device O* out,
     threadgroup float* scratch,
     int threadgroup_index,

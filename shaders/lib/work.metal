@@ -16,10 +16,10 @@ struct Work {
   int n;
   int k;
   int k_parallel;       // slices of k in each tile
-  bool ceil_partition;  // the runs of seed 000 instead of balanced ones
+  bool ceil_partition;  // Marlin's runs of ceil(units / threadgroups) instead of balanced ones
 };
 
-METAL_FUNC Work read_work(constant int32_t* params) {
+METAL_FUNC Work read_work(const constant int32_t* params) {
   Work work;
   work.m = params[0];
   work.n = params[1];
