@@ -91,7 +91,7 @@ def assert_close(
     Every element is within the error of a float32 sum and of rounding to its dtype.
     Few elements may be exact by luck, so the comparisons of whole results need many. In
     float32 the first bound says it all: an offset of the codes shows, and so does that
-    a group's scale and bias are applied to sums, where stock MLX decodes before it adds.
+    a group's scale and bias are applied to sums, where stock MLX decodes, then adds.
 
     Args:
         actual: The result to judge.
