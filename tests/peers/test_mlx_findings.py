@@ -1,0 +1,63 @@
+"""What the emulator reports in MLX's kernels: reads past the end, and their harm.
+
+Each is a read that a test on a GPU does not see, because the bytes behind an array
+belong to something harmless. A release of MLX that mends one fails its test here.
+"""
+
+import mlx.core as mx
+import mlx_geometry
+import pytest
+from mlx_products import Operands, Product
+
+from mlx_marlin import emulator
+
+pytestmark = pytest.mark.peer
+
+QUAD = Product(kernel="qmv_quad", mode="mxfp4", dtype=mx.float16, m=3, n=37, k=128)
+TAIL = Product(kernel="qmm_t", mode="nvfp4", dtype=mx.float16, m=32, n=32, k=272)
+"""k is 16 more than a multiple of 32: half of the last tile is behind the row."""
+
+
+def padded(operands: Operands, name: str, rows: int, byte: int = 0) -> Operands:
+    """With so many more rows of that byte behind an array of the weight."""
+    array = operands.weight[name]
+    item = byte * (0x01010101 if array.dtype == mx.uint32 else 1)
+    more = mx.full((1, rows, array.shape[-1]), item, dtype=array.dtype)
+    longer = mx.concatenate([array, more], axis=1)
+    weight = {**operands.weight, name: longer}
+    return Operands(operands.x, weight, operands.expected)
+
+
+def test_fp_qmv_quad_reads_scales_of_rows_that_do_not_exist(fp_header: str) -> None:
+    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'scales"):
+        mlx_geometry.compute(QUAD, Operands.of(QUAD), fp_header)
+
+
+def test_fp_qmv_quad_makes_no_use_of_them(fp_header: str) -> None:
+    operands = padded(Operands.of(QUAD), "scales", 64 - QUAD.n, byte=0xFF)
+    assert operands.error(mlx_geometry.compute(QUAD, operands, fp_header)) < 1e-3
+
+
+def test_nvfp4_qmm_t_reads_weights_behind_the_last_row(fp_header: str) -> None:
+    operands = padded(Operands.of(TAIL), "scales", 1)
+    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'w_"):
+        mlx_geometry.compute(TAIL, operands, fp_header)
+
+
+def test_nvfp4_qmm_t_reads_a_scale_behind_the_last_row(fp_header: str) -> None:
+    operands = padded(Operands.of(TAIL), "w", 1)
+    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'scales"):
+        mlx_geometry.compute(TAIL, operands, fp_header)
+
+
+@pytest.mark.parametrize(
+    ("behind", "spoilt"), [(0x38, False), (0x7F, True), (0xFF, True)]
+)
+def test_nvfp4_qmm_t_is_nan_in_its_last_column_if_that_scale_is(
+    fp_header: str, behind: int, spoilt: bool
+) -> None:
+    operands = padded(padded(Operands.of(TAIL), "w", 1), "scales", 1, byte=behind)
+    y = mlx_geometry.compute(TAIL, operands, fp_header)[0]
+    assert mx.isnan(y).any(axis=0).tolist() == [False] * 31 + [spoilt]
+    if not spoilt:
+        assert operands.error(y) < 1e-3

@@ -1,0 +1,114 @@
+"""What other people's Metal headers ask of the front end and the shim headers."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import emulator
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason=str(emulator.unavailable())
+)
+
+
+def result(source: str, header: str) -> float:
+    """What `y[0]` becomes."""
+    kernel = emulator.metal_kernel(
+        name="foreign", input_names=[], output_names=["y"], source=source, header=header
+    )
+    (y,) = kernel(
+        inputs=[],
+        output_shapes=[(1,)],
+        output_dtypes=[mx.float32],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+    )
+    return float(y.item())
+
+
+CONSTANT = """#include <metal_stdlib>
+
+constant bool wanted [[function_constant(200)]];
+float chosen() { return wanted ? 2 : 1; }
+"""
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", 2), ("false", 1)])
+def test_a_function_constant_has_the_value_defined_behind_it(
+    value: str, expected: float
+) -> None:
+    header = f"{CONSTANT}constant bool wanted = {value};\n"
+    assert result("y[0] = chosen();", header) == expected
+
+
+def test_a_function_constant_without_a_value_may_stand_unused() -> None:
+    unused = CONSTANT.replace("wanted ? 2 : 1", "3")
+    assert result("y[0] = chosen();", unused) == 3
+
+
+def test_a_function_constant_without_a_value_cannot_be_used() -> None:
+    with pytest.raises(emulator.CompileError, match="wanted"):
+        result("y[0] = chosen();", CONSTANT)
+
+
+def test_a_kernel_function_is_callable_with_its_attributes() -> None:
+    header = """
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(32)]] void theirs(
+    const device T* x [[buffer(0), function_constant(absent)]],
+    device T* y [[buffer(1)]],
+    threadgroup T* tile [[threadgroup(0)]],
+    uint i [[thread_position_in_grid]]) {
+  y[i] = 4;
+}
+"""
+    source = "theirs<float>(nullptr, y, nullptr, thread_position_in_grid.x);"
+    assert result(source, header) == 4
+
+
+def test_a_class_converts_to_its_own_type_name() -> None:
+    header = """
+template <typename T, T v>
+struct fixed {
+  using value_type = T;
+  constexpr operator value_type() const thread noexcept { return v; }
+};
+"""
+    assert result("y[0] = fixed<int, 5>{};", header) == 5
+
+
+SPECIALISED = """
+template <typename T>
+struct pointed {};
+template <typename T>
+struct pointed<device T*> { using type = T; };
+template <typename T>
+struct pointed<threadgroup T*> { using type = T; };
+"""
+
+
+def test_specialisations_for_every_address_space_are_one() -> None:
+    source = "pointed<device float*>::type six = 6; y[0] = six;"
+    assert result(source, SPECIALISED) == 6
+
+
+def test_functions_of_two_namespaces_are_two() -> None:
+    header = """
+namespace one {
+float value(const device float* x) { return 1; }
+float value(const threadgroup float* x) { return 1; }
+}
+namespace two {
+float value(const device float* x) { return 6; }
+float value(const threadgroup float* x) { return 6; }
+}
+"""
+    assert result("y[0] = one::value(y) + two::value(y);", header) == 7
+
+
+def test_types_are_chosen_by_condition() -> None:
+    source = """
+    using chosen = typename ConditionalType<true, float, int>::type;
+    using plain = metal::remove_addrspace_t<chosen>;
+    y[0] = metal::bool_constant<true>::value ? plain(8.5f) : 0;
+    """
+    assert result(source, "") == 8.5
