@@ -1,0 +1,70 @@
+// metal_atomic: device and threadgroup memory only.
+#pragma once
+#include "simd.h"
+
+// Names that clang defines by itself in this mode.
+#define atomic_int metal_atomic_int
+#define atomic_uint metal_atomic_uint
+#define atomic_float metal_atomic_float
+#define atomic_long metal_atomic_long
+#define atomic_ulong metal_atomic_ulong
+
+namespace metal {
+
+enum memory_order : uint {
+  memory_order_relaxed = 0,
+  memory_order_acquire = 2,
+  memory_order_release = 3,
+  memory_order_acq_rel = 4,
+  memory_order_seq_cst = 5,
+};
+enum thread_scope : uint {
+  thread_scope_thread,
+  thread_scope_simdgroup,
+  thread_scope_threadgroup,
+  thread_scope_device,
+};
+
+template <class T>
+struct atomic {
+  static_assert(is_same_v<T, int> || is_same_v<T, uint> || is_same_v<T, float> ||
+                    is_same_v<T, bool> || is_same_v<T, ulong>,
+                "atomics are int, uint, float, bool or ulong");
+
+ private:
+  T value;
+};
+using atomic_int = atomic<int>;
+using atomic_uint = atomic<uint>;
+using atomic_bool = atomic<bool>;
+using atomic_float = atomic<float>;
+using atomic_ulong = atomic<ulong>;
+
+#define EMU_UPDATE(space, name) \
+  template <class T>            \
+  T name(volatile space atomic<T>*, emu::given<T>, memory_order);
+#define EMU_SPACE(space)                                                              \
+  template <class T>                                                                  \
+  void atomic_store_explicit(volatile space atomic<T>*, emu::given<T>, memory_order); \
+  template <class T>                                                                  \
+  T atomic_load_explicit(const volatile space atomic<T>*, memory_order);              \
+  template <class T>                                                                  \
+  bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>*, thread T*,    \
+                                             emu::given<T>, memory_order,             \
+                                             memory_order);                           \
+  EMU_UPDATE(space, atomic_exchange_explicit)                                         \
+  EMU_UPDATE(space, atomic_fetch_add_explicit)                                        \
+  EMU_UPDATE(space, atomic_fetch_and_explicit)                                        \
+  EMU_UPDATE(space, atomic_fetch_max_explicit)                                        \
+  EMU_UPDATE(space, atomic_fetch_min_explicit)                                        \
+  EMU_UPDATE(space, atomic_fetch_or_explicit)                                         \
+  EMU_UPDATE(space, atomic_fetch_sub_explicit)                                        \
+  EMU_UPDATE(space, atomic_fetch_xor_explicit)
+EMU_SPACE(device)
+EMU_SPACE(threadgroup)
+#undef EMU_SPACE
+#undef EMU_UPDATE
+
+void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device);
+
+}  // namespace metal

@@ -1,0 +1,121 @@
+// metal_simdgroup, metal_quadgroup, metal_compute and metal_simdgroup_matrix.
+#pragma once
+#include "library.h"
+
+namespace metal {
+
+enum class mem_flags : uint {
+  mem_none = 0,
+  mem_device = 1,
+  mem_threadgroup = 2,
+  mem_texture = 4,
+  mem_threadgroup_imageblock = 8,
+};
+constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+  return mem_flags(uint(a) | uint(b));
+}
+void threadgroup_barrier(mem_flags);
+void simdgroup_barrier(mem_flags);
+
+#define EMU_REDUCE(name) \
+  template <class T>     \
+  T simd_##name(T);      \
+  template <class T>     \
+  T quad_##name(T);
+EMU_REDUCE(sum)
+EMU_REDUCE(product)
+EMU_REDUCE(max)
+EMU_REDUCE(min)
+EMU_REDUCE(and)
+EMU_REDUCE(or)
+EMU_REDUCE(xor)
+EMU_REDUCE(prefix_exclusive_sum)
+EMU_REDUCE(prefix_inclusive_sum)
+EMU_REDUCE(prefix_exclusive_product)
+EMU_REDUCE(prefix_inclusive_product)
+EMU_REDUCE(broadcast_first)
+#undef EMU_REDUCE
+
+#define EMU_SHUFFLE(name)   \
+  template <class T>        \
+  T simd_##name(T, ushort); \
+  template <class T>        \
+  T quad_##name(T, ushort);
+EMU_SHUFFLE(shuffle)
+EMU_SHUFFLE(broadcast)
+EMU_SHUFFLE(shuffle_xor)
+EMU_SHUFFLE(shuffle_up)
+EMU_SHUFFLE(shuffle_down)
+EMU_SHUFFLE(shuffle_rotate_up)
+EMU_SHUFFLE(shuffle_rotate_down)
+#undef EMU_SHUFFLE
+template <class T>
+T simd_shuffle_and_fill_up(T, T, ushort);
+template <class T>
+T simd_shuffle_and_fill_down(T, T, ushort);
+
+class simd_vote {
+ public:
+  using vote_t = ulong;
+  explicit constexpr simd_vote(vote_t = 0) {}
+  explicit constexpr operator vote_t() const { return 0; }
+  bool any() const;
+  bool all() const;
+};
+simd_vote simd_ballot(bool);
+simd_vote simd_active_threads_mask();
+bool simd_any(bool);
+bool simd_all(bool);
+bool simd_is_first();
+bool simd_is_helper_thread();
+bool quad_any(bool);
+bool quad_all(bool);
+bool quad_is_first();
+
+template <class T, int Columns, int Rows>
+struct simdgroup_matrix {
+  static_assert(Columns == 8 && Rows == 8, "simdgroup matrices are 8x8");
+  static_assert(is_floating_point_v<T>, "simdgroup matrices are half, bfloat or float");
+
+  simdgroup_matrix() = default;
+  explicit simdgroup_matrix(T diagonal);
+  thread vec<T, 2>& thread_elements();
+  const thread vec<T, 2>& thread_elements() const;
+
+ private:
+  vec<T, 2> elements_;
+};
+using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
+using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
+using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
+
+template <class T, int Columns, int Rows = Columns>
+simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value);
+
+// Deprecated here only: that makes clang tell the operand types of every call.
+template <class D, class A, class B, class C>
+[[deprecated]] void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>&,
+                                                  simdgroup_matrix<A, 8, 8>,
+                                                  simdgroup_matrix<B, 8, 8>,
+                                                  simdgroup_matrix<C, 8, 8>);
+template <class D, class A, class B>
+void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>&, simdgroup_matrix<A, 8, 8>,
+                        simdgroup_matrix<B, 8, 8>);
+template <class T>
+simdgroup_matrix<T, 8, 8> operator*(simdgroup_matrix<T, 8, 8>,
+                                    simdgroup_matrix<T, 8, 8>);
+
+#define EMU_SPACE(space)                                                      \
+  template <class T>                                                          \
+  void simdgroup_load(thread simdgroup_matrix<T, 8, 8>&, const space T*,      \
+                      ulong elements_per_row = 8, ulong2 origin = ulong2(0),  \
+                      bool transpose_matrix = false);                         \
+  template <class T>                                                          \
+  void simdgroup_store(simdgroup_matrix<T, 8, 8>, space T*,                   \
+                       ulong elements_per_row = 8, ulong2 origin = ulong2(0), \
+                       bool transpose_matrix = false);
+EMU_SPACE(device)
+EMU_SPACE(threadgroup)
+#undef EMU_SPACE
+
+}  // namespace metal

@@ -1,0 +1,92 @@
+"""Our shaders use of Metal what MLX's own shipped kernels use: Apple compiles that."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from metal_vocabulary import used
+from shader_variants import checked, covering_variants
+
+from mlx_marlin import emulator, source
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+MLX = json.loads((Path(__file__).parent / "data" / "mlx_builtins.json").read_text())
+
+ALIAS = "Metal's own alias of vec<T, N>, which MLX spells out (MSL specification, 2.2)"
+PACKED = (
+    "only packed vectors are aligned as their elements are (MSL specification, 2.2.3): "
+    "arrays of MLX may start at any element"
+)
+REVIEWED = {
+    "half2": ALIAS,
+    "half4": ALIAS,
+    "uint4": ALIAS,
+    "ushort4": ALIAS,
+    "packed_float4": PACKED,
+    "packed_half4": PACKED,
+    "packed_uint2": PACKED,
+    "packed_uint4": PACKED,
+    "packed_ushort4": PACKED,
+}
+"""What MLX's kernels do not use, and why ours may."""
+
+TEXTS = {
+    text.name: text.header + text.source
+    for text in (
+        source.product_source("gemv"),
+        source.product_source("gemm_register"),
+        source.reduce_source(),
+    )
+}
+
+
+@pytest.mark.parametrize("kernel", TEXTS)
+def test_a_kernel_uses_what_mlx_uses_or_what_was_reviewed(kernel: str) -> None:
+    assert used(TEXTS[kernel]) - {*MLX["names"]} - {*REVIEWED} == set()
+
+
+def test_nothing_was_reviewed_in_vain() -> None:
+    ours = set[str]().union(*map(used, TEXTS.values()))
+
+    assert {*REVIEWED} <= ours
+    assert {*REVIEWED} & {*MLX["names"]} == set()
+
+
+def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
+    products = [v for v in covering_variants() if v.kernel == "gemm_register"]
+
+    operands = checked(products)
+
+    assert operands == {
+        ("float", "half", "half", "float"),
+        ("float", "float", "float", "float"),
+    }
+    assert operands <= {*map(tuple, MLX["multiply_accumulate"])}
+
+
+def test_the_list_is_of_the_pinned_mlx() -> None:
+    # After a change of the pin: python tests/list_mlx_builtins.py
+    assert MLX["mlx"] == metadata.version("mlx")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("x = simd_ballot(true);", {"simd_ballot"}),
+        ("simd_vote v; v.any();", {"simd_vote", "any"}),
+        ("m.thread_elements() = as_type<int>(f);", {"thread_elements", "as_type"}),
+        ("auto p = (packed_char4)q;", {"packed_char4"}),
+        ("f(mem_flags::mem_texture);", {"mem_flags", "mem_texture"}),
+        ("#pragma clang loop unroll_count(4)\n", {"clang loop unroll_count(4)"}),
+        ('_Pragma("clang loop vectorize(enable)")', {"clang loop vectorize(enable)"}),
+        ("y[threads_per_grid.x] = M_PI_F;", {"threads_per_grid", "M_PI_F"}),
+        # Not Metal's: a variable, a member, a comment, a text.
+        ("step = 3 < 4; a.half4; a.min; /* exp(x) */ // log(x)\n", set()),
+    ],
+)  # fmt: skip
+def test_the_names_of_metal_are_found_in_a_text(text: str, names: set[str]) -> None:
+    assert used(text) == names
