@@ -18,8 +18,8 @@ from metal_sources import FLOATS, HALVES, Size, each_thread, run, to_numpy
 
 from mlx_marlin import emulator
 from mlx_marlin.emulator import CompileError, EmulatorError, emulated, metal_kernel
+from mlx_marlin.emulator.dispatch import record
 from mlx_marlin.emulator.engine import POOL_REGIONS
-from mlx_marlin.emulator.trace import record
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"

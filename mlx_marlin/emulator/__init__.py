@@ -1,14 +1,25 @@
 """Runs any `mx.fast.metal_kernel` call on the CPU."""
 
 from mlx_marlin.emulator.build import unavailable
+from mlx_marlin.emulator.counters import Counters
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
-from mlx_marlin.emulator.metal_kernel import MetalKernel, emulated, metal_kernel
+from mlx_marlin.emulator.metal_kernel import (
+    MetalKernel,
+    emulated,
+    metal_kernel,
+    trace,
+)
+from mlx_marlin.emulator.static_check import check, check_text
 
 __all__ = [
     "CompileError",
+    "Counters",
     "EmulatorError",
     "MetalKernel",
+    "check",
+    "check_text",
     "emulated",
     "metal_kernel",
+    "trace",
     "unavailable",
 ]

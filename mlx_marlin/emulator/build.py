@@ -72,6 +72,30 @@ METAL_FLAGS = (
 )
 """Flags of a Metal kernel."""
 
+TRACE_FLAGS = (
+    "-DMSLEMU_TRACE",
+    # Calls at every access; the sanitizer's own run time is not there.
+    "-Xclang",
+    "-fsanitize=thread",
+    "-mllvm",
+    "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-atomics=0",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
+    # Code that serves two lines would name neither.
+    "-mllvm",
+    "-simplifycfg-sink-common=0",
+    "-mllvm",
+    "-simplifycfg-hoist-common=0",
+    "-mllvm",
+    "-enable-tail-merge=0",
+    # Accesses of more than 16 bytes would pass without a call.
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+)
+"""Flags of a Metal kernel that tells of its accesses to memory."""
+
 
 def machine_flags() -> tuple[str, ...]:
     """The instruction set: AVX2 and half conversions on x86-64, arm64's baseline."""
@@ -175,17 +199,20 @@ def runtime_library(found: Compiler) -> Path:
     return _cached(found, flags, _key((found.identity, *flags)), lambda _: files)
 
 
-def kernel_library(found: Compiler, text: str) -> Path:
+def kernel_library(found: Compiler, text: str, traced: bool = False) -> Path:
     """A kernel, built when the cache has none.
 
     Args:
         found: The compiler.
         text: A whole C++ translation unit.
+        traced: Whether it calls the run time at every access to memory.
 
     Raises:
         RefusedError: With clang's messages, if the text does not compile.
     """
     flags = (*FLAGS, *METAL_FLAGS, *found.separate_traps, *machine_flags())
+    if traced:
+        flags = (*flags, *TRACE_FLAGS)
     places = (
         *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
         # Installations share the cache: no debug line may name one of them.

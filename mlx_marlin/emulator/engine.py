@@ -51,6 +51,10 @@ class Report(ctypes.Structure):
         ("text", ctypes.c_char_p),
         ("amount", ctypes.c_uint64),
         ("trace", ctypes.c_uint64 * MAX_TRACE),
+        ("other_site", ctypes.c_uint64),
+        ("other_thread", ctypes.c_uint32),
+        ("other_is_write", ctypes.c_uint32),
+        ("other_threadgroup", Coordinates),
     ]
 
 
@@ -77,6 +81,7 @@ class Launch(ctypes.Structure):
         ("workers", ctypes.c_uint32),
         ("stop", ctypes.c_uint32),
         ("states", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
         ("report", Report),
     ]
 
@@ -226,13 +231,29 @@ def placed(arguments: Sequence[Argument]) -> Iterator[list[Placed]]:
                 _pool.give(one.region)
 
 
+class _Loaded(ctypes.Structure):
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_uint64),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_uint64),
+    ]
+
+
+def _load_address(entry: int) -> int:
+    info = _Loaded()
+    ctypes.CDLL(None).dladdr(ctypes.c_void_p(entry), ctypes.byref(info))
+    return int(info.base)
+
+
 @dataclass
 class Kernel:
-    """A loaded kernel: `entry` runs one thread."""
+    """A loaded kernel: `entry` runs one thread, `base` is where the file lies."""
 
     path: Path
     loaded: ctypes.CDLL
     entry: int
+    base: int
 
     @classmethod
     def load(cls, path: Path) -> Kernel:
@@ -241,7 +262,7 @@ class Kernel:
         loaded = ctypes.CDLL(str(path))
         entry = ctypes.cast(loaded.mslemu_kernel, ctypes.c_void_p).value
         assert entry is not None
-        return cls(path, loaded, entry)
+        return cls(path, loaded, entry, _load_address(entry))
 
 
 @dataclass
@@ -262,6 +283,7 @@ def run(
     threadgroup: tuple[int, int, int],
     seed: int,
     workers: int,
+    trace: ctypes.Structure | None = None,
 ) -> Outcome:
     """Runs a grid of threads to its end or to its first fault.
 
@@ -272,6 +294,7 @@ def run(
         threadgroup: Threads of a threadgroup, all positive, at most 1,024 together.
         seed: Chooses the order of threadgroups and simdgroups.
         workers: Host threads.
+        trace: For a traced kernel `tracing.Trace`, which is filled.
 
     Returns:
         The report of the run time; its fault is 0 if all went well.
@@ -285,6 +308,7 @@ def run(
         seed=seed & (2**64 - 1),
         workers=workers,
         states=ctypes.addressof(_states),
+        trace=None if trace is None else ctypes.addressof(trace),
     )
     library().mslemu_launch(ctypes.byref(launch))
     return Outcome(launch.report, _states)

@@ -7,10 +7,11 @@ that it belongs to, and the calls that were inlined around it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from mlx_marlin.emulator import build
 
@@ -84,57 +85,74 @@ def places(library: Path, offset: int) -> list[Place]:
         Nothing if the file has no line tables that can be read (as on macOS, where they
         stay in the object files) or if the address is not in Metal text.
     """
+    return places_of_all(library, [offset])[offset]
+
+
+def places_of_all(library: Path, offsets: Sequence[int]) -> dict[int, list[Place]]:
+    """`places` of many addresses; reading the tables is what takes time."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
+    found: dict[int, list[Place]] = {offset: [] for offset in offsets}
     with library.open("rb") as stream:
         try:
             dwarf = ELFFile(stream).get_dwarf_info()
         except ELFError:
-            return []
-        found = [place for place in _frames(dwarf, offset) if place is not None]
-    return [place for place in found if place.file != "entry" and place.line]
-
-
-def _frames(dwarf: DWARFInfo, offset: int) -> Iterator[Place | None]:
-    for unit in dwarf.iter_CUs():
-        program = dwarf.line_program_for_CU(unit)
-        if program is None:
-            continue
-        row = _row(program, offset)
-        if row is None:
-            continue
-        yield _place(program, row.file, row.line)
-        # A function without inlined calls has no entry of its own here.
-        calls = _calls(dwarf, unit.get_top_DIE(), offset)
-        for call in reversed(calls[1:]):
-            file = call.attributes["DW_AT_call_file"].value
-            yield _place(program, file, call.attributes["DW_AT_call_line"].value)
-
-
-def _calls(dwarf: DWARFInfo, top: DIE, offset: int) -> list[DIE]:
-    """The function at an address and the calls inlined into it, outermost first."""
-    found: list[DIE] = []
-    candidates = list(top.iter_children())
-    while candidates:
-        entry = candidates.pop()
-        if entry.is_null() or not _covers(dwarf, entry, offset):
-            continue
-        if entry.tag in _CALLS:
-            found.append(entry)
-        candidates = list(entry.iter_children())
+            return found
+        for unit in dwarf.iter_CUs():
+            program = dwarf.line_program_for_CU(unit)
+            if program is None:
+                continue
+            rows = _rows(program, found)
+            calls = _calls(dwarf, unit.get_top_DIE(), list(rows))
+            for offset, (row, near) in rows.items():
+                frames = [*_frames(program, row, calls[offset])]
+                metal = [place for place in frames if _is_metal(place)]
+                nearby = _place(program, near.file, near.line)
+                if not metal and _is_metal(nearby):
+                    metal = [nearby]
+                found[offset] += metal
     return found
 
 
-def _covers(dwarf: DWARFInfo, entry: DIE, offset: int) -> bool:
+def _is_metal(place: Place | None) -> TypeGuard[Place]:
+    return place is not None and place.file != "entry" and place.line > 0
+
+
+def _frames(program: Any, row: Any, calls: list[DIE]) -> Iterator[Place | None]:
+    yield _place(program, row.file, row.line)
+    # A function without inlined calls has no entry of its own here.
+    for call in reversed(calls[1:]):
+        file = call.attributes["DW_AT_call_file"].value
+        yield _place(program, file, call.attributes["DW_AT_call_line"].value)
+
+
+def _calls(dwarf: DWARFInfo, top: DIE, offsets: Sequence[int]) -> dict[int, list[DIE]]:
+    """The functions at addresses and the calls inlined into them, outermost first."""
+    found: dict[int, list[DIE]] = {offset: [] for offset in offsets}
+    candidates = [(entry, list(offsets)) for entry in top.iter_children()]
+    while candidates:
+        entry, wanted = candidates.pop()
+        covered = [] if entry.is_null() else _covered(dwarf, entry, wanted)
+        if not covered:
+            continue
+        if entry.tag in _CALLS:
+            for offset in covered:
+                found[offset].append(entry)
+        candidates += [(child, covered) for child in entry.iter_children()]
+    return found
+
+
+def _covered(dwarf: DWARFInfo, entry: DIE, offsets: Sequence[int]) -> list[int]:
     attributes = entry.attributes
     if "DW_AT_ranges" in attributes:
-        return any(begin <= offset < end for begin, end in _ranges(dwarf, entry))
+        ranges = list(_ranges(dwarf, entry))
+        return [o for o in offsets if any(begin <= o < end for begin, end in ranges)]
     if "DW_AT_low_pc" not in attributes or "DW_AT_high_pc" not in attributes:
-        return False
+        return []
     low, high = attributes["DW_AT_low_pc"].value, attributes["DW_AT_high_pc"]
     end = high.value if high.form == "DW_FORM_addr" else low + high.value
-    return bool(low <= offset < end)
+    return [offset for offset in offsets if low <= offset < end]
 
 
 def _ranges(dwarf: DWARFInfo, entry: DIE) -> Iterator[tuple[int, int]]:
@@ -151,17 +169,26 @@ def _ranges(dwarf: DWARFInfo, entry: DIE) -> Iterator[tuple[int, int]]:
             yield start + item.begin_offset, start + item.end_offset
 
 
-def _row(program: Any, offset: int) -> Any:
-    """The line table's row that covers an address, or None."""
-    previous = None
+def _rows(program: Any, offsets: Iterable[int]) -> dict[int, tuple[Any, Any]]:
+    """The line table's rows that cover addresses; none for those outside of it.
+
+    Each with the last row before it that has a line, or itself: code that the compiler
+    has made of two lines has none.
+    """
+    wanted = sorted(offsets)
+    found: dict[int, tuple[Any, Any]] = {}
+    previous = near = None
     for entry in program.get_entries():
         state = entry.state
         if state is None:
             continue
-        if previous and previous.address <= offset < state.address:
-            return previous
+        if previous and previous.address < state.address:
+            first = bisect_left(wanted, previous.address)
+            for offset in wanted[first : bisect_left(wanted, state.address)]:
+                found[offset] = previous, near
         previous = None if state.end_sequence else state
-    return None
+        near = state if state.line or near is None else near
+    return found
 
 
 def _place(program: Any, index: int, line: int) -> Place | None:

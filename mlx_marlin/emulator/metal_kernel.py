@@ -7,21 +7,22 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_marlin.emulator import build, compiler, engine, frontend, report
+from mlx_marlin.emulator import build, compiler, engine, frontend, report, tracing
 from mlx_marlin.emulator.arrays import (
     info_arguments,
     input_argument,
     output_argument,
     output_array,
 )
+from mlx_marlin.emulator.counters import Counters
+from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
 from mlx_marlin.emulator.lines import SourceMap
-from mlx_marlin.emulator.trace import Trace, record
 
 # Kept at import: a test may put this module's `metal_kernel` in its place.
 _stock = mx.fast.metal_kernel
@@ -29,37 +30,80 @@ _stock = mx.fast.metal_kernel
 
 @dataclass(frozen=True)
 class Options:
-    """How the emulator runs: shuffle seed, number of host threads."""
+    """How the emulator runs: shuffle seed, number of host threads, trace mode."""
 
     seed: int
     workers: int
+    trace: bool
 
 
 _PROCESSORS = os.cpu_count() or 1
-_DEFAULTS = Options(0, _PROCESSORS)
+_DEFAULTS = Options(0, _PROCESSORS, False)
 _options = ContextVar("emulated", default=_DEFAULTS)
+_launches: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
 
 
 @contextmanager
-def emulated(*, seed: int = 0, workers: int | None = None) -> Iterator[Options]:
-    """Sets how kernels run inside the block.
+def emulated(
+    *, seed: int | None = None, workers: int | None = None, trace: bool | None = None
+) -> Iterator[Options]:
+    """Runs every custom Metal kernel of MLX on the CPU inside the block.
+
+    `mx.fast.metal_kernel` is ours meanwhile, for whatever code builds its kernels
+    there; kernels that it built stay emulated. Not for several threads at once.
 
     Args:
-        seed: Chooses the order in which threadgroups and simdgroups run. A correct
-            kernel gives the same result for every seed.
-        workers: Host threads; the number of processors if None.
+        seed: Chooses the order in which threadgroups and simdgroups run, 0 at first. A
+            correct kernel gives the same result for every seed. None, here and below:
+            as around the block.
+        workers: Host threads, at first as many as there are processors.
+        trace: Whether every access to memory is checked: for races, for reads of what
+            was never written, for bounds to the byte. At first it is not.
 
     Raises:
         ValueError: If there are no workers.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers={workers} is not positive")
-    options = Options(seed, workers or _PROCESSORS)
+    outer = _options.get()
+    options = Options(
+        seed=outer.seed if seed is None else seed,
+        workers=outer.workers if workers is None else workers,
+        trace=outer.trace if trace is None else trace,
+    )
     before = _options.set(options)
+    around = mx.fast.metal_kernel
+    mx.fast.metal_kernel = cast(Any, metal_kernel)
     try:
         yield options
     finally:
+        mx.fast.metal_kernel = around
         _options.reset(before)
+
+
+def trace(function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Counters]:
+    """Calls a function in trace mode.
+
+    Args:
+        function: Runs kernels of the emulator, in this thread.
+        args: Its arguments.
+        keywords: Its keyword arguments.
+
+    Returns:
+        What each kernel moved and did, in the order of their launches.
+
+    Raises:
+        EmulatorError: If a kernel misbehaves.
+    """
+    launches: list[Counters] = []
+    mode = _options.set(replace(_options.get(), trace=True))
+    before = _launches.set(launches)
+    try:
+        function(*args, **keywords)
+    finally:
+        _launches.reset(before)
+        _options.reset(mode)
+    return launches
 
 
 @dataclass(frozen=True)
@@ -68,19 +112,20 @@ class _Program:
 
     name: str
     source: SourceMap
-    trace: Trace
+    dispatch: Dispatch
     buffers: tuple[frontend.Buffer, ...]
     kernel: engine.Kernel
+    traced: bool
 
 
-def _compiled(name: str, header: str, trace: Trace) -> _Program:
-    translation = frontend.translate(trace.kernel, trace.text)
-    source = SourceMap(trace.text, header, translation.body_line)
+def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Program:
+    translation = frontend.translate(dispatch.kernel, dispatch.text)
+    source = SourceMap(dispatch.text, header, translation.body_line)
     found = compiler.find()
     if found is None:
         raise EmulatorError(f"no Metal kernel can be compiled: {build.unavailable()}")
     try:
-        path = build.kernel_library(found, translation.text)
+        path = build.kernel_library(found, translation.text, traced)
     except build.RefusedError as refused:
         message = report.compile_message(name, source, str(refused))
         raise CompileError(message) from None
@@ -88,7 +133,7 @@ def _compiled(name: str, header: str, trace: Trace) -> _Program:
         kernel = engine.Kernel.load(path)
     except OSError as error:  # a function that is declared, but has no body
         raise CompileError(f"kernel {name} does not link: {error}") from None
-    return _Program(name, source, trace, translation.buffers, kernel)
+    return _Program(name, source, dispatch, translation.buffers, kernel, traced)
 
 
 class MetalKernel:
@@ -134,17 +179,18 @@ class MetalKernel:
         }
         program = self._program(arrays, call)
         if verbose:
-            print(program.trace.text)
+            print(program.dispatch.text)
         return _execute(program, arrays, output_shapes, output_dtypes, init_value)
 
     def _program(self, arrays: list[Any], call: dict[str, Any]) -> _Program:
-        key = _key(arrays, call)
+        traced = _options.get().trace
+        key = (traced, *_key(arrays, call))
         program = self._programs.get(key)
         if program is None:
-            trace = record(
+            dispatch = record(
                 lambda *blanks: self._stock(inputs=list(blanks), **call), arrays
             )
-            program = _compiled(self._name, self._header, trace)
+            program = _compiled(self._name, self._header, dispatch, traced)
             self._programs[key] = program
         return program
 
@@ -158,7 +204,7 @@ def _key(arrays: list[Any], call: dict[str, Any]) -> tuple[Any, ...]:
         tuple(call["grid"]),
         tuple(call["threadgroup"]),
         # True and 1 are equal, but not the same template argument.
-        template and tuple((name, type(value), value) for name, value in template),
+        tuple((name, type(value), value) for name, value in template or ()),
         repr(call["stream"]),
     )
 
@@ -184,24 +230,24 @@ def _evaluate(name: str, arrays: list[Any]) -> None:
 def _arguments(program: _Program, arrays: list[mx.array]) -> list[engine.Argument]:
     result: list[engine.Argument] = []
     names = (buffer.name for buffer in program.buffers)
-    trace = program.trace
-    for array, info in zip(arrays, trace.info, strict=True):
-        raw, memory = input_argument(next(names), array, trace.ensure_row_contiguous)
+    dispatch = program.dispatch
+    for array, info in zip(arrays, dispatch.info, strict=True):
+        raw, memory = input_argument(next(names), array, dispatch.ensure_row_contiguous)
         result += [memory, *info_arguments(raw, info, names)]
     return result
 
 
-def _check_sizes(trace: Trace) -> None:
-    threads = math.prod(trace.threadgroup)
+def _check_sizes(dispatch: Dispatch) -> None:
+    threads = math.prod(dispatch.threadgroup)
     if threads > engine.MAX_THREADS:
         raise ValueError(
             f"Thread group size ({threads}) is greater than  the maximum allowed "
             f"threads per threadgroup ({engine.MAX_THREADS})."
         )
-    if min(trace.grid) < 0 or min(trace.threadgroup) < 1:
+    if min(dispatch.grid) < 0 or min(dispatch.threadgroup) < 1:
         raise ValueError(
-            f"grid={trace.grid} must not be negative and threadgroup="
-            f"{trace.threadgroup} must be positive"
+            f"grid={dispatch.grid} must not be negative and threadgroup="
+            f"{dispatch.threadgroup} must be positive"
         )
 
 
@@ -212,34 +258,45 @@ def _execute(
     dtypes: Sequence[mx.Dtype],
     init_value: float | None,
 ) -> list[mx.array]:
-    trace = program.trace
-    _check_sizes(trace)
-    options = _options.get()
+    dispatch = program.dispatch
+    _check_sizes(dispatch)
     arguments = _arguments(program, arrays)
     outputs = program.buffers[len(arguments) :]
     for output, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
         arguments.append(output_argument(output.name, shape, dtype, init_value))
     with engine.placed(arguments) as buffers:
-        if all(trace.grid):
-            outcome = engine.run(
-                program.kernel,
-                buffers,
-                trace.grid,
-                trace.clamped_threadgroup,
-                options.seed,
-                options.workers,
-            )
-            if outcome.report.fault:
-                scene = report.Scene(
-                    program.name, program.kernel, program.source, buffers, outcome
-                )
-                raise EmulatorError(report.fault_message(scene))
+        if all(dispatch.grid):
+            _run(program, buffers)
         written = buffers[len(buffers) - len(shapes) :]
         _check_canaries(program.name, written)
         return [
             output_array(placed, shape, dtype)
             for placed, shape, dtype in zip(written, shapes, dtypes, strict=True)
         ]
+
+
+def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
+    options, dispatch = _options.get(), program.dispatch
+    kernel, source = program.kernel, program.source
+    traced = tracing.request(kernel, buffers) if program.traced else None
+    outcome = engine.run(
+        kernel,
+        buffers,
+        dispatch.grid,
+        dispatch.clamped_threadgroup,
+        options.seed,
+        options.workers,
+        traced,
+    )
+    if outcome.report.fault:
+        scene = report.Scene(program.name, kernel, source, buffers, outcome)
+        raise EmulatorError(report.fault_message(scene))
+    launches = _launches.get()
+    if traced is not None and launches is not None:
+        count = dispatch.threadgroups
+        launches.append(
+            tracing.answer(program.name, kernel, source, buffers, count, traced)
+        )
 
 
 def _check_canaries(name: str, outputs: Sequence[engine.Placed]) -> None:

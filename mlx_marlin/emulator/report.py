@@ -34,6 +34,9 @@ class Fault(IntEnum):
     THREADGROUP_CANARY = 9
     RESOURCES = 10
     THREADGROUP_ACCESS = 11
+    RACE = 12
+    POISON = 13
+    BARRIER_SITES = 14
 
 
 class Activity(IntEnum):
@@ -80,30 +83,13 @@ class Scene:
 
     def places(self, address: int, *, returns: bool) -> list[lines.Place]:
         """The Metal lines of an address, or of the call that returns to it."""
-        base = _load_address(self.kernel)
-        offset = address - base - (1 if returns else 0)
+        offset = address - self.kernel.base - (1 if returns else 0)
         return lines.places(self.kernel.path, offset) if offset >= 0 else []
 
     def line(self, address: int) -> str:
         """Where a waiting thread waits, in short."""
         found = self.places(address, returns=True)
         return self.source.name(found[0]) if found else "an unknown line"
-
-
-class _Loaded(ctypes.Structure):
-    _fields_ = [
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_uint64),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_uint64),
-    ]
-
-
-def _load_address(kernel: engine.Kernel) -> int:
-    info = _Loaded()
-    dladdr = ctypes.CDLL(None).dladdr
-    dladdr(ctypes.c_void_p(kernel.entry), ctypes.byref(info))
-    return int(info.base)
 
 
 def fault_message(scene: Scene) -> str:
@@ -114,6 +100,8 @@ def fault_message(scene: Scene) -> str:
         return f"kernel {scene.name}: {what}"
     message = [f"kernel {scene.name}: {what}", f"  {_who(scene, fault)}"]
     message.extend(f"  at {line}" for line in _where(scene))
+    if fault == Fault.RACE:
+        message.extend(_earlier(scene))
     return "\n".join(message)
 
 
@@ -122,11 +110,13 @@ def _who(scene: Scene, fault: Fault) -> str:
     group = f"threadgroup ({', '.join(map(str, report.threadgroup))})"
     if fault in (Fault.DEADLOCK, Fault.MISMATCH, Fault.THREADGROUP_CANARY):
         return f"in {group}"
+    return f"in {group}, {_thread(report, report.thread)}"
+
+
+def _thread(report: engine.Report, thread: int) -> str:
     x, y, _ = report.size
-    thread = report.thread
     position = (thread % x, thread // x % y, thread // x // y)
-    lane = f"simdgroup {thread // LANES} lane {thread % LANES}"
-    return f"in {group}, thread {position}, {lane}"
+    return f"thread {position}, simdgroup {thread // LANES} lane {thread % LANES}"
 
 
 def _where(scene: Scene) -> Iterator[str]:
@@ -142,9 +132,13 @@ def _where(scene: Scene) -> Iterator[str]:
         yield from map(scene.source.quote, scene.places(caller, returns=True))
 
 
+def _verb(is_write: int) -> str:
+    return "write" if is_write else "read"
+
+
 def _access(scene: Scene) -> str:
     report = scene.report
-    verb = "write" if report.is_write else "read"
+    verb = _verb(report.is_write)
     for placed in scene.buffers:
         start = placed.region.reserved
         if start <= report.address < start + placed.region.reserved_bytes:
@@ -164,7 +158,7 @@ def _buffer_access(placed: engine.Placed, offset: int, verb: str) -> str:
 
 def _threadgroup_access(scene: Scene) -> str:
     report = scene.report
-    verb = "write" if report.is_write else "read"
+    verb = _verb(report.is_write)
     offset = ctypes.c_int64(report.address).value
     return (
         f"{verb} outside threadgroup variable {_text(report)!r} "
@@ -239,6 +233,47 @@ def _mismatch(scene: Scene) -> str:
     )
 
 
+def _byte(scene: Scene) -> str:
+    """Names the byte of a race or of poison."""
+    report = scene.report
+    if report.text:
+        return f"byte {report.address} of threadgroup variable {_text(report)!r}"
+    for placed in scene.buffers:
+        offset = report.address - placed.address + placed.argument.origin
+        if 0 <= offset < placed.argument.size:
+            return f"byte {offset} of buffer {placed.argument.name!r}"
+    return f"the byte at address {report.address:#x}"
+
+
+def _race(scene: Scene) -> str:
+    report = scene.report
+    earlier, now = _verb(report.other_is_write), _verb(report.is_write)
+    between = "threads"
+    if tuple(report.other_threadgroup) != tuple(report.threadgroup):
+        between = "threadgroups"
+    return f"race between {between} on {_byte(scene)}: {now} after {earlier}"
+
+
+def _earlier(scene: Scene) -> Iterator[str]:
+    report = scene.report
+    group = ", ".join(map(str, report.other_threadgroup))
+    yield (
+        f"  earlier {_verb(report.other_is_write)} in threadgroup ({group}), "
+        f"{_thread(report, report.other_thread)}"
+    )
+    for place in scene.places(report.other_site, returns=True):
+        yield f"  at {scene.source.quote(place)}"
+
+
+def _poison(scene: Scene) -> str:
+    return f"read of a value that was never written, {_byte(scene)}"
+
+
+def _barrier_sites(scene: Scene) -> str:
+    other = scene.line(scene.report.other_site)
+    return f"simdgroups wait at different barriers, others at {other}"
+
+
 _TRAPS = {
     3: "integer division by zero",
     20: "shift by the width of the type or more (Metal takes it modulo the width)",
@@ -289,6 +324,9 @@ _WHAT = {
     ),
     Fault.RESOURCES: lambda scene: "the system refuses memory or signal handlers",
     Fault.THREADGROUP_ACCESS: _threadgroup_access,
+    Fault.RACE: _race,
+    Fault.POISON: _poison,
+    Fault.BARRIER_SITES: _barrier_sites,
 }
 
 

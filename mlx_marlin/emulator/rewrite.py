@@ -16,7 +16,7 @@ from mlx_marlin.emulator.tokens import Tokens
 
 _INTEGERS = ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
 _SCALARS = ("bool", *_INTEGERS, "half", "bfloat", "float")
-_VECTORS = frozenset(
+VECTORS = frozenset(
     f"{packed}{scalar}{size}"
     for packed in ("", "packed_")
     for scalar in _SCALARS
@@ -28,6 +28,7 @@ _SPACES = frozenset({"device", "threadgroup", "thread"})
 _QUALIFIERS = ("const", "volatile", "constant", *_SPACES)
 _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
+_NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
 _STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
 
 
@@ -35,13 +36,13 @@ def rewritten(text: str) -> str:
     """Metal text as C++ text, with the same lines."""
     tokens = Tokens(text)
     _drop_space_overloads(tokens)
-    rewriter = _Rewriter(tokens)
+    rewriter = Rewriter(tokens)
     for at in range(len(tokens)):
         rewriter.rewrite(at)
     return "".join(token.written for token in tokens)
 
 
-def _definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
+def definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
     """Functions and classes outside of all braces: first token, `{`, `}`."""
     start = at = tokens.after(-1)
     while at < len(tokens):
@@ -59,20 +60,21 @@ def _definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
 
 
 def _drop_space_overloads(tokens: Tokens) -> None:
-    """Leaves out functions that differ from an earlier one only in address spaces.
+    """Leaves out what differs from an earlier definition only in address spaces.
 
-    With one address space they would be the same function twice.
+    With one address space they would be the same function, or the same specialisation
+    of a class, twice. What is spelled like the first, word for word, stays: it is the
+    same name in another namespace, or clang's to refuse.
     """
-    seen = set()
-    for start, brace, end in _definitions(tokens):
+    first: dict[str, str] = {}
+    for start, brace, end in definitions(tokens):
         words = [tokens.text(at) for at in range(start, brace) if not tokens.space(at)]
+        spelled = " ".join(words)
         words = ["const" if word == "constant" else word for word in words]
         head = " ".join(word for word in words if word not in _SPACES)
-        head = head.replace("const const", "const")
-        if "(" in head and head in seen:
+        if first.setdefault(head.replace("const const", "const"), spelled) != spelled:
             for at in range(start, end + 1):
                 tokens.blank(at)
-        seen.add(head)
 
 
 def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
@@ -119,7 +121,7 @@ class _Names:
 
     @classmethod
     def of(cls, tokens: Tokens) -> _Names:
-        vectors, types = set(_VECTORS), set(_VECTORS)
+        vectors, types = set(VECTORS), set(VECTORS)
         for at in range(len(tokens)):
             word = tokens.text(at)
             name = tokens.after(at)
@@ -142,7 +144,7 @@ class _Names:
         return cls(frozenset(vectors), frozenset(types))
 
 
-class _Rewriter:
+class Rewriter:
     """The rules. Each looks at one position and writes there or behind."""
 
     def __init__(self, tokens: Tokens) -> None:
@@ -150,11 +152,14 @@ class _Rewriter:
         self.names = _Names.of(tokens)
 
     def rewrite(self, at: int) -> None:
+        """Applies every rule that the token at `at` begins."""
         token = self.tokens[at]
         if token.kind == "number":
             self._literal(at)
         elif token.text == "threadgroup":
             self._threadgroup_variables(at)
+        elif token.text == "function_constant":
+            self._function_constant(at)
         elif token.text == "static_cast":
             token.written = "emu::cast"
         elif token.kind == "name":
@@ -171,7 +176,7 @@ class _Rewriter:
     def _constructor(self, at: int) -> None:
         """`float4(a, b)`."""
         tokens = self.tokens
-        if tokens.text(tokens.before(at)) in (".", "->", "::", "struct", "class"):
+        if tokens.text(tokens.before(at)) in _NOT_BEFORE_CONSTRUCTOR:
             return
         end = _type_end(tokens, at, self.names.types)
         if end >= 0 and tokens.text(tokens.after(end)) == "(":
@@ -227,6 +232,8 @@ class _Rewriter:
     def _threadgroup_variables(self, at: int) -> None:
         """`threadgroup float tile[32];`: a reference to memory of the run time."""
         tokens = self.tokens
+        if tokens.text(tokens.before(at)) == "[":  # `[[threadgroup(0)]]`
+            tokens[at].written = "threadgroup_memory"
         if tokens.text(tokens.before(at)) not in _STATEMENT_ENDS:
             return
         declaration = _Declaration.parse(tokens, tokens.after(at))
@@ -240,6 +247,24 @@ class _Rewriter:
         for gone in range(at, declaration.end + 1):
             tokens.blank(gone)
         tokens[at].written = references.replace("\n", " ")
+
+    def _function_constant(self, at: int) -> None:
+        """`constant bool x [[function_constant(0)]];`: a declaration.
+
+        Its value is that of a definition `constant bool x = true;` further down. If
+        there is none, the kernel links only as long as it does not use it.
+        """
+        tokens = self.tokens
+        begin, opening = at, tokens.before(tokens.before(at))
+        if tokens.text(opening) != "[":  # in `[[buffer(0), function_constant(x)]]`
+            return
+        while tokens.text(begin) not in {"constant", *_STATEMENT_ENDS}:
+            begin = tokens.before(begin)
+        end = tokens.closing(opening)
+        if tokens.text(begin) == "constant" and tokens.text(tokens.after(end)) == ";":
+            for gone in range(opening, end + 1):
+                tokens.blank(gone)
+            tokens[begin].written = f"extern {tokens[begin].written}"
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,12 @@ struct alignas(64) Exchange {
   alignas(64) float d[64];
 };
 
+enum class Operations : u32 { kSimd, kShuffle, kBarrier, kMatrix, kMatrixMemory };
+
 struct Operation {
   const char* name;
   bool whole_simdgroup;  // undefined unless all 32 lanes exist
+  Operations kind;
 };
 
 struct Simdgroup {
@@ -38,6 +41,7 @@ struct Simdgroup {
   u32 waiting;         // lanes in the current operation
   u32 stopped;         // lanes at a threadgroup barrier
   u32 returned;        // lanes that have left the kernel
+  u32 full;            // lanes that wait until the others have been traced as far
   u32 parity[kLanes];  // which half of `values` a lane's next operation uses
   const void* site;    // return address of the first lane in the current operation
   const void* barrier_site;
@@ -101,8 +105,15 @@ extern "C" {
 // Waits until every lane of the simdgroup has come. True for the last one, which runs
 // on at once, before the others wake: it computes what all of them need.
 MSLEMU_MEETING bool mslemu_arrive(const emu::Operation* operation);
-MSLEMU_MEETING void mslemu_threadgroup_barrier();
+// `flags` are Metal's: the memory that the barrier orders.
+MSLEMU_MEETING void mslemu_threadgroup_barrier(emu::u32 flags);
 // Threadgroup memory number `slot` of the running threadgroup.
 MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes,
                                               const char* name);
+// Trace mode only. Before and after an atomic that loads (1), stores (2) or both.
+MSLEMU_EXPORT void mslemu_atomic(const volatile void* address, emu::u32 bytes,
+                                 emu::u32 does);
+MSLEMU_EXPORT void mslemu_atomic_done(const volatile void* address, emu::u32 does);
+MSLEMU_EXPORT void mslemu_fence(emu::u32 flags, emu::u32 order, emu::u32 scope);
+MSLEMU_EXPORT void mslemu_order_simdgroup(emu::u32 flags);
 }

@@ -28,17 +28,42 @@ using atomic_bool = atomic<bool>;
 using atomic_float = atomic<float>;
 using atomic_ulong = atomic<ulong>;
 
+namespace detail {
+
+enum Does : uint { kLoads = 1, kStores = 2, kBoth = 3 };
+
+// Around an atomic operation: trace mode follows what it orders.
+struct Traced {
+#ifdef MSLEMU_TRACE
+  const volatile void* object;
+  Does does;
+
+  template <class T>
+  METAL_FUNC Traced(const volatile atomic<T>* object, Does does)
+      : object(object), does(does) {
+    mslemu_atomic(object, sizeof(T), does);
+  }
+  METAL_FUNC ~Traced() { mslemu_atomic_done(object, does); }
+#else
+  METAL_FUNC Traced(const volatile void*, Does) {}
+#endif
+};
+
+}  // namespace detail
+
 // Orders are taken literally but never made weaker; Metal offers only relaxed ones
 // anyway.
 template <class T, class U>
 METAL_FUNC void atomic_store_explicit(volatile atomic<T>* object, U desired,
                                       memory_order) {
   T value = T(desired);
+  detail::Traced traced(object, detail::kStores);
   __atomic_store(&object->value, &value, __ATOMIC_RELAXED);
 }
 template <class T>
 METAL_FUNC T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
   T value;
+  detail::Traced traced(object, detail::kLoads);
   __atomic_load(&object->value, &value, __ATOMIC_RELAXED);
   return value;
 }
@@ -46,6 +71,7 @@ template <class T, class U>
 METAL_FUNC T atomic_exchange_explicit(volatile atomic<T>* object, U desired,
                                       memory_order) {
   T value = T(desired), before;
+  detail::Traced traced(object, detail::kBoth);
   __atomic_exchange(&object->value, &value, &before, __ATOMIC_RELAXED);
   return before;
 }
@@ -54,6 +80,7 @@ METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object
                                                       T* expected, U desired,
                                                       memory_order, memory_order) {
   T value = T(desired);
+  detail::Traced traced(object, detail::kBoth);
   return __atomic_compare_exchange(&object->value, expected, &value, true,
                                    __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
@@ -63,6 +90,7 @@ namespace detail {
 template <class T, class Change>
 METAL_FUNC T update(volatile atomic<T>* object, Change change) {
   T before;
+  Traced traced(object, kBoth);
   __atomic_load(&object->value, &before, __ATOMIC_RELAXED);
   for (;;) {
     T after = change(before);
@@ -90,8 +118,12 @@ EMU_FETCH_UPDATE(min, b < a ? b : a)
 EMU_FETCH_UPDATE(max, a < b ? b : a)
 #undef EMU_FETCH_UPDATE
 
-METAL_FUNC void atomic_thread_fence(mem_flags, memory_order,
-                                    thread_scope = thread_scope_device) {
+METAL_FUNC void atomic_thread_fence(
+    [[maybe_unused]] mem_flags flags, [[maybe_unused]] memory_order order,
+    [[maybe_unused]] thread_scope scope = thread_scope_device) {
+#ifdef MSLEMU_TRACE
+  mslemu_fence(uint(flags), order, scope);
+#endif
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
 

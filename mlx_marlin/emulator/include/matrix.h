@@ -20,7 +20,7 @@ struct RowInMemory {
 } __attribute__((aligned(32)));
 
 // d = a * b + c in float, k ascending, product and sum rounded separately.
-METAL_FUNC void multiply(Exchange& x) {
+EMU_UNTRACED void multiply(Exchange& x) {
   const Row* b = reinterpret_cast<const Row*>(x.b);
   const Row* c = reinterpret_cast<const Row*>(x.c);
   Row* d = reinterpret_cast<Row*>(x.d);
@@ -65,7 +65,7 @@ using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
 using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
 using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
-template <class T, int Columns, int Rows>
+template <class T, int Columns, int Rows = Columns>
 METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, Columns, Rows> result;
   result.thread_elements() = vec<T, 2>{value, value};
@@ -94,7 +94,8 @@ METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
                                               const simdgroup_matrix<A, 8, 8>& a,
                                               const simdgroup_matrix<B, 8, 8>& b,
                                               const simdgroup_matrix<C, 8, 8>& c) {
-  static constexpr emu::Operation operation{"simdgroup_multiply_accumulate", true};
+  static constexpr emu::Operation operation{"simdgroup_multiply_accumulate", true,
+                                            emu::Operations::kMatrix};
   detail::multiply_accumulate(operation, d.thread_elements(), a.thread_elements(),
                               b.thread_elements(), c.thread_elements());
 }
@@ -102,7 +103,8 @@ template <class D, class A, class B>
 METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d,
                                    const simdgroup_matrix<A, 8, 8>& a,
                                    const simdgroup_matrix<B, 8, 8>& b) {
-  static constexpr emu::Operation operation{"simdgroup_multiply", true};
+  static constexpr emu::Operation operation{"simdgroup_multiply", true,
+                                            emu::Operations::kMatrix};
   detail::multiply_accumulate(operation, d.thread_elements(), a.thread_elements(),
                               b.thread_elements(), vec<D, 2>(0));
 }
@@ -138,7 +140,8 @@ METAL_FUNC void simdgroup_load(simdgroup_matrix<T, 8, 8>& matrix, const T* sourc
                                ulong elements_per_row = 8,
                                vec<ulong, 2> origin = vec<ulong, 2>(0),
                                bool transpose_matrix = false) {
-  static constexpr emu::Operation operation{"simdgroup_load", true};
+  static constexpr emu::Operation operation{"simdgroup_load", true,
+                                            emu::Operations::kMatrixMemory};
   mslemu_arrive(&operation);
   auto at = detail::placement(elements_per_row, origin, transpose_matrix);
   matrix.thread_elements() = vec<T, 2>{source[at.first], source[at.second]};
@@ -148,7 +151,8 @@ METAL_FUNC void simdgroup_store(const simdgroup_matrix<T, 8, 8>& matrix, T* targ
                                 ulong elements_per_row = 8,
                                 vec<ulong, 2> origin = vec<ulong, 2>(0),
                                 bool transpose_matrix = false) {
-  static constexpr emu::Operation operation{"simdgroup_store", true};
+  static constexpr emu::Operation operation{"simdgroup_store", true,
+                                            emu::Operations::kMatrixMemory};
   mslemu_arrive(&operation);
   auto at = detail::placement(elements_per_row, origin, transpose_matrix);
   target[at.first] = matrix.thread_elements()[0];

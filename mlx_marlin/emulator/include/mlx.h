@@ -100,7 +100,9 @@ METAL_FUNC T ceildiv(T n, U m) {
 }
 
 template <bool Condition, class T, class F>
-using ConditionalType = conditional_t<Condition, T, F>;
+struct ConditionalType {
+  using type = conditional_t<Condition, T, F>;
+};
 
 template <class T, class U>
 METAL_FUNC T cast_to(U value) {

@@ -103,8 +103,8 @@ inline u32 lanes_here() { return self().simdgroup().exist; }
 }  // namespace emu
 
 // Each function names its operation once, for the reports.
-#define EMU_OPERATION(name) \
-  static constexpr emu::Operation operation { name, false }
+#define EMU_OPERATION(name, kind) \
+  static constexpr emu::Operation operation { name, false, emu::Operations::kind }
 
 namespace metal {
 
@@ -119,23 +119,28 @@ METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return mem_flags(uint(a) | uint(b));
 }
 
-METAL_FUNC void threadgroup_barrier(mem_flags) { mslemu_threadgroup_barrier(); }
+METAL_FUNC void threadgroup_barrier(mem_flags flags) {
+  mslemu_threadgroup_barrier(uint(flags));
+}
 METAL_FUNC void simdgroup_barrier(mem_flags flags) {
   if (flags == mem_flags::mem_none) return;  // orders nothing: a hint to the scheduler
-  EMU_OPERATION("simdgroup_barrier");
+  EMU_OPERATION("simdgroup_barrier", kBarrier);
+#ifdef MSLEMU_TRACE
+  mslemu_order_simdgroup(uint(flags));
+#endif
   mslemu_arrive(&operation);
 }
 
 #define EMU_REDUCE(name, expression)                                            \
   template <class T>                                                            \
   METAL_FUNC T simd_##name(T value) {                                           \
-    EMU_OPERATION("simd_" #name);                                               \
+    EMU_OPERATION("simd_" #name, kSimd);                                        \
     return emu::reduce(operation, value,                                        \
                        [](T a, T b) EMU_INLINE { return T(expression); });      \
   }                                                                             \
   template <class T>                                                            \
   METAL_FUNC T quad_##name(T value) {                                           \
-    EMU_OPERATION("quad_" #name);                                               \
+    EMU_OPERATION("quad_" #name, kSimd);                                        \
     return emu::quad_reduce(operation, value,                                   \
                             [](T a, T b) EMU_INLINE { return T(expression); }); \
   }
@@ -151,7 +156,7 @@ EMU_REDUCE(xor, a ^ b)
 #define EMU_SCAN(name, start, inclusive, expression)                     \
   template <class T>                                                     \
   METAL_FUNC T simd_prefix_##name(T value) {                             \
-    EMU_OPERATION("simd_prefix_" #name);                                 \
+    EMU_OPERATION("simd_prefix_" #name, kSimd);                          \
     return emu::scan(operation, value, T(start), inclusive,              \
                      [](T a, T b) EMU_INLINE { return T(expression); }); \
   }
@@ -165,7 +170,7 @@ EMU_SCAN(inclusive_product, 1, true, a* b)
 #define EMU_FETCH(name, parameter, source)                        \
   template <class T>                                              \
   METAL_FUNC T name(T value, ushort parameter) {                  \
-    EMU_OPERATION(#name);                                         \
+    EMU_OPERATION(#name, kShuffle);                               \
     return emu::fetch(operation, value,                           \
                       [=]([[maybe_unused]] uint lane)             \
                           EMU_INLINE -> uint { return source; }); \
@@ -188,12 +193,12 @@ EMU_FETCH(quad_shuffle_rotate_down, delta, (lane & ~3u) + (lane + delta) % 4u)
 
 template <class T>
 METAL_FUNC T simd_broadcast_first(T value) {
-  EMU_OPERATION("simd_broadcast_first");
+  EMU_OPERATION("simd_broadcast_first", kShuffle);
   return emu::fetch(operation, value, [](uint) EMU_INLINE -> uint { return 0; });
 }
 template <class T>
 METAL_FUNC T quad_broadcast_first(T value) {
-  EMU_OPERATION("quad_broadcast_first");
+  EMU_OPERATION("quad_broadcast_first", kShuffle);
   return emu::fetch(operation, value,
                     [](uint lane) EMU_INLINE -> uint { return lane & ~3u; });
 }
@@ -224,19 +229,19 @@ class simd_vote {
 };
 
 METAL_FUNC simd_vote simd_ballot(bool value) {
-  EMU_OPERATION("simd_ballot");
+  EMU_OPERATION("simd_ballot", kSimd);
   return simd_vote(emu::ballot(operation, value));
 }
 METAL_FUNC simd_vote simd_active_threads_mask() {
-  EMU_OPERATION("simd_active_threads_mask");
+  EMU_OPERATION("simd_active_threads_mask", kSimd);
   return simd_vote(emu::ballot(operation, true));
 }
 METAL_FUNC bool simd_any(bool value) {
-  EMU_OPERATION("simd_any");
+  EMU_OPERATION("simd_any", kSimd);
   return emu::ballot(operation, value) != 0;
 }
 METAL_FUNC bool simd_all(bool value) {
-  EMU_OPERATION("simd_all");
+  EMU_OPERATION("simd_all", kSimd);
   return emu::ballot(operation, !value) == 0;
 }
 METAL_FUNC bool simd_is_first() { return emu::self().lane() == 0; }

@@ -8,6 +8,13 @@
 #define METAL_FUNC inline __attribute__((always_inline))
 #define EMU_INLINE __attribute__((always_inline))  // of a lambda
 
+// A function whose accesses are the emulator's own.
+#ifdef MSLEMU_TRACE
+#define EMU_UNTRACED inline __attribute__((noinline, no_sanitize("thread")))
+#else
+#define EMU_UNTRACED METAL_FUNC
+#endif
+
 using uchar = unsigned char;
 using ushort = unsigned short;
 using uint = unsigned int;
@@ -103,6 +110,13 @@ struct packed_vec<T, 3> {
   T x, y, z;
   packed_vec() = default;
   constexpr packed_vec(vec<T, 3> v) : x(v[0]), y(v[1]), z(v[2]) {}
+#ifdef MSLEMU_TRACE
+  // Element by element: clang tells of no access to three elements at once.
+  constexpr packed_vec(const packed_vec& other) : x(other.x), y(other.y), z(other.z) {}
+  constexpr packed_vec& operator=(const packed_vec& other) {
+    return x = other.x, y = other.y, z = other.z, *this;
+  }
+#endif
   operator vec<T, 3>() const { return vec<T, 3>{x, y, z}; }
   T& operator[](int i) { return (&x)[i]; }
   const T& operator[](int i) const { return (&x)[i]; }
@@ -245,6 +259,8 @@ template <bool Condition, class T = void>
 struct enable_if : emu::EnableIf<Condition, T> {};
 template <class T>
 using remove_cv_t = emu::bare<T>;
+template <class T>
+using remove_addrspace_t = T;
 template <bool Condition, class T, class F>
 struct conditional {
   using type = T;
@@ -262,6 +278,8 @@ struct integral_constant {
   using type = integral_constant;
   constexpr operator T() const { return Value; }
 };
+template <bool Value>
+using bool_constant = integral_constant<bool, Value>;
 using true_type = integral_constant<bool, true>;
 using false_type = integral_constant<bool, false>;
 template <class T>

@@ -1,5 +1,5 @@
 // One fiber per Metal thread: the switch, and the life of a threadgroup.
-#include "runtime.h"
+#include "trace.h"
 
 #if defined(__APPLE__)
 #define SYMBOL(name) "_" #name
@@ -75,6 +75,21 @@ void* fresh_stack(Worker* worker, u32 index) {
 
 u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
+// Trace mode: a simdgroup in which nobody can run, because logs are full, is put
+// together and goes on. Returns its lanes, 0 if there is none such.
+__attribute__((noinline)) u32 release_full(Worker* worker, u32& group, u32 count) {
+  Simdgroup* groups = worker->view.simdgroups;
+  for (u32 number = 0; number < count; ++number) {
+    if (!groups[number].full) continue;
+    tracer_met(worker, number, nullptr, nullptr);
+    group = number;
+    u32 ready = groups[number].full;
+    groups[number].full = 0;
+    return ready;
+  }
+  return 0;
+}
+
 // The thread to run next, own simdgroup first; kMaxThreads if none can.
 inline u32 next_thread(Worker* worker, u32 group) {
   Simdgroup* groups = worker->view.simdgroups;
@@ -86,6 +101,7 @@ inline u32 next_thread(Worker* worker, u32 group) {
                                             : worker->first + tried - count;
       ready = groups[group].ready;
     }
+    if (!ready && worker->tracer) ready = release_full(worker, group, count);
     if (!ready) return kMaxThreads;
   }
   u32 lane = u32(__builtin_ctz(ready));
@@ -190,6 +206,7 @@ Report report_of(Worker* worker, Fault fault, u32 thread) {
 void run_threadgroup(Worker* worker, u32 number) {
   place(worker, number);
   prepare(worker);
+  if (worker->tracer) tracer_begin(worker, number);
   u32 groups = (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
   worker->first =
       u32((worker->launch->seed ^ number) * 0x9E3779B97F4A7C15ull >> 33) % groups;
@@ -216,6 +233,8 @@ extern "C" [[noreturn]] void mslemu_fiber() {
   emu::Worker* worker = emu::worker_of(self);
   worker->launch->entry();
   self.simdgroup().returned |= 1u << self.lane();
+  if (worker->tracer && self.simdgroup().returned == self.simdgroup().exist)
+    emu::tracer_met(worker, self.index / emu::kLanes, nullptr, nullptr);
   void* never;
   mslemu_switch(&never, emu::next_stack(worker, self.index / emu::kLanes));
   __builtin_unreachable();

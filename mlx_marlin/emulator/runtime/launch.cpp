@@ -1,6 +1,6 @@
 // Spreads the threadgroups of a launch over host threads, in shuffled order.
-#include "runtime.h"
 #include "system.h"
+#include "trace.h"
 
 namespace emu {
 
@@ -105,6 +105,8 @@ bool hire(Crew& crew, u32 number) {
   Worker* worker = worker_open(number);
   if (!worker) return false;
   worker->launch = crew.launch;
+  worker->tracer = nullptr;
+  if (crew.launch->trace && !tracer_open(worker)) return false;
   crew.shares[number] = {worker, &crew.order, 0};
   return true;
 }
@@ -155,6 +157,10 @@ bool run(Crew& crew) {
   if (!signals_begin()) return false;
   lead(crew);
   signals_end();
+  for (u32 number = 0; crew.launch->trace && number < crew.started; ++number) {
+    trace_collect(crew.launch->trace, crew.shares[number].worker);
+    tracer_close(crew.shares[number].worker);
+  }
   return true;
 }
 
@@ -170,7 +176,9 @@ extern "C" MSLEMU_EXPORT emu::u32 mslemu_launch(emu::Launch* launch) {
             {static_cast<u32*>(malloc(count * sizeof(u32))), count, 0},
             static_cast<Share*>(malloc(launch->workers * sizeof(Share))),
             1};
-  if (!run(crew)) launch->report.fault = Fault::kResources;
+  bool ready = !launch->trace || trace_open(launch->trace);
+  if (!ready || !run(crew)) launch->report.fault = Fault::kResources;
+  if (launch->trace) trace_close(launch->trace);
   free(crew.order.numbers);
   free(crew.shares);
   return u32(launch->report.fault);

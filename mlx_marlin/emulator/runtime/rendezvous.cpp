@@ -1,5 +1,5 @@
 // Where threads meet: simdgroup operations and threadgroup barriers.
-#include "runtime.h"
+#include "trace.h"
 
 using namespace emu;
 
@@ -9,6 +9,22 @@ namespace {
 // source.
 [[noreturn]] void mismatch(Worker* worker, Self self) {
   abandon(worker, report_of(worker, Fault::kMismatch, self.index));
+}
+
+// Metal wants all threads at the same barrier.
+[[noreturn]] void barriers_differ(Worker* worker, Self self, const void* site) {
+  Report report = report_of(worker, Fault::kBarrierSites, self.index);
+  report.other_site = worker->barrier_site;
+  trace_calls(report, worker, site);
+  abandon(worker, report);
+}
+
+void trace_arrival(Worker* worker, Self self, const void* site) {
+  Simdgroup& group = self.simdgroup();
+  if (worker->stopped == 0) worker->barrier_site = site;
+  if (worker->barrier_site != site) barriers_differ(worker, self, site);
+  if (group.stopped == group.exist)
+    tracer_met(worker, self.index / kLanes, nullptr, site);
 }
 
 }  // namespace
@@ -40,6 +56,7 @@ extern "C" bool mslemu_arrive(const Operation* operation) {
   if (group.waiting == group.exist) {
     group.waiting = 0;
     group.ready |= group.exist & ~bit;
+    if (worker->tracer) tracer_met(worker, self.index / kLanes, operation, site);
     return true;
   }
   worker->waits[self.index] = {site, operation};
@@ -47,7 +64,7 @@ extern "C" bool mslemu_arrive(const Operation* operation) {
   return false;
 }
 
-extern "C" void mslemu_threadgroup_barrier() {
+extern "C" void mslemu_threadgroup_barrier(u32 flags) {
   Self self = emu::self();
   Worker* worker = worker_of(self);
   Simdgroup& group = self.simdgroup();
@@ -57,10 +74,12 @@ extern "C" void mslemu_threadgroup_barrier() {
   if (!group.stopped) group.barrier_site = site;
   group.stopped |= bit;
   if (group.barrier_site != site) mismatch(worker, self);
+  if (worker->tracer) trace_arrival(worker, self, site);
   worker->stopped += 1;
   u32 threads = worker->view.threadgroup.threads;
   if (worker->stopped == threads) {
     worker->stopped = 0;
+    if (worker->tracer) tracer_barrier(worker, flags, site);
     for (u32 number = 0; number * kLanes < threads; ++number) {
       Simdgroup& other = worker->view.simdgroups[number];
       other.ready |= other.stopped;

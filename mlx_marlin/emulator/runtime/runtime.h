@@ -25,6 +25,9 @@ enum class Fault : u32 {
   kThreadgroupCanary = 9,
   kResources = 10,
   kThreadgroupAccess = 11,  // address is the offset into the array
+  kRace = 12,               // as kAccess, or as kThreadgroupAccess if there is a text
+  kPoison = 13,             // likewise
+  kBarrierSites = 14,
 };
 
 enum class Activity : u32 { kReady = 0, kReturned = 1, kBarrier = 2, kSimd = 3 };
@@ -42,6 +45,11 @@ struct Report {
   u64 amount;        // bytes; for kAccess the system's code (si_code)
   const void*
       trace[kMaxTrace];  // where it happened, innermost first; may hold strangers
+  // The earlier access of a race, or the other barrier.
+  const void* other_site;
+  u32 other_thread;
+  u32 other_is_write;
+  Coordinates other_threadgroup;
 };
 
 struct ThreadState {
@@ -51,11 +59,14 @@ struct ThreadState {
   const char* operation;
 };
 
-using Entry = void (*)();
+using Body = void (*)();
+
+struct Trace;
+struct Tracer;
 
 // Layout shared with engine.py (ctypes).
 struct Launch {
-  Entry entry;
+  Body entry;
   void* const* buffers;
   Coordinates grid;
   Coordinates threadgroup;
@@ -63,6 +74,7 @@ struct Launch {
   u32 workers;
   u32 stop;
   ThreadState* states;  // kMaxThreads, filled on a deadlock
+  Trace* trace;         // null in plain mode
   Report report;
 };
 
@@ -83,12 +95,14 @@ struct Waiting {
 struct Worker {
   WorkerView view;
   Launch* launch;
+  Tracer* tracer;             // null in plain mode
   void* scheduler;            // saved stack pointer of whoever runs the fibers
   void* stacks[kMaxThreads];  // saved stack pointers of the fibers
   Waiting waits[kMaxThreads];
-  u32 stopped;  // threads at the barrier
-  u32 first;    // simdgroup to look at first, shuffled
-  u64 run;      // counts threadgroups over the life of the worker
+  u32 stopped;               // threads at the barrier
+  const void* barrier_site;  // of the first of them, in trace mode
+  u32 first;                 // simdgroup to look at first, shuffled
+  u64 run;                   // counts threadgroups over the life of the worker
   u8* region;
   u8* threadgroup_memory;  // kThreadgroupSlots * kThreadgroupStride
   u8* signal_stack;

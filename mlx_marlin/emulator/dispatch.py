@@ -6,6 +6,7 @@ does so without a GPU while a function is exported, and hands the result to a ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class Dispatch:
     """One dispatch, as MLX has written it.
 
     Attributes:
@@ -41,9 +42,15 @@ class Trace:
         (a, b, c), (x, y, z) = self.threadgroup, self.grid
         return min(a, x), min(b, y), min(c, z)
 
+    @property
+    def threadgroups(self) -> int:
+        """How many threadgroups there are, cut off ones included."""
+        sizes = zip(self.grid, self.clamped_threadgroup, strict=True)
+        return math.prod(-(-threads // size) for threads, size in sizes)
 
-def record(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Trace:
-    """Traces `call(*inputs)`, which makes exactly one custom kernel.
+
+def record(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Dispatch:
+    """Records `call(*inputs)`, which makes exactly one custom kernel.
 
     Args:
         call: Calls the kernel on its arguments and returns the outputs.
@@ -62,7 +69,7 @@ def record(call: Callable[..., Any], inputs: Sequence[mx.array]) -> Trace:
     mx.export_function(keep, call, *blanks)
     (arguments,) = dispatches
     kernel, text, *sizes = arguments[:8]
-    return Trace(
+    return Dispatch(
         kernel=kernel,
         text=text,
         grid=(sizes[0], sizes[1], sizes[2]),
