@@ -1,0 +1,180 @@
+"""`mlx-marlin emulate FILE`: runs one Metal kernel on the CPU and says what it did."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+FILLS: dict[str, Callable[[list[int]], mx.array]] = {
+    "random": lambda shape: mx.random.normal(shape, key=mx.random.key(0)),
+    "arange": lambda shape: mx.arange(mx.zeros(shape).size).reshape(shape),
+    "ones": mx.ones,
+    "zeros": mx.zeros,
+}
+"""What an input may be filled with; random is normal, the same on every run."""
+
+EPILOG = """
+ARRAY is SHAPE:DTYPE[:FILL], such as 8x512:float16:random (FILL: random, arange, ones or
+zeros), or for an input also a .npy file or a number, which arrives as a reference.
+
+example:
+  mlx-marlin emulate double.metal --input x=4x64:float16 --output y=4x64:float16 \\
+      --grid 256 --threadgroup 64 --template T=float16 --trace
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the command's arguments."""
+    parser = subparsers.add_parser(
+        "emulate",
+        description="Run the body of a Metal kernel as mx.fast.metal_kernel would.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the kernel's body")
+    parser.add_argument("--header", type=Path, action="append", default=[])
+    parser.add_argument("--input", action="append", default=[], metavar="NAME=ARRAY")
+    parser.add_argument("--output", action="append", default=[], metavar="NAME=ARRAY")
+    parser.add_argument("--template", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--grid", required=True, metavar="X[,Y[,Z]]", help="threads")
+    parser.add_argument("--threadgroup", default="32", metavar="X[,Y[,Z]]")
+    parser.add_argument("--seed", type=int, default=0, help="order of threadgroups")
+    parser.add_argument("--trace", action="store_true", help="find races, and count")
+    parser.add_argument("--check", action="store_true", help="check address spaces")
+    parser.add_argument("--json", action="store_true", help="the counters as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the kernel; returns 1 if the emulator found a fault in it."""
+    from mlx_marlin import emulator
+
+    inputs = dict(named(each, "--input") for each in args.input)
+    outputs = dict(named(each, "--output") for each in args.output)
+    definition: dict[str, Any] = {
+        "name": args.file.stem,
+        "input_names": list(inputs),
+        "output_names": list(outputs),
+        "header": "\n".join(path.read_text(encoding="ascii") for path in args.header),
+        "source": args.file.read_text(encoding="ascii"),
+    }
+    shapes = [described(text) for text in outputs.values()]
+    call = {
+        "inputs": [array_of(text) for text in inputs.values()],
+        "output_shapes": [shape for shape, _, _ in shapes],
+        "output_dtypes": [dtype for _, dtype, _ in shapes],
+        "grid": triple(args.grid, "--grid"),
+        "threadgroup": triple(args.threadgroup, "--threadgroup"),
+        "template": [template(each) for each in args.template],
+    }
+    try:
+        if args.check:
+            emulator.check(**definition, calls=[call])
+        return _run(args, emulator.metal_kernel(**definition), call, list(outputs))
+    except emulator.EmulatorError as fault:
+        print(fault)
+        return 1
+
+
+def _run(
+    args: argparse.Namespace,
+    kernel: Callable[..., list[mx.array]],
+    call: dict[str, Any],
+    names: list[str],
+) -> int:
+    from mlx_marlin import emulator
+
+    results: list[mx.array] = []
+    with emulator.emulated(seed=args.seed):
+        if args.trace or args.json:
+            counted = emulator.trace(lambda: results.extend(kernel(**call)))
+        else:
+            results.extend(kernel(**call))
+            counted = []
+    if args.json:
+        print(json.dumps([each.as_json() for each in counted], indent=2))
+        return 0
+    for name, array in zip(names, results, strict=True):
+        print(summary(name, array))
+    for each in counted:
+        print(f"\n{each.table()}")
+    return 0
+
+
+def summary(name: str, array: mx.array) -> str:
+    """Describes an output in a line; what a kernel never wrote is NaN."""
+    head = f"{name}: {dtype_of(array)} {'x'.join(map(str, array.shape)) or 'scalar'}"
+    if array.size == 0:
+        return f"{head}, empty"
+    values = array.astype(mx.float32)
+    finite = mx.where(mx.isfinite(values), values, 0)
+    odd = (~mx.isfinite(values)).sum().item()
+    return (
+        f"{head}, min {finite.min().item():.6g}, max {finite.max().item():.6g}, "
+        f"mean {finite.mean().item():.6g}, {odd} NaN or infinite"
+    )
+
+
+def named(text: str, option: str) -> tuple[str, str]:
+    """Splits NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier() or not value:
+        raise ValueError(f"{option} {text!r}, expected NAME=VALUE")
+    return name, value
+
+
+def array_of(text: str) -> Any:
+    """Returns the input that a text describes: a file, a number or a filled array."""
+    if text.endswith(".npy"):
+        loaded: Any = mx.load(text)
+        return loaded
+    if ":" in text:
+        shape, dtype, fill = described(text)
+        return FILLS[fill](shape).astype(dtype)
+    try:
+        return int(text) if text.lstrip("-").isdigit() else float(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is neither a .npy file nor a number nor SHAPE:DTYPE[:FILL]"
+        ) from None
+
+
+def described(text: str) -> tuple[list[int], mx.Dtype, str]:
+    """Reads SHAPE:DTYPE[:FILL], such as 8x512:float16:random."""
+    shape, _, rest = text.partition(":")
+    dtype, _, fill = rest.partition(":")
+    sizes = shape.split("x")
+    known = isinstance(getattr(mx, dtype, None), mx.Dtype)
+    if not known or not all(map(str.isdigit, sizes)) or (fill and fill not in FILLS):
+        raise ValueError(f"{text!r}, expected such as 8x512:float16:random")
+    return [int(size) for size in sizes], getattr(mx, dtype), fill or "random"
+
+
+def template(text: str) -> tuple[str, mx.Dtype | int | bool]:
+    """Reads NAME=VALUE, with a number, true, false or a dtype."""
+    name, value = named(text, "--template")
+    if value in ("true", "false"):
+        return name, value == "true"
+    if value.lstrip("-").isdigit():
+        return name, int(value)
+    if not isinstance(getattr(mx, value, None), mx.Dtype):
+        raise ValueError(f"--template {text!r}, expected a number, a flag or a dtype")
+    return name, getattr(mx, value)
+
+
+def triple(text: str, option: str) -> tuple[int, int, int]:
+    """Reads X, X,Y or X,Y,Z; what is left out is 1."""
+    parts = text.split(",")
+    if len(parts) > 3 or not all(map(str.isdigit, parts)):
+        raise ValueError(f"{option} {text!r}, expected one to three numbers")
+    x, y, z = [*map(int, parts), 1, 1][:3]
+    return x, y, z
+
+
+def dtype_of(array: mx.array) -> str:
+    """Returns the name of an array's dtype."""
+    return str(array.dtype).removeprefix("mlx.core.")

@@ -1,0 +1,89 @@
+"""`mlx-marlin emulate` runs a kernel, and tells its faults in words."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.cli import main
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+ADD = "uint i = thread_position_in_grid.x; y[i] = x[i] + T(N) * s;"
+ARRAYS = ["--input", "x=4x8:float16:arange", "--output", "y=4x8:float16"]
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Path:
+    return tmp_path / "kernel.metal"
+
+
+def emulate(kernel: Path, source: str, *options: str) -> int:
+    kernel.write_text(source)
+    return main(["emulate", str(kernel), "--grid", "32", *options])
+
+
+def test_outputs_are_described(
+    kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--input", "s=0.5", "--template", "T=float16", "--template", "N=4"]
+
+    status = emulate(kernel, ADD, *ARRAYS, *options)
+
+    assert status == 0
+    said = capsys.readouterr().out.strip()
+    assert said == "y: float16 4x8, min 2, max 33, mean 17.5, 0 NaN or infinite"
+
+
+def test_a_file_is_an_input_and_counters_are_json(
+    kernel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mx.save(str(tmp_path / "x.npy"), mx.ones((32,)))
+    arrays = ["--input", f"x={tmp_path / 'x.npy'}", "--output", "y=32:float32"]
+
+    status = emulate(kernel, "y[thread_position_in_grid.x] = x[0];", *arrays, "--json")
+
+    assert status == 0
+    (counters,) = json.loads(capsys.readouterr().out)
+    assert counters["kernel"] == "kernel"
+
+
+def test_a_fault_is_told_with_its_line(
+    kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = emulate(kernel, "\ny[thread_position_in_grid.x + 9] = 1;", *ARRAYS[2:])
+
+    assert status == 1
+    said = capsys.readouterr().out
+    assert "kernel kernel: write outside buffer 'y' (64 bytes)" in said
+
+
+def test_an_address_space_that_is_missing_is_told(
+    kernel: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "half* p = y; p[thread_position_in_grid.x] = 1;"
+
+    assert emulate(kernel, source, *ARRAYS[2:]) == 0
+    assert emulate(kernel, source, *ARRAYS[2:], "--check") == 1
+    assert "half* p" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--output", "y=4x8"], "'4x8', expected such as 8x512:float16:random"),
+        (["--output", "y"], "--output 'y', expected NAME=VALUE"),
+        (["--input", "x=half", *ARRAYS[2:]], "'half' is neither"),
+        ([*ARRAYS, "--template", "T=half"], "--template 'T=half', expected a number"),
+        ([*ARRAYS, "--threadgroup", "a"], "--threadgroup 'a', expected one to three"),
+    ],
+)
+def test_a_wrong_option_is_told_in_a_line(
+    kernel: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert emulate(kernel, ADD, *options) == 2
+    assert words in capsys.readouterr().err
