@@ -11,7 +11,7 @@ else
 EXTRAS := $(BACKEND),lm,emulator,cli
 endif
 
-.PHONY: demo test test-peers lint clean
+.PHONY: demo test test-peers mutants lint clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
@@ -33,6 +33,10 @@ test: $(VENV)/.dev
 # MLX's own Metal kernels, out of its macOS wheel, on the emulator: docs/peers.md.
 test-peers: $(VENV)/.dev
 	$(BIN)/python -m pytest -m peer -n auto tests/peers
+
+# Plants bugs in the shaders and prints which were noticed, and by what.
+mutants: $(VENV)/.dev
+	$(BIN)/python -m pytest -m mutant -n auto tests/mutants
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -46,8 +46,9 @@ class MarlinLinear(nn.QuantizedLinear):
     ) -> None:
         _check(layout, mode, 4 if bits is None else bits)
         # MLX fills None in, though its annotations do not say so.
-        numbers: Any = group_size, bits
-        super().__init__(input_dims, output_dims, bias, *numbers, mode)
+        size: Any = group_size
+        width: Any = bits
+        super().__init__(input_dims, output_dims, bias, size, width, mode)
         self.layout = "mlx"
         if layout == "marlin":
             self._keep_packed()
@@ -64,8 +65,9 @@ class MarlinLinear(nn.QuantizedLinear):
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
         _check(layout, mode, 4 if bits is None else bits)
-        numbers: Any = group_size, bits
-        quantized = nn.QuantizedLinear.from_linear(linear_layer, *numbers, mode)
+        size: Any = group_size
+        width: Any = bits
+        quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
         return cls.from_quantized(quantized, layout=layout)
 
     @classmethod
