@@ -109,8 +109,33 @@ def product(plan: Plan) -> Product:
     multiply = _multiply(plan)
     if not plan.is_split:
         return multiply
-    reduce = _reduce(plan)
+    reduce = reduction(plan)
     return lambda x, w, scales, biases: reduce(multiply(x, w, scales, biases))
+
+
+def reduction(plan: Plan) -> Callable[[mx.array], mx.array]:
+    """Builds the call that adds a split plan's partial sums, in ascending k.
+
+    Returns:
+        A function from float32 [k_parallel, m, n] to y [m, n] in the problem's dtype.
+    """
+    kernel = _kernel(source.reduce_source())
+    shape = (plan.problem.m, plan.problem.n)
+    template = _template(source.reduce_template(plan))
+    params = mx.array(source.params(plan), mx.int32)
+    size = shape[0] * shape[1]
+
+    def reduce(partials: mx.array) -> mx.array:
+        return kernel(
+            inputs=(partials, params),
+            template=template,
+            grid=(size, 1, 1),
+            threadgroup=(min(size, 256), 1, 1),
+            output_shapes=(shape,),
+            output_dtypes=(_dtype(plan.problem.dtype),),
+        )[0]
+
+    return reduce
 
 
 _built: deque[Plan] = deque(maxlen=REMEMBERED)
@@ -165,26 +190,6 @@ def _multiply(plan: Plan) -> Product:
         )[0]
 
     return multiply
-
-
-def _reduce(plan: Plan) -> Callable[[mx.array], mx.array]:
-    kernel = _kernel(source.reduce_source())
-    shape = (plan.problem.m, plan.problem.n)
-    template = _template(source.reduce_template(plan))
-    params = mx.array(source.params(plan), mx.int32)
-    size = shape[0] * shape[1]
-
-    def reduce(partials: mx.array) -> mx.array:
-        return kernel(
-            inputs=(partials, params),
-            template=template,
-            grid=(size, 1, 1),
-            threadgroup=(min(size, 256), 1, 1),
-            output_shapes=(shape,),
-            output_dtypes=(_dtype(plan.problem.dtype),),
-        )[0]
-
-    return reduce
 
 
 def _padded(array: mx.array) -> mx.array:

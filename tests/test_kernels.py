@@ -169,3 +169,18 @@ def test_a_threadgroup_may_have_many_units(m: int) -> None:
             y = run(plan, x, native)
 
         assert mx.allclose(y, expected, rtol=0, atol=0.01)
+
+
+def test_partial_sums_are_added_in_ascending_k() -> None:
+    problem = Problem(m=3, n=40, k=512, dtype="float32", scale_dtype="float32")
+    plan = scheduler.make(problem, k_parallel=7)
+    random = np.random.default_rng(0)
+    size = plan.workspace_shape
+    partials = random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)
+
+    y = launch.reduction(plan)(mx.array(partials.astype(np.float32)))
+
+    expected = np.zeros(size[1:], np.float32)
+    for partial in partials.astype(np.float32):
+        expected += partial
+    np.testing.assert_array_equal(np.array(y), expected)

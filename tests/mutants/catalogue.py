@@ -1,0 +1,15 @@
+"""Every planted bug."""
+
+import planted_epilogue
+import planted_gemm
+import planted_gemv
+import planted_lane
+import planted_work
+
+MUTANTS = (
+    *planted_work.MUTANTS,
+    *planted_epilogue.MUTANTS,
+    *planted_lane.MUTANTS,
+    *planted_gemm.MUTANTS,
+    *planted_gemv.MUTANTS,
+)

@@ -1,0 +1,60 @@
+"""A planted bug: one replacement in one shader, and what must notice it."""
+
+import shutil
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+
+class Detector(StrEnum):
+    """What can notice a bug; `detectors.py` says how."""
+
+    WRONG_RESULT = "wrong result"
+    ORDER = "order of addition"
+    OUTSIDE = "access out of bounds"
+    RACE = "race"
+    UNWRITTEN = "read of what was never written"
+    TOO_EARLY = "race, or read of what is not written yet"
+    BARRIER_SITES = "simdgroups at different barriers"
+    MISSING_THREADS = "barrier that some threads miss"
+    MISALIGNED = "misaligned access"
+    STATIC_CHECK = "static check"
+    OPERANDS = "operand types"
+    COUNTERS = "counters"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A bug.
+
+    Attributes:
+        name: What is wrong.
+        file: Below `shaders/`, without its suffix.
+        old: Text that occurs once in the file.
+        new: What stands there instead.
+        case: Name of the case in `cases.py` that can see it.
+        caught_by: What must notice it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    case: str
+    caught_by: Detector
+
+    def plant(self, shaders: Path, folder: Path) -> None:
+        """Copies all shaders into a folder, with the bug.
+
+        Raises:
+            ValueError: If `old` does not occur exactly once, or `new` is no change.
+        """
+        shutil.copytree(shaders, folder)
+        path = folder / f"{self.file}.metal"
+        text = path.read_text(encoding="ascii")
+        if text.count(self.old) != 1 or self.new == self.old:
+            raise ValueError(
+                f"old={self.old!r} occurs {text.count(self.old)} times in "
+                f"{self.file}, expected once and a new text that differs"
+            )
+        path.write_text(text.replace(self.old, self.new), encoding="ascii")

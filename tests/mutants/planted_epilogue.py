@@ -1,0 +1,147 @@
+"""Bugs on the way to the output and in the reduce."""
+
+from cases import (
+    GEMM_IDLE,
+    GEMM_LEFT_OUT,
+    GEMM_NATIVE,
+    GEMM_TAIL,
+    GEMV_NATIVE,
+    GEMV_TAIL,
+    THIRDS,
+)
+from mutant import Detector, Mutant
+
+_EPILOGUE = "lib/epilogue"
+_REDUCE = "kernels/reduce"
+
+MUTANTS = (
+    Mutant(
+        "rows of scratch fall into the same banks",
+        _EPILOGUE,
+        "SCRATCH_ROW = TILE_N + 4;",
+        "SCRATCH_ROW = TILE_N;",
+        GEMM_LEFT_OUT,
+        Detector.COUNTERS,
+    ),
+    Mutant(
+        "a row past the last is stored",
+        _EPILOGUE,
+        "row >= rows",
+        "row > rows",
+        GEMM_NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "a column past the last is stored",
+        _EPILOGUE,
+        "col >= cols",
+        "col > cols",
+        GEMM_NATIVE,
+        Detector.RACE,
+    ),
+    Mutant(
+        "rows are not limited by m",
+        _EPILOGUE,
+        "const int rows = min(TILE_M, work.m - unit.row);",
+        "const int rows = TILE_M;",
+        GEMM_NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "every slice is stored as the first",
+        _EPILOGUE,
+        "(unit.split * work.m + unit.row) * work.n",
+        "unit.row * work.n",
+        GEMV_NATIVE,
+        Detector.RACE,
+    ),
+    Mutant(
+        "slices lie a column apart in the workspace",
+        _EPILOGUE,
+        "(unit.split * work.m + unit.row) * work.n + unit.col",
+        "unit.row * work.n + unit.col + unit.split",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "half of a tile is not stored",
+        _EPILOGUE,
+        "i += THREADS",
+        "i += 2 * THREADS",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the last simdgroup's partial tile is left out",
+        _EPILOGUE,
+        "s < SIMDGROUPS_K",
+        "s < SIMDGROUPS_K - 1",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "partial tiles are read too close together",
+        _EPILOGUE,
+        "(s * TILE_M + row) * SCRATCH_ROW",
+        "(s * (TILE_M - 1) + row) * SCRATCH_ROW",
+        GEMV_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "partial tiles are added in descending order",
+        _EPILOGUE,
+        "scratch[(s * TILE_M + row) * SCRATCH_ROW + col];",
+        "scratch[((SIMDGROUPS_K - s) * TILE_M + row) * SCRATCH_ROW + col];",
+        THIRDS,
+        Detector.ORDER,
+    ),
+    Mutant(
+        "float becomes bfloat without being asked",
+        _EPILOGUE,
+        "= O(total);",
+        "= total;",
+        GEMM_TAIL,
+        Detector.STATIC_CHECK,
+    ),
+    Mutant(
+        "a keyword of Metal is a name",
+        _EPILOGUE,
+        "const int rows = min(TILE_M, work.m - unit.row);",
+        "const int vertex = unit.row;\n"
+        "  const int rows = min(TILE_M, work.m - vertex);",
+        GEMM_TAIL,
+        Detector.STATIC_CHECK,
+    ),
+    Mutant(
+        "slices are added in descending order",
+        _REDUCE,
+        "partials[split * size + index]",
+        "partials[(params[3] - split) * size + index]",
+        THIRDS,
+        Detector.ORDER,
+    ),
+    Mutant(
+        "the last slice is left out",
+        _REDUCE,
+        "split < params[3]",
+        "split < params[3] - 1",
+        GEMV_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "slices are taken to be k wide",
+        _REDUCE,
+        "params[0] * params[1]",
+        "params[0] * params[2]",
+        GEMV_NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "the reduce converts without being asked",
+        _REDUCE,
+        "out[index] = T(total);",
+        "out[index] = total;",
+        GEMV_NATIVE,
+        Detector.STATIC_CHECK,
+    ),
+)

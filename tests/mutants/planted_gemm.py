@@ -1,0 +1,264 @@
+"""Bugs in `gemm_register`: barriers, fragments and the scratch."""
+
+from cases import (
+    GEMM_IDLE,
+    GEMM_LEFT_OUT,
+    GEMM_NATIVE,
+    GEMM_PACKED,
+    GEMM_TAIL,
+)
+from mutant import Detector, Mutant
+
+_GEMM = "lib/gemm_register"
+_BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+_BEFORE_STORE = f"    {_BARRIER}\n    store_tile"
+_AFTER_STORE = f"32 * simdgroup_index + lane_index);\n    {_BARRIER}"
+_BOTH_FRAGMENTS = """\
+      accumulate<FRAGMENTS_M, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
+          totals, x, tile, row, work, k_start, unit.k_stop, lane);
+      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+"""
+_ONE_BY_ONE = """\
+      for (int j = 0; j < FRAGMENTS_M; ++j) {
+        accumulate<1, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
+            totals, x, tile, row + 8 * j, work, k_start, unit.k_stop, lane);
+        write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW);
+      }
+"""
+
+_BARRIERS = (
+    Mutant(
+        "gemm: no barrier before the store",
+        _GEMM,
+        _BEFORE_STORE,
+        "    store_tile",
+        GEMM_NATIVE,
+        Detector.TOO_EARLY,
+    ),
+    Mutant(
+        "gemm: no barrier after the store",
+        _GEMM,
+        _AFTER_STORE,
+        "32 * simdgroup_index + lane_index);",
+        GEMM_PACKED,
+        Detector.RACE,
+    ),
+    Mutant(
+        "gemm: the barrier before the store orders nothing",
+        _GEMM,
+        _BEFORE_STORE,
+        _BEFORE_STORE.replace("mem_threadgroup", "mem_none"),
+        GEMM_NATIVE,
+        Detector.RACE,
+    ),
+    Mutant(
+        "gemm: the barrier after the store orders device memory",
+        _GEMM,
+        _AFTER_STORE,
+        _AFTER_STORE.replace("mem_threadgroup", "mem_device"),
+        GEMM_PACKED,
+        Detector.RACE,
+    ),
+    Mutant(
+        "gemm: the barrier before the store is a simdgroup's",
+        _GEMM,
+        _BEFORE_STORE,
+        _BEFORE_STORE.replace("threadgroup_barrier", "simdgroup_barrier"),
+        GEMM_PACKED,
+        Detector.TOO_EARLY,
+    ),
+    Mutant(
+        "gemm: simdgroups wait at two barriers",
+        _GEMM,
+        _BEFORE_STORE,
+        f"    if (simdgroup_k == 0) {{\n      {_BARRIER}\n    }} else {{\n"
+        f"      {_BARRIER}\n    }}\n    store_tile",
+        GEMM_NATIVE,
+        Detector.BARRIER_SITES,
+    ),
+    Mutant(
+        "gemm: only one simdgroup waits after the store",
+        _GEMM,
+        _AFTER_STORE,
+        "32 * simdgroup_index + lane_index);\n"
+        f"    if (simdgroup_index == 0) {{\n      {_BARRIER}\n    }}",
+        GEMM_NATIVE,
+        Detector.MISSING_THREADS,
+    ),
+)
+
+_FRAGMENTS = (
+    Mutant(
+        "m is clamped one row late",
+        _GEMM,
+        "work.m - 1);",
+        "work.m);",
+        GEMM_NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "a k tail is left out",
+        _GEMM,
+        "k < k_stop;",
+        "k + TILE_K <= k_stop;",
+        GEMM_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the totals keep what the unit before has left",
+        _GEMM,
+        "totals[i] = float2(0.0f);",
+        "totals[i] = k_start == 0 ? float2(0.0f) : totals[i];",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the biases of another row fragment",
+        _GEMM,
+        "quantizers.bias[i / FRAGMENTS]",
+        "quantizers.bias[i % 4]",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a lane's two columns change places",
+        _GEMM,
+        "runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]",
+        "runs[(2 * j + 1) * RUNS + h][s], runs[2 * j * RUNS + h][s]",
+        GEMM_PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the offset is taken off by the first fragment's sum",
+        _GEMM,
+        "-CODE_OFFSET * sums[j]",
+        "-CODE_OFFSET * sums[0]",
+        GEMM_PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the offset is taken off the other column",
+        _GEMM,
+        "make_fragment<float>(start.x, start.y)",
+        "make_fragment<float>(start.y, start.x)",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the first word is decoded twice",
+        _GEMM,
+        "words[step / 4][f]",
+        "words[0][f]",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "row fragments add to each other's totals",
+        _GEMM,
+        "totals + f * FRAGMENTS",
+        "totals + f",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "weights are narrower than activations",
+        _GEMM,
+        "struct WeightFragment<F, true> {\n  typedef F type;",
+        "struct WeightFragment<F, true> {\n  typedef half type;",
+        GEMM_TAIL,
+        Detector.OPERANDS,
+    ),
+    Mutant(
+        "a pointer without an address space",
+        _GEMM,
+        "    const device T* x,\n    WeightTile<S> tile,\n    int first_row,",
+        "    const T* x,\n    WeightTile<S> tile,\n    int first_row,",
+        GEMM_TAIL,
+        Detector.STATIC_CHECK,
+    ),
+    Mutant(
+        "a pointer into the wrong address space",
+        _GEMM,
+        "write_scratch(threadgroup float* scratch,",
+        "write_scratch(device float* scratch,",
+        GEMM_TAIL,
+        Detector.STATIC_CHECK,
+    ),
+)
+
+_TILES = (
+    Mutant(
+        "fragments past the last row are computed",
+        _GEMM,
+        "work.m - row > 8 * (FRAGMENTS_M - 1)",
+        "work.m > row",
+        GEMM_LEFT_OUT,
+        Detector.COUNTERS,
+    ),
+    Mutant(
+        "weights are read once for each fragment",
+        _GEMM,
+        _BOTH_FRAGMENTS,
+        _ONE_BY_ONE,
+        GEMM_LEFT_OUT,
+        Detector.COUNTERS,
+    ),
+    Mutant(
+        "a ragged second fragment is left out",
+        _GEMM,
+        "work.m - row > 8 * (FRAGMENTS_M - 1)",
+        "work.m - row >= 8 * FRAGMENTS_M",
+        GEMM_NATIVE,
+        Detector.UNWRITTEN,
+    ),
+    Mutant(
+        "simdgroups in m and in k change places",
+        _GEMM,
+        "const int simdgroup_k = simdgroup_index / SIMDGROUPS_M;",
+        "const int simdgroup_k = simdgroup_index % SIMDGROUPS_K;",
+        GEMM_PACKED,
+        Detector.RACE,
+    ),
+    Mutant(
+        "partial tiles of simdgroups overlap",
+        _GEMM,
+        "(simdgroup_k * TILE_M + first_row + 2 * lane.pair)",
+        "(simdgroup_k * (TILE_M - 8) + first_row + 2 * lane.pair)",
+        GEMM_NATIVE,
+        Detector.RACE,
+    ),
+    Mutant(
+        "pairs of lanes write one row",
+        _GEMM,
+        "first_row + 2 * lane.pair) * SCRATCH_ROW",
+        "first_row + lane.pair) * SCRATCH_ROW",
+        GEMM_NATIVE,
+        Detector.RACE,
+    ),
+    Mutant(
+        "a lane writes its first column twice",
+        _GEMM,
+        "= totals[i].y;",
+        "= totals[i].x;",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "there is too little scratch",
+        "kernels/gemm_register",
+        "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW]",
+        "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * 32]",
+        GEMM_NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "threads are counted for threadgroups",
+        "kernels/gemm_register",
+        "int(threadgroups_per_grid.x)",
+        "int(threads_per_grid.x)",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+)
+
+MUTANTS = (*_BARRIERS, *_FRAGMENTS, *_TILES)

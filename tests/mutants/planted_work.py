@@ -1,0 +1,167 @@
+"""Bugs in who computes what: units, slices of k and steps."""
+
+from cases import (
+    GEMM_IDLE,
+    GEMM_LEFT_OUT,
+    GEMM_NATIVE,
+    GEMM_PACKED,
+    GEMM_TAIL,
+    GEMV_IDLE,
+    GEMV_NATIVE,
+    GEMV_TAIL,
+    THIRDS,
+)
+from mutant import Detector, Mutant
+
+_WORK = "lib/work"
+
+MUTANTS = (
+    Mutant(
+        "m and n change places in params",
+        _WORK,
+        "work.m = params[0];\n  work.n = params[1];",
+        "work.m = params[1];\n  work.n = params[0];",
+        GEMM_NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "division rounds down",
+        _WORK,
+        "return (value + divisor - 1) / divisor;",
+        "return value / divisor;",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "division rounds up too far",
+        _WORK,
+        "return (value + divisor - 1) / divisor;",
+        "return value / divisor + 1;",
+        GEMM_LEFT_OUT,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "a balanced cut forgets the rest",
+        _WORK,
+        "part * (total / parts) + part * (total % parts) / parts",
+        "part * (total / parts)",
+        GEMV_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "balanced runs overlap by one unit",
+        _WORK,
+        "range.end = balanced_cut(index + 1, num_threadgroups, units);",
+        "range.end = min(balanced_cut(index + 1, num_threadgroups, units) + 1, units);",
+        GEMM_NATIVE,
+        Detector.RACE,
+    ),
+    Mutant(
+        "runs of ceil are rounded down",
+        _WORK,
+        "const int run = ceil_div(units, num_threadgroups);",
+        "const int run = units / num_threadgroups;",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "runs of ceil end past the last unit",
+        _WORK,
+        "range.end = min(range.begin + run, units);",
+        "range.end = range.begin + run;",
+        GEMV_IDLE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "tiles are numbered along the rows",
+        _WORK,
+        "unit.row = tile % m_tiles * TILE_M;\n  unit.col = tile / m_tiles * TILE_N;",
+        "const uint n_tiles = ceil_div(work.n, TILE_N);\n"
+        "  unit.row = tile / n_tiles * TILE_M;\n"
+        "  unit.col = tile % m_tiles * TILE_N;",
+        GEMM_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "slice and tile change places",
+        _WORK,
+        "unit.split = index % k_parallel;",
+        "unit.split = index / k_parallel;",
+        GEMV_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the first slice of k is computed by all",
+        _WORK,
+        "unit.k_start = balanced_cut(unit.split, work.k_parallel, cuts) * CUT;",
+        "unit.k_start = 0;",
+        GEMM_PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a slice of k ends a tile late",
+        _WORK,
+        "min(balanced_cut(unit.split + 1, work.k_parallel, cuts) * CUT, work.k)",
+        "min((balanced_cut(unit.split + 1, work.k_parallel, cuts) + 1) * CUT, work.k)",
+        GEMV_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "slices of k begin in the middle of a group",
+        _WORK,
+        "GROUP > TILE_K ? GROUP : TILE_K",
+        "TILE_K",
+        THIRDS,
+        Detector.ORDER,
+    ),
+    Mutant(
+        "slices of k have equal length but the last",
+        _WORK,
+        "balanced_cut(unit.split, work.k_parallel, cuts) * CUT;\n"
+        "  unit.k_stop = min(balanced_cut(unit.split + 1, work.k_parallel, cuts)",
+        "unit.split * ceil_div(cuts, k_parallel) * CUT;\n"
+        "  unit.k_stop = min((unit.split + 1) * ceil_div(cuts, k_parallel)",
+        THIRDS,
+        Detector.ORDER,
+    ),
+    Mutant(
+        "k stops at a whole tile",
+        _WORK,
+        "min(balanced_cut(unit.split + 1, work.k_parallel, cuts) * CUT, work.k)",
+        "balanced_cut(unit.split + 1, work.k_parallel, cuts) * CUT",
+        GEMM_TAIL,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "simdgroups begin half a tile apart",
+        _WORK,
+        "return unit.k_start + TILE_K * simdgroup_k;",
+        "return unit.k_start + 32 * simdgroup_k;",
+        GEMM_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "simdgroups skip one tile too many",
+        _WORK,
+        "constexpr int SKIP = TILE_K * (SIMDGROUPS_K - 1);",
+        "constexpr int SKIP = TILE_K * SIMDGROUPS_K;",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 32: the skip comes in the middle of a tile",
+        _WORK,
+        "(k % TILE_K == 32 ? SKIP : 0)",
+        "(k % TILE_K == 0 ? SKIP : 0)",
+        GEMM_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 32: the second half of a tile is left out",
+        _WORK,
+        "k + 32 + (k % TILE_K == 32 ? SKIP : 0)",
+        "k + TILE_K + SKIP",
+        GEMV_TAIL,
+        Detector.WRONG_RESULT,
+    ),
+)

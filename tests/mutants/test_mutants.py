@@ -1,0 +1,77 @@
+"""Every planted bug is noticed by what must notice it, and nothing else is reported."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cases import CASES
+from catalogue import MUTANTS
+from detectors import detect
+from mutant import Detector, Mutant
+
+from mlx_marlin import launch, source
+
+pytestmark = [
+    pytest.mark.mutant,
+    pytest.mark.skipif(
+        launch.backend() != "emulator", reason="the emulator does not run here"
+    ),
+]
+
+ASKED = sorted({(mutant.caught_by, mutant.case) for mutant in MUTANTS})
+
+
+@pytest.fixture
+def plant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[Mutant], None]]:
+    """Returns what puts a mutant in the shaders' place."""
+
+    def put(mutant: Mutant) -> None:
+        folder = tmp_path / "shaders"
+        mutant.plant(source.shader_folder(), folder)
+        monkeypatch.setattr(source, "shader_folder", lambda: folder)
+        _forget_texts()
+
+    _forget_texts()
+    yield put
+    monkeypatch.undo()
+    _forget_texts()
+
+
+def _forget_texts() -> None:
+    source.product_source.cache_clear()
+    source.reduce_source.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(mutant, id=mutant.name) for mutant in MUTANTS]
+)
+def test_a_planted_bug_is_noticed(
+    mutant: Mutant,
+    plant: Callable[[Mutant], None],
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("mutant", f"{mutant.file}: {mutant.name}")
+    record_property("caught_by", str(mutant.caught_by))
+    plant(mutant)
+
+    assert detect(mutant.caught_by, CASES[mutant.case])
+
+
+@pytest.mark.parametrize(("detector", "case"), ASKED)
+def test_no_detector_says_anything_of_our_own_shaders(
+    detector: Detector, case: str
+) -> None:
+    assert detect(detector, CASES[case]) is None
+
+
+def test_every_detector_and_every_case_is_needed() -> None:
+    assert {mutant.caught_by for mutant in MUTANTS} == set(Detector)
+    assert {mutant.case for mutant in MUTANTS} == set(CASES)
+
+
+def test_the_catalogue_repeats_nothing() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    texts = {(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}
+    assert len(texts) == len(MUTANTS)
