@@ -3,12 +3,8 @@
 from mlx_marlin.emulator.build import unavailable
 from mlx_marlin.emulator.counters import Counters
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
-from mlx_marlin.emulator.metal_kernel import (
-    MetalKernel,
-    emulated,
-    metal_kernel,
-    trace,
-)
+from mlx_marlin.emulator.metal_kernel import MetalKernel, metal_kernel
+from mlx_marlin.emulator.scope import emulated, trace
 from mlx_marlin.emulator.static_check import check, check_text
 
 __all__ = [

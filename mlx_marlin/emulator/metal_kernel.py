@@ -3,107 +3,33 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator import build, compiler, engine, frontend, report, tracing
+from mlx_marlin.emulator import (
+    build,
+    compiler,
+    engine,
+    frontend,
+    modes,
+    report,
+    tracing,
+)
 from mlx_marlin.emulator.arrays import (
     info_arguments,
     input_argument,
     output_argument,
     output_array,
 )
-from mlx_marlin.emulator.counters import Counters
 from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
 from mlx_marlin.emulator.lines import SourceMap
 
 # Kept at import: a test may put this module's `metal_kernel` in its place.
 _stock = mx.fast.metal_kernel
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the emulator runs: shuffle seed, number of host threads, trace mode."""
-
-    seed: int
-    workers: int
-    trace: bool
-
-
-_PROCESSORS = os.cpu_count() or 1
-_DEFAULTS = Options(0, _PROCESSORS, False)
-_options = ContextVar("emulated", default=_DEFAULTS)
-_launches: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
-
-
-@contextmanager
-def emulated(
-    *, seed: int | None = None, workers: int | None = None, trace: bool | None = None
-) -> Iterator[Options]:
-    """Runs every custom Metal kernel of MLX on the CPU inside the block.
-
-    `mx.fast.metal_kernel` is ours meanwhile, for whatever code builds its kernels
-    there; kernels that it built stay emulated. Not for several threads at once.
-
-    Args:
-        seed: Chooses the order in which threadgroups and simdgroups run, 0 at first. A
-            correct kernel gives the same result for every seed. None, here and below:
-            as around the block.
-        workers: Host threads, at first as many as there are processors.
-        trace: Whether every access to memory is checked: for races, for reads of what
-            was never written, for bounds to the byte. At first it is not.
-
-    Raises:
-        ValueError: If there are no workers.
-    """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} is not positive")
-    outer = _options.get()
-    options = Options(
-        seed=outer.seed if seed is None else seed,
-        workers=outer.workers if workers is None else workers,
-        trace=outer.trace if trace is None else trace,
-    )
-    before = _options.set(options)
-    around = mx.fast.metal_kernel
-    mx.fast.metal_kernel = cast(Any, metal_kernel)
-    try:
-        yield options
-    finally:
-        mx.fast.metal_kernel = around
-        _options.reset(before)
-
-
-def trace(function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Counters]:
-    """Calls a function in trace mode.
-
-    Args:
-        function: Runs kernels of the emulator, in this thread.
-        args: Its arguments.
-        keywords: Its keyword arguments.
-
-    Returns:
-        What each kernel moved and did, in the order of their launches.
-
-    Raises:
-        EmulatorError: If a kernel misbehaves.
-    """
-    launches: list[Counters] = []
-    mode = _options.set(replace(_options.get(), trace=True))
-    before = _launches.set(launches)
-    try:
-        function(*args, **keywords)
-    finally:
-        _launches.reset(before)
-        _options.reset(mode)
-    return launches
 
 
 @dataclass(frozen=True)
@@ -183,7 +109,7 @@ class MetalKernel:
         return _execute(program, arrays, output_shapes, output_dtypes, init_value)
 
     def _program(self, arrays: list[Any], call: dict[str, Any]) -> _Program:
-        traced = _options.get().trace
+        traced = modes.options.get().trace
         key = (traced, *_key(arrays, call))
         program = self._programs.get(key)
         if program is None:
@@ -276,7 +202,7 @@ def _execute(
 
 
 def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
-    options, dispatch = _options.get(), program.dispatch
+    options, dispatch = modes.options.get(), program.dispatch
     kernel, source = program.kernel, program.source
     traced = tracing.request(kernel, buffers) if program.traced else None
     outcome = engine.run(
@@ -291,7 +217,7 @@ def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
     if outcome.report.fault:
         scene = report.Scene(program.name, kernel, source, buffers, outcome)
         raise EmulatorError(report.fault_message(scene))
-    launches = _launches.get()
+    launches = modes.launches.get()
     if traced is not None and launches is not None:
         count = dispatch.threadgroups
         launches.append(
