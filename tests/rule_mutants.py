@@ -135,6 +135,20 @@ MUTANTS = {
         "v = narrow<half>(v);",
         "template <typename T> float narrow(float f) { T t = f; return t; }\n",
     ),
+    "float that bfloat holds exactly becomes bfloat by itself": Mutant(
+        "implicit conversion loses floating-point precision: 'float' to 'bfloat'",
+        "bfloat b = 0.5f; v = b + float(1.0bf);",
+        "bfloat b = bfloat(0.5f); half h = 0.5f; v = b + h;",
+    ),
+    "array parameter without a space": Mutant(
+        "array parameter without an address space",
+        "v = pick(i, x);",
+        bad_header="METAL_FUNC float pick(uint i, const float a[4]) { return a[i]; }\n",
+        good_header=(
+            "METAL_FUNC float pick(uint i, const device float a[4]) {\n"
+            "  thread float b[2] = {a[i], 1};\n  return b[0];\n}\n"
+        ),
+    ),
     "half becomes bfloat by itself": Mutant(
         "cannot initialize a variable of type 'thread bfloat'",
         "half h = 1.0h; bfloat b = h; v = b;",

@@ -1,5 +1,7 @@
 """Calls of the emulator's kernels mean what they mean to MLX."""
 
+import gc
+import importlib
 import math
 import mmap
 import subprocess
@@ -436,6 +438,32 @@ def test_memory_for_many_sizes_is_given_back() -> None:
         call(kernel, inputs=[mx.zeros((32 + mmap.PAGESIZE // 4 * pages,))])
 
     assert mappings() - before < 6 * POOL_REGIONS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_only_the_last_calls_of_a_kernel_stay_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loaded() -> int:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return len({line.split()[-1] for line in maps if line.endswith(".so")})
+
+    module = importlib.import_module("mlx_marlin.emulator.metal_kernel")
+    monkeypatch.setattr(module, "PROGRAMS", 3)
+    kernel = metal_kernel(
+        name="templated", input_names=[], output_names=["out"], source="out[0] = N;"
+    )
+    size = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+    outputs = {"output_shapes": [(1,)], "output_dtypes": [mx.float32]}
+    gc.collect()
+    before = loaded()
+
+    for n in [*range(8), 7, 0]:
+        (out,) = kernel(inputs=[], template=[("N", n)], **size, **outputs)
+        assert out.item() == n
+
+    gc.collect()
+    assert loaded() - before == 3
 
 
 def test_importing_the_emulator_does_not_import_numpy() -> None:

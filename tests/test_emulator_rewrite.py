@@ -50,6 +50,10 @@ def test_tokens_put_together_give_the_text(text: str) -> None:
         ("s = sizeof(float4) * 2;", "s = sizeof(float4) * 2;"),
         ("threadgroup float* p = t;", "threadgroup float* p = t;"),
         ("void f(threadgroup float* p);", "void f(threadgroup float* p);"),
+        ("f(thread float4 (&v)[4]);", "f(thread float4 (&v)[4]);"),
+        ("f(float4 (thread &v)[4]);", "f(float4 (thread &v)[4]);"),
+        ("device half2 (*p)[8] = q;", "device half2 (*p)[8] = q;"),
+        ("y = float4(*p)[2];", "y = emu::make<float4>(*p)[2];"),
         ("y = static_cast<float4>(x);", "y = emu::cast<float4>(x);"),
         ("using P = float2; y = P(1, 2);", "using P = float2; y = emu::make<P>(1, 2);"),
         (

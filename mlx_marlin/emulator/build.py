@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from mlx_marlin import cache
 from mlx_marlin.emulator import compiler
 from mlx_marlin.emulator.compiler import Compiler
 
@@ -66,6 +67,8 @@ METAL_FLAGS = (
     f"-fsanitize={CHECKS}",
     f"-fsanitize-trap={CHECKS}",
     "-fstack-clash-protection",
+    # A loop without an end or an effect is to be found, not to be left out.
+    "-fno-finite-loops",
     # A tail call would hide the line that waits, and frames tell who called.
     "-fno-optimize-sibling-calls",
     "-Wno-everything",
@@ -136,9 +139,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _cache_folder() -> Path:
-    import platformdirs
-
-    folder = Path(platformdirs.user_cache_dir("mlx_marlin")) / "emulator"
+    folder = cache.folder("emulator")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -173,14 +174,13 @@ def _run(command: tuple[str, ...], folder: Path) -> None:
 def _cached(
     found: Compiler,
     flags: tuple[str, ...],
-    key: str,
+    target: Path,
     sources: Callable[[Path], list[Path]],
 ) -> Path:
-    """The library of that key; `sources` may write its files into the folder given."""
-    target = _cache_folder() / f"{key}.so"
+    """`target`, once built; `sources` may write its files into the folder given."""
     if target.exists():
         return target
-    with tempfile.TemporaryDirectory(dir=_cache_folder()) as name:
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
         folder = Path(name)
         files = sources(folder)
         _run((*found.clang, *flags, "-c", *map(str, files)), folder)
@@ -196,16 +196,20 @@ def runtime_library(found: Compiler) -> Path:
     # Calls inside the run time need no detour through its symbol table.
     flags = (*FLAGS, *machine_flags(), "-fvisibility=hidden")
     files = sorted((HERE / "runtime").glob("*.cpp"))
-    return _cached(found, flags, _key((found.identity, *flags)), lambda _: files)
+    target = _cache_folder() / f"{_key((found.identity, *flags))}.so"
+    return _cached(found, flags, target, lambda _: files)
 
 
-def kernel_library(found: Compiler, text: str, traced: bool = False) -> Path:
+def kernel_library(
+    found: Compiler, text: str, traced: bool = False, folder: Path | None = None
+) -> Path:
     """A kernel, built when the cache has none.
 
     Args:
         found: The compiler.
         text: A whole C++ translation unit.
         traced: Whether it calls the run time at every access to memory.
+        folder: The cache, if not the user's.
 
     Raises:
         RefusedError: With clang's messages, if the text does not compile.
@@ -225,4 +229,5 @@ def kernel_library(found: Compiler, text: str, traced: bool = False) -> Path:
         return [source]
 
     key = _key((found.identity, *flags, SHIM, text))
-    return _cached(found, (*flags, *places), key, write)
+    target = (folder or _cache_folder()) / f"{key}.so"
+    return _cached(found, (*flags, *places), target, write)

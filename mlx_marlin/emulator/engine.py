@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import functools
 import itertools
 import mmap
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from mlx_marlin.emulator import build, compiler
 from mlx_marlin.emulator.errors import EmulatorError
+from mlx_marlin.emulator.modes import Options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 MAX_THREADS = 1024
 MAX_TRACE = 24
 POOL_BYTES = 256 << 20
+MAX_HOST_THREADS = 1024
+"""As in memory.cpp, residents included."""
 POOL_REGIONS = 256
 """Free guarded memory that is kept for the next launches; each has far guards."""
 
@@ -82,6 +87,11 @@ class Launch(ctypes.Structure):
         ("stop", ctypes.c_uint32),
         ("states", ctypes.c_void_p),
         ("trace", ctypes.c_void_p),
+        ("library", ctypes.c_uint64),
+        ("library_bytes", ctypes.c_uint64),
+        ("time_limit", ctypes.c_uint64),
+        ("resident", ctypes.c_uint32),
+        ("interrupted", ctypes.c_uint32),
         ("report", Report),
     ]
 
@@ -246,14 +256,26 @@ def _load_address(entry: int) -> int:
     return int(info.base)
 
 
+_PADDING = 1 << 20  # a loaded file is that much longer than its text, at most
+
+
 @dataclass
 class Kernel:
-    """A loaded kernel: `entry` runs one thread, `base` is where the file lies."""
+    """A loaded kernel.
+
+    Attributes:
+        path: The library.
+        loaded: The same, in this process.
+        entry: Runs one thread.
+        base: Where the library lies.
+        size: Bytes from there that hold all of its code.
+    """
 
     path: Path
     loaded: ctypes.CDLL
     entry: int
     base: int
+    size: int
 
     @classmethod
     def load(cls, path: Path) -> Kernel:
@@ -262,7 +284,10 @@ class Kernel:
         loaded = ctypes.CDLL(str(path))
         entry = ctypes.cast(loaded.mslemu_kernel, ctypes.c_void_p).value
         assert entry is not None
-        return cls(path, loaded, entry, _load_address(entry))
+        size = path.stat().st_size + _PADDING
+        kernel = cls(path, loaded, entry, _load_address(entry), size)
+        weakref.finalize(kernel, _ctypes.dlclose, loaded._handle).atexit = False
+        return kernel
 
 
 @dataclass
@@ -281,8 +306,7 @@ def run(
     buffers: Sequence[Placed],
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
-    seed: int,
-    workers: int,
+    options: Options,
     trace: ctypes.Structure | None = None,
 ) -> Outcome:
     """Runs a grid of threads to its end or to its first fault.
@@ -292,8 +316,7 @@ def run(
         buffers: One for every memory parameter, in order.
         grid: Threads in x, y and z, all positive.
         threadgroup: Threads of a threadgroup, all positive, at most 1,024 together.
-        seed: Chooses the order of threadgroups and simdgroups.
-        workers: Host threads.
+        options: How to run it.
         trace: For a traced kernel `tracing.Trace`, which is filled.
 
     Returns:
@@ -305,10 +328,14 @@ def run(
         buffers=ctypes.addressof(addresses),
         grid=Coordinates(*grid),
         threadgroup=Coordinates(*threadgroup),
-        seed=seed & (2**64 - 1),
-        workers=workers,
+        seed=options.seed & (2**64 - 1),
+        workers=min(options.workers, MAX_HOST_THREADS // options.resident),
         states=ctypes.addressof(_states),
         trace=None if trace is None else ctypes.addressof(trace),
+        library=kernel.base,
+        library_bytes=kernel.size,
+        time_limit=int(min(options.time_limit * 1e9, 2**63)),
+        resident=options.resident,
     )
     library().mslemu_launch(ctypes.byref(launch))
     return Outcome(launch.report, _states)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +30,10 @@ from mlx_marlin.emulator.lines import SourceMap
 
 # Kept at import: a test may put this module's `metal_kernel` in its place.
 _stock = mx.fast.metal_kernel
+
+
+PROGRAMS = 256
+"""How many calls of a kernel, different in shapes or template, it keeps loaded."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +115,15 @@ class MetalKernel:
     def _program(self, arrays: list[Any], call: dict[str, Any]) -> _Program:
         traced = modes.options.get().trace
         key = (traced, *_key(arrays, call))
-        program = self._programs.get(key)
+        program = self._programs.pop(key, None)
         if program is None:
             dispatch = record(
                 lambda *blanks: self._stock(inputs=list(blanks), **call), arrays
             )
             program = _compiled(self._name, self._header, dispatch, traced)
-            self._programs[key] = program
+        self._programs[key] = program  # the last one used comes last
+        while len(self._programs) > PROGRAMS:
+            self._programs.pop(next(iter(self._programs)), None)
         return program
 
 
@@ -202,7 +208,7 @@ def _execute(
 
 
 def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
-    options, dispatch = modes.options.get(), program.dispatch
+    dispatch = program.dispatch
     kernel, source = program.kernel, program.source
     traced = tracing.request(kernel, buffers) if program.traced else None
     outcome = engine.run(
@@ -210,8 +216,7 @@ def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
         buffers,
         dispatch.grid,
         dispatch.clamped_threadgroup,
-        options.seed,
-        options.workers,
+        _options(dispatch),
         traced,
     )
     if outcome.report.fault:
@@ -223,6 +228,14 @@ def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
         launches.append(
             tracing.answer(program.name, kernel, source, buffers, count, traced)
         )
+
+
+def _options(dispatch: Dispatch) -> modes.Options:
+    """This context's, without residents for which there is no threadgroup."""
+    options = modes.options.get()
+    if options.resident <= dispatch.threadgroups:
+        return options
+    return replace(options, resident=max(1, dispatch.threadgroups))
 
 
 def _check_canaries(name: str, outputs: Sequence[engine.Placed]) -> None:

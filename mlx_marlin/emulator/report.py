@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -37,6 +37,9 @@ class Fault(IntEnum):
     RACE = 12
     POISON = 13
     BARRIER_SITES = 14
+    LIVELOCK = 15
+    TIME_LIMIT = 16
+    INTERRUPTED = 17
 
 
 class Activity(IntEnum):
@@ -96,7 +99,7 @@ def fault_message(scene: Scene) -> str:
     """What happened, where, and in which thread."""
     fault = Fault(scene.report.fault)
     what = _WHAT[fault](scene)
-    if fault == Fault.RESOURCES:
+    if not scene.report.size.z:
         return f"kernel {scene.name}: {what}"
     message = [f"kernel {scene.name}: {what}", f"  {_who(scene, fault)}"]
     message.extend(f"  at {line}" for line in _where(scene))
@@ -308,7 +311,7 @@ def _misuse(scene: Scene) -> str:
     return f"{text} in an incomplete simdgroup (threadgroup of {x * y * z} threads)"
 
 
-_WHAT = {
+_WHAT: dict[Fault, Callable[[Scene], str]] = {
     Fault.ACCESS: _access,
     Fault.STACK_OVERFLOW: lambda scene: (
         "stack overflow (more than 124 KiB in a thread)"
@@ -327,6 +330,15 @@ _WHAT = {
     Fault.RACE: _race,
     Fault.POISON: _poison,
     Fault.BARRIER_SITES: _barrier_sites,
+    Fault.LIVELOCK: lambda scene: (
+        "livelock: it waits for an atomic that no running thread will change. Metal "
+        "promises no other threadgroup's progress; emulated(resident=n) grants it to n"
+    ),
+    Fault.TIME_LIMIT: lambda scene: (
+        "a threadgroup takes longer than the time limit: a loop that does not end, or "
+        "emulated(time_limit=seconds) is too short"
+    ),
+    Fault.INTERRUPTED: lambda scene: "interrupted",
 }
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlx_marlin.emulator.declaration import SPACES, Declaration, is_declarator
 from mlx_marlin.emulator.tokens import Tokens
 
 _INTEGERS = ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
@@ -24,8 +25,7 @@ VECTORS = frozenset(
 )
 _VECTOR_TEMPLATES = frozenset({"vec", "packed_vec"})
 _HALF = re.compile(r"(?P<digits>(?!0[xX]).*?)(?P<suffix>[hH]|bf|BF)$")
-_SPACES = frozenset({"device", "threadgroup", "thread"})
-_QUALIFIERS = ("const", "volatile", "constant", *_SPACES)
+_QUALIFIERS = ("const", "volatile", "constant", *SPACES)
 _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
 _NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
@@ -71,7 +71,7 @@ def _drop_space_overloads(tokens: Tokens) -> None:
         words = [tokens.text(at) for at in range(start, brace) if not tokens.space(at)]
         spelled = " ".join(words)
         words = ["const" if word == "constant" else word for word in words]
-        head = " ".join(word for word in words if word not in _SPACES)
+        head = " ".join(word for word in words if word not in SPACES)
         if first.setdefault(head.replace("const const", "const"), spelled) != spelled:
             for at in range(start, end + 1):
                 tokens.blank(at)
@@ -176,10 +176,17 @@ class Rewriter:
     def _constructor(self, at: int) -> None:
         """`float4(a, b)`."""
         tokens = self.tokens
-        if tokens.text(tokens.before(at)) in _NOT_BEFORE_CONSTRUCTOR:
+        before = tokens.text(tokens.before(at))
+        if before in _NOT_BEFORE_CONSTRUCTOR:
             return
         end = _type_end(tokens, at, self.names.types)
-        if end >= 0 and tokens.text(tokens.after(end)) == "(":
+        opening = tokens.after(end)
+        if end < 0 or tokens.text(opening) != "(":
+            return
+        # `float4(*p)[2]` without a qualifier is an element of a vector.
+        refers = "&" in tokens.read(opening, tokens.closing(opening))
+        declares = is_declarator(tokens, opening) and (refers or before in _QUALIFIERS)
+        if not declares:
             tokens[at].written = "emu::make<" + tokens[at].written
             tokens[end].written += ">"
 
@@ -236,7 +243,7 @@ class Rewriter:
             tokens[at].written = "threadgroup_memory"
         if tokens.text(tokens.before(at)) not in _STATEMENT_ENDS:
             return
-        declaration = _Declaration.parse(tokens, tokens.after(at))
+        declaration = Declaration.parse(tokens, tokens.after(at))
         if declaration is None:
             return
         references = " ".join(
@@ -265,40 +272,3 @@ class Rewriter:
             for gone in range(opening, end + 1):
                 tokens.blank(gone)
             tokens[begin].written = f"extern {tokens[begin].written}"
-
-
-@dataclass(frozen=True)
-class _Declaration:
-    """`threadgroup type name[dimensions], ...;`."""
-
-    type: str
-    variables: list[tuple[str, str]]
-    end: int
-
-    @classmethod
-    def parse(cls, tokens: Tokens, begin: int) -> _Declaration | None:
-        """None if the text at `begin` declares a pointer or a reference."""
-        name = begin
-        at = tokens.after(begin)
-        while tokens.text(at) not in ("[", ",", ";", "=", ""):
-            if tokens.text(at) in ("*", "&", "(", ")", "{"):
-                return None
-            if tokens.text(at) == "<":
-                at = tokens.closing_angle(at)
-            name = at
-            at = tokens.after(at)
-        kind = tokens.read(begin, name).strip()
-        if not kind or tokens.text(at) not in ("[", ",", ";"):
-            return None
-        variables = []
-        while True:
-            variable, dimensions = tokens.text(name), ""
-            while tokens.text(at) == "[":
-                close = tokens.closing(at)
-                dimensions += tokens.read(at, close + 1)
-                at = tokens.after(close)
-            variables.append((variable, dimensions))
-            if tokens.text(at) != ",":
-                return cls(kind, variables, at)
-            name = tokens.after(at)
-            at = tokens.after(name)

@@ -17,7 +17,12 @@ from mlx_marlin.emulator.modes import Options
 
 @contextmanager
 def emulated(
-    *, seed: int | None = None, workers: int | None = None, trace: bool | None = None
+    *,
+    seed: int | None = None,
+    workers: int | None = None,
+    trace: bool | None = None,
+    resident: int | None = None,
+    time_limit: float | None = None,
 ) -> Iterator[Options]:
     """Runs every custom Metal kernel of MLX on the CPU inside the block.
 
@@ -31,18 +36,22 @@ def emulated(
         workers: Host threads, at first as many as there are processors.
         trace: Whether every access to memory is checked: for races, for reads of what
             was never written, for bounds to the byte. At first it is not.
+        resident: Threadgroups of a host thread that take turns when one waits for an
+            atomic, at first 1: Metal promises no progress of any other.
+        time_limit: Seconds that a threadgroup may take, 60 at first.
 
     Raises:
-        ValueError: If there are no workers.
+        ValueError: If a number is not positive, or `resident` exceeds 256.
     """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} is not positive")
-    outer = modes.options.get()
-    inner = Options(
-        seed=outer.seed if seed is None else seed,
-        workers=outer.workers if workers is None else workers,
-        trace=outer.trace if trace is None else trace,
-    )
+    wishes = {
+        "seed": seed,
+        "workers": workers,
+        "trace": trace,
+        "resident": resident,
+        "time_limit": time_limit,
+    }
+    given: dict[str, Any] = {k: v for k, v in wishes.items() if v is not None}
+    inner = replace(modes.options.get(), **given)
     before = modes.options.set(inner)
     around = mx.fast.metal_kernel
     mx.fast.metal_kernel = cast(Any, metal_kernel)
@@ -53,12 +62,19 @@ def emulated(
         modes.options.reset(before)
 
 
-def trace(function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Counters]:
+def trace(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    resident: int | None = None,
+    **keywords: Any,
+) -> list[Counters]:
     """Calls a function in trace mode.
 
     Args:
         function: Runs kernels of the emulator, in this thread.
         args: Its arguments.
+        resident: As for `emulated`; not handed to the function.
         keywords: Its keyword arguments.
 
     Returns:
@@ -68,7 +84,9 @@ def trace(function: Callable[..., Any], *args: Any, **keywords: Any) -> list[Cou
         EmulatorError: If a kernel misbehaves.
     """
     launches: list[Counters] = []
-    mode = modes.options.set(replace(modes.options.get(), trace=True))
+    outer = modes.options.get()
+    inner = replace(outer, trace=True, resident=resident or outer.resident)
+    mode = modes.options.set(inner)
     before = modes.launches.set(launches)
     try:
         function(*args, **keywords)

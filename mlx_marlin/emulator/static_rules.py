@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_marlin.emulator import rewrite
-from mlx_marlin.emulator.static_text import is_declarator
+from mlx_marlin.emulator.declaration import is_declarator
 from mlx_marlin.emulator.tokens import Tokens
 
 _SPACES = frozenset(
@@ -30,6 +30,8 @@ _RESERVED = frozenset({"kernel", "vertex", "fragment"})
 _BEFORE_VALUE = frozenset([*".+-*/%=?|&!~^", "->", "return"])
 _STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
 
+_MISSING = "device, constant, threadgroup or thread is missing"
+
 Finding = tuple[int, str]
 """A position in the text and what is wrong there."""
 
@@ -48,7 +50,7 @@ def findings(tokens: Tokens) -> Iterator[Finding]:
     for token in tokens:
         lines.append(line)
         line += token.text.count("\n")
-    for rule in (_unqualified, _reserved, _threadgroup_variables):
+    for rule in (_unqualified, _array_parameters, _reserved, _threadgroup_variables):
         for at, message in rule(tokens):
             yield lines[at], message
 
@@ -124,9 +126,34 @@ def _unqualified(tokens: Tokens) -> Iterator[Finding]:
             what = "pointer" if tokens.text(at) == "*" else "reference"
             yield (
                 at,
-                f"{what} without an address space: device, constant, threadgroup or "
-                "thread is missing",
+                f"{what} without an address space: {_MISSING}",
             )
+
+
+def _array_parameters(tokens: Tokens) -> Iterator[Finding]:
+    """`float a[4]` among parameters, which is a pointer."""
+    names = _types(tokens)
+    for at in range(len(tokens)):
+        end = _type_end(tokens, at, names)
+        if end < 0 or not _begins_parameter(tokens, at):
+            continue
+        name = tokens.after(end)
+        behind = tokens.after(name)
+        attribute = tokens.text(tokens.after(behind)) == "["
+        if not tokens.named(name) or tokens.text(behind) != "[" or attribute:
+            continue
+        while tokens.text(behind) == "[":
+            behind = tokens.after(tokens.closing(behind))
+        if tokens.text(behind) in (",", ")"):
+            yield at, f"array parameter without an address space: {_MISSING}"
+
+
+def _begins_parameter(tokens: Tokens, at: int) -> bool:
+    """Whether a list item with the type at `at` names no address space."""
+    at = tokens.before(at)
+    while tokens.text(at) in _QUALIFIERS - _SPACES:
+        at = tokens.before(at)
+    return tokens.text(at) in ("(", ",")
 
 
 def _skip_qualifiers(tokens: Tokens, at: int) -> tuple[int, bool]:

@@ -9,6 +9,8 @@ space in clang.
 
 from __future__ import annotations
 
+import ctypes
+import re
 from collections.abc import Iterator
 
 from mlx_marlin.emulator import rewrite
@@ -17,6 +19,17 @@ from mlx_marlin.emulator.tokens import Tokens
 _NO_METHOD = frozenset(
     ["static", "operator", "friend", "using", "typedef", "static_assert"]
 ) | {"alignas", "~", "=", ":"}
+
+
+_FLOAT = re.compile(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[fF]?")
+
+
+def _inexact(value: float) -> str:
+    """A float literal as it is, but for its last bit."""
+    nearest = ctypes.c_float(value)
+    bits = ctypes.c_uint32.from_buffer(nearest)
+    bits.value |= 1
+    return f"{nearest.value:.9e}f"
 
 
 def translated(tokens: Tokens) -> str:
@@ -47,14 +60,16 @@ class StaticRewriter(rewrite.Rewriter):
         super().rewrite(at)
 
     def _literal(self, at: int) -> None:
-        """Clang knows `1.0h` in this mode, but not `1.0bf`."""
+        """Clang knows `1.0h` in this mode, not `1.0bf`, and lets floats become bfloat.
+
+        It does so where bfloat holds the constant exactly. With the last bit set,
+        bfloat does not hold it; and nothing is run.
+        """
         text = self.tokens.text(at)
         if text.lower().endswith("bf") and not text.lower().startswith("0x"):
             self.tokens[at].written = f"bfloat({text[:-2]})"
-
-    def _constructor(self, at: int) -> None:
-        if not is_declarator(self.tokens, self.tokens.after(at)):
-            super()._constructor(at)
+        elif _FLOAT.fullmatch(text):
+            self.tokens[at].written = _inexact(float(text.rstrip("fF")))
 
     def _threadgroup_variables(self, at: int) -> None:
         super()._threadgroup_variables(at)
@@ -138,18 +153,3 @@ def _methods_of(tokens: Tokens, name: str, brace: int) -> Iterator[int]:
         elif word == "<":
             at = max(at, tokens.closing_angle(at))
         at = tokens.after(at)
-
-
-def is_declarator(tokens: Tokens, opening: int) -> bool:
-    """Whether `(&name)[8]` or `(*name)[8]` begins there, and no expression."""
-    if tokens.text(opening) != "(":
-        return False
-    mark = tokens.after(opening)
-    closing = tokens.closing(opening)
-    name = tokens.before(closing)
-    return (
-        tokens.text(mark) in ("*", "&")
-        and tokens.before(name) == mark
-        and tokens.named(name)
-        and tokens.text(tokens.after(closing)) == "["
-    )

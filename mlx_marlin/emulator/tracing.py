@@ -21,7 +21,6 @@ OPERATIONS = {
     4: "matrix memory",
     16: "barrier",
 }
-_PADDING = 1 << 20  # a loaded file is that much longer than its text, at most
 
 
 class Memory(ctypes.Structure):
@@ -78,7 +77,7 @@ def request(kernel: engine.Kernel, buffers: Sequence[engine.Placed]) -> Trace:
     memories = (Memory * max(1, len(buffers)))(*map(_memory, buffers))
     return Trace(
         library=kernel.base,
-        library_bytes=kernel.path.stat().st_size + _PADDING,
+        library_bytes=kernel.size,
         memories=memories,
         memory_count=len(buffers),
         counters=_counters,

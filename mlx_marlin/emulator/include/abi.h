@@ -42,6 +42,7 @@ struct Simdgroup {
   u32 stopped;         // lanes at a threadgroup barrier
   u32 returned;        // lanes that have left the kernel
   u32 full;            // lanes that wait until the others have been traced as far
+  u32 polling;         // lanes that wait for another thread to change an atomic
   u32 parity[kLanes];  // which half of `values` a lane's next operation uses
   const void* site;    // return address of the first lane in the current operation
   const void* barrier_site;
@@ -105,11 +106,18 @@ extern "C" {
 // Waits until every lane of the simdgroup has come. True for the last one, which runs
 // on at once, before the others wake: it computes what all of them need.
 MSLEMU_MEETING bool mslemu_arrive(const emu::Operation* operation);
+// The same for a function that is not inlined: `site` is its own return address.
+MSLEMU_EXPORT bool mslemu_arrive_from(const emu::Operation* operation,
+                                      const void* site);
 // `flags` are Metal's: the memory that the barrier orders.
 MSLEMU_MEETING void mslemu_threadgroup_barrier(emu::u32 flags);
 // Threadgroup memory number `slot` of the running threadgroup.
 MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes,
                                               const char* name);
+// After an atomic that has read `before` and left `after`. Whoever reads nothing new
+// for long lets other threads run.
+MSLEMU_MEETING void mslemu_poll(const volatile void* address, emu::u64 before,
+                                emu::u64 after);
 // Trace mode only. Before and after an atomic that loads (1), stores (2) or both.
 MSLEMU_EXPORT void mslemu_atomic(const volatile void* address, emu::u32 bytes,
                                  emu::u32 does);

@@ -32,21 +32,33 @@ namespace detail {
 
 enum Does : uint { kLoads = 1, kStores = 2, kBoth = 3 };
 
-// Around an atomic operation: trace mode follows what it orders.
-struct Traced {
-#ifdef MSLEMU_TRACE
-  const volatile void* object;
-  Does does;
+template <class T>
+METAL_FUNC ulong bits(const T& value) {
+  ulong result = 0;
+  __builtin_memcpy(&result, &value, sizeof(T));
+  return result;
+}
 
-  template <class T>
-  METAL_FUNC Traced(const volatile atomic<T>* object, Does does)
+// Around an atomic operation that finds `before` and leaves `after`. The run time sees
+// who waits for a change; trace mode follows what it orders.
+template <class T>
+struct Watched {
+  const volatile atomic<T>* object;
+  Does does;
+  T before, after;
+
+  METAL_FUNC Watched(const volatile atomic<T>* object, Does does)
       : object(object), does(does) {
+#ifdef MSLEMU_TRACE
     mslemu_atomic(object, sizeof(T), does);
-  }
-  METAL_FUNC ~Traced() { mslemu_atomic_done(object, does); }
-#else
-  METAL_FUNC Traced(const volatile void*, Does) {}
 #endif
+  }
+  METAL_FUNC ~Watched() {
+#ifdef MSLEMU_TRACE
+    mslemu_atomic_done(object, does);
+#endif
+    if (does & kLoads) mslemu_poll(object, bits(before), bits(after));
+  }
 };
 
 }  // namespace detail
@@ -56,48 +68,48 @@ struct Traced {
 template <class T, class U>
 METAL_FUNC void atomic_store_explicit(volatile atomic<T>* object, U desired,
                                       memory_order) {
-  T value = T(desired);
-  detail::Traced traced(object, detail::kStores);
-  __atomic_store(&object->value, &value, __ATOMIC_RELAXED);
+  detail::Watched<T> watched(object, detail::kStores);
+  watched.after = T(desired);
+  __atomic_store(&object->value, &watched.after, __ATOMIC_RELAXED);
 }
 template <class T>
 METAL_FUNC T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
-  T value;
-  detail::Traced traced(object, detail::kLoads);
-  __atomic_load(&object->value, &value, __ATOMIC_RELAXED);
-  return value;
+  detail::Watched<T> watched(object, detail::kLoads);
+  __atomic_load(&object->value, &watched.before, __ATOMIC_RELAXED);
+  return watched.after = watched.before;
 }
 template <class T, class U>
 METAL_FUNC T atomic_exchange_explicit(volatile atomic<T>* object, U desired,
                                       memory_order) {
-  T value = T(desired), before;
-  detail::Traced traced(object, detail::kBoth);
-  __atomic_exchange(&object->value, &value, &before, __ATOMIC_RELAXED);
-  return before;
+  detail::Watched<T> watched(object, detail::kBoth);
+  watched.after = T(desired);
+  __atomic_exchange(&object->value, &watched.after, &watched.before, __ATOMIC_RELAXED);
+  return watched.before;
 }
 template <class T, class U>
 METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* object,
                                                       T* expected, U desired,
                                                       memory_order, memory_order) {
   T value = T(desired);
-  detail::Traced traced(object, detail::kBoth);
-  return __atomic_compare_exchange(&object->value, expected, &value, true,
-                                   __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  detail::Watched<T> watched(object, detail::kBoth);
+  bool exchanged = __atomic_compare_exchange(&object->value, expected, &value, true,
+                                             __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  watched.before = *expected;
+  watched.after = exchanged ? value : *expected;
+  return exchanged;
 }
 
 namespace detail {
 
 template <class T, class Change>
 METAL_FUNC T update(volatile atomic<T>* object, Change change) {
-  T before;
-  Traced traced(object, kBoth);
-  __atomic_load(&object->value, &before, __ATOMIC_RELAXED);
-  for (;;) {
-    T after = change(before);
-    if (__atomic_compare_exchange(&object->value, &before, &after, true,
-                                  __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-      return before;
-  }
+  Watched<T> watched(object, kBoth);
+  __atomic_load(&object->value, &watched.before, __ATOMIC_RELAXED);
+  do {
+    watched.after = change(watched.before);
+  } while (!__atomic_compare_exchange(&object->value, &watched.before, &watched.after,
+                                      true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  return watched.before;
 }
 
 }  // namespace detail

@@ -19,8 +19,10 @@ struct RowInMemory {
   Row row;
 } __attribute__((aligned(32)));
 
-// d = a * b + c in float, k ascending, product and sum rounded separately.
-EMU_UNTRACED void multiply(Exchange& x) {
+// d = a * b + c in float, k ascending, product and sum rounded separately. Not inlined:
+// a kernel multiplies in a hundred places, and clang would optimize as many copies. Its
+// accesses are the emulator's own.
+inline __attribute__((noinline, no_sanitize("thread"))) void multiply(Exchange& x) {
   const Row* b = reinterpret_cast<const Row*>(x.b);
   const Row* c = reinterpret_cast<const Row*>(x.c);
   Row* d = reinterpret_cast<Row*>(x.d);
@@ -38,6 +40,10 @@ METAL_FUNC void give(float* matrix, u32 at, metal::vec<T, 2> pair) {
 }
 
 }  // namespace emu
+
+// A meeting with a frame of its own, whose return address tells the place in the source.
+#define EMU_MEETING \
+  inline __attribute__((noinline, convergent, nomerge, no_sanitize("thread")))
 
 namespace metal {
 
@@ -75,16 +81,17 @@ METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T val
 namespace detail {
 
 template <class D, class A, class B, class C>
-METAL_FUNC void multiply_accumulate(const emu::Operation& operation, vec<D, 2>& d,
-                                    vec<A, 2> a, vec<B, 2> b, vec<C, 2> c) {
+EMU_MEETING vec<D, 2> multiply_accumulate(const emu::Operation& operation, vec<A, 2> a,
+                                          vec<B, 2> b, vec<C, 2> c) {
   emu::Self self = emu::self();
   emu::Exchange& exchange = self.simdgroup().exchange;
   uint at = 8 * emu::fragment_row(self.lane()) + emu::fragment_column(self.lane());
   emu::give(exchange.a, at, a);
   emu::give(exchange.b, at, b);
   emu::give(exchange.c, at, c);
-  if (mslemu_arrive(&operation)) emu::multiply(exchange);
-  d = emu::make<vec<D, 2>>(*reinterpret_cast<vec<float, 2>*>(exchange.d + at));
+  if (mslemu_arrive_from(&operation, __builtin_return_address(0)))
+    emu::multiply(exchange);
+  return emu::make<vec<D, 2>>(*reinterpret_cast<vec<float, 2>*>(exchange.d + at));
 }
 
 }  // namespace detail
@@ -96,8 +103,8 @@ METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8>& d,
                                               const simdgroup_matrix<C, 8, 8>& c) {
   static constexpr emu::Operation operation{"simdgroup_multiply_accumulate", true,
                                             emu::Operations::kMatrix};
-  detail::multiply_accumulate(operation, d.thread_elements(), a.thread_elements(),
-                              b.thread_elements(), c.thread_elements());
+  d.thread_elements() = detail::multiply_accumulate<D>(
+      operation, a.thread_elements(), b.thread_elements(), c.thread_elements());
 }
 template <class D, class A, class B>
 METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d,
@@ -105,8 +112,8 @@ METAL_FUNC void simdgroup_multiply(simdgroup_matrix<D, 8, 8>& d,
                                    const simdgroup_matrix<B, 8, 8>& b) {
   static constexpr emu::Operation operation{"simdgroup_multiply", true,
                                             emu::Operations::kMatrix};
-  detail::multiply_accumulate(operation, d.thread_elements(), a.thread_elements(),
-                              b.thread_elements(), vec<D, 2>(0));
+  d.thread_elements() = detail::multiply_accumulate<D>(
+      operation, a.thread_elements(), b.thread_elements(), vec<D, 2>(0));
 }
 template <class T>
 METAL_FUNC simdgroup_matrix<T, 8, 8> operator*(const simdgroup_matrix<T, 8, 8>& a,

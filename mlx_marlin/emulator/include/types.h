@@ -8,13 +8,6 @@
 #define METAL_FUNC inline __attribute__((always_inline))
 #define EMU_INLINE __attribute__((always_inline))  // of a lambda
 
-// A function whose accesses are the emulator's own.
-#ifdef MSLEMU_TRACE
-#define EMU_UNTRACED inline __attribute__((noinline, no_sanitize("thread")))
-#else
-#define EMU_UNTRACED METAL_FUNC
-#endif
-
 using uchar = unsigned char;
 using ushort = unsigned short;
 using uint = unsigned int;
@@ -271,6 +264,23 @@ struct conditional<false, T, F> {
 };
 template <bool Condition, class T, class F>
 using conditional_t = typename conditional<Condition, T, F>::type;
+// Equal in all threads, which only Metal's compiler wants to know.
+template <class T>
+using uniform = T;
+template <class T>
+METAL_FUNC constexpr T make_uniform(T value) {
+  return value;
+}
+
+template <class T, size_t Size>
+struct array {
+  T elements_[Size];
+
+  METAL_FUNC constexpr T& operator[](size_t i) { return elements_[i]; }
+  METAL_FUNC constexpr const T& operator[](size_t i) const { return elements_[i]; }
+  METAL_FUNC static constexpr size_t size() { return Size; }
+};
+
 template <class T, T Value>
 struct integral_constant {
   static constexpr T value = Value;

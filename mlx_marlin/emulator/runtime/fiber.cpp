@@ -75,6 +75,10 @@ void* fresh_stack(Worker* worker, u32 index) {
 
 u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
+u32 simdgroups(const Worker* worker) {
+  return (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
+}
+
 // Trace mode: a simdgroup in which nobody can run, because logs are full, is put
 // together and goes on. Returns its lanes, 0 if there is none such.
 __attribute__((noinline)) u32 release_full(Worker* worker, u32& group, u32 count) {
@@ -95,7 +99,7 @@ inline u32 next_thread(Worker* worker, u32 group) {
   Simdgroup* groups = worker->view.simdgroups;
   u32 ready = groups[group].ready;
   if (!ready) {
-    u32 count = (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
+    u32 count = simdgroups(worker);
     for (u32 tried = 0; tried < count && !ready; ++tried) {
       group = worker->first + tried < count ? worker->first + tried
                                             : worker->first + tried - count;
@@ -109,9 +113,12 @@ inline u32 next_thread(Worker* worker, u32 group) {
   return group * kLanes + lane;
 }
 
+inline void* stack_of(const Worker* worker, u32 thread) {
+  return thread == kMaxThreads ? worker->scheduler : worker->stacks[thread];
+}
+
 inline void* next_stack(Worker* worker, u32 group) {
-  u32 next = next_thread(worker, group);
-  return next == kMaxThreads ? worker->scheduler : worker->stacks[next];
+  return stack_of(worker, next_thread(worker, group));
 }
 
 void place(Worker* worker, u32 number) {
@@ -135,14 +142,16 @@ void prepare(Worker* worker) {
   u32 threads = worker->view.threadgroup.threads;
   worker->stopped = 0;
   worker->run += 1;
-  for (u32 index = 0; index < threads; ++index)
+  for (u32 index = 0; index < threads; ++index) {
     worker->stacks[index] = fresh_stack(worker, index);
+    worker->streaks[index] = 0;
+  }
   for (u32 begin = 0; begin < threads; begin += kLanes) {
     Simdgroup& group = worker->view.simdgroups[begin / kLanes];
     u32 lanes = smaller(kLanes, threads - begin);
     group.exist = u32((u64(1) << lanes) - 1);
     group.ready = group.exist;
-    group.waiting = group.stopped = group.returned = 0;
+    group.waiting = group.stopped = group.returned = group.polling = 0;
     for (u32& parity : group.parity) parity = 0;
   }
 }
@@ -163,11 +172,16 @@ void describe(Worker* worker) {
 }
 
 bool everybody_returned(const Worker* worker) {
-  u32 threads = worker->view.threadgroup.threads;
-  for (u32 group = 0; group * kLanes < threads; ++group)
+  for (u32 group = 0; group < simdgroups(worker); ++group)
     if (worker->view.simdgroups[group].returned != worker->view.simdgroups[group].exist)
       return false;
   return true;
+}
+
+bool somebody_polls(const Worker* worker) {
+  for (u32 number = 0; number < simdgroups(worker); ++number)
+    if (worker->view.simdgroups[number].polling) return true;
+  return false;
 }
 
 void publish(Worker* worker) {
@@ -181,10 +195,24 @@ void publish(Worker* worker) {
   if (fault == Fault::kDeadlock || fault == Fault::kMismatch) describe(worker);
 }
 
+void end_threadgroup(Worker* worker) {
+  if (worker->fault.fault == Fault::kNone && !everybody_returned(worker))
+    worker->fault = report_of(worker, Fault::kDeadlock, 0);
+  const char* name;
+  if (worker->fault.fault == Fault::kNone &&
+      !threadgroup_memory_intact(worker, &name)) {
+    worker->fault = report_of(worker, Fault::kThreadgroupCanary, 0);
+    worker->fault.text = name;
+  }
+  if (worker->fault.fault != Fault::kNone) publish(worker);
+}
+
 }  // namespace
 
 void give_way(Worker* worker, u32 index) {
-  mslemu_switch(&worker->stacks[index], next_stack(worker, index / kLanes));
+  u32 next = next_thread(worker, index / kLanes);
+  if (next == index) return;  // released at once: only its log was full
+  mslemu_switch(&worker->stacks[index], stack_of(worker, next));
 }
 
 void abandon(Worker* worker, const Report& report) {
@@ -203,26 +231,28 @@ Report report_of(Worker* worker, Fault fault, u32 thread) {
   return report;
 }
 
-void run_threadgroup(Worker* worker, u32 number) {
+void begin_threadgroup(Worker* worker, u32 number) {
   place(worker, number);
   prepare(worker);
   if (worker->tracer) tracer_begin(worker, number);
-  u32 groups = (worker->view.threadgroup.threads + kLanes - 1) / kLanes;
-  worker->first =
-      u32((worker->launch->seed ^ number) * 0x9E3779B97F4A7C15ull >> 33) % groups;
+  worker->first = u32((worker->launch->seed ^ number) * 0x9E3779B97F4A7C15ull >> 33) %
+                  simdgroups(worker);
   worker->fault.fault = Fault::kNone;
+  worker->began = nanoseconds();
+}
 
-  mslemu_switch(&worker->scheduler, next_stack(worker, worker->first));
-
-  if (worker->fault.fault == Fault::kNone && !everybody_returned(worker))
-    worker->fault = report_of(worker, Fault::kDeadlock, 0);
-  const char* name;
-  if (worker->fault.fault == Fault::kNone &&
-      !threadgroup_memory_intact(worker, &name)) {
-    worker->fault = report_of(worker, Fault::kThreadgroupCanary, 0);
-    worker->fault.text = name;
+bool resume_threadgroup(Worker* worker) {
+  for (u32 number = 0; number < simdgroups(worker); ++number) {
+    Simdgroup& group = worker->view.simdgroups[number];
+    group.ready |= group.polling;
+    group.polling = 0;
   }
-  if (worker->fault.fault != Fault::kNone) publish(worker);
+  worker->moved = false;
+  mslemu_switch(&worker->scheduler, next_stack(worker, worker->first));
+  if (worker->fault.fault == Fault::kNone && somebody_polls(worker)) return false;
+  worker->began = 0;
+  end_threadgroup(worker);
+  return true;
 }
 
 }  // namespace emu
@@ -232,6 +262,7 @@ extern "C" [[noreturn]] void mslemu_fiber() {
   emu::Self self = emu::self();
   emu::Worker* worker = emu::worker_of(self);
   worker->launch->entry();
+  worker->moved = true;
   self.simdgroup().returned |= 1u << self.lane();
   if (worker->tracer && self.simdgroup().returned == self.simdgroup().exist)
     emu::tracer_met(worker, self.index / emu::kLanes, nullptr, nullptr);

@@ -81,6 +81,10 @@ Worker* worker_at(u64 stack) {
   return nullptr;
 }
 
+Worker* worker_number(u32 number) {
+  return number < kMaxWorkers ? workers[number] : nullptr;
+}
+
 Worker* worker_open(u32 number) {
   if (number >= kMaxWorkers) return nullptr;
   if (workers[number]) return workers[number];

@@ -50,7 +50,7 @@ bool modifies(Kind kind) { return kind == Kind::kWrite || kind == Kind::kAtomic;
 const Access* collision(const Worker* worker, const Cell& cell, const Access& now,
                         Kind kind, bool shared) {
   auto wrong = [&](const Access& earlier) {
-    return collide(earlier, now) && (shared || !is_ordered(worker, earlier, now));
+    return collide(earlier, now) && !is_ordered(worker, shared, earlier, now);
   };
   if (wrong(cell.write)) return &cell.write;
   bool plain = kind == Kind::kRead || kind == Kind::kWrite;

@@ -39,11 +39,14 @@ void emu::misuse(Self self, const char* what, const void* site) {
 }
 
 extern "C" bool mslemu_arrive(const Operation* operation) {
+  return mslemu_arrive_from(operation, __builtin_return_address(0));
+}
+
+extern "C" bool mslemu_arrive_from(const Operation* operation, const void* site) {
   Self self = emu::self();
   Worker* worker = worker_of(self);
   Simdgroup& group = self.simdgroup();
   u32 bit = 1u << self.lane();
-  const void* site = __builtin_return_address(0);
   if (!group.waiting) {
     group.site = site;
     if (operation->whole_simdgroup && ~group.exist) misuse(self, operation->name, site);
@@ -56,6 +59,7 @@ extern "C" bool mslemu_arrive(const Operation* operation) {
   if (group.waiting == group.exist) {
     group.waiting = 0;
     group.ready |= group.exist & ~bit;
+    worker->moved = true;
     if (worker->tracer) tracer_met(worker, self.index / kLanes, operation, site);
     return true;
   }
@@ -79,6 +83,7 @@ extern "C" void mslemu_threadgroup_barrier(u32 flags) {
   u32 threads = worker->view.threadgroup.threads;
   if (worker->stopped == threads) {
     worker->stopped = 0;
+    worker->moved = true;
     if (worker->tracer) tracer_barrier(worker, flags, site);
     for (u32 number = 0; number * kLanes < threads; ++number) {
       Simdgroup& other = worker->view.simdgroups[number];

@@ -9,6 +9,7 @@ constexpr u32 kThreadgroupSlots = 64;
 constexpr u64 kThreadgroupLimit = 32 << 10;
 constexpr u64 kThreadgroupStride = 128 << 10;  // one slot with its guards
 constexpr u32 kMaxTrace = 24;
+constexpr u32 kPolls = 8;  // atomics that a waiting loop may read, one after the other
 constexpr u8 kPoison = 0xFF;  // NaN in every floating type
 
 // Values shared with report.py.
@@ -28,6 +29,9 @@ enum class Fault : u32 {
   kRace = 12,               // as kAccess, or as kThreadgroupAccess if there is a text
   kPoison = 13,             // likewise
   kBarrierSites = 14,
+  kLivelock = 15,     // threads wait for what nobody who runs can change
+  kTimeLimit = 16,    // a threadgroup has run for too long
+  kInterrupted = 17,  // by Ctrl-C
 };
 
 enum class Activity : u32 { kReady = 0, kReturned = 1, kBarrier = 2, kSimd = 3 };
@@ -75,6 +79,11 @@ struct Launch {
   u32 stop;
   ThreadState* states;  // kMaxThreads, filled on a deadlock
   Trace* trace;         // null in plain mode
+  const u8* library;    // where the kernel's library is loaded
+  u64 library_bytes;
+  u64 time_limit;  // nanoseconds for a threadgroup
+  u32 resident;    // threadgroups of a host thread that take turns
+  u32 interrupted;
   Report report;
 };
 
@@ -110,6 +119,16 @@ struct Worker {
   u64 threadgroup_bytes;       // of this launch
   ThreadgroupArray arrays[kThreadgroupSlots];
   Report fault;
+  u64 host;        // pthread_t of the host thread that runs it
+  u64 began;       // nanoseconds; 0 while it has no threadgroup
+  bool moved;      // since it was resumed, a thread did more than poll
+  bool condemned;  // the next thread that polls reports a livelock
+  u32 streaks[kMaxThreads];  // polls in a row that read nothing new
+  struct {
+    const void* site;
+    const volatile void* address;
+    u64 value;
+  } polls[kMaxThreads][kPolls];
 };
 
 inline Worker* worker_of(Self self) { return reinterpret_cast<Worker*>(self.worker); }
@@ -119,7 +138,10 @@ void give_way(Worker* worker, u32 index);
 // Notes a fault and leaves the threadgroup for good.
 [[noreturn]] void abandon(Worker* worker, const Report& report);
 Report report_of(Worker* worker, Fault fault, u32 thread);
-void run_threadgroup(Worker* worker, u32 number);
+void begin_threadgroup(Worker* worker, u32 number);
+// Runs the threadgroup until it has ended or failed, or until all threads that could run
+// poll an atomic: false then, and it can be resumed.
+bool resume_threadgroup(Worker* worker);
 
 Worker* worker_open(u32 number);
 void threadgroup_memory_begin(Worker* worker);
@@ -127,10 +149,21 @@ bool threadgroup_memory_intact(Worker* worker, const char** name);
 // The array that an address in or around threadgroup memory belongs to, or null.
 const ThreadgroupArray* threadgroup_array_at(const Worker* worker, u64 address);
 [[noreturn]] void misuse(Self self, const char* what, const void* site);
+// Notes the return addresses on the way here, the one at `site` first.
+void trace_calls(Report& report, Worker* worker, const void* site);
 Worker* worker_at(u64 stack);  // whose fiber stacks contain this address
+Worker* worker_number(u32 number);  // null behind the last
 
-bool signals_begin();
+bool signals_begin(Launch* launch);
 void signals_end();
+// Ends launches that were interrupted or take too long.
+void guard_begin(Launch* launch);
+void guard_end();
+// Its host thread may end after that.
+void guard_forget(Worker* worker);
+// Asks the host thread of a worker to end its threadgroup.
+void urge(Worker* worker);
+u64 nanoseconds();
 bool signal_stack_begin(Worker* worker);
 void signal_stack_end(Worker* worker);
 

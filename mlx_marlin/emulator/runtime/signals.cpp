@@ -1,7 +1,8 @@
 // A fault inside a kernel becomes a report: the handler notes what happened and sends
 // the thread back to its scheduler. A fault anywhere else goes to whoever handled it
-// before.
+// before. So it is when a launch is to end: by Ctrl-C, or because it takes too long.
 #include "runtime.h"
+#include "system.h"
 
 extern "C" {
 int sigaction(int number, const void* action, void* before);
@@ -13,7 +14,7 @@ namespace emu {
 namespace {
 
 #if defined(__APPLE__)
-constexpr int kBus = 10;
+constexpr int kBus = 10, kUrgent = 16;
 constexpr int kSigInfo = 0x40, kOnStack = 0x01;
 struct Action {
   void (*handler)(int, u8*, u8*);
@@ -28,7 +29,7 @@ struct SignalStack {
 constexpr u32 kAddressOffset = 24;  // siginfo_t.si_addr
 u8* machine(u8* context) { return *reinterpret_cast<u8**>(context + 48); }
 #else
-constexpr int kBus = 7;
+constexpr int kBus = 7, kUrgent = 23;
 constexpr int kSigInfo = 0x4, kOnStack = 0x08000000;
 struct Action {
   void (*handler)(int, u8*, u8*);
@@ -44,8 +45,9 @@ struct SignalStack {
 constexpr u32 kAddressOffset = 16;
 u8* machine(u8* context) { return context; }
 #endif
-constexpr int kIll = 4, kTrap = 5, kFpe = 8, kSegv = 11;
-constexpr int kCaught[] = {kSegv, kBus, kIll, kTrap, kFpe};
+constexpr int kInterrupt = 2, kIll = 4, kTrap = 5, kFpe = 8, kSegv = 11;
+// The last one is sent by guard.cpp; nobody minds it where it is not expected.
+constexpr int kCaught[] = {kSegv, kBus, kIll, kTrap, kFpe, kUrgent};
 constexpr u64 kSignalStackBytes = 64 << 10;
 
 // Offsets of the saved registers in the machine context of each system.
@@ -124,6 +126,13 @@ void give_back(int number) {
     if (kCaught[at] == number) sigaction(number, &before[at], nullptr);
 }
 
+void leave_fiber(Worker* worker, Report& report, u8* context) {
+  trace(report, worker, context);
+  worker->fault = report;
+  saved(context, kSp) = u64(worker->scheduler);
+  saved(context, kPc) = u64(&mslemu_restore);
+}
+
 void handle(int number, u8* info, u8* context) {
   u64 sp = saved(context, kSp);
   Worker* worker = worker_at(sp);
@@ -132,8 +141,8 @@ void handle(int number, u8* info, u8* context) {
     return;
   }
   u64 address = *reinterpret_cast<u64*>(info + kAddressOffset);
-  u32 thread = u32((sp - u64(worker->region)) / kStackBytes);
-  Report report = report_of(worker, kind(number, worker, address, sp), thread);
+  Report report = report_of(worker, kind(number, worker, address, sp),
+                            u32((sp - u64(worker->region)) / kStackBytes));
   report.address = address;
   report.is_write = was_write(context);
   report.amount = *reinterpret_cast<u32*>(info + 8);
@@ -144,26 +153,63 @@ void handle(int number, u8* info, u8* context) {
     report.amount = array->bytes;
     report.address = address - u64(array->begin);
   }
-  trace(report, worker, context);
-  worker->fault = report;
-  saved(context, kSp) = u64(worker->scheduler);
-  saved(context, kPc) = u64(&mslemu_restore);
+  leave_fiber(worker, report, context);
+}
+
+// Only the kernel's own code can be left anywhere: it holds no lock.
+void handle_urgent(int, u8*, u8* context) {
+  u64 sp = saved(context, kSp);
+  Worker* worker = worker_at(sp);
+  if (!worker) return;
+  const Launch* launch = worker->launch;
+  if (saved(context, kPc) - u64(launch->library) >= launch->library_bytes) return;
+  bool late = nanoseconds() - worker->began > launch->time_limit;
+  if (!launch->interrupted && !late) return;
+  Fault fault = launch->interrupted ? Fault::kInterrupted : Fault::kTimeLimit;
+  Report report =
+      report_of(worker, fault, u32((sp - u64(worker->region)) / kStackBytes));
+  leave_fiber(worker, report, context);
+}
+
+Launch* running;
+Action before_interrupt;
+
+// Whoever handled it before does so too, Python for instance: it raises once we return.
+void handle_interrupt(int number, u8* info, u8* context) {
+  __atomic_store_n(&running->interrupted, 1, __ATOMIC_RELAXED);
+  __atomic_store_n(&running->stop, 1, __ATOMIC_RELAXED);
+  before_interrupt.handler(number, info, context);
+}
+
+bool catch_interrupt(Launch* launch) {
+  running = launch;
+  Action action{};
+  action.handler = handle_interrupt;
+  action.flags = kSigInfo | kOnStack;
+  if (sigaction(kInterrupt, nullptr, &before_interrupt)) return false;
+  // By default it ends the process, and it may be ignored.
+  if (u64(before_interrupt.handler) <= 1) return true;
+  return sigaction(kInterrupt, &action, nullptr) == 0;
 }
 
 }  // namespace
 
-bool signals_begin() {
+bool signals_begin(Launch* launch) {
   Action action{};
-  action.handler = handle;
   action.flags = kSigInfo | kOnStack;
-  for (u32 at = 0; at < sizeof kCaught / sizeof *kCaught; ++at)
+  for (u32 at = 0; at < sizeof kCaught / sizeof *kCaught; ++at) {
+    action.handler = kCaught[at] == kUrgent ? handle_urgent : handle;
     if (sigaction(kCaught[at], &action, &before[at])) return false;
-  return true;
+  }
+  return catch_interrupt(launch);
 }
 
 void signals_end() {
   for (int number : kCaught) give_back(number);
+  sigaction(kInterrupt, &before_interrupt, nullptr);
 }
+
+void urge(Worker* worker) { pthread_kill(worker->host, kUrgent); }
 
 bool signal_stack_begin(Worker* worker) {
   SignalStack stack{};

@@ -22,6 +22,11 @@ void free(void* block);
 int pthread_create(unsigned long* thread, const void* attributes, void* (*body)(void*),
                    void* argument);
 int pthread_join(unsigned long thread, void** result);
+int pthread_detach(unsigned long thread);
+unsigned long pthread_self();
+int pthread_kill(unsigned long thread, int number);
+int nanosleep(const TimeSpec* time, TimeSpec* left);
+int sched_yield();
 #if defined(__APPLE__)
 int shm_open(const char* name, int flags, ...);
 int shm_unlink(const char* name);

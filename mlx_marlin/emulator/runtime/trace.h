@@ -20,9 +20,8 @@ enum class Kind : u16 {
   kAtomicRead = 3,
 };
 
-// Bits of Metal's mem_flags: which memory a barrier orders.
-constexpr u32 kOrdersDevice = 1;
-constexpr u32 kOrdersThreadgroup = 2;
+// Whether Metal's mem_flags order a memory: 0 for device, 1 for threadgroup.
+constexpr bool orders(u32 flags, u32 memory) { return flags >> memory & 1; }
 
 // Who touched a byte, and when. Clocks count the barriers that order this memory.
 struct Access {
@@ -135,7 +134,8 @@ struct Doubt {
 struct Tracer {
   Trace* trace;
   u32 group;      // number of the threadgroup
-  u32 epochs[2];  // threadgroup barriers that order device / threadgroup memory
+  // Of the two memories, device and threadgroup.
+  u32 epochs[2];  // threadgroup barriers that order it
   u32 steps[kMaxSimdgroups][2];
   u32 flags[kMaxSimdgroups];  // of the simdgroup barrier to come
   u32 recent;                 // buffer found last
@@ -150,14 +150,15 @@ struct Tracer {
   Gathering* gathering;
   u64 block_bytes;  // of all this
 
-  // Order by atomics and fences. What was acquired since the last barrier that hands it
-  // on, what atomics have read since the last fence, what the last fence has released.
+  // Order by atomics and fences, of each memory. What was acquired since the last barrier
+  // that hands it on; by atomics of each memory, what they have read since the last
+  // fence, and what the last fence has released.
   bool ordered;  // whether there is any of that
-  Known* known;
-  Known* simdgroup_known[kMaxSimdgroups];
-  Known* acquired[kMaxThreads];
-  Known* seen[kMaxThreads];
-  Known* released[kMaxThreads];
+  Known* known[2];
+  Known* simdgroup_known[kMaxSimdgroups][2];
+  Known* acquired[kMaxThreads][2];
+  Known* seen[kMaxThreads][2][2];
+  Known* released[kMaxThreads][2][2];
   u32 ticks[kMaxThreads];
 };
 
@@ -178,8 +179,6 @@ void check_access(Worker* worker, u32 thread, u32 memory, u64 offset, u32 bytes,
 void settle(Worker* worker);
 void count_accesses(Worker* worker, u32 simdgroup);
 Counter& counter_of(Worker* worker, u32 site, u32 memory, const char* name);
-// The return addresses on the way here, the one at `site` first.
-void trace_calls(Report& report, Worker* worker, const void* site);
 
 // What an atomic does.
 constexpr u32 kAtomicLoads = 1;
@@ -188,10 +187,11 @@ constexpr u32 kAtomicStores = 2;
 u64 locations_bytes();
 void order_close(Trace* trace);
 void order_begin(Worker* worker);
-// Whether fences and atomics put one access before another.
-bool is_ordered(const Worker* worker, const Access& earlier, const Access& now);
-void order_simdgroup(Worker* worker, u32 simdgroup);
-void order_threadgroup(Worker* worker);
+// Whether fences and atomics put one access to a memory before another.
+bool is_ordered(const Worker* worker, u32 memory, const Access& earlier,
+                const Access& now);
+void order_simdgroup(Worker* worker, u32 simdgroup, u32 memory);
+void order_threadgroup(Worker* worker, u32 memory);
 // Before and after an atomic operation, which nobody disturbs.
 void order_atomic(Worker* worker, u32 thread, const volatile void* address, u32 does);
 void order_atomic_done(Worker* worker, u32 thread, const volatile void* address,

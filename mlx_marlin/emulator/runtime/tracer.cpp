@@ -83,10 +83,11 @@ void tracer_met(Worker* worker, u32 simdgroup, const Operation* operation,
   u32 memory = kFirstOperation + u32(operation->kind);
   counter_of(worker, offset, memory, operation->name).values[kOperations] += 1;
   if (operation->kind != Operations::kBarrier) return;
-  u32 flags = tracer->flags[simdgroup];
-  if (flags & kOrdersDevice) order_simdgroup(worker, simdgroup);
-  tracer->steps[simdgroup][0] += (flags & kOrdersDevice) != 0;
-  tracer->steps[simdgroup][1] += (flags & kOrdersThreadgroup) != 0;
+  for (u32 memory = 0; memory < 2; ++memory) {
+    if (!orders(tracer->flags[simdgroup], memory)) continue;
+    order_simdgroup(worker, simdgroup, memory);
+    tracer->steps[simdgroup][memory] += 1;
+  }
 }
 
 void tracer_barrier(Worker* worker, u32 flags, const void* site) {
@@ -95,9 +96,11 @@ void tracer_barrier(Worker* worker, u32 flags, const void* site) {
   Counter& counter =
       counter_of(worker, offset, kThreadgroupBarrier, "threadgroup_barrier");
   counter.values[kOperations] += 1;
-  if (flags & kOrdersDevice) order_threadgroup(worker);
-  tracer->epochs[0] += (flags & kOrdersDevice) != 0;
-  tracer->epochs[1] += (flags & kOrdersThreadgroup) != 0;
+  for (u32 memory = 0; memory < 2; ++memory) {
+    if (!orders(flags, memory)) continue;
+    order_threadgroup(worker, memory);
+    tracer->epochs[memory] += 1;
+  }
 }
 
 bool trace_open(Trace* trace) {
