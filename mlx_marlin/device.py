@@ -9,9 +9,45 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
+
+from mlx_marlin import detection
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
-"""Names the device to plan for: "Apple M3 Max", or with a core count after a colon."""
+"""Names the device to plan for: "Apple M3 Max" or "Apple M3 Max, 30 cores"."""
+ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
+"""MLX's own variable: the architecture that it chooses its kernels for."""
+
+SIZE_LETTERS = {"base": "g", "pro": "s", "max": "s", "ultra": "d"}
+"""How an architecture's last letter tells a chip's tier; Pro and Max share one."""
+FIRST_GENERATION = 13
+"""The number that Apple gives the M1 in an architecture: applegpu_g13g."""
+ARCHITECTURE = re.compile(r".*\d\d[a-z]")
+"""What MLX reads from one: two digits and a letter at its end."""
+WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
+"""How the environment names a device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """What one GPU core holds.
+
+    Attributes:
+        register_bytes: Registers of all its threads.
+        threadgroup_bytes: Threadgroup memory of all its threadgroups; one threadgroup
+            may have 32 KiB of it.
+        max_threads: Threads that it can hold, however few registers they need.
+        tensor_flops_per_clock: float16 operations of its matrix units; 0 without.
+        is_known: False where the first three figures are those of an M2 for want of
+            others: from M3 on registers, threadgroup memory and caches share one pool
+            whose size Apple does not state.
+    """
+
+    register_bytes: int
+    threadgroup_bytes: int
+    max_threads: int
+    tensor_flops_per_clock: int
+    is_known: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +62,8 @@ class Device:
         cores: GPU cores.
         bandwidth_gbs: Memory bandwidth that the maker states, in 10^9 bytes a second.
         clock_ghz: GPU clock in 10^9 cycles a second.
+        arch: The architecture that MLX chooses its kernels for, "applegpu_g15s"; empty
+            where only generation and tier are known.
     """
 
     name: str
@@ -35,18 +73,44 @@ class Device:
     cores: int
     bandwidth_gbs: float
     clock_ghz: float
+    arch: str = ""
 
     def __post_init__(self) -> None:
         if self.cores < 1 or self.bandwidth_gbs <= 0 or self.clock_ghz <= 0:
             raise ValueError(
                 f"a device needs cores, bandwidth and clock above 0, got {self}"
             )
+        if self.arch and not ARCHITECTURE.fullmatch(self.arch):
+            raise ValueError(
+                f"arch={self.arch!r}: expected an architecture such as 'applegpu_g15s'"
+            )
+
+    @property
+    def arch_gen(self) -> int:
+        """The generation that MLX's dispatch sees: 13 for M1 to 17 for M5."""
+        if self.arch:
+            return int(self.arch[-3:-1])
+        number = self.generation.removeprefix("M")
+        return FIRST_GENERATION + (int(number) - 1 if number.isdecimal() else 0)
+
+    @property
+    def size_letter(self) -> str:
+        """The size that MLX's dispatch sees: "p" phone, "g", "s", "d" for Ultra."""
+        return self.arch[-1] if self.arch else SIZE_LETTERS.get(self.tier, "g")
 
     @property
     def has_tensor_units(self) -> bool:
-        """Whether the cores have matrix units that our kernels do not use (M5 on)."""
-        number = self.generation.removeprefix("M")
-        return number.isdecimal() and int(number) >= 5
+        """Whether MLX uses matrix units that our kernels do not (M5 on)."""
+        return self.arch_gen >= (18 if self.size_letter == "p" else 17)
+
+    @property
+    def core(self) -> Core:
+        """What a core holds: as in the first generation where nothing is known."""
+        table = _cores()
+        if self.generation in table:
+            return table[self.generation]
+        oldest, *_, newest = table.values()
+        return newest if self.has_tensor_units else oldest
 
     @staticmethod
     def named(name: str, cores: int | None = None) -> "Device":
@@ -62,8 +126,7 @@ class Device:
         """
         variants = chips().get(_key(name))
         if variants is None:
-            known = ", ".join(variants[-1].name for variants in chips().values())
-            raise ValueError(f"device {name!r} is not one of: {known}")
+            raise ValueError(_unknown(name))
         if cores is None:
             return variants[-1]
         for device in variants:
@@ -89,23 +152,10 @@ has; more cores than that are still kept busy by several threadgroups a core."""
 @lru_cache(maxsize=1)
 def chips() -> dict[str, tuple[Device, ...]]:
     """Returns the known chips by lower-case name, variants from small to large."""
-    import json
-    from importlib.resources import files
-
-    text = files("mlx_marlin").joinpath("data/chips.json").read_text("utf-8")
     table: dict[str, tuple[Device, ...]] = {}
-    for row in json.loads(text)["chips"]:
-        if row["gpu_cores"] is None:  # announced, but its figures are not published
-            continue
-        device = Device(
-            name=row["name"],
-            variant=row["variant"],
-            generation=row["generation"],
-            tier=row["tier"],
-            cores=row["gpu_cores"],
-            bandwidth_gbs=row["bandwidth_gbs"],
-            clock_ghz=row["gpu_clock_ghz"],
-        )
+    for row in _data()["chips"]:
+        figures = {field: row[field] for field in row if field != "sources"}
+        device = Device(variant=f"{row['name']} {row['cores']}-core GPU", **figures)
         key = _key(device.name)
         same_name = (*table.get(key, ()), device)
         table[key] = tuple(sorted(same_name, key=lambda each: each.cores))
@@ -117,16 +167,39 @@ def current() -> Device:
     """Returns the device to plan for.
 
     The environment variable MLX_MARLIN_DEVICE decides if set; else the Apple GPU that
-    MLX reports, with its real core count; else `DEFAULT`.
+    MLX or the system reports, with its real core count; else `DEFAULT`.
+    MLX_METAL_GPU_ARCH replaces the architecture of either, as it does in MLX.
+
+    Raises:
+        ValueError: If a variable does not name a device or an architecture.
     """
     wish = os.environ.get(ENVIRONMENT)
-    if wish:
-        return _parse(wish)
-    name = _metal_name()
-    if name is None:
+    device = _parse(wish) if wish else _here()
+    arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
+    if not arch:
+        return device
+    try:
+        return replace(device, arch=arch)
+    except ValueError as error:
+        raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
+
+
+def _here() -> Device:
+    """Returns this machine's chip, or what to plan for in its place."""
+    if sys.platform != "darwin":
         return DEFAULT
+    name, arch = _metal()
+    if _key(name) not in chips():  # a virtual machine's GPU is called otherwise
+        name = detection.chip_name() or name
     if _key(name) in chips():
-        return Device.named(name, _core_count())
+        device = Device.named(name, detection.gpu_cores())
+    else:
+        device = _newer(name) if name else DEFAULT
+    return replace(device, arch=arch) if ARCHITECTURE.fullmatch(arch) else device
+
+
+def _newer(name: str) -> Device:
+    """Returns the default with the name and generation of a chip not in the table."""
     generation = re.match(r"Apple (M\d+)\b", name)
     return replace(
         DEFAULT,
@@ -142,36 +215,61 @@ def _key(name: str) -> str:
     return " ".join(words if words[:1] == ["apple"] else ["apple", *words])
 
 
+def _unknown(name: str) -> str:
+    """Says that the table does not have a chip, what it has, and what is near."""
+    from difflib import get_close_matches
+
+    names = [variants[-1].name for variants in chips().values()]
+    short = {each.lower().removeprefix("apple "): each for each in names}
+    near = get_close_matches(_key(name).removeprefix("apple "), short)
+    text = f"device {name!r} is not one of: {', '.join(names)}"
+    return (
+        f"{text}; near it: {', '.join(map(short.__getitem__, near))}" if near else text
+    )
+
+
 def _parse(wish: str) -> Device:
-    """Returns the device that "Apple M3 Max" or "Apple M3 Max:30" names."""
-    name, colon, cores = wish.partition(":")
-    if colon and not cores.strip().isdecimal():
+    """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names."""
+    found = WISH.fullmatch(wish.strip())
+    if found is None:
         raise ValueError(
-            f"{ENVIRONMENT}={wish!r}: expected a core count after the colon, as in "
-            "'Apple M3 Max:30'"
+            f"{ENVIRONMENT}={wish!r}: expected a chip, and its core count if need be, "
+            "as in 'Apple M3 Max' or 'Apple M3 Max, 30 cores'"
         )
-    return Device.named(name, int(cores) if colon else None)
+    cores = found["cores"]
+    try:
+        return Device.named(found["name"], int(cores) if cores else None)
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 
 
-def _metal_name() -> str | None:
-    """Returns the name of the Metal device, or None where MLX has none."""
-    if sys.platform != "darwin":
-        return None
+def _metal() -> tuple[str, str]:
+    """Returns the Metal device's name and architecture, empty where MLX has none."""
     import mlx.core as mx
 
     if not mx.metal.is_available():
-        return None
-    return str(mx.device_info(mx.gpu)["device_name"])
+        return "", ""
+    info = mx.device_info(mx.gpu)
+    return str(info.get("device_name", "")), str(info.get("architecture", ""))
 
 
-def _core_count() -> int | None:
-    """Returns the GPU cores that the I/O registry states; None if it does not say."""
-    import subprocess
+@lru_cache(maxsize=1)
+def _cores() -> dict[str, Core]:
+    """Returns what a core holds, by generation, the oldest first."""
+    table: dict[str, Core] = {}
+    for row in _data()["core"]:
+        names = ("generations", "sources")
+        core = Core(**{field: row[field] for field in row if field not in names})
+        table |= dict.fromkeys(row["generations"], core)
+    return table
 
-    command = ["ioreg", "-rc", "AGXAccelerator", "-d1"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=2)
-    except (OSError, subprocess.TimeoutExpired):
-        return None  # the table's largest variant stands in
-    found = re.search(r'"gpu-core-count"\s*=\s*(\d+)', answer.stdout)
-    return int(found[1]) if found else None
+
+@lru_cache(maxsize=1)
+def _data() -> dict[str, Any]:
+    """Returns the data file: figures, each with its source beside it."""
+    import json
+    from importlib.resources import files
+
+    text = files("mlx_marlin").joinpath("data/chips.json").read_text("utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table

@@ -1,22 +1,73 @@
 """A device is a row of the chip table, a wish of the user, or a safe default."""
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from strategies import KNOWN_DEVICES
 
-from mlx_marlin import device
+from mlx_marlin import detection, device
 from mlx_marlin.device import DEFAULT, Device
+
+KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
+
+Tools = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
 def _ask_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(device.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(device.ARCHITECTURE_ENVIRONMENT, raising=False)
     device.current.cache_clear()
     yield
     device.current.cache_clear()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Tools:
+    """Makes shell scripts the only tools there are."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def scripts(**tools: str) -> None:
+        for name, script in tools.items():
+            program = tmp_path / name
+            program.write_text(f"#!/bin/sh\n{script}\n")
+            program.chmod(0o755)
+
+    return scripts
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch, install: Tools) -> Tools:
+    """Makes this machine a Mac with that Metal device and these tools."""
+
+    def pretend(name: str = "", arch: str = "", **tools: str) -> None:
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(device, "_metal", lambda: (name, arch))
+        install(**tools)
+
+    return pretend
+
+
+def says(text: str, *command: str) -> str:
+    """A script that prints a text, if called as the command says."""
+    return f"[ \"$*\" = '{' '.join(command[1:])}' ] || exit 1\necho '{text}'"
+
+
+def ioreg(cores: int) -> str:
+    lines = "+-o AGXAcceleratorG15X  <class AGXAcceleratorG15X>\n"
+    return says(f'{lines}      "gpu-core-count" = {cores}', *detection.REGISTRY_CORES)
+
+
+def profiler(cores: object) -> str:
+    answer = f'{{"SPDisplaysDataType" : [ {{ "sppci_cores" : {cores} }} ] }}'
+    return says(answer, *detection.PROFILER_CORES)
+
+
+def sysctl(name: str) -> str:
+    return says(name, *detection.SYSTEM_NAME)
 
 
 @pytest.mark.parametrize("name", ["Apple M3 Max", "M3 Max", "apple m3  max", "m3 max"])
@@ -25,6 +76,7 @@ def test_a_bare_name_means_its_largest_variant(name: str) -> None:
 
     assert (chip.name, chip.cores, chip.bandwidth_gbs) == ("Apple M3 Max", 40, 409.6)
     assert (chip.generation, chip.tier, chip.clock_ghz) == ("M3", "max", 1.38)
+    assert chip.arch == "applegpu_g15s"
 
 
 def test_cores_pick_the_variant_with_its_own_bandwidth() -> None:
@@ -49,8 +101,18 @@ def test_virtual_machines_and_tablets_spell_the_same_chip_differently(
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'M0 Nano' is not one of: Apple M1, .*M5"):
-        Device.named("M0 Nano")
+    with pytest.raises(
+        ValueError, match=r"'Quartz' is not one of: Apple M1, .*M5"
+    ) as e:
+        Device.named("Quartz")
+
+    assert "near it" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["Apple M3 Mux", "m3max", "Apple M3Max"])
+def test_an_unknown_name_is_answered_with_the_nearest(name: str) -> None:
+    with pytest.raises(ValueError, match=r"; near it: Apple M3 Max"):
+        Device.named(name)
 
 
 def test_a_chip_without_published_figures_is_not_in_the_table() -> None:
@@ -66,8 +128,40 @@ def test_a_device_without_cores_is_refused(cores: int) -> None:
 
 def test_every_variant_of_the_table_is_found_by_name_and_cores() -> None:
     assert len(KNOWN_DEVICES) == 36
+    assert {chip.generation for chip in KNOWN_DEVICES} == {"M1", "M2", "M3", "M4", "M5"}
     for chip in KNOWN_DEVICES:
         assert Device.named(chip.name, chip.cores) == chip
+
+
+def test_every_figure_of_the_table_has_a_source() -> None:
+    data = device._data()
+    for row in data["chips"]:
+        figures = {"cores", "bandwidth_gbs", "clock_ghz", "arch"}
+        assert {source for source, text in row["sources"].items() if text} >= figures
+    for row in data["core"]:
+        figures = {"register_bytes", "threadgroup_bytes", "max_threads"}
+        assert row["sources"].keys() >= figures
+        assert row["is_known"] == ("ASSUMED" not in str(row["sources"]))
+
+
+@pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
+def test_the_architecture_follows_from_generation_and_tier(chip: Device) -> None:
+    number, letter = chip.arch_gen, chip.size_letter
+
+    assert chip.arch == f"applegpu_g{number}{letter}"
+    assert 12 + int(chip.generation[1:]) == number
+    bare = replace(chip, arch="")
+    assert (bare.arch_gen, bare.size_letter) == (number, letter)
+
+
+def test_the_default_is_dispatched_as_a_first_generation_base_chip() -> None:
+    assert (DEFAULT.arch_gen, DEFAULT.size_letter) == (13, "g")
+
+
+@pytest.mark.parametrize("arch", ["g1", "applegpu", "applegpu_g15", "applegpu_g15s "])
+def test_an_architecture_that_mlx_could_not_read_is_refused(arch: str) -> None:
+    with pytest.raises(ValueError, match="expected an architecture such as"):
+        replace(DEFAULT, arch=arch)
 
 
 def test_tensor_units_come_with_the_fifth_generation() -> None:
@@ -78,87 +172,195 @@ def test_tensor_units_come_with_the_fifth_generation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "cores"), [("Apple M3 Max", 40), ("M3 Max:30", 30), ("m3 max: 24", 24)]
+    ("arch", "units"),
+    [
+        ("applegpu_g16s", False),
+        ("applegpu_g17g", True),
+        ("applegpu_g17p", False),
+        ("applegpu_g18p", True),
+    ],
+)
+def test_phones_are_a_number_ahead(arch: str, units: bool) -> None:
+    assert replace(DEFAULT, arch=arch).has_tensor_units == units
+
+
+@pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
+def test_only_what_a_core_of_m1_and_m2_holds_is_known(chip: Device) -> None:
+    core = chip.core
+
+    assert (core.register_bytes, core.threadgroup_bytes) == (208 * 1024, 60 * 1024)
+    assert core.max_threads == 3072
+    assert core.is_known == (chip.generation in ("M1", "M2"))
+    assert core.tensor_flops_per_clock == (1024 if chip.generation == "M5" else 0)
+
+
+def test_unknown_chips_have_the_cores_of_the_nearest_known() -> None:
+    newer = device._newer("Apple M9 Max")
+
+    assert newer.core == Device.named("M5").core
+    assert DEFAULT.core == Device.named("M1").core
+
+
+@pytest.mark.parametrize(
+    ("wish", "cores"),
+    [
+        ("Apple M3 Max", 40),
+        ("M3 Max:30", 30),
+        ("m3 max: 24", 24),
+        ("Apple M3 Max, 30 cores", 30),
+        (" M3 Max,1 core ", 1),
+    ],
 )
 def test_the_environment_decides_first(
-    monkeypatch: pytest.MonkeyPatch, wish: str, cores: int
+    monkeypatch: pytest.MonkeyPatch, mac: Tools, wish: str, cores: int
 ) -> None:
+    mac("Apple M1", "applegpu_g13g", ioreg=ioreg(8))
     monkeypatch.setenv(device.ENVIRONMENT, wish)
-    monkeypatch.setattr(device, "_metal_name", lambda: "Apple M1")
 
     assert device.current() == Device.named("M3 Max", cores)
 
 
-def test_a_wish_with_a_bad_core_count_names_the_variable(
+@pytest.mark.parametrize("wish", ["M3 Max:many", "M3 Max, 30 cats", ":30", "M3,3,0"])
+def test_a_wish_that_cannot_be_read_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, wish: str
+) -> None:
+    monkeypatch.setenv(device.ENVIRONMENT, wish)
+
+    with pytest.raises(
+        ValueError, match=f"MLX_MARLIN_DEVICE='{wish}': expected a chip"
+    ):
+        device.current()
+
+
+@pytest.mark.parametrize(
+    ("wish", "answer"),
+    [("M3 Mox", "near it: Apple M3 Max"), ("M3:0", "cores=0")],
+)
+def test_a_wish_that_no_chip_meets_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, wish: str, answer: str
+) -> None:
+    monkeypatch.setenv(device.ENVIRONMENT, wish)
+
+    with pytest.raises(ValueError, match=f"MLX_MARLIN_DEVICE='{wish}': .*{answer}"):
+        device.current()
+
+
+@pytest.mark.parametrize("wish", [None, "M5 Max, 32 cores"])
+def test_mlx_s_variable_replaces_the_architecture(
+    monkeypatch: pytest.MonkeyPatch, mac: Tools, wish: str | None
+) -> None:
+    mac("Apple M5 Max", "applegpu_g17s", ioreg=ioreg(32))
+    if wish:
+        monkeypatch.setenv(device.ENVIRONMENT, wish)
+    monkeypatch.setenv(device.ARCHITECTURE_ENVIRONMENT, "applegpu_g15d")
+    chip = device.current()
+
+    assert (chip.generation, chip.cores) == ("M5", 32)
+    assert (chip.arch_gen, chip.size_letter) == (15, "d")
+    assert not chip.has_tensor_units
+
+
+def test_mlx_s_variable_must_be_an_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(device.ENVIRONMENT, "Apple M3 Max:many")
+    monkeypatch.setenv(device.ARCHITECTURE_ENVIRONMENT, "M5")
 
-    with pytest.raises(ValueError, match=r"MLX_MARLIN_DEVICE='Apple M3 Max:many'"):
+    with pytest.raises(ValueError, match="MLX_METAL_GPU_ARCH: arch='M5': expected"):
         device.current()
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has a device of its own")
-def test_without_metal_the_default_is_planned_for() -> None:
+def test_elsewhere_no_tool_is_asked(install: Tools) -> None:
+    install(ioreg=ioreg(40), sysctl=sysctl("Apple M3 Max"))
+
     assert device.current() == DEFAULT
 
 
-def test_the_real_core_count_of_a_known_chip_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device, "_metal_name", lambda: "Apple M3 Max")
-    monkeypatch.setattr(device, "_core_count", lambda: 30)
+def test_the_real_core_count_of_a_known_chip_is_used(mac: Tools) -> None:
+    mac("Apple M3 Max", "applegpu_g15s", ioreg=ioreg(30), system_profiler=profiler(40))
 
     assert device.current() == Device.named("M3 Max", 30)
 
 
-def test_a_newer_chip_is_planned_as_the_default_of_its_generation(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_architecture_that_metal_states_is_kept(mac: Tools) -> None:
+    mac("Apple M5 Pro", "applegpu_g17g", ioreg=ioreg(20))
+
+    assert device.current() == replace(Device.named("M5 Pro"), arch="applegpu_g17g")
+
+
+@pytest.mark.parametrize("metal", ["Apple Paravirtual device", ""])
+def test_the_system_s_name_stands_in_for_one_that_no_chip_has(
+    mac: Tools, metal: str
 ) -> None:
-    monkeypatch.setattr(device, "_metal_name", lambda: "Apple M6 Pro")
+    mac(metal, "", sysctl=sysctl("Apple M4 (Virtual)"))
+
+    assert device.current() == Device.named("M4")
+
+
+def test_a_newer_chip_is_planned_as_the_default_of_its_generation(mac: Tools) -> None:
+    mac("Apple M6 Pro", "applegpu_g18s", sysctl=sysctl("Apple M6 Pro"))
     chip = device.current()
 
     assert (chip.name, chip.generation) == ("Apple M6 Pro", "M6")
-    assert chip.has_tensor_units
+    assert (chip.arch, chip.has_tensor_units) == ("applegpu_g18s", True)
     assert (chip.cores, chip.clock_ghz) == (DEFAULT.cores, DEFAULT.clock_ghz)
 
 
-def test_a_virtual_gpu_is_of_no_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_metal_name", lambda: "Apple Paravirtual device")
+@pytest.mark.parametrize("brand", ["exit 1", "echo Intel"])
+def test_a_gpu_of_no_known_name_is_of_no_generation(mac: Tools, brand: str) -> None:
+    mac("Apple Paravirtual device", "virtual", sysctl=brand)
 
     assert device.current().generation == "unknown"
 
 
-def _install_ioreg(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
-    program = folder / "ioreg"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
+def test_a_mac_that_says_nothing_is_the_default(mac: Tools) -> None:
+    mac()
+
+    assert device.current() == DEFAULT
 
 
-def test_the_core_count_is_read_from_the_registry(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+FAILING = "echo '\"gpu-core-count\" = 20'; exit 1"
+HANG = "while true; do true; done"
+NO_COUNT = ["exit 1", 'echo \'"model" = "Apple M3"\'', "echo '\"gpu-core-count\" = 0'"]
+
+
+@pytest.mark.parametrize(
+    "registry", [None, *NO_COUNT, FAILING, "printf '\\377\\376'", HANG]
+)
+@pytest.mark.parametrize("count", ["30", '"30"'])
+def test_the_profiler_is_asked_when_the_registry_does_not_say(
+    monkeypatch: pytest.MonkeyPatch, install: Tools, registry: str | None, count: str
 ) -> None:
-    script = """[ "$*" = "-rc AGXAccelerator -d1" ] || exit 1
-echo '+-o AGXAcceleratorG15X  <class AGXAcceleratorG15X>'
-echo '      "gpu-core-count" = 38'"""
-    _install_ioreg(monkeypatch, tmp_path, script)
+    monkeypatch.setattr(detection, "QUICK", 0.5)
+    tools = {} if registry is None else {"ioreg": registry}
+    install(**tools, system_profiler=profiler(count))
 
-    assert device._core_count() == 38
+    assert detection.gpu_cores() == 30
 
 
-@pytest.mark.parametrize("script", ["exit 1", 'echo \'"model" = "Apple M3"\''])
-def test_a_registry_that_does_not_say_leaves_the_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
+@pytest.mark.parametrize(
+    "answer", [None, "exit 3", "echo garbage", profiler('"many"'), profiler(99999999)]
+)
+def test_without_any_count_the_table_stands_in(mac: Tools, answer: str | None) -> None:
+    mac("Apple M3 Max", **({} if answer is None else {"system_profiler": answer}))
+
+    assert detection.gpu_cores() is None
+    assert device.current() == Device.named("M3 Max")
+
+
+def test_a_tool_that_hangs_is_left(
+    monkeypatch: pytest.MonkeyPatch, install: Tools
 ) -> None:
-    _install_ioreg(monkeypatch, tmp_path, script)
+    monkeypatch.setattr(detection, "SLOW", 0.2)
+    install(system_profiler=HANG)
+    begin = time.monotonic()
 
-    assert device._core_count() is None
+    assert detection.gpu_cores() is None
+    assert time.monotonic() - begin < 10
 
 
-def test_no_registry_tool_leaves_the_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.mark.parametrize("answer", [None, "exit 1", "echo"])
+def test_a_system_without_a_name_has_none(install: Tools, answer: str | None) -> None:
+    install(**({} if answer is None else {"sysctl": answer}))
 
-    assert device._core_count() is None
+    assert detection.chip_name() is None

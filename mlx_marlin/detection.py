@@ -1,0 +1,58 @@
+"""What macOS says about this machine's chip: its name and its GPU cores.
+
+Each question has an answer or None: a missing tool, a slow one, or one that says
+something else is not an error, because the chip table stands in.
+"""
+
+import re
+from collections.abc import Sequence
+
+SYSTEM_NAME = ("sysctl", "-n", "machdep.cpu.brand_string")
+REGISTRY_CORES = ("ioreg", "-rc", "AGXAccelerator", "-d1")
+PROFILER_CORES = ("system_profiler", "SPDisplaysDataType", "-json")
+
+QUICK = 2.0
+"""Seconds for a tool that answers from the kernel."""
+SLOW = 5.0
+"""Seconds for the profiler, which asks every display and can take some."""
+MOST_CORES = 1024
+"""No GPU has more; a larger number is not a core count."""
+
+
+def chip_name() -> str | None:
+    """Returns what the system calls its chip, such as "Apple M3 Max"."""
+    return (_ask(SYSTEM_NAME, QUICK) or "").strip() or None
+
+
+def gpu_cores() -> int | None:
+    """Returns the GPU cores that the I/O registry states, else the system profiler."""
+    in_registry = r'"gpu-core-count"\s*=\s*(\d+)'
+    in_profile = r'"sppci_cores"\s*:\s*"?(\d+)'
+    return _number(in_registry, _ask(REGISTRY_CORES, QUICK)) or _number(
+        in_profile, _ask(PROFILER_CORES, SLOW)
+    )
+
+
+def _number(pattern: str, answer: str | None) -> int | None:
+    """Returns the core count that a pattern finds, if it can be one."""
+    found = re.search(pattern, answer or "")
+    if found is None or not 0 < int(found[1]) <= MOST_CORES:
+        return None
+    return int(found[1])
+
+
+def _ask(command: Sequence[str], timeout: float) -> str | None:
+    """Returns what a tool prints; None if it is missing, fails or takes too long."""
+    import subprocess  # costs more than the rest of this package's planning half
+
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.decode("utf-8", "replace")

@@ -1,0 +1,318 @@
+"""The model of stock MLX: its choices are known, its times are near published ones."""
+
+import re
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from stock_times import NOTES, ROWS, Row, table
+
+from mlx_marlin import device
+from mlx_marlin.device import Device
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler import stock_dispatch
+from mlx_marlin.scheduler.stock import (
+    StockCall,
+    stock_call,
+    stock_prediction,
+    stock_split,
+)
+
+PAGE = Path(__file__).parent.parent / "docs" / "stock.md"
+KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
+CLOSE = 0.10
+"""How near the model must be to a published time that it can be held to."""
+
+
+HELD = [row for row in ROWS if not row.why]
+
+
+def product(m: int, n: int, k: int, group_size: int = 64, **fields: str) -> Problem:
+    return Problem(m=m, n=n, k=k, group_size=group_size, **fields)  # type: ignore[arg-type]
+
+
+def chip(name: str, arch: str = "") -> Device:
+    device = Device.named(name)
+    return replace(device, arch=arch) if arch else device
+
+
+@pytest.mark.parametrize("row", HELD, ids=Row.cells)
+def test_a_published_time_is_met(row: Row) -> None:
+    assert abs(row.error()) <= CLOSE
+    assert row.device.generation in ("M3", "M4")
+
+
+def test_both_fitted_chips_are_held_to_their_rows() -> None:
+    held = [row.chip for row in HELD]
+
+    assert held.count("M3 Max, 40") >= 14
+    assert held.count("M4 Pro, 20") >= 14
+    assert {row.why for row in ROWS if row.why} == NOTES.keys()
+
+
+def test_the_page_states_the_error_of_every_row() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_s_example_prints_what_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    found = re.search(r"```python\n(.*?)```\n\nprints `(.*?)`", page, re.DOTALL)
+    assert found is not None
+
+    exec(compile(found[1], "stock.md", "exec"), {})
+
+    assert capsys.readouterr().out.strip() == found[2]
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "published", "model"),
+    [
+        (2048, 2048, 17, 13),
+        (2048, 4096, 16, 13),
+        (3072, 4096, 13, 13),
+        (4096, 4096, 13, 13),
+        (3072, 8192, 13, 13),
+        (4096, 8192, 13, 13),
+        (2048, 16384, 13, 13),
+        (4096, 14336, 13, 13),
+        (5120, 17408, 13, 13),
+    ],
+)
+def test_the_matrix_kernel_wins_from_the_rows_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch, k: int, n: int, published: int, model: int
+) -> None:
+    """MLX #3987, M3 Max: both kernels forced. Small products come too early."""
+
+    def seconds(m: int, limit: int) -> float:
+        monkeypatch.setattr(stock_dispatch, "_vector_limit", lambda *_: limit)
+        uncached = stock_prediction.__wrapped__
+        return uncached(product(m, n, k, 128), Device.named("M3 Max")).seconds
+
+    first = next(m for m in range(2, 33) if seconds(m, 0) < seconds(m, m + 1))
+
+    assert first == model
+    assert first == published or k * n <= 2048 * 4096
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "group_size", "split", "threadgroups"),
+    [
+        (17408, 5120, 64, 2, 320),
+        (9728, 2560, 64, 4, 320),
+        (11008, 2048, 128, 2, 128),
+        (4864, 896, 128, 2, 56),
+        (11008, 4096, 128, 2, 256),
+        (4096, 4096, 64, 4, 512),
+    ],
+)
+def test_splits_collapse_where_they_must_divide_the_groups(
+    k: int, n: int, group_size: int, split: int, threadgroups: int
+) -> None:
+    problem = product(16, n, k, group_size)
+    call = stock_call(problem, Device.named("M3 Max"))
+
+    assert stock_split(problem) == call.split_k == split
+    assert (call.kernel, call.threadgroups) == ("qmm_t_splitk", threadgroups)
+    assert (call.passes, call.dispatches) == (1, 2)
+
+
+@given(
+    m=st.integers(1, 600),
+    n=st.integers(1, 20000),
+    groups=st.integers(1, 400),
+    group_size=st.sampled_from([32, 64, 128]),
+)
+def test_a_split_is_the_largest_that_divides_under_the_aim(
+    m: int, n: int, groups: int, group_size: int
+) -> None:
+    problem = product(m, n, groups * group_size, group_size)
+    tiles = ceil(problem.m / 32) * ceil(problem.n / 32)
+    steps = problem.k // problem.group_size
+    fitting = [s for s in range(1, steps + 1) if steps % s == 0 and s * tiles <= 512]
+
+    assert stock_split(problem) == max(fitting, default=1)
+
+
+@pytest.mark.parametrize(
+    ("arch", "small", "middle", "large"),
+    [
+        ("applegpu_g12g", 18, 12, 10),
+        ("applegpu_g12d", 32, 18, 12),
+        ("applegpu_g13g", 14, 10, 6),
+        ("applegpu_g13s", 14, 10, 7),
+        ("applegpu_g13d", 32, 18, 12),
+        ("applegpu_g14g", 14, 10, 6),
+        ("applegpu_g14s", 14, 10, 6),
+        ("applegpu_g15g", 13, 15, 13),
+        ("applegpu_g15d", 32, 18, 12),
+        ("applegpu_g16p", 13, 15, 13),
+        ("applegpu_g16s", 13, 15, 13),
+        ("applegpu_g17g", 33, 25, 13),
+        ("applegpu_g17d", 32, 18, 12),
+        ("applegpu_g18s", 33, 25, 13),
+    ],
+)
+def test_the_architecture_and_both_sizes_decide_where_matrices_begin(
+    arch: str, small: int, middle: int, large: int
+) -> None:
+    device = chip("M1", arch)
+    sizes = {(2048, 2048): small, (2048, 2112): middle, (4096, 512): middle}
+    sizes |= {(4160, 64): large, (512, 8192): large}
+    for (k, n), limit in sizes.items():
+        below = stock_call(product(limit - 1, n, k), device).kernel
+        at = stock_call(product(limit, n, k), device).kernel
+
+        assert below.startswith("qmv"), (k, n)
+        assert at.startswith("qmm"), (k, n)
+
+
+@pytest.mark.parametrize(
+    ("k", "m", "name", "kernel"),
+    [
+        (64, 1, "M1", "qmv_quad"),
+        (128, 4, "M3", "qmv_quad"),
+        (192, 1, "M3", "qmv"),
+        (1280, 1, "M3", "qmv"),
+        (1024, 1, "M4", "qmv_fast"),
+        (1024, 5, "M2", "qmv_fast"),
+        (1088, 5, "M1", "qmv"),
+        (1088, 5, "M3", "qmv_wide"),
+        (1024, 11, "M3 Ultra", "qmv_wide"),
+        (1024, 11, "M2 Ultra", "qmv_fast"),
+    ],
+)
+def test_few_rows_go_to_the_kernel_of_their_k_and_generation(
+    k: int, m: int, name: str, kernel: str
+) -> None:
+    call = stock_call(product(m, 4096, k), Device.named(name))
+
+    assert call.kernel == kernel
+    assert call.dispatches == 1
+
+
+@pytest.mark.parametrize(
+    ("m", "rows", "passes"),
+    [(2, 2, 1), (5, 5, 1), (6, 3, 2), (8, 4, 2), (9, 5, 2), (11, 4, 3), (12, 4, 3)],
+)
+def test_the_wide_kernel_reads_the_weight_once_for_five_rows(
+    m: int, rows: int, passes: int
+) -> None:
+    call = stock_call(product(m, 4100, 5120), Device.named("M4"))
+
+    assert (call.kernel, call.rows, call.passes) == ("qmv_wide", rows, passes)
+    assert call.threadgroups == passes * 513
+
+
+def test_before_the_third_generation_every_row_reads_the_weight() -> None:
+    call = stock_call(product(5, 17408, 5120), Device.named("M1 Max"))
+
+    assert call == StockCall(
+        kernel="qmv_fast", rows=1, passes=5, split_k=1, threadgroups=5 * 2176
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "kernel", "rows", "threadgroups"),
+    [
+        (product(14, 13824, 5120), "", "qmm_t_nax", 32, 216),
+        (product(32, 13824, 5120), "", "qmm_t_nax", 32, 216),
+        (product(33, 13824, 5120), "", "qmm_t_nax", 64, 216),
+        (product(65, 13824, 5120), "", "qmm_t_nax", 64, 432),
+        (product(14, 13824, 5120, dtype="float32"), "", "qmm_t_nax", 32, 216),
+        (product(14, 13824, 5152, 32), "", "qmm_t", 32, 432),
+        (product(14, 13824, 5120), "applegpu_g16s", "qmm_t", 32, 432),
+        (product(14, 13824, 5120), "applegpu_g17p", "qmm_t", 32, 432),
+        (product(32, 6656, 6656), "", "qmm_t_splitk", 32, 416),
+        (product(33, 6656, 6656), "", "qmm_t_nax", 64, 104),
+    ],
+)
+def test_tensor_units_are_used_only_without_a_split(
+    problem: Problem, arch: str, kernel: str, rows: int, threadgroups: int
+) -> None:
+    call = stock_call(problem, chip("M5 Max", arch))
+
+    assert (call.kernel, call.rows) == (kernel, rows)
+    assert call.threadgroups == threadgroups
+
+
+@pytest.mark.parametrize(
+    ("problem", "bound"),
+    [
+        (product(1, 17408, 5120), "memory"),
+        (product(8, 17408, 5120), "lane bytes"),
+        (product(16, 17408, 5120), "issue"),
+        (product(16, 896, 4864, 128), "thin filling"),
+    ],
+)
+def test_what_bounds_a_product_is_said(problem: Problem, bound: str) -> None:
+    prediction = stock_prediction(problem, Device.named("M3 Max"))
+
+    assert prediction.bound == bound
+    assert prediction.explain().endswith(f"(model, not measured), bound by {bound}")
+
+
+def test_a_line_says_what_is_launched_and_whose_figure_it_is() -> None:
+    line = stock_prediction(product(16, 5120, 17408), Device.named("M1 Max")).explain()
+
+    assert line.startswith(
+        "stock MLX: qmm_t_splitk, 320 threadgroups in 2 splits of k, w read 1x; "
+    )
+    assert "us (model, not measured, uncalibrated)" in line
+
+
+@pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
+@pytest.mark.parametrize("m", [1, 5, 6, 12, 16, 33, 512])
+def test_no_chip_is_faster_than_its_stated_bandwidth(known: Device, m: int) -> None:
+    problem = product(m, 5120, 17408, dtype="bfloat16", scale_dtype="bfloat16")
+    prediction = stock_prediction(problem, known)
+
+    assert prediction.seconds > problem.bytes / (known.bandwidth_gbs * 1e9)
+    assert prediction.stretch >= 1
+    fitted = known.generation in ("M3", "M4") and known.tier != "ultra"
+    assert prediction.calibrated == fitted
+
+
+def test_what_was_not_counted_is_not_called_calibrated() -> None:
+    problem = product(4, 4096, 4096, dtype="float32", scale_dtype="float32")
+
+    assert not stock_prediction(problem, Device.named("M3 Max")).calibrated
+
+
+def test_bfloat16_costs_more_where_it_is_emulated() -> None:
+    half = product(5, 17408, 5120)
+    bfloat = product(5, 17408, 5120, dtype="bfloat16", scale_dtype="bfloat16")
+    ratios = [
+        stock_prediction(bfloat, known).issue / stock_prediction(half, known).issue
+        for known in (Device.named("M2 Max"), Device.named("M3 Max"))
+    ]
+
+    assert ratios == [352 / 256, 1.0]
+
+
+def test_a_packed_weight_is_priced_as_a_native_one() -> None:
+    native = product(8, 17408, 5120)
+    packed = replace(native, layout="marlin")
+    m3 = Device.named("M3 Max")
+
+    assert stock_prediction(packed, m3) == stock_prediction(native, m3)
+
+
+def test_tensor_units_that_a_chip_does_not_have_are_slow() -> None:
+    problem = product(512, 13824, 5120)
+    told = stock_prediction(problem, chip("M3 Max", "applegpu_g17s"))
+
+    assert told.call.kernel == "qmm_t_nax"
+    assert told.seconds > stock_prediction(problem, Device.named("M3 Max")).seconds
+
+
+def test_an_unknown_device_has_a_price() -> None:
+    prediction = stock_prediction(product(4, 4096, 4096), device.DEFAULT)
+
+    assert prediction.call.kernel == "qmv_fast"
+    assert prediction.seconds > 0
+    assert not prediction.calibrated
