@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_marlin import source
 from mlx_marlin.plan import Plan
+from mlx_marlin.problem import PLAIN
 
 BACKENDS = ("metal", "emulator", "stock")
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
@@ -24,8 +25,9 @@ our kernels' `device` pointers do not reach."""
 REMEMBERED = 4096
 """Plans that `plans_built` tells of."""
 
-Product = Callable[[mx.array, mx.array, mx.array, mx.array], mx.array]
-"""From x [m, k], codes, scales and biases to y [m, n]."""
+Product = Callable[..., mx.array]
+"""From x [m, k], codes, scales and biases to y [m, n]; with an epilogue, bias [n],
+multiplier [m, n] and residual [m, n] follow, those that it has not as any array."""
 
 
 class KernelCall(Protocol):
@@ -40,6 +42,7 @@ class KernelCall(Protocol):
         threadgroup: tuple[int, int, int],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
+        init_value: float | None = None,
     ) -> list[mx.array]:
         """Adds one dispatch to the graph."""
         ...
@@ -103,31 +106,36 @@ def product(plan: Plan) -> Product:
     Returns:
         A function from x [m, k] in the problem's dtype, codes, scales and biases in
         the problem's layout (packed: biases are interleaved with the scales, and the
-        argument is not read) to y [m, n] in the problem's dtype.
+        argument is not read) to y [m, n] in the problem's dtype. If the problem has an
+        epilogue, bias, multiplier and residual follow, in the problem's dtype; those
+        that it leaves out are not read.
     """
     _built.append(plan)
     multiply = _multiply(plan)
-    if not plan.is_split:
+    if not plan.finishes:
         return multiply
     reduce = reduction(plan)
-    return lambda x, w, scales, biases: reduce(multiply(x, w, scales, biases))
+    return lambda x, w, scales, biases, *finish: reduce(
+        multiply(x, w, scales, biases), *finish
+    )
 
 
-def reduction(plan: Plan) -> Callable[[mx.array], mx.array]:
+def reduction(plan: Plan) -> Callable[..., mx.array]:
     """Builds the call that adds a split plan's partial sums, in ascending k.
 
     Returns:
-        A function from float32 [k_parallel, m, n] to y [m, n] in the problem's dtype.
+        A function from float32 [slots, m, n], and the epilogue's arrays if there is
+        one, to y [m, n] in the problem's dtype.
     """
-    kernel = _kernel(source.reduce_source())
+    kernel = _kernel(source.reduce_source(plan.problem.epilogue != PLAIN))
     shape = (plan.problem.m, plan.problem.n)
     template = _template(source.reduce_template(plan))
-    params = mx.array(source.params(plan), mx.int32)
+    numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
     size = shape[0] * shape[1]
 
-    def reduce(partials: mx.array) -> mx.array:
+    def reduce(partials: mx.array, *finish: mx.array) -> mx.array:
         return kernel(
-            inputs=(partials, params),
+            inputs=(_readable(partials), *numbers, *map(_readable, finish)),
             template=template,
             grid=(size, 1, 1),
             threadgroup=(min(size, 256), 1, 1),
@@ -151,6 +159,7 @@ def _kernel(text: source.Source) -> KernelCall:
             output_names=list(text.output_names),
             header=text.header,
             source=text.source,
+            atomic_outputs=text.atomic,
         ),
     )
 
@@ -165,36 +174,46 @@ def _factory() -> Callable[..., object]:
 
 def _multiply(plan: Plan) -> Product:
     problem = plan.problem
-    kernel = _kernel(source.product_source(plan.kernel))
+    fused = problem.epilogue != PLAIN and not plan.is_split
+    atomic = plan.reduction == "atomic"
+    kernel = _kernel(source.product_source(plan.kernel, fused, atomic))
     dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
-    shape = plan.workspace_shape if plan.is_split else (problem.m, problem.n)
+    whole = (problem.m, problem.n)
+    shape = plan.workspace_shape if plan.reduction == "workspace" else whole
     template = _template(source.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
-    params = mx.array(source.params(plan), mx.int32)
-    sizes = (problem.n * problem.groups, problem.n * problem.k // 8)
-    small = min(sizes) < IN_CONSTANT
+    numbers = _numbers(source.shape(plan), source.schedule(plan))
+    small = min(problem.n * problem.groups, problem.n * problem.k // 8) < IN_CONSTANT
+    start: dict[str, float] = {"init_value": 0.0} if atomic else {}
 
     def multiply(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
     ) -> mx.array:
         if small:
-            w, scales, biases = _padded(w), _padded(scales), _padded(biases)
+            w, scales, biases = _readable(w), _readable(scales), _readable(biases)
         return kernel(
-            inputs=(x, w, scales, biases, params),
+            inputs=(x, w, scales, biases, *numbers, *map(_readable, finish)),
             template=template,
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=(shape,),
             output_dtypes=(dtype,),
+            **start,
         )[0]
 
     return multiply
 
 
-def _padded(array: mx.array) -> mx.array:
-    flat = array.flatten()
-    return mx.pad(flat, (0, max(IN_CONSTANT - flat.size, 0)))
+def _numbers(*tuples: tuple[int, ...]) -> list[mx.array]:
+    return [mx.array(each, mx.int32) for each in tuples]
+
+
+def _readable(array: mx.array) -> mx.array:
+    """Pads an array that MLX would hand over in `constant`."""
+    if array.size >= IN_CONSTANT:
+        return array
+    return mx.pad(array.flatten(), (0, IN_CONSTANT - array.size))
 
 
 def _template(

@@ -1,9 +1,8 @@
 """The answer: who computes which piece of a product, as a value of pure integers.
 
 The result is cut into tiles of `tile.m` rows x `tile.n` columns, numbered down the
-columns first (column-major), and k into `k_parallel` slices. A *unit* is one slice of
-one tile; a threadgroup owns one contiguous run of units. For 3 x 3 tiles, no split of
-k and 5 threadgroups with the `ceil` partition:
+columns first (column-major), and k into k tiles; `work` says which threadgroup has
+which k tiles of which tile. For 3 x 3 tiles in runs of `ceil` on 5 threadgroups:
 
     tile (row, col)              threadgroup
     (0,0) (0,1) (0,2)              0  1  3
@@ -18,16 +17,14 @@ from math import lcm, prod
 from typing import Literal
 
 from mlx_marlin.formats import TILE_K, TILE_N
-from mlx_marlin.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.work import Tile, Unit, run_balanced, run_ceil, tile_position
+from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
+from mlx_marlin.work import Split, Tile, Work, tile_position
 
 Kernel = Literal["gemv", "gemm_register"]
-Strategy = Literal["data_parallel", "stripe"]
-Partition = Literal["balanced", "ceil"]
+Reduction = Literal["none", "workspace", "atomic"]
 
 KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register")
-STRATEGIES: tuple[Strategy, ...] = ("data_parallel", "stripe")
-PARTITIONS: tuple[Partition, ...] = ("balanced", "ceil")
+REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
 
 FRAGMENT = 8
 """Rows and columns of a simdgroup matrix."""
@@ -37,15 +34,17 @@ FRAGMENTS_M = (1, 2)
 """Row fragments of x a simdgroup may hold: with three, group sums spill registers."""
 MAX_SIMDGROUPS = 8
 """256 threads, a size that leaves every kernel its registers."""
-MOST_UNEVEN = 65535
-"""Most threadgroups, or slices of k, that share work unevenly: the shaders cut in 32
-bits, and the product of two remainders has to fit."""
 THREADGROUP_LIMIT = 32768
 """Bytes of threadgroup memory that one threadgroup may have."""
 PADDED_COLUMNS = TILE_N + 4
 """Columns of a float32 row of the epilogue's scratch: the 4 spread rows over banks."""
 GEMV_ROWS = {"float16": 5, "bfloat16": 3, "float32": 3}
 """Most rows of `gemv`, by dtype: beyond, 4-byte values of x take too many registers."""
+
+
+def k_tile(group_size: int) -> int:
+    """Returns the weights of a k tile: k may be cut where a trip and a group begin."""
+    return lcm(TILE_K, group_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +54,15 @@ class Plan:
     Attributes:
         problem: The product.
         kernel: "gemv" (dot products, few rows) or "gemm_register" (8x8 matrices).
-        tile: Rows, columns and k steps of a tile.
+        tile: Rows, columns and k of a tile.
         fragments_m: 8-row fragments of x that one simdgroup holds; 0 for gemv.
         simdgroups_m: Simdgroups side by side along the rows.
-        simdgroups_k: Simdgroups that share a unit's k and meet in threadgroup memory.
-        strategy: "data_parallel" (one whole tile each) or "stripe" (runs of units).
-        partition: How units become runs: "balanced", or "ceil" as in Marlin.
-        k_parallel: Slices of k; more than one needs a workspace and a reduce.
-        num_threadgroups: Threadgroups of the first dispatch.
+        simdgroups_n: Tiles side by side in a wide tile of `hytis`, else 1: there so
+            many of the simdgroups along k stand along n instead.
+        simdgroups_k: Simdgroups that share a tile's k and meet in threadgroup memory.
+        work: Who computes what.
+        reduction: How splits of a tile meet: "none" where there are none, "workspace"
+            (the same bits every time) or "atomic" (in whatever order they come).
         subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
     """
 
@@ -71,30 +71,23 @@ class Plan:
     tile: Tile
     fragments_m: int
     simdgroups_m: int = 1
+    simdgroups_n: int = 1
     simdgroups_k: int = 1
-    strategy: Strategy = "stripe"
-    partition: Partition = "balanced"
-    k_parallel: int = 1
-    num_threadgroups: int
+    work: Work
+    reduction: Reduction = "none"
     subtract: bool = False
 
     def __post_init__(self) -> None:
-        self._check_names()
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
         if self.kernel == "gemv":
             self._check_gemv()
         else:
             self._check_gemm()
         self._check_threadgroup()
-        self._check_split()
-
-    def _check_names(self) -> None:
-        for field, value, known in (
-            ("kernel", self.kernel, KERNELS),
-            ("strategy", self.strategy, STRATEGIES),
-            ("partition", self.partition, PARTITIONS),
-        ):
-            if value not in known:
-                raise ValueError(f"{field}={value!r} is not one of {known}")
+        self._check_work()
+        self._check_reduction()
+        self._check_invariant()
 
     def _check_gemv(self) -> None:
         most = GEMV_ROWS[self.problem.dtype]
@@ -126,10 +119,11 @@ class Plan:
             )
 
     def _check_threadgroup(self) -> None:
-        if (self.tile.n, self.tile.k) != (TILE_N, TILE_K):
+        sides = TILE_N, k_tile(self.problem.group_size)
+        if (self.tile.n, self.tile.k) != sides:
             raise ValueError(
-                f"tile.n and tile.k are {TILE_N} and {TILE_K}, "
-                f"got {self.tile.n} and {self.tile.k}"
+                f"tile.n and tile.k are {sides[0]} and {sides[1]} for groups of "
+                f"{self.problem.group_size}, got {self.tile.n} and {self.tile.k}"
             )
         if self.simdgroups_m < 1 or self.simdgroups_k < 1:
             raise ValueError(
@@ -147,37 +141,77 @@ class Plan:
                 f"{THREADGROUP_LIMIT}"
             )
 
-    def _check_split(self) -> None:
-        if not 1 <= self.k_parallel <= self.cuts:
+    def _check_work(self) -> None:
+        wide = self.work.strategy == "hytis"
+        if wide != (self.simdgroups_n > 1) or self.simdgroups_k % self.simdgroups_n:
             raise ValueError(
-                f"k_parallel={self.k_parallel} is not between 1 and {self.cuts}, the "
-                f"pieces of {self.cut} in k={self.problem.k}"
+                f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
+                f"of simdgroups_k={self.simdgroups_k} above 1"
+            )
+        if wide and self.work.whole % self.m_tiles:
+            raise ValueError(
+                f"whole={self.work.whole} wide tiles do not make whole columns of "
+                f"{self.m_tiles} tiles"
+            )
+        if self.wide_columns * self.wide_n >= self.problem.n and wide:
+            raise ValueError(
+                f"whole={self.work.whole} wide tiles leave no column of "
+                f"n={self.problem.n} for narrow ones"
+            )
+        expected = self.m_tiles * self.n_tiles, self.k_tiles
+        if (self.work.tiles, self.work.k_tiles) != expected:
+            raise ValueError(
+                f"the product has {expected[0]} tiles of {expected[1]} k tiles, got "
+                f"work with {self.work.tiles} of {self.work.k_tiles}"
+            )
+
+    def _check_reduction(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
+        if (self.reduction == "none") == self.work.is_split:
+            raise ValueError(
+                f"reduction={self.reduction!r} does not fit work whose tiles "
+                f"{'are' if self.work.is_split else 'are not'} split"
             )
         if prod(self.workspace_shape) >= MOST_ELEMENTS:
             raise ValueError(
-                f"k_parallel={self.k_parallel} makes a workspace of "
+                f"k_parallel={self.work.slices} makes a workspace of "
                 f"{self.workspace_shape}, expected fewer than {MOST_ELEMENTS} elements"
             )
-        for field, parts, whole in (
-            ("num_threadgroups", self.num_threadgroups, self.units),
-            ("k_parallel", self.k_parallel, self.cuts),
-        ):
-            if parts > MOST_UNEVEN and whole % parts:
-                raise ValueError(
-                    f"{field}={parts} does not divide {whole}, expected that or at "
-                    f"most {MOST_UNEVEN}"
-                )
-        if self.num_threadgroups < 1:
+
+    def _check_invariant(self) -> None:
+        if not self.problem.invariant:
+            return
+        kept = (
+            self.kernel == "gemm_register"
+            and self.subtract
+            and self.reduction != "atomic"
+            and self.work.strategy in ("data_parallel", "split_k")
+        )
+        if not kept:
             raise ValueError(
-                f"num_threadgroups={self.num_threadgroups} must be at least 1"
+                "invariant=True needs gemm_register, subtract=True, and data_parallel "
+                f"or split_k without atomics, got kernel={self.kernel!r}, "
+                f"subtract={self.subtract}, strategy={self.work.strategy!r}, "
+                f"reduction={self.reduction!r}"
             )
-        whole = self.k_parallel == 1 and self.num_threadgroups == self.units
-        if self.strategy == "data_parallel" and not whole:
-            raise ValueError(
-                f"data_parallel gives each of {self.m_tiles * self.n_tiles} tiles one "
-                f"threadgroup and does not split k, got num_threadgroups="
-                f"{self.num_threadgroups}, k_parallel={self.k_parallel}"
-            )
+
+    @property
+    def strategy(self) -> str:
+        """How the work is cut."""
+        return self.work.strategy
+
+    @property
+    def variant(self) -> str:
+        """The kernel with the simdgroups of a threadgroup: rows x columns x k."""
+        rows = self.fragments_m * FRAGMENT or self.tile.m
+        groups = f"{self.simdgroups_m}x{self.simdgroups_n}x{self.simdgroups_k}"
+        return f"{self.kernel} {rows} rows, {groups} simdgroups"
+
+    @property
+    def num_threadgroups(self) -> int:
+        """Threadgroups of the first dispatch."""
+        return self.work.threadgroups
 
     @property
     def threads(self) -> int:
@@ -191,109 +225,103 @@ class Plan:
 
     @property
     def n_tiles(self) -> int:
-        """Tiles across the columns."""
-        return -(-self.problem.n // self.tile.n)
+        """Tiles across the columns; a wide one counts once."""
+        rest = self.problem.n - self.wide_columns * self.wide_n
+        return self.wide_columns + -(-rest // self.tile.n)
 
     @property
     def k_tiles(self) -> int:
-        """Trips along the whole k."""
+        """K tiles of a tile."""
         return -(-self.problem.k // self.tile.k)
 
     @property
-    def cut(self) -> int:
-        """Weights along k between two places where k may be cut."""
-        return lcm(self.tile.k, self.problem.group_size)
+    def wide_n(self) -> int:
+        """Columns of a wide tile."""
+        return self.tile.n * self.simdgroups_n
 
     @property
-    def cuts(self) -> int:
-        """Pieces of `cut` weights in k, the last one possibly short."""
-        return -(-self.problem.k // self.cut)
-
-    @property
-    def units(self) -> int:
-        """Pieces of work: slices of k of all tiles."""
-        return self.m_tiles * self.n_tiles * self.k_parallel
+    def wide_columns(self) -> int:
+        """Columns of wide tiles, which come first."""
+        return self.work.whole // self.m_tiles if self.simdgroups_n > 1 else 0
 
     @property
     def is_split(self) -> bool:
-        """Whether partial sums go through the workspace."""
-        return self.k_parallel > 1
+        """Whether partial sums of a tile have to meet."""
+        return self.reduction != "none"
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a dispatch follows that makes the result of sums: atomic sums are the
+        result where nothing is left to do to them."""
+        problem = self.problem
+        summed = problem.dtype == "float32" and problem.epilogue == PLAIN
+        return self.is_split and not (self.reduction == "atomic" and summed)
 
     @property
     def dispatches(self) -> int:
-        """Kernel launches: 2 when a reduce follows, else 1."""
-        return 2 if self.is_split else 1
+        """Kernel launches: one, one that zeroes atomic sums, one that finishes."""
+        return 1 + (self.reduction == "atomic") + self.finishes
 
     @property
     def workspace_shape(self) -> tuple[int, int, int]:
-        """Shape of the float32 partial sums: (k_parallel, m, n)."""
-        return self.k_parallel, self.problem.m, self.problem.n
+        """Shape of the float32 partial sums: (slots, m, n)."""
+        slots = self.work.slots if self.reduction == "workspace" else 1
+        return slots, self.problem.m, self.problem.n
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of the partial sums; 0 when nothing is split."""
-        slices, m, n = self.workspace_shape
-        return slices * m * n * 4 if self.is_split else 0
+        return prod(self.workspace_shape) * 4 if self.is_split else 0
 
     @property
     def threadgroup_bytes(self) -> int:
         """Bytes of threadgroup memory: the epilogue's scratch, float32."""
         return self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
 
-    @property
-    def units_per_threadgroup(self) -> tuple[int, int]:
-        """Fewest and most units of a threadgroup that has any."""
-        if self.partition == "ceil":
-            most = -(-self.units // self.num_threadgroups)
-            return (self.units - 1) % most + 1, most
-        fewest, rest = divmod(self.units, self.num_threadgroups)
-        return max(fewest, 1), fewest + (rest > 0)
+    def corner(self, tile: int) -> tuple[int, int]:
+        """Returns the first row and column of a tile's part of the result."""
+        row, column = tile_position(tile, self.m_tiles)
+        wide = min(column, self.wide_columns)
+        return row * self.tile.m, wide * self.wide_n + (column - wide) * self.tile.n
 
-    @property
-    def idle(self) -> int:
-        """Threadgroups without a unit."""
-        if self.partition == "ceil":
-            _, most = self.units_per_threadgroup
-            return self.num_threadgroups - -(-self.units // most)
-        return max(self.num_threadgroups - self.units, 0)
+    def columns_of(self, tile: int) -> int:
+        """Returns how many columns a tile has, also past the result's last one."""
+        _, column = tile_position(tile, self.m_tiles)
+        return self.wide_n if column < self.wide_columns else self.tile.n
 
-    def range(self, threadgroup: int) -> tuple[int, int]:
-        """Returns the units [begin, end) that a threadgroup owns."""
-        run = run_balanced if self.partition == "balanced" else run_ceil
-        return run(self.units, self.num_threadgroups, threadgroup)
-
-    def owner(self, unit: int) -> int:
-        """Returns the threadgroup that owns a unit: the inverse of `range`."""
-        if self.partition == "ceil":
-            return unit // -(-self.units // self.num_threadgroups)
-        return ((unit + 1) * self.num_threadgroups - 1) // self.units
-
-    def unit(self, index: int) -> Unit:
-        """Returns the place of a unit: its tile and its slice of k."""
-        tile, split = divmod(index, self.k_parallel)
-        tile_row, tile_col = tile_position(tile, self.m_tiles)
-        first, stop = run_balanced(self.cuts, self.k_parallel, split)
-        return Unit(
-            tile_row=tile_row,
-            tile_col=tile_col,
-            split=split,
-            k_start=first * self.cut,
-            k_stop=min(stop * self.cut, self.problem.k),
-        )
+    def k_range(self, split: Split) -> tuple[int, int]:
+        """Returns the values of k [start, stop) of a split."""
+        stop = (split.k_idx + split.k_tile_count) * self.tile.k
+        return split.k_idx * self.tile.k, min(stop, self.problem.k)
 
     def explain(self) -> str:
         """Says in a line what will run; every figure is counted, none predicted."""
-        fewest, most = self.units_per_threadgroup
-        each = f"{most}" if fewest == most else f"{fewest}-{most}"
-        noun = "unit" if most == 1 else "units"
+        work = self.work
         parts = [
             f"{self.kernel} {self.tile}",
             f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)",
-            f"{self.m_tiles * self.n_tiles} tiles",
-            f"{self.k_parallel} slices of k" if self.is_split else "k whole",
-            f"{self.strategy} over {self.num_threadgroups} threadgroups "
-            f"({self.partition}, {each} {noun} each, {self.idle} idle)",
+            f"{work.tiles} tiles of {work.k_tiles} k tiles",
+            f"{work.strategy} over {work.threadgroups} threadgroups "
+            f"({', '.join(self._details())})",
         ]
-        if self.is_split:
-            parts.append(f"workspace {self.workspace_bytes / 1024:.0f} KB")
+        if self.reduction == "workspace":
+            size = self.workspace_bytes / 1024
+            parts.append(f"workspace {size:.0f} KB, {work.slots} slots")
+        elif self.reduction == "atomic":
+            parts.append("atomic sums: the last bits differ from run to run")
         return ", ".join(parts)
+
+    def _details(self) -> list[str]:
+        work = self.work
+        parts = [f"{work.partition}"] if work.strategy == "stripe" else []
+        if work.strategy == "hytis":
+            parts.append(f"{work.whole} tiles {self.wide_n} wide")
+        if work.strategy == "hybrid":
+            parts.append(f"{work.whole} tiles whole")
+        if work.strategy in ("stripe", "split_k") and work.slices > 1:
+            parts.append(f"{work.slices} slices of k")
+        if work.strategy in ("stream_k", "hybrid"):
+            parts.append(f"at least {work.minimum} k tiles a split")
+            parts.append(f"{work.groups} groups")
+        noun = "k tile" if work.longest == 1 else "k tiles"
+        return [*parts, f"at most {work.longest} {noun} each", f"{work.idle} idle"]

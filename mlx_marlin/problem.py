@@ -12,9 +12,55 @@ MOST_ELEMENTS = 2**31
 """An array must have fewer: the shaders count in 32 bits."""
 
 
+ACTIVATIONS = ("none", "silu", "gelu", "gelu_approx")
+"""What an epilogue can do to each value; the names are those of `mlx.nn`."""
+
+
 def largest_array(m: int, n: int, k: int, bits: int) -> int:
     """Returns the elements of a product's largest array: x, the words or the result."""
     return max(m * k, n * k * bits // WORD_BITS, m * n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epilogue:
+    """What happens to a product before it is stored, in float32, in this order.
+
+    `activation(product + bias) * multiplier + residual`
+
+    Attributes:
+        bias: Whether a bias [n] is added.
+        activation: One of `ACTIVATIONS`.
+        multiply: Whether the result is multiplied by an array [m, n].
+        residual: Whether an array [m, n] is added at last.
+    """
+
+    bias: bool = False
+    activation: str = "none"
+    multiply: bool = False
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation={self.activation!r} is not one of {ACTIVATIONS}"
+            )
+
+    @property
+    def operands(self) -> int:
+        """Arrays of the result's shape that are read."""
+        return self.multiply + self.residual
+
+    def explain(self) -> str:
+        """Says the epilogue as a formula; empty if there is none."""
+        text = "y + bias" if self.bias else "y"
+        text = text if self.activation == "none" else f"{self.activation}({text})"
+        text = f"({text})" if self.multiply and text == "y + bias" else text
+        text += " * multiply" * self.multiply + " + residual" * self.residual
+        return "" if text == "y" else text
+
+
+PLAIN = Epilogue()
+"""Nothing happens to the product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +77,8 @@ class Problem:
         dtype: Of the activations and the result.
         scale_dtype: Of the scales and biases.
         layout: How the codes lie in memory: "mlx" (native) or "marlin" (packed).
+        epilogue: What happens to the product before it is stored.
+        invariant: Whether a row's bits must not depend on the other rows, or on m.
     """
 
     m: int
@@ -42,6 +90,8 @@ class Problem:
     dtype: str = "float16"
     scale_dtype: str = "float16"
     layout: str = "mlx"
+    epilogue: Epilogue = PLAIN
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.m < 1 or self.n < 1 or self.k < 1:
@@ -116,13 +166,20 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Least memory traffic: every operand once."""
-        return self.weight_bytes + self.activation_bytes + self.output_bytes
+        results = 1 + self.epilogue.operands
+        operands = self.weight_bytes + self.activation_bytes
+        return operands + results * self.output_bytes
 
     def explain(self) -> str:
         """Says in a line what is asked."""
         rows = "row" if self.m == 1 else "rows"
-        return (
-            f"{self.m} {rows} of {self.k}→{self.n}, {self.mode} {self.bits}-bit, "
-            f"group {self.group_size}, {self.dtype} with {self.scale_dtype} scales, "
-            f"{self.layout} layout"
-        )
+        parts = [
+            f"{self.m} {rows} of {self.k}→{self.n}",
+            f"{self.mode} {self.bits}-bit",
+            f"group {self.group_size}",
+            f"{self.dtype} with {self.scale_dtype} scales",
+            f"{self.layout} layout",
+            self.epilogue.explain(),
+            "the same bits for any m" if self.invariant else "",
+        ]
+        return ", ".join(filter(None, parts))

@@ -10,12 +10,14 @@ from functools import cache
 from pathlib import Path
 
 from mlx_marlin.plan import Plan
+from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue
 
 TemplateValue = str | int | bool
 """A dtype's name, a number or a flag."""
 
-LIB = ("work", "lane", "epilogue")
-INPUTS = ("x", "w", "scales", "biases", "params")
+OPERANDS = ("x", "w", "scales", "biases")
+NUMBERS = ("shape", "schedule")
+FINISH = ("bias", "multiplier", "residual")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class Source:
         output_names: Of the buffers that it writes, in order.
         header: Functions.
         source: The body.
+        atomic: Whether it adds to its output instead of writing it.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Source:
     output_names: tuple[str, ...]
     header: str
     source: str
+    atomic: bool = False
 
 
 @cache
@@ -49,26 +53,35 @@ def shader_folder() -> Path:
 
 
 @cache
-def product_source(kernel: str) -> Source:
-    """Returns the text of the kernel "gemv" or "gemm_register"."""
+def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> Source:
+    """Returns the text of the kernel "gemv" or "gemm_register".
+
+    Args:
+        kernel: Its name.
+        fused: Whether it applies an epilogue, for which it reads three arrays more.
+        atomic: Whether it adds to its output.
+    """
+    body = f"{kernel}_fused" if fused else kernel
     return Source(
-        name=f"marlin_{kernel}",
-        input_names=INPUTS,
+        name=f"marlin_{kernel}" + "_fused" * fused + "_atomic" * atomic,
+        input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header="\n".join(_read(f"lib/{name}") for name in (*LIB, kernel)),
-        source=_read(f"kernels/{kernel}"),
+        header=_lib("work", "lane", "epilogue", kernel),
+        source=_read(f"kernels/{body}"),
+        atomic=atomic,
     )
 
 
 @cache
-def reduce_source() -> Source:
-    """Returns the text of the kernel that adds the slices of k."""
+def reduce_source(fused: bool = False) -> Source:
+    """Returns the text of the kernel that adds the splits of each tile."""
+    body = "reduce_fused" if fused else "reduce"
     return Source(
-        name="marlin_reduce",
-        input_names=("partials", "params"),
+        name=f"marlin_{body}",
+        input_names=("partials", *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header="",
-        source=_read("kernels/reduce"),
+        header=_lib("work", "epilogue", "reduce"),
+        source=_read(f"kernels/{body}"),
     )
 
 
@@ -77,34 +90,81 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
     problem = plan.problem
     shared: dict[str, TemplateValue] = {
         "SIMDGROUPS_K": plan.simdgroups_k,
+        "WIDE": plan.simdgroups_n,
         "GROUP": problem.group_size,
         "PACKED": problem.layout == "marlin",
         "SUBTRACT": plan.subtract,
     }
+    fused = {} if plan.is_split else _epilogue_template(plan)
     if plan.kernel == "gemv":
-        return {"ROWS": plan.tile.m, **shared}
+        return {"ROWS": plan.tile.m, **shared, **fused}
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         **shared,
         "WIDEN": problem.dtype != "float16",
+        **fused,
     }
 
 
 def reduce_template(plan: Plan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the reduce that follows a split plan."""
-    return {"T": plan.problem.dtype}
+    return _epilogue_template(plan) or {"T": plan.problem.dtype}
 
 
-def params(plan: Plan) -> tuple[int, ...]:
-    """Returns what `read_work` in `lib/work.metal` reads: fewer than eight int32.
+def shape(plan: Plan) -> tuple[int, ...]:
+    """Returns the sizes that `read_work` in `lib/work.metal` reads.
 
     MLX hands over an input of fewer than eight elements in Metal's `constant` address
-    space, where a value that all threads share belongs.
+    space, where a value that all threads share belongs: hence two short arrays.
     """
     problem = plan.problem
-    by_ceil = int(plan.partition == "ceil")
-    return problem.m, problem.n, problem.k, plan.k_parallel, by_ceil
+    return (
+        problem.m,
+        problem.n,
+        problem.k,
+        plan.tile.m,
+        plan.m_tiles,
+        plan.k_tiles,
+        plan.work.group_tiles,
+    )
+
+
+def schedule(plan: Plan) -> tuple[int, ...]:
+    """Returns who computes what, as `read_work` in `lib/work.metal` reads it."""
+    work = plan.work
+    return (
+        work.whole,
+        work.ranges,
+        work.slices,
+        work.minimum,
+        work.groups,
+        int(work.partition == "ceil"),
+    )
+
+
+def finishing_schedule(plan: Plan) -> tuple[int, ...]:
+    """Returns the schedule that a split plan's reduce reads: atomic sums are whole."""
+    if plan.reduction == "workspace":
+        return schedule(plan)
+    return (plan.work.tiles, *schedule(plan)[1:])
+
+
+def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
+    epilogue: Epilogue = plan.problem.epilogue
+    if epilogue == PLAIN:
+        return {}
+    return {
+        "T": plan.problem.dtype,
+        "BIAS": epilogue.bias,
+        "ACTIVATION": ACTIVATIONS.index(epilogue.activation),
+        "MULTIPLY": epilogue.multiply,
+        "RESIDUAL": epilogue.residual,
+    }
+
+
+def _lib(*names: str) -> str:
+    return "\n".join(_read(f"lib/{name}") for name in names)
 
 
 def _read(name: str) -> str:

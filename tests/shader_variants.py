@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +12,18 @@ import mlx.core as mx
 from mlx_marlin import device, scheduler, source
 from mlx_marlin.emulator import check
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
-from mlx_marlin.plan import FRAGMENT, FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS, Plan, Tile
-from mlx_marlin.problem import Problem
+from mlx_marlin.plan import (
+    FRAGMENT,
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    MAX_SIMDGROUPS,
+    Plan,
+    Reduction,
+    k_tile,
+)
+from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.scheduler.decompositions import WIDTHS
+from mlx_marlin.work import Tile, data_parallel
 
 GROUP_SIZES = (32, 64, 128)
 DEMO_SHAPES = ((320, 320), (64, 320), (640, 320), (320, 640), (1024, 320))
@@ -31,7 +41,17 @@ SHAPES = (
 """n, k: the demo's, tiny and ragged ones, and those of common language models."""
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 32, 33, 64)
 """m: every count of rows that has a kernel of its own, and the borders of the tiles."""
-CHIPS = ("Apple M1", "Apple M2 Ultra")
+FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
+"""Values that meet those of the main loop nowhere but where a tile is stored."""
+STORING = ("kind", "WIDE", "out")
+"""Those that they meet there."""
+EPILOGUES = tuple(
+    Epilogue(bias=bias, activation=activation, multiply=multiply, residual=residual)
+    for activation in ACTIVATIONS
+    for bias, multiply, residual in product((False, True), repeat=3)
+    if activation != "none" or bias or multiply or residual
+)
+"""All 31 that do anything."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +60,33 @@ class Variant:
 
     Attributes:
         kernel: "gemv", "gemm_register" or "reduce".
+        kind: "plain", "fused" or "atomic".
         values: Template arguments and dtypes, by name.
     """
 
     kernel: str
+    kind: str
     values: tuple[tuple[str, source.TemplateValue], ...]
 
     @property
     def source(self) -> source.Source:
+        fused, atomic = self.kind == "fused", self.kind == "atomic"
         if self.kernel == "reduce":
-            return source.reduce_source()
-        return source.product_source(self.kernel)
+            return source.reduce_source(fused)
+        return source.product_source(self.kernel, fused, atomic)
+
+    @property
+    def pairs(self) -> Iterator["Pair"]:
+        """Every two values that meet in a function; the kind is one."""
+        for pair in combinations((("kind", self.kind), *self.values), 2):
+            names = {name for name, _ in pair}
+            if names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}:
+                yield pair
 
     def call(self) -> dict[str, Any]:
         """Arguments of a call that asks for this instance."""
         values = dict(self.values)
-        dtypes = {
+        dtypes: dict[str, mx.Dtype] = {
             name: getattr(mx, str(values.pop(name)))
             for name in ("x", "scales", "out")
             if name in values
@@ -76,12 +107,14 @@ class Variant:
 
 def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx.array]:
     for name in names:
-        if name == "params":
-            yield mx.zeros(5, mx.int32)  # fewer than eight: constant memory
+        if name in source.NUMBERS:
+            yield mx.zeros(7, mx.int32)  # fewer than eight: constant memory
         elif name == "w":
             yield mx.zeros(8, mx.uint32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
+        elif name in source.FINISH:
+            yield mx.zeros(8, dtypes["out"])
         else:
             yield mx.zeros(8, dtypes["x" if name == "x" else "scales"])
 
@@ -91,20 +124,26 @@ def variants_of(plan: Plan) -> list[Variant]:
     problem = plan.problem
     out = "float32" if plan.is_split else problem.dtype
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": out}
+    finished = "plain" if problem.epilogue == PLAIN else "fused"
+    kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
     values = {**source.product_template(plan), **dtypes}
-    found = [Variant(plan.kernel, tuple(values.items()))]
-    if plan.is_split:
+    found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
+    if plan.finishes:
         values = {**source.reduce_template(plan), "out": problem.dtype}
-        found.append(Variant("reduce", tuple(values.items())))
+        found.append(Variant("reduce", finished, tuple(values.items())))
     return found
 
 
 @cache
 def every_variant() -> tuple[Variant, ...]:
-    """Every instance that any valid plan has."""
+    """Every instance that plans have, with one epilogue for each body.
+
+    Bodies take turns at the epilogues, so that every epilogue meets every value.
+    """
     found: dict[Variant, None] = {}
-    for problem in _problems():
-        for plan in _plans(problem):
+    bodies = (body for problem in _problems() for body in _bodies(problem))
+    for body, epilogue in zip(bodies, cycle(EPILOGUES), strict=False):
+        for plan in _plans(body, epilogue):
             found.update(dict.fromkeys(variants_of(plan)))
     return tuple(found)
 
@@ -124,33 +163,59 @@ def _problems() -> Iterator[Problem]:
             )
 
 
-def _plans(problem: Problem) -> Iterator[Plan]:
-    """Every valid body, whole and split."""
+def _bodies(problem: Problem) -> Iterator[Plan]:
+    """Every valid body, with one threadgroup for each of two tiles."""
     bodies = [(0, 1, rows) for rows in range(1, GEMV_ROWS[problem.dtype] + 1)]
     simdgroups = range(1, MAX_SIMDGROUPS + 1)
     bodies += [(f, s, FRAGMENT * f * s) for f in FRAGMENTS_M for s in simdgroups]
     for (fragments_m, simdgroups_m, rows), simdgroups_k in product(bodies, simdgroups):
         if simdgroups_m * simdgroups_k > MAX_SIMDGROUPS:
             continue
-        for k_parallel, subtract in product((1, 2), (False, True)):
+        tile = Tile(m=rows, k=k_tile(problem.group_size))
+        for subtract in (False, True):
             yield Plan(
                 problem=replace(problem, m=rows),
                 kernel="gemm_register" if fragments_m else "gemv",
-                tile=Tile(m=rows),
+                tile=tile,
                 fragments_m=fragments_m,
                 simdgroups_m=simdgroups_m,
                 simdgroups_k=simdgroups_k,
-                k_parallel=k_parallel,
-                num_threadgroups=2,
+                work=data_parallel(2, problem.k // tile.k),
                 subtract=subtract,
             )
 
 
+def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
+    """A body alone, with an epilogue, with wide tiles, and split both ways."""
+    problem, work = body.problem, body.work
+    fused = replace(problem, epilogue=epilogue)
+    yield body
+    yield replace(body, problem=fused)
+    for width in WIDTHS:
+        if body.simdgroups_k % width == 0:
+            wide = replace(work, strategy="hytis", whole=1)
+            wide_n = 32 * (width + 1)
+            for each in (problem, fused):
+                yield replace(
+                    body,
+                    problem=replace(each, n=wide_n),
+                    work=wide,
+                    simdgroups_n=width,
+                )
+    split = replace(work, strategy="split_k", threadgroups=4, whole=0, slices=2)
+    reductions: tuple[Reduction, ...] = ("workspace", "atomic")
+    for reduction, each in product(reductions, (problem, fused)):
+        yield replace(body, problem=each, work=split, reduction=reduction)
+
+
 @cache
 def chosen_variants() -> tuple[Variant, ...]:
-    """The instances that the scheduler chooses for the demo and the table of shapes."""
+    """The instances that are chosen for the demo and the table of shapes.
+
+    For the chip of which nothing is known; every other one has the same values, paired
+    otherwise.
+    """
     found: dict[Variant, None] = {}
-    chips = [device.DEFAULT, *map(device.Device.named, CHIPS)]
     # The demo's weights, in every dtype and layout that it can be asked for.
     likes = [
         problem
@@ -158,9 +223,8 @@ def chosen_variants() -> tuple[Variant, ...]:
         if problem.group_size == 64 and problem.scale_dtype == problem.dtype
     ]
     for like, (n, k), m in product(likes, SHAPES, ROWS):
-        for chip in chips:
-            plan = scheduler.choose(replace(like, m=m, n=n, k=k), chip)
-            found.update(dict.fromkeys(variants_of(plan)))
+        plan = scheduler.choose(replace(like, m=m, n=n, k=k), device.DEFAULT)
+        found.update(dict.fromkeys(variants_of(plan)))
     return tuple(found)
 
 
@@ -180,6 +244,7 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
         text.output_names,
         text.source,
         text.header,
+        atomic_outputs=text.atomic,
         calls=[variant.call() for variant in variants],
     )
 
@@ -196,7 +261,7 @@ def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Vari
     """
     missing: dict[tuple[str, Pair], list[Variant]] = {}
     for variant in variants:
-        for pair in combinations(variant.values, 2):
+        for pair in variant.pairs:
             missing.setdefault((variant.kernel, pair), []).append(variant)
     for variant in given:
         _cover(missing, variant)
@@ -212,11 +277,9 @@ def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Vari
 
 
 def _news(missing: Mapping[tuple[str, Pair], object], variant: Variant) -> int:
-    return sum(
-        (variant.kernel, pair) in missing for pair in combinations(variant.values, 2)
-    )
+    return sum((variant.kernel, pair) in missing for pair in variant.pairs)
 
 
 def _cover(missing: dict[tuple[str, Pair], list[Variant]], variant: Variant) -> None:
-    for pair in combinations(variant.values, 2):
+    for pair in variant.pairs:
         missing.pop((variant.kernel, pair), None)

@@ -14,17 +14,41 @@ from mlx_marlin.plan import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
-    PARTITIONS,
     Plan,
-    Tile,
+    Reduction,
+    k_tile,
 )
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.work import (
+    MOST_GROUPS,
+    PARTITIONS,
+    STRATEGIES,
+    Strategy,
+    Tile,
+    Work,
+    data_parallel,
+)
 
 EDGES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128)
 """Sizes around the borders of fragments and tiles."""
 
+TWO_TILES: tuple[Strategy, ...] = ("hybrid", "hytis")
+"""Strategies that leave tiles after the whole ones."""
+ONE_TILE_SIZE: tuple[Strategy, ...] = STRATEGIES[:-1]
+"""All but `hytis`, whose number of tiles depends on the width of the wide ones."""
+
 DTYPES = st.sampled_from([*DTYPE_BYTES])
 ANY_LAYOUT = st.sampled_from(LAYOUTS)
+
+
+NO_EPILOGUE = st.just(PLAIN)
+EPILOGUES = st.builds(
+    Epilogue,
+    bias=st.booleans(),
+    activation=st.sampled_from(ACTIVATIONS),
+    multiply=st.booleans(),
+    residual=st.booleans(),
+)
 
 
 def sizes(most: int) -> st.SearchStrategy[int]:
@@ -42,6 +66,7 @@ def problems(
     max_k: int = 2048,
     dtypes: st.SearchStrategy[str] = DTYPES,
     layouts: st.SearchStrategy[str] = ANY_LAYOUT,
+    epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
 ) -> Problem:
     """Draws a problem; `max_k` is at least 128, the largest group."""
     group_size = draw(st.sampled_from([32, 64, 128]))
@@ -55,6 +80,7 @@ def problems(
         # MLX promotes x to its scales' dtype: only float32 meets narrower ones.
         scale_dtype=draw(DTYPES) if dtype == "float32" else dtype,
         layout=draw(layouts),
+        epilogue=draw(epilogues),
     )
 
 
@@ -80,28 +106,125 @@ def devices() -> st.SearchStrategy[Device]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, *, of: st.SearchStrategy[Problem] | None = None) -> Plan:
+def works(
+    draw: st.DrawFn,
+    *,
+    tiles: int | None = None,
+    k_tiles: int | None = None,
+    strategies: tuple[Strategy, ...] = STRATEGIES,
+) -> Work:
+    """Draws any valid way to cut tiles of k tiles, sensible or not.
+
+    Args:
+        draw: From Hypothesis.
+        tiles: Tiles of the result; drawn if not given. `hytis` may take fewer or more.
+        k_tiles: K tiles of each; drawn if not given.
+        strategies: Those to draw from; what needs two tiles is left out for one.
+    """
+    tiles = tiles or draw(sizes(40))
+    k_tiles = k_tiles or draw(sizes(64))
+    several = [each for each in strategies if tiles > 1 or each not in TWO_TILES]
+    strategy = draw(st.sampled_from(several))
+    if strategy == "data_parallel":
+        return data_parallel(tiles, k_tiles)
+    if strategy == "hytis":
+        whole = draw(st.integers(1, tiles - 1))
+        return replace(data_parallel(tiles, k_tiles), strategy="hytis", whole=whole)
+    if strategy in ("stream_k", "hybrid"):
+        return draw(_streams(strategy, tiles, k_tiles))
+    slices = draw(st.integers(1, k_tiles))
+    units = tiles * slices
+    # Also more threadgroups than units: the rest must idle.
+    threadgroups = draw(st.integers(1, 2 * units + 3) | st.just(units))
+    return Work(
+        strategy=strategy,
+        tiles=tiles,
+        k_tiles=k_tiles,
+        threadgroups=units if strategy == "split_k" else threadgroups,
+        slices=slices,
+        partition=(
+            draw(st.sampled_from(PARTITIONS)) if strategy == "stripe" else "balanced"
+        ),
+    )
+
+
+@st.composite
+def _streams(draw: st.DrawFn, strategy: Strategy, tiles: int, k_tiles: int) -> Work:
+    """Draws ranges that end anywhere, in groups of any number that divides them."""
+    whole = draw(st.integers(1, tiles - 1)) if strategy == "hybrid" else 0
+    tail = tiles - whole
+    groups = draw(
+        st.sampled_from(
+            [each for each in range(1, MOST_GROUPS + 1) if tail % each == 0]
+        )
+    )
+    each = draw(st.integers(1, 2 * (tail * k_tiles // groups) + 3))
+    return Work(
+        strategy=strategy,
+        tiles=tiles,
+        k_tiles=k_tiles,
+        threadgroups=whole + groups * each,
+        whole=whole,
+        slices=k_tiles,
+        minimum=draw(st.integers(1, k_tiles + 2)),
+        groups=groups,
+    )
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn,
+    *,
+    of: st.SearchStrategy[Problem] | None = None,
+    atomic: bool = True,
+) -> Plan:
     """Draws any valid plan of a problem, sensible or not.
 
     Args:
         draw: From Hypothesis.
         of: Draws the problem.
+        atomic: Whether it may add its splits in whatever order they come.
     """
     problem = draw(problems() if of is None else of)
     fragments_m, simdgroups_m = draw(_rows(problem))
     rows = FRAGMENT * fragments_m * simdgroups_m if fragments_m else problem.m
-    whole = Plan(
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    m_tiles, n_tiles = -(-problem.m // tile.m), -(-problem.n // tile.n)
+    k_tiles = -(-problem.k // tile.k)
+    simdgroups_k = draw(st.integers(1, MAX_SIMDGROUPS // simdgroups_m))
+    width = draw(st.sampled_from(_widths(simdgroups_k, n_tiles)))
+    if width > 1:
+        columns = draw(st.integers(1, (n_tiles - 1) // width))
+        tiles = m_tiles * (columns + n_tiles - columns * width)
+        work = replace(
+            data_parallel(tiles, k_tiles), strategy="hytis", whole=columns * m_tiles
+        )
+    else:
+        work = draw(
+            works(tiles=m_tiles * n_tiles, k_tiles=k_tiles, strategies=ONE_TILE_SIZE)
+        )
+    return Plan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
-        tile=Tile(m=rows),
+        tile=tile,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
-        simdgroups_k=draw(st.integers(1, MAX_SIMDGROUPS // simdgroups_m)),
-        strategy="data_parallel",
-        num_threadgroups=-(-problem.m // rows) * -(-problem.n // 32),
+        simdgroups_n=width,
+        simdgroups_k=simdgroups_k,
+        work=work,
+        reduction=(
+            draw(st.sampled_from(["workspace", "workspace", "atomic"][: 2 + atomic]))
+            if work.is_split
+            else "none"
+        ),
         subtract=draw(st.booleans()),
     )
-    return draw(st.just(whole) | _stripes(whole))
+
+
+def _widths(simdgroups_k: int, n_tiles: int) -> list[int]:
+    """Returns the widths, in tiles, that a wide tile can have; 1 is no wide tile."""
+    divisors = [each for each in (2, 4, 8) if simdgroups_k % each == 0]
+    return [1, 1, *(each for each in divisors if each < n_tiles)]
 
 
 def _rows(problem: Problem) -> st.SearchStrategy[tuple[int, int]]:
@@ -110,22 +233,6 @@ def _rows(problem: Problem) -> st.SearchStrategy[tuple[int, int]]:
     if problem.m > GEMV_ROWS[problem.dtype]:
         return matrices
     return st.just((0, 1)) | matrices
-
-
-@st.composite
-def _stripes(draw: st.DrawFn, whole: Plan) -> Plan:
-    """Draws a stripe plan with the body of a data-parallel one."""
-    k_parallel = draw(st.integers(1, whole.cuts))
-    units = whole.units * k_parallel
-    # Also more threadgroups than units: the rest must idle.
-    threadgroups = st.integers(1, 2 * units + 3) | st.just(units)
-    return replace(
-        whole,
-        strategy="stripe",
-        partition=draw(st.sampled_from(PARTITIONS)),
-        k_parallel=k_parallel,
-        num_threadgroups=draw(threadgroups),
-    )
 
 
 Native = tuple[mx.array, mx.array, mx.array]
@@ -154,22 +261,95 @@ def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
     return x, (native[0], native[1], native[2])
 
 
+def finish_arrays(problem: Problem, *, seed: int) -> Native:
+    """Makes an epilogue's bias, multiplier and residual."""
+    dtype = getattr(mx, problem.dtype)
+    keys = mx.random.split(mx.random.key(seed), 3)
+    result = (problem.m, problem.n)
+    bias, multiplier, residual = (
+        mx.random.normal(shape, key=key).astype(dtype)
+        for shape, key in zip((result[1:], result, result), keys, strict=True)
+    )
+    mx.eval(bias, multiplier, residual)
+    return bias, multiplier, residual
+
+
 def runnable_plans(
-    *, max_k: int = 512, dtypes: st.SearchStrategy[str] = DTYPES
+    *,
+    max_k: int = 512,
+    dtypes: st.SearchStrategy[str] = DTYPES,
+    epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
+    atomic: bool = True,
 ) -> st.SearchStrategy[Plan]:
     """Draws plans small enough to run by the hundred."""
-    return plans(of=problems(max_m=70, max_n=100, max_k=max_k, dtypes=dtypes))
+    of = problems(max_m=70, max_n=100, max_k=max_k, dtypes=dtypes, epilogues=epilogues)
+    return plans(of=of, atomic=atomic)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, *, atomic: bool = True) -> Case:
     """Draws a plan and the arrays to run it on."""
-    plan = draw(runnable_plans())
+    plan = draw(runnable_plans(atomic=atomic))
     x, native = arrays(plan.problem, seed=draw(st.integers(0, 2**16)))
     return plan, x, native
 
 
-def another_schedule(seed: int) -> AbstractContextManager[None]:
+def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list[Plan]:
+    """Makes plans of every strategy, ragged where the strategy allows.
+
+    Args:
+        problem: Of two columns of tiles at least, and of three k tiles.
+        reduction: Of the plans that split tiles.
+    """
+    rows = problem.m if problem.m <= GEMV_ROWS[problem.dtype] else FRAGMENT
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    m_tiles, n_tiles = -(-problem.m // tile.m), -(-problem.n // tile.n)
+    body = Plan(
+        problem=problem,
+        kernel="gemv" if rows == problem.m else "gemm_register",
+        tile=tile,
+        fragments_m=int(rows != problem.m),
+        simdgroups_k=4,
+        work=data_parallel(m_tiles * n_tiles, -(-problem.k // tile.k)),
+        subtract=True,
+    )
+    columns = (n_tiles - 1) // 2
+    hytis = data_parallel(m_tiles * (n_tiles - columns), body.k_tiles)
+    hytis = replace(hytis, strategy="hytis", whole=m_tiles * columns)
+    return [
+        body,
+        replace(body, work=hytis, simdgroups_n=2),
+        *(
+            replace(body, work=work, reduction=reduction if work.is_split else "none")
+            for work in _cut(body.work.tiles, body.k_tiles)
+        ),
+    ]
+
+
+def _cut(tiles: int, k_tiles: int) -> list[Work]:
+    """Cuts tiles of at least three k tiles in every way that splits them."""
+    split_k = Work(
+        strategy="split_k",
+        tiles=tiles,
+        k_tiles=k_tiles,
+        threadgroups=3 * tiles,
+        slices=3,
+    )
+    stripe = replace(split_k, strategy="stripe", threadgroups=tiles + 2)
+    stream = replace(stripe, strategy="stream_k", slices=k_tiles)
+    groups = max(each for each in range(1, MOST_GROUPS + 1) if tiles % each == 0)
+    return [
+        split_k,
+        stripe,
+        replace(stripe, partition="ceil"),
+        stream,
+        replace(stream, groups=groups, threadgroups=groups * (tiles // groups + 1)),
+        replace(stream, minimum=2, threadgroups=2 * tiles - 1),
+        replace(stream, strategy="hybrid", whole=tiles // 2),
+    ]
+
+
+def another_schedule(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
     if launch.backend() != "emulator":
         return nullcontext()

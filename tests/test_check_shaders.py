@@ -11,7 +11,16 @@ pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
-KERNELS = ("gemv", "gemm_register", "reduce")
+KERNELS = (
+    "marlin_gemv",
+    "marlin_gemv_fused",
+    "marlin_gemv_atomic",
+    "marlin_gemm_register",
+    "marlin_gemm_register_fused",
+    "marlin_gemm_register_atomic",
+    "marlin_reduce",
+    "marlin_reduce_fused",
+)
 MOST = 300
 """Instances that an ordinary run checks."""
 
@@ -19,7 +28,7 @@ COVERING = covering_variants()
 
 
 def of_kernel(kernel: str, variants: Sequence[Variant]) -> list[Variant]:
-    return [variant for variant in variants if variant.kernel == kernel]
+    return [variant for variant in variants if variant.source.name == kernel]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +47,23 @@ def test_every_chosen_instance_and_pair_of_values_passes(
 def test_an_ordinary_run_checks_no_more_than_it_may() -> None:
     assert len(COVERING) <= MOST
     assert len(set(COVERING)) == len(COVERING)
+    assert {variant.source.name for variant in COVERING} == {*KERNELS}
+
+
+def test_every_epilogue_meets_every_value_of_a_body() -> None:
+    for kernel in ("marlin_gemv_fused", "marlin_gemm_register_fused"):
+        found = [dict(each.values) for each in of_kernel(kernel, every_variant())]
+        flags = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
+        for name in {*found[0]} - {*flags}:
+            epilogues = {
+                value: {
+                    tuple(each[flag] for flag in flags)
+                    for each in found
+                    if each[name] == value
+                }
+                for value in {each[name] for each in found}
+            }
+            assert {*map(len, epilogues.values())} == {31}, name
 
 
 def test_the_covering_set_leaves_no_pair_out() -> None:

@@ -1,8 +1,11 @@
 """The shaders against float64, through whatever back end runs them here."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import oracles
+import orders
 import pytest
 import strategies
 from hypothesis import given, settings
@@ -10,8 +13,9 @@ from hypothesis import strategies as st
 
 from mlx_marlin import launch, scheduler
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
+from mlx_marlin.plan import Plan, Reduction
 from mlx_marlin.problem import Problem
+from mlx_marlin.work import STRATEGIES
 
 pytestmark = pytest.mark.skipif(
     launch.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -122,7 +126,7 @@ def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None
         np.testing.assert_array_equal(np.array(y), expected)
 
 
-@given(case=strategies.cases(), seed=st.integers(0, 2**31))
+@given(case=strategies.cases(atomic=False), seed=st.integers(0, 2**31))
 @settings(max_examples=20)
 def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None:
     plan, x, native = case
@@ -134,7 +138,7 @@ def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None
     assert mx.array_equal(first, second)
 
 
-@given(case=strategies.cases(), offsets=st.tuples(*[st.integers(0, 9)] * 4))
+@given(case=strategies.cases(atomic=False), offsets=st.tuples(*[st.integers(0, 9)] * 4))
 @settings(max_examples=25)
 def test_arrays_may_start_anywhere_in_their_buffers(
     case: strategies.Case, offsets: tuple[int, ...]
@@ -150,7 +154,7 @@ def test_arrays_may_start_anywhere_in_their_buffers(
         view.reshape(array.shape) for view, array in zip(shifted, arrays, strict=True)
     ]
 
-    y = run(plan, views[0], tuple(views[1:]))
+    y = run(plan, views[0], (views[1], views[2], views[3]))
 
     assert mx.array_equal(y, run(plan, x, native))
 
@@ -159,9 +163,15 @@ def test_arrays_may_start_anywhere_in_their_buffers(
 def test_a_threadgroup_may_have_many_units(m: int) -> None:
     """Its scratch is used again, so a unit must wait until the one before is stored."""
     problem = Problem(m=m, n=192, k=1024)
-    plan = scheduler.make(problem, num_threadgroups=1, k_parallel=2, simdgroups_k=8)
+    plan = scheduler.make(
+        problem,
+        strategy="stripe",
+        num_threadgroups=1,
+        k_parallel=2,
+        simdgroups_k=8,
+    )
     x, native = strategies.arrays(problem, seed=m)
-    one_each = scheduler.make(problem, num_threadgroups=12, k_parallel=2)
+    one_each = scheduler.make(problem, strategy="split_k", k_parallel=2)
     expected = run(one_each, x, native)
 
     for seed in range(8):
@@ -171,11 +181,98 @@ def test_a_threadgroup_may_have_many_units(m: int) -> None:
         assert mx.allclose(y, expected, rtol=0, atol=0.01)
 
 
+RAGGED = {
+    "gemv": Problem(m=2, n=150, k=448),
+    "gemm_register": Problem(m=11, n=150, k=448),
+    "packed groups of 128": Problem(
+        m=3, n=300, k=7 * 128, group_size=128, layout="marlin"
+    ),
+    "packed groups of 32, half a trip": Problem(
+        m=13, n=150, k=11 * 32, group_size=32, layout="marlin"
+    ),
+}
+"""Problems that no strategy divides evenly."""
+REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
+
+
+def in_float32(problem: Problem) -> Problem:
+    return replace(problem, dtype="float32", scale_dtype="float32")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
+def test_all_strategies_give_the_same_integers(
+    problem: Problem, reduction: Reduction
+) -> None:
+    plans = strategies.one_of_each(in_float32(problem), reduction=reduction)
+    assert {plan.strategy for plan in plans} == {*STRATEGIES}
+    assert max(plan.work.slots for plan in plans) >= 3
+    draw = np.random.default_rng(problem.n)
+    x = mx.array(draw.integers(-8, 9, (problem.m, problem.k)).astype(np.float32))
+    _, (w, *_) = strategies.arrays(in_float32(problem), seed=1)
+    scales = mx.array(draw.integers(-4, 5, (problem.n, problem.groups)), mx.float32)
+    biases = mx.array(draw.integers(-8, 9, (problem.n, problem.groups)), mx.float32)
+
+    results = [np.array(run(plan, x, (w, scales, biases))) for plan in plans]
+
+    for y in results:
+        np.testing.assert_array_equal(y, results[0])
+    expected = oracles.product(x, w, scales, biases, group_size=problem.group_size)
+    np.testing.assert_array_equal(results[0], expected)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
+def test_all_strategies_compute_the_product(
+    problem: Problem, dtype: str, reduction: Reduction
+) -> None:
+    problem = replace(problem, dtype=dtype, scale_dtype=dtype)
+    x, native = strategies.arrays(problem, seed=3)
+    for plan in strategies.one_of_each(problem, reduction=reduction):
+        oracles.assert_close(
+            run(plan, x, native),
+            stock(plan, x, native),
+            x,
+            native,
+            group_size=problem.group_size,
+        )
+
+
+@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
+def test_all_strategies_add_in_ascending_k(problem: Problem) -> None:
+    problem = in_float32(problem)
+    x, weight = orders.one_in_each_trip(problem), orders.ones(problem)
+    for plan in strategies.one_of_each(problem):
+        expected = orders.promised(plan)
+
+        for seed in range(2):
+            with strategies.another_schedule(seed):
+                y = run(plan, x, weight)
+
+            np.testing.assert_array_equal(np.array(y), expected)
+
+
+@given(
+    plan=strategies.runnable_plans(dtypes=st.just("float32"), atomic=False).filter(
+        lambda plan: plan.subtract
+    )
+)
+@settings(max_examples=30)
+def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
+    problem = plan.problem
+
+    y = run(plan, orders.one_in_each_trip(problem), orders.ones(problem))
+
+    np.testing.assert_array_equal(np.array(y), orders.promised(plan))
+
+
 def test_partial_sums_are_added_in_ascending_k() -> None:
     problem = Problem(m=3, n=40, k=512, dtype="float32", scale_dtype="float32")
-    plan = scheduler.make(problem, k_parallel=7)
+    plan = scheduler.make(problem, strategy="split_k", k_parallel=7)
     random = np.random.default_rng(0)
     size = plan.workspace_shape
+    assert size[0] == 7
     partials = random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)
 
     y = launch.reduction(plan)(mx.array(partials.astype(np.float32)))
@@ -184,3 +281,27 @@ def test_partial_sums_are_added_in_ascending_k() -> None:
     for partial in partials.astype(np.float32):
         expected += partial
     np.testing.assert_array_equal(np.array(y), expected)
+
+
+@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
+def test_a_reduce_reads_the_slots_that_were_written_and_no_other(
+    problem: Problem,
+) -> None:
+    for plan in strategies.one_of_each(in_float32(problem)):
+        if not plan.is_split:
+            continue
+        partials = np.full(plan.workspace_shape, np.nan, np.float32)
+        expected = np.zeros((problem.m, problem.n), np.float32)
+        draw = np.random.default_rng(5)
+        for threadgroup in range(plan.num_threadgroups):
+            for split in plan.work.splits(threadgroup):
+                row, col = plan.corner(split.tile)
+                part = np.s_[row : row + plan.tile.m, col : col + plan.tile.n]
+                # Integers: in which order they are added does not matter here.
+                own = draw.integers(-99, 100, expected[part].shape)
+                partials[split.slot][part] = own
+                expected[part] += own
+
+        y = launch.reduction(plan)(mx.array(partials))
+
+        np.testing.assert_array_equal(np.array(y), expected)

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,8 +15,8 @@ from hypothesis import given, settings
 import mlx_marlin
 from mlx_marlin import emulator, launch, layout, scheduler, serving, source
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.plan import Plan, Reduction
+from mlx_marlin.problem import PLAIN, Epilogue, Problem
 
 Choose = Callable[[str | None], None]
 
@@ -69,7 +69,17 @@ def blanks(problem: Problem) -> list[mx.array]:
         mx.zeros(words, mx.uint32),
         mx.zeros(scales, scale_dtype),
         mx.zeros(scales, scale_dtype),
+        *finish(problem),
     ]
+
+
+def finish(problem: Problem) -> list[mx.array]:
+    """Makes an epilogue's arrays, if there is one."""
+    if problem.epilogue == PLAIN:
+        return []
+    result = (problem.m, problem.n)
+    dtype = getattr(mx, problem.dtype)
+    return [mx.zeros(shape, dtype) for shape in (result[1:], result, result)]
 
 
 def arguments_of(node: Node) -> list[str]:
@@ -88,52 +98,92 @@ def _metal() -> Iterator[None]:
     serving.forget()
 
 
-PLANS = strategies.plans(of=strategies.problems(max_k=1024))
+PLANS = strategies.plans(
+    of=strategies.problems(max_k=1024, epilogues=strategies.EPILOGUES)
+)
 
 
 @pytest.mark.usefixtures("_metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
-def test_a_plan_is_one_kernel_call_and_two_if_it_splits(plan: Plan) -> None:
+def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     problem = plan.problem
 
     calls = kernel_calls(plan)
 
-    assert len(calls) == plan.dispatches == (2 if plan.k_parallel > 1 else 1)
+    # MLX zeroes atomic sums inside the call that adds to them, by one dispatch more.
+    assert len(calls) == plan.dispatches - (plan.reduction == "atomic")
     first, last = calls[0], calls[-1]
     result = ((problem.m, problem.n), getattr(mx, problem.dtype))
     assert [each[1:] for each in last.outputs] == [result]
     assert first.grid == (plan.num_threadgroups * plan.threads, 1, 1)
     assert first.threadgroup == (plan.threads, 1, 1)
-    if plan.is_split:
-        workspace = ((plan.k_parallel, problem.m, problem.n), mx.float32)
-        assert [each[1:] for each in first.outputs] == [workspace]
-        assert last.inputs[0] == first.outputs[0]
+    sums = plan.workspace_shape if plan.reduction == "workspace" else result[0]
+    dtype = mx.float32 if plan.is_split else result[1]
+    assert [each[1:] for each in first.outputs] == [(sums, dtype)]
+    assert len(calls) == 1 + plan.finishes
+    if plan.finishes:
+        if prod(sums) >= launch.IN_CONSTANT:
+            assert last.inputs[0] == first.outputs[0]
         assert last.grid == (problem.m * problem.n, 1, 1)
         assert prod(last.threadgroup) <= 256
+
+
+def spaces_of(node: Node) -> dict[str, str]:
+    """Returns the address space of each buffer."""
+    return {
+        each.split("* ")[-1].split()[0]: "constant" if "constant" in each else "device"
+        for each in arguments_of(node)
+        if "[[buffer" in each
+    }
 
 
 @pytest.mark.usefixtures("_metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
-def test_only_params_arrive_as_constants(plan: Plan) -> None:
-    first = kernel_calls(plan)[0]
+def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
+    calls = kernel_calls(plan)
 
-    spaces = {
-        each.split("* ")[-1].split()[0]: "constant" if "constant" in each else "device"
-        for each in arguments_of(first)
-        if "[[buffer" in each
-    }
+    numbers = dict.fromkeys(("shape", "schedule"), "constant")
+    names = ["x", "w", "scales", "biases", "out"]
+    finishing = ["bias", "multiplier", "residual"] * (plan.problem.epilogue != PLAIN)
+    if not plan.is_split:
+        names += finishing
+    assert spaces_of(calls[0]) == dict.fromkeys(names, "device") | numbers
+    if plan.finishes:
+        names = ["partials", "out", *finishing]
+        assert spaces_of(calls[1]) == dict.fromkeys(names, "device") | numbers
+    for call in calls:
+        text = "".join(arguments_of(call))
+        assert not re.search(r"_(shape|strides|ndim)\b", text)
+    # What is added to is an atomic in MLX's text.
+    out = next(each for each in arguments_of(calls[0]) if " out " in each)
+    assert ("atomic<float>" in out) == (plan.reduction == "atomic")
 
-    assert spaces == {
-        "x": "device",
-        "w": "device",
-        "scales": "device",
-        "biases": "device",
-        "params": "constant",
-        "out": "device",
-    }
-    assert not re.search(r"_(shape|strides|ndim)\b", "".join(arguments_of(first)))
+
+@pytest.mark.usefixtures("_metal")
+@pytest.mark.parametrize("reduction", ["workspace", "atomic"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (7, 1)])
+def test_few_partial_sums_are_no_constants(
+    m: int, n: int, reduction: Reduction
+) -> None:
+    problem = Problem(m=m, n=n, k=256)
+    plan = scheduler.make(
+        problem, strategy="split_k", k_parallel=2, reduction=reduction
+    )
+
+    _, finish = kernel_calls(plan)
+
+    assert spaces_of(finish)["partials"] == "device"
+
+
+def instance(values: Mapping[str, source.TemplateValue]) -> str:
+    """Returns how MLX spells template arguments."""
+    metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
+    return ", ".join(
+        metal[value] if isinstance(value, str) else str(int(value))
+        for value in values.values()
+    )
 
 
 @pytest.mark.usefixtures("_metal")
@@ -142,17 +192,15 @@ def test_only_params_arrive_as_constants(plan: Plan) -> None:
 def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
     calls = kernel_calls(plan)
 
-    values = [int(value) for value in source.product_template(plan).values()]
-    instance = re.search(r"decltype\(\w+<(.*?)>\)", calls[0].text)
-    assert instance is not None
-    assert instance[1] == ", ".join(map(str, values))
-    declared = re.search(r"template <([^>]*)>\n\[\[kernel\]\]", calls[0].text)
-    assert declared is not None
-    names = [each.split()[-1] for each in declared[1].split(", ")]
-    assert names == [*source.product_template(plan)]
-    if plan.is_split:
-        metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
-        assert f"<{metal[plan.problem.dtype]}>)" in calls[1].text
+    templates = [source.product_template(plan), source.reduce_template(plan)]
+    for call, template in zip(calls, templates, strict=False):
+        found = re.search(r"decltype\(\w+<(.*?)>\)", call.text)
+        assert found is not None
+        assert found[1] == instance(template)
+        declared = re.search(r"template <([^>]*)>\n\[\[kernel\]\]", call.text)
+        assert declared is not None
+        names = [each.split()[-1] for each in declared[1].split(", ")]
+        assert names == [*template]
 
 
 class Recorder:
@@ -179,8 +227,8 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     recorder = Recorder()
     monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
     problem = Problem(m=9, n=40, k=512)
-    split = scheduler.make(problem, k_parallel=2)
-    whole = scheduler.make(problem, k_parallel=1)
+    split = scheduler.make(problem, strategy="split_k", k_parallel=2)
+    whole = scheduler.make(problem, strategy="data_parallel")
 
     for plan in (split, whole, split):
         y = launch.product(plan)(*blanks(problem))
@@ -193,6 +241,26 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     serving.forget()
     launch.product(whole)
     assert len(recorder.built) == 3
+
+
+def test_only_atomic_sums_begin_with_zeros(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("metal")
+    recorder = Recorder()
+    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+    problem = Problem(m=9, n=40, k=512, epilogue=Epilogue(bias=True))
+    reductions: tuple[Reduction, ...] = ("workspace", "atomic")
+    for reduction in reductions:
+        plan = scheduler.make(
+            problem, strategy="split_k", k_parallel=2, reduction=reduction
+        )
+        launch.product(plan)(*blanks(problem))
+
+    # Each product and its reduce; a kernel is built once.
+    assert [each["atomic_outputs"] for each in recorder.built] == [False, False, True]
+    started = [each.get("init_value") for each in recorder.called]
+    assert started == [None, None, 0.0, None]
 
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
@@ -238,16 +306,36 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
 
     launch.product(scheduler.make(problem))(x, w + 3, scales + 2, biases + 1)
 
-    _, w, scales, biases, params = recorder.called[0]["inputs"]
+    _, w, scales, biases, shape, schedule = recorder.called[0]["inputs"]
     assert w.tolist() == [3] * 4 + [0] * 4
     assert scales.tolist() == [2] + [0] * 7
     assert biases.tolist() == [1] + [0] * 7
-    assert params.tolist() == [1, 1, 32, 1, 0]
+    assert shape.tolist() == [1, 1, 32, 1, 1, 1, 0]
+    assert schedule.tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("metal")
+    recorder = Recorder()
+    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+    problem = Problem(m=3, n=2, k=64, epilogue=Epilogue(bias=True, residual=True))
+    *operands, bias, _, residual = blanks(problem)
+
+    launch.product(scheduler.make(problem))(
+        *operands, bias + 1, mx.array(0.0), residual + 2
+    )
+
+    *_, bias, unused, residual = recorder.called[0]["inputs"]
+    assert bias.tolist() == [1] * 2 + [0] * 6
+    assert unused.tolist() == [0] * 8
+    assert residual.tolist() == [2] * 6 + [0] * 2
 
 
 def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
     backend("metal")
-    plans = [scheduler.make(Problem(m=m, n=40, k=512), k_parallel=1) for m in (9, 1, 9)]
+    plans = [scheduler.make(Problem(m=m, n=40, k=512)) for m in (9, 1, 9)]
 
     for plan in plans:
         launch.product(plan)

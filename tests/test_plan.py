@@ -1,116 +1,108 @@
 """A plan covers its product exactly once, for every way to spread it."""
 
-import math
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from strategies import plans, problems
 
-from mlx_marlin import scheduler
-from mlx_marlin.plan import (
-    MOST_UNEVEN,
-    Plan,
-    Tile,
-    run_balanced,
-    run_ceil,
-    tile_position,
-)
-from mlx_marlin.problem import Problem
+from mlx_marlin.plan import Plan, Tile
+from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.work import Work, data_parallel
 
 SMALL = problems(max_m=20, max_n=70, max_k=768)
-UNITS = st.integers(1, 2000)
-THREADGROUPS = st.integers(1, 300)
 
 
-def runs(plan: Plan) -> list[range]:
-    """Returns the units of each threadgroup."""
-    return [range(*plan.range(index)) for index in range(plan.num_threadgroups)]
-
-
-def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: object) -> Plan:
-    """Returns a plan with one 8-row fragment, fields replaced."""
+def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: Any) -> Plan:
+    """Returns a plan with one 8-row fragment and a tile each, fields replaced."""
+    problem = Problem(m=m, n=n, k=k, group_size=group_size)
+    tile = Tile(m=8, k=max(64, group_size))
     defaults = {
-        "problem": Problem(m=m, n=n, k=k, group_size=group_size),
+        "problem": problem,
         "kernel": "gemm_register",
-        "tile": Tile(m=8),
+        "tile": tile,
         "fragments_m": 1,
-        "num_threadgroups": 5,
+        "work": data_parallel(-(-m // 8) * -(-n // 32), -(-k // tile.k)),
     }
-    return Plan(**{**defaults, **fields})  # type: ignore[arg-type]
+    return Plan(**{**defaults, **fields})
 
 
 @given(plans(of=SMALL))
 def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     problem, step = plan.problem, 32  # the smallest group: no cut is finer
     seen: Counter[tuple[int, int, int]] = Counter()
-    for index in (index for run in runs(plan) for index in run):
-        unit = plan.unit(index)
-        assert unit.k_start % step == unit.k_stop % step == 0
-        row, col = unit.tile_row * plan.tile.m, unit.tile_col * plan.tile.n
-        seen.update(
-            product(
-                range(row, min(row + plan.tile.m, problem.m)),
-                range(col, min(col + plan.tile.n, problem.n)),
-                range(unit.k_start, unit.k_stop, step),
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            k_start, k_stop = plan.k_range(split)
+            assert k_start % step == k_stop % step == 0
+            row, col = plan.corner(split.tile)
+            last = col + plan.columns_of(split.tile)
+            seen.update(
+                product(
+                    range(row, min(row + plan.tile.m, problem.m)),
+                    range(col, min(last, problem.n)),
+                    range(k_start, k_stop, step),
+                )
             )
-        )
 
     every = product(range(problem.m), range(problem.n), range(0, problem.k, step))
     assert seen == Counter(every)
 
 
 @given(plans())
-def test_runs_are_contiguous_and_cover_the_units_once(plan: Plan) -> None:
-    units = [index for run in runs(plan) for index in run]
-
-    assert units == list(range(plan.units))
-
-
-@given(plans())
-def test_the_owner_of_a_unit_is_the_threadgroup_that_has_it(plan: Plan) -> None:
-    for threadgroup, run in enumerate(runs(plan)):
-        for unit in run:
-            assert plan.owner(unit) == threadgroup
+def test_splits_begin_where_a_trip_and_a_group_begin(plan: Plan) -> None:
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            k_start, k_stop = plan.k_range(split)
+            assert 0 <= k_start < k_stop <= plan.problem.k
+            assert k_start % plan.problem.group_size == k_start % 64 == 0
+            assert split.is_final_split == (k_stop == plan.problem.k)
 
 
 @given(plans())
-def test_counted_loads_are_those_of_the_runs(plan: Plan) -> None:
-    counts = [len(run) for run in runs(plan)]
-    busy = [count for count in counts if count]
+def test_tiles_are_wide_first_and_cover_the_columns(plan: Plan) -> None:
+    first_row = [tile for tile in range(plan.work.tiles) if plan.corner(tile)[0] == 0]
+    at = 0
+    for tile in first_row:
+        assert plan.corner(tile)[1] == at
+        at += plan.columns_of(tile)
 
-    assert plan.units_per_threadgroup == (min(busy), max(busy))
-    assert plan.idle == counts.count(0)
-
-
-@given(plans())
-def test_slices_ascend_and_start_on_whole_groups_and_tiles(plan: Plan) -> None:
-    tile = [plan.unit(split) for split in range(plan.k_parallel)]
-
-    assert [unit.split for unit in tile] == list(range(plan.k_parallel))
-    assert tile[0].k_start == 0
-    assert tile[-1].k_stop == plan.problem.k
-    for before, after in pairwise(tile):
-        assert before.k_stop == after.k_start
-        assert after.k_start % plan.problem.group_size == 0
-        assert after.k_start % plan.tile.k == 0
-    lengths = [-(-(unit.k_stop - unit.k_start) // plan.cut) for unit in tile]
-    assert min(lengths) >= 1
-    assert max(lengths) - min(lengths) <= 1
+    assert plan.problem.n <= at < plan.problem.n + 32 * plan.simdgroups_n
+    widths = [plan.columns_of(tile) for tile in first_row]
+    assert widths == sorted(widths, reverse=True)
+    assert set(widths) <= {32, 32 * plan.simdgroups_n}
 
 
 @given(plans())
-def test_a_second_dispatch_and_a_workspace_come_with_a_split_only(plan: Plan) -> None:
-    split = plan.k_parallel > 1
+def test_sums_have_room_and_dispatches_are_counted(plan: Plan) -> None:
+    problem, rows = plan.problem, (plan.problem.m, plan.problem.n)
+    plain = problem.dtype == "float32"
+    if plan.reduction == "none":
+        expected = 1, (1, *rows), 0
+    elif plan.reduction == "workspace":
+        slots = plan.work.slots
+        assert slots > 1
+        expected = 2, (slots, *rows), 4 * slots * rows[0] * rows[1]
+    else:
+        # One that zeroes the sums, and one that converts them.
+        expected = (2 if plain else 3), (1, *rows), 4 * rows[0] * rows[1]
 
-    assert plan.is_split == split
-    assert plan.dispatches == 1 + split
-    shape = (plan.k_parallel, plan.problem.m, plan.problem.n)
-    assert plan.workspace_shape == shape
-    assert plan.workspace_bytes == (4 * shape[0] * shape[1] * shape[2] if split else 0)
+    assert plan.is_split == plan.work.is_split == (plan.reduction != "none")
+    counted = plan.dispatches, plan.workspace_shape, plan.workspace_bytes
+    assert counted == expected
+
+
+def test_atomic_sums_with_an_epilogue_are_finished_after_them() -> None:
+    work = Work(strategy="split_k", tiles=1, k_tiles=2, threadgroups=2, slices=2)
+    sums = Problem(m=8, n=32, k=128, dtype="float32", scale_dtype="float32")
+    plan = plan_of(8, 32, 128, work=work, reduction="atomic", problem=sums)
+    fused = replace(plan, problem=replace(sums, epilogue=Epilogue(bias=True)))
+
+    assert (plan.finishes, plan.dispatches) == (False, 2)
+    assert (fused.finishes, fused.dispatches) == (True, 3)
 
 
 @given(plans())
@@ -125,129 +117,106 @@ def test_a_plan_explains_itself_in_a_line(plan: Plan) -> None:
     text = plan.explain()
 
     assert "\n" not in text
-    assert text.startswith(f"{plan.kernel} {plan.tile.m}x32x64, ")
-    assert f"over {plan.num_threadgroups} threadgroups" in text
-    assert ("workspace" in text) == plan.is_split
+    assert text.startswith(f"{plan.kernel} {plan.tile.m}x32x{plan.tile.k}, ")
+    assert f"{plan.strategy} over {plan.num_threadgroups} threadgroups" in text
+    assert ("workspace" in text) == (plan.reduction == "workspace")
+    assert ("last bits differ" in text) == (plan.reduction == "atomic")
 
 
-def test_the_line_of_a_split_plan_counts_what_runs() -> None:
-    plan = plan_of(8, 4096, 4096, simdgroups_k=8, k_parallel=4, num_threadgroups=160)
+STREAM = Work(
+    strategy="stream_k",
+    tiles=128,
+    k_tiles=64,
+    threadgroups=160,
+    slices=64,
+    minimum=8,
+    groups=4,
+)
+HYBRID = replace(STREAM, strategy="hybrid", threadgroups=100, whole=80)
+SPLIT_K = Work(strategy="split_k", tiles=128, k_tiles=64, threadgroups=512, slices=4)
+STRIPE = replace(SPLIT_K, strategy="stripe", threadgroups=160)
+
+
+@pytest.mark.parametrize(
+    ("work", "reduction", "words"),
+    [
+        (
+            STRIPE,
+            "workspace",
+            "stripe over 160 threadgroups (balanced, 4 slices of k, at most 64 k tiles "
+            "each, 0 idle), workspace 256 KB, 2 slots",
+        ),
+        (
+            SPLIT_K,
+            "workspace",
+            "split_k over 512 threadgroups (4 slices of k, at most 16 k tiles each, "
+            "0 idle), workspace 512 KB, 4 slots",
+        ),
+        (
+            STREAM,
+            "workspace",
+            "stream_k over 160 threadgroups (at least 8 k tiles a split, 4 groups, at "
+            "most 52 k tiles each, 0 idle), workspace 384 KB, 3 slots",
+        ),
+        (
+            HYBRID,
+            "atomic",
+            "hybrid over 100 threadgroups (80 tiles whole, at least 8 k tiles a split, "
+            "4 groups, at most 154 k tiles each, 0 idle), atomic sums: the last bits "
+            "differ from run to run",
+        ),
+        (
+            data_parallel(128, 64),
+            "none",
+            "data_parallel over 128 threadgroups (at most 64 k tiles each, 0 idle)",
+        ),
+    ],
+)
+def test_the_line_counts_what_runs(work: Work, reduction: str, words: str) -> None:
+    plan = plan_of(8, 4096, 4096, simdgroups_k=8, work=work, reduction=reduction)
 
     assert plan.explain() == (
-        "gemm_register 8x32x64, 1x8 simdgroups (m x k), 128 tiles, 4 slices of k, "
-        "stripe over 160 threadgroups (balanced, 3-4 units each, 0 idle), "
-        "workspace 512 KB"
+        f"gemm_register 8x32x64, 1x8 simdgroups (m x k), 128 tiles of 64 k tiles, "
+        f"{words}"
     )
 
 
-@given(UNITS, THREADGROUPS)
-def test_balanced_runs_differ_by_at_most_one_unit(
-    units: int, threadgroups: int
-) -> None:
-    counts = [
-        end - begin
-        for begin, end in (
-            run_balanced(units, threadgroups, index) for index in range(threadgroups)
-        )
-    ]
+def test_the_line_says_what_is_wide() -> None:
+    work = replace(data_parallel(68, 64), strategy="hytis", whole=60)
+    plan = plan_of(8, 4096, 4096, simdgroups_k=4, simdgroups_n=2, work=work)
 
-    assert sum(counts) == units
-    assert max(counts) - min(counts) <= 1
-
-
-@given(st.data(), st.integers(1, 2**31 - 1), st.integers(1, MOST_UNEVEN))
-def test_the_shaders_cut_alike_in_32_bits(
-    data: st.DataObject, total: int, parts: int
-) -> None:
-    part = data.draw(st.integers(0, parts - 1))
-    quotient, rest = divmod(total, parts)
-
-    # As `balanced_cut` in work.metal computes it, on unsigned 32-bit integers.
-    wrapped = (part * quotient + part * rest % 2**32 // parts) % 2**32
-
-    assert wrapped == run_balanced(total, parts, part)[0]
-
-
-def test_more_uneven_parts_than_32_bits_can_cut_are_refused() -> None:
-    problem = Problem(m=1, n=32 * 100_000, k=64)
-    even = scheduler.make(problem, num_threadgroups=100_000)
-
-    with pytest.raises(ValueError, match="num_threadgroups=70000 does not divide"):
-        replace(even, strategy="stripe", num_threadgroups=70_000)
-
-
-@given(UNITS, THREADGROUPS)
-def test_ceil_runs_are_those_of_the_stripe_formula(
-    units: int, threadgroups: int
-) -> None:
-    work_per_threadgroup = math.ceil(units / threadgroups)
-    for index in range(threadgroups):
-        start = index * work_per_threadgroup
-        end = min(start + work_per_threadgroup, units)
-        begin_here, end_here = run_ceil(units, threadgroups, index)
-
-        assert list(range(begin_here, end_here)) == list(range(start, end))
-
-
-def test_twelve_tiles_on_five_idle_one_threadgroup_with_ceil_and_none_balanced() -> (
-    None
-):
-    # 48 x 64 in 16 x 16 tiles: 3 rows and 4 columns of tiles.
-    ceil = [run_ceil(12, 5, index) for index in range(5)]
-    balanced = [run_balanced(12, 5, index) for index in range(5)]
-
-    assert ceil == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 12)]
-    assert [end - begin for begin, end in balanced] == [2, 2, 3, 2, 3]
-    columns = [[tile_position(tile, 3) for tile in range(*run)] for run in ceil]
-    assert columns[:4] == [[(row, col) for row in range(3)] for col in range(4)]
-
-
-def test_nine_tiles_on_five_make_the_picture_of_marlin() -> None:
-    owner = {
-        tile_position(tile, 3): index
-        for index in range(5)
-        for tile in range(*run_ceil(9, 5, index))
-    }
-
-    picture = [[owner[row, col] for col in range(3)] for row in range(3)]
-    assert picture == [[0, 1, 3], [0, 2, 3], [1, 2, 4]]
-
-
-def test_seven_tiles_on_five_take_two_turns_either_way() -> None:
-    ceil = [run_ceil(7, 5, index) for index in range(5)]
-    balanced = [run_balanced(7, 5, index) for index in range(5)]
-
-    assert [end - begin for begin, end in ceil] == [2, 2, 2, 1, 0]
-    assert [end - begin for begin, end in balanced] == [1, 1, 2, 1, 2]
-
-
-def test_ceil_idles_half_the_threadgroups_just_above_a_multiple() -> None:
-    plan = plan_of(8, 322 * 32, 64, partition="ceil", num_threadgroups=320)
-
-    assert plan.idle == 320 - 161
-    assert replace(plan, partition="balanced").idle == 0
+    assert "hytis over 68 threadgroups (60 tiles 64 wide, at most" in plan.explain()
+    assert (plan.wide_columns, plan.wide_n, plan.n_tiles) == (60, 64, 68)
+    assert plan.corner(59) == (0, 59 * 64)
+    assert plan.corner(60) == (0, 60 * 64)
+    assert plan.corner(61) == (0, 60 * 64 + 32)
 
 
 def test_slices_are_whole_groups_where_equal_division_is_not() -> None:
     # 4096 / 3 is neither a multiple of the tile nor of the group.
-    plan = plan_of(8, 32, 4096, k_parallel=3)
+    work = Work(strategy="split_k", tiles=1, k_tiles=64, threadgroups=3, slices=3)
+    plan = plan_of(8, 32, 4096, work=work, reduction="workspace")
 
-    slices = [(plan.unit(i).k_start, plan.unit(i).k_stop) for i in range(3)]
+    slices = [plan.k_range(split) for index in range(3) for split in work.splits(index)]
     assert slices == [(0, 1344), (1344, 2688), (2688, 4096)]
 
 
 def test_a_last_slice_may_end_inside_a_tile_of_k() -> None:
-    plan = plan_of(8, 32, 160, group_size=32, k_parallel=3)
+    work = Work(strategy="split_k", tiles=1, k_tiles=3, threadgroups=3, slices=3)
+    plan = plan_of(8, 32, 160, group_size=32, work=work, reduction="workspace")
 
-    assert (plan.unit(2).k_start, plan.unit(2).k_stop) == (128, 160)
+    assert [plan.k_range(split) for split in work.splits(2)] == [(128, 160)]
+
+
+TWO_SLICES = Work(strategy="split_k", tiles=4, k_tiles=2, threadgroups=8, slices=2)
+WIDE = replace(data_parallel(3, 2), strategy="hytis", whole=1)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"kernel": "gemm"}, ["kernel='gemm'", "gemm_register"]),
-        ({"strategy": "stream_k"}, ["strategy='stream_k'", "stripe"]),
-        ({"partition": "floor"}, ["partition='floor'", "balanced"]),
+        ({"reduction": "tree"}, ["reduction='tree'", "workspace"]),
         ({"kernel": "gemv"}, ["at most 5 rows", "m=8"]),
         ({"fragments_m": 3, "tile": Tile(m=24)}, ["fragments_m=3", "(1, 2)"]),
         ({"tile": Tile(m=16)}, ["tiles of 8 rows", "tile.m=16"]),
@@ -255,18 +224,29 @@ def test_a_last_slice_may_end_inside_a_tile_of_k() -> None:
         ({"tile": Tile(m=8, k=128)}, ["32 and 64", "got 32 and 128"]),
         ({"simdgroups_k": 0}, ["simdgroups_k=0", "at least 1"]),
         ({"simdgroups_k": 9}, ["simdgroups_k=9", "more than 8"]),
-        ({"k_parallel": 0}, ["k_parallel=0", "between 1 and 2"]),
-        ({"k_parallel": 3}, ["k_parallel=3", "between 1 and 2"]),
-        ({"num_threadgroups": 0}, ["num_threadgroups=0", "at least 1"]),
-        ({"strategy": "data_parallel"}, ["4 tiles", "num_threadgroups=5"]),
+        ({"work": data_parallel(5, 2)}, ["4 tiles of 2", "got work with 5 of 2"]),
+        ({"work": data_parallel(4, 3)}, ["4 tiles of 2", "got work with 4 of 3"]),
+        ({"reduction": "workspace"}, ["reduction='workspace'", "are not split"]),
+        ({"work": TWO_SLICES}, ["reduction='none'", "tiles are split"]),
+        ({"simdgroups_n": 2, "simdgroups_k": 2}, ["simdgroups_n=2", "must be 1"]),
+        ({"work": WIDE}, ["simdgroups_n=1", "hytis"]),
         (
-            {"strategy": "data_parallel", "k_parallel": 2, "num_threadgroups": 8},
-            ["does not split k", "k_parallel=2"],
+            {"work": WIDE, "simdgroups_n": 2, "simdgroups_k": 3},
+            ["simdgroups_n=2", "simdgroups_k=3"],
+        ),
+        (
+            {"work": WIDE, "simdgroups_n": 4, "simdgroups_k": 4},
+            ["whole=1", "n=128"],
+        ),
+        (
+            {"work": WIDE, "simdgroups_n": 2, "simdgroups_k": 2, "tile": Tile(m=16)}
+            | {"fragments_m": 2, "problem": Problem(m=32, n=128, k=128)},
+            ["whole=1", "columns of 2 tiles"],
         ),
     ],
 )
 def test_nonsense_is_refused_with_the_values(
-    fields: dict[str, object], words: list[str]
+    fields: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked
         plan_of(8, 128, 128, **fields)
@@ -284,9 +264,9 @@ def test_nonsense_is_refused_with_the_values(
     ],
 )
 def test_a_gemv_plan_has_all_rows_in_one_tile(
-    fields: dict[str, object], words: list[str]
+    fields: dict[str, Any], words: list[str]
 ) -> None:
-    gemv = {"kernel": "gemv", "tile": Tile(m=2), "fragments_m": 0}
+    gemv: dict[str, Any] = {"kernel": "gemv", "tile": Tile(m=2), "fragments_m": 0}
     assert plan_of(2, 128, 128, **gemv).m_tiles == 1
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked
@@ -296,7 +276,54 @@ def test_a_gemv_plan_has_all_rows_in_one_tile(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("sides", [{"m": 0}, {"m": 8, "n": 12}, {"m": 8, "k": 0}])
-def test_a_tile_is_made_of_fragments(sides: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="multiples of 8"):
-        Tile(**sides)
+def test_a_workspace_that_32_bits_cannot_count_is_refused() -> None:
+    work = Work(
+        strategy="split_k", tiles=2**12, k_tiles=64, threadgroups=2**17, slices=32
+    )
+
+    with pytest.raises(ValueError, match=r"k_parallel=32 .* \(32, 1024, 131072\)"):
+        plan_of(
+            2**10,
+            2**17,
+            4096,
+            work=replace(work, tiles=2**19, threadgroups=2**24),
+            reduction="workspace",
+        )
+
+
+INVARIANT = Problem(m=8, n=128, k=128, invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"subtract": False}, "subtract=False"),
+        (
+            {
+                "work": replace(TWO_SLICES, strategy="stripe"),
+                "reduction": "workspace",
+            },
+            "strategy='stripe'",
+        ),
+        ({"work": TWO_SLICES, "reduction": "atomic"}, "reduction='atomic'"),
+        (
+            {
+                "kernel": "gemv",
+                "tile": Tile(m=2),
+                "fragments_m": 0,
+                "problem": replace(INVARIANT, m=2),
+            },
+            "kernel='gemv'",
+        ),
+    ],
+)
+def test_an_invariant_plan_is_one_that_every_m_can_have(
+    fields: dict[str, Any], words: str
+) -> None:
+    allowed: dict[str, Any] = {"problem": INVARIANT, "subtract": True}
+    split: dict[str, Any] = {"work": TWO_SLICES, "reduction": "workspace"}
+    assert plan_of(8, 128, 128, **allowed).problem.invariant
+    assert plan_of(8, 128, 128, **allowed, **split).problem.invariant
+
+    with pytest.raises(ValueError, match=words):
+        plan_of(8, 128, 128, **{**allowed, **fields})

@@ -5,7 +5,7 @@ from hypothesis import given
 from strategies import problems
 
 from mlx_marlin.formats import format_of
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import PLAIN, Epilogue, Problem
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,41 @@ def test_groups_and_words_divide_k_exactly(problem: Problem) -> None:
 
 def test_a_format_is_found_by_mode_and_bits() -> None:
     assert format_of("affine", 4).codes_per_word == 8
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "formula"),
+    [
+        (PLAIN, ""),
+        (Epilogue(bias=True), "y + bias"),
+        (Epilogue(activation="silu"), "silu(y)"),
+        (Epilogue(bias=True, activation="gelu"), "gelu(y + bias)"),
+        (Epilogue(multiply=True), "y * multiply"),
+        (Epilogue(bias=True, multiply=True), "(y + bias) * multiply"),
+        (Epilogue(residual=True), "y + residual"),
+        (
+            Epilogue(bias=True, activation="gelu_approx", multiply=True, residual=True),
+            "gelu_approx(y + bias) * multiply + residual",
+        ),
+    ],
+)
+def test_an_epilogue_is_a_formula(epilogue: Epilogue, formula: str) -> None:
+    plain = Problem(m=8, n=64, k=64)
+    problem = Problem(m=8, n=64, k=64, epilogue=epilogue)
+
+    assert epilogue.explain() == formula
+    expected = f"{plain.explain()}, {formula}" if formula else plain.explain()
+    assert problem.explain() == expected
+    arrays = epilogue.multiply + epilogue.residual
+    assert problem.bytes == plain.bytes + arrays * 8 * 64 * 2
+
+
+def test_an_activation_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"activation='relu' is not one of .*'silu'"):
+        Epilogue(activation="relu")
+
+
+def test_an_invariant_problem_says_so() -> None:
+    assert (
+        "the same bits for any m" in Problem(m=8, n=64, k=64, invariant=True).explain()
+    )

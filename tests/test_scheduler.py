@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import timeit
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,12 +12,15 @@ from strategies import KNOWN_DEVICES, devices, plans, problems
 
 from mlx_marlin import scheduler
 from mlx_marlin.device import DEFAULT, Device
-from mlx_marlin.plan import GEMV_ROWS, PARTITIONS, Plan
+from mlx_marlin.plan import GEMV_ROWS, Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import candidates
+from mlx_marlin.scheduler.decompositions import ACCEPTED
+from mlx_marlin.work import PARTITIONS, STRATEGIES, Strategy
 
 M3_MAX = Device.named("Apple M3 Max")
 LARGE = problems(max_m=300, max_n=40_000, max_k=30_000)
+STREAMS = ("stream_k", "hybrid")
 
 
 @pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
@@ -27,7 +31,8 @@ def test_every_chip_gets_a_plan_for_every_problem(
     plan = scheduler.choose(problem, chip)
 
     assert plan.problem == problem
-    assert plan.idle == 0
+    assert plan.work.idle == 0
+    assert plan.reduction != "atomic"
     assert (plan.kernel == "gemv") == (problem.m <= GEMV_ROWS[problem.dtype])
 
 
@@ -46,15 +51,66 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
 
 
 @given(LARGE, devices())
-def test_no_simdgroup_is_without_a_trip_of_its_own(
+def test_candidates_are_different_plans_of_all_fitting_strategies(
+    problem: Problem, chip: Device
+) -> None:
+    compared = list(candidates(problem, chip, {}))
+
+    assert len({*compared}) == len(compared) <= 40
+    assert {"data_parallel", "stripe"} <= {plan.strategy for plan in compared}
+
+
+@given(LARGE, devices())
+def test_a_mean_split_has_a_trip_for_each_simdgroup(
     problem: Problem, chip: Device
 ) -> None:
     plan = scheduler.choose(problem, chip)
 
-    for split in range(plan.k_parallel):
-        unit = plan.unit(split)
-        trips = -(-(unit.k_stop - unit.k_start) // plan.tile.k)
-        assert trips >= plan.simdgroups_k
+    trips = -(-problem.k // 64) * plan.work.tiles
+    along_k = plan.simdgroups_k // plan.simdgroups_n
+    assert trips >= plan.work.pieces * along_k
+
+
+@given(plans(), devices())
+def test_cores_are_no_less_busy_than_predicted(plan: Plan, chip: Device) -> None:
+    loads = []
+    for threadgroup in range(plan.num_threadgroups):
+        splits = [*plan.work.splits(threadgroup)]
+        loads.append(
+            sum(
+                split.k_tile_count * plan.columns_of(split.tile) // 32
+                for split in splits
+            )
+        )
+    working = [load for load in loads if load]
+    dealt = [sum(working[core :: chip.cores]) for core in range(chip.cores)]
+
+    predicted = scheduler.predict(plan, chip).busy
+
+    assert 0 < predicted <= 1 + 1e-9
+    assert predicted <= sum(loads) / chip.cores / max(dealt) + 1e-9
+
+
+SHAPES = [(17408, 5120), (9728, 2560), (11008, 2048), (4864, 896), (11008, 4096)]
+"""k, n of layers whose tiles do not divide by the cores of most chips."""
+
+
+@pytest.mark.parametrize("chip", ["Apple M3 Max", "Apple M4 Pro"])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_awkward_shapes_keep_nine_tenths_of_the_cores_busy(
+    k: int, n: int, chip: str
+) -> None:
+    device = Device.named(chip)
+    for group_size in (32, 64, 128):
+        problem = Problem(m=16, n=n, k=k, group_size=group_size)
+
+        plan = scheduler.choose(problem, device)
+
+        assert scheduler.predict(plan, device).busy >= 0.9
+        ranges = (plan.work.range(index) for index in range(plan.num_threadgroups))
+        lengths = [end - begin for begin, end in ranges]
+        dealt = [sum(lengths[core :: device.cores]) for core in range(device.cores)]
+        assert sum(dealt) / len(dealt) / max(dealt) >= 0.9
 
 
 @given(plans(), devices())
@@ -112,10 +168,12 @@ def test_the_model_meets_the_published_calibration_of_its_study() -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 16, 64])
-def test_plenty_of_tiles_are_data_parallel(rows: int) -> None:
+def test_plenty_of_tiles_are_computed_whole(rows: int) -> None:
     plan = scheduler.choose(Problem(m=rows, n=40 * 32 * 8, k=4096), M3_MAX)
 
-    assert plan.strategy == "data_parallel"
+    # Runs of whole tiles cost the same, less what a threadgroup does at first.
+    assert plan.strategy in ("data_parallel", "stripe")
+    assert not plan.is_split
     assert plan.dispatches == 1
 
 
@@ -123,8 +181,8 @@ def test_few_tiles_and_a_long_k_are_split_over_the_cores() -> None:
     plan = scheduler.choose(Problem(m=16, n=256, k=16384), M3_MAX)
 
     assert plan.m_tiles * plan.n_tiles == 8
-    assert plan.strategy == "stripe"
-    assert plan.units >= 40
+    assert plan.is_split
+    assert plan.num_threadgroups >= 40
     assert plan.dispatches == 2
 
 
@@ -135,17 +193,49 @@ def test_a_small_product_stays_in_one_dispatch() -> None:
     assert plan.simdgroups_k > 1
 
 
+WISHED = {
+    "strategy": "strategy",
+    "partition": "partition",
+    "k_parallel": "slices",
+    "num_threadgroups": "threadgroups",
+    "whole": "whole",
+    "minimum": "minimum",
+    "groups": "groups",
+}
+"""Fields of `Wishes` that are those of `Work`, by their names there."""
+
+
+def field_of(plan: Plan, wish: str) -> object:
+    return getattr(plan.work, WISHED[wish]) if wish in WISHED else getattr(plan, wish)
+
+
+@given(problems(), devices(), st.sampled_from(STRATEGIES))
+def test_every_strategy_can_be_had(
+    problem: Problem, chip: Device, strategy: Strategy
+) -> None:
+    one_tile = scheduler.make(problem, strategy="data_parallel").work.tiles == 1
+    columns = -(-problem.n // 32)
+    if (strategy == "hybrid" and one_tile) or (strategy == "hytis" and columns < 3):
+        with pytest.raises(ValueError, match=rf"{strategy}|simdgroups_n|whole"):
+            scheduler.make(problem, device=chip, strategy=strategy)
+        return
+
+    plan = scheduler.make(problem, device=chip, strategy=strategy)
+
+    assert plan.strategy == strategy
+
+
 @st.composite
 def _wishes(draw: st.DrawFn) -> tuple[Problem, scheduler.Wishes]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems())
     plan = draw(plans(of=st.just(problem)))
-    fields = draw(st.sets(st.sampled_from(["subtract", "partition"])))
+    fields = draw(st.sets(st.sampled_from(["subtract"])))
     if draw(st.booleans()):
         fields |= {"kernel", "fragments_m", "simdgroups_m", "simdgroups_k"}
-        if draw(st.booleans()):  # counts of units make sense for these tiles only
-            fields |= {"strategy", "partition", "k_parallel", "num_threadgroups"}
-    return problem, {name: getattr(plan, name) for name in fields}  # type: ignore[return-value]
+        if draw(st.booleans()):  # counts of tiles make sense for these tiles only
+            fields |= {"strategy", "reduction", *ACCEPTED[plan.work.strategy]}
+    return problem, {name: field_of(plan, name) for name in fields}  # type: ignore[return-value]
 
 
 @given(_wishes(), devices())
@@ -153,7 +243,42 @@ def test_wishes_are_kept(asked: tuple[Problem, scheduler.Wishes], chip: Device) 
     problem, wishes = asked
     plan = scheduler.make(problem, device=chip, **wishes)
 
-    assert {name: getattr(plan, name) for name in wishes} == wishes
+    assert {name: field_of(plan, name) for name in wishes} == wishes
+
+
+@pytest.mark.parametrize(
+    ("wishes", "strategies"),
+    [
+        ({"partition": "ceil"}, {"stripe"}),
+        ({"k_parallel": 3}, {"stripe", "split_k"}),
+        ({"num_threadgroups": 7}, {"stripe", "stream_k", "hybrid"}),
+        ({"minimum": 2}, {"stream_k", "hybrid"}),
+        ({"groups": 2, "num_threadgroups": 8}, {"stream_k"}),
+        ({"whole": 2, "groups": 1}, {"hybrid"}),
+        ({"simdgroups_n": 2}, {"hytis"}),
+        ({"groups": 4}, {"stream_k", "hybrid"}),
+        ({"minimum": 16}, {"stream_k", "hybrid"}),
+    ],
+)
+def test_a_wish_alone_leaves_the_strategies_that_take_it(
+    wishes: scheduler.Wishes, strategies: set[str]
+) -> None:
+    problem = Problem(m=8, n=256, k=1024)
+
+    for chip in ("Apple M1", "Apple M3 Max"):
+        plan = scheduler.make(problem, device=Device.named(chip), **wishes)
+
+        assert plan.strategy in strategies
+        assert {name: field_of(plan, name) for name in wishes} == wishes
+
+
+def test_a_wish_is_kept_where_one_of_the_strategies_cannot_have_it() -> None:
+    # 20 tiles on 8 cores: `hybrid` would begin with 8 whole ones.
+    problem = Problem(m=8, n=640, k=1024)
+
+    plan = scheduler.make(problem, device=Device.named("Apple M1"), num_threadgroups=7)
+
+    assert plan.num_threadgroups == 7
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -165,9 +290,32 @@ def test_a_wished_partition_reaches_the_plan(partition: str) -> None:
         num_threadgroups=5,
     )
 
-    counts = [end - begin for begin, end in map(plan.range, range(5))]
+    counts = [end - begin for begin, end in map(plan.work.range, range(5))]
     expected = {"balanced": [1, 1, 2, 1, 2], "ceil": [2, 2, 2, 1, 0]}
     assert counts == expected[partition]
+
+
+@pytest.mark.parametrize("strategy", STREAMS)
+def test_streams_have_eight_trips_a_split_whatever_the_group_is(strategy: str) -> None:
+    for group_size, k_tiles in ((32, 8), (64, 8), (128, 4)):
+        problem = Problem(m=8, n=1024, k=8192, group_size=group_size)
+
+        plan = scheduler.make(problem, strategy=strategy)  # type: ignore[arg-type]
+
+        assert plan.work.minimum == k_tiles
+
+
+def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None:
+    for chip in (*KNOWN_DEVICES, DEFAULT):
+        found = set()
+        for m in (1, 5, 8, 31, 64, 200):
+            problem = Problem(m=m, n=576, k=4096, invariant=True)
+            plan = scheduler.choose(problem, chip)
+            assert plan.work.strategy in ("data_parallel", "split_k")
+            assert plan.kernel == "gemm_register"
+            assert plan.subtract
+            found.add((plan.work.slices, plan.simdgroups_k))
+        assert len(found) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,14 +324,26 @@ def test_a_wished_partition_reaches_the_plan(partition: str) -> None:
         ({"kernel": "gemv"}, "at most 5 rows"),
         ({"kernel": "staged"}, "kernel='staged'"),
         ({"strategy": "diagonal"}, "strategy='diagonal'"),
+        ({"reduction": "tree"}, "reduction='tree'"),
+        ({"reduction": "workspace", "strategy": "data_parallel"}, "are not split"),
         ({"fragments_m": 4}, "fragments_m=4"),
         ({"simdgroups_m": 0}, "m >= 1"),
+        ({"simdgroups_k": 0}, "simdgroups_k=0"),
         ({"simdgroups_k": 16}, "simdgroups_k=16"),
         ({"k_parallel": 0}, "k_parallel=0"),
         ({"k_parallel": 99}, "k_parallel=99"),
         ({"num_threadgroups": 0}, "num_threadgroups=0"),
         ({"strategy": "data_parallel", "num_threadgroups": 3}, "num_threadgroups=3"),
         ({"strategy": "data_parallel", "k_parallel": 2}, "k_parallel=2"),
+        ({"strategy": "stream_k", "k_parallel": 2}, "does not take k_parallel=2"),
+        ({"strategy": "stripe", "groups": 2}, "does not take groups=2"),
+        ({"k_parallel": 2, "minimum": 3}, "no strategy takes all of k_parallel, min"),
+        ({"strategy": "hybrid", "whole": 8}, "whole=8"),
+        ({"strategy": "stream_k", "minimum": 0}, "minimum=0"),
+        ({"strategy": "stream_k", "groups": 3}, "groups=3"),
+        ({"simdgroups_n": 3, "simdgroups_k": 4}, "simdgroups_n=3"),
+        ({"simdgroups_n": 8}, "whole=1 tiles of simdgroups_n=8 leave no narrow ones"),
+        ({"simdgroups_n": 2, "simdgroups_k": 1}, "simdgroups_n=2"),
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
@@ -204,54 +364,40 @@ def test_a_cached_choice_takes_less_than_five_microseconds() -> None:
     assert best / 1000 < 5e-6
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        (1, "1 row is bound by reading the weight, 25.6 us by the model"),
-        (2, "2 rows are bound by reading the weight: on M3 stock MLX reads it once"),
-        (3, "the model sees no gain"),
-        (26, "26 rows are close to stock MLX's tile of 32"),
-        (32, "32 rows are close to stock MLX's tile of 32"),
-        (65, "65 rows are more than 64"),
-    ],
-)
-def test_stock_serves_where_the_model_sees_no_gain(rows: int, words: str) -> None:
-    reason = scheduler.stock_reason(Problem(m=rows, n=4096, k=4096), M3_MAX)
+def test_one_row_stays_with_stock() -> None:
+    reason = scheduler.stock_reason(Problem(m=1, n=4096, k=4096), M3_MAX)
 
     assert reason is not None
-    assert words in reason
-    assert "model" in reason
+    assert "1 row is bound by reading the weight, 25.6 us by the model" in reason
 
 
-@pytest.mark.parametrize("rows", [2, 3])
-def test_few_rows_stay_ours_where_stock_reads_the_weight_for_each(rows: int) -> None:
-    problem = Problem(m=rows, n=4096, k=4096)
+@pytest.mark.parametrize(("rows", "ours"), [(3, False), (8, True), (16, True)])
+def test_stock_serves_where_the_model_sees_no_gain(rows: int, ours: bool) -> None:
+    reason = scheduler.stock_reason(Problem(m=rows, n=4096, k=4096), M3_MAX)
 
-    assert scheduler.stock_reason(problem, Device.named("M1 Max")) is None
-
-
-@pytest.mark.parametrize("rows", [4, 8, 9, 16, 24, 25, 33, 50, 64])
-def test_ours_serves_the_rows_between(rows: int) -> None:
-    problem = Problem(m=rows, n=4096, k=4096)
-
-    assert scheduler.stock_reason(problem, M3_MAX) is None
-    assert scheduler.stock_reason(problem, DEFAULT) is None
-
-
-def test_tensor_units_serve_from_nine_rows() -> None:
-    chip = Device.named("Apple M5 Max")
-    reasons = [
-        scheduler.stock_reason(Problem(m=rows, n=4096, k=4096), chip)
-        for rows in (4, 8, 9, 16)
-    ]
-
-    assert reasons[:2] == [None, None]
-    assert all("tensor units" in (reason or "") for reason in reasons[2:])
+    assert (reason is None) == ours
+    assert ours or "the model gives our kernels" in (reason or "")
 
 
 @given(problems(layouts=st.just("marlin")), devices())
 def test_a_packed_weight_is_never_handed_over(problem: Problem, chip: Device) -> None:
     assert scheduler.stock_reason(problem, chip) is None
+
+
+@given(problems(), devices())
+def test_an_invariant_product_is_never_handed_over(
+    problem: Problem, chip: Device
+) -> None:
+    assert scheduler.stock_reason(replace(problem, invariant=True), chip) is None
+
+
+@given(LARGE, devices())
+def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> None:
+    choice = scheduler.compare(problem, device=chip)
+
+    assert choice.plan == choice.candidates[0].plan == scheduler.choose(problem, chip)
+    assert len(choice.candidates) == len([*candidates(problem, chip, {})])
+    assert choice.reason == scheduler.stock_reason(problem, chip)
 
 
 def test_planning_needs_neither_mlx_nor_numpy() -> None:
@@ -267,3 +413,20 @@ print(scheduler.choose(Problem(m=8, n=512, k=512), device.Device.named("M1")).ex
     )
 
     assert answer.stdout.startswith("gemm_register 8x32x64"), answer.stderr
+
+
+def test_streams_come_in_groups_where_activations_do_not_stay_near() -> None:
+    fields = {"strategy": "stream_k", "num_threadgroups": 160}
+    small, large = (
+        scheduler.make(Problem(m=m, n=4096, k=14336), device=M3_MAX, **fields)
+        for m in (8, 48)
+    )
+
+    assert small.problem.activation_bytes <= 256 * 1024 < large.problem.activation_bytes
+    assert (small.work.groups, large.work.groups) == (1, 8)
+
+
+@pytest.mark.parametrize("groups", [0, 3, 16])
+def test_groups_that_do_not_divide_the_work_are_refused(groups: int) -> None:
+    with pytest.raises(ValueError, match=f"groups={groups}"):
+        scheduler.make(Problem(m=8, n=4096, k=4096), strategy="stream_k", groups=groups)

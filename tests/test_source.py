@@ -4,13 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+import strategies
 from hypothesis import given
-from strategies import plans
 
 from mlx_marlin import layout, source
-from mlx_marlin.plan import PADDED_COLUMNS, TILE_K, TILE_N, Plan
+from mlx_marlin.formats import TILE_K, TILE_N
+from mlx_marlin.plan import PADDED_COLUMNS, Plan
+from mlx_marlin.problem import ACTIVATIONS, PLAIN
 
 KERNELS = ("gemv", "gemm_register")
+ALL = [(kernel, fused) for kernel in (*KERNELS, "reduce") for fused in (False, True)]
+PLANS = strategies.plans(of=strategies.problems(epilogues=strategies.EPILOGUES))
 FILES = sorted(source.shader_folder().rglob("*.metal"))
 
 
@@ -19,7 +23,18 @@ def test_the_shaders_lie_in_two_folders() -> None:
 
     assert folders == {"kernels", "lib"}
     kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
-    assert kernels == {*KERNELS, "reduce"}
+    assert kernels == {name + "_fused" * fused for name, fused in ALL}
+
+
+def text_of(kernel: str, fused: bool) -> source.Source:
+    if kernel == "reduce":
+        return source.reduce_source(fused)
+    return source.product_source(kernel, fused)
+
+
+def is_fused(plan: Plan) -> bool:
+    """Whether a plan's first kernel finishes its result."""
+    return plan.problem.epilogue != PLAIN and plan.reduction == "none"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -28,28 +43,45 @@ def test_every_shader_is_ascii(path: Path) -> None:
     assert path.read_bytes().isascii()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_is_its_body_with_the_libraries_before_it(kernel: str) -> None:
-    text = source.product_source(kernel)
+@pytest.mark.parametrize(("kernel", "fused"), ALL)
+def test_a_kernel_is_its_body_with_the_libraries_before_it(
+    kernel: str, fused: bool
+) -> None:
+    text = text_of(kernel, fused)
 
     folder = source.shader_folder()
-    assert text.name == f"marlin_{kernel}"
-    assert text.source == (folder / "kernels" / f"{kernel}.metal").read_text()
+    body = kernel + "_fused" * fused
+    assert text.name == f"marlin_{body}"
+    assert text.source == (folder / "kernels" / f"{body}.metal").read_text()
+    libraries: tuple[str, ...] = ("work", "lane", "epilogue", kernel)
+    if kernel == "reduce":
+        libraries = ("work", "epilogue", "reduce")
     positions = [
         text.header.index((folder / "lib" / f"{name}.metal").read_text())
-        for name in ("work", "lane", "epilogue", kernel)
+        for name in libraries
     ]
     assert positions == sorted(positions)
-    assert text.input_names == ("x", "w", "scales", "biases", "params")
-    assert source.product_source(kernel) is text
+    operands = ("partials",) if kernel == "reduce" else ("x", "w", "scales", "biases")
+    finish = ("bias", "multiplier", "residual") if fused else ()
+    assert text.input_names == (*operands, "shape", "schedule", *finish)
+    assert not text.atomic
+    assert text_of(kernel, fused) is text
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, "reduce"])
-def test_no_body_makes_mlx_add_shape_parameters(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_that_adds_to_its_output_has_a_name_of_its_own(kernel: str) -> None:
+    text = source.product_source(kernel, atomic=True)
+
+    # MLX keeps kernels by name and text; the text is the same.
+    assert text.name == f"marlin_{kernel}_atomic"
+    assert text.atomic
+    assert text.source == source.product_source(kernel).source
+
+
+@pytest.mark.parametrize(("kernel", "fused"), ALL)
+def test_no_body_makes_mlx_add_shape_parameters(kernel: str, fused: bool) -> None:
     # MLX looks for these by substring, comments included.
-    text = (
-        source.reduce_source() if kernel == "reduce" else source.product_source(kernel)
-    )
+    text = text_of(kernel, fused)
     for name in text.input_names:
         for suffix in ("_shape", "_strides", "_ndim"):
             assert name + suffix not in text.source
@@ -57,55 +89,124 @@ def test_no_body_makes_mlx_add_shape_parameters(kernel: str) -> None:
     assert re.search(r"\bthread\w*_(in|per)_\w+", text.source)
 
 
-@given(plan=plans())
-def test_the_body_uses_every_template_argument(plan: Plan) -> None:
-    body = source.product_source(plan.kernel).source
-
-    for name in source.product_template(plan):
+def assert_all_used(body: str, template: dict[str, source.TemplateValue]) -> None:
+    for name in template:
         assert re.search(rf"\b{name}\b", body)
-    used = set(re.findall(r"\b[A-Z][A-Z_]+\b", re.sub(r"//.*", "", body)))
-    assert used - {*source.product_template(plan)} == {"SCRATCH_ROW"}
+    used = set(re.findall(r"\b[A-Z][A-Z_]*\b", re.sub(r"//.*", "", body)))
+    assert used - {*template} <= {"SCRATCH_ROW"}
 
 
-@given(plan=plans())
+@given(plan=PLANS)
+def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
+    first = source.product_source(plan.kernel, is_fused(plan))
+    last = source.reduce_source(plan.problem.epilogue != PLAIN)
+
+    assert_all_used(first.source, source.product_template(plan))
+    assert_all_used(last.source, source.reduce_template(plan))
+
+
+@given(plan=PLANS)
 def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
     template = source.product_template(plan)
 
     assert template["SIMDGROUPS_K"] == plan.simdgroups_k
+    assert template["WIDE"] == plan.simdgroups_n
     assert template["GROUP"] == plan.problem.group_size
     assert template["PACKED"] == (plan.problem.layout == "marlin")
+    assert template["SUBTRACT"] == plan.subtract
     if plan.kernel == "gemv":
         assert template["ROWS"] == plan.problem.m
     else:
-        assert template["SUBTRACT"] == plan.subtract
         assert template["WIDEN"] == (plan.problem.dtype != "float16")
         rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
         assert rows == plan.tile.m
-    assert source.reduce_template(plan) == {"T": plan.problem.dtype}
 
 
-@given(plan=plans())
-def test_params_are_few_enough_to_be_constants_and_in_the_shaders_order(
+FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
+
+
+@given(plan=PLANS)
+def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
+    first, last = source.product_template(plan), source.reduce_template(plan)
+    epilogue = plan.problem.epilogue
+
+    finishing = first if plan.reduction == "none" else last
+    assert ("BIAS" in first) == is_fused(plan)
+    if plan.reduction != "none" or is_fused(plan):
+        assert finishing["T"] == plan.problem.dtype
+    if epilogue != PLAIN:
+        assert [finishing[flag] for flag in FLAGS] == [
+            epilogue.bias,
+            ACTIVATIONS.index(epilogue.activation),
+            epilogue.multiply,
+            epilogue.residual,
+        ]
+    elif plan.reduction != "none":
+        assert last == {"T": plan.problem.dtype}
+
+
+def test_activations_have_the_numbers_of_the_shaders() -> None:
+    text = (source.shader_folder() / "lib" / "epilogue.metal").read_text()
+    stated = re.findall(r"constant constexpr int (\w+) = (\d+);", text)
+
+    assert [name.lower() for name, _ in stated] == [*ACTIVATIONS[1:]]
+    assert [int(number) for _, number in stated] == [1, 2, 3]
+    for name, _ in stated:
+        assert f"ACTIVATION == {name})" in text
+
+
+def read_by_the_shaders(array: str) -> list[str]:
+    """Returns the fields that `read_work` fills from an array, in its order."""
+    text = (source.shader_folder() / "lib" / "work.metal").read_text()
+    found = re.findall(rf"work\.(\w+) = {array}\[(\d)\]", text)
+    assert [int(place) for _, place in found] == list(range(len(found)))
+    return [name for name, _ in found]
+
+
+@given(plan=PLANS)
+def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
     plan: Plan,
 ) -> None:
-    values = source.params(plan)
-    read = (source.shader_folder() / "lib" / "work.metal").read_text()
-    fields = dict(re.findall(r"work\.(\w+) = params\[(\d)\]", read))
+    shape, schedule = source.shape(plan), source.schedule(plan)
 
-    assert len(values) == len(fields) < 8
-    by_name = {name: values[int(place)] for name, place in fields.items()}
-    assert by_name == {
-        "m": plan.problem.m,
-        "n": plan.problem.n,
-        "k": plan.problem.k,
-        "k_parallel": plan.k_parallel,
-        "ceil_partition": plan.partition == "ceil",
+    assert len(shape) < 8
+    assert len(schedule) < 8
+    problem, work = plan.problem, plan.work
+    assert dict(zip(read_by_the_shaders("shape"), shape, strict=True)) == {
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "tile_m": plan.tile.m,
+        "m_tiles": plan.m_tiles,
+        "k_tiles": plan.k_tiles,
+        "group_tiles": (work.tiles - work.whole) // work.groups,
     }
+    assert dict(zip(read_by_the_shaders("schedule"), schedule, strict=True)) == {
+        "whole": work.whole,
+        "ranges": work.ranges,
+        "slices": work.slices,
+        "minimum": work.minimum,
+        "groups": work.groups,
+        "ceil_partition": work.partition == "ceil",
+    }
+    assert max(*shape, *schedule) < 2**31
+
+
+@given(plan=PLANS)
+def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
+    whole, *rest = source.finishing_schedule(plan)
+
+    assert rest == [*source.schedule(plan)[1:]]
+    if plan.reduction == "workspace":
+        assert whole == plan.work.whole
+    else:
+        assert whole == plan.work.tiles
 
 
 def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
     text = source.product_source("gemv").header
     stated = re.findall(r"constant constexpr \w+ (\w+) = ([^;]+);", text)
+    stated = [each for each in stated if each[0].lower() not in ACTIVATIONS]
     numbers: dict[str, float] = {}
     for name, value in stated:
         numbers[name] = eval(value.removesuffix("f"), {}, dict(numbers))
@@ -120,9 +221,9 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
     assert (layout.TILE_N, layout.TILE_K) == (TILE_N, TILE_K)
 
 
-@given(plan=plans())
+@given(plan=PLANS)
 def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
-    body = source.product_source(plan.kernel).source
+    body = source.product_source(plan.kernel, is_fused(plan)).source
     size = re.search(r"threadgroup float scratch\[(.*)\];", body)
     assert size is not None
 

@@ -37,9 +37,13 @@ REVIEWED = {
 TEXTS = {
     text.name: text.header + text.source
     for text in (
-        source.product_source("gemv"),
-        source.product_source("gemm_register"),
+        *(
+            source.product_source(kernel, fused, atomic)
+            for kernel in ("gemv", "gemm_register")
+            for fused, atomic in ((False, False), (True, False), (False, True))
+        ),
         source.reduce_source(),
+        source.reduce_source(fused=True),
     )
 }
 
@@ -59,7 +63,12 @@ def test_nothing_was_reviewed_in_vain() -> None:
 def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
     products = [v for v in covering_variants() if v.kernel == "gemm_register"]
 
-    operands = checked(products)
+    operands = frozenset[tuple[str, ...]]().union(
+        *(
+            checked([each for each in products if each.kind == kind])
+            for kind in ("plain", "fused", "atomic")
+        )
+    )
 
     assert operands == {
         ("float", "half", "half", "float"),

@@ -10,13 +10,19 @@ from mlx_marlin.device import DEFAULT, Device, current
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import Wishes, candidates
+from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction, predict
-from mlx_marlin.scheduler.handover import stock_reason
+from mlx_marlin.scheduler.handover import handover
+from mlx_marlin.scheduler.stock import stock_prediction
+from mlx_marlin.work import STRATEGIES
 
 __all__ = [
+    "Candidate",
+    "Choice",
     "Prediction",
     "Wishes",
     "choose",
+    "compare",
     "make",
     "plan",
     "predict",
@@ -38,6 +44,17 @@ def choose(problem: Problem, device: Device) -> Plan:
     return make(problem, device=device)
 
 
+@lru_cache(maxsize=4096)
+def stock_reason(problem: Problem, device: Device) -> str | None:
+    """Says why stock MLX should serve a product for speed; None if ours should.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+    """
+    return handover(problem, device, predict(choose(problem, device), device))
+
+
 def make(
     problem: Problem, *, device: Device = DEFAULT, **wishes: Unpack[Wishes]
 ) -> Plan:
@@ -46,14 +63,43 @@ def make(
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        **wishes: Fields of `Plan` to keep as given, such as `k_parallel=4`; the
-            remaining ones are chosen.
+        **wishes: Fields of `Plan` and `Work` to keep as given, such as
+            `strategy="stream_k"`; the remaining ones are chosen.
 
     Raises:
         ValueError: If no plan has these fields.
     """
     plans = candidates(problem, device, wishes)
     return min(plans, key=lambda plan: _rank(plan, predict(plan, device)))
+
+
+def compare(
+    problem: Problem, *, device: Device = DEFAULT, **wishes: Unpack[Wishes]
+) -> Choice:
+    """Returns what `make` would, with all that it was compared to.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+        **wishes: As for `make`.
+
+    Raises:
+        ValueError: If no plan has these fields.
+    """
+    compared = [
+        Candidate(plan=plan, prediction=predict(plan, device))
+        for plan in candidates(problem, device, wishes)
+    ]
+    compared.sort(key=lambda each: _rank(each.plan, each.prediction))
+    best = compared[0]
+    return Choice(
+        plan=best.plan,
+        device=device,
+        prediction=best.prediction,
+        stock=stock_prediction(problem, device),
+        reason=handover(problem, device, best.prediction),
+        candidates=tuple(compared),
+    )
 
 
 def plan(
@@ -65,8 +111,8 @@ def plan(
     dtype: str = "float16",
     layout: str = "mlx",
     chip: str | None = None,
-) -> Plan:
-    """Returns how our kernels would compute a product of m rows, k→n.
+) -> Choice:
+    """Returns how our kernels would compute a product of m rows, k→n, and why so.
 
     Args:
         m: Rows of the activations.
@@ -77,6 +123,9 @@ def plan(
         layout: "mlx" or "marlin".
         chip: Name such as "Apple M3 Max". Default: the chip here, or a conservative
             stand-in where there is none.
+
+    Returns:
+        The choice: `explain()` says it in a line, `table()` what it was compared to.
 
     Raises:
         ValueError: If the product or the chip is not one that we know.
@@ -91,16 +140,16 @@ def plan(
         scale_dtype=dtype,
         layout=layout,
     )
-    return choose(problem, target)
+    return compare(problem, device=target)
 
 
-def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, bool, int, int]:
+def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, int, int, int]:
     """Returns what plans are compared by: time first, then the simpler one."""
     doubt = MODEL_ERROR if plan.is_split else 0.0
     return (
         prediction.seconds * (1 + doubt),
         plan.dispatches,
-        plan.strategy != "data_parallel",
+        STRATEGIES.index(plan.work.strategy),
         plan.simdgroups_k,
         plan.num_threadgroups,
     )

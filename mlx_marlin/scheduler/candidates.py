@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypedDict
 
 from mlx_marlin.device import Device
@@ -10,13 +11,15 @@ from mlx_marlin.plan import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     Kernel,
-    Partition,
     Plan,
-    Strategy,
-    Tile,
+    Reduction,
+    k_tile,
 )
 from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.cost import SIMDGROUPS_TO_FILL
+from mlx_marlin.scheduler import decompositions
+from mlx_marlin.scheduler.cost import SIMDGROUPS_TO_FILL, predict
+from mlx_marlin.scheduler.decompositions import WORK_WISHES, Space
+from mlx_marlin.work import Partition, Strategy, Tile, Work, data_parallel
 
 ROWS_OF_ONE_FRAGMENT = 8
 """Up to so many rows a simdgroup holds one row fragment, beyond two: they share one
@@ -24,9 +27,11 @@ decode of the weights. A pair's second half past the last row is left out."""
 MAX_SIMDGROUPS_M = 4
 """Simdgroups side by side: tiles of up to 64 rows, with room for two along k."""
 SIMDGROUPS_K = (1, 2, 4, 8)
-"""Simdgroups that may share a unit's k."""
-THREADGROUPS_PER_CORE = (1, 2, 4, 8, 16)
-"""Threadgroups that a stripe aims at for each core."""
+"""Simdgroups that may share a tile's k."""
+INVARIANT_ROWS = 8
+"""The rows for which an invariant product's splits of k are chosen, whatever m is."""
+INVARIANT_SIMDGROUPS_K = (1, 2)
+"""Simdgroups along k that every m has room for."""
 
 
 class Wishes(TypedDict, total=False):
@@ -35,11 +40,16 @@ class Wishes(TypedDict, total=False):
     kernel: Kernel
     fragments_m: int
     simdgroups_m: int
+    simdgroups_n: int
     simdgroups_k: int
     strategy: Strategy
     partition: Partition
     k_parallel: int
     num_threadgroups: int
+    whole: int
+    minimum: int
+    groups: int
+    reduction: Reduction
     subtract: bool
 
 
@@ -50,19 +60,33 @@ def candidates(problem: Problem, device: Device, wishes: Wishes) -> Iterator[Pla
         ValueError: If a wish makes no plan, as `Plan` says it.
     """
     body = _body(problem, wishes)
-    strategy = wishes.get("strategy")
-    for k_parallel, threadgroups in _spreads(body, device, wishes):
-        whole = k_parallel == 1 and threadgroups == body.units
-        natural: Strategy = "data_parallel" if whole else "stripe"
-        count = _simdgroups_k(body, device, k_parallel, threadgroups)
-        yield replace(
-            body,
-            simdgroups_k=wishes.get("simdgroups_k", count),
-            strategy=strategy or natural,
-            partition=wishes.get("partition", "balanced"),
-            k_parallel=k_parallel,
-            num_threadgroups=threadgroups,
+    if problem.invariant and not WORK_WISHES & wishes.keys():
+        yield _invariant(body, device, wishes)
+        return
+    space = Space(
+        m_tiles=body.m_tiles,
+        n_tiles=body.n_tiles,
+        k_tiles=body.k_tiles,
+        trips=body.tile.k // k_tile(1),
+        cores=device.cores,
+        widest=wishes.get("simdgroups_k", MAX_SIMDGROUPS // body.simdgroups_m),
+        x_bytes=problem.activation_bytes,
+    )
+    works = list(decompositions.works(space, wishes))
+    if "strategy" not in wishes:
+        works = [each for each in works if _can_meet(each[0], wishes)]
+    if not works:
+        raise ValueError(
+            f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
+            f"worth comparing; name a strategy too, such as 'split_k'"
         )
+    for work, simdgroups_n in works:
+        count = (
+            wishes["simdgroups_k"]
+            if "simdgroups_k" in wishes
+            else _simdgroups_k(body, work, device, simdgroups_n)
+        )
+        yield _with_work(body, work, simdgroups_n, count, wishes)
 
 
 def _body(problem: Problem, wishes: Wishes) -> Plan:
@@ -71,22 +95,43 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
     fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel))
     simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m))
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
-    tile = Tile(m=rows)
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    tiles = -(-problem.m // tile.m) * -(-problem.n // tile.n)
     return Plan(
         problem=problem,
         kernel=kernel,
         tile=tile,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
-        strategy="data_parallel",
-        num_threadgroups=-(-problem.m // tile.m) * -(-problem.n // tile.n),
+        work=data_parallel(tiles, -(-problem.k // tile.k)),
         subtract=wishes.get("subtract", _subtract(problem, fragments_m)),
+    )
+
+
+def _with_work(
+    body: Plan, work: Work, simdgroups_n: int, simdgroups_k: int, wishes: Wishes
+) -> Plan:
+    natural: Reduction = "workspace" if work.is_split else "none"
+    return replace(
+        body,
+        work=work,
+        simdgroups_n=simdgroups_n,
+        simdgroups_k=simdgroups_k,
+        reduction=wishes.get("reduction", natural),
+    )
+
+
+def _can_meet(work: Work, wishes: Wishes) -> bool:
+    """Returns whether a work's splits, if it has any, can meet as wished."""
+    return ("reduction" not in wishes) or work.is_split == (
+        wishes["reduction"] != "none"
     )
 
 
 def _kernel(problem: Problem) -> Kernel:
     """Returns the kernel with fewer slots: dot products up to a few rows."""
-    return "gemv" if problem.m <= GEMV_ROWS[problem.dtype] else "gemm_register"
+    few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
+    return "gemv" if few else "gemm_register"
 
 
 def _fragments_m(problem: Problem, kernel: Kernel) -> int:
@@ -102,6 +147,8 @@ def _subtract(problem: Problem, fragments_m: int) -> bool:
     Where x is widened to float32, converting the codes does it at no cost. In half it
     costs 9 % with one fragment, 4 % with two (counted); in float32 results it shows.
     """
+    if problem.invariant:
+        return True
     if fragments_m == 0:
         return problem.dtype == "float32"
     return fragments_m >= 2 or problem.dtype != "float16"
@@ -114,39 +161,53 @@ def _simdgroups_m(problem: Problem, fragments_m: int) -> int:
     return min(-(-problem.m // (FRAGMENT * fragments_m)), MAX_SIMDGROUPS_M)
 
 
-def _spreads(body: Plan, device: Device, wishes: Wishes) -> Iterator[tuple[int, int]]:
-    """Yields ways to spread a body's tiles: (k_parallel, num_threadgroups)."""
-    tiles = body.units
-    if wishes.get("strategy") == "data_parallel":
-        yield wishes.get("k_parallel", 1), wishes.get("num_threadgroups", tiles)
-        return
-    targets = [device.cores * count for count in THREADGROUPS_PER_CORE]
-    slices = {1, *(min(-(-target // tiles), body.cuts) for target in targets)}
-    for k_parallel in [wishes["k_parallel"]] if "k_parallel" in wishes else slices:
-        units = tiles * k_parallel
-        # One threadgroup a unit, or runs of several for as many as the cores want.
-        counts = {units, *(target for target in targets if target < units)}
-        if "num_threadgroups" in wishes:
-            counts = {wishes["num_threadgroups"]}
-        for threadgroups in sorted(counts):
-            yield k_parallel, threadgroups
-
-
-def _simdgroups_k(
-    body: Plan, device: Device, k_parallel: int, threadgroups: int
-) -> int:
+def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> int:
     """Returns the fewest simdgroups along k that fill a core, or as many as can be.
 
-    Never more than the trips of a slice: the others would have no work.
+    Never more than the trips of a mean split: the others would have no work.
     """
-    trips = body.cuts // max(k_parallel, 1) * (body.cut // body.tile.k)
+    trips = work.total // work.pieces * (body.tile.k // k_tile(1))
     most = max(1, min(MAX_SIMDGROUPS // body.simdgroups_m, trips))
-    busy = min(threadgroups, body.units * k_parallel)
-    turns = max(-(-busy // device.cores), 1)
-    allowed = [count for count in SIMDGROUPS_K if count <= most]
+    turns = max(-(-work.threadgroups // device.cores), 1)
+    allowed = [
+        count for count in SIMDGROUPS_K if count <= most and count % simdgroups_n == 0
+    ]
     filling = (
         count
         for count in allowed
         if turns * body.simdgroups_m * count >= SIMDGROUPS_TO_FILL
     )
-    return next(filling, allowed[-1])
+    return next(filling, allowed[-1] if allowed else simdgroups_n)
+
+
+def _invariant(body: Plan, device: Device, wishes: Wishes) -> Plan:
+    """Returns the plan whose splits of k depend on the weight and the device only."""
+    weight = replace(body.problem, m=INVARIANT_ROWS)
+    slices, simdgroups_k = _invariant_split(weight, device)
+    tiles = body.m_tiles * body.n_tiles
+    work = data_parallel(tiles, body.k_tiles)
+    if slices > 1:
+        work = replace(
+            work,
+            strategy="split_k",
+            threadgroups=tiles * slices,
+            whole=0,
+            slices=slices,
+        )
+    return _with_work(body, work, 1, wishes.get("simdgroups_k", simdgroups_k), wishes)
+
+
+@lru_cache(maxsize=1024)
+def _invariant_split(problem: Problem, device: Device) -> tuple[int, int]:
+    """Returns (slices of k, simdgroups along k) that suit INVARIANT_ROWS rows best."""
+    strategies: tuple[Strategy, ...] = ("data_parallel", "split_k")
+    plans = [
+        plan
+        for strategy in strategies
+        for count in INVARIANT_SIMDGROUPS_K
+        for plan in candidates(
+            problem, device, Wishes(strategy=strategy, simdgroups_k=count)
+        )
+    ]
+    best = min(plans, key=lambda plan: predict(plan, device).seconds)
+    return best.work.slices, best.simdgroups_k

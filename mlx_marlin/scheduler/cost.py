@@ -11,10 +11,11 @@ Nothing here was measured on our own kernels.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES, TILE_K, TILE_N
-from mlx_marlin.plan import FRAGMENT, Plan
+from mlx_marlin.plan import FRAGMENT, SIMD_WIDTH, Plan
 
 SCHEDULERS_PER_CORE = 4
 """Simdgroup instructions that a core can issue in a clock (metal-benchmarks)."""
@@ -23,8 +24,9 @@ LANE_BYTES_PER_CLOCK = 85
 SIMDGROUPS_TO_FILL = 8
 """Simdgroups that a core needs to cover DRAM latency: 5 to 8 with 1 KB in flight each
 (Little's law, 400 ns)."""
-SECOND_DISPATCH = 1.6e-6
-"""Seconds for the barrier and launch of the reduce (reported: 1.3 to 2 us)."""
+FURTHER_DISPATCH = 1.6e-6
+"""Seconds for the barrier and launch of each dispatch after the first (reported: 1.3
+to 2 us)."""
 
 WEIGHTS_PER_TRIP = TILE_N * TILE_K
 """Weights that a simdgroup decodes in one trip of the main loop."""
@@ -36,6 +38,23 @@ SUBTRACT_SLOTS = {0: 46, 1: 48, 2: 54}
 """More of them when the offset is subtracted first; 0 is the dot product (counted)."""
 GEMV_SLOTS = {1: 184, 2: 281, 3: 373, 4: 467, 5: 563}
 """Slots of a trip of the dot-product kernel, by rows (counted)."""
+REGISTERS = {
+    (0, 1, True): 104,
+    (0, 2, True): 148,
+    (0, 1, False): 128,
+    (0, 2, False): 184,
+    (1, 0, True): 88,
+    (2, 0, True): 124,
+    (3, 0, True): 150,
+    (4, 0, True): 176,
+    (5, 0, True): 202,
+    (1, 0, False): 98,
+    (2, 0, False): 144,
+    (3, 0, False): 188,
+}
+"""16-bit registers of a thread (counted), by (rows of gemv, fragments_m, half x)."""
+RANGE_SLOTS = 150
+"""Slots in which a simdgroup finds its range of the work (counted)."""
 WEIGHT_LANE_BYTES = 0.75
 """Bytes that lanes receive for a weight: its code, and its scales with repetition."""
 
@@ -56,10 +75,12 @@ class Rates:
 
 
 APPLE9 = Rates(matrix_slots=16, exposed=0.6, bandwidth=0.9)
-"""M3 and later, fitted to published M3 Max and M4 Pro times."""
+"""M3 and M4, fitted to published M3 Max and M4 Pro times."""
+NEWEST = Rates(matrix_slots=16, exposed=0.6, bandwidth=0.8)
+"""M5: as before, but the published times of one row say no more of its bandwidth."""
 EARLIER = Rates(matrix_slots=20, exposed=1.0, bandwidth=0.8)
 """M1, M2 and unknown chips: no published time to fit, so the slow side of the known."""
-RATES = {"M3": APPLE9, "M4": APPLE9, "M5": APPLE9}
+RATES = {"M3": APPLE9, "M4": APPLE9, "M5": NEWEST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +91,27 @@ class Prediction:
         memory: To move the operands and the workspace.
         issue: To issue the instructions, all cores alike.
         loads: To return the loaded bytes to the lanes, all cores alike.
-        stretch: Factor of at least 1 for unevenly loaded and thinly filled cores.
-        reduce: For the second dispatch, 0 without one.
+        busy: The mean core's share of the work over the fullest core's, 0 to 1.
+        fill: How well a busy core hides latency, 0 to 1.
+        dispatch: For the dispatches after the first, 0 without one.
     """
 
     memory: float
     issue: float
     loads: float
-    stretch: float
-    reduce: float
+    busy: float
+    fill: float
+    dispatch: float
+
+    @property
+    def stretch(self) -> float:
+        """Factor of at least 1 for unevenly loaded and thinly filled cores."""
+        return 1 / (self.busy * self.fill)
 
     @property
     def seconds(self) -> float:
         """The whole product."""
-        return max(self.memory, self.issue, self.loads) * self.stretch + self.reduce
+        return max(self.memory, self.issue, self.loads) * self.stretch + self.dispatch
 
     @property
     def bound(self) -> str:
@@ -97,8 +125,8 @@ class Prediction:
             f"predicted {self.seconds * 1e6:.1f} us (model, not measured): bound by "
             f"{self.bound}, x{self.stretch:.2f} for uneven or thinly filled cores"
         )
-        if self.reduce:
-            text += f", {self.reduce * 1e6:.1f} us of it for the second dispatch"
+        if self.dispatch:
+            text += f", {self.dispatch * 1e6:.1f} us of it for further dispatches"
         return text
 
 
@@ -106,22 +134,21 @@ def predict(plan: Plan, device: Device) -> Prediction:
     """Returns what the model says about a plan on a device."""
     rates = rates_of(device)
     clocks = device.cores * device.clock_ghz * 1e9
-    weights = plan.n_tiles * TILE_N * plan.problem.k
-    readers = _readers(plan)
-    trips = weights / WEIGHTS_PER_TRIP
-    slots = trips * sum(
-        count * _trip_slots(plan, fragments, rates)
-        for fragments, count in readers.items()
+    columns = -(-plan.problem.n // TILE_N)
+    weights = columns * TILE_N * plan.problem.k
+    problem = plan.problem
+    trip_slots, lane_bytes = _loop(
+        plan.kernel, plan.fragments_m, plan.subtract, problem.m, problem.dtype, rates
     )
-    lane_bytes = weights * sum(
-        count * _lane_bytes(plan, fragments) for fragments, count in readers.items()
-    )
+    slots = weights / WEIGHTS_PER_TRIP * trip_slots
+    traffic = plan.problem.bytes + workspace_traffic(plan)
     return Prediction(
-        memory=memory_seconds(plan.problem.bytes + 2 * plan.workspace_bytes, device),
-        issue=(slots + _epilogue_slots(plan)) / (SCHEDULERS_PER_CORE * clocks),
-        loads=lane_bytes / (LANE_BYTES_PER_CLOCK * clocks),
-        stretch=_imbalance(plan, device) / _fill(plan, device),
-        reduce=SECOND_DISPATCH if plan.is_split else 0.0,
+        memory=memory_seconds(traffic, device),
+        issue=(slots + _other_slots(plan)) / (SCHEDULERS_PER_CORE * clocks),
+        loads=weights * lane_bytes / (LANE_BYTES_PER_CLOCK * clocks),
+        busy=busy(plan, device),
+        fill=_fill(plan, device),
+        dispatch=FURTHER_DISPATCH * (plan.dispatches - 1),
     )
 
 
@@ -135,57 +162,95 @@ def memory_seconds(size: int, device: Device) -> float:
     return size / (rates_of(device).bandwidth * device.bandwidth_gbs * 1e9)
 
 
-def _readers(plan: Plan) -> dict[int, int]:
-    """Returns how many simdgroups read each weight, by the row fragments they hold.
+def workspace_traffic(plan: Plan) -> int:
+    """Returns the bytes of partial sums that are written, and read again."""
+    if plan.reduction == "none":
+        return 0
+    _, m, n = plan.workspace_shape
+    passes = plan.work.pieces / plan.work.tiles + (plan.reduction == "atomic")
+    return round(2 * passes * m * n * 4)
 
-    Whole fragments past the last row are left out by the kernel.
+
+def busy(plan: Plan, device: Device) -> float:
+    """Returns the mean core's share of the work over the fullest one's, 0 to 1.
+
+    The work over (cores x resident threadgroups x waves x longest range), for whole
+    tiles and the ranges after them as each core gets them in turn. At worst the longest
+    ranges meet on one core: Metal does not say how it deals them out, and any regular
+    way can meet the period of the ranges.
     """
-    if plan.kernel == "gemv":
-        return {0: 1}
-    fragments = -(-plan.problem.m // FRAGMENT)
-    whole, rest = divmod(fragments, plan.fragments_m)
-    return {plan.fragments_m: whole, rest: 1} if rest else {plan.fragments_m: whole}
+    work, cores = plan.work, device.cores
+    whole = plan.simdgroups_n * work.k_tiles
+    total = work.whole + _sharing(plan)
+    # A core has one whole tile more, one range more, both or neither.
+    kinds = {0, work.whole % cores, (total - 1) % cores, min(total, cores) - 1}
+    fullest = max(
+        first * whole + (-(-(total - core) // cores) - first) * work.longest_of_tail
+        for core in kinds
+        for first in (-(-(work.whole - core) // cores),)
+    )
+    return (work.whole * whole + work.tail * work.k_tiles) / (cores * fullest)
 
 
-def _trip_slots(plan: Plan, fragments: int, rates: Rates) -> float:
-    """Returns the slots of one trip of one simdgroup."""
-    if plan.kernel == "gemv":
-        return GEMV_SLOTS[plan.problem.m] + plan.subtract * SUBTRACT_SLOTS[0]
-    other = OTHER_SLOTS[fragments] + plan.subtract * SUBTRACT_SLOTS[fragments]
-    return rates.matrix_slots * MATRIX_OPS[fragments] + rates.exposed * other
+def resident(plan: Plan, device: Device) -> int:
+    """Returns the threadgroups that fit on a core at a time, at least 1."""
+    core = device.core
+    rows = plan.problem.m if plan.kernel == "gemv" else 0
+    registers = REGISTERS[rows, plan.fragments_m, plan.problem.dtype == "float16"]
+    threads = min(core.register_bytes // (2 * registers), core.max_threads)
+    by_memory = core.threadgroup_bytes // plan.threadgroup_bytes
+    return max(min(threads // plan.threads, by_memory), 1)
 
 
-def _epilogue_slots(plan: Plan) -> int:
-    """Returns the slots of all units' ends: each partial row is stored and loaded."""
-    return plan.units * 2 * plan.simdgroups_k * plan.tile.m
+def _sharing(plan: Plan) -> int:
+    """Returns the threadgroups that have work after the leading whole tiles."""
+    work = plan.work
+    return work.threadgroups - work.whole - work.idle
 
 
-def _lane_bytes(plan: Plan, fragments: int) -> float:
-    """Returns the bytes that lanes receive for a weight and simdgroup.
+@lru_cache
+def _loop(
+    kernel: str, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
+) -> tuple[float, float]:
+    """Returns what all rows cost: slots of a trip, and bytes to lanes for a weight.
 
     Every group of four W fragments loads x once: half an element a weight for each
     row of a dot product, and as much for each fragment of 8 rows.
     """
-    rows = plan.problem.m if plan.kernel == "gemv" else fragments
-    return WEIGHT_LANE_BYTES + rows * DTYPE_BYTES[plan.problem.dtype] / 4
+    element = DTYPE_BYTES[dtype] / 4
+    if kernel == "gemv":
+        slots: float = GEMV_SLOTS[m] + subtract * SUBTRACT_SLOTS[0]
+        return slots, WEIGHT_LANE_BYTES + m * element
+    slots = lane_bytes = 0.0
+    for fragments, count in _readers(m, fragments_m).items():
+        other = OTHER_SLOTS[fragments] + subtract * SUBTRACT_SLOTS[fragments]
+        products = rates.matrix_slots * MATRIX_OPS[fragments]
+        slots += count * (products + rates.exposed * other)
+        lane_bytes += count * (WEIGHT_LANE_BYTES + fragments * element)
+    return slots, lane_bytes
 
 
-def _imbalance(plan: Plan, device: Device) -> float:
-    """Returns the fullest core's share of the units over the mean share.
+def _readers(m: int, fragments_m: int) -> dict[int, int]:
+    """Returns how many simdgroups read each weight, by the row fragments they hold.
 
-    At worst the threadgroups with most units meet on one core: Metal does not say how
-    it deals them out, and any regular way can meet the period of the runs.
+    Whole fragments past the last row are left out by the kernel.
     """
-    _, most = plan.units_per_threadgroup
-    return _turns(plan, device) * most * device.cores / plan.units
+    whole, rest = divmod(-(-m // FRAGMENT), fragments_m)
+    return {fragments_m: whole, rest: 1} if rest else {fragments_m: whole}
+
+
+def _other_slots(plan: Plan) -> int:
+    """Returns the slots outside the main loop.
+
+    Each simdgroup finds its range, and each row of each split is stored and loaded.
+    """
+    simdgroups = plan.work.threadgroups * plan.threads // SIMD_WIDTH
+    stored = plan.work.pieces * 2 * plan.simdgroups_k * plan.tile.m
+    return RANGE_SLOTS * simdgroups + stored
 
 
 def _fill(plan: Plan, device: Device) -> float:
     """Returns how well a busy core hides latency, from 0 to 1."""
-    simdgroups = _turns(plan, device) * plan.simdgroups_m * plan.simdgroups_k
-    return min(1.0, simdgroups / SIMDGROUPS_TO_FILL)
-
-
-def _turns(plan: Plan, device: Device) -> int:
-    """Returns the threadgroups of the core that gets most of them."""
-    return -(-(plan.num_threadgroups - plan.idle) // device.cores)
+    threadgroups = plan.work.threadgroups - plan.work.idle
+    turns = min(-(-threadgroups // device.cores), resident(plan, device))
+    return min(1.0, turns * plan.threads / SIMD_WIDTH / SIMDGROUPS_TO_FILL)

@@ -1,15 +1,24 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, with
-// several slices of k, into the workspace out[k_parallel, m, n].
+// Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, where tiles
+// are split, into the workspace out[slots, m, n].
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW];
-gemm_register<FRAGMENTS_M, SIMDGROUPS_M, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
+gemm_register<
+    FRAGMENTS_M,
+    SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    WIDE,
+    GROUP,
+    PACKED,
+    SUBTRACT,
+    WIDEN>(
     x,
     w,
     scales,
     biases,
-    params,
+    shape,
+    schedule,
     out,
+    Plain{},
     scratch,
-    int(threadgroup_position_in_grid.x),
-    int(threadgroups_per_grid.x),
+    threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),
     int(thread_index_in_simdgroup));

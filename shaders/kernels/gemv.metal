@@ -1,15 +1,16 @@
 // Body of the kernel: a few rows, x[ROWS, k] times the transpose of w[n, k] into out[ROWS, n],
-// or, with several slices of k, into the workspace out[k_parallel, ROWS, n].
+// or, where tiles are split, into the workspace out[slots, ROWS, n].
 threadgroup float scratch[SIMDGROUPS_K * ROWS * SCRATCH_ROW];
-gemv<ROWS, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT>(
+gemv<ROWS, SIMDGROUPS_K, WIDE, GROUP, PACKED, SUBTRACT>(
     x,
     w,
     scales,
     biases,
-    params,
+    shape,
+    schedule,
     out,
+    Plain{},
     scratch,
-    int(threadgroup_position_in_grid.x),
-    int(threadgroups_per_grid.x),
+    threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),
     int(thread_index_in_simdgroup));

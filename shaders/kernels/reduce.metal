@@ -1,9 +1,5 @@
-// Body of the kernel: adds the slices of the workspace [k_parallel, m, n] in ascending order,
-// because float addition is not associative and every run must give the same bits.
-const int index = int(thread_position_in_grid.x);
-const int size = params[0] * params[1];
-float total = partials[index];
-for (int split = 1; split < params[3]; ++split) {
-  total += partials[split * size + index];
-}
-out[index] = T(total);
+// Body of the kernel: adds the splits of each tile in the workspace [slots, m, n] in ascending
+// k, because float addition is not associative and every run must give the same bits.
+const uint place = thread_position_in_grid.x;
+const Work work = read_work(shape, schedule);
+out[place] = T(sum_of_splits(partials, place, work));

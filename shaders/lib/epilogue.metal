@@ -4,24 +4,102 @@
 // (eight rows of w by four pairs of columns) fall into 32 different banks.
 constant constexpr int SCRATCH_ROW = TILE_N + 4;
 
-// Adds the SIMDGROUPS_K partial tiles in ascending order and stores what lies inside the
-// output: a finished tile, or with several slices of k the slice's own part of the workspace.
-template <int TILE_M, int SIMDGROUPS_K, int THREADS, typename O>
+// What is done to each value before it is stored; without operands nothing.
+struct Plain {};
+
+// Operands that a flag leaves out are never read.
+template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL>
+struct Epilogue {
+  const device T* bias;        // [n]
+  const device T* multiplier;  // [m, n]
+  const device T* residual;    // [m, n]
+};
+
+constant constexpr int SILU = 1;
+constant constexpr int GELU = 2;
+constant constexpr int GELU_APPROX = 3;
+
+// Abramowitz and Stegun 7.1.26: the error is below 1.5e-7.
+METAL_FUNC float error_function(float x) {
+  const float t = 1.0f / (1.0f + 0.3275911f * abs(x));
+  const float series =
+      t * (0.254829592f +
+           t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+  return copysign(1.0f - series * exp(-x * x), x);
+}
+
+template <int ACTIVATION>
+METAL_FUNC float activate(float x) {
+  if (ACTIVATION == SILU) {
+    return x / (1.0f + exp(-x));
+  }
+  if (ACTIVATION == GELU) {
+    return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
+  }
+  if (ACTIVATION == GELU_APPROX) {
+    // The tanh of the usual formula, from one exponential that cannot overflow to NaN.
+    const float slope = 1.59576912f * (x + 0.044715f * x * x * x);
+    return x / (1.0f + exp(-slope));
+  }
+  return x;
+}
+
+METAL_FUNC float finished(float value, Plain, uint, uint) {
+  return value;
+}
+
+template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL>
+METAL_FUNC float finished(
+    float value,
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL> epilogue,
+    uint place,
+    uint col) {
+  value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);
+  value = MULTIPLY ? value * float(epilogue.multiplier[place]) : value;
+  return RESIDUAL ? value + float(epilogue.residual[place]) : value;
+}
+
+// Each split has its slot of the workspace, `size` elements; atomic sums need none.
+template <typename O>
+METAL_FUNC void store(device O* out, uint slot, uint size, uint place, float value) {
+  out[slot * size + place] = O(value);
+}
+
+METAL_FUNC void store(device atomic<float>* out, uint, uint, uint place, float value) {
+  atomic_fetch_add_explicit(out + place, value, memory_order_relaxed);
+}
+
+// Adds the partial tiles of the simdgroups along k in ascending order and stores what lies
+// inside the output: a finished tile, or the split's own part of the workspace.
+template <int TILE_M, int SIMDGROUPS_K, int WIDE, int THREADS, typename O, typename E>
 METAL_FUNC void store_tile(
-    device O* out, const threadgroup float* scratch, Work work, Unit unit, int thread_index) {
-  const int rows = min(TILE_M, work.m - unit.row);
-  const int cols = min(TILE_N, work.n - unit.col);
-  const uint corner = (unit.split * work.m + unit.row) * work.n + unit.col;
-  for (int i = thread_index; i < TILE_M * TILE_N; i += THREADS) {
-    const int row = i / TILE_N;
-    const int col = i % TILE_N;
+    device O* out,
+    E epilogue,
+    const threadgroup float* scratch,
+    Work work,
+    Split split,
+    int turns,
+    int thread_index) {
+  const int rows = min(TILE_M, work.m - split.row);
+  const int cols = work.n - split.col;
+  const int columns = WIDE > 1 ? SIMDGROUPS_K / turns : 1;
+  for (int i = thread_index; i < columns * TILE_M * TILE_N; i += THREADS) {
+    const int column = WIDE > 1 ? i / (TILE_M * TILE_N) : 0;
+    const int row = i / TILE_N % TILE_M;
+    const int col = column * TILE_N + i % TILE_N;
     if (row >= rows || col >= cols) {
       continue;
     }
-    float total = scratch[row * SCRATCH_ROW + col];
-  UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
-      total += scratch[(s * TILE_M + row) * SCRATCH_ROW + col];
+    const threadgroup float* partial =
+        scratch + (column * turns * TILE_M + row) * SCRATCH_ROW + i % TILE_N;
+    float total = partial[0];
+    UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
+      if (WIDE == 1 || s < turns) {
+        total += partial[s * TILE_M * SCRATCH_ROW];
+      }
     }
-    out[corner + uint(row * work.n + col)] = O(total);
+    const uint place = (split.row + row) * work.n + split.col + col;
+    total = finished(total, epilogue, place, split.col + col);
+    store(out, split.slot, work.m * work.n, place, total);
   }
 }

@@ -4,7 +4,8 @@
 //
 // FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
 // SIMDGROUPS_M  simdgroups side by side in m, on the same words
-// SIMDGROUPS_K  simdgroups that take turns at the k tiles
+// SIMDGROUPS_K  simdgroups that take turns at the trips along k
+// WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // SUBTRACT      q instead of 64 + q enters the multiply: more exact, slower only without WIDEN
 // WIDEN         weight fragments become float too where the activations are float
 
@@ -109,10 +110,9 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int corne
   }
 }
 
-// The main loop of one simdgroup: its k tiles of one unit, for FRAGMENTS fragments of x.
+// The main loop of one simdgroup: its trips of one split, for FRAGMENTS fragments of x.
 template <
     int FRAGMENTS,
-    int SIMDGROUPS_K,
     int GROUP,
     bool PACKED,
     bool SUBTRACT,
@@ -125,8 +125,8 @@ METAL_FUNC void accumulate(
     WeightTile<S> tile,
     int first_row,
     Work work,
-    int k_start,
-    int k_stop,
+    Split split,
+    Place place,
     Lane lane) {
   typedef typename Fragment<T>::type F;
   constexpr int RUNS = runs_of_group(GROUP);
@@ -140,7 +140,7 @@ METAL_FUNC void accumulate(
   UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
     totals[i] = float2(0.0f);
   }
-  for (int k = k_start; k < k_stop; k = next_step<GROUP, SIMDGROUPS_K>(k)) {
+  for (int k = first_step(split, place); k < split.k_stop; k = next_step<GROUP>(k, place)) {
     uint4 words[RUNS];
     vec<F, 4> runs[COLUMNS * RUNS];
     float2 sums[FRAGMENTS];
@@ -165,56 +165,59 @@ template <
     int FRAGMENTS_M,
     int SIMDGROUPS_M,
     int SIMDGROUPS_K,
+    int WIDE,
     int GROUP,
     bool PACKED,
     bool SUBTRACT,
     bool WIDEN,
     typename T,
     typename S,
-    typename O>
+    typename O,
+    typename E>
 METAL_FUNC void gemm_register(
     const device T* x,
     const device uint32_t* w,
     const device S* scales,
     const device S* biases,
-    const constant int32_t* params,
+    const constant int32_t* shape,
+    const constant int32_t* schedule,
     device O* out,
+    E epilogue,
     threadgroup float* scratch,
-    int threadgroup_index,
-    int num_threadgroups,
+    uint threadgroup_index,
     int simdgroup_index,
     int lane_index) {
   constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   constexpr int THREADS = 32 * SIMDGROUPS_M * SIMDGROUPS_K;
 
-  const Work work = read_work(params);
-  const Range range = units_of_threadgroup<TILE_M>(threadgroup_index, num_threadgroups, work);
+  const Work work = read_work(shape, schedule);
+  const Range range = range_of_threadgroup(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
-  const int first_row = simdgroup_index % SIMDGROUPS_M * 8 * FRAGMENTS_M;
-  const int simdgroup_k = simdgroup_index / SIMDGROUPS_M;
-  const int corner =
-      (simdgroup_k * TILE_M + first_row + 2 * lane.pair) * SCRATCH_ROW + lane.row;
+  const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WIDE>(
+      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
+  const int corner = (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) *
+          SCRATCH_ROW + lane.row;
   float2 totals[4 * FRAGMENTS_M];
 
-  for (int index = range.begin; index < range.end; ++index) {
-    const Unit unit = unit_of_index<TILE_M, GROUP>(index, work);
-    const WeightTile<S> tile =
-        weight_tile<GROUP, PACKED>(w, scales, biases, unit.col, work, lane_index);
-    const int row = unit.row + first_row;
-    const int k_start = first_step(unit, simdgroup_k);
+  for (uint position = range.begin; position < range.end;) {
+    const Split split = split_at<WIDE, GROUP>(position, range.end, threadgroup_index, work);
+    position += split.k_tile_count;
+    const WeightTile<S> tile = weight_tile<GROUP, PACKED>(
+        w, scales, biases, split.col + TILE_N * place.column, work, lane_index);
+    const int row = split.row + place.row;
     // Whole fragments past the last row are left out, not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
-      accumulate<FRAGMENTS_M, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x, tile, row, work, k_start, unit.k_stop, lane);
+      accumulate<FRAGMENTS_M, GROUP, PACKED, SUBTRACT, WIDEN>(
+          totals, x, tile, row, work, split, place, lane);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
     } else if (work.m > row) {
-      accumulate<1, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x, tile, row, work, k_start, unit.k_stop, lane);
+      accumulate<1, GROUP, PACKED, SUBTRACT, WIDEN>(
+          totals, x, tile, row, work, split, place, lane);
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<TILE_M, SIMDGROUPS_K, THREADS>(
-        out, scratch, work, unit, 32 * simdgroup_index + lane_index);
+    store_tile<TILE_M, SIMDGROUPS_K, WIDE, THREADS>(
+        out, epilogue, scratch, work, split, place.turns, 32 * simdgroup_index + lane_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

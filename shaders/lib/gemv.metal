@@ -1,9 +1,10 @@
 // One to five rows of x: every lane keeps its sixteen k of four rows of w to itself and
-// adds them up in float32; lanes meet only at the end of a unit. The words, their order
+// adds them up in float32; lanes meet only at the end of a split. The words, their order
 // and the loads are those of gemm_register.
 //
 // ROWS          rows of x
-// SIMDGROUPS_K  simdgroups that take turns at the k tiles
+// SIMDGROUPS_K  simdgroups that take turns at the trips along k
+// WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // SUBTRACT      q instead of 64 + q enters the sums: more exact, and slower
 
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
@@ -47,43 +48,47 @@ METAL_FUNC void add_products(
 template <
     int ROWS,
     int SIMDGROUPS_K,
+    int WIDE,
     int GROUP,
     bool PACKED,
     bool SUBTRACT,
     typename T,
     typename S,
-    typename O>
+    typename O,
+    typename E>
 METAL_FUNC void gemv(
     const device T* x,
     const device uint32_t* w,
     const device S* scales,
     const device S* biases,
-    const constant int32_t* params,
+    const constant int32_t* shape,
+    const constant int32_t* schedule,
     device O* out,
+    E epilogue,
     threadgroup float* scratch,
-    int threadgroup_index,
-    int num_threadgroups,
+    uint threadgroup_index,
     int simdgroup_index,
     int lane_index) {
   typedef typename Fragment<T>::type F;
   constexpr int RUNS = runs_of_group(GROUP);
 
-  const Work work = read_work(params);
-  const Range range = units_of_threadgroup<ROWS>(threadgroup_index, num_threadgroups, work);
+  const Work work = read_work(shape, schedule);
+  const Range range = range_of_threadgroup(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
-
+  const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
+      simdgroup_index, threadgroup_index < work.whole, 0);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW + lane.row;
 
-  for (int index = range.begin; index < range.end; ++index) {
-    const Unit unit = unit_of_index<ROWS, GROUP>(index, work);
-    const WeightTile<S> tile =
-        weight_tile<GROUP, PACKED>(w, scales, biases, unit.col, work, lane_index);
+  for (uint position = range.begin; position < range.end;) {
+    const Split split = split_at<WIDE, GROUP>(position, range.end, threadgroup_index, work);
+    position += split.k_tile_count;
+    const WeightTile<S> tile = weight_tile<GROUP, PACKED>(
+        w, scales, biases, split.col + TILE_N * place.column, work, lane_index);
     float4 totals[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       totals[row] = float4(0.0f);
     }
-    const int k_start = first_step(unit, simdgroup_index);
-    for (int k = k_start; k < unit.k_stop; k = next_step<GROUP, SIMDGROUPS_K>(k)) {
+    for (int k = first_step(split, place); k < split.k_stop; k = next_step<GROUP>(k, place)) {
       uint4 words[RUNS];
       vec<F, 4> runs[2 * ROWS * RUNS];
       const Quantizers quantizers =
@@ -108,8 +113,8 @@ METAL_FUNC void gemv(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<ROWS, SIMDGROUPS_K, 32 * SIMDGROUPS_K>(
-        out, scratch, work, unit, 32 * simdgroup_index + lane_index);
+    store_tile<ROWS, SIMDGROUPS_K, WIDE, 32 * SIMDGROUPS_K>(
+        out, epilogue, scratch, work, split, place.turns, 32 * simdgroup_index + lane_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

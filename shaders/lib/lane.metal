@@ -92,7 +92,7 @@ METAL_FUNC float sum_of_runs(thread const Run* runs) {
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
-// The 32 rows of w of one unit, as one lane sees them: its row of each of four fragments.
+// The 32 rows of w of one column of tiles, as one lane sees them: its row of each of four fragments.
 // A load adds an unsigned 32-bit offset to its buffer at no cost; a pointer takes registers.
 template <typename S>
 struct WeightTile {

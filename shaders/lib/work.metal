@@ -1,93 +1,182 @@
-// Which part of the product a threadgroup computes. The words are those of plan.py:
-// a unit is one slice of k of one tile; units are numbered down the columns of tiles,
-// slices of one tile together; a threadgroup owns the contiguous range [begin, end).
+// Which part of the product a threadgroup computes. The words are those of work.py: k tiles
+// of all tiles stand in one line, tiles numbered down the columns first; a threadgroup owns
+// the contiguous range [begin, end); what it does for one tile is a split.
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int TILE_N = 32;  // rows of w, columns of the output
-constant constexpr int TILE_K = 64;  // values of k that one step of the main loop eats
+constant constexpr int TILE_K = 64;  // values of k that one trip of the main loop eats
 
-METAL_FUNC int ceil_div(uint value, uint divisor) {
-  return (value + divisor - 1) / divisor;
+METAL_FUNC constexpr int k_tile_of_group(int group) {
+  return group > TILE_K ? group : TILE_K;
 }
 
 struct Work {
   int m;
   int n;
   int k;
-  int k_parallel;       // slices of k in each tile
-  bool ceil_partition;  // Marlin's runs of ceil(units / threadgroups) instead of balanced ones
+  int tile_m;
+  uint m_tiles;
+  uint k_tiles;      // of a tile
+  uint group_tiles;  // tiles of a group, after the leading whole ones
+  uint whole;        // leading tiles, one threadgroup each
+  uint ranges;       // of a group
+  uint slices;       // parts of a tile between which a cut may fall
+  uint minimum;      // k tiles of a split
+  uint groups;       // of ranges, with tiles of their own, interleaved
+  bool ceil_partition;  // Marlin's runs of ceil(units / ranges) instead of balanced ones
 };
 
-METAL_FUNC Work read_work(const constant int32_t* params) {
+METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t* schedule) {
   Work work;
-  work.m = params[0];
-  work.n = params[1];
-  work.k = params[2];
-  work.k_parallel = params[3];
-  work.ceil_partition = params[4] != 0;
+  work.m = shape[0];
+  work.n = shape[1];
+  work.k = shape[2];
+  work.tile_m = shape[3];
+  work.m_tiles = shape[4];
+  work.k_tiles = shape[5];
+  work.group_tiles = shape[6];
+  work.whole = schedule[0];
+  work.ranges = schedule[1];
+  work.slices = schedule[2];
+  work.minimum = schedule[3];
+  work.groups = schedule[4];
+  work.ceil_partition = schedule[5] != 0;
   return work;
 }
 
-struct Range {
-  int begin;
-  int end;
-};
+METAL_FUNC uint ceil_div(uint value, uint divisor) {
+  return (value + divisor - 1) / divisor;
+}
 
 // The first part * total / parts, in 32 bits: total is split into quotient and rest.
-METAL_FUNC int balanced_cut(uint part, uint parts, uint total) {
+METAL_FUNC uint balanced_cut(uint part, uint parts, uint total) {
   return part * (total / parts) + part * (total % parts) / parts;
 }
 
-template <int TILE_M>
-METAL_FUNC Range units_of_threadgroup(int index, int num_threadgroups, Work work) {
-  const int tiles = ceil_div(work.m, TILE_M) * ceil_div(work.n, TILE_N);
-  const int units = tiles * work.k_parallel;
+// Where a range of a group begins, in k tiles of the group.
+METAL_FUNC uint range_cut(uint member, Work work) {
+  const uint units = work.group_tiles * work.slices;
+  const uint unit = work.ceil_partition ? min(member * ceil_div(units, work.ranges), units)
+                                        : balanced_cut(member, work.ranges, units);
+  uint k_tile = balanced_cut(unit % work.slices, work.slices, work.k_tiles);
+  // Too near the border of a tile to leave a split of the minimum: cut there.
+  if (min(k_tile, work.k_tiles - k_tile) < work.minimum) {
+    k_tile = 2 * k_tile < work.k_tiles ? 0 : work.k_tiles;
+  }
+  return unit / work.slices * work.k_tiles + k_tile;
+}
+
+// Which range of a group has a k tile of it: a guess, and at most a few steps.
+METAL_FUNC uint range_owner(uint position, Work work) {
+  const float share = float(position) / float(work.group_tiles * work.k_tiles);
+  uint member = min(uint(share * float(work.ranges)), work.ranges - 1);
+  while (range_cut(member, work) > position) {
+    --member;
+  }
+  while (range_cut(member + 1, work) <= position) {
+    ++member;
+  }
+  return member;
+}
+
+struct Range {
+  uint begin;
+  uint end;
+};
+
+METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   Range range;
-  if (work.ceil_partition) {
-    const int run = ceil_div(units, num_threadgroups);
-    range.begin = min(index * run, units);
-    range.end = min(range.begin + run, units);
-  } else {
-    range.begin = balanced_cut(index, num_threadgroups, units);
-    range.end = balanced_cut(index + 1, num_threadgroups, units);
+  if (index < work.whole) {
+    range.begin = index * work.k_tiles;
+    range.end = range.begin + work.k_tiles;
+    return range;
+  }
+  const uint member = (index - work.whole) / work.groups;
+  const uint group = (index - work.whole) % work.groups;
+  range.begin = (work.whole + group * work.group_tiles) * work.k_tiles;
+  range.end = range.begin;
+  if (member < work.ranges) {
+    range.end += range_cut(member + 1, work);
+    range.begin += range_cut(member, work);
   }
   return range;
 }
 
-struct Unit {
-  int row;  // first row of x and of the output
-  int col;  // first row of w, first column of the output
-  int split;
+struct Split {
+  int row;   // first row of x and of the output
+  int col;   // first row of w, first column of the output
+  int slot;  // which of the tile's splits it is, in ascending k
+  int k_tile_count;
   int k_start;  // in values of k, a multiple of TILE_K
   int k_stop;
 };
 
-template <int TILE_M, int GROUP>
-METAL_FUNC Unit unit_of_index(uint index, Work work) {
-  // A slice of k begins where a k tile and a group begin.
-  constexpr int CUT = GROUP > TILE_K ? GROUP : TILE_K;
-  const uint m_tiles = ceil_div(work.m, TILE_M);
-  const uint k_parallel = work.k_parallel;
-  const uint tile = index / k_parallel;
-  const int cuts = ceil_div(work.k, CUT);
-  Unit unit;
-  unit.row = tile % m_tiles * TILE_M;
-  unit.col = tile / m_tiles * TILE_N;
-  unit.split = index % k_parallel;
-  unit.k_start = balanced_cut(unit.split, work.k_parallel, cuts) * CUT;
-  unit.k_stop = min(balanced_cut(unit.split + 1, work.k_parallel, cuts) * CUT, work.k);
-  return unit;
+// The split of the threadgroup whose range goes on at `position`. The first `whole` tiles
+// are WIDE times as wide as the others.
+template <int WIDE, int GROUP>
+METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
+  constexpr int K_TILE = k_tile_of_group(GROUP);
+  const uint place = position / work.k_tiles;
+  const uint k_idx = position % work.k_tiles;
+  Split split;
+  split.k_tile_count = min(end - position, work.k_tiles - k_idx);
+  uint tile = place;
+  uint nth = 0;  // of the group
+  if (place >= work.whole) {
+    nth = (place - work.whole) % work.group_tiles;
+    tile = work.whole + nth * work.groups + (place - work.whole) / work.group_tiles;
+  }
+  const uint column = tile / work.m_tiles;
+  const uint wide = WIDE > 1 ? min(column, work.whole / work.m_tiles) : 0;
+  split.row = tile % work.m_tiles * work.tile_m;
+  split.col = TILE_N * (column + (WIDE - 1) * wide);
+  split.slot = 0;
+  if (k_idx > 0) {  // then it is the first of its range
+    split.slot =
+        (index - work.whole) / work.groups - range_owner(nth * work.k_tiles, work);
+  }
+  split.k_start = k_idx * K_TILE;
+  split.k_stop = min(int(k_idx + split.k_tile_count) * K_TILE, work.k);
+  return split;
 }
 
-// The simdgroups of a threadgroup take turns at the k tiles of a unit; with groups of 32
-// a tile has two steps.
-METAL_FUNC int first_step(Unit unit, int simdgroup_k) {
-  return unit.k_start + TILE_K * simdgroup_k;
+// How many splits the tile of an output element has.
+METAL_FUNC uint splits_of_element(int row, int col, Work work) {
+  const uint tile = col / TILE_N * work.m_tiles + row / work.tile_m;
+  if (tile < work.whole) {
+    return 1;
+  }
+  const uint first = (tile - work.whole) / work.groups * work.k_tiles;
+  return range_owner(first + work.k_tiles - 1, work) - range_owner(first, work) + 1;
 }
 
-template <int GROUP, int SIMDGROUPS_K>
-METAL_FUNC int next_step(int k) {
-  constexpr int SKIP = TILE_K * (SIMDGROUPS_K - 1);
-  return GROUP == 32 ? k + 32 + (k % TILE_K == 32 ? SKIP : 0) : k + TILE_K + SKIP;
+// The simdgroups of a threadgroup take turns at the trips of a split; with groups of 32 a
+// trip has two steps. In a wide tile some of them stand side by side along n instead.
+struct Place {
+  int row;      // of the tile
+  int column;   // of TILE_N columns, of a wide tile
+  int turn;     // along k
+  int turns;
+};
+
+template <int SIMDGROUPS_M, int SIMDGROUPS_K, int WIDE>
+METAL_FUNC Place place_of_simdgroup(int simdgroup_index, bool is_wide, int rows) {
+  Place place;
+  place.turns = WIDE > 1 && is_wide ? SIMDGROUPS_K / WIDE : SIMDGROUPS_K;
+  const int along = simdgroup_index / SIMDGROUPS_M;
+  place.row = simdgroup_index % SIMDGROUPS_M * rows;
+  place.column = WIDE > 1 ? along / place.turns : 0;
+  place.turn = WIDE > 1 ? along % place.turns : along;
+  return place;
+}
+
+METAL_FUNC int first_step(Split split, Place place) {
+  return split.k_start + TILE_K * place.turn;
+}
+
+template <int GROUP>
+METAL_FUNC int next_step(int k, Place place) {
+  const int skip = TILE_K * (place.turns - 1);
+  return GROUP == 32 ? k + 32 + (k % TILE_K == 32 ? skip : 0) : k + TILE_K + skip;
 }

@@ -1,14 +1,15 @@
 """Plans on which a planted bug must show: small, ragged and awkward on purpose."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import strategies
 
 from mlx_marlin import launch
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import Partition, Plan, Tile
-from mlx_marlin.problem import Problem
+from mlx_marlin.plan import Plan, Reduction, k_tile
+from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.work import Partition, Tile, Work, data_parallel
 
 GEMV_TAIL = "gemv, packed groups of 32, k tail, slices"
 GEMV_NATIVE = "gemv, native groups of 64, nine tiles in four slices"
@@ -22,6 +23,15 @@ ODD_NATIVE = "gemm, native, odd offsets"
 ODD_BFLOAT = "gemv, bfloat16, odd offsets"
 GEMM_LEFT_OUT = "gemm, eight rows too many"
 THIRDS = "gemm, seven groups of 128 for three slices of three simdgroups"
+STREAM = "gemv, streams in two groups, at least three k tiles each"
+STREAM_GEMM = "gemm, streams of one or two k tiles"
+HYBRID = "gemm, three tiles whole, the rest as streams"
+HYTIS = "gemm, four simdgroups of which two stand side by side"
+FUSED = "gemm, with everything that an epilogue can do"
+FUSED_SPLIT = "gemv, slices, everything in the reduce"
+FUSED_GELU = "gemv, gelu in float32"
+FUSED_APPROX = "gemv, approximate gelu in float32"
+ATOMIC = "gemv, atomic sums of slices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +50,15 @@ class Case:
         """Activations, and the weight in MLX's layout."""
         return strategies.arrays(self.plan.problem, seed=7)
 
+    def finish(self) -> strategies.Native:
+        """Bias, multiplier and residual."""
+        return strategies.finish_arrays(self.plan.problem, seed=8)
+
     def run(self, x: mx.array, native: strategies.Native) -> mx.array:
         """The product as the shaders compute it, [m, n]."""
+        finish = () if self.plan.problem.epilogue == PLAIN else self.finish()
         y = launch.product(self.plan)(
-            self._shifted(x), *map(self._shifted, self._stored(native))
+            *map(self._shifted, (x, *self._stored(native), *finish))
         )
         mx.eval(y)
         return y
@@ -72,24 +87,84 @@ def _plan(
     num_threadgroups: int,
     partition: Partition = "balanced",
     subtract: bool = False,
+    reduction: Reduction = "workspace",
 ) -> Plan:
-    rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
-    return Plan(
-        problem=problem,
-        kernel="gemm_register" if fragments_m else "gemv",
-        tile=Tile(m=rows),
+    """Runs of slices."""
+    plan = _whole(
+        problem,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
-        k_parallel=k_parallel,
-        num_threadgroups=num_threadgroups,
+        subtract=subtract,
+    )
+    work = Work(
+        strategy="stripe",
+        tiles=plan.work.tiles,
+        k_tiles=plan.k_tiles,
+        threadgroups=num_threadgroups,
+        slices=k_parallel,
         partition=partition,
+    )
+    return replace(plan, work=work, reduction=reduction if work.is_split else "none")
+
+
+def _whole(
+    problem: Problem,
+    *,
+    fragments_m: int = 0,
+    simdgroups_m: int = 1,
+    simdgroups_k: int = 2,
+    subtract: bool = True,
+) -> Plan:
+    """Tiles one each."""
+    rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    tiles = -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    return Plan(
+        problem=problem,
+        kernel="gemm_register" if fragments_m else "gemv",
+        tile=tile,
+        fragments_m=fragments_m,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=simdgroups_k,
+        work=data_parallel(tiles, -(-problem.k // tile.k)),
         subtract=subtract,
     )
 
 
+def _streams(
+    plan: Plan, threadgroups: int, *, whole: int = 0, minimum: int = 1, groups: int = 1
+) -> Plan:
+    work = Work(
+        strategy="hybrid" if whole else "stream_k",
+        tiles=plan.work.tiles,
+        k_tiles=plan.k_tiles,
+        threadgroups=threadgroups,
+        whole=whole,
+        slices=plan.k_tiles,
+        minimum=minimum,
+        groups=groups,
+    )
+    return replace(plan, work=work, reduction="workspace")
+
+
+def _wide(plan: Plan, columns: int, *, simdgroups_n: int) -> Plan:
+    """So many columns of wide tiles, then narrow ones."""
+    whole = columns * plan.m_tiles
+    tiles = whole + plan.m_tiles * (plan.n_tiles - columns * simdgroups_n)
+    work = data_parallel(tiles, plan.k_tiles)
+    work = replace(work, strategy="hytis", whole=whole)
+    return replace(plan, work=work, simdgroups_n=simdgroups_n)
+
+
 def _problem(
-    m: int, n: int, groups: int, group_size: int, dtype: str, layout: str
+    m: int,
+    n: int,
+    groups: int,
+    group_size: int,
+    dtype: str,
+    layout: str,
+    epilogue: Epilogue = PLAIN,
 ) -> Problem:
     return Problem(
         m=m,
@@ -99,6 +174,7 @@ def _problem(
         dtype=dtype,
         scale_dtype=dtype,
         layout=layout,
+        epilogue=epilogue,
     )
 
 
@@ -107,6 +183,7 @@ _TAIL_PACKED = _problem(3, 70, 7, 32, "float16", "marlin")
 _TAIL_NATIVE = _problem(13, 70, 7, 32, "bfloat16", "mlx")
 _WIDE_GROUPS = _problem(27, 70, 5, 128, "float16", "marlin")
 _MANY_GROUPS = _problem(2, 70, 9, 64, "bfloat16", "mlx")
+_ALL = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
 
 CASES: dict[str, Case] = {
     GEMV_TAIL: Case(
@@ -167,8 +244,8 @@ CASES: dict[str, Case] = {
             fragments_m=2,
             simdgroups_m=1,
             simdgroups_k=2,
-            k_parallel=2,
-            num_threadgroups=4,
+            k_parallel=4,
+            num_threadgroups=5,
             partition="ceil",
             subtract=True,
         )
@@ -233,8 +310,84 @@ CASES: dict[str, Case] = {
             simdgroups_m=1,
             simdgroups_k=3,
             k_parallel=3,
+            num_threadgroups=6,
+            subtract=True,
+        )
+    ),
+    # 6 tiles of 9 k tiles; a group would be cut at 5, 10, 16, 21: 10 and 16 snap.
+    STREAM: Case(
+        plan=_streams(
+            _whole(_problem(3, 190, 9, 64, "float32", "mlx")), 10, minimum=3, groups=2
+        )
+    ),
+    STREAM_GEMM: Case(
+        plan=_streams(
+            _whole(
+                _problem(13, 70, 5, 64, "float32", "mlx"), fragments_m=1, simdgroups_k=1
+            ),
+            19,
+        )
+    ),
+    HYBRID: Case(
+        plan=_streams(
+            _whole(_problem(13, 190, 5, 64, "float32", "marlin"), fragments_m=2),
+            8,
+            whole=3,
+        )
+    ),
+    HYTIS: Case(
+        plan=_wide(
+            _whole(
+                _problem(13, 190, 7, 64, "float32", "mlx"),
+                fragments_m=1,
+                simdgroups_k=4,
+            ),
+            2,
+            simdgroups_n=2,
+        )
+    ),
+    FUSED: Case(
+        plan=_whole(_problem(13, 70, 3, 64, "float32", "mlx", _ALL), fragments_m=2)
+    ),
+    FUSED_SPLIT: Case(
+        plan=_plan(
+            _problem(3, 70, 5, 64, "float32", "mlx", _ALL),
+            fragments_m=0,
+            simdgroups_m=1,
+            simdgroups_k=1,
+            k_parallel=3,
             num_threadgroups=4,
             subtract=True,
+        )
+    ),
+    FUSED_GELU: Case(
+        plan=_whole(
+            _problem(3, 70, 3, 64, "float32", "mlx", Epilogue(activation="gelu"))
+        )
+    ),
+    FUSED_APPROX: Case(
+        plan=_whole(
+            _problem(
+                3,
+                70,
+                3,
+                64,
+                "float32",
+                "mlx",
+                Epilogue(activation="gelu_approx", multiply=True),
+            )
+        )
+    ),
+    ATOMIC: Case(
+        plan=_plan(
+            _problem(3, 70, 5, 64, "float32", "mlx"),
+            fragments_m=0,
+            simdgroups_m=1,
+            simdgroups_k=2,
+            k_parallel=3,
+            num_threadgroups=11,
+            subtract=True,
+            reduction="atomic",
         )
     ),
 }

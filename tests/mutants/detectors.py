@@ -1,20 +1,20 @@
 """What may notice a bug. Each returns what it has to say, or None if all seems well."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
 
+import epilogues
 import mlx.core as mx
 import numpy as np
 import oracles
+import orders
 import shader_variants
 from cases import Case
 from mutant import Detector
-from numpy.typing import NDArray
 
 from mlx_marlin import emulator
+from mlx_marlin.problem import PLAIN
 
 Verdict = str | None
-Vector = NDArray[np.float32]
 
 
 def detect(detector: Detector, case: Case) -> Verdict:
@@ -24,6 +24,8 @@ def detect(detector: Detector, case: Case) -> Verdict:
     return _JUDGES[detector](case)
 
 
+TIME_LIMIT = 5.0
+"""Seconds that a threadgroup of a case may take; it takes hundredths."""
 _RACE = "race between"
 _UNWRITTEN = "read of a value that was never written"
 _REPORTS = {
@@ -35,6 +37,7 @@ _REPORTS = {
     Detector.BARRIER_SITES: ("simdgroups wait at different barriers",),
     Detector.MISSING_THREADS: ("barrier not reached by all threads",),
     Detector.MISALIGNED: ("misaligned access",),
+    Detector.ENDLESS: ("a loop that does not end",),
 }
 """What the emulator's report says in its first line, by detector."""
 
@@ -43,7 +46,7 @@ def _reported(sentences: Sequence[str], case: Case) -> Verdict:
     """The emulator's report in trace mode, if it is one of those that are asked for."""
     try:
         # One worker: of several faults, always the same is met first.
-        with emulator.emulated(workers=1, trace=True):
+        with emulator.emulated(workers=1, trace=True, time_limit=TIME_LIMIT):
             case.run(*case.arrays())
     except emulator.EmulatorError as error:
         first_line, *_ = str(error).splitlines()
@@ -56,17 +59,18 @@ def _reported(sentences: Sequence[str], case: Case) -> Verdict:
 def _wrong_result(case: Case) -> Verdict:
     """The float64 oracle, each element within the error of a float32 sum."""
     x, native = case.arrays()
-    problem = case.plan.problem
-    stock = mx.quantized_matmul(x, *native, group_size=problem.group_size, bits=4)
+    plan, problem = case.plan, case.plan.problem
     y = case.run(x, native)
     try:
+        if problem.epilogue != PLAIN:
+            return _wrong_finish(case, y)
         oracles.assert_close(
             y,
-            stock,
+            mx.quantized_matmul(x, *native, group_size=problem.group_size, bits=4),
             x,
             native,
             group_size=problem.group_size,
-            offset=0 if case.plan.subtract else 64,
+            offset=0 if plan.subtract else 64,
         )
     except AssertionError:
         expected = oracles.product(x, *native, group_size=problem.group_size)
@@ -74,42 +78,27 @@ def _wrong_result(case: Case) -> Verdict:
     return None
 
 
+def _wrong_finish(case: Case, y: mx.array) -> Verdict:
+    """Likewise for what an epilogue makes of the product."""
+    x, native = case.arrays()
+    problem, finish = case.plan.problem, case.finish()
+    total = oracles.product(x, *native, group_size=problem.group_size)
+    expected = epilogues.finished(total, finish, problem.epilogue)
+    off = np.abs(oracles.exact(y) - expected)
+    # Not a number is not within anything.
+    if np.all(off <= epilogues.allowed(case.plan, x, native, finish)):
+        return None
+    return f"relative error {oracles.error(y, expected):.1e}"
+
+
 def _order(case: Case) -> Verdict:
-    """Bits: the k tiles of a simdgroup, then simdgroups, then slices, each ascending.
+    """Bits: where only the order of addition rounds, it is the one that is promised."""
+    problem = case.plan.problem
 
-    Every k tile has one activation, weights are 1, and the plan subtracts the codes'
-    offset, so only these additions round. Where two addends meet, either is first.
-    """
-    plan, problem = case.plan, case.plan.problem
-    values = np.random.default_rng(0).standard_normal(
-        (plan.k_tiles, problem.m), np.float32
-    )
-    x = np.zeros((problem.m, plan.k_tiles, plan.tile.k), np.float32)
-    x[..., 0] = values.T
-    weight = (
-        mx.full((problem.n, problem.k // 8), 0x11111111, mx.uint32),
-        mx.ones((problem.n, problem.groups)),
-        mx.zeros((problem.n, problem.groups)),
-    )
+    y = np.array(case.run(orders.one_in_each_trip(problem), orders.ones(problem)))
 
-    y = np.array(case.run(mx.array(x.reshape(problem.m, problem.k)), weight))
-
-    slices = map(plan.unit, range(plan.k_parallel))
-    expected = _ascending(
-        _ascending(
-            _ascending(values[first:stop][simdgroup :: plan.simdgroups_k])
-            for simdgroup in range(plan.simdgroups_k)
-        )
-        for first, stop in (
-            (each.k_start // plan.tile.k, each.k_stop // plan.tile.k) for each in slices
-        )
-    )
-    wrong = int((y != expected[:, None]).sum())
+    wrong = int((y != orders.promised(case.plan)).sum())
     return f"{wrong} of {y.size} elements have other bits" if wrong else None
-
-
-def _ascending(addends: Iterable[Vector]) -> Vector:
-    return reduce(np.add, addends)
 
 
 def _static_check(case: Case) -> Verdict:
@@ -131,15 +120,7 @@ def _operands(case: Case) -> Verdict:
 def _operands_of(case: Case) -> set[tuple[str, ...]]:
     found: set[tuple[str, ...]] = set()
     for variant in shader_variants.variants_of(case.plan):
-        text = variant.source
-        found |= emulator.check(
-            text.name,
-            text.input_names,
-            text.output_names,
-            text.source,
-            text.header,
-            calls=[variant.call()],
-        )
+        found |= shader_variants.checked([variant])
     return found
 
 
@@ -164,7 +145,7 @@ def _counters(case: Case) -> Verdict:
         "bytes of weights": readers * plan.n_tiles * 32 * problem.k // 2,
         "repeated bytes of weights": 0,
         "matrix products": fragments * plan.n_tiles * 4 * problem.k // 8,
-        "barriers": 2 * plan.units,
+        "barriers": 2 * plan.work.pieces,
         "cycles of scratch": scratch.accesses,
     }
     wrong = [

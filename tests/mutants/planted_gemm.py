@@ -6,6 +6,7 @@ from cases import (
     GEMM_NATIVE,
     GEMM_PACKED,
     GEMM_TAIL,
+    HYTIS,
 )
 from mutant import Detector, Mutant
 
@@ -14,14 +15,14 @@ _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _BEFORE_STORE = f"    {_BARRIER}\n    store_tile"
 _AFTER_STORE = f"32 * simdgroup_index + lane_index);\n    {_BARRIER}"
 _BOTH_FRAGMENTS = """\
-      accumulate<FRAGMENTS_M, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x, tile, row, work, k_start, unit.k_stop, lane);
+      accumulate<FRAGMENTS_M, GROUP, PACKED, SUBTRACT, WIDEN>(
+          totals, x, tile, row, work, split, place, lane);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
 """
 _ONE_BY_ONE = """\
       for (int j = 0; j < FRAGMENTS_M; ++j) {
-        accumulate<1, SIMDGROUPS_K, GROUP, PACKED, SUBTRACT, WIDEN>(
-            totals, x, tile, row + 8 * j, work, k_start, unit.k_stop, lane);
+        accumulate<1, GROUP, PACKED, SUBTRACT, WIDEN>(
+            totals, x, tile, row + 8 * j, work, split, place, lane);
         write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW);
       }
 """
@@ -71,7 +72,7 @@ _BARRIERS = (
         "gemm: simdgroups wait at two barriers",
         _GEMM,
         _BEFORE_STORE,
-        f"    if (simdgroup_k == 0) {{\n      {_BARRIER}\n    }} else {{\n"
+        f"    if (place.turn == 0) {{\n      {_BARRIER}\n    }} else {{\n"
         f"      {_BARRIER}\n    }}\n    store_tile",
         GEMM_NATIVE,
         Detector.BARRIER_SITES,
@@ -99,16 +100,16 @@ _FRAGMENTS = (
     Mutant(
         "a k tail is left out",
         _GEMM,
-        "k < k_stop;",
-        "k + TILE_K <= k_stop;",
+        "k < split.k_stop;",
+        "k + TILE_K <= split.k_stop;",
         GEMM_TAIL,
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "the totals keep what the unit before has left",
+        "the totals keep what the split before has left",
         _GEMM,
         "totals[i] = float2(0.0f);",
-        "totals[i] = k_start == 0 ? float2(0.0f) : totals[i];",
+        "totals[i] = split.k_start == 0 ? float2(0.0f) : totals[i];",
         GEMM_IDLE,
         Detector.WRONG_RESULT,
     ),
@@ -214,24 +215,24 @@ _TILES = (
     Mutant(
         "simdgroups in m and in k change places",
         _GEMM,
-        "const int simdgroup_k = simdgroup_index / SIMDGROUPS_M;",
-        "const int simdgroup_k = simdgroup_index % SIMDGROUPS_K;",
+        "(simdgroup_index / SIMDGROUPS_M * TILE_M + place.row",
+        "(simdgroup_index % SIMDGROUPS_K * TILE_M + place.row",
         GEMM_PACKED,
         Detector.RACE,
     ),
     Mutant(
         "partial tiles of simdgroups overlap",
         _GEMM,
-        "(simdgroup_k * TILE_M + first_row + 2 * lane.pair)",
-        "(simdgroup_k * (TILE_M - 8) + first_row + 2 * lane.pair)",
+        "(simdgroup_index / SIMDGROUPS_M * TILE_M + place.row",
+        "(simdgroup_index / SIMDGROUPS_M * (TILE_M - 8) + place.row",
         GEMM_NATIVE,
         Detector.RACE,
     ),
     Mutant(
         "pairs of lanes write one row",
         _GEMM,
-        "first_row + 2 * lane.pair) * SCRATCH_ROW",
-        "first_row + lane.pair) * SCRATCH_ROW",
+        "place.row + 2 * lane.pair)",
+        "place.row + lane.pair)",
         GEMM_NATIVE,
         Detector.RACE,
     ),
@@ -252,11 +253,27 @@ _TILES = (
         Detector.OUTSIDE,
     ),
     Mutant(
-        "threads are counted for threadgroups",
+        "every threadgroup takes the first range",
         "kernels/gemm_register",
-        "int(threadgroups_per_grid.x)",
-        "int(threads_per_grid.x)",
+        "threadgroup_position_in_grid.x",
+        "threadgroup_position_in_grid.y",
         GEMM_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gemm: simdgroups side by side read one column's weights",
+        _GEMM,
+        "split.col + TILE_N * place.column",
+        "split.col",
+        HYTIS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gemm: the wide tiles are one too few",
+        _GEMM,
+        "threadgroup_index < work.whole",
+        "threadgroup_index + 1 < work.whole",
+        HYTIS,
         Detector.WRONG_RESULT,
     ),
 )

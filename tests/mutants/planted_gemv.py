@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "gemv: every simdgroup computes all of k",
         _GEMV,
-        "first_step(unit, simdgroup_index)",
-        "first_step(unit, 0)",
+        "first_step(split, place); k <",
+        "split.k_start; k <",
         GEMV_IDLE,
         Detector.WRONG_RESULT,
     ),
@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         "gemv: a k tail is left out",
         _GEMV,
-        "k < unit.k_stop;",
-        "k + TILE_K <= unit.k_stop;",
+        "k < split.k_stop;",
+        "k + TILE_K <= split.k_stop;",
         GEMV_TAIL,
         Detector.WRONG_RESULT,
     ),

@@ -1,0 +1,24 @@
+// Body of the kernel: x[m, k] times the transpose of w[n, k], finished by an epilogue, into
+// out[m, n]. No tile may be split.
+threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW];
+gemm_register<
+    FRAGMENTS_M,
+    SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    WIDE,
+    GROUP,
+    PACKED,
+    SUBTRACT,
+    WIDEN>(
+    x,
+    w,
+    scales,
+    biases,
+    shape,
+    schedule,
+    out,
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL>{bias, multiplier, residual},
+    scratch,
+    threadgroup_position_in_grid.x,
+    int(simdgroup_index_in_threadgroup),
+    int(thread_index_in_simdgroup));

@@ -1,0 +1,16 @@
+// Body of the kernel: a few rows, x[ROWS, k] times the transpose of w[n, k], finished by an
+// epilogue, into out[ROWS, n]. No tile may be split.
+threadgroup float scratch[SIMDGROUPS_K * ROWS * SCRATCH_ROW];
+gemv<ROWS, SIMDGROUPS_K, WIDE, GROUP, PACKED, SUBTRACT>(
+    x,
+    w,
+    scales,
+    biases,
+    shape,
+    schedule,
+    out,
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL>{bias, multiplier, residual},
+    scratch,
+    threadgroup_position_in_grid.x,
+    int(simdgroup_index_in_threadgroup),
+    int(thread_index_in_simdgroup));

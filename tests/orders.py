@@ -1,0 +1,69 @@
+"""In which order a plan promises to add: bits, not tolerances."""
+
+from collections.abc import Iterable
+from functools import reduce
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+from strategies import Native
+
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Problem
+
+Vector = NDArray[np.float32]
+TRIP = 64
+"""Values of k between which nothing but the order of addition rounds."""
+
+
+def trips(problem: Problem) -> Vector:
+    """Draws one activation [trips, m] for each trip of the main loop."""
+    count = -(-problem.k // TRIP)
+    return np.random.default_rng(0).standard_normal((count, problem.m), np.float32)
+
+
+def one_in_each_trip(problem: Problem) -> mx.array:
+    """Returns activations [m, k] that are zero but for the first of each trip."""
+    values = trips(problem)
+    x = np.zeros((problem.m, values.shape[0], TRIP), np.float32)
+    x[..., 0] = values.T
+    return mx.array(x.reshape(problem.m, -1)[:, : problem.k])
+
+
+def ones(problem: Problem) -> Native:
+    """Returns a weight of ones: every code is 1, and exact in any kernel."""
+    return (
+        mx.full((problem.n, problem.k // 8), 0x11111111, mx.uint32),
+        mx.ones((problem.n, problem.groups)),
+        mx.zeros((problem.n, problem.groups)),
+    )
+
+
+def promised(plan: Plan) -> Vector:
+    """Returns the product [m, n] of the two, added as the plan promises.
+
+    The trips of a simdgroup ascend, then the simdgroups of a split, then the splits of
+    a tile.
+    """
+    problem = plan.problem
+    values = trips(problem)
+    sums: dict[int, dict[int, Vector]] = {}
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            own = values[slice(*(-(-k // TRIP) for k in plan.k_range(split)))]
+            is_wide = plan.columns_of(split.tile) > plan.tile.n
+            turns = plan.simdgroups_k // (plan.simdgroups_n if is_wide else 1)
+            total = ascending(ascending(own[turn::turns]) for turn in range(turns))
+            sums.setdefault(split.tile, {})[split.k_idx] = total
+    out = np.full((problem.m, problem.n), np.nan, np.float32)
+    for tile, splits in sums.items():
+        total = ascending(splits[k_idx] for k_idx in sorted(splits))
+        row, col = plan.corner(tile)
+        rows = slice(row, row + plan.tile.m)
+        out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
+    return out
+
+
+def ascending(addends: Iterable[Vector]) -> Vector:
+    """Adds one after the other, in float32."""
+    return reduce(np.add, addends, np.float32(0))  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""Work that makes no sense is refused, with the argument's name and value."""
+
+import pytest
+
+from mlx_marlin.work import (
+    Tile,
+    Work,
+    data_parallel,
+)
+
+
+def work_of(base: str, **fields: object) -> Work:
+    """Returns valid work of 6 tiles of 8 k tiles, fields replaced."""
+    of_strategy: dict[str, dict[str, object]] = {
+        "data_parallel": {"threadgroups": 6, "whole": 6},
+        "stripe": {"threadgroups": 5, "slices": 2},
+        "split_k": {"threadgroups": 12, "slices": 2},
+        "stream_k": {"threadgroups": 4, "slices": 8, "groups": 2, "minimum": 2},
+        "hybrid": {"threadgroups": 6, "slices": 8, "whole": 4},
+        "hytis": {"threadgroups": 6, "whole": 4},
+    }
+    values = {"strategy": base, "tiles": 6, "k_tiles": 8, **of_strategy[base]}
+    return Work(**{**values, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("base", "fields", "words"),
+    [
+        ("stripe", {"strategy": "diagonal"}, ["strategy='diagonal'", "stream_k"]),
+        ("stripe", {"partition": "floor"}, ["partition='floor'", "balanced"]),
+        ("stripe", {"tiles": 0}, ["tiles=0", "at least 1"]),
+        ("stripe", {"k_tiles": 0}, ["k_tiles=0", "at least 1"]),
+        ("stripe", {"threadgroups": 0}, ["num_threadgroups=0", "at least 1"]),
+        ("stream_k", {"minimum": 0}, ["minimum=0", "at least 1"]),
+        ("stream_k", {"groups": 0}, ["groups=0", "at least 1"]),
+        ("stripe", {"slices": 0}, ["k_parallel=0", "between 1 and 8"]),
+        ("stripe", {"slices": 9}, ["k_parallel=9", "between 1 and 8"]),
+        ("hybrid", {"whole": -1}, ["whole=-1", "between 0 and 6"]),
+        ("hybrid", {"whole": 7}, ["whole=7", "between 0 and 6"]),
+        ("data_parallel", {"threadgroups": 5}, ["6 pieces", "num_threadgroups=5"]),
+        ("split_k", {"threadgroups": 6}, ["12 pieces", "num_threadgroups=6"]),
+        ("hytis", {"threadgroups": 7}, ["6 pieces", "num_threadgroups=7"]),
+        ("data_parallel", {"whole": 0}, ["whole=0", "between 6 and 6"]),
+        ("stripe", {"whole": 1}, ["whole=1", "between 0 and 0"]),
+        ("hybrid", {"whole": 0}, ["whole=0", "between 1 and 5"]),
+        ("hytis", {"whole": 6}, ["whole=6", "between 1 and 5"]),
+        ("data_parallel", {"slices": 2}, ["cuts k into 1", "k_parallel=2"]),
+        ("hytis", {"slices": 2}, ["cuts k into 1", "k_parallel=2"]),
+        ("stream_k", {"slices": 4}, ["cuts k into 8", "k_parallel=4"]),
+        ("stripe", {"minimum": 2}, ["minimum=1", "got minimum=2"]),
+        ("split_k", {"groups": 2}, ["groups=1", "groups=2"]),
+        ("stream_k", {"partition": "ceil"}, ["partition='balanced'", "'ceil'"]),
+        ("hybrid", {"threadgroups": 4}, ["num_threadgroups=4", "whole=4"]),
+        ("stream_k", {"groups": 4}, ["groups=4", "6 tiles"]),
+        ("stream_k", {"threadgroups": 5}, ["groups=2", "5 threadgroups"]),
+        (
+            "stream_k",
+            {"tiles": 18, "threadgroups": 18, "groups": 9},
+            ["groups=9", "at most 8"],
+        ),
+        (
+            "stripe",
+            {"tiles": 100_000, "slices": 1, "threadgroups": 70_000},
+            ["num_threadgroups=70000 does not divide 100000", "65535"],
+        ),
+        (
+            "stripe",
+            {"tiles": 1, "k_tiles": 100_000, "slices": 70_000},
+            ["k_parallel=70000 does not divide 100000", "65535"],
+        ),
+    ],
+)
+def test_nonsense_is_refused_with_the_values(
+    base: str, fields: dict[str, object], words: list[str]
+) -> None:
+    assert work_of(base).strategy == base
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked
+        work_of(base, **fields)
+
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_many_even_parts_are_fine() -> None:
+    assert work_of("stripe", tiles=100_000, threadgroups=100_000, slices=1).longest == 8
+
+
+@pytest.mark.parametrize("sides", [{"m": 0}, {"m": 8, "n": 12}, {"m": 8, "k": 0}])
+def test_a_tile_is_made_of_fragments(sides: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        Tile(**sides)
+
+
+def test_work_is_compared_by_what_was_asked() -> None:
+    assert data_parallel(3, 4) == data_parallel(3, 4)
+    assert hash(data_parallel(3, 4)) == hash(data_parallel(3, 4))
+    assert "tail" not in repr(data_parallel(3, 4))
