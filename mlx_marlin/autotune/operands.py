@@ -1,0 +1,116 @@
+"""What products are measured on: activations, and weights that no cache can hold."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_marlin.autotune.timing import Weight
+from mlx_marlin.device import Device
+from mlx_marlin.launch import Product
+from mlx_marlin.packing import pack
+from mlx_marlin.problem import Problem
+
+CACHE_BYTES = 64 * 2**20
+"""Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
+MOST_WEIGHTS = 256
+"""Arrays of small weights stay few: a model's own small ones lie in the cache too."""
+TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
+"""Most an element may be off, over the root mean square of all. Rounding stays below a
+third of it, also that of TF32; an element that lacks a split is off by about 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Operands:
+    """The arrays of a problem.
+
+    Attributes:
+        problem: The problem.
+        x: Activations [m, k].
+        native: One weight in MLX's layout.
+        weights: Weights in the problem's layout, as many as are taken in turn; the
+            first one is `native`.
+    """
+
+    problem: Problem
+    x: mx.array
+    native: Weight
+    weights: tuple[Weight, ...]
+
+
+def rotated(problem: Problem, device: Device) -> int:
+    """Returns how many weights are larger than the cache together."""
+    cache = CACHE_BYTES * (2 if device.tier == "ultra" else 1)
+    return min(cache // problem.weight_bytes + 1, MOST_WEIGHTS)
+
+
+def operands(problem: Problem, count: int) -> Operands:
+    """Makes operands whose values are drawn, the same every time.
+
+    Args:
+        problem: The problem.
+        count: Weights to take in turn.
+    """
+    x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
+    natives = [_native(problem, seed) for seed in range(1, count + 1)]
+    made = Operands(
+        problem=problem,
+        x=x.astype(getattr(mx, problem.dtype)),
+        native=natives[0],
+        weights=tuple(_laid_out(problem, native) for native in natives),
+    )
+    mx.eval(made.x, made.native, made.weights)
+    return made
+
+
+def stock_product(problem: Problem) -> Product:
+    """Returns stock MLX's own product of a problem in MLX's layout."""
+
+    def product(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            w,
+            scales,
+            biases,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        )
+
+    return product
+
+
+def is_right(product: Product, given: Operands) -> bool:
+    """Whether a product agrees with stock MLX's, which is computed in float32."""
+    problem = given.problem
+    w, scales, biases = given.native
+    wide = (each.astype(mx.float32) for each in (scales, biases))
+    expected = stock_product(problem)(given.x.astype(mx.float32), w, *wide)
+    actual = product(given.x, *given.weights[0]).astype(mx.float32)
+    if actual.shape != expected.shape:
+        return False
+    most = mx.abs(actual - expected).max() / mx.sqrt(mx.square(expected).mean())
+    # What is not a number is in no order.
+    return bool((most <= TOLERANCES[problem.dtype]).item())
+
+
+def _native(problem: Problem, seed: int) -> Weight:
+    """Draws a weight around zero that gives results of x's own size, or less."""
+    keys = mx.random.split(mx.random.key(seed), 2)
+    # Bytes, because MLX draws large integers as floats, whose last bits are zero.
+    codes = (problem.n, problem.k * problem.bits // 8)
+    w = mx.random.randint(0, 256, codes, mx.uint8, key=keys[0]).view(mx.uint32)
+    groups = (problem.n, problem.groups)
+    size = mx.random.uniform(0.05, 0.15, groups, key=keys[1]) / problem.k**0.5
+    dtype = getattr(mx, problem.scale_dtype)
+    scales = size.astype(dtype)
+    middle = (2**problem.bits - 1) / 2
+    return w, scales, (-middle * size).astype(dtype)
+
+
+def _laid_out(problem: Problem, native: Weight) -> Weight:
+    if problem.layout == "mlx":
+        return native
+    packed = pack(*native, group_size=problem.group_size, bits=problem.bits)
+    return packed.words, packed.scales, packed.scales

@@ -1,0 +1,258 @@
+"""`mlx-marlin tune`: measures which plan is fastest here, and keeps it for serving."""
+
+import argparse
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin import device, launch, scheduler, serving, tuned
+from mlx_marlin.autotune import layers, tuner
+from mlx_marlin.autotune.timing import Spread
+from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
+from mlx_marlin.device import Device
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.choice import aligned
+
+ROWS = (1, 2, 4, 8, 16, 32)
+"""Rows that are measured of a model or of a shape without them."""
+SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
+
+EPILOG = """
+examples:
+  mlx-marlin tune 8x4096x11008
+  mlx-marlin tune 4096x4096 4096x11008 --rows 1,4,8 --dtype bfloat16
+  mlx-marlin tune mlx-community/Qwen3-4B-4bit --layout marlin
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the command's arguments."""
+    parser = subparsers.add_parser(
+        "tune",
+        description="Measure our plans and stock MLX on this machine, and keep what is "
+        "fastest: products of these shapes then use it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="MODEL_OR_SHAPE",
+        help="MxNxK or M,N,K; NxK for several M; or an mlx-lm model, folder or name",
+    )
+    parser.add_argument(
+        "--rows", help=f"M to measure, such as 1,4,8; default: {_listed(ROWS)}"
+    )
+    parser.add_argument("--layout", default="mlx", choices=LAYOUTS)
+    parser.add_argument(
+        "--dtype", choices=list(DTYPE_BYTES), help="default: float16, or the model's"
+    )
+    parser.add_argument(
+        "--group-size", type=int, help="of shapes; default: 64. A model has its own"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=tuner.SECONDS, help="for each problem"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only list what would be measured"
+    )
+    parser.add_argument(
+        "--clear", action="store_true", help="remove all that was kept, first"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes the problems; returns 1 if a plan's product was wrong."""
+    if not args.targets and not args.clear:
+        raise ValueError("name a shape such as 8x4096x11008, or a model; or --clear")
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g} must be above 0")
+    found = problems(args)
+    target = device.current()
+    if args.dry_run:
+        print("\n\n".join(listing(each, target) for each in found))
+        return 0
+    place = _folder()
+    if args.clear:
+        print(f"files removed from {place}: {tuned.clear(place)}")
+    return _tune(found, target, args.seconds, place) if found else 0
+
+
+def problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns the problems that the arguments name, each once."""
+    rows = _rows(args.rows) if args.rows else None
+    several: list[Problem] = []
+    for target in args.targets:
+        shape = SHAPE.fullmatch(target)
+        if shape is None:
+            several += layers.with_rows(_model_problems(target, args), rows or ROWS)
+            continue
+        m, n, k = shape.groups()
+        one = _shape_problem(int(n), int(k), args)
+        several += layers.with_rows([one], rows or ([int(m)] if m else ROWS))
+    return [*dict.fromkeys(several)]
+
+
+def listing(problem: Problem, target: Device) -> str:
+    """Lists what would be measured for a problem, with what the model says of it."""
+    times_stock = launch.backend() == "metal"
+    rows = [["", "us by the model, not measured"]]
+    for arm in tuner.arms(problem, target, times_stock=times_stock):
+        seconds = (
+            scheduler.compare(problem, device=target).stock.seconds
+            if arm is None
+            else scheduler.predict(arm, target).seconds
+        )
+        rows.append([tuner.name(arm), f"{seconds * 1e6:.1f}"])
+    return f"{problem.explain()}\n{aligned(rows)}"
+
+
+def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
+    """Says what was measured for a problem, and what is used from now on."""
+    rows = [["", f"us ({clock.name})", "+-", ""]]
+    rows += [
+        _row(arm, spread, _verdict(arm, outcome))
+        for arm, spread in outcome.arms.items()
+    ]
+    samples = max(each.samples for each in outcome.arms.values())
+    how = f": medians of {samples}, +- half the interquartile range"
+    return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
+
+
+def _tune(found: list[Problem], target: Device, seconds: float, place: Path) -> int:
+    """Measures problem after problem, and keeps each result at once."""
+    if tuned.stands_for_another(launch.backend()):
+        raise ValueError(
+            f"{device.ENVIRONMENT} names the chip to plan for, but the one here would "
+            f"be measured: unset it"
+        )
+    clock = tuner.clock(target, seconds)
+    here = tuned.machine(target, launch.backend())
+    _check_writable(place)  # before minutes are spent
+    wrong = 0
+    for problem in _shown(found):
+        outcome = tuner.tune(problem, target, clock)
+        _say(report(problem, outcome, clock))
+        if outcome.result:
+            tuned.write(place, here, [outcome.result])
+        wrong += len(outcome.wrong)
+    serving.forget()
+    print(f"kept in {place / here.file_name}")
+    return 1 if wrong else 0
+
+
+def _row(arm: Arm, spread: Spread, verdict: str) -> list[str]:
+    median, noise = spread.median * 1e6, spread.range / 2 * 1e6
+    return [tuner.name(arm), f"{median:.2f}", f"{noise:.2f}", verdict]
+
+
+def _verdict(arm: Arm, outcome: Outcome) -> str:
+    parts = ["the model's answer"] if arm == next(iter(outcome.arms)) else []
+    if arm in outcome.wrong:
+        parts.append("WRONG product, never used")
+    result = outcome.result
+    if result and arm == (None if result.stock else result.plan):
+        parts.append("used from now on")
+    return ", ".join(parts)
+
+
+def _shape_problem(n: int, k: int, args: argparse.Namespace) -> Problem:
+    dtype = args.dtype or "float16"
+    return Problem(
+        m=1,
+        n=n,
+        k=k,
+        group_size=64 if args.group_size is None else args.group_size,
+        dtype=dtype,
+        scale_dtype=dtype,
+        layout=args.layout,
+    )
+
+
+def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
+    """Returns one row of each product of a model, whose weights are not read."""
+    if args.group_size is not None:
+        raise ValueError(
+            f"--group-size {args.group_size} is for shapes; the model {name!r} has its "
+            f"own"
+        )
+    found = layers.find(_load(name), args.layout)
+    if found.others:
+        print(f"{name}: {found.others} quantized layers are not in our format")
+    if not found.problems:
+        raise ValueError(
+            f"the model {name!r} has no quantized linear layer of our format, affine "
+            f"4-bit with group size 32, 64 or 128; mlx_lm.convert -q makes them"
+        )
+    if args.dtype is None:
+        return [*found.problems]
+    return [
+        replace(each, dtype=args.dtype, scale_dtype=args.dtype)
+        for each in found.problems
+    ]
+
+
+def _load(name: str) -> Any:
+    try:
+        from mlx_lm import load  # takes seconds
+    except ImportError as error:
+        raise _missing("reading a model", error) from error
+    try:
+        return load(name, lazy=True)[0]
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{name!r} is neither a shape such as 8x4096x11008 nor a model that mlx-lm "
+            f"can load: {error}"
+        ) from error
+
+
+def _folder() -> Path:
+    try:
+        return tuned.folder()
+    except ImportError as error:
+        raise _missing("keeping results", error) from error
+
+
+def _missing(purpose: str, error: ImportError) -> ImportError:
+    return ImportError(f"{purpose} needs pip install 'mlx-marlin[lm]': {error}")
+
+
+def _check_writable(place: Path) -> None:
+    try:
+        with tuned.locked(place):
+            tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise OSError(
+            f"the results cannot be kept in {place}: {error.strerror or error}"
+        ) from error
+
+
+def _shown(found: list[Problem]) -> Iterator[Problem]:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise _missing("the progress bar", error) from error
+    yield from tqdm(found, "tune", unit="problem")
+
+
+def _say(text: str) -> None:
+    from tqdm import tqdm
+
+    tqdm.write(f"{text}\n")
+
+
+def _rows(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--rows {text!r}, expected such as {_listed(ROWS)}")
+    return [int(part) for part in parts]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,363 @@
+"""`mlx-marlin tune` measures, keeps what it finds, and what it keeps is used."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from arguments import activations, weight
+from models import Layers, tiny_llama
+
+import mlx_marlin
+from mlx_marlin import cache, device, emulator, launch, scheduler, serving, tuned
+from mlx_marlin.autotune import counting, operands, tuner
+from mlx_marlin.cli import main
+from mlx_marlin.measurement import Result
+from mlx_marlin.problem import Problem
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+Choose = Callable[[str | None], None]
+PROBLEM = Problem(m=4, n=64, k=256)
+HALF = {"dtype": mx.float16}
+
+
+@pytest.fixture
+def kept(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Runs kernels in the emulator and keeps results in a folder of the test."""
+    compiled = cache.folder("emulator")
+    monkeypatch.setattr(
+        cache, "folder", lambda name: {"emulator": compiled}.get(name, tmp_path / name)
+    )
+    monkeypatch.delenv(tuned.ENVIRONMENT)
+    backend("emulator")
+    return tmp_path / "tuned"
+
+
+@pytest.fixture
+def longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the emulator's clock run backwards: another plan than the model's wins."""
+    honest = counting.counted_seconds
+    monkeypatch.setattr(
+        counting, "counted_seconds", lambda *arguments: 1e-6 / honest(*arguments) * 1e-6
+    )
+
+
+def results(kept: Path) -> dict[Problem, Result]:
+    return tuned.read(kept, tuned.machine(device.current(), "emulator"))
+
+
+def without_dates(kept: Path) -> Any:
+    (file,) = kept.glob("*.json")
+    data = json.loads(file.read_text())
+    for row in data["results"]:
+        assert len(row.pop("date")) == len("2026-11-20")
+    return data
+
+
+def test_a_shape_is_tuned_kept_and_used(
+    kept: Path, longest_first: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, native = activations(4, 256, **HALF), weight(64, 256, **HALF)
+    before = mlx_marlin.quantized_matmul(x, *native)
+
+    assert main(["tune", "4x64x256"]) == 0
+
+    (result,) = results(kept).values()
+    assert result.plan.problem == PROBLEM
+    assert result.plan != scheduler.choose(PROBLEM, device.current())
+    assert result.clock == "emulator counters"
+    assert "us (emulator counters)" in capsys.readouterr().out
+    after = mlx_marlin.quantized_matmul(x, *native)
+    assert launch.plans_built() == [result.plan]
+    assert mx.allclose(before, after, atol=1e-2).item()
+
+
+def test_another_process_uses_what_was_kept(kept: Path, longest_first: None) -> None:
+    main(["tune", "4x64x256"])
+    (result,) = results(kept).values()
+    program = f"""
+from pathlib import Path
+import mlx.core as mx
+from mlx_marlin import cache, launch, quantized_matmul
+cache.folder = lambda name: {{"tuned": Path({str(kept)!r})}}[name]
+launch.product = lambda plan: print(plan.explain()) or (lambda x, *_: mx.zeros((4, 64)))
+w = mx.quantize(mx.zeros((64, 256), mx.float16), group_size=64, bits=4)
+quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+
+    assert answer.stdout.strip() == result.plan.explain(), answer.stderr
+
+
+def test_counters_give_the_same_file_every_time(kept: Path) -> None:
+    shapes = ["4x64x256", "8,96,512"]
+    main(["tune", *shapes])
+    first = without_dates(kept)
+
+    main(["tune", *reversed(shapes)])
+
+    assert without_dates(kept) == first
+    assert [row["problem"]["m"] for row in first["results"]] == [4, 8]
+    assert first["machine"]["chip"].startswith("emulator for")
+
+
+def test_a_wrong_plan_is_told_and_not_kept(
+    kept: Path,
+    longest_first: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    right = launch.product
+
+    def product(plan: Any) -> launch.Product:
+        run = right(plan)
+        return (lambda *given: run(*given) * 2) if plan.is_split else run
+
+    monkeypatch.setattr(launch, "product", product)
+
+    assert main(["tune", "4x64x256"]) == 1
+
+    (result,) = results(kept).values()
+    assert not result.plan.is_split
+    assert "WRONG product, never used" in capsys.readouterr().out
+
+
+def test_without_a_right_plan_nothing_is_kept(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = launch.product
+    monkeypatch.setattr(
+        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+    )
+
+    assert main(["tune", "4x64x256"]) == 1
+
+    assert results(kept) == {}
+
+
+def measured_problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """Stands in for measuring, and lists what would be measured."""
+    seen: list[Problem] = []
+
+    def tune(problem: Problem, *_: Any) -> tuner.Outcome:
+        seen.append(problem)
+        spread = tuner.Spread(median=1e-6)
+        plan = scheduler.choose(problem, device.current())
+        return tuner.Outcome(arms={plan: spread}, wrong=(), result=None)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (["9x64x256"], [9]),
+        (["9,64,256"], [9]),
+        (["64x256"], [1, 2, 4, 8, 16, 32]),
+        (["64x256", "--rows", "3,1"], [3, 1]),
+        (["9x64x256", "--rows", "3,1"], [3, 1]),
+        (["9x64x256", "9,64,256", "64x256", "--rows", "2"], [2]),
+    ],
+)
+def test_shapes_and_rows_say_what_is_measured(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], rows: list[int]
+) -> None:
+    seen = measured_problems(monkeypatch)
+
+    assert main(["tune", *words]) == 0
+
+    assert [each.m for each in seen] == rows
+    assert {(each.n, each.k) for each in seen} == {(64, 256)}
+
+
+def test_options_describe_the_shape(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = measured_problems(monkeypatch)
+    options = "--dtype bfloat16 --group-size 32 --layout marlin"
+
+    main(["tune", "4x64x256", *options.split()])
+
+    expected = Problem(
+        m=4,
+        n=64,
+        k=256,
+        dtype="bfloat16",
+        scale_dtype="bfloat16",
+        group_size=32,
+        layout="marlin",
+    )
+    assert seen == [expected]
+
+
+def test_a_models_layers_are_measured(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = measured_problems(monkeypatch)
+    asked: list[tuple[str, bool]] = []
+
+    def load(name: str, *, lazy: bool) -> tuple[nn.Module, None]:
+        asked.append((name, lazy))
+        model = tiny_llama(tied=False)
+        model.extra = nn.QuantizedLinear(64, 64, bits=8)
+        return model, None
+
+    monkeypatch.setattr(mlx_lm, "load", load)
+
+    assert main(["tune", "some/model", "--rows", "1,8", "--dtype", "float16"]) == 0
+
+    assert asked == [("some/model", True)]
+    assert len(seen) == 10
+    assert {each.m for each in seen} == {1, 8}
+    assert {each.dtype for each in seen} == {"float16"}
+    assert "1 quantized layers are not in our format" in capsys.readouterr().out
+
+
+def test_a_dry_run_lists_and_measures_nothing(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = measured_problems(monkeypatch)
+
+    assert main(["tune", "4x64x256", "--dry-run"]) == 0
+
+    said = capsys.readouterr().out
+    for plan in tuner.arms(PROBLEM, device.current(), times_stock=False):
+        assert tuner.name(plan) in said
+    assert "us by the model, not measured" in said
+    assert (seen, kept.exists()) == ([], False)
+
+
+def test_clearing_removes_what_was_kept(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["tune", "4x64x256"])
+    assert results(kept)
+
+    assert main(["tune", "--clear"]) == 0
+
+    assert f"files removed from {kept}: 1" in capsys.readouterr().out
+    assert results(kept) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a shape such as 8x4096x11008, or a model; or --clear"),
+        (["4x64x250"], "k=250 is not a multiple of group_size=64"),
+        (["4x64x256", "--rows", "1,0"], "--rows '1,0', expected such as 1,2,4"),
+        (["4x64x256", "--rows", "1,"], "--rows '1,', expected such as 1,2,4"),
+        (["4x64x256", "--seconds", "0"], "--seconds 0 must be above 0"),
+        (["4x64x256", "--seconds", "nan"], "--seconds nan must be above 0"),
+        (["4x64x256", "--group-size", "48"], "group_size=48 is not one of"),
+        (["a/model", "--group-size", "64"], "--group-size 64 is for shapes"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said(
+    kept: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not kept.exists()
+
+
+def test_a_model_that_is_none_is_said(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load(name: str, **_: Any) -> None:
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(mlx_lm, "load", load)
+    assert main(["tune", "4x64xy"]) == 2
+    said = capsys.readouterr().err
+    assert "'4x64xy' is neither a shape such as 8x4096x11008 nor a model" in said
+    assert "no such repository" in said
+
+    monkeypatch.setattr(
+        mlx_lm, "load", lambda *_, **__: (Layers(nn.Linear(8, 8)), None)
+    )
+    assert main(["tune", "a/model"]) == 2
+    assert "has no quantized linear layer of our format" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("mlx_lm", ["a/model"]), ("tqdm", ["4x64x256"])]
+)
+def test_what_is_missing_is_named_with_its_extra(
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    module: str,
+    words: list[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+
+    assert main(["tune", *words]) == 2
+
+    assert "needs pip install 'mlx-marlin[lm]'" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_measuring(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = measured_problems(monkeypatch)
+    kept.write_text("a file where the folder should be")
+
+    assert main(["tune", "4x64x256"]) == 2
+
+    assert f"the results cannot be kept in {kept}: " in capsys.readouterr().err
+    assert seen == []
+    serving.forget()
+    assert mlx_marlin.why_not(activations(4, 256), *weight(64, 256)) is None
+
+
+def test_on_a_mac_the_whole_way_runs_by_the_wall_clock(
+    kept: Path,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    m3 = device.Device.named("M3 Max")
+    backend("metal")
+    monkeypatch.setattr(device, "current", lambda: m3)
+    monkeypatch.setattr(operands, "CACHE_BYTES", 2**15)
+    # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
+    monkeypatch.setattr(
+        launch, "product", lambda plan: operands.stock_product(plan.problem)
+    )
+
+    assert main(["tune", "4x64x256", "--seconds", "0.1"]) == 0
+
+    (result,) = tuned.read(kept, tuned.machine(m3, "metal")).values()
+    assert result.clock == "wall time"
+    arms = tuner.arms(PROBLEM, m3, times_stock=True)
+    assert {*result.medians_us} == {*map(tuner.name, arms)}
+    said = capsys.readouterr().out
+    assert "+- half the interquartile range" in said
+    assert all(tuner.name(arm) in said for arm in arms)
+    assert str(kept) in said
+
+
+def test_a_chip_that_is_only_named_is_not_measured(
+    kept: Path,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend("metal")
+    monkeypatch.setenv(device.ENVIRONMENT, "M3 Max")
+
+    assert main(["tune", "4x64x256"]) == 2
+
+    assert "MLX_MARLIN_DEVICE names the chip to plan for" in capsys.readouterr().err
