@@ -1,15 +1,35 @@
 """`mlx-marlin plan` draws Marlin's picture and refuses nonsense in one line."""
 
+import json
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from hypothesis import given
-from strategies import plans
 
+from mlx_marlin import scheduler
 from mlx_marlin.cli import main
-from mlx_marlin.cli.plan import picture
+from mlx_marlin.cli.pictures import tile_map, timeline
+from mlx_marlin.device import Device
 from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.work import STRATEGIES
+
+KEYS = (
+    "strategy",
+    "variant",
+    "tile",
+    "threadgroups",
+    "splits",
+    "busy",
+    "predicted_us",
+    "stock_us",
+    "bytes",
+    "dispatches",
+    "reason",
+)
+MODEL = "(model, not measured)"
 
 
 def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -20,18 +40,23 @@ def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return captured.out.splitlines()
 
 
+def figures(capsys: pytest.CaptureFixture[str], arguments: str) -> Any:
+    """Runs the command with --json and returns what it printed: nothing else."""
+    return json.loads("\n".join(lines(capsys, "plan", *arguments.split(), "--json")))
+
+
 def test_three_by_three_tiles_on_five_draw_the_picture_of_marlin(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = "--strategy stripe --partition ceil --threadgroups 5 --k-parallel 1"
     printed = lines(capsys, "plan", "192", "96", "64", *options.split())
 
-    start = printed.index("threadgroups of each tile")
-    assert [line.split() for line in printed[start + 1 : start + 5]] == [
-        ["col", "0", "col", "1", "col", "2"],
-        ["row", "0", "0", "1", "3"],
-        ["row", "1", "0", "2", "3"],
-        ["row", "2", "1", "2", "4"],
+    start = printed.index("threadgroups of each tile of 64 x 32")
+    assert printed[start + 1 : start + 5] == [
+        "  col | 0 | 1 | 2 |",
+        "row 0 | 0 | 1 | 3 |",
+        "row 1 | 0 | 2 | 3 |",
+        "row 2 | 1 | 2 | 4 |",
     ]
 
 
@@ -39,20 +64,20 @@ def test_seven_tiles_on_five_show_the_idle_threadgroup(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = "--strategy stripe --partition ceil --threadgroups 5 --k-parallel 1"
-    printed = lines(capsys, "plan", "8", "224", "64", *options.split())
+    printed = lines(capsys, "plan", "8", "224", "512", *options.split())
 
-    assert [line.split() for line in printed[-6:]] == [
-        ["threadgroup", "units", "first", "last"],
-        ["0", "2", "0", "1"],
-        ["1", "2", "2", "3"],
-        ["2", "2", "4", "5"],
-        ["3", "1", "6", "6"],
-        ["4", "0", "idle"],
+    assert "idle: 4" in printed
+    assert [line.split()[:3] for line in printed[-5:]] == [
+        ["0", "0", "0-15"],
+        ["1", "1", "16-31"],
+        ["2", "2", "32-47"],
+        ["3", "3", "48-55"],
+        ["4", "idle"],
     ]
-    assert any("ceil, 1-2 units each, 1 idle" in line for line in printed)
+    assert any("ceil, at most 16 k tiles each, 1 idle" in line for line in printed)
 
 
-def test_the_words_name_problem_device_plan_cost_and_server(
+def test_the_words_name_problem_device_plan_cost_stock_and_server(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printed = lines(capsys, "plan", "8", "4096", "4096", "--chip", "Apple M3 Max")
@@ -61,14 +86,37 @@ def test_the_words_name_problem_device_plan_cost_and_server(
     assert printed[1].startswith("device    Apple M3 Max 40-core GPU: 40 cores")
     assert printed[2].startswith("plan      gemm_register 8x32x64, ")
     assert printed[3].startswith("cost      predicted ")
-    assert "not measured" in printed[3]
-    assert printed[4] == "served by this plan"
+    assert printed[4].startswith("stock     qmv_wide, ")
+    assert re.match(
+        r"served by this plan: \d\.\d\d times as fast as qmv_wide", printed[5]
+    )
+    assert all(MODEL in line for line in printed[3:6])
 
 
-def test_a_product_for_stock_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = lines(capsys, "plan", "32", "4096", "4096", "--chip", "M3 Max")
+def test_a_plan_is_followed_by_its_map_and_timeline(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = lines(capsys, "plan", "16", "5120", "17408", "--chip", "M4")
+    choice = scheduler.plan(16, 5120, 17408, chip="M4")
 
-    assert printed[4].startswith("served by stock MLX: 32 rows are close to")
+    pictures = f"\n\n{tile_map(choice.plan)}\n\n{timeline(choice)}"
+    assert "\n".join(printed).endswith(pictures)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("1 4096 4096", f"stock MLX: 1 row .* Apple M3 Max .*{re.escape(MODEL)}"),
+        ("1 4096 4096 --layout marlin", "this plan: stock MLX cannot read a packed"),
+        ("1 4096 4096 --invariant", "this plan: stock MLX's bits of a row depend on"),
+    ],
+)
+def test_who_serves_is_said_with_the_reason(
+    capsys: pytest.CaptureFixture[str], options: str, reason: str
+) -> None:
+    printed = lines(capsys, "plan", *options.split(), "--chip", "M3 Max")
+
+    assert re.match(f"served by {reason}", printed[5])
 
 
 def test_cores_change_the_device_with_and_without_a_chip(
@@ -81,44 +129,169 @@ def test_cores_change_the_device_with_and_without_a_chip(
     assert ": 17 cores, " in here[1]
 
 
-def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        "--group-size 32 --dtype bfloat16 --layout marlin --kernel gemm_register "
-        "--strategy stripe --partition balanced --k-parallel 4 --threadgroups 7"
+STREAM = "--strategy stream_k --simdgroups-k 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--strategy stream_k", {"strategy": "stream_k"}),
+        ("--partition ceil", {"strategy": "stripe", "work.partition": "ceil"}),
+        ("--strategy split_k --k-parallel 3", {"work.slices": 3, "threadgroups": 30}),
+        (f"{STREAM} --threadgroups 7", {"threadgroups": 7, "simdgroups_k": 1}),
+        (f"{STREAM} --minimum 3", {"work.minimum": 3}),
+        (f"{STREAM} --threadgroups 6 --groups 2", {"work.groups": 2}),
+        ("--strategy hybrid --whole 4", {"work.whole": 4}),
+        ("--strategy hytis --simdgroups-n 2 --whole 2", {"simdgroups_n": 2}),
+        (f"{STREAM} --threadgroups 7 --reduction atomic", {"reduction": "atomic"}),
+        ("--kernel gemm_register", {"kernel": "gemm_register"}),
+        ("", {"kernel": "gemv"}),
+        ("--layout marlin", {"problem.layout": "marlin"}),
+        ("--group-size 32", {"problem.group_size": 32}),
+        (
+            "--dtype bfloat16",
+            {"problem.dtype": "bfloat16", "problem.scale_dtype": "bfloat16"},
+        ),
+        ("--bias", {"problem.epilogue": Epilogue(bias=True)}),
+        ("--activation silu", {"problem.epilogue": Epilogue(activation="silu")}),
+        ("--multiply", {"problem.epilogue": Epilogue(multiply=True)}),
+        ("--residual", {"problem.epilogue": Epilogue(residual=True)}),
+        ("--invariant", {"problem.invariant": True, "kernel": "gemm_register"}),
+    ],
+)
+def test_every_option_reaches_the_plan(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    expected: dict[str, Any],
+) -> None:
+    drawn: list[Plan] = []
+
+    def keep(plan: Plan) -> str:
+        drawn.append(plan)
+        return ""
+
+    monkeypatch.setattr("mlx_marlin.cli.pictures.tile_map", keep)
+    printed = lines(
+        capsys, "plan", "2", "320", "1280", "--chip", "M4", *options.split()
     )
-    printed = lines(capsys, "plan", "2", "100", "320", *options.split())
 
-    assert printed[0] == (
-        "problem   2 rows of 320→100, affine 4-bit, group 32, bfloat16 with bfloat16 "
-        "scales, marlin layout"
-    )
-    assert "gemm_register" in printed[2]
-    assert "4 tiles, 4 slices of k, stripe over 7 threadgroups (bal" in printed[2]
-    assert printed[-1].split() == ["6", "3", "13", "15"]
+    (plan,) = drawn
+    assert printed[2] == f"plan      {plan.explain()}"
+    found = {"threadgroups": plan.num_threadgroups, "strategy": plan.strategy}
+    for name, value in expected.items():
+        *owner, field = name.split(".")
+        of = getattr(plan, owner[0]) if owner else plan
+        assert (found[name] if name in found else getattr(of, field)) == value
 
 
-@given(plans())
-def test_a_picture_names_the_threadgroups_whose_runs_meet_a_tile(plan: Plan) -> None:
-    drawn = picture(plan).splitlines()
-    runs = (plan.range(index) for index in range(plan.num_threadgroups))
-    meet = [
-        index
-        for index, (begin, end) in enumerate(runs)
-        if begin < min(end, plan.k_parallel)
+def test_json_is_the_problem_and_the_figures_of_the_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = figures(capsys, "16 2560 9728 --chip M3 --bias")
+    problem = Problem(m=16, n=2560, k=9728, epilogue=Epilogue(bias=True))
+    choice = scheduler.compare(problem, device=Device.named("M3"))
+
+    assert set(KEYS) <= printed.keys()
+    asked = printed.pop("problem")
+    assert printed == choice.figures()
+    assert Problem(**asked | {"epilogue": Epilogue(**asked["epilogue"])}) == problem
+    assert printed["measured"] is False
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_narrows_the_json(
+    capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    printed = figures(capsys, f"16 2560 9728 --chip M3 --all --strategy {strategy}")
+
+    assert printed["strategy"] == strategy
+    assert {each["strategy"] for each in printed["candidates"]} == {strategy}
+
+
+def test_json_of_all_lists_the_candidates_the_chosen_one_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = figures(capsys, "8 224 5120 --chip M4 --cores 5 --all")
+    problem = Problem(m=8, n=224, k=5120)
+    choice = scheduler.compare(problem, device=Device.named("M4", 5))
+
+    candidates = printed["candidates"]
+    assert candidates[0] == choice.figures()
+    assert all(set(KEYS) <= each.keys() for each in candidates)
+    assert [
+        (each["strategy"], each["threadgroups"], each["predicted_us"])
+        for each in candidates
+    ] == [
+        (
+            each.plan.strategy,
+            each.plan.num_threadgroups,
+            round(each.seconds * 1e6, 2),
+        )
+        for each in choice.candidates
     ]
-
-    cell = f"{meet[0]}" if len(meet) == 1 else f"{meet[0]}-{meet[-1]}"
-    assert drawn[2].split()[:3] == ["row", "0", cell]
+    assert len({each["strategy"] for each in candidates}) > 2
 
 
-@given(plans())
-def test_a_picture_elides_the_middle_of_many_tiles(plan: Plan) -> None:
-    drawn = picture(plan).splitlines()[1:]
+def test_all_prints_the_table_and_pictures_of_every_strategy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "plan 8 224 5120 --chip M4 --cores 5 --all"
+    printed = lines(capsys, *words.split())
+    problem = Problem(m=8, n=224, k=5120)
+    choice = scheduler.compare(problem, device=Device.named("M4", 5))
 
-    assert len(drawn) == 1 + min(plan.m_tiles, 13)
-    assert len(drawn[0].split("col")) == 1 + min(plan.n_tiles, 12)
-    assert drawn[0].split()[-1] == str(plan.n_tiles - 1)
-    assert drawn[-1].split()[1] == str(plan.m_tiles - 1)
+    text = "\n".join(printed)
+    assert f"compared, times in us {MODEL}\n{choice.table()}\n" in text
+    heads = [line for line in printed if line.startswith("# ")]
+    assert [line.split()[1] for line in heads] == [f"{name}," for name in STRATEGIES]
+    assert all(line.endswith(f" us {MODEL}") for line in heads)
+    assert printed.count("threadgroups of each tile of 8 x 32") == 5
+    assert printed.count("threadgroups of each tile of 8 x 32, wide ones 8 x 64") == 1
+    for strategy in STRATEGIES:
+        same = (each for each in choice.candidates if each.plan.strategy == strategy)
+        if best := next(same, None):
+            assert f"{best.plan.explain()}\n\n{tile_map(best.plan)}\n" in text
+
+
+def test_all_says_why_a_strategy_has_no_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "plan 8 32 512 --chip M4 --all --invariant"
+    printed = lines(capsys, *words.split())
+
+    (reason,) = [line for line in printed if line.startswith("stripe: no plan, ")]
+    assert "invariant=True needs" in reason
+
+
+def test_what_is_wished_narrows_every_strategy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "plan 8 224 5120 --chip M4 --cores 5 --all --threadgroups 5"
+    printed = lines(capsys, *words.split())
+    one = lines(capsys, *words.split(), "--strategy", "stripe")
+
+    missing = [line for line in printed if ": no plan, " in line]
+    assert [line.partition(":")[0] for line in missing] == [
+        "data_parallel",
+        "split_k",
+        "hytis",
+    ]
+    assert missing[0].endswith("data_parallel does not take num_threadgroups=5")
+    assert [line.split()[1] for line in one if line.startswith("# ")] == ["stripe,"]
+
+
+SHAPES = [(17408, 5120), (9728, 2560), (11008, 2048), (4864, 896), (11008, 4096)]
+
+
+@pytest.mark.parametrize("chip", ["M3 Max", "M4 Pro"])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_the_plans_of_models_keep_the_cores_busy(
+    capsys: pytest.CaptureFixture[str], chip: str, k: int, n: int
+) -> None:
+    assert main(["plan", "16", str(n), str(k), "--chip", chip, "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["busy"] >= 0.9
 
 
 @pytest.mark.parametrize(
@@ -132,6 +305,12 @@ def test_a_picture_elides_the_middle_of_many_tiles(plan: Plan) -> None:
         ("8 64 64 --kernel gemv", "at most 5 rows"),
         ("8 64 64 --k-parallel 9", "k_parallel=9"),
         ("8 64 64 --threadgroups 0", "num_threadgroups=0"),
+        ("8 64 64 --json --threadgroups 0", "num_threadgroups=0"),
+        ("8 64 64 --strategy stripe --minimum 2", "stripe does not take minimum=2"),
+        ("8 64 64 --strategy hybrid --whole 9", "whole=9 is not between"),
+        ("8 64 64 --minimum 1 --k-parallel 1", "no strategy takes all of"),
+        ("8 64 64 --simdgroups-k 9", "simdgroups_k=9"),
+        ("8 64 64 --reduction atomic", "reduction='atomic' fits none"),
     ],
 )
 def test_nonsense_is_one_line_and_exit_status_two(

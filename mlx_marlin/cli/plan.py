@@ -1,19 +1,20 @@
-"""`mlx-marlin plan M N K`: the plan of a product, in words and as a picture."""
+"""`mlx-marlin plan M N K`: the plan of a product, in words, figures and pictures."""
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from mlx_marlin import device, scheduler
+from mlx_marlin.cli import pictures
 from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
-from mlx_marlin.plan import KERNELS, PARTITIONS, STRATEGIES, Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import Wishes
-
-SHOWN = 12
-"""Tiles shown of a row or column, and threadgroups of the list; more are elided."""
-GAP = "..."
+from mlx_marlin.plan import KERNELS, REDUCTIONS
+from mlx_marlin.problem import ACTIVATIONS, Epilogue, Problem
+from mlx_marlin.scheduler import Candidate, Choice, Wishes
+from mlx_marlin.scheduler.handover import handover, stock_seconds
+from mlx_marlin.work import PARTITIONS, STRATEGIES
 
 
 def add_parser(
@@ -22,26 +23,83 @@ def add_parser(
     """Adds the command's arguments."""
     parser = subparsers.add_parser(
         "plan",
-        description="Show how y[M, N] = x[M, K] @ W[N, K]^T would be computed.",
+        description="Show how y[M, N] = x[M, K] @ W[N, K]^T would be computed. Every "
+        "time shown is a model's, not measured.",
     )
     parser.add_argument("m", type=int, metavar="M", help="rows of x")
     parser.add_argument("n", type=int, metavar="N", help="rows of the weight")
     parser.add_argument("k", type=int, metavar="K", help="columns of the weight")
     parser.add_argument("--chip", help='such as "Apple M3 Max"; default: this machine')
     parser.add_argument("--cores", type=int, help="GPU cores, if not the chip's most")
-    parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--dtype", default="float16", choices=list(DTYPE_BYTES))
-    parser.add_argument("--layout", default="mlx", choices=LAYOUTS)
-    parser.add_argument("--kernel", choices=KERNELS)
-    parser.add_argument("--strategy", choices=STRATEGIES)
-    parser.add_argument("--partition", choices=PARTITIONS)
-    parser.add_argument("--k-parallel", type=int, help="slices of k")
-    parser.add_argument("--threadgroups", type=int, dest="num_threadgroups")
+    _add_problem(parser)
+    _add_wishes(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--all", action="store_true", help="what else was compared")
+    output.add_argument("--json", action="store_true", help="figures as JSON only")
+    output.add_argument("--save", type=Path, metavar="FILE", help="draw a .svg or .png")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and returns 0."""
-    problem = Problem(
+    wishes = _wishes(args)
+    choice = scheduler.compare(
+        _problem(args), device=_device(args.chip, args.cores), **wishes
+    )
+    # Only what is drawn is made: a strategy may have to be planned for it.
+    drawn = args.all and (args.save or not args.json)
+    shown, missing = _each_strategy(choice, wishes) if drawn else ([choice], [])
+    if args.save:
+        from mlx_marlin.cli import drawing  # needs matplotlib to draw
+
+        drawing.save(args.save, shown)
+    if args.json:
+        print(json.dumps(_figures(choice, args.all), indent=2))
+        return 0
+    print(_words(choice))
+    if args.all:
+        print(f"\ncompared, times in us (model, not measured)\n{choice.table()}")
+    for each in shown:
+        if args.all:
+            print(f"\n{_heading(each)}")
+        print(f"\n{pictures.tile_map(each.plan)}\n\n{pictures.timeline(each)}")
+    for line in missing:
+        print(f"\n{line}")
+    if args.save:
+        print(f"\nsaved {args.save}")
+    return 0
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the product")
+    group.add_argument("--group-size", type=int, default=64)
+    group.add_argument("--dtype", default="float16", choices=list(DTYPE_BYTES))
+    group.add_argument("--layout", default="mlx", choices=LAYOUTS)
+    group.add_argument("--bias", action="store_true", help="add a bias to it")
+    group.add_argument("--activation", default="none", choices=ACTIVATIONS)
+    group.add_argument("--multiply", action="store_true", help="multiply by an array")
+    group.add_argument("--residual", action="store_true", help="add an array at last")
+    group.add_argument(
+        "--invariant", action="store_true", help="the same bits for any M"
+    )
+
+
+def _add_wishes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parts of the plan that are not to be chosen")
+    group.add_argument("--kernel", choices=KERNELS)
+    group.add_argument("--strategy", choices=STRATEGIES)
+    group.add_argument("--partition", choices=PARTITIONS)
+    group.add_argument("--k-parallel", type=int, help="slices of k")
+    group.add_argument("--threadgroups", type=int, dest="num_threadgroups")
+    group.add_argument("--whole", type=int, help="leading tiles that are not split")
+    group.add_argument("--minimum", type=int, help="fewest k tiles of a split")
+    group.add_argument("--groups", type=int, help="groups of neighbouring ranges")
+    group.add_argument("--reduction", choices=REDUCTIONS)
+    group.add_argument("--simdgroups-k", type=int, help="simdgroups that share k")
+    group.add_argument("--simdgroups-n", type=int, help="tiles in a wide tile of hytis")
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    return Problem(
         m=args.m,
         n=args.n,
         k=args.k,
@@ -49,53 +107,14 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         scale_dtype=args.dtype,
         layout=args.layout,
+        epilogue=Epilogue(
+            bias=args.bias,
+            activation=args.activation,
+            multiply=args.multiply,
+            residual=args.residual,
+        ),
+        invariant=args.invariant,
     )
-    chip = _device(args.chip, args.cores)
-    plan = scheduler.make(problem, device=chip, **_wishes(args))
-    stock = scheduler.stock_reason(problem, chip)
-    print(f"problem   {problem.explain()}")
-    print(
-        f"device    {chip.variant}: {chip.cores} cores, {chip.bandwidth_gbs:g} GB/s, "
-        f"{chip.clock_ghz:g} GHz"
-    )
-    print(f"plan      {plan.explain()}")
-    print(f"cost      {scheduler.predict(plan, chip).explain()}")
-    print(f"served by {f'stock MLX: {stock}' if stock else 'this plan'}")
-    print(f"\n{picture(plan)}\n\n{runs(plan)}")
-    return 0
-
-
-def picture(plan: Plan) -> str:
-    """Draws the tiles of the result, each with the threadgroups that compute it.
-
-    Args:
-        plan: The plan to draw.
-
-    Returns:
-        Lines of text, one for each row of tiles; long rows and columns are elided.
-    """
-    columns = _ends(plan.n_tiles)
-    lines = [["", *(GAP if col is None else f"col {col}" for col in columns)]]
-    for row in _ends(plan.m_tiles):
-        if row is None:
-            lines.append([GAP] * (len(columns) + 1))
-            continue
-        owners = (GAP if col is None else _owners(plan, row, col) for col in columns)
-        lines.append([f"row {row}", *owners])
-    return "threadgroups of each tile\n" + _aligned(lines)
-
-
-def runs(plan: Plan) -> str:
-    """Lists which units each threadgroup owns, elided in the middle."""
-    lines = [["threadgroup", "units", "first", "last"]]
-    for index in _ends(plan.num_threadgroups):
-        if index is None:
-            lines.append([GAP] * 4)
-            continue
-        begin, end = plan.range(index)
-        ends = [str(begin), str(end - 1)] if end > begin else ["idle", ""]
-        lines.append([str(index), str(end - begin), *ends])
-    return _aligned(lines)
 
 
 def _device(name: str | None, cores: int | None) -> Device:
@@ -117,23 +136,77 @@ def _wishes(args: argparse.Namespace) -> Wishes:
     return wishes
 
 
-def _owners(plan: Plan, row: int, col: int) -> str:
-    """Returns the threadgroup of a tile, or the first and last of its slices."""
-    first = (col * plan.m_tiles + row) * plan.k_parallel
-    owners = plan.owner(first), plan.owner(first + plan.k_parallel - 1)
-    return f"{owners[0]}" if owners[0] == owners[1] else f"{owners[0]}-{owners[1]}"
+def _each_strategy(choice: Choice, wishes: Wishes) -> tuple[list[Choice], list[str]]:
+    """Returns the best plan of each strategy, and why there is none of the others.
+
+    A strategy that was not worth comparing is asked for by name.
+    """
+    shown, missing = [], []
+    for strategy in [wishes["strategy"]] if "strategy" in wishes else STRATEGIES:
+        found = [each for each in choice.candidates if each.plan.strategy == strategy]
+        try:
+            shown.append(
+                _as_chosen(choice, found[0])
+                if found
+                else scheduler.compare(
+                    choice.plan.problem,
+                    device=choice.device,
+                    **wishes | Wishes(strategy=strategy),
+                )
+            )
+        except ValueError as error:
+            missing.append(f"{strategy}: no plan, {error}")
+    return shown, missing
 
 
-def _ends(count: int) -> list[int | None]:
-    """Returns 0 .. count - 1; None stands for the middle of a long list."""
-    if count <= SHOWN:
-        return list(range(count))
-    half = SHOWN // 2
-    return [*range(half), None, *range(count - half, count)]
+def _as_chosen(choice: Choice, candidate: Candidate) -> Choice:
+    """Returns the choice as it would be if a candidate had won."""
+    ours = candidate.prediction
+    reason = handover(choice.plan.problem, choice.device, ours)
+    return replace(choice, plan=candidate.plan, prediction=ours, reason=reason)
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Returns the cells in columns, right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ("  ".join(map(str.rjust, line, widths)).rstrip() for line in lines)
-    return "\n".join(rows)
+def _figures(choice: Choice, with_candidates: bool) -> dict[str, Any]:
+    """Returns the choice as values that JSON can hold."""
+    figures = {"problem": asdict(choice.plan.problem)} | choice.figures()
+    if with_candidates:
+        each = (_as_chosen(choice, candidate) for candidate in choice.candidates)
+        figures["candidates"] = [chosen.figures() for chosen in each]
+    return figures
+
+
+def _words(choice: Choice) -> str:
+    """Says everything but the pictures, a line for each thing."""
+    chip = choice.device
+    lines = [
+        f"problem   {choice.plan.problem.explain()}",
+        f"device    {chip.variant}: {chip.cores} cores, {chip.bandwidth_gbs:g} GB/s, "
+        f"{chip.clock_ghz:g} GHz",
+        f"plan      {choice.plan.explain()}",
+        f"cost      {choice.prediction.explain()}",
+        f"stock     {choice.stock.explain().removeprefix('stock MLX: ')}",
+        f"served by {_server(choice)}",
+    ]
+    return "\n".join(lines)
+
+
+def _server(choice: Choice) -> str:
+    """Says who serves the product and why."""
+    problem = choice.plan.problem
+    if choice.reason:
+        return f"stock MLX: {choice.reason} (model, not measured)"
+    if problem.layout != "mlx":
+        return "this plan: stock MLX cannot read a packed weight"
+    if problem.invariant:
+        return "this plan: stock MLX's bits of a row depend on the number of rows"
+    ratio = stock_seconds(problem, choice.device) / choice.prediction.seconds
+    kernel = choice.stock.call.kernel
+    return f"this plan: {ratio:.2f} times as fast as {kernel} (model, not measured)"
+
+
+def _heading(choice: Choice) -> str:
+    seconds = choice.prediction.seconds
+    return (
+        f"# {choice.plan.strategy}, {seconds * 1e6:.1f} us (model, not measured)\n"
+        f"{choice.plan.explain()}"
+    )
