@@ -12,12 +12,13 @@ from mlx_marlin.scheduler import plan
 if TYPE_CHECKING:
     from mlx_marlin.integrations.mlx_lm import optimize, restore
     from mlx_marlin.nn import MarlinLinear
-    from mlx_marlin.ops import quantized_matmul, why_not
+    from mlx_marlin.ops import linear, quantized_matmul, why_not
     from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
 
 __all__ = [
     "MarlinLinear",
     "PackedWeight",
+    "linear",
     "optimize",
     "pack",
     "plan",
@@ -31,6 +32,7 @@ __all__ = [
 _HOMES = {
     "MarlinLinear": "nn",
     "PackedWeight": "packing",
+    "linear": "ops",
     "optimize": "integrations.mlx_lm",
     "pack": "packing",
     "quantize": "packing",

@@ -16,28 +16,27 @@ def differentiable(ours: Product, stock: Product) -> Product:
         stock: The same product in MLX's own operations.
 
     Returns:
-        `ours`, with gradients and tangents of `stock` for x, scales and biases.
+        `ours`, with gradients and tangents of `stock` for x, scales and biases, and
+        for all arrays that follow.
     """
 
     @mx.custom_function
-    def product(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
-    ) -> mx.array:
-        return ours(x, w, scales, biases)
+    def product(x: mx.array, w: mx.array, *floats: mx.array) -> mx.array:
+        return ours(x, w, *floats)
 
     @product.vjp
     def backward(
         primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
     ) -> tuple[mx.array, ...]:
-        x, w, scales, biases = primals
+        x, w, *floats = primals
 
-        def of_floats(x: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-            return stock(x, w, scales, biases)
+        def of_floats(x: mx.array, *floats: mx.array) -> mx.array:
+            return stock(x, w, *floats)
 
-        grads = mx.vjp(of_floats, [x, scales, biases], [cotangent])[1]
+        grads = mx.vjp(of_floats, [x, *floats], [cotangent])[1]
         # Codes have no gradient. MLX raises where one is asked for, which cannot be
         # seen from here; a zero would pass for an answer.
-        return grads[0], mx.full(w.shape, math.nan), grads[1], grads[2]
+        return grads[0], mx.full(w.shape, math.nan), *grads[1:]
 
     @product.jvp
     def forward(

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, format_of
-from mlx_marlin.ops import packed_product, quantized_matmul
+from mlx_marlin.ops import linear, packed_product, quantized_matmul
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 NATIVE = ("weight", "scales", "biases")
@@ -31,6 +31,8 @@ class MarlinLinear(nn.QuantizedLinear):
         mode (str): Quantization scheme. Default: "affine".
         layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
             kernels. Default: "mlx".
+        invariant (bool): Whether a row's bits must not depend on how many rows there
+            are, as for `linear`. Default: False.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class MarlinLinear(nn.QuantizedLinear):
         mode: str = "affine",
         *,
         layout: str = "mlx",
+        invariant: bool = False,
     ) -> None:
         _check(layout, mode, 4 if bits is None else bits)
         # MLX fills None in, though its annotations do not say so.
@@ -50,6 +53,7 @@ class MarlinLinear(nn.QuantizedLinear):
         width: Any = bits
         super().__init__(input_dims, output_dims, bias, size, width, mode)
         self.layout = "mlx"
+        self.invariant = invariant
         if layout == "marlin":
             self._keep_packed()
 
@@ -62,21 +66,29 @@ class MarlinLinear(nn.QuantizedLinear):
         mode: str = "affine",
         *,
         layout: str = "mlx",
+        invariant: bool = False,
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
         _check(layout, mode, 4 if bits is None else bits)
         size: Any = group_size
         width: Any = bits
         quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
-        return cls.from_quantized(quantized, layout=layout)
+        return cls.from_quantized(quantized, layout=layout, invariant=invariant)
 
     @classmethod
-    def from_quantized(cls, layer: nn.QuantizedLinear, *, layout: str = "mlx") -> Self:
+    def from_quantized(
+        cls,
+        layer: nn.QuantizedLinear,
+        *,
+        layout: str = "mlx",
+        invariant: bool = False,
+    ) -> Self:
         """Makes a layer with the parameters of an `nn.QuantizedLinear`.
 
         Args:
             layer: The layer; it stays as it is.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
+            invariant: Whether a row's bits must not depend on how many rows there are.
 
         Raises:
             ValueError: If the layout is unknown or our format cannot hold the weight.
@@ -84,6 +96,7 @@ class MarlinLinear(nn.QuantizedLinear):
         _check(layout, layer.mode, layer.bits)
         ours = _twin(cls, layer)
         ours.layout = "mlx"
+        ours.invariant = invariant
         for name in NATIVE:
             ours[name] = getattr(layer, name)
         if "bias" in layer:
@@ -133,17 +146,27 @@ class MarlinLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        y = _native_product(self, x) if self.layout == "mlx" else self._product(x)
-        return y + self["bias"] if "bias" in self else y
+        bias: mx.array | None = self.get("bias")
+        scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
+        # In one kernel, unless the bias would widen the result.
+        if bias is None or bias.dtype == scales.dtype:
+            return self._product(x, bias)
+        y: mx.array = self._product(x, None) + bias
+        return y
 
     def _extra_repr(self) -> str:
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
-        return f"{stock}, layout={self.layout}"
+        invariant = ", invariant" if self.invariant else ""
+        return f"{stock}, layout={self.layout}{invariant}"
 
-    def _product(self, x: mx.array) -> mx.array:
+    def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
+        if self.layout == "mlx":
+            return _native_product(self, x, bias, self.invariant)
         words, quantizers = self["words"], self["quantizers"]
         n, k = self.output_dims, self.input_dims
-        return packed_product(x, words, quantizers, n, k, self.group_size)
+        return packed_product(
+            x, words, quantizers, n, k, self.group_size, bias, self.invariant
+        )
 
     def _native(self) -> tuple[mx.array, mx.array, mx.array]:
         packed = self.packed
@@ -171,9 +194,12 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
     """
 
     @classmethod
-    def from_quantized(cls, layer: nn.QuantizedEmbedding) -> Self:
+    def from_quantized(
+        cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
+    ) -> Self:
         """Makes an embedding that shares the arrays of MLX's."""
         ours = _twin(cls, layer)
+        ours.invariant = invariant
         ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
         for name in NATIVE:
             ours[name] = layer[name]
@@ -189,19 +215,24 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return _native_product(self, x)
+        return _native_product(self, x, None, self.invariant)
 
 
-def _native_product(layer: nn.Module, x: mx.array) -> mx.array:
-    return quantized_matmul(
+def _native_product(
+    layer: nn.Module, x: mx.array, bias: mx.array | None, invariant: bool
+) -> mx.array:
+    weight = layer["weight"], layer["scales"], layer["biases"]
+    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
+    if bias is None and not invariant:
+        return quantized_matmul(x, *weight, True, group_size, bits, mode)
+    return linear(
         x,
-        layer["weight"],
-        layer["scales"],
-        layer["biases"],
-        True,
-        layer.group_size,
-        layer.bits,
-        layer.mode,
+        *weight,
+        bias=bias,
+        invariant=invariant,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
     )
 
 

@@ -4,11 +4,14 @@ What a call's shapes and dtypes decide is decided once and remembered (`serving`
 remains for every call is a look-up, a kernel call and perhaps a reshape.
 """
 
+from functools import lru_cache
 from typing import NoReturn
 
 import mlx.core as mx
 
+from mlx_marlin.finishing import check_operands
 from mlx_marlin.packing import PackedWeight
+from mlx_marlin.problem import PLAIN, Epilogue
 from mlx_marlin.serving import Served, serve_native, serve_packed
 
 CPU = mx.Device(mx.cpu)
@@ -65,8 +68,93 @@ def quantized_matmul(
     return served.run(x, w, scales, biases)
 
 
+def linear(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    /,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    bias: mx.array | None = None,
+    activation: str | None = None,
+    multiply: mx.array | None = None,
+    residual: mx.array | None = None,
+    invariant: bool = False,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    stream: Stream = None,
+) -> mx.array:
+    """Multiplies by the transposed weight and finishes the result in the same kernel.
+
+    The result is `activation(x @ w.T + bias) * multiply + residual`, computed in
+    float32 and rounded once. Where stock MLX serves the product, the same operations
+    follow it, each with its own rounding.
+
+    Args:
+        x: Activations [..., k].
+        w: Codes, uint32 [n, k * bits / 32], or a weight from `pack` or `quantize`.
+        scales: Scales [n, k / group_size]; only a packed weight carries its own.
+        biases: Biases of the groups, same shape as `scales`.
+        bias: Bias [n] of the layer.
+        activation: "silu", "gelu" or "gelu_approx", as in `mlx.nn`.
+        multiply: Factors [..., n], such as the other half of a gated layer.
+        residual: Summands [..., n].
+        invariant: Whether a row's bits must not depend on how many rows there are, so
+            that a batch gives each row what it would get alone.
+        group_size: Weights that share a scale. Default: the mode's, or the packed
+            weight's own.
+        bits: Bits of a code. Default: likewise.
+        mode: MLX's name of the quantization scheme.
+        stream: Stream or device to run on.
+
+    Returns:
+        The result [..., n], in the dtype of `quantized_matmul`'s product.
+
+    Raises:
+        TypeError: If `scales` is missing for a weight that is not packed.
+        ValueError: If the arguments do not belong together, or `invariant` is asked of
+            a call that only stock MLX can serve.
+    """
+    if stream is not None:
+        with mx.stream(stream):
+            return linear(
+                x,
+                w,
+                scales,
+                biases,
+                bias=bias,
+                activation=activation,
+                multiply=multiply,
+                residual=residual,
+                invariant=invariant,
+                group_size=group_size,
+                bits=bits,
+                mode=mode,
+            )
+    epilogue = _epilogue(
+        bias is not None, activation, multiply is not None, residual is not None
+    )
+    served = _served(
+        x, w, scales, biases, True, group_size, bits, mode, epilogue, invariant
+    )
+    n = w.n if isinstance(w, PackedWeight) else w.shape[-2]
+    check_operands((*x.shape[:-1], n), bias, multiply, residual)
+    given = [each for each in (bias, multiply, residual) if each is not None]
+    if isinstance(w, PackedWeight):
+        return served.run(x, w.words, w.scales, w.scales, *given)
+    return served.run(x, w, scales, biases, *given)
+
+
 def packed_product(
-    x: mx.array, words: mx.array, scales: mx.array, n: int, k: int, group_size: int
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bias: mx.array | None = None,
+    invariant: bool = False,
 ) -> mx.array:
     """Multiplies x [..., k] by a packed weight's arrays, for callers that hold them.
 
@@ -77,15 +165,27 @@ def packed_product(
         n: Rows of the weight.
         k: Columns of the weight.
         group_size: Weights that share a scale.
+        bias: Bias [n] of the layer.
+        invariant: As for `linear`.
 
     Returns:
-        The product [..., n].
+        The product [..., n], plus the bias if there is one.
     """
-    on_cpu = mx.default_device() == CPU
     served = serve_packed(
-        x.shape, x.dtype, n, k, group_size, scales.dtype, True, on_cpu
+        x.shape,
+        x.dtype,
+        n,
+        k,
+        group_size,
+        scales.dtype,
+        True,
+        mx.default_device() == CPU,
+        PLAIN if bias is None else _epilogue(True, None, False, False),
+        invariant,
     )
-    return served.run(x, words, scales, scales)
+    if bias is None:
+        return served.run(x, words, scales, scales)
+    return served.run(x, words, scales, scales, bias)
 
 
 def why_not(
@@ -111,6 +211,18 @@ def why_not(
     return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
 
 
+@lru_cache
+def _epilogue(
+    bias: bool, activation: str | None, multiply: bool, residual: bool
+) -> Epilogue:
+    return Epilogue(
+        bias=bias,
+        activation=activation or "none",
+        multiply=multiply,
+        residual=residual,
+    )
+
+
 def _served(
     x: mx.array,
     w: mx.array | PackedWeight,
@@ -120,6 +232,8 @@ def _served(
     group_size: int | None,
     bits: int | None,
     mode: str,
+    epilogue: Epilogue = PLAIN,
+    invariant: bool = False,
 ) -> Served:
     if not isinstance(x, mx.array):
         _refuse_types(x, w, scales, biases)
@@ -134,6 +248,8 @@ def _served(
             w.scales.dtype,
             transpose,
             mx.default_device() == CPU,
+            epilogue,
+            invariant,
         )
     is_odd = biases is not None and not isinstance(biases, mx.array)
     if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):
@@ -152,6 +268,8 @@ def _served(
         bits,
         mode,
         mx.default_device() == CPU,
+        epilogue,
+        invariant,
     )
 
 

@@ -11,15 +11,24 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import device, launch, scheduler
+from mlx_marlin import device, launch, scheduler, tuned
 from mlx_marlin.derivatives import differentiable
+from mlx_marlin.finishing import then_finished, with_all_operands
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
+from mlx_marlin.launch import Product
+from mlx_marlin.measurement import Result
 from mlx_marlin.packing import PackedWeight, dtype_name, unpack
-from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.problem import (
+    MOST_ELEMENTS,
+    PLAIN,
+    Epilogue,
+    Problem,
+    largest_array,
+)
 
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]
-"""From x, codes, scales and biases, as the caller has them, to the product."""
+"""From x, codes, scales, biases and an epilogue's arrays, as the caller has them."""
 
 KINDS = 4096
 """Kinds of call that are remembered."""
@@ -58,6 +67,8 @@ class Kind:
     transpose: bool
     layout: str
     on_cpu: bool
+    epilogue: Epilogue
+    invariant: bool
 
 
 @lru_cache(KINDS)
@@ -75,6 +86,8 @@ def serve_native(
     bits: int | None,
     mode: str,
     on_cpu: bool,
+    epilogue: Epilogue = PLAIN,
+    invariant: bool = False,
 ) -> Served:
     """Decides a call whose weight is in MLX's layout.
 
@@ -120,6 +133,8 @@ def serve_native(
         transpose=transpose,
         layout="mlx",
         on_cpu=on_cpu,
+        epilogue=epilogue,
+        invariant=invariant,
     )
     return _decide(kind, stock)
 
@@ -134,6 +149,8 @@ def serve_packed(
     scale_dtype: mx.Dtype,
     transpose: bool,
     on_cpu: bool,
+    epilogue: Epilogue = PLAIN,
+    invariant: bool = False,
 ) -> Served:
     """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
 
@@ -168,6 +185,8 @@ def serve_packed(
         transpose=transpose,
         layout="marlin",
         on_cpu=on_cpu,
+        epilogue=epilogue,
+        invariant=invariant,
     )
     return _decide(kind, stock)
 
@@ -177,15 +196,18 @@ def forget() -> None:
     serve_native.cache_clear()
     serve_packed.cache_clear()
     launch.forget()
+    tuned.forget()
 
 
-def _decide(kind: Kind, stock: Run) -> Served:
+def _decide(kind: Kind, stock: Product) -> Served:
+    epilogue = kind.epilogue
     if not prod(kind.shape) or not prod(kind.x_shape):
-        return Served(
-            lambda *_: mx.zeros(kind.shape, kind.dtype), "there is nothing to add up"
-        )
+        return Served(_nothing_added_up(kind), "there is nothing to add up")
+    if epilogue != PLAIN:
+        stock = then_finished(stock, epilogue)
     reason = _not_here(kind.on_cpu) or _not_ours(kind)
     if reason:
+        _refuse_variance(kind, reason)
         return Served(stock, reason)
     problem = Problem(
         m=prod(kind.x_shape[:-1]),
@@ -195,12 +217,35 @@ def _decide(kind: Kind, stock: Run) -> Served:
         dtype=dtype_name(kind.dtype),
         scale_dtype=dtype_name(kind.scale_dtype),
         layout=kind.layout,
+        epilogue=epilogue,
+        invariant=kind.invariant,
     )
-    reason = _faster_elsewhere(problem)
+    measured = _measured(problem)
+    reason = _faster_elsewhere(problem, measured)
     if reason:
         return Served(stock, reason)
-    plan = scheduler.choose(problem, device.current())
-    return Served(_as_rows(differentiable(launch.product(plan), stock), kind))
+    chosen = measured.plan if measured else scheduler.choose(problem, device.current())
+    product = launch.product(chosen)
+    if epilogue != PLAIN:
+        product = with_all_operands(product, epilogue)
+    return Served(_as_rows(differentiable(product, stock), kind))
+
+
+def _nothing_added_up(kind: Kind) -> Run:
+    def zeros(*_: mx.array) -> mx.array:
+        return mx.zeros(kind.shape, kind.dtype)
+
+    if kind.epilogue == PLAIN:
+        return zeros
+    return then_finished(zeros, kind.epilogue)
+
+
+def _refuse_variance(kind: Kind, reason: str) -> None:
+    if kind.invariant:
+        raise ValueError(
+            f"invariant=True cannot be kept, because stock MLX would serve the call: "
+            f"{reason}"
+        )
 
 
 def _not_here(on_cpu: bool) -> str | None:
@@ -231,11 +276,17 @@ def _not_ours(kind: Kind) -> str | None:
     return None
 
 
-def _faster_elsewhere(problem: Problem) -> str | None:
+def _measured(problem: Problem) -> Result | None:
+    return tuned.find(problem, device.current(), launch.backend())
+
+
+def _faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
     # Only where stock runs on the same GPU is speed a reason; who forces a back end
     # wants to see it run.
     if launch.backend() != "metal" or launch.forced_backend() is not None:
         return None
+    if measured is not None:
+        return measured.reason
     return scheduler.stock_reason(problem, device.current())
 
 
@@ -267,19 +318,39 @@ def _stock(
     return y if rows is x else y.squeeze(-2)
 
 
-def _as_rows(product: launch.Product, kind: Kind) -> Run:
-    """Lets a product of matrices take x as the caller has it."""
+def _as_rows(product: Product, kind: Kind) -> Run:
+    """Lets a product of matrices take arrays as the caller has them."""
     rows = None if len(kind.x_shape) == 2 else (prod(kind.x_shape[:-1]), kind.k)
     dtype = None if kind.x_dtype == kind.dtype else kind.dtype
     scale_dtype, shape = kind.scale_dtype, kind.shape
+    finish = _finish_as_rows(kind)
 
-    def run(x: mx.array, w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    def run(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
+    ) -> mx.array:
         if dtype is not None:
             x = x.astype(dtype)
         if scales.dtype != biases.dtype:
             scales, biases = scales.astype(scale_dtype), biases.astype(scale_dtype)
+        if given:
+            given = finish(given)
         if rows is None:
-            return product(x, w, scales, biases)
-        return product(x.reshape(rows), w, scales, biases).reshape(shape)
+            return product(x, w, scales, biases, *given)
+        return product(x.reshape(rows), w, scales, biases, *given).reshape(shape)
 
     return run
+
+
+def _finish_as_rows(
+    kind: Kind,
+) -> Callable[[tuple[mx.array, ...]], tuple[mx.array, ...]]:
+    matrix = (prod(kind.shape[:-1]), kind.shape[-1])
+    bias = kind.epilogue.bias
+
+    def finish(given: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+        return tuple(
+            array.astype(kind.dtype).reshape(array.size if bias and not i else matrix)
+            for i, array in enumerate(given)
+        )
+
+    return finish

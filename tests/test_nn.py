@@ -60,7 +60,7 @@ def test_the_layer_computes_what_mlxs_does(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_bias_is_added_last(ran: list[Plan], layout: str) -> None:
+def test_the_bias_is_added_in_the_kernel(ran: list[Plan], layout: str) -> None:
     stock = stock_layer()
     x = mx.random.normal((2, 3, K))
 
@@ -68,8 +68,24 @@ def test_the_bias_is_added_last(ran: list[Plan], layout: str) -> None:
 
     bias = stock.pop("bias")
     bare = MarlinLinear.from_quantized(stock, layout=layout)(x)
-    assert mx.array_equal(y, bare + bias)
-    assert len(ran) == 2
+    assert mx.allclose(y, bare + bias, rtol=1e-6, atol=1e-6)
+    assert [plan.problem.epilogue.bias for plan in ran] == [True, False]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_wider_bias_widens_the_result_as_in_mlxs_layer(
+    ran: list[Plan], layout: str
+) -> None:
+    stock = stock_layer()
+    stock.set_dtype(mx.float16)
+    stock.bias = stock.bias.astype(mx.float32)
+    x = mx.random.normal((3, K)).astype(mx.float16)
+
+    y = MarlinLinear.from_quantized(stock, layout=layout)(x)
+
+    assert y.dtype == stock(x).dtype == mx.float32
+    assert mx.allclose(y, stock(x), rtol=1e-2, atol=1e-2)
+    assert [plan.problem.epilogue.bias for plan in ran] == [False]
 
 
 def test_with_mlxs_layout_the_parameters_are_mlxs_own_arrays() -> None:

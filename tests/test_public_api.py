@@ -11,6 +11,7 @@ import mlx_marlin
 NAMES = [
     "MarlinLinear",
     "PackedWeight",
+    "linear",
     "optimize",
     "pack",
     "plan",

@@ -24,6 +24,7 @@ def optimize(
     quantize: bool = False,
     group_size: int = 64,
     bits: int = 4,
+    invariant: bool = False,
     progress: bool = False,
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
@@ -41,14 +42,17 @@ def optimize(
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here.
         bits: Bits of a code, likewise.
+        invariant: Compute each row of every product as if it were alone, so that its
+            bits do not depend on the batch. Attention stays MLX's.
         progress: Show a progress bar; needs tqdm.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the layout, group size or bits are not ours, or the model has no
-            layer to convert.
+        ValueError: If the layout, group size or bits are not ours, the model has no
+            layer to convert, or `invariant` is asked of a model that keeps quantized
+            layers of MLX's.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
@@ -58,17 +62,26 @@ def optimize(
 
     def convert(layer: Any) -> nn.Module:
         if type(layer) is nn.QuantizedEmbedding:
-            return MarlinEmbedding.from_quantized(layer)
+            return MarlinEmbedding.from_quantized(layer, invariant=invariant)
+        if type(layer) is MarlinEmbedding:
+            return MarlinEmbedding.from_quantized(layer, invariant=invariant)
         if type(layer) is nn.Linear:
-            return MarlinLinear.from_linear(layer, group_size, bits, layout=layout)
-        return MarlinLinear.from_quantized(layer, layout=layout)
+            return MarlinLinear.from_linear(
+                layer, group_size, bits, layout=layout, invariant=invariant
+            )
+        return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
 
     def wanted(layer: nn.Module) -> bool:
         if type(layer) is nn.Linear:
             return quantize and layer.weight.shape[1] % group_size == 0
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
-        return type(layer) is MarlinLinear and layer.layout != layout
+        if isinstance(layer, MarlinEmbedding):
+            return layer.invariant is not invariant
+        made_otherwise = isinstance(layer, MarlinLinear) and (
+            layer.layout != layout or layer.invariant is not invariant
+        )
+        return made_otherwise and _is_ours(layer)
 
     found = _find(model, wanted)
     if not found and not _find(model, _is_ours):
@@ -77,6 +90,8 @@ def optimize(
             f"{bits}-bit with group size in {group_sizes}, or quantize=True for "
             "nn.Linear"
         )
+    if invariant:
+        _refuse_variance(model, wanted)
     _replace(found, convert, progress)
     return model
 
@@ -93,6 +108,25 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     """
     _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
     return model
+
+
+def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> None:
+    """Refuses a model some of whose quantized layers would stay MLX's.
+
+    Layers of floats are no hindrance that we could name: what they do to a row is
+    MLX's promise, as attention is.
+    """
+
+    def stays(layer: nn.Module) -> bool:
+        quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
+        return quantized and not _is_ours(layer) and not wanted(layer)
+
+    left = _find(model, stays)
+    if left:
+        raise ValueError(
+            f"invariant=True: {len(left)} quantized layers are not in a format of ours "
+            f"and would stay MLX's, such as {_get(left[0])}"
+        )
 
 
 def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]:
@@ -134,9 +168,13 @@ def _way_back(layer: nn.Module) -> Convert:
     if type(layer) is nn.Linear:
         return lambda _: layer  # quantizing lost something
     if isinstance(layer, MarlinEmbedding):
-        return MarlinEmbedding.from_quantized
+        return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
     if isinstance(layer, MarlinLinear):
-        return partial(MarlinLinear.from_quantized, layout=layer.layout)
+        return partial(
+            MarlinLinear.from_quantized,
+            layout=layer.layout,
+            invariant=layer.invariant,
+        )
     return lambda new: new.to_stock()
 
 

@@ -1,0 +1,82 @@
+"""An epilogue's arrays: which there are, and the same epilogue in MLX's own words."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mlx_marlin.launch import Product
+from mlx_marlin.problem import Epilogue
+
+
+def activation(name: str) -> Callable[[mx.array], mx.array]:
+    """Returns what `mlx.nn` calls an activation of ours."""
+    from mlx import nn
+
+    if name == "none":
+        return lambda y: y
+    found: Callable[[mx.array], mx.array] = getattr(nn, name)
+    return found
+
+
+def then_finished(product: Product, epilogue: Epilogue) -> Product:
+    """Returns a product of MLX's with the epilogue after it, operation by operation.
+
+    Args:
+        product: From x, codes, scales and biases to y.
+        epilogue: What follows.
+
+    Returns:
+        A function that takes the epilogue's arrays too, only those that it has.
+    """
+    activate = activation(epilogue.activation)
+
+    def finished(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
+    ) -> mx.array:
+        y = product(x, w, scales, biases)
+        arrays = iter(array.astype(y.dtype) for array in given)
+        y = activate(y + next(arrays) if epilogue.bias else y)
+        y = y * next(arrays) if epilogue.multiply else y
+        return y + next(arrays) if epilogue.residual else y
+
+    return finished
+
+
+def with_all_operands(product: Product, epilogue: Epilogue) -> Product:
+    """Lets a launched product take only the arrays that the epilogue has.
+
+    The kernel has a place for each; where it reads none, x stands in.
+    """
+    places = (epilogue.bias, epilogue.multiply, epilogue.residual)
+
+    def run(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
+    ) -> mx.array:
+        arrays = iter(given)
+        operands = [next(arrays) if has else x for has in places]
+        return product(x, w, scales, biases, *operands)
+
+    return run
+
+
+def check_operands(
+    shape: Sequence[int],
+    bias: mx.array | None,
+    multiply: mx.array | None,
+    residual: mx.array | None,
+) -> None:
+    """Checks an epilogue's arrays against the result's shape.
+
+    Raises:
+        ValueError: If one has another shape than it should.
+    """
+    for name, array, expected in (
+        ("bias", bias, tuple(shape[-1:])),
+        ("multiply", multiply, tuple(shape)),
+        ("residual", residual, tuple(shape)),
+    ):
+        if array is not None and array.shape != expected:
+            raise ValueError(
+                f"{name} has shape {array.shape}, expected {expected} for a result of "
+                f"shape {tuple(shape)}"
+            )
