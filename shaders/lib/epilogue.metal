@@ -50,10 +50,7 @@ METAL_FUNC float finished(float value, Plain, uint, uint) {
 
 template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL>
 METAL_FUNC float finished(
-    float value,
-    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL> epilogue,
-    uint place,
-    uint col) {
+    float value, Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL> epilogue, uint place, uint col) {
   value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);
   value = MULTIPLY ? value * float(epilogue.multiplier[place]) : value;
   return RESIDUAL ? value + float(epilogue.residual[place]) : value;
@@ -93,7 +90,7 @@ METAL_FUNC void store_tile(
     const threadgroup float* partial =
         scratch + (column * turns * TILE_M + row) * SCRATCH_ROW + i % TILE_N;
     float total = partial[0];
-    UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
+  UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
       if (WIDE == 1 || s < turns) {
         total += partial[s * TILE_M * SCRATCH_ROW];
       }

@@ -17,13 +17,13 @@ struct Work {
   int k;
   int tile_m;
   uint m_tiles;
-  uint k_tiles;      // of a tile
-  uint group_tiles;  // tiles of a group, after the leading whole ones
-  uint whole;        // leading tiles, one threadgroup each
-  uint ranges;       // of a group
-  uint slices;       // parts of a tile between which a cut may fall
-  uint minimum;      // k tiles of a split
-  uint groups;       // of ranges, with tiles of their own, interleaved
+  uint k_tiles;         // of a tile
+  uint group_tiles;     // tiles of a group, after the leading whole ones
+  uint whole;           // leading tiles, one threadgroup each
+  uint ranges;          // of a group
+  uint slices;          // parts of a tile between which a cut may fall
+  uint minimum;         // k tiles of a split
+  uint groups;          // of ranges, with tiles of their own, interleaved
   bool ceil_partition;  // Marlin's runs of ceil(units / ranges) instead of balanced ones
 };
 
@@ -133,8 +133,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   split.col = TILE_N * (column + (WIDE - 1) * wide);
   split.slot = 0;
   if (k_idx > 0) {  // then it is the first of its range
-    split.slot =
-        (index - work.whole) / work.groups - range_owner(nth * work.k_tiles, work);
+    split.slot = (index - work.whole) / work.groups - range_owner(nth * work.k_tiles, work);
   }
   split.k_start = k_idx * K_TILE;
   split.k_stop = min(int(k_idx + split.k_tile_count) * K_TILE, work.k);
@@ -154,9 +153,9 @@ METAL_FUNC uint splits_of_element(int row, int col, Work work) {
 // The simdgroups of a threadgroup take turns at the trips of a split; with groups of 32 a
 // trip has two steps. In a wide tile some of them stand side by side along n instead.
 struct Place {
-  int row;      // of the tile
-  int column;   // of TILE_N columns, of a wide tile
-  int turn;     // along k
+  int row;     // of the tile
+  int column;  // of TILE_N columns, of a wide tile
+  int turn;    // along k
   int turns;
 };
 
