@@ -8,12 +8,16 @@ import mlx.core as mx
 from mlx_marlin.launch import Product
 
 
-def differentiable(ours: Product, stock: Product) -> Product:
+def differentiable(
+    ours: Product, stock: Product, backward_of_x: Product | None = None
+) -> Product:
     """Gives a product the derivatives of another one.
 
     Args:
         ours: The product to compute: to MLX its kernels are opaque, or not even seen.
         stock: The same product in MLX's own operations.
+        backward_of_x: From a cotangent, codes, scales and biases to the gradient of x,
+            where there is a shorter way than through `stock`.
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
@@ -28,15 +32,22 @@ def differentiable(ours: Product, stock: Product) -> Product:
     def backward(
         primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
     ) -> tuple[mx.array, ...]:
-        x, w, *floats = primals
+        moving = [i for i, each in enumerate(primals) if _is_float(each)]
 
-        def of_floats(x: mx.array, *floats: mx.array) -> mx.array:
-            return stock(x, w, *floats)
+        def of_floats(*values: mx.array) -> mx.array:
+            moved = dict(zip(moving, values, strict=True))
+            return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
 
-        grads = mx.vjp(of_floats, [x, *floats], [cotangent])[1]
-        # Codes have no gradient. MLX raises where one is asked for, which cannot be
-        # seen from here; a zero would pass for an answer.
-        return grads[0], mx.full(w.shape, math.nan), *grads[1:]
+        grads = mx.vjp(of_floats, [primals[i] for i in moving], [cotangent])[1]
+        known = dict(zip(moving, grads, strict=True))
+        if backward_of_x is not None:
+            known[0] = backward_of_x(cotangent, *primals[1:])
+        # Codes, and scales that are bytes, have no gradient. MLX raises where one is
+        # asked for, which cannot be seen from here; a zero would pass for an answer.
+        return tuple(
+            known.get(i, mx.full(each.shape, math.nan))
+            for i, each in enumerate(primals)
+        )
 
     @product.jvp
     def forward(
@@ -53,3 +64,7 @@ def differentiable(ours: Product, stock: Product) -> Product:
         return along[0]
 
     return cast(Product, product)
+
+
+def _is_float(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)

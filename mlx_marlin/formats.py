@@ -4,13 +4,37 @@ Everything else in the package asks this file; a number stands here once.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+Codes = Literal["affine", "symmetric", "floating", "zero_point"]
 
 TILE_N = 32
 """Rows of w that a simdgroup decodes at a time: four 8-row fragments. A packed tile."""
 TILE_K = 64
-"""Values of k, likewise: 32 bytes of a row of 4-bit codes, two packed words a lane."""
+"""Values of k, likewise: sixteen codes of each of a lane's four rows."""
 WORD_BITS = 32
 """Codes are packed into unsigned words of this many bits, low code first."""
+
+CODES: tuple[Codes, ...] = ("affine", "symmetric", "floating", "zero_point")
+"""What a code q of b bits stands for: scale * q + bias; scale * (q - 2^(b-1)); scale
+times a small float; scale * (q - zero point)."""
+
+DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of one element, by dtype name; these are the dtypes that we serve."""
+SCALE_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1}
+"""Likewise of scales: those of floating codes are bytes."""
+
+LAYOUTS: tuple[str, ...] = ("mlx", "marlin")
+"""`mlx`: MLX's own row-major words, used in place. `marlin`: our packed tiles."""
+
+
+MODE_DEFAULTS = {
+    "affine": (64, 4),
+    "mxfp4": (32, 4),
+    "mxfp8": (32, 8),
+    "nvfp4": (16, 4),
+}
+"""(group_size, bits) that MLX takes where a call names none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,45 +42,84 @@ class Format:
     """One way to write a weight with few bits.
 
     Attributes:
-        mode: MLX's name of the scheme.
+        mode: MLX's name of the scheme, or ours where MLX has none.
         bits: Bits of one code.
+        codes: What a code stands for.
         group_sizes: How many weights along k may share one scale.
-        parameters: Values stored for a group, each in the scales' dtype
-            (affine: a scale and a bias).
+        k_multiple: What k has to be a multiple of, beside the group.
+        layouts: The layouts that our kernels read.
     """
 
     mode: str
     bits: int
+    codes: Codes
     group_sizes: tuple[int, ...]
-    parameters: int
+    k_multiple: int = 32
+    layouts: tuple[str, ...] = LAYOUTS
+
+    @property
+    def parameters(self) -> int:
+        """Values stored for a group, each in the scales' dtype."""
+        return 2 if self.codes in ("affine", "zero_point") else 1
+
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """Dtypes that its scales may have."""
+        return ("uint8",) if self.codes == "floating" else (*DTYPE_BYTES,)
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of the planes in which packed codes lie, low bits first."""
+        return {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(self.bits, (self.bits,))
 
     @property
     def codes_per_word(self) -> int:
-        """Codes in one 32-bit word."""
+        """Codes in one 32-bit word, where they fill words."""
         return WORD_BITS // self.bits
 
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Bits of an integer code."""
+GROUPS = (32, 64, 128)
+"""Weights that may share a scale in MLX's affine scheme."""
+PACKED_ONLY = ("marlin",)
 
 FORMATS: dict[tuple[str, int], Format] = {
     (each.mode, each.bits): each
     for each in (
-        Format(mode="affine", bits=4, group_sizes=(32, 64, 128), parameters=2),
+        *(
+            Format(mode="affine", bits=bits, codes="affine", group_sizes=GROUPS)
+            for bits in WIDTHS
+        ),
+        Format(mode="mxfp4", bits=4, codes="floating", group_sizes=(32,)),
+        Format(mode="mxfp8", bits=8, codes="floating", group_sizes=(32,)),
+        # A lane has sixteen codes of a step of 64: with fewer in the last step it
+        # would need activations past the end of a row.
+        Format(
+            mode="nvfp4", bits=4, codes="floating", group_sizes=(16,), k_multiple=64
+        ),
+        *(
+            Format(
+                mode=codes,
+                bits=bits,
+                codes=codes,
+                group_sizes=GROUPS,
+                layouts=PACKED_ONLY,
+            )
+            for codes in ("symmetric", "zero_point")
+            for bits in WIDTHS[1:]
+        ),
     )
 }
 """The formats that our kernels read, by (mode, bits)."""
-
-DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes of one element, by dtype name; these are the dtypes that we serve."""
-
-LAYOUTS: tuple[str, ...] = ("mlx", "marlin")
-"""`mlx`: MLX's own row-major words, used in place. `marlin`: our packed tiles."""
 
 
 def format_of(mode: str, bits: int) -> Format:
     """Returns the format of a mode and a width.
 
     Args:
-        mode: MLX's name of the scheme, such as "affine".
-        bits: Bits of one code.
+        mode: The scheme, such as "affine".
+        bits: Bits of a code.
 
     Raises:
         ValueError: If our kernels do not read this format.

@@ -14,7 +14,9 @@ from typing import Protocol, cast
 import mlx.core as mx
 
 from mlx_marlin import source
-from mlx_marlin.plan import Plan
+from mlx_marlin.formats import TILE_K, TILE_N
+from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.plan import SIMD_WIDTH, DensePlan, Plan
 from mlx_marlin.problem import PLAIN
 
 BACKENDS = ("metal", "emulator", "stock")
@@ -22,6 +24,8 @@ ENVIRONMENT = "MLX_MARLIN_BACKEND"
 IN_CONSTANT = 8
 """MLX hands inputs of fewer elements over in Metal's `constant` address space, which
 our kernels' `device` pointers do not reach."""
+ROWS_OF_THREAD = 4
+"""Rows of a column that a thread of the reduce finishes; the shader says the same."""
 REMEMBERED = 4096
 """Plans that `plans_built` tells of."""
 
@@ -120,6 +124,90 @@ def product(plan: Plan) -> Product:
     )
 
 
+def dense_product(plan: DensePlan) -> Product:
+    """Builds the call that decodes a weight and multiplies it with MLX's own product.
+
+    Returns:
+        A function as `product` builds it, without an epilogue's arrays.
+    """
+    decoders = [_decoder(plan, block) for block in plan.chunks]
+
+    def multiply(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        parts = []
+        for decode in decoders:
+            weight = decode(w, scales, biases)
+            parts.append(x @ (weight.T if plan.transposed else weight))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    return multiply
+
+
+def gather_product(plan: GatherPlan) -> Callable[..., mx.array]:
+    """Builds the call that multiplies rows by the experts that they chose.
+
+    Returns:
+        A function from x [rows, k] in the problem's dtype, codes, scales and biases
+        [experts, n, ...], the row of x and the expert of each pair (uint32 [pairs]) to
+        y [pairs, n] in the problem's dtype.
+    """
+    problem = plan.problem
+    kernel = _kernel(source.gather_source())
+    template = _template(source.gather_template(plan))
+    shape = mx.array((problem.m, problem.n, problem.k), mx.int32)
+    grid = (plan.num_threadgroups * plan.threads, 1, 1)
+
+    def multiply(*arrays: mx.array) -> mx.array:
+        return kernel(
+            inputs=(*map(_readable, arrays), shape),
+            template=template,
+            grid=grid,
+            threadgroup=(plan.threads, 1, 1),
+            output_shapes=((problem.m, problem.n),),
+            output_dtypes=(_dtype(problem.dtype),),
+        )[0]
+
+    return multiply
+
+
+def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    """Builds the call that decodes a whole weight.
+
+    Returns:
+        A function from codes, scales and biases to the weight [n, k] in the problem's
+        dtype.
+    """
+    problem = plan.problem
+    return _decoder(plan, (0, problem.n, 0, problem.k))
+
+
+def _decoder(
+    plan: DensePlan, block: tuple[int, int, int, int]
+) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    problem = plan.problem
+    kernel = _kernel(source.dequantize_source())
+    template = _template(source.weight_template(problem))
+    _, rows, _, length = block
+    steps = length // (32 if problem.group_size == 32 else TILE_K)
+    threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
+    shape = mx.array((problem.n, problem.k, *block), mx.int32)
+    dtype = _dtype(problem.dtype)
+
+    def decode(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        arrays = (_readable(w), _readable(scales), _readable(biases))
+        return kernel(
+            inputs=(*arrays, shape),
+            template=template,
+            grid=(threads, 1, 1),
+            threadgroup=(min(threads, 128), 1, 1),
+            output_shapes=((rows, length),),
+            output_dtypes=(dtype,),
+        )[0]
+
+    return decode
+
+
 def reduction(plan: Plan) -> Callable[..., mx.array]:
     """Builds the call that adds a split plan's partial sums, in ascending k.
 
@@ -131,14 +219,14 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     shape = (plan.problem.m, plan.problem.n)
     template = _template(source.reduce_template(plan))
     numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
-    size = shape[0] * shape[1]
+    threads = -(-shape[0] // ROWS_OF_THREAD) * shape[1]
 
     def reduce(partials: mx.array, *finish: mx.array) -> mx.array:
         return kernel(
             inputs=(_readable(partials), *numbers, *map(_readable, finish)),
             template=template,
-            grid=(size, 1, 1),
-            threadgroup=(min(size, 256), 1, 1),
+            grid=(threads, 1, 1),
+            threadgroup=(min(threads, 256), 1, 1),
             output_shapes=(shape,),
             output_dtypes=(_dtype(plan.problem.dtype),),
         )[0]
@@ -184,7 +272,8 @@ def _multiply(plan: Plan) -> Product:
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
     numbers = _numbers(source.shape(plan), source.schedule(plan))
-    small = min(problem.n * problem.groups, problem.n * problem.k // 8) < IN_CONSTANT
+    words = problem.n * problem.k * problem.bits // 32
+    small = min(problem.n * problem.groups, words) < IN_CONSTANT
     start: dict[str, float] = {"init_value": 0.0} if atomic else {}
 
     def multiply(

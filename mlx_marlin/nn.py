@@ -5,7 +5,7 @@ from typing import Any, Self, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.formats import LAYOUTS, format_of
+from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.ops import linear, packed_product, quantized_matmul
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
@@ -26,8 +26,8 @@ class MarlinLinear(nn.QuantizedLinear):
         input_dims (int): Features that go in, k.
         output_dims (int): Features that come out, n.
         bias (bool): Whether to add a bias. Default: True.
-        group_size (int, optional): Weights that share a scale. Default: 64.
-        bits (int, optional): Bits of a code. Default: 4.
+        group_size (int, optional): Weights that share a scale. Default: the mode's.
+        bits (int, optional): Bits of a code. Default: the mode's.
         mode (str): Quantization scheme. Default: "affine".
         layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
             kernels. Default: "mlx".
@@ -47,7 +47,7 @@ class MarlinLinear(nn.QuantizedLinear):
         layout: str = "mlx",
         invariant: bool = False,
     ) -> None:
-        _check(layout, mode, 4 if bits is None else bits)
+        _check(layout, mode, bits)
         # MLX fills None in, though its annotations do not say so.
         size: Any = group_size
         width: Any = bits
@@ -69,7 +69,7 @@ class MarlinLinear(nn.QuantizedLinear):
         invariant: bool = False,
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
-        _check(layout, mode, 4 if bits is None else bits)
+        _check(layout, mode, bits)
         size: Any = group_size
         width: Any = bits
         quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
@@ -98,7 +98,7 @@ class MarlinLinear(nn.QuantizedLinear):
         ours.layout = "mlx"
         ours.invariant = invariant
         for name in NATIVE:
-            ours[name] = getattr(layer, name)
+            ours._keep(name, getattr(layer, name))
         if "bias" in layer:
             ours["bias"] = layer["bias"]
         if layout == "marlin":
@@ -109,7 +109,7 @@ class MarlinLinear(nn.QuantizedLinear):
         """Returns MLX's own layer with the same parameters, in MLX's layout."""
         layer = _twin(nn.QuantizedLinear, self)
         for name, array in zip(NATIVE, self._native(), strict=True):
-            layer[name] = array
+            setattr(layer, name, array)
         if "bias" in self:
             layer["bias"] = self["bias"]
         return layer
@@ -126,6 +126,7 @@ class MarlinLinear(nn.QuantizedLinear):
             k=self.input_dims,
             group_size=self.group_size,
             bits=self.bits,
+            mode=self.mode,
         )
 
     # MLX's layer has these as plain attributes, which it never sets again.
@@ -140,16 +141,20 @@ class MarlinLinear(nn.QuantizedLinear):
         return self._native()[1]
 
     @property
-    def biases(self) -> mx.array:  # type: ignore[override]
-        """Biases [n, k / group_size]."""
+    def biases(self) -> mx.array | None:
+        """Biases [n, k / group_size]; None where the mode has none."""
         return self._native()[2]
+
+    @biases.setter
+    def biases(self, none: mx.array | None) -> None:
+        """Takes the None that MLX's layer sets where the mode has no biases."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
         bias: mx.array | None = self.get("bias")
         scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
         # In one kernel, unless the bias would widen the result.
-        if bias is None or bias.dtype == scales.dtype:
+        if bias is None or bias.dtype in (scales.dtype, x.dtype):
             return self._product(x, bias)
         y: mx.array = self._product(x, None) + bias
         return y
@@ -165,22 +170,40 @@ class MarlinLinear(nn.QuantizedLinear):
         words, quantizers = self["words"], self["quantizers"]
         n, k = self.output_dims, self.input_dims
         return packed_product(
-            x, words, quantizers, n, k, self.group_size, bias, self.invariant
+            x,
+            words,
+            quantizers,
+            n,
+            k,
+            self.group_size,
+            self.bits,
+            self.mode,
+            bias,
+            self.invariant,
         )
 
-    def _native(self) -> tuple[mx.array, mx.array, mx.array]:
+    def _native(self) -> tuple[mx.array, mx.array, mx.array | None]:
         packed = self.packed
         if packed is not None:
-            return unpack(packed)
+            words, scales, *biases = unpack(packed)
+            return words, scales, biases[0] if biases else None
         # Missing while the layer is being built: then an attribute like any other.
-        missing = [name for name in NATIVE if name not in self]
+        named = NATIVE if self.mode == "affine" else NATIVE[:2]
+        missing = [name for name in named if name not in self]
         if missing:
             raise AttributeError(f"{type(self).__name__} has no {missing[0]!r} yet")
-        return self["weight"], self["scales"], self["biases"]
+        return self["weight"], self["scales"], self.get("biases")
+
+    def _keep(self, name: str, array: mx.array | None) -> None:
+        """Keeps a native array; a property of this class hides the attribute."""
+        if array is not None:
+            self[name] = array
 
     def _keep_packed(self) -> None:
-        native = [self.pop(name) for name in NATIVE]
-        packed = pack(*native, group_size=self.group_size, bits=self.bits)
+        native = [self.pop(name, None) for name in NATIVE]
+        packed = pack(
+            *native, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
         self.output_dims, self.input_dims = packed.shape
         self["words"], self["quantizers"] = packed.words, packed.scales
         self.layout = "marlin"
@@ -202,7 +225,8 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
         ours.invariant = invariant
         ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
         for name in NATIVE:
-            ours[name] = layer[name]
+            if name in layer:
+                ours[name] = layer[name]
         return ours
 
     def to_stock(self) -> nn.QuantizedEmbedding:
@@ -210,7 +234,7 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
         layer = _twin(nn.QuantizedEmbedding, self)
         layer.num_embeddings, layer.dims = self.num_embeddings, self.dims
         for name in NATIVE:
-            layer[name] = self[name]
+            setattr(layer, name, self.get(name))
         return layer
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -221,7 +245,7 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 def _native_product(
     layer: nn.Module, x: mx.array, bias: mx.array | None, invariant: bool
 ) -> mx.array:
-    weight = layer["weight"], layer["scales"], layer["biases"]
+    weight = layer["weight"], layer["scales"], layer.get("biases")
     group_size, bits, mode = layer.group_size, layer.bits, layer.mode
     if bias is None and not invariant:
         return quantized_matmul(x, *weight, True, group_size, bits, mode)
@@ -246,7 +270,9 @@ def _twin(cls: type[Layer], layer: nn.Module) -> Layer:
     return twin
 
 
-def _check(layout: str, mode: str, bits: int) -> None:
+def _check(layout: str, mode: str, bits: int | None) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
-    format_of(mode, bits)
+    if mode not in MODE_DEFAULTS:
+        raise ValueError(f"mode={mode!r} is not one of {[*MODE_DEFAULTS]}")
+    format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)

@@ -33,9 +33,9 @@ def quantized_matmul(
 ) -> mx.array:
     """Multiplies activations by a quantized weight, as `mx.quantized_matmul` does.
 
-    Affine 4-bit weights with `transpose=True` run on our kernels; everything else, and
-    on a Mac what stock MLX serves faster, goes to `mx.quantized_matmul`. `why_not`
-    tells which and why.
+    Weights of every scheme of MLX with `transpose=True` run on our kernels; everything
+    else, and on a Mac what stock MLX serves faster, goes to `mx.quantized_matmul`.
+    `why_not` tells which and why.
 
     Args:
         x: Activations [..., k].
@@ -153,6 +153,8 @@ def packed_product(
     n: int,
     k: int,
     group_size: int,
+    bits: int,
+    mode: str,
     bias: mx.array | None = None,
     invariant: bool = False,
 ) -> mx.array:
@@ -165,6 +167,8 @@ def packed_product(
         n: Rows of the weight.
         k: Columns of the weight.
         group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
         bias: Bias [n] of the layer.
         invariant: As for `linear`.
 
@@ -177,6 +181,8 @@ def packed_product(
         n,
         k,
         group_size,
+        bits,
+        mode,
         scales.dtype,
         True,
         mx.default_device() == CPU,
@@ -245,6 +251,8 @@ def _served(
             w.n,
             w.k,
             w.group_size,
+            w.bits,
+            w.mode,
             w.scales.dtype,
             transpose,
             mx.default_device() == CPU,
@@ -294,9 +302,9 @@ def _check_packed(
     wished = (
         w.group_size if group_size is None else group_size,
         w.bits if bits is None else bits,
-        mode,
+        w.mode if mode == "affine" else mode,  # what a call says that says nothing
     )
-    packed = (w.group_size, w.bits, "affine")
+    packed = (w.group_size, w.bits, w.mode)
     if wished != packed:
         raise ValueError(
             f"group_size, bits, mode = {wished} do not fit the packed weight's {packed}"

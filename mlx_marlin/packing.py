@@ -6,21 +6,25 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import layout
-from mlx_marlin.formats import DTYPE_BYTES, format_of
+from mlx_marlin.codes import codes_of_words, words_of_codes
+from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PackedWeight:
-    """A 4-bit weight [n, k] in the packed ("marlin") layout.
+    """A quantized weight [n, k] in the packed ("marlin") layout.
 
     Attributes:
-        words: Codes, uint32 [n tiles, k tiles, 256], in the order of `layout`.
-        scales: Scales and biases interleaved, float [n tiles, groups, 64]: for each of
-            8 fragment rows the (scale, bias) of rows 0, 8, 16, 24 beyond it.
+        words: Codes, uint32 [n tiles, k tiles, 64 * bits], in the order of `layout`.
+        scales: What a group stores, [n tiles, groups, 32 or 64]: for each of 8 fragment
+            rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale, bias) or
+            (scale, zero point) of these rows.
         n: Rows of the weight: features that come out.
         k: Columns of the weight: features that go in.
         group_size: Weights along k that share a scale.
         bits: Bits of a code.
+        mode: The scheme: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4", or "symmetric",
+            which stores no bias, or "zero_point".
     """
 
     words: mx.array
@@ -29,25 +33,26 @@ class PackedWeight:
     k: int
     group_size: int = 64
     bits: int = 4
+    mode: str = "affine"
 
     def __post_init__(self) -> None:
-        _check_format(self.group_size, self.bits)
+        format = _check_format(self.mode, self.bits, self.group_size)
+        _check_k("PackedWeight", self.k, format, self.group_size)
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
-        words = (*tiles, layout.TILE_WORDS)
-        scales = (tiles[0], -(-k // self.group_size), 2 * layout.TILE_N)
+        words = (*tiles, layout.tile_words(self.bits))
+        stored = format.parameters * layout.TILE_N
+        scales = (tiles[0], -(-k // self.group_size), stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
                 f"words must be uint32 {words} for {self.k}→{self.n}, "
                 f"got {dtype_name(self.words.dtype)} {self.words.shape}"
             )
-        if (
-            self.scales.shape != scales
-            or dtype_name(self.scales.dtype) not in DTYPE_BYTES
-        ):
+        dtype = dtype_name(self.scales.dtype)
+        if self.scales.shape != scales or dtype not in format.scale_dtypes:
             raise ValueError(
-                f"scales must be one of {[*DTYPE_BYTES]} with shape {scales}, "
-                f"got {dtype_name(self.scales.dtype)} {self.scales.shape}"
+                f"scales must be one of {[*format.scale_dtypes]} with shape {scales}, "
+                f"got {dtype} {self.scales.shape}"
             )
 
     @property
@@ -57,7 +62,7 @@ class PackedWeight:
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Dtype of the scales and biases."""
+        """Dtype of the scales."""
         return self.scales.dtype
 
     @property
@@ -67,24 +72,34 @@ class PackedWeight:
 
 
 def quantize(
-    w: mx.array, *, group_size: int = 64, bits: int = 4, symmetric: bool = False
+    w: mx.array,
+    *,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    symmetric: bool = False,
 ) -> PackedWeight:
     """Quantizes a weight and packs it.
 
     Args:
         w: Weight [n, k], float16, bfloat16 or float32; k a multiple of `group_size`.
-        group_size: Weights along k that share a scale: 32, 64 or 128.
-        bits: Bits of a code: 4.
-        symmetric: Codes stand for -8 to 7 times the scale, zero is exact and the bias
-            is -8 scales; else scale and bias are those of `mx.quantize`.
+        group_size: Weights along k that share a scale. Default: the mode's.
+        bits: Bits of a code. Default: the mode's.
+        mode: A scheme of `mx.quantize`, or "symmetric": codes of b bits stand for
+            -2^(b-1) to 2^(b-1) - 1 times the scale, and zero is exact.
+        symmetric: The same as `mode="symmetric"`.
 
     Returns:
-        The packed weight. Its scales have w's dtype.
+        The packed weight. Its scales have w's dtype, or are bytes.
 
     Raises:
         ValueError: If w or the format is not one of ours.
     """
-    _check_format(group_size, bits)
+    if symmetric and mode not in ("affine", "symmetric"):
+        raise ValueError(f"symmetric=True is not for mode={mode!r}, only for integers")
+    mode = "symmetric" if symmetric else mode
+    group_size, bits = _with_defaults(mode, group_size, bits)
+    _check_format(mode, bits, group_size)
     if w.ndim != 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
         raise ValueError(
             f"w must be a matrix [n, k] of {[*DTYPE_BYTES]}, "
@@ -95,23 +110,26 @@ def quantize(
             f"w has shape {w.shape}, expected at least one row and a k that is a "
             f"multiple of group_size={group_size}"
         )
+    if mode == "zero_point":
+        raise ValueError('mode="zero_point" is for weights that are quantized already')
     parts = (
-        _quantize_symmetric(w, group_size)
-        if symmetric
-        else mx.quantize(w, group_size=group_size, bits=bits)
+        _quantize_symmetric(w, group_size, bits)
+        if mode == "symmetric"
+        else mx.quantize(w, group_size=group_size, bits=bits, mode=mode)
     )
-    return pack(*parts, group_size=group_size, bits=bits)
+    return pack(*parts, group_size=group_size, bits=bits, mode=mode)
 
 
 def pack(
     w: mx.array,
     scales: mx.array,
-    biases: mx.array,
+    biases: mx.array | None = None,
     *,
-    group_size: int = 64,
-    bits: int = 4,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
 ) -> PackedWeight:
-    """Packs an affine weight of MLX, exactly.
+    """Packs a quantized weight, exactly.
 
     n is padded to a multiple of 32 and k to a multiple of 64, with code 0, scale 0 and
     bias 0: padding stands for zero.
@@ -119,92 +137,123 @@ def pack(
     Args:
         w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32].
         scales: Scales [n, k / group_size].
-        biases: Biases, same shape as `scales`.
-        group_size: Weights along k that share a scale: 32, 64 or 128.
-        bits: Bits of a code: 4.
+        biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
+            numbers in the scales' dtype; None for schemes without.
+        group_size: Weights along k that share a scale. Default: the mode's.
+        bits: Bits of a code. Default: the mode's.
+        mode: MLX's scheme, or "symmetric" or "zero_point".
 
     Raises:
         ValueError: If the arrays do not belong together or are not in our format.
     """
-    _check_format(group_size, bits)
-    _check_native(w, scales, biases, group_size)
-    n, k = w.shape[0], w.shape[1] * 8
+    group_size, bits = _with_defaults(mode, group_size, bits)
+    format = _check_format(mode, bits, group_size)
+    _check_native(w, scales, biases, format, group_size)
+    n, k = w.shape[0], w.shape[1] * 32 // bits
     padded_n, padded_k = layout.padded(n, k)
-    codes = mx.pad(_codes_of_words(w), [(0, padded_n - n), (0, padded_k - k)])
-    order = layout.order_of_group(group_size)
-    tiles = (padded_n // layout.TILE_N, padded_k // layout.TILE_K)
-    stored = codes.reshape(_loaded_shape(order, tiles)).transpose(_permutation(order))
+    codes = mx.pad(codes_of_words(w, bits), [(0, padded_n - n), (0, padded_k - k)])
+    stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
-        words=_words_of_codes(stored.reshape(*tiles, -1)),
-        scales=_interleave(scales, biases, padded_n, -(-padded_k // group_size)),
+        words=_store(codes, format, layout.order_of_group(group_size)),
+        scales=_interleave(stored, padded_n, -(-padded_k // group_size)),
         n=n,
         k=k,
         group_size=group_size,
         bits=bits,
+        mode=mode,
     )
 
 
-def unpack(packed: PackedWeight) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns codes, scales and biases in MLX's layout: the exact inverse of `pack`."""
-    order = layout.order_of_group(packed.group_size)
-    tiles = packed.words.shape[:2]
-    stored_shape = (*tiles, *(layout.SIZES[name] for name in layout.STORED))
-    codes = _codes_of_words(packed.words).reshape(stored_shape)
-    n, k = layout.padded(packed.n, packed.k)
-    loaded = codes.transpose(_inverse(_permutation(order))).reshape(n, k)
-    words = _words_of_codes(loaded[: packed.n, : packed.k])
-    groups = packed.k // packed.group_size
-    pairs = packed.scales.reshape(tiles[0], -1, 8, 4, 2).transpose(4, 0, 3, 2, 1)
-    scales, biases = pairs.reshape(2, n, -1)[:, : packed.n, :groups]
-    return words, scales, biases
+def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
+    """Returns what `pack` was given, exactly: codes, scales, biases if there are."""
+    format = format_of(packed.mode, packed.bits)
+    codes = _load(packed.words, format, layout.order_of_group(packed.group_size))
+    words = words_of_codes(codes[: packed.n, : packed.k], packed.bits)
+    groups, tiles = packed.k // packed.group_size, packed.words.shape[0]
+    n, _ = layout.padded(packed.n, packed.k)
+    digits = packed.scales.reshape(tiles, -1, 8, 4, format.parameters)
+    factors = digits.transpose(4, 0, 3, 2, 1).reshape(format.parameters, n, -1)
+    return words, *factors[:, : packed.n, :groups]
+
+
+def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases that mean the same to stock MLX.
+
+    A zero point becomes the bias that it stands for, rounded to the scales' dtype.
+    """
+    words, scales, *rest = unpack(packed)
+    if packed.mode == "symmetric":
+        return words, scales, -(2 ** (packed.bits - 1)) * scales
+    if packed.mode == "zero_point":
+        return words, scales, -scales * rest[0]
+    return words, scales, *rest
 
 
 def _quantize_symmetric(
-    w: mx.array, group_size: int
-) -> tuple[mx.array, mx.array, mx.array]:
-    # The value of largest magnitude becomes -8 scales, so its sign decides the scale's.
+    w: mx.array, group_size: int, bits: int
+) -> tuple[mx.array, mx.array]:
+    # The value of largest magnitude becomes the most negative code, so its sign decides
+    # the scale's.
+    zero = 2 ** (bits - 1)
     groups = w.astype(mx.float32).reshape(w.shape[0], -1, group_size)
     largest = mx.take_along_axis(
         groups, mx.abs(groups).argmax(-1, keepdims=True), axis=-1
     )
-    scales = (largest / -8).astype(w.dtype)
+    scales = (largest / -zero).astype(w.dtype)
     divisor = mx.where(scales == 0, 1, scales).astype(mx.float32)
-    codes = mx.clip(mx.round(groups / divisor) + 8, 0, 15).astype(mx.uint8)
-    scales = scales.squeeze(-1)
-    return _words_of_codes(codes.reshape(w.shape)), scales, -8 * scales
+    codes = mx.clip(mx.round(groups / divisor) + zero, 0, 2 * zero - 1)
+    words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
+    return words, scales.squeeze(-1)
 
 
-def _interleave(
-    scales: mx.array, biases: mx.array, padded_n: int, padded_groups: int
-) -> mx.array:
-    n, groups = scales.shape
-    dtype = mx.result_type(scales, biases)
-    pairs = mx.stack([scales.astype(dtype), biases.astype(dtype)])
-    pairs = mx.pad(pairs, [(0, 0), (0, padded_n - n), (0, padded_groups - groups)])
+def _store(codes: mx.array, format: Format, order: str) -> mx.array:
+    """Arranges padded codes [n, k] as words, plane after plane in each tile."""
+    n, k = codes.shape
+    planes, low = [], 0
+    for bits in format.planes:
+        plane = codes >> low & (1 << bits) - 1
+        digits = plane.reshape(_loaded_shape(bits, order, n, k))
+        stored = digits.transpose(_permutation()).reshape(n // 32, k // 64, -1)
+        planes.append(words_of_codes(stored, bits))
+        low += bits
+    return mx.concatenate(planes, axis=-1)
+
+
+def _load(words: mx.array, format: Format, order: str) -> mx.array:
+    """Reads the padded codes [n, k] of words: the inverse of `_store`."""
+    tiles_n, tiles_k, _ = words.shape
+    n, k = tiles_n * layout.TILE_N, tiles_k * layout.TILE_K
+    codes, low, first = mx.zeros((n, k), mx.uint8), 0, 0
+    for bits in format.planes:
+        end = first + layout.tile_words(bits)
+        radix = layout.sizes(bits, order)
+        stored = codes_of_words(words[..., first:end], bits).reshape(
+            tiles_n, tiles_k, *(radix[name] for name in layout.STORED)
+        )
+        codes = codes | stored.transpose(_inverse(_permutation())).reshape(n, k) << low
+        low, first = low + bits, end
+    return codes
+
+
+def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
+    n, groups = stored[0].shape
+    dtype = mx.result_type(*stored)
+    factors = mx.stack([each.astype(dtype) for each in stored])
+    factors = mx.pad(factors, [(0, 0), (0, padded_n - n), (0, padded_groups - groups)])
     tiles = padded_n // layout.TILE_N
-    digits = pairs.reshape(2, tiles, 4, 8, padded_groups).transpose(1, 4, 3, 2, 0)
-    return digits.reshape(tiles, padded_groups, 2 * layout.TILE_N)
+    digits = factors.reshape(len(stored), tiles, 4, 8, padded_groups)
+    return digits.transpose(1, 4, 3, 2, 0).reshape(tiles, padded_groups, -1)
 
 
-def _codes_of_words(words: mx.array) -> mx.array:
-    pairs = words.view(mx.uint8)
-    codes = mx.stack([pairs & 15, pairs >> 4], axis=-1)
-    return codes.reshape(*words.shape[:-1], -1)
+def _loaded_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
+    radix = layout.sizes(bits, order)
+    row = (radix[name] for name in layout.ROW)
+    column = (radix[name] for name in layout.K_DIGITS)
+    return (n // layout.TILE_N, *row, k // layout.TILE_K, *column)
 
 
-def _words_of_codes(codes: mx.array) -> mx.array:
-    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
-    return (pairs[..., 0] | pairs[..., 1] << 4).view(mx.uint32)
-
-
-def _loaded_shape(order: str, tiles: tuple[int, int]) -> tuple[int, ...]:
-    row = (layout.SIZES[name] for name in layout.ROW)
-    k = (layout.SIZES[name] for name in layout.K_DIGITS[order])
-    return (tiles[0], *row, tiles[1], *k)
-
-
-def _permutation(order: str) -> tuple[int, ...]:
-    loaded = ("tile_n", *layout.ROW, "tile_k", *layout.K_DIGITS[order])
+def _permutation() -> tuple[int, ...]:
+    loaded = ("tile_n", *layout.ROW, "tile_k", *layout.K_DIGITS)
     return tuple(loaded.index(name) for name in ("tile_n", "tile_k", *layout.STORED))
 
 
@@ -212,28 +261,60 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(permutation.index(axis) for axis in range(len(permutation)))
 
 
-def _check_format(group_size: int, bits: int) -> None:
-    group_sizes = format_of("affine", bits).group_sizes
-    if group_size not in group_sizes:
-        raise ValueError(f"group_size={group_size} is not one of {group_sizes}")
+def _with_defaults(
+    mode: str, group_size: int | None, bits: int | None
+) -> tuple[int, int]:
+    default_group, default_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    return (
+        default_group if group_size is None else group_size,
+        default_bits if bits is None else bits,
+    )
+
+
+def _check_format(mode: str, bits: int, group_size: int) -> Format:
+    format = format_of(mode, bits)
+    if group_size not in format.group_sizes:
+        raise ValueError(f"group_size={group_size} is not one of {format.group_sizes}")
+    return format
+
+
+def _check_k(name: str, k: int, format: Format, group_size: int) -> None:
+    if k % group_size:
+        raise ValueError(f"{name} has k={k}, not a multiple of group_size={group_size}")
+    if k % format.k_multiple:
+        raise ValueError(
+            f"{name} has k={k}, not a multiple of {format.k_multiple}, as "
+            f"{format.mode} needs it"
+        )
 
 
 def _check_native(
-    w: mx.array, scales: mx.array, biases: mx.array, group_size: int
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    format: Format,
+    group_size: int,
 ) -> None:
     if w.ndim != 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
         raise ValueError(
-            f"w must be a non-empty uint32 matrix [n, k / 8], "
+            f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32], "
             f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
-    n, k = w.shape[0], w.shape[1] * 8
-    if k % group_size:
-        raise ValueError(f"w has k={k}, not a multiple of group_size={group_size}")
+    n, k = w.shape[0], w.shape[1] * 32 // format.bits
+    _check_k("w", k, format, group_size)
+    if (biases is not None) != (format.parameters == 2):
+        expected = "biases" if format.codes == "affine" else "zero points as biases"
+        raise ValueError(
+            f"mode={format.mode!r} takes "
+            + (f"{expected}, got None" if biases is None else "no biases")
+        )
     for name, array in (("scales", scales), ("biases", biases)):
-        expected = (n, k // group_size)
-        if array.shape != expected or dtype_name(array.dtype) not in DTYPE_BYTES:
+        if array is None:
+            continue
+        shape = (n, k // group_size)
+        if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:
             raise ValueError(
-                f"{name} must be one of {[*DTYPE_BYTES]} with shape {expected}, "
+                f"{name} must be one of {[*format.scale_dtypes]} with shape {shape}, "
                 f"got {dtype_name(array.dtype)} with shape {array.shape}"
             )
 

@@ -13,10 +13,10 @@ which k tiles of which tile. For 3 x 3 tiles in runs of `ceil` on 5 threadgroups
 """
 
 from dataclasses import dataclass
-from math import lcm, prod
+from math import prod
 from typing import Literal
 
-from mlx_marlin.formats import TILE_K, TILE_N
+from mlx_marlin.formats import DTYPE_BYTES, TILE_K, TILE_N
 from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
 from mlx_marlin.work import Split, Tile, Work, tile_position
 
@@ -44,7 +44,7 @@ GEMV_ROWS = {"float16": 5, "bfloat16": 3, "float32": 3}
 
 def k_tile(group_size: int) -> int:
     """Returns the weights of a k tile: k may be cut where a trip and a group begin."""
-    return lcm(TILE_K, group_size)
+    return max(TILE_K, group_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +245,11 @@ class Plan:
         return self.work.whole // self.m_tiles if self.simdgroups_n > 1 else 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each threadgroup has one whole tile: the kernels then know it."""
+        return self.work.strategy in ("data_parallel", "hytis")
+
+    @property
     def is_split(self) -> bool:
         """Whether partial sums of a tile have to meet."""
         return self.reduction != "none"
@@ -325,3 +330,75 @@ class Plan:
             parts.append(f"{work.groups} groups")
         noun = "k tile" if work.longest == 1 else "k tiles"
         return [*parts, f"at most {work.longest} {noun} each", f"{work.idle} idle"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DensePlan:
+    """A product as a plain one: the weight decoded once, then MLX's own product.
+
+    For so many rows that decoding the weight for each tile of them is more work, and
+    for the product with a weight that is not transposed.
+
+    Attributes:
+        problem: The product; if not transposed, y[m, k] = x[m, n] @ W[n, k].
+        transposed: Whether the weight is.
+        chunk: Columns of the result that are computed at a time, a multiple of a tile's
+            side: what bounds the memory that decoded weights take.
+    """
+
+    problem: Problem
+    transposed: bool = True
+    chunk: int
+
+    def __post_init__(self) -> None:
+        side = self.side
+        if self.chunk < side or self.chunk % side:
+            raise ValueError(f"chunk={self.chunk} is not a positive multiple of {side}")
+
+    @property
+    def side(self) -> int:
+        """What chunks are multiples of: rows or k of a tile."""
+        return TILE_N if self.transposed else TILE_K
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result."""
+        return self.problem.n if self.transposed else self.problem.k
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The block of the weight of each chunk: (first row, rows, first k, length)."""
+        n, k = self.problem.n, self.problem.k
+        starts = range(0, self.columns, self.chunk)
+        if self.transposed:
+            return tuple((i, min(self.chunk, n - i), 0, k) for i in starts)
+        return tuple((0, n, i, min(self.chunk, k - i)) for i in starts)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Bytes of the decoded weights of one chunk."""
+        _, rows, _, length = self.chunks[0]
+        return rows * length * DTYPE_BYTES[self.problem.dtype]
+
+    def explain(self) -> str:
+        """Says in a line what will run; every figure is counted, none predicted."""
+        size = self.temporary_bytes / 2**20
+        each = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
+        return f"decoded once to {self.problem.dtype} ({size:.1f} MiB{each}), mx.matmul"
+
+
+MOST_TEMPORARY = 256 * 2**20
+"""Bytes that decoded weights may take at a time."""
+
+
+def dense_plan(problem: Problem, *, transposed: bool = True) -> DensePlan:
+    """Returns the plain product of a problem, in as few chunks as the memory allows."""
+    side = TILE_N if transposed else TILE_K
+    columns, length = problem.n, problem.k
+    if not transposed:
+        columns, length = length, columns
+    most = MOST_TEMPORARY // (length * DTYPE_BYTES[problem.dtype]) // side * side
+    whole = -(-columns // side) * side
+    return DensePlan(
+        problem=problem, transposed=transposed, chunk=min(max(most, side), whole)
+    )

@@ -6,7 +6,14 @@ rows m beside it.
 
 from dataclasses import dataclass
 
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, WORD_BITS, Format, format_of
+from mlx_marlin.formats import (
+    DTYPE_BYTES,
+    LAYOUTS,
+    SCALE_BYTES,
+    WORD_BITS,
+    Format,
+    format_of,
+)
 
 MOST_ELEMENTS = 2**31
 """An array must have fewer: the shaders count in 32 bits."""
@@ -104,23 +111,34 @@ class Problem:
                 f"m={self.m}, n={self.n}, k={self.k} make an array of {largest} "
                 f"elements, expected fewer than {MOST_ELEMENTS}"
             )
-        group_sizes = format_of(self.mode, self.bits).group_sizes
-        if self.group_size not in group_sizes:
+        format = format_of(self.mode, self.bits)
+        if self.group_size not in format.group_sizes:
             raise ValueError(
-                f"group_size={self.group_size} is not one of {group_sizes}"
+                f"group_size={self.group_size} is not one of {format.group_sizes}"
             )
         if self.k % self.group_size:
             raise ValueError(
                 f"k={self.k} is not a multiple of group_size={self.group_size}"
             )
+        if self.k % format.k_multiple:
+            raise ValueError(
+                f"k={self.k} is not a multiple of {format.k_multiple}, as "
+                f"{self.mode} needs it"
+            )
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype={self.dtype!r} is not one of {[*DTYPE_BYTES]}")
-        if self.scale_dtype not in DTYPE_BYTES:
+        if self.scale_dtype not in format.scale_dtypes:
             raise ValueError(
-                f"scale_dtype={self.scale_dtype!r} is not one of {[*DTYPE_BYTES]}"
+                f"scale_dtype={self.scale_dtype!r} is not one of "
+                f"{[*format.scale_dtypes]}"
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r} is not one of {[*LAYOUTS]}")
+        if self.layout not in format.layouts:
+            raise ValueError(
+                f"layout={self.layout!r} is not one of {format.layouts}, in which "
+                f"{self.mode} weights lie"
+            )
 
     @property
     def format(self) -> Format:
@@ -145,7 +163,7 @@ class Problem:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales and biases together."""
-        size = DTYPE_BYTES[self.scale_dtype]
+        size = SCALE_BYTES[self.scale_dtype]
         return self.n * self.groups * self.format.parameters * size
 
     @property

@@ -4,7 +4,6 @@ A kind of call is its shapes, dtypes, options and device. Deciding is cached; a 
 that is wrong raises here, in MLX's own words where MLX has them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -14,10 +13,12 @@ import mlx.core as mx
 from mlx_marlin import device, launch, scheduler, tuned
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.finishing import then_finished, with_all_operands
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS
+from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
+from mlx_marlin.kind import Kind, Run, Shape, as_rows
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
-from mlx_marlin.packing import PackedWeight, dtype_name, unpack
+from mlx_marlin.packing import PackedWeight, as_mlx, dtype_name
+from mlx_marlin.plan import DensePlan, dense_plan
 from mlx_marlin.problem import (
     MOST_ELEMENTS,
     PLAIN,
@@ -26,19 +27,8 @@ from mlx_marlin.problem import (
     largest_array,
 )
 
-Shape = tuple[int, ...]
-Run = Callable[..., mx.array]
-"""From x, codes, scales, biases and an epilogue's arrays, as the caller has them."""
-
 KINDS = 4096
 """Kinds of call that are remembered."""
-MODE_DEFAULTS = {
-    "affine": (64, 4),
-    "mxfp4": (32, 4),
-    "mxfp8": (32, 8),
-    "nvfp4": (16, 4),
-}
-"""(group_size, bits) that MLX takes where a call names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +37,6 @@ class Served:
 
     run: Run
     reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A correct call, as far as deciding needs to know it."""
-
-    x_shape: Shape
-    x_dtype: mx.Dtype
-    shape: Shape
-    dtype: mx.Dtype
-    n: int
-    k: int
-    batched: bool
-    scale_dtype: mx.Dtype
-    mode: str
-    bits: int
-    group_size: int
-    transpose: bool
-    layout: str
-    on_cpu: bool
-    epilogue: Epilogue
-    invariant: bool
 
 
 @lru_cache(KINDS)
@@ -99,9 +67,12 @@ def serve_native(
     if bits == 0:  # MLX divides by it
         raise ValueError("bits=0, expected the bits of a code or None")
 
+    biased = biases_shape is not None
+
     def stock(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None
     ) -> mx.array:
+        biases = biases if biased else None  # our kernels get the scales instead
         return _stock(x, w, scales, biases, transpose, group_size, bits, mode)
 
     biases = None if biases_shape is None else mx.zeros(biases_shape, biases_dtype)
@@ -118,6 +89,14 @@ def serve_native(
             f"scales has shape {scales_shape}, expected a row for each row of w, "
             f"which has shape {w_shape}"
         )
+    fitting = MODE_DEFAULTS[mode]
+    given = fitting[0] if group_size is None else group_size, bits or fitting[1]
+    # Nor this: small floats come in one size, and MLX takes it whatever is said.
+    if mode != "affine" and given != fitting:
+        raise ValueError(
+            f"mode={mode!r} has group_size={fitting[0]} and bits={fitting[1]}, "
+            f"got group_size={given[0]} and bits={given[1]}"
+        )
     kind = Kind(
         x_shape=x_shape,
         x_dtype=x_dtype,
@@ -127,9 +106,10 @@ def serve_native(
         k=x_shape[-1],
         batched=len(w_shape) > 2,
         scale_dtype=mx.result_type(scales_dtype, biases_dtype or scales_dtype),
+        scales_alike=(biases_dtype or scales_dtype) == scales_dtype,
         mode=mode,
-        bits=bits or MODE_DEFAULTS[mode][1],
-        group_size=group_size or MODE_DEFAULTS[mode][0],
+        bits=given[1],
+        group_size=given[0],
         transpose=transpose,
         layout="mlx",
         on_cpu=on_cpu,
@@ -146,6 +126,8 @@ def serve_packed(
     n: int,
     k: int,
     group_size: int,
+    bits: int,
+    mode: str,
     scale_dtype: mx.Dtype,
     transpose: bool,
     on_cpu: bool,
@@ -164,23 +146,35 @@ def serve_packed(
             f"{(n, k)} with transpose={transpose}"
         )
 
-    def stock(x: mx.array, words: mx.array, pairs: mx.array, _: mx.array) -> mx.array:
+    def stock(x: mx.array, words: mx.array, scales: mx.array, _: mx.array) -> mx.array:
         packed = PackedWeight(
-            words=words, scales=pairs, n=n, k=k, group_size=group_size
+            words=words,
+            scales=scales,
+            n=n,
+            k=k,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
         )
-        return _stock(x, *unpack(packed), transpose, group_size, packed.bits, "affine")
+        w, factors, *rest = as_mlx(packed)
+        biases = rest[0] if rest else None
+        known = mode if mode in MODE_DEFAULTS else "affine"
+        return _stock(x, w, factors, biases, transpose, group_size, bits, known)
 
     kind = Kind(
         x_shape=x_shape,
         x_dtype=x_dtype,
         shape=(*x_shape[:-1], outer),
-        dtype=mx.result_type(x_dtype, scale_dtype),
+        dtype=x_dtype
+        if scale_dtype == mx.uint8
+        else mx.result_type(x_dtype, scale_dtype),
         n=n,
         k=k,
         batched=False,
         scale_dtype=scale_dtype,
-        mode="affine",
-        bits=4,
+        scales_alike=True,
+        mode=mode,
+        bits=bits,
         group_size=group_size,
         transpose=transpose,
         layout="marlin",
@@ -205,7 +199,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         return Served(_nothing_added_up(kind), "there is nothing to add up")
     if epilogue != PLAIN:
         stock = then_finished(stock, epilogue)
-    reason = _not_here(kind.on_cpu) or _not_ours(kind)
+    reason = not_here(kind.on_cpu) or _not_ours(kind)
     if reason:
         _refuse_variance(kind, reason)
         return Served(stock, reason)
@@ -214,21 +208,47 @@ def _decide(kind: Kind, stock: Product) -> Served:
         n=kind.n,
         k=kind.k,
         group_size=kind.group_size,
+        bits=kind.bits,
+        mode=kind.mode,
         dtype=dtype_name(kind.dtype),
         scale_dtype=dtype_name(kind.scale_dtype),
         layout=kind.layout,
         epilogue=epilogue,
         invariant=kind.invariant,
     )
+    if not kind.transpose:
+        product = launch.dense_product(dense_plan(problem, transposed=False))
+        return Served(as_rows(differentiable(product, stock), kind))
     measured = _measured(problem)
-    reason = _faster_elsewhere(problem, measured)
+    dense = None if measured else _dense(problem)
+    reason = None if dense else _faster_elsewhere(problem, measured)
     if reason:
         return Served(stock, reason)
+    product = launch.dense_product(dense) if dense else _planned(problem, measured)
+    back = _backward(problem) if kind.layout == "marlin" else None
+    return Served(as_rows(differentiable(product, stock, back), kind))
+
+
+def _planned(problem: Problem, measured: Result | None) -> Product:
     chosen = measured.plan if measured else scheduler.choose(problem, device.current())
     product = launch.product(chosen)
-    if epilogue != PLAIN:
-        product = with_all_operands(product, epilogue)
-    return Served(_as_rows(differentiable(product, stock), kind))
+    if problem.epilogue == PLAIN:
+        return product
+    return with_all_operands(product, problem.epilogue)
+
+
+def _dense(problem: Problem) -> DensePlan | None:
+    # A choice for speed, like handing over.
+    if launch.backend() != "metal" or launch.forced_backend() is not None:
+        return None
+    return scheduler.choose_dense(problem, device.current())
+
+
+def _backward(problem: Problem) -> Product | None:
+    """Returns the product with the weight as it is, for the gradient of x."""
+    if problem.epilogue != PLAIN:
+        return None
+    return launch.dense_product(dense_plan(problem, transposed=False))
 
 
 def _nothing_added_up(kind: Kind) -> Run:
@@ -248,7 +268,8 @@ def _refuse_variance(kind: Kind, reason: str) -> None:
         )
 
 
-def _not_here(on_cpu: bool) -> str | None:
+def not_here(on_cpu: bool) -> str | None:
+    """Says why no kernel of ours can run; None if they can."""
     backend = launch.backend()
     if backend == "stock":
         return "no back end here runs Metal kernels, or MLX_MARLIN_BACKEND says stock"
@@ -258,14 +279,18 @@ def _not_here(on_cpu: bool) -> str | None:
 
 
 def _not_ours(kind: Kind) -> str | None:
+    if not kind.transpose and kind.layout == "mlx":
+        return "our kernels multiply by the transposed weight only"
     known = FORMATS.get((kind.mode, kind.bits))
     if known is None or kind.group_size not in known.group_sizes:
         return (
             f"{kind.mode} {kind.bits}-bit with group size {kind.group_size} is not "
             f"one of our formats"
         )
-    if not kind.transpose:
-        return "our kernels multiply by the transposed weight only"
+    if kind.k % known.k_multiple:
+        return f"our kernels take {kind.mode} with a k that is a multiple of " + (
+            f"{known.k_multiple}, and k={kind.k}"
+        )
     if kind.batched:
         return "our kernels take one weight matrix, not a batch"
     if dtype_name(kind.dtype) not in DTYPE_BYTES:
@@ -316,41 +341,3 @@ def _stock(
         mode=mode,
     )
     return y if rows is x else y.squeeze(-2)
-
-
-def _as_rows(product: Product, kind: Kind) -> Run:
-    """Lets a product of matrices take arrays as the caller has them."""
-    rows = None if len(kind.x_shape) == 2 else (prod(kind.x_shape[:-1]), kind.k)
-    dtype = None if kind.x_dtype == kind.dtype else kind.dtype
-    scale_dtype, shape = kind.scale_dtype, kind.shape
-    finish = _finish_as_rows(kind)
-
-    def run(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
-    ) -> mx.array:
-        if dtype is not None:
-            x = x.astype(dtype)
-        if scales.dtype != biases.dtype:
-            scales, biases = scales.astype(scale_dtype), biases.astype(scale_dtype)
-        if given:
-            given = finish(given)
-        if rows is None:
-            return product(x, w, scales, biases, *given)
-        return product(x.reshape(rows), w, scales, biases, *given).reshape(shape)
-
-    return run
-
-
-def _finish_as_rows(
-    kind: Kind,
-) -> Callable[[tuple[mx.array, ...]], tuple[mx.array, ...]]:
-    matrix = (prod(kind.shape[:-1]), kind.shape[-1])
-    bias = kind.epilogue.bias
-
-    def finish(given: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-        return tuple(
-            array.astype(kind.dtype).reshape(array.size if bias and not i else matrix)
-            for i, array in enumerate(given)
-        )
-
-    return finish

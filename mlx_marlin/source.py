@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from mlx_marlin.formats import CODES, TILE_N
+from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
 
 TemplateValue = str | int | bool
 """A dtype's name, a number or a flag."""
@@ -18,6 +20,8 @@ TemplateValue = str | int | bool
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 FINISH = ("bias", "multiplier", "residual")
+WEIGHT = ("work", "decode", "words", "lane")
+"""The files of `lib` that read a weight, each leaning on those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +70,33 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
         name=f"marlin_{kernel}" + "_fused" * fused + "_atomic" * atomic,
         input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=_lib("work", "lane", "epilogue", kernel),
+        header=_lib(*WEIGHT, "epilogue", kernel),
         source=_read(f"kernels/{body}"),
         atomic=atomic,
+    )
+
+
+@cache
+def gather_source() -> Source:
+    """Returns the text of the kernel for experts' products."""
+    return Source(
+        name="marlin_gather",
+        input_names=(*OPERANDS, "sources", "experts", "shape"),
+        output_names=("out",),
+        header=_lib(*WEIGHT, "epilogue", "gemm_register", "gather"),
+        source=_read("kernels/gather"),
+    )
+
+
+@cache
+def dequantize_source() -> Source:
+    """Returns the text of the kernel that decodes a block of a weight."""
+    return Source(
+        name="marlin_dequantize",
+        input_names=("w", "scales", "biases", "shape"),
+        output_names=("out",),
+        header=_lib(*WEIGHT, "dequantize"),
+        source=_read("kernels/dequantize"),
     )
 
 
@@ -91,8 +119,8 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
     shared: dict[str, TemplateValue] = {
         "SIMDGROUPS_K": plan.simdgroups_k,
         "WIDE": plan.simdgroups_n,
-        "GROUP": problem.group_size,
-        "PACKED": problem.layout == "marlin",
+        "WHOLE": plan.is_whole,
+        **weight_template(problem),
         "SUBTRACT": plan.subtract,
     }
     fused = {} if plan.is_split else _epilogue_template(plan)
@@ -102,8 +130,32 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         **shared,
+        "RAGGED": problem.n % TILE_N != 0,
         "WIDEN": problem.dtype != "float16",
         **fused,
+    }
+
+
+def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the kernel for experts' products."""
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_M": plan.simdgroups_m,
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        "RAGGED": plan.problem.n % TILE_N != 0,
+        **weight_template(plan.problem),
+        "SUBTRACT": plan.subtract,
+        "WIDEN": plan.problem.dtype != "float16",
+    }
+
+
+def weight_template(problem: Problem) -> dict[str, TemplateValue]:
+    """Returns the template arguments of `WeightFormat` in `lib/decode.metal`."""
+    return {
+        "MODE": CODES.index(problem.format.codes),
+        "BITS": problem.bits,
+        "GROUP": problem.group_size,
+        "PACKED": problem.layout == "marlin",
     }
 
 

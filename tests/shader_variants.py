@@ -4,14 +4,14 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, cycle, product
+from itertools import chain, combinations, cycle, product
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_marlin import device, scheduler, source
 from mlx_marlin.emulator import check
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.formats import DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -23,26 +23,23 @@ from mlx_marlin.plan import (
 )
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
 from mlx_marlin.scheduler.decompositions import WIDTHS
-from mlx_marlin.work import Tile, data_parallel
+from mlx_marlin.work import Tile, Work, data_parallel
 
-GROUP_SIZES = (32, 64, 128)
 DEMO_SHAPES = ((320, 320), (64, 320), (640, 320), (320, 640), (1024, 320))
 """n, k of the products of the demo's model."""
 SHAPES = (
     *DEMO_SHAPES,
     (1, 128),
     (33, 256),
-    (2048, 2048),
-    (4096, 4096),
-    (14336, 4096),
-    (4096, 14336),
     (128256, 4096),
 )
-"""n, k: the demo's, tiny and ragged ones, and those of common language models."""
-ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 32, 33, 64)
-"""m: every count of rows that has a kernel of its own, and the borders of the tiles."""
+"""n, k: the demo's, tiny and ragged ones, and that of a vocabulary."""
+ROWS = (1, 3, 5, 8, 16, 32, 64)
+"""m: few rows, and tiles of every size."""
 FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
 """Values that meet those of the main loop nowhere but where a tile is stored."""
+WEIGHT = ("MODE", "BITS", "GROUP", "PACKED", "scales")
+"""Values that meet in functions which all kernels share: in the products' they do."""
 STORING = ("kind", "WIDE", "out")
 """Those that they meet there."""
 EPILOGUES = tuple(
@@ -59,7 +56,7 @@ class Variant:
     """One instance of a kernel.
 
     Attributes:
-        kernel: "gemv", "gemm_register" or "reduce".
+        kernel: "gemv", "gemm_register", "reduce", "dequantize" or "gather".
         kind: "plain", "fused" or "atomic".
         values: Template arguments and dtypes, by name.
     """
@@ -73,6 +70,10 @@ class Variant:
         fused, atomic = self.kind == "fused", self.kind == "atomic"
         if self.kernel == "reduce":
             return source.reduce_source(fused)
+        if self.kernel == "dequantize":
+            return source.dequantize_source()
+        if self.kernel == "gather":
+            return source.gather_source()
         return source.product_source(self.kernel, fused, atomic)
 
     @property
@@ -80,6 +81,8 @@ class Variant:
         """Every two values that meet in a function; the kind is one."""
         for pair in combinations((("kind", self.kind), *self.values), 2):
             names = {name for name, _ in pair}
+            if names <= {*WEIGHT} and self.kernel in ("gather", "dequantize"):
+                continue
             if names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}:
                 yield pair
 
@@ -109,7 +112,7 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
     for name in names:
         if name in source.NUMBERS:
             yield mx.zeros(7, mx.int32)  # fewer than eight: constant memory
-        elif name == "w":
+        elif name in ("w", "sources", "experts"):
             yield mx.zeros(8, mx.uint32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
@@ -134,33 +137,74 @@ def variants_of(plan: Plan) -> list[Variant]:
     return found
 
 
+def decoder_of(problem: Problem) -> Variant:
+    """The instance that decodes a problem's weight."""
+    dtypes = {"scales": problem.scale_dtype, "out": problem.dtype}
+    values = {**source.weight_template(problem), **dtypes}
+    return Variant("dequantize", "plain", tuple(values.items()))
+
+
+def gathers_of(problem: Problem) -> Iterator[Variant]:
+    """The instances that multiply rows by experts, few of each and many."""
+    dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": problem.dtype}
+    for m, n in product((8, 512), (64, 63)):
+        plan = scheduler.choose_gather(replace(problem, m=m, n=n), experts=8)
+        values = {**source.gather_template(plan), **dtypes}
+        yield Variant("gather", "plain", tuple(values.items()))
+
+
 @cache
 def every_variant() -> tuple[Variant, ...]:
-    """Every instance that plans have, with one epilogue for each body.
+    """Every instance that matters, with one epilogue for each body.
 
-    Bodies take turns at the epilogues, so that every epilogue meets every value.
+    That is every body with affine codes of 4 bits, and every format with some of the
+    bodies, other ones for each: with all of them there would be some 600,000 instances.
+    Bodies take turns at the epilogues, so that every epilogue meets every body's value.
     """
-    found: dict[Variant, None] = {}
-    bodies = (body for problem in _problems() for body in _bodies(problem))
+    problems = [*_problems()]
+    found = dict.fromkeys(map(decoder_of, problems))
+    native = (each for each in problems if each.layout == "mlx")
+    found.update(dict.fromkeys(chain.from_iterable(map(gathers_of, native))))
+    bodies = (body for each in problems for body in _bodies_to_meet(each))
     for body, epilogue in zip(bodies, cycle(EPILOGUES), strict=False):
         for plan in _plans(body, epilogue):
             found.update(dict.fromkeys(variants_of(plan)))
     return tuple(found)
 
 
+BODIES_OF_FORMAT = 12
+"""How many bodies a format other than affine 4-bit meets, in a dtype and a layout."""
+
+
+def _bodies_to_meet(problem: Problem) -> list[Plan]:
+    bodies = [*_bodies(problem)]
+    if (problem.mode, problem.bits) == ("affine", 4):
+        return bodies
+    return random.Random(problem.explain()).sample(bodies, BODIES_OF_FORMAT)
+
+
 def _problems() -> Iterator[Problem]:
-    for dtype, group_size, layout in product(DTYPE_BYTES, GROUP_SIZES, LAYOUTS):
-        # MLX promotes x to its scales' dtype: only float32 meets narrower ones.
-        for scale_dtype in DTYPE_BYTES if dtype == "float32" else [dtype]:
-            yield Problem(
-                m=1,
-                n=64,
-                k=1024,
-                group_size=group_size,
-                dtype=dtype,
-                scale_dtype=scale_dtype,
-                layout=layout,
-            )
+    for format, dtype in product(FORMATS.values(), DTYPE_BYTES):
+        for group_size, layout in product(format.group_sizes, format.layouts):
+            for scale_dtype in _scale_dtypes(format, dtype):
+                yield Problem(
+                    m=1,
+                    n=64,
+                    k=1024,
+                    group_size=group_size,
+                    bits=format.bits,
+                    mode=format.mode,
+                    dtype=dtype,
+                    scale_dtype=scale_dtype,
+                    layout=layout,
+                )
+
+
+def _scale_dtypes(format: Format, dtype: str) -> tuple[str, ...]:
+    """MLX promotes x to its scales' dtype: only float32 meets narrower ones."""
+    if format.codes == "floating" or dtype == "float32":
+        return format.scale_dtypes
+    return (dtype,)
 
 
 def _bodies(problem: Problem) -> Iterator[Plan]:
@@ -186,21 +230,25 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
 
 
 def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
-    """A body alone, with an epilogue, with wide tiles, and split both ways."""
-    problem, work = body.problem, body.work
-    fused = replace(problem, epilogue=epilogue)
-    yield body
-    yield replace(body, problem=fused)
+    """A body alone, with an epilogue, with wide tiles, and split both ways.
+
+    Also with a ragged last tile, and with one threadgroup for both tiles.
+    """
+    work = body.work
+    both = Work(strategy="stripe", tiles=2, k_tiles=work.k_tiles, threadgroups=1)
+    ragged = replace(body.problem, n=body.problem.n - 1)
+    for problem in (body.problem, replace(body.problem, epilogue=epilogue)):
+        yield replace(body, problem=problem)
+        yield replace(body, problem=problem, work=both)
+        yield replace(body, problem=replace(ragged, epilogue=problem.epilogue))
+    problem, fused = body.problem, replace(body.problem, epilogue=epilogue)
     for width in WIDTHS:
         if body.simdgroups_k % width == 0:
             wide = replace(work, strategy="hytis", whole=1)
-            wide_n = 32 * (width + 1)
-            for each in (problem, fused):
+            wide_n = TILE_N * (width + 1)
+            for each, n in product((problem, fused), (wide_n, wide_n - 1)):
                 yield replace(
-                    body,
-                    problem=replace(each, n=wide_n),
-                    work=wide,
-                    simdgroups_n=width,
+                    body, problem=replace(each, n=n), work=wide, simdgroups_n=width
                 )
     split = replace(work, strategy="split_k", threadgroups=4, whole=0, slices=2)
     reductions: tuple[Reduction, ...] = ("workspace", "atomic")
@@ -212,16 +260,12 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
 def chosen_variants() -> tuple[Variant, ...]:
     """The instances that are chosen for the demo and the table of shapes.
 
-    For the chip of which nothing is known; every other one has the same values, paired
-    otherwise.
+    For the chip of which nothing is known, and half activations; every other one has
+    the same values, paired otherwise.
     """
     found: dict[Variant, None] = {}
-    # The demo's weights, in every dtype and layout that it can be asked for.
-    likes = [
-        problem
-        for problem in _problems()
-        if problem.group_size == 64 and problem.scale_dtype == problem.dtype
-    ]
+    # The demo's weights, in both layouts.
+    likes = [Problem(m=1, n=64, k=1024, layout=layout) for layout in ("mlx", "marlin")]
     for like, (n, k), m in product(likes, SHAPES, ROWS):
         plan = scheduler.choose(replace(like, m=m, n=n, k=k), device.DEFAULT)
         found.update(dict.fromkeys(variants_of(plan)))
@@ -269,7 +313,7 @@ def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Vari
     draw = random.Random(0)
     while missing:
         candidates = next(iter(missing.values()))
-        candidates = draw.sample(candidates, min(len(candidates), 40))
+        candidates = draw.sample(candidates, min(len(candidates), 200))
         best = max(candidates, key=lambda variant: _news(missing, variant))
         _cover(missing, best)
         chosen.append(best)

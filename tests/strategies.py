@@ -3,12 +3,13 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import format_cases
 import mlx.core as mx
 from hypothesis import strategies as st
 
 from mlx_marlin import device, launch
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.formats import DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -40,6 +41,18 @@ ONE_TILE_SIZE: tuple[Strategy, ...] = STRATEGIES[:-1]
 DTYPES = st.sampled_from([*DTYPE_BYTES])
 ANY_LAYOUT = st.sampled_from(LAYOUTS)
 
+Grouped = tuple[str, int, int]
+"""A mode, the bits of a code and a group size."""
+FOUR_BITS = st.sampled_from([("affine", 4, group_size) for group_size in GROUPS])
+"""What most weights are; a test of all formats takes longer, and asks for them."""
+ANY_FORMAT: st.SearchStrategy[Grouped] = st.sampled_from(
+    sorted({mode for mode, _ in FORMATS})
+).flatmap(
+    lambda mode: st.sampled_from(
+        [each for each in format_cases.GROUPED if each[0] == mode]
+    )
+)
+"""Every scheme as often as the others, though some have more widths and groups."""
 
 NO_EPILOGUE = st.just(PLAIN)
 EPILOGUES = st.builds(
@@ -64,22 +77,28 @@ def problems(
     max_m: int = 70,
     max_n: int = 200,
     max_k: int = 2048,
+    formats: st.SearchStrategy[Grouped] = FOUR_BITS,
     dtypes: st.SearchStrategy[str] = DTYPES,
     layouts: st.SearchStrategy[str] = ANY_LAYOUT,
     epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
 ) -> Problem:
     """Draws a problem; `max_k` is at least 128, the largest group."""
-    group_size = draw(st.sampled_from([32, 64, 128]))
+    mode, bits, group_size = draw(formats)
+    known = FORMATS[mode, bits]
+    step = max(group_size, known.k_multiple)
     dtype = draw(dtypes)
+    # MLX promotes x to its scales' dtype: only float32 meets narrower ones.
+    scale_dtype = draw(DTYPES) if dtype == "float32" else dtype
     return Problem(
         m=draw(sizes(max_m)),
         n=draw(sizes(max_n)),
-        k=group_size * draw(sizes(max_k // group_size)),
+        k=step * draw(sizes(max_k // step)),
         group_size=group_size,
+        bits=bits,
+        mode=mode,
         dtype=dtype,
-        # MLX promotes x to its scales' dtype: only float32 meets narrower ones.
-        scale_dtype=draw(DTYPES) if dtype == "float32" else dtype,
-        layout=draw(layouts),
+        scale_dtype="uint8" if known.codes == "floating" else scale_dtype,
+        layout=draw(layouts.filter(lambda layout: layout in known.layouts)),
         epilogue=draw(epilogues),
     )
 
@@ -191,8 +210,10 @@ def plans(
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     m_tiles, n_tiles = -(-problem.m // tile.m), -(-problem.n // tile.n)
     k_tiles = -(-problem.k // tile.k)
-    simdgroups_k = draw(st.integers(1, MAX_SIMDGROUPS // simdgroups_m))
-    width = draw(st.sampled_from(_widths(simdgroups_k, n_tiles)))
+    along_k = MAX_SIMDGROUPS // simdgroups_m
+    # First the width, or wide tiles would hardly ever be drawn.
+    width = draw(st.sampled_from(_widths(along_k, n_tiles)))
+    simdgroups_k = width * draw(st.integers(1, along_k // width))
     if width > 1:
         columns = draw(st.integers(1, (n_tiles - 1) // width))
         tiles = m_tiles * (columns + n_tiles - columns * width)
@@ -221,10 +242,9 @@ def plans(
     )
 
 
-def _widths(simdgroups_k: int, n_tiles: int) -> list[int]:
+def _widths(along_k: int, n_tiles: int) -> list[int]:
     """Returns the widths, in tiles, that a wide tile can have; 1 is no wide tile."""
-    divisors = [each for each in (2, 4, 8) if simdgroups_k % each == 0]
-    return [1, 1, *(each for each in divisors if each < n_tiles)]
+    return [1, *(each for each in (2, 4, 8) if each <= along_k and each < n_tiles)]
 
 
 def _rows(problem: Problem) -> st.SearchStrategy[tuple[int, int]]:
@@ -242,7 +262,7 @@ Case = tuple[Plan, mx.array, Native]
 
 
 def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
-    """Makes activations and a quantized weight for a problem.
+    """Makes activations and a weight that MLX quantizes, for an affine problem.
 
     Groups of every kind occur: ordinary, constant (MLX's scale is then -1e-7) and of
     one sign; about half of MLX's scales are negative.
@@ -261,6 +281,19 @@ def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
     return x, (native[0], native[1], native[2])
 
 
+def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:
+    """Makes a weight of a problem's format, whatever that is."""
+    return format_cases.any_weight(
+        problem.mode,
+        problem.bits,
+        problem.group_size,
+        problem.n,
+        problem.k,
+        dtype=problem.scale_dtype,
+        seed=seed,
+    )
+
+
 def finish_arrays(problem: Problem, *, seed: int) -> Native:
     """Makes an epilogue's bias, multiplier and residual."""
     dtype = getattr(mx, problem.dtype)
@@ -277,18 +310,26 @@ def finish_arrays(problem: Problem, *, seed: int) -> Native:
 def runnable_plans(
     *,
     max_k: int = 512,
+    formats: st.SearchStrategy[Grouped] = FOUR_BITS,
     dtypes: st.SearchStrategy[str] = DTYPES,
     epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
     atomic: bool = True,
 ) -> st.SearchStrategy[Plan]:
     """Draws plans small enough to run by the hundred."""
-    of = problems(max_m=70, max_n=100, max_k=max_k, dtypes=dtypes, epilogues=epilogues)
+    of = problems(
+        max_m=70,
+        max_n=100,
+        max_k=max_k,
+        formats=formats,
+        dtypes=dtypes,
+        epilogues=epilogues,
+    )
     return plans(of=of, atomic=atomic)
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, atomic: bool = True) -> Case:
-    """Draws a plan and the arrays to run it on."""
+    """Draws a plan of affine codes of 4 bits and the arrays to run it on."""
     plan = draw(runnable_plans(atomic=atomic))
     x, native = arrays(plan.problem, seed=draw(st.integers(0, 2**16)))
     return plan, x, native

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-from shader_variants import Variant, checked, covering_variants, every_variant, pairwise
+from shader_variants import Variant, checked, covering_variants, every_variant
 
 from mlx_marlin import emulator
+from mlx_marlin.formats import CODES, FORMATS
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -20,39 +21,41 @@ KERNELS = (
     "marlin_gemm_register_atomic",
     "marlin_reduce",
     "marlin_reduce_fused",
+    "marlin_dequantize",
+    "marlin_gather",
 )
 MOST = 300
 """Instances that an ordinary run checks."""
-
-COVERING = covering_variants()
 
 
 def of_kernel(kernel: str, variants: Sequence[Variant]) -> list[Variant]:
     return [variant for variant in variants if variant.source.name == kernel]
 
 
-@pytest.mark.parametrize(
-    ("kernel", "count"),
-    [(kernel, len(of_kernel(kernel, COVERING))) for kernel in KERNELS],
-)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_every_chosen_instance_and_pair_of_values_passes(
-    kernel: str, count: int, capsys: pytest.CaptureFixture[str]
+    kernel: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checked(of_kernel(kernel, COVERING))
+    variants = of_kernel(kernel, covering_variants())
+
+    checked(variants)
 
     with capsys.disabled():
-        print(f"\nstatic check: {count} instances of {kernel}")
+        print(f"\nstatic check: {len(variants)} instances of {kernel}")
 
 
 def test_an_ordinary_run_checks_no_more_than_it_may() -> None:
-    assert len(COVERING) <= MOST
-    assert len(set(COVERING)) == len(COVERING)
-    assert {variant.source.name for variant in COVERING} == {*KERNELS}
+    covering = covering_variants()
+
+    assert len(covering) <= MOST
+    assert len(set(covering)) == len(covering)
+    assert {variant.source.name for variant in covering} == {*KERNELS}
 
 
 def test_every_epilogue_meets_every_value_of_a_body() -> None:
     for kernel in ("marlin_gemv_fused", "marlin_gemm_register_fused"):
         found = [dict(each.values) for each in of_kernel(kernel, every_variant())]
+        found = [each for each in found if (each["MODE"], each["BITS"]) == (0, 4)]
         flags = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
         for name in {*found[0]} - {*flags}:
             epilogues = {
@@ -67,8 +70,28 @@ def test_every_epilogue_meets_every_value_of_a_body() -> None:
 
 
 def test_the_covering_set_leaves_no_pair_out() -> None:
-    assert pairwise(every_variant(), COVERING) == []
-    assert pairwise(every_variant(), COVERING[:-1]) != []
+    def met(variants: Sequence[Variant]) -> set[object]:
+        return {(each.kernel, pair) for each in variants for pair in each.pairs}
+
+    every = met(every_variant())
+    assert met(covering_variants()) == every
+    assert met(covering_variants()[:-1]) != every
+
+
+def test_every_format_is_among_them() -> None:
+    def formats(variants: Sequence[Variant]) -> set[tuple[object, ...]]:
+        names = ("MODE", "BITS", "GROUP", "PACKED")
+        found = (dict(each.values) for each in variants)
+        return {tuple(each[name] for name in names) for each in found}
+
+    expected = {
+        (CODES.index(known.codes), known.bits, group_size, layout == "marlin")
+        for known in FORMATS.values()
+        for group_size in known.group_sizes
+        for layout in known.layouts
+    }
+    for kernel in ("marlin_gemv", "marlin_gemm_register", "marlin_dequantize"):
+        assert formats(of_kernel(kernel, every_variant())) == expected
 
 
 @pytest.mark.exhaustive

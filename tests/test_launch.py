@@ -58,12 +58,13 @@ def kernel_calls(plan: Plan) -> list[Node]:
 def blanks(problem: Problem) -> list[mx.array]:
     """Makes arguments of a product, never evaluated."""
     dtype, scale_dtype = getattr(mx, problem.dtype), getattr(mx, problem.scale_dtype)
-    words: tuple[int, ...] = (problem.n, problem.k // 8)
+    words: tuple[int, ...] = (problem.n, problem.k * problem.bits // 32)
     scales: tuple[int, ...] = (problem.n, problem.groups)
     if problem.layout == "marlin":
         n, k = layout.padded(problem.n, problem.k)
-        words = (n // 32, k // 64, 256)
-        scales = (n // 32, -(-k // problem.group_size), 64)
+        words = (n // 32, k // 64, 64 * problem.bits)
+        stored = 32 * problem.format.parameters
+        scales = (n // 32, -(-k // problem.group_size), stored)
     return [
         mx.zeros((problem.m, problem.k), dtype),
         mx.zeros(words, mx.uint32),
@@ -99,7 +100,9 @@ def _metal() -> Iterator[None]:
 
 
 PLANS = strategies.plans(
-    of=strategies.problems(max_k=1024, epilogues=strategies.EPILOGUES)
+    of=strategies.problems(
+        max_k=1024, formats=strategies.ANY_FORMAT, epilogues=strategies.EPILOGUES
+    )
 )
 
 
@@ -125,7 +128,7 @@ def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     if plan.finishes:
         if prod(sums) >= launch.IN_CONSTANT:
             assert last.inputs[0] == first.outputs[0]
-        assert last.grid == (problem.m * problem.n, 1, 1)
+        assert last.grid == (-(-problem.m // 4) * problem.n, 1, 1)
         assert prod(last.threadgroup) <= 256
 
 
@@ -312,6 +315,25 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     assert biases.tolist() == [1] + [0] * 7
     assert shape.tolist() == [1, 1, 32, 1, 1, 1, 0]
     assert schedule.tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_so_are_few_scales_of_one_byte(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("metal")
+    recorder = Recorder()
+    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+    problem = Problem(
+        m=1, n=3, k=64, group_size=32, bits=8, mode="mxfp8", scale_dtype="uint8"
+    )
+    x, w, scales, _ = blanks(problem)
+
+    launch.product(scheduler.make(problem))(x, w, scales + 2, scales + 2)
+
+    _, w, scales, biases, *_ = recorder.called[0]["inputs"]
+    assert w.shape == (3, 16)
+    assert scales.tolist() == biases.tolist() == [2] * 6 + [0] * 2
+    assert scales.dtype == mx.uint8
 
 
 def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(

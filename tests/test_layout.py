@@ -8,43 +8,107 @@ from mlx_marlin import layout
 from mlx_marlin.layout import (
     K_DIGITS,
     ROW,
-    SIZES,
     STORED,
-    TILE_WORDS,
     padded,
-    weight_of_word,
-    word_of_weight,
+    place_of_weight,
+    sizes,
+    tile_words,
+    weight_of_place,
 )
 
 ORDERS = ("k32", "k64")
+PLANES = (1, 2, 4, 8)
 N_TILES, K_TILES = 2, 3
+orders = pytest.mark.parametrize("order", ORDERS)
+planes = pytest.mark.parametrize("bits", PLANES)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_maps_are_inverse_bijections(order: str) -> None:
+@planes
+@orders
+def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
+    options = {"bits": bits, "order": order, "k_tiles": K_TILES}
     weights = [*product(range(32 * N_TILES), range(64 * K_TILES))]
 
-    places = [word_of_weight(*each, order=order, k_tiles=K_TILES) for each in weights]
+    places = [place_of_weight(*each, **options) for each in weights]
 
-    assert sorted(places) == [*product(range(N_TILES * K_TILES * 256), range(8))]
-    assert weights == [
-        weight_of_word(*each, order=order, k_tiles=K_TILES) for each in places
-    ]
+    words = range(N_TILES * K_TILES * tile_words(bits))
+    assert sorted(places) == [*product(words, range(0, 32, bits))]
+    assert weights == [weight_of_place(*each, **options) for each in places]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@planes
+@orders
 @pytest.mark.parametrize(("row", "k"), [(0, 0), (5, 37), (31, 63)])
-def test_tiles_follow_each_other_along_k_first(order: str, row: int, k: int) -> None:
+def test_tiles_follow_each_other_along_k_first(
+    order: str, bits: int, row: int, k: int
+) -> None:
     def word(row: int, k: int) -> int:
-        return word_of_weight(row, k, order=order, k_tiles=K_TILES)[0]
+        return place_of_weight(row, k, bits=bits, order=order, k_tiles=K_TILES)[0]
 
-    assert word(row, k + 64) - word(row, k) == TILE_WORDS == 256
-    assert word(row + 32, k) - word(row, k) == K_TILES * TILE_WORDS
+    assert word(row, k + 64) - word(row, k) == tile_words(bits) == 64 * bits
+    assert word(row + 32, k) - word(row, k) == K_TILES * tile_words(bits)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_digit_is_spelled_once_on_both_sides(order: str) -> None:
-    assert sorted(ROW + K_DIGITS[order]) == sorted(STORED) == sorted(SIZES)
+@planes
+@orders
+def test_every_digit_is_spelled_once_on_both_sides(order: str, bits: int) -> None:
+    radix = sizes(bits, order)
+
+    assert sorted(ROW + K_DIGITS) == sorted(STORED) == sorted(radix)
+    row, k, word = 1, 1, 1
+    for name, size in radix.items():
+        row *= size if name in ROW else 1
+        k *= size if name in K_DIGITS else 1
+        word *= size if name in STORED[-3:] else 1
+    assert (row, k, word) == (32, 64, 32 // bits)
+
+
+@pytest.mark.parametrize(
+    ("order", "row", "k", "place"),
+    [
+        ("k32", 5, 37, (200, 20)),
+        ("k32", 31, 63, (255, 28)),
+        ("k32", 33, 70, (1032, 24)),
+        ("k32", 8, 4, (1, 16)),
+        ("k32", 13, 17, (105, 4)),
+        ("k64", 5, 37, (232, 4)),
+        ("k64", 31, 63, (255, 28)),
+        ("k64", 33, 70, (1160, 8)),
+        ("k64", 8, 4, (129, 0)),
+        ("k64", 13, 17, (77, 4)),
+    ],
+)
+def test_four_bits_lie_where_they_did_when_there_were_no_others(
+    order: str, row: int, k: int, place: tuple[int, int]
+) -> None:
+    assert place == place_of_weight(row, k, bits=4, order=order, k_tiles=3)
+
+
+@pytest.mark.parametrize(
+    ("bits", "order", "row", "k", "place"),
+    [
+        # k = 16 * 1 + 5: pair 1 of a lane that has k 16 to 31, b = 0, t = 5. Row 13 is
+        # row 5 of fragment 1: lane 16 + 2 * 1 + 1 = 19.
+        (
+            1,
+            "k64",
+            13,
+            21,
+            (2 * 19, 8 + 5),
+        ),  # 8 pairs each of fragments 0 and 1 in a word
+        (2, "k64", 13, 21, (4 * 19 + 1, 2 * 5)),  # a word of 8 pairs for each fragment
+        (8, "k64", 13, 21, (256 + 4 * 19 + 1, 8)),  # 2 pairs a word: the third of four
+        # The same row, k = 32 + 8 * 3 + 4 + 2: step 1, pair 3, b = 1, t = 2, whose lane
+        # is 16 + 2 * 1 + 8 + 1 = 27.
+        (1, "k32", 13, 62, (32 + 27, 16 + 4 + 2)),  # all four fragments share a word
+        (2, "k32", 13, 62, (64 + 2 * 27, 16 + 2 * (4 + 2))),  # fragments 0 and 1 do
+        (8, "k32", 13, 62, (256 + 128 + 4 * 27 + 1, 16)),
+    ],
+)
+def test_these_places_were_computed_by_hand(
+    bits: int, order: str, row: int, k: int, place: tuple[int, int]
+) -> None:
+    assert place == place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
 
 
 def lanes() -> list[tuple[int, int]]:
@@ -57,39 +121,56 @@ def lanes() -> list[tuple[int, int]]:
     return [positions[lane] for lane in range(32)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@planes
+@orders
 @pytest.mark.parametrize("lane", range(32))
 def test_a_lane_decodes_the_weights_that_the_shader_means(
-    order: str, lane: int
+    order: str, bits: int, lane: int
 ) -> None:
     row, pair = lanes()[lane]
-    for h, fragment, s, b in product(range(2), range(4), range(4), range(2)):
-        column = 2 * pair + b
-        # k32: one word a lane and step, and h is the half of the tile.
-        k = 32 * h + 4 * column + s if order == "k32" else 8 * column + 4 * h + s
+    pairs = 4 if order == "k32" else 8
+    in_word = 16 // bits
+    words = 4 * pairs // in_word  # of a lane in a step
+    loaded = min(words, 4)  # together
+    for step, fragment, t, b in product(
+        range(8 // pairs), range(4), range(pairs), (0, 1)
+    ):
+        k = step * 8 * pairs + pairs * (2 * pair + b) + t
+        # Of the lane's pairs of a step: by words of pairs, then fragments, or where a
+        # row's pairs leave room in a word, the fragments that share it.
+        if in_word <= pairs:
+            own, slot = t // in_word * 4 + fragment, t % in_word
+        else:
+            own, slot = divmod(fragment * pairs + t, in_word)
+        chunk, inside = divmod(own, loaded)
+        word = 32 * (words * step + loaded * chunk) + loaded * lane + inside
 
-        # The lane's four words of a step, one for each fragment, are one load.
-        word, nibble = 128 * h + 4 * lane + fragment, s + 4 * b
-
-        assert (8 * fragment + row, k) == weight_of_word(
-            word, nibble, order=order, k_tiles=K_TILES
+        found = weight_of_place(
+            word, 16 * b + bits * slot, bits=bits, order=order, k_tiles=K_TILES
         )
 
+        assert found == (8 * fragment + row, k)
 
+
+@planes
 @pytest.mark.parametrize(
-    ("group_size", "order"), [(32, "k32"), (64, "k64"), (128, "k64")]
+    ("group_size", "order"), [(16, "k64"), (32, "k32"), (64, "k64"), (128, "k64")]
 )
-def test_a_step_stays_in_one_group(group_size: int, order: str) -> None:
+def test_a_step_stays_in_one_group_and_a_lane_in_one_of_16(
+    group_size: int, order: str, bits: int
+) -> None:
     assert order == layout.order_of_group(group_size)
-    words_in_step = 128 if order == "k32" else 256
-    for step in range(0, TILE_WORDS, words_in_step):
-        places = product(range(step, step + words_in_step), range(8))
-        groups = {
-            weight_of_word(*each, order=order, k_tiles=1)[1] // group_size
-            for each in places
-        }
+    words_in_step = tile_words(bits) // sizes(bits, order)["step"]
+    for first in range(0, tile_words(bits), words_in_step):
+        groups_of: dict[int, set[int]] = {}
+        for place in product(range(first, first + words_in_step), range(0, 32, bits)):
+            _, k = weight_of_place(*place, bits=bits, order=order, k_tiles=1)
+            loaded = min(words_in_step // 32, 4)  # words of a lane side by side
+            lane = place[0] // loaded % 32
+            key = lane if group_size == 16 else 0
+            groups_of.setdefault(key, set()).add(k // group_size)
 
-        assert len(groups) == 1
+        assert all(len(groups) == 1 for groups in groups_of.values())
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 65])

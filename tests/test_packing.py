@@ -3,38 +3,73 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
+import format_cases
 import mlx.core as mx
 import numpy as np
 import oracles
 import pytest
 import strategies
+from format_cases import GROUPED, MLX_MODES, Integers, Weight, read_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from mlx_marlin import layout
-from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
-from mlx_marlin.problem import Problem
+from mlx_marlin.formats import FORMATS, format_of
+from mlx_marlin.packing import PackedWeight, as_mlx, pack, quantize, unpack
 
-WEIGHTS = strategies.problems(max_m=1, max_n=100, max_k=512)
 SEEDS = st.integers(0, 2**32 - 1)
-FEW = settings(max_examples=30)
+grouped = pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 
 
-def any_bits(problem: Problem, seed: int) -> strategies.Native:
-    """Makes a weight of random codes; scales of any sign, one group in four zero."""
+def any_bits(
+    mode: str = "affine",
+    bits: int = 4,
+    group_size: int = 64,
+    *,
+    n: int,
+    k: int,
+    dtype: str = "float16",
+    seed: int = 0,
+) -> Weight:
+    """Makes a weight of random words; scales of any sign, one group in four zero."""
     draw = np.random.default_rng(seed)
-    words = draw.integers(0, 2**32, (problem.n, problem.k // 8), dtype=np.uint32)
-    shape = (problem.n, problem.groups)
-    kind = draw.integers(0, 4, shape)
-    scales = np.where(kind == 0, 0.0, draw.normal(size=shape))
-    biases = np.where(kind == 0, 0.0, draw.normal(size=shape) * 8)
-    dtype = getattr(mx, problem.scale_dtype)
-    return (
-        mx.array(words),
-        mx.array(scales.astype(np.float32)).astype(dtype),
-        mx.array(biases.astype(np.float32)).astype(dtype),
+    words = draw.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32)
+    shape = (n, k // group_size)
+    zero = draw.integers(0, 4, shape) == 0
+    format = format_of(mode, bits)
+    if format.codes == "floating":
+        octets = np.where(zero, 0, draw.integers(0, 256, shape)).astype(np.uint8)
+        return Weight(mode, bits, group_size, (mx.array(words), mx.array(octets)))
+    stored = [draw.normal(size=shape), draw.normal(size=shape) * 8]
+    if mode == "zero_point":
+        stored[1] = draw.integers(0, 2**bits, shape).astype(float)
+    floats = (
+        mx.array(np.where(zero, 0, each).astype(np.float32)).astype(getattr(mx, dtype))
+        for each in stored[: format.parameters]
+    )
+    return Weight(mode, bits, group_size, (mx.array(words), *floats))
+
+
+def packed_of(weight: Weight) -> PackedWeight:
+    return pack(*weight.native, **weight.options)
+
+
+@st.composite
+def weights_of(
+    draw: st.DrawFn, mode: str, bits: int, group_size: int, most_n: int = 70
+) -> Weight:
+    """Draws a ragged weight of a format."""
+    step = max(group_size, format_of(mode, bits).k_multiple)
+    return any_bits(
+        mode,
+        bits,
+        group_size,
+        n=draw(strategies.sizes(most_n)),
+        k=step * draw(strategies.sizes(320 // step)),
+        dtype=draw(strategies.DTYPES),
+        seed=draw(SEEDS),
     )
 
 
@@ -44,130 +79,198 @@ def assert_same_bits(actual: mx.array, expected: mx.array) -> None:
     assert same, "shape and dtype agree, the bits do not"
 
 
-def nibbles(words: mx.array) -> NDArray[np.uint32]:
-    """Returns [tile_n, tile_k, word, nibble] of packed words."""
-    return (np.array(words)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & 15
+def plane_seen_by_lanes(words: Integers, bits: int, group_size: int) -> Integers:
+    """Returns a plane [padded n, padded k] as the shader's lanes read it.
 
-
-def seen_by_lanes(packed: PackedWeight) -> NDArray[np.uint32]:
-    """Returns codes [padded n, padded k] as the shader's lanes read them.
-
-    Written from the comment at the top of `shaders/lib/lane.metal` alone: the lane at
-    (row, pair) loads four words at 4 x lane, of rows row + 8 x fragment; nibble s + 4b
-    is column c = 2 pair + b of step s; and k follows from c, s and the word's half h.
+    Written from `shaders/lib/lane.metal` alone: a step's words of a plane come four at
+    a time, lane after lane; the lane at (row, pair) finds the pair of step t of its row
+    of fragment f in word t / IN_WORD * 4 + f, or where a row leaves room in a word, the
+    rows one after the other; and fragment column c = 2 pair + b has k = c * pairs + t.
     """
-    tiles_n, tiles_k = packed.words.shape[:2]
-    inside = nibbles(packed.words)
-    codes = np.full((32 * tiles_n, 64 * tiles_k), 99, np.uint32)
-    for lane, h, fragment, s, b in product(*map(range, (32, 2, 4, 4, 2))):
+    tiles_n, tiles_k = words.shape[:2]
+    pairs = 4 if group_size == 32 else 8
+    of_lane, in_word = pairs * bits // 4, 16 // bits
+    chunk = min(of_lane, 4)
+    plane = np.full((32 * tiles_n, 64 * tiles_k), 999)
+    ranges = map(range, (8 // pairs, 32, 4, pairs, 2))
+    for step, lane, f, t, b in product(*ranges):
         row = (lane >> 1) % 4 + 4 * (lane >> 4)
-        pair = lane % 2 + 2 * ((lane >> 3) % 2)
-        c = 2 * pair + b
-        k = 32 * h + 4 * c + s if packed.group_size == 32 else 8 * c + 4 * h + s
-        word = 128 * h + 4 * lane + fragment
-        codes[8 * fragment + row :: 32, k::64] = inside[:, :, word, s + 4 * b]
-    return codes
+        c = 2 * (lane % 2 + 2 * ((lane >> 3) % 2)) + b
+        if in_word > pairs:
+            word, slot = divmod(f, in_word // pairs)
+            slot = slot * pairs + t
+        else:
+            word, slot = t // in_word * 4 + f, t % in_word
+        place = 32 * (step * of_lane + word // chunk * chunk) + chunk * lane
+        codes = words[:, :, place + word % chunk] >> 16 * b + bits * slot
+        k = 8 * pairs * step + pairs * c + t
+        plane[8 * f + row :: 32, k::64] = codes & (1 << bits) - 1
+    return plane
+
+
+def seen_by_lanes(packed: PackedWeight) -> Integers:
+    """Returns codes [padded n, padded k], of all planes."""
+    words = np.array(packed.words).astype(np.int64)
+    planes = {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(packed.bits, (packed.bits,))
+    codes, low = 0, 0
+    for bits in planes:
+        own = words[..., 64 * low : 64 * (low + bits)]
+        codes = codes | plane_seen_by_lanes(own, bits, packed.group_size) << low
+        low += bits
+    return np.asarray(codes)
 
 
 def quantizers_seen_by_lanes(packed: PackedWeight) -> mx.array:
-    """Returns (scale, bias) [padded n, groups, 2] as `load_quantizers` reads them."""
-    tiles_n, groups = packed.scales.shape[:2]
+    """Returns [padded n, groups, 1 or 2] as `load_quantizers` reads them."""
+    tiles_n, groups, stored = packed.scales.shape
+    each = stored // 32
     rows = [
-        packed.scales[tile, :, 8 * row + 2 * fragment : 8 * row + 2 * fragment + 2]
-        for tile, fragment, row in product(range(tiles_n), range(4), range(8))
+        packed.scales[tile, :, (4 * row + f) * each : (4 * row + f + 1) * each]
+        for tile, f, row in product(range(tiles_n), range(4), range(8))
     ]
-    return mx.stack(rows).reshape(32 * tiles_n, groups, 2)
+    return mx.stack(rows).reshape(32 * tiles_n, groups, each)
 
 
-@given(problem=WEIGHTS, seed=SEEDS)
-def test_unpack_gives_back_every_bit(problem: Problem, seed: int) -> None:
-    native = any_bits(problem, seed)
-
-    packed = pack(*native, group_size=problem.group_size)
-
-    assert packed.shape == (problem.n, problem.k)
-    assert packed.dtype == native[1].dtype
-    for actual, expected in zip(unpack(packed), native, strict=True):
-        assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_what_mlx_quantizes_comes_back(group_size: int, dtype: str) -> None:
-    problem = Problem(
-        m=1, n=45, k=3 * group_size, group_size=group_size, scale_dtype=dtype
-    )
-    _, native = strategies.arrays(problem, seed=1)
-    assert (native[1] < 0).any()
-
-    for actual, expected in zip(
-        unpack(pack(*native, group_size=group_size)), native, strict=True
-    ):
-        assert_same_bits(actual, expected)
-
-
-@given(problem=strategies.problems(max_m=1, max_n=40, max_k=256), seed=SEEDS)
+@grouped
+@given(data=st.data())
 @settings(max_examples=10)
-def test_every_code_is_stored_where_the_layout_says(
-    problem: Problem, seed: int
+def test_unpack_gives_back_every_bit(
+    mode: str, bits: int, group_size: int, data: st.DataObject
 ) -> None:
-    native = any_bits(problem, seed)
-    codes = oracles.codes(native[0])
+    weight = data.draw(weights_of(mode, bits, group_size))
 
-    packed = pack(*native, group_size=problem.group_size)
+    packed = packed_of(weight)
 
-    stored = nibbles(packed.words).reshape(-1, 8)
-    order = layout.order_of_group(problem.group_size)
-    k_tiles = packed.words.shape[1]
-    for (row, k), code in np.ndenumerate(codes):
-        place = layout.word_of_weight(row, k, order=order, k_tiles=k_tiles)
-        assert stored[place] == code
+    n, k = weight.native[0].shape[0], weight.native[0].shape[1] * 32 // bits
+    assert packed.shape == (n, k)
+    assert packed.dtype == weight.native[1].dtype
+    assert (packed.mode, packed.bits, packed.group_size) == (mode, bits, group_size)
+    for actual, expected in zip(unpack(packed), weight.native, strict=True):
+        assert_same_bits(actual, expected)
 
 
-@given(problem=WEIGHTS, seed=SEEDS)
-@FEW
+@pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.OF_MLX)
+def test_what_mlx_quantizes_comes_back(mode: str, bits: int, group_size: int) -> None:
+    w = weights(2, mx.bfloat16)
+    options = {"group_size": group_size, "bits": bits, "mode": mode}
+    native = mx.quantize(w, **options)
+
+    for actual, expected in zip(unpack(pack(*native, **options)), native, strict=True):
+        assert_same_bits(actual, expected)
+    for actual, expected in zip(unpack(quantize(w, **options)), native, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@grouped
+@given(data=st.data())
+@settings(max_examples=3)
 def test_lanes_see_every_code_and_zeros_beside_them(
-    problem: Problem, seed: int
+    mode: str, bits: int, group_size: int, data: st.DataObject
 ) -> None:
-    native = any_bits(problem, seed)
+    weight = data.draw(weights_of(mode, bits, group_size))
+    codes = read_codes(weight.native[0], bits)
+    n, k = codes.shape
 
-    packed = pack(*native, group_size=problem.group_size)
+    seen = seen_by_lanes(packed_of(weight))
 
-    seen = seen_by_lanes(packed)
-    expected = np.zeros(layout.padded(problem.n, problem.k), np.uint32)
-    expected[: problem.n, : problem.k] = oracles.codes(native[0])
+    expected = np.zeros(layout.padded(n, k), np.int64)
+    expected[:n, :k] = codes
     np.testing.assert_array_equal(seen, expected)
 
 
-@given(problem=WEIGHTS, seed=SEEDS)
-@FEW
+@grouped
+@given(data=st.data())
+@settings(max_examples=3)
 def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
-    problem: Problem, seed: int
+    mode: str, bits: int, group_size: int, data: st.DataObject
 ) -> None:
-    _, scales, biases = native = any_bits(problem, seed)
+    weight = data.draw(weights_of(mode, bits, group_size))
+    words, *stored = weight.native
+    n, groups = stored[0].shape
 
-    packed = pack(*native, group_size=problem.group_size)
+    seen = quantizers_seen_by_lanes(packed_of(weight))
 
-    seen = quantizers_seen_by_lanes(packed)
-    padded_n, padded_k = layout.padded(problem.n, problem.k)
-    assert seen.shape == (padded_n, -(-padded_k // problem.group_size), 2)
-    inside = seen[: problem.n, : problem.groups]
-    assert_same_bits(inside[..., 0], scales)
-    assert_same_bits(inside[..., 1], biases)
-    assert not seen[problem.n :].any()
-    assert not seen[:, problem.groups :].any()
+    padded_n, padded_k = layout.padded(n, words.shape[1] * 32 // bits)
+    assert seen.shape == (padded_n, -(-padded_k // group_size), len(stored))
+    for i, each in enumerate(stored):
+        assert_same_bits(seen[:n, :groups, i], each)
+    assert not seen[n:].any()
+    assert not seen[:, groups:].any()
+
+
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_padding_stands_for_zero(mode: str, bits: int) -> None:
+    group_size = FORMATS[mode, bits].group_sizes[0]
+    k = 96 if group_size == 32 else 64
+    weight = any_bits(mode, bits, group_size, n=5, k=k, seed=1)
+
+    packed = packed_of(weight)
+
+    padded_n, padded_k = layout.padded(5, k)
+    whole = replace(packed, n=padded_n, k=padded_k)
+    decoded = replace(weight, native=unpack(whole)).decoded
+    assert not decoded[5:].any()
+    assert not decoded[:, k:].any()
+    np.testing.assert_array_equal(decoded[:5, :k], weight.decoded)
+
+
+@given(data=st.data())
+@settings(max_examples=10)
+def test_every_code_is_stored_where_the_layout_says(data: st.DataObject) -> None:
+    mode, bits, group_size = data.draw(st.sampled_from(GROUPED))
+    weight = data.draw(weights_of(mode, bits, group_size, most_n=40))
+    order = layout.order_of_group(group_size)
+
+    packed = packed_of(weight)
+
+    words = np.array(packed.words).astype(np.int64)
+    k_tiles = words.shape[1]
+    low = 0
+    for plane in FORMATS[mode, bits].planes:
+        stored = words[..., 64 * low : 64 * (low + plane)].ravel()
+        for (row, k), code in np.ndenumerate(read_codes(weight.native[0], bits)):
+            word, bit = layout.place_of_weight(
+                row, k, bits=plane, order=order, k_tiles=k_tiles
+            )
+            assert stored[word] >> bit & (1 << plane) - 1 == (
+                code >> low & (1 << plane) - 1
+            )
+        low += plane
+
+
+def test_four_bits_lie_where_they_did_when_there_were_no_others() -> None:
+    places = [0, 1, 5, 130, 255, 256, 511, 700]
+    golden = {
+        32: "0 1bbcd880 b9f45231 b05797c4 df001ac7 f1bbcd88 d0bbe84f 0",
+        64: "79b10000 5231d880 4593cbe2 d5b13779 df0040c8 4739cd88 d0bb3284 0",
+    }
+    words = (np.arange(33 * 16) * 2654435761 % 2**32).astype(np.uint32).reshape(33, 16)
+    for group_size, expected in golden.items():
+        ones = mx.ones((33, 128 // group_size))
+
+        packed = pack(mx.array(words), ones, ones, group_size=group_size)
+
+        found = packed.words.flatten()[mx.array(places)].tolist()
+        assert found == [int(each, 16) for each in expected.split()]
 
 
 def test_padding_is_minimal() -> None:
-    problem = Problem(m=1, n=33, k=96, group_size=32)
-
-    packed = pack(*any_bits(problem, 0), group_size=32)
+    packed = packed_of(any_bits(group_size=32, n=33, k=96))
 
     assert packed.words.shape == (2, 2, 256)
     assert packed.scales.shape == (2, 4, 64)
     assert packed.nbytes == 2 * 2 * 256 * 4 + 2 * 4 * 64 * 2
-    whole = pack(*any_bits(replace(problem, n=64, k=128), 0), group_size=32)
+    whole = packed_of(any_bits(group_size=32, n=64, k=128))
     assert packed.nbytes == whole.nbytes == 64 * 128 // 2 + 64 * 4 * 2 * 2
+
+
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_whole_tiles_take_no_byte_more_than_mlxs_layout(mode: str, bits: int) -> None:
+    weight = any_bits(mode, bits, FORMATS[mode, bits].group_sizes[0], n=64, k=192)
+
+    packed = packed_of(weight)
+
+    assert packed.nbytes == sum(each.nbytes for each in weight.native)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +282,21 @@ def test_padding_is_minimal() -> None:
     ],
     ids=["columns", "rows", "transposed"],
 )
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_strided_arrays_are_packed_as_their_copies(
-    view: Callable[[mx.array], mx.array],
+    bits: int, view: Callable[[mx.array], mx.array]
 ) -> None:
-    native = any_bits(Problem(m=1, n=40, k=192), 2)
+    weight = any_bits(bits=bits, n=40, k=192, seed=2)
 
-    packed = pack(*(view(each) for each in native))
+    packed = pack(*(view(each) for each in weight.native), bits=bits)
 
-    expected = pack(*native)
+    expected = packed_of(weight)
     assert_same_bits(packed.words, expected.words)
     assert_same_bits(packed.scales, expected.scales)
 
 
 def test_scales_and_biases_of_two_dtypes_meet_in_the_one_that_holds_both() -> None:
-    w, scales, biases = any_bits(Problem(m=1, n=3, k=64), 3)
+    w, scales, biases = any_bits(n=3, k=64, seed=3).native
 
     packed = pack(w, scales, biases.astype(mx.bfloat16))
 
@@ -202,28 +306,57 @@ def test_scales_and_biases_of_two_dtypes_meet_in_the_one_that_holds_both() -> No
     assert_same_bits(wide_biases, biases.astype(mx.bfloat16).astype(mx.float32))
 
 
-W, SCALES, BIASES = any_bits(Problem(m=1, n=8, k=128), 0)
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_as_mlx_means_the_same_to_stock(mode: str, bits: int) -> None:
+    group_size = FORMATS[mode, bits].group_sizes[0]
+    weight = format_cases.any_weight(
+        mode, bits, group_size, 9, 128, dtype="float32", seed=4
+    )
+
+    arrays = as_mlx(packed_of(weight))
+
+    known = mode if mode in MLX_MODES else "affine"
+    w = mx.dequantize(
+        *arrays, group_size=group_size, bits=bits, mode=known, dtype=mx.float32
+    )
+    np.testing.assert_allclose(oracles.exact(w), weight.decoded, rtol=1e-6, atol=1e-7)
+
+
+W, SCALES, BIASES = any_bits(n=8, k=128).native
+OCTETS = mx.zeros((8, 4), mx.uint8)
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
         ((W.astype(mx.int32), SCALES, BIASES), {}, ["w ", "uint32", "int32"]),
-        ((W[0], SCALES, BIASES), {}, ["w ", "[n, k / 8]", "(16,)"]),
-        ((W[None], SCALES, BIASES), {}, ["w ", "[n, k / 8]", "(1, 8, 16)"]),
+        ((W[0], SCALES, BIASES), {}, ["w ", "[n, k * 4 / 32]", "(16,)"]),
+        ((W[None], SCALES, BIASES), {}, ["w ", "[n, k * 4 / 32]", "(1, 8, 16)"]),
         ((W[:0], SCALES, BIASES), {}, ["w ", "non-empty", "(0, 16)"]),
         ((W[:, :12], SCALES, BIASES), {}, ["k=96", "group_size=64"]),
         ((W, SCALES[:4], BIASES), {}, ["scales ", "(8, 2)", "(4, 2)"]),
         ((W, SCALES, BIASES[:, :1]), {}, ["biases ", "(8, 2)", "(8, 1)"]),
         ((W, SCALES, BIASES), {"group_size": 32}, ["scales ", "(8, 4)", "(8, 2)"]),
+        ((W, SCALES, BIASES), {"bits": 8}, ["scales ", "(8, 1)", "(8, 2)"]),
         ((W, SCALES.astype(mx.int32), BIASES), {}, ["scales ", "float16", "int32"]),
         ((W, SCALES, BIASES), {"group_size": 16}, ["group_size=16", "(32, 64, 128)"]),
         ((W, SCALES, BIASES), {"group_size": 0}, ["group_size=0", "(32, 64, 128)"]),
-        ((W, SCALES, BIASES), {"bits": 8}, ["bits=8", "4-bit"]),
+        ((W, SCALES, BIASES), {"bits": 7}, ["bits=7", "'affine'", "affine 8-bit"]),
+        ((W, SCALES, BIASES), {"bits": 0}, ["bits=0", "'affine'"]),
+        ((W, SCALES, BIASES), {"mode": "nf4"}, ["mode='nf4'", "bits=4", "nvfp4 4-bit"]),
+        ((W, SCALES), {}, ["biases", "None"]),
+        ((W, SCALES), {"mode": "zero_point"}, ["biases", "zero points", "None"]),
+        ((W, SCALES, BIASES), {"mode": "symmetric"}, ["'symmetric'", "no biases"]),
+        ((W, OCTETS, OCTETS), {"mode": "mxfp4"}, ["'mxfp4'", "no biases"]),
+        ((W, SCALES), {"mode": "mxfp4"}, ["scales ", "uint8", "float16"]),
+        ((W, OCTETS), {"mode": "nvfp4"}, ["scales ", "(8, 8)", "(8, 4)"]),
+        ((W, OCTETS), {"mode": "mxfp8"}, ["scales ", "(8, 2)"]),
+        ((W[:, :10], OCTETS), {"mode": "nvfp4"}, ["k=80", "of 64", "nvfp4"]),
+        ((W, OCTETS, OCTETS), {}, ["scales ", "float16", "uint8"]),
     ],
 )
 def test_pack_says_which_argument_is_wrong_and_what_it_expected(
-    arguments: strategies.Native, options: dict[str, int], words: list[str]
+    arguments: tuple[mx.array, ...], options: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         pack(*arguments, **options)
@@ -242,7 +375,9 @@ def test_pack_says_which_argument_is_wrong_and_what_it_expected(
         (mx.zeros((2, 0)), {}, ["w ", "(2, 0)"]),
         (mx.zeros((2, 100)), {}, ["w ", "(2, 100)", "group_size=64"]),
         (mx.zeros((2, 64)), {"group_size": 16}, ["group_size=16", "(32, 64, 128)"]),
-        (mx.zeros((2, 64)), {"bits": 8}, ["bits=8", "4-bit"]),
+        (mx.zeros((2, 64)), {"group_size": 0}, ["group_size=0", "(32, 64, 128)"]),
+        (mx.zeros((2, 64)), {"bits": 7}, ["bits=7", "4-bit"]),
+        (mx.zeros((2, 64)), {"bits": 0}, ["bits=0", "4-bit"]),
     ],
 )
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -257,21 +392,48 @@ def test_quantize_says_which_argument_is_wrong_and_what_it_expected(
 
 
 @pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mode": "nf4"}, ["mode='nf4'", "nvfp4 4-bit"]),
+        ({"mode": "mxfp4", "bits": 8}, ["'mxfp4'", "bits=8"]),
+        ({"mode": "mxfp4", "group_size": 64}, ["group_size=64", "(32,)"]),
+        ({"mode": "zero_point"}, ["zero_point", "quantized already"]),
+        ({"mode": "symmetric", "bits": 1}, ["'symmetric'", "bits=1"]),
+        ({"mode": "nvfp4"}, ["k=80", "64"]),
+        ({"mode": "mxfp8", "symmetric": True}, ["symmetric=True", "mxfp8"]),
+    ],
+)
+def test_quantize_refuses_what_a_scheme_does_not_have(
+    options: dict[str, Any], words: list[str]
+) -> None:
+    k = 80 if options == {"mode": "nvfp4"} else 64
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        quantize(mx.zeros((2, k)), **options)
+
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"n": 41}, ["words must be", "(2, 2, 256)", "(1, 2, 256)"]),
         ({"k": 64}, ["words must be", "(1, 1, 256)", "64→32"]),
+        ({"k": 100}, ["k=100", "group_size=64"]),
         ({"group_size": 32}, ["scales must be", "(1, 4, 64)", "(1, 2, 64)"]),
         ({"group_size": 48}, ["group_size=48", "(32, 64, 128)"]),
-        ({"bits": 2}, ["bits=2", "4-bit"]),
+        ({"bits": 2}, ["words must be", "(1, 2, 128)", "(1, 2, 256)"]),
+        ({"bits": 7}, ["bits=7", "4-bit"]),
+        ({"mode": "symmetric"}, ["scales must be", "(1, 2, 32)", "(1, 2, 64)"]),
         ({"scales": mx.zeros((1, 2, 64), mx.int32)}, ["scales must be", "int32"]),
+        ({"scales": mx.zeros((1, 2, 64), mx.uint8)}, ["scales must be", "uint8"]),
         ({"words": mx.zeros((1, 2, 256), mx.int32)}, ["words must be", "int32"]),
     ],
 )
 def test_a_packed_weight_refuses_parts_that_do_not_belong_together(
-    change: dict[str, int | mx.array], words: list[str]
+    change: dict[str, Any], words: list[str]
 ) -> None:
-    packed = pack(*any_bits(Problem(m=1, n=32, k=128), 0))
+    packed = packed_of(any_bits(n=32, k=128))
 
     with pytest.raises(ValueError) as error:  # noqa: PT011
         replace(packed, **change)
@@ -307,36 +469,41 @@ def test_asymmetric_scales_and_codes_are_those_of_mlx(
         assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_symmetric_codes_stand_for_whole_steps_around_an_exact_zero(
-    group_size: int, dtype: mx.Dtype
+    bits: int, dtype: str
 ) -> None:
-    w = weights(1, dtype)
+    for group_size in (32, 64, 128):
+        w = weights(1, getattr(mx, dtype))
 
-    packed = quantize(w, group_size=group_size, symmetric=True)
+        packed = quantize(w, group_size=group_size, bits=bits, symmetric=True)
 
-    assert packed.dtype == dtype
-    words, scales, biases = unpack(packed)
-    np.testing.assert_array_equal(oracles.exact(biases), -8 * oracles.exact(scales))
-    decoded = oracles.decoded(words, scales, biases, group_size=group_size)
-    np.testing.assert_array_equal(decoded[0], 0)
-    np.testing.assert_array_equal(oracles.codes(words)[0], 8)
-    np.testing.assert_array_equal(decoded[1:3], oracles.exact(w[1:3]))
-    step = np.abs(np.repeat(oracles.exact(scales), group_size, axis=1))
-    distance = np.abs(decoded - oracles.exact(w))
-    # The largest of a group is exact and the far end may be one step short.
-    assert (distance <= step * (1 + 1e-6)).all()
-    within = np.abs(oracles.exact(w)) <= 7 * step
-    assert (distance <= 0.5 * step * (1 + 1e-6))[within].all()
+        assert (packed.mode, packed.dtype) == ("symmetric", w.dtype)
+        weight = Weight("symmetric", bits, group_size, unpack(packed))
+        assert len(weight.native) == 2  # no bias is stored
+        scale, steps, _ = weight.parts
+        np.testing.assert_array_equal(steps[0], 0)
+        np.testing.assert_array_equal(weight.decoded[1:3], oracles.exact(w[1:3]))
+        distance = np.abs(weight.decoded - oracles.exact(w))
+        # A code rounds by half a step, and the scale by half a place for each step. The
+        # largest of a group is exact and the far end may be one step short.
+        scale_error = oracles.ROUNDING[dtype] * 2**bits
+        step = np.abs(scale) * (1 + scale_error)
+        assert (distance <= step).all()
+        within = np.abs(oracles.exact(w)) <= (2 ** (bits - 1) - 1) * np.abs(scale)
+        assert (distance <= (0.5 + 1e-6) * np.abs(scale))[within].all()
 
 
 def test_symmetric_zeros_inside_a_group_stay_zero() -> None:
     w = mx.array(np.random.default_rng(5).normal(size=(4, 64)).astype(np.float32))
     w[:, ::3] = 0
 
-    words, scales, biases = unpack(quantize(w, symmetric=True))
+    packed = quantize(w, symmetric=True)
 
-    decoded = oracles.decoded(words, scales, biases, group_size=64)
+    decoded = Weight("symmetric", 4, 64, unpack(packed)).decoded
     np.testing.assert_array_equal(decoded[:, ::3], 0)
     assert (decoded[:, 1::3] != 0).mean() > 0.8
+    again = quantize(w, mode="symmetric")
+    assert_same_bits(again.words, packed.words)
+    assert_same_bits(again.scales, packed.scales)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from strategies import plans, problems
+from hypothesis import strategies as st
+from strategies import ANY_FORMAT, plans, problems
 
-from mlx_marlin.plan import Plan, Tile
+from mlx_marlin.formats import DTYPE_BYTES
+from mlx_marlin.plan import MOST_TEMPORARY, DensePlan, Plan, Tile, dense_plan
 from mlx_marlin.problem import Epilogue, Problem
 from mlx_marlin.work import Work, data_parallel
 
-SMALL = problems(max_m=20, max_n=70, max_k=768)
+SMALL = problems(max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT)
 
 
 def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: Any) -> Plan:
@@ -103,6 +105,22 @@ def test_atomic_sums_with_an_epilogue_are_finished_after_them() -> None:
 
     assert (plan.finishes, plan.dispatches) == (False, 2)
     assert (fused.finishes, fused.dispatches) == (True, 3)
+
+
+@given(plans())
+def test_a_plan_is_whole_where_each_threadgroup_has_its_tile_and_no_other(
+    plan: Plan,
+) -> None:
+    own = all(
+        [(split.tile, split.requires_fixup) for split in plan.work.splits(index)]
+        == [(index, False)]
+        for index in range(plan.num_threadgroups)
+    )
+
+    # Ranges that happen to be tiles are not known to be.
+    assert own or not plan.is_whole
+    assert not plan.is_whole or not plan.is_split
+    assert plan.is_whole == (plan.strategy in ("data_parallel", "hytis"))
 
 
 @given(plans())
@@ -327,3 +345,71 @@ def test_an_invariant_plan_is_one_that_every_m_can_have(
 
     with pytest.raises(ValueError, match=words):
         plan_of(8, 128, 128, **{**allowed, **fields})
+
+
+BOTH_WAYS = pytest.mark.parametrize("transposed", [True, False])
+
+
+@BOTH_WAYS
+@given(problem=problems(max_n=300, max_k=1024, formats=ANY_FORMAT), times=st.data())
+def test_chunks_of_a_decoded_weight_cover_it_exactly_once(
+    transposed: bool, problem: Problem, times: st.DataObject
+) -> None:
+    side = 32 if transposed else 64
+    chunk = side * times.draw(st.integers(1, 5))
+    plan = DensePlan(problem=problem, transposed=transposed, chunk=chunk)
+
+    ends = [0]
+    for row, rows, first_k, length in plan.chunks:
+        begin, size = (row, rows) if transposed else (first_k, length)
+        # Along the other side, which is added up, each has everything.
+        assert (first_k, length) == (0, problem.k) or not transposed
+        assert (row, rows) == (0, problem.n) or transposed
+        assert begin == ends[-1]
+        assert begin % side == 0
+        assert 0 < size <= chunk
+        ends.append(begin + size)
+    assert ends[-1] == plan.columns == (problem.n if transposed else problem.k)
+    assert len(plan.chunks) == -(-plan.columns // chunk)
+    _, rows, _, length = plan.chunks[0]
+    assert plan.temporary_bytes == rows * length * DTYPE_BYTES[problem.dtype]
+
+
+@BOTH_WAYS
+@given(problem=problems(max_n=300_000, max_k=300_000, formats=ANY_FORMAT))
+def test_decoded_weights_take_as_few_chunks_as_their_memory_allows(
+    transposed: bool, problem: Problem
+) -> None:
+    plan = dense_plan(problem, transposed=transposed)
+
+    side = 32 if transposed else 64
+    across = problem.k if transposed else problem.n
+    column = across * DTYPE_BYTES[problem.dtype]
+    assert plan.temporary_bytes <= max(MOST_TEMPORARY, side * column)
+    assert plan.chunk < plan.columns + side
+    if len(plan.chunks) > 1:
+        assert (plan.chunk + side) * column > MOST_TEMPORARY
+
+
+@pytest.mark.parametrize(
+    ("transposed", "chunk", "side"),
+    [(True, 0, 32), (True, 48, 32), (True, -32, 32), (False, 32, 64), (False, 96, 64)],
+)
+def test_a_chunk_that_is_no_multiple_of_a_tile_is_refused(
+    transposed: bool, chunk: int, side: int
+) -> None:
+    problem = Problem(m=100, n=128, k=128)
+
+    with pytest.raises(ValueError, match=f"chunk={chunk} .* multiple of {side}"):
+        DensePlan(problem=problem, transposed=transposed, chunk=chunk)
+
+
+def test_a_decoded_weight_explains_itself_in_a_line() -> None:
+    problem = Problem(m=100, n=4096, k=4096)
+
+    assert dense_plan(problem).explain() == (
+        "decoded once to float16 (32.0 MiB), mx.matmul"
+    )
+    assert DensePlan(problem=problem, chunk=2048).explain() == (
+        "decoded once to float16 (16.0 MiB in 2 chunks), mx.matmul"
+    )

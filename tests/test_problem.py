@@ -2,9 +2,9 @@
 
 import pytest
 from hypothesis import given
-from strategies import problems
+from strategies import ANY_FORMAT, problems
 
-from mlx_marlin.formats import format_of
+from mlx_marlin.formats import FORMATS, format_of
 from mlx_marlin.problem import PLAIN, Epilogue, Problem
 
 
@@ -16,8 +16,21 @@ from mlx_marlin.problem import PLAIN, Epilogue, Problem
         ({"k": 0}, ["k=0", "at least 1"]),
         ({"k": 96}, ["k=96", "group_size=64"]),
         ({"group_size": 48}, ["group_size=48", "32, 64, 128"]),
-        ({"bits": 3}, ["bits=3", "affine 4-bit"]),
-        ({"mode": "nvfp4"}, ["mode='nvfp4'", "affine 4-bit"]),
+        ({"bits": 7}, ["bits=7", "affine 4-bit", "nvfp4 4-bit"]),
+        ({"mode": "nvfp8"}, ["mode='nvfp8'", "affine 4-bit", "nvfp4 4-bit"]),
+        ({"mode": "mxfp8"}, ["mode='mxfp8'", "bits=4", "mxfp8 8-bit"]),
+        ({"mode": "nvfp4"}, ["group_size=64", "(16,)"]),
+        (
+            {"mode": "nvfp4", "group_size": 16, "k": 96, "scale_dtype": "uint8"},
+            ["k=96", "multiple of 64", "nvfp4"],
+        ),
+        (
+            {"mode": "mxfp4", "group_size": 32},
+            ["scale_dtype='float16'", "['uint8']"],
+        ),
+        ({"scale_dtype": "uint8"}, ["scale_dtype='uint8'", "float16"]),
+        ({"mode": "symmetric"}, ["layout='mlx'", "marlin", "symmetric"]),
+        ({"mode": "zero_point"}, ["layout='mlx'", "marlin", "zero_point"]),
         ({"dtype": "int8"}, ["dtype='int8'", "float16"]),
         ({"scale_dtype": "half"}, ["scale_dtype='half'", "float16"]),
         ({"layout": "gguf"}, ["layout='gguf'", "marlin"]),
@@ -43,13 +56,15 @@ def test_sizes_are_those_of_a_known_layer() -> None:
     assert problem.output_bytes == 8 * 17408 * 2
 
 
-@given(problems())
+@given(problems(formats=ANY_FORMAT))
 def test_equal_questions_are_equal_and_hash_alike(problem: Problem) -> None:
     same = Problem(
         m=problem.m,
         n=problem.n,
         k=problem.k,
         group_size=problem.group_size,
+        bits=problem.bits,
+        mode=problem.mode,
         dtype=problem.dtype,
         scale_dtype=problem.scale_dtype,
         layout=problem.layout,
@@ -61,15 +76,51 @@ def test_equal_questions_are_equal_and_hash_alike(problem: Problem) -> None:
     assert "\n" not in problem.explain()
 
 
-@given(problems())
+@given(problems(formats=ANY_FORMAT))
 def test_groups_and_words_divide_k_exactly(problem: Problem) -> None:
     assert problem.groups * problem.group_size == problem.k
-    words = problem.n * problem.k // problem.format.codes_per_word
-    assert problem.code_bytes == 4 * words
+    bits_of_a_row = problem.k * problem.bits
+    assert bits_of_a_row % 32 == 0
+    assert problem.code_bytes == 4 * problem.n * (bits_of_a_row // 32)
+
+
+BITS = {
+    ("affine", 2, 64): 2.5,
+    ("affine", 3, 32): 4.0,
+    ("affine", 6, 128): 6.25,
+    ("symmetric", 4, 128): 4.125,
+    ("zero_point", 8, 64): 8.5,
+    ("mxfp4", 4, 32): 4.25,
+    ("mxfp8", 8, 32): 8.25,
+    ("nvfp4", 4, 16): 4.5,
+}
+"""Bits of a weight with its scales, half ones where they are not bytes."""
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), BITS)
+def test_a_weight_has_the_bits_of_its_format(
+    mode: str, bits: int, group_size: int
+) -> None:
+    known = format_of(mode, bits)
+    problem = Problem(
+        m=1,
+        n=96,
+        k=1024,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        scale_dtype="uint8" if known.codes == "floating" else "float16",
+        layout="marlin",
+    )
+
+    assert problem.weight_bytes == 96 * 1024 * BITS[mode, bits, group_size] / 8
+    assert f"{mode} {bits}-bit, group {group_size}" in problem.explain()
 
 
 def test_a_format_is_found_by_mode_and_bits() -> None:
-    assert format_of("affine", 4).codes_per_word == 8
+    for (mode, bits), known in FORMATS.items():
+        assert format_of(mode, bits) is known
+        assert (known.mode, known.bits) == (mode, bits)
 
 
 @pytest.mark.parametrize(

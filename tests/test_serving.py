@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
+from format_cases import OF_MLX, any_weight
 
 import mlx_marlin
 from mlx_marlin import device, launch, serving
@@ -43,26 +44,11 @@ def test_a_kind_of_call_is_decided_once(
 
 # What goes to stock MLX, and what the reason must say.
 STOCK: dict[str, tuple[Callable[[], tuple[mx.array, ...]], dict[str, Any], str]] = {
-    **{
-        f"{bits} bits": (
-            lambda bits=bits: (activations(3, K), *weight(bits=bits)),
-            {"bits": bits},
-            f"affine {bits}-bit with group size 64",
-        )
-        for bits in (2, 3, 5, 6, 8)
-    },
-    **{
-        mode: (
-            lambda mode=mode: (activations(3, K), *weight(mode=mode)),
-            {"mode": mode},
-            f"{mode} {bits}-bit with group size {group_size}",
-        )
-        for mode, group_size, bits in (
-            ("mxfp4", 32, 4),
-            ("mxfp8", 32, 8),
-            ("nvfp4", 16, 4),
-        )
-    },
+    "a k that nvfp4 cannot have": (
+        lambda: (activations(3, 80), *weight(k=80, mode="nvfp4")),
+        {"mode": "nvfp4"},
+        "a k that is a multiple of 64, and k=80",
+    ),
     "transpose=False": (
         lambda: (activations(3, N), *weight()),
         {"transpose": False},
@@ -79,6 +65,26 @@ STOCK: dict[str, tuple[Callable[[], tuple[mx.array, ...]], dict[str, Any], str]]
         "one weight matrix",
     ),
 }
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_every_scheme_of_mlx_is_ours(
+    backend: Choose, mode: str, bits: int, group_size: int, layout: str
+) -> None:
+    backend("metal")
+    made = any_weight(mode, bits, group_size, N, K, dtype="float16", seed=1)
+    options: dict[str, Any] = {**made.options}
+    arrays: tuple[Any, ...] = made.native
+    if layout == "marlin":
+        arrays, options = (pack(*made.native, **options),), {}
+
+    assert mlx_marlin.why_not(activations(3, K), *arrays, **options) is None
+
+    (plan,) = launch.plans_built()
+    asked = plan.problem
+    assert (asked.mode, asked.bits, asked.group_size) == (mode, bits, group_size)
+    assert asked.layout == layout
 
 
 @pytest.mark.parametrize("kind", STOCK)
@@ -129,17 +135,19 @@ def test_a_group_size_that_mlx_refuses_when_it_runs_is_not_ours(
     assert ran == []
 
 
-def test_a_packed_weight_is_unpacked_for_what_is_not_ours(ran: list[Plan]) -> None:
-    x = activations(3, N)
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_packed_weight_is_unpacked_for_what_is_not_ours(
+    on_a_mac: Callable[..., None], transpose: bool
+) -> None:
+    on_a_mac("M3 Max", mx.cpu)
+    x = activations(3, K if transpose else N)
 
-    y = mlx_marlin.quantized_matmul(x, PACKED, transpose=False)
+    y = mlx_marlin.quantized_matmul(x, PACKED, transpose=transpose)
 
-    expected = mx.quantized_matmul(x, W, SCALES, BIASES, transpose=False)
+    expected = mx.quantized_matmul(x, W, SCALES, BIASES, transpose=transpose)
     assert mx.array_equal(y, expected)
-    assert ran == []
-    reason = mlx_marlin.why_not(x, PACKED, transpose=False)
-    assert reason is not None
-    assert "transposed weight only" in reason
+    reason = mlx_marlin.why_not(x, PACKED, transpose=transpose)
+    assert reason == "the call runs on the CPU"
 
 
 @pytest.fixture
@@ -184,6 +192,22 @@ def test_on_a_mac_stock_serves_what_it_serves_as_fast(
     assert (reason is None) if words is None else (words in str(reason))
     # Unpacking for every call would cost more than any kernel of ours.
     assert mlx_marlin.why_not(x, pack(*native)) is None
+
+
+@pytest.mark.parametrize("chip", ["M1", "M3 Max", "M5"])
+@pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
+def test_on_a_mac_every_scheme_of_mlx_has_its_server(
+    on_a_mac: Callable[..., None], mode: str, bits: int, group_size: int, chip: str
+) -> None:
+    on_a_mac(chip, mx.gpu)
+    made = any_weight(mode, bits, group_size, 64, 128, dtype="float16", seed=1)
+    options: dict[str, Any] = {**made.options}
+
+    for rows in (1, 8, 30, 100):
+        x = activations(rows, 128, dtype=mx.float16)
+        reason = mlx_marlin.why_not(x, *made.native, **options)
+        assert reason is None or "model" in reason
+        assert mlx_marlin.why_not(x, pack(*made.native, **options)) is None
 
 
 def test_who_forces_a_back_end_gets_it_for_every_size(

@@ -7,14 +7,18 @@ import pytest
 import strategies
 from hypothesis import given
 
-from mlx_marlin import layout, source
-from mlx_marlin.formats import TILE_K, TILE_N
+from mlx_marlin import launch, source
+from mlx_marlin.formats import CODES, TILE_K, TILE_N
 from mlx_marlin.plan import PADDED_COLUMNS, Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN
 
 KERNELS = ("gemv", "gemm_register")
 ALL = [(kernel, fused) for kernel in (*KERNELS, "reduce") for fused in (False, True)]
-PLANS = strategies.plans(of=strategies.problems(epilogues=strategies.EPILOGUES))
+PLANS = strategies.plans(
+    of=strategies.problems(
+        formats=strategies.ANY_FORMAT, epilogues=strategies.EPILOGUES
+    )
+)
 FILES = sorted(source.shader_folder().rglob("*.metal"))
 
 
@@ -23,7 +27,8 @@ def test_the_shaders_lie_in_two_folders() -> None:
 
     assert folders == {"kernels", "lib"}
     kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
-    assert kernels == {name + "_fused" * fused for name, fused in ALL}
+    of_products = {name + "_fused" * fused for name, fused in ALL}
+    assert kernels == of_products | {"dequantize", "gather"}
 
 
 def text_of(kernel: str, fused: bool) -> source.Source:
@@ -53,7 +58,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     body = kernel + "_fused" * fused
     assert text.name == f"marlin_{body}"
     assert text.source == (folder / "kernels" / f"{body}.metal").read_text()
-    libraries: tuple[str, ...] = ("work", "lane", "epilogue", kernel)
+    libraries: tuple[str, ...] = (*source.WEIGHT, "epilogue", kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
     positions = [
@@ -66,6 +71,23 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     assert text.input_names == (*operands, "shape", "schedule", *finish)
     assert not text.atomic
     assert text_of(kernel, fused) is text
+
+
+def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
+    text, product = source.dequantize_source(), source.product_source("gemv")
+
+    folder = source.shader_folder()
+    libraries = [
+        (folder / "lib" / f"{name}.metal").read_text() for name in source.WEIGHT
+    ]
+    shared = "\n".join(libraries)
+    assert text.header.startswith(shared)
+    assert product.header.startswith(shared)
+    assert text.header.endswith((folder / "lib" / "dequantize.metal").read_text())
+    assert text.source == (folder / "kernels" / "dequantize.metal").read_text()
+    assert text.name == "marlin_dequantize"
+    assert text.input_names == ("w", "scales", "biases", "shape")
+    assert not re.search(r"(w|scales|biases|shape)_(shape|strides|ndim)", text.source)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -103,6 +125,9 @@ def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
 
     assert_all_used(first.source, source.product_template(plan))
     assert_all_used(last.source, source.reduce_template(plan))
+    weight = source.weight_template(plan.problem)
+    assert_all_used(source.dequantize_source().source, weight)
+    assert weight.items() <= source.product_template(plan).items()
 
 
 @given(plan=PLANS)
@@ -111,6 +136,9 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
 
     assert template["SIMDGROUPS_K"] == plan.simdgroups_k
     assert template["WIDE"] == plan.simdgroups_n
+    assert template["WHOLE"] == plan.is_whole
+    assert template["MODE"] == CODES.index(plan.problem.format.codes)
+    assert template["BITS"] == plan.problem.bits
     assert template["GROUP"] == plan.problem.group_size
     assert template["PACKED"] == (plan.problem.layout == "marlin")
     assert template["SUBTRACT"] == plan.subtract
@@ -118,6 +146,7 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
         assert template["ROWS"] == plan.problem.m
     else:
         assert template["WIDEN"] == (plan.problem.dtype != "float16")
+        assert template["RAGGED"] == (plan.problem.n % 32 != 0)
         rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
         assert rows == plan.tile.m
 
@@ -153,6 +182,26 @@ def test_activations_have_the_numbers_of_the_shaders() -> None:
     assert [int(number) for _, number in stated] == [1, 2, 3]
     for name, _ in stated:
         assert f"ACTIVATION == {name})" in text
+
+
+def numbers_of(text: str) -> dict[str, float]:
+    """Returns the numbers that a text states outside of functions, in its order."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"constant constexpr \w+ (\w+) = ([^;]+);", text):
+        found[name] = eval(value.removesuffix("f"), {}, dict(found))
+    return found
+
+
+def test_codes_have_the_numbers_of_the_shaders() -> None:
+    text = (source.shader_folder() / "lib" / "decode.metal").read_text()
+
+    assert numbers_of(text) == {name.upper(): i for i, name in enumerate(CODES)}
+
+
+def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
+    text = (source.shader_folder() / "lib" / "reduce.metal").read_text()
+
+    assert numbers_of(text) == {"ROWS_OF_THREAD": launch.ROWS_OF_THREAD}
 
 
 def read_by_the_shaders(array: str) -> list[str]:
@@ -204,21 +253,14 @@ def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
 
 
 def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
-    text = source.product_source("gemv").header
-    stated = re.findall(r"constant constexpr \w+ (\w+) = ([^;]+);", text)
-    stated = [each for each in stated if each[0].lower() not in ACTIVATIONS]
-    numbers: dict[str, float] = {}
-    for name, value in stated:
-        numbers[name] = eval(value.removesuffix("f"), {}, dict(numbers))
+    numbers = numbers_of(source.product_source("gemv").header)
 
-    assert numbers == {
+    others = {name.upper() for name in (*ACTIVATIONS, *CODES)}
+    assert {name: value for name, value in numbers.items() if name not in others} == {
         "TILE_N": TILE_N,
         "TILE_K": TILE_K,
-        "TILE_WORDS": layout.TILE_WORDS,
         "SCRATCH_ROW": PADDED_COLUMNS,
-        "CODE_OFFSET": 64,
     }
-    assert (layout.TILE_N, layout.TILE_K) == (TILE_N, TILE_K)
 
 
 @given(plan=PLANS)

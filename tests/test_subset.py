@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from metal_vocabulary import used
-from shader_variants import checked, covering_variants
+from shader_variants import Variant, checked, covering_variants
 
 from mlx_marlin import emulator, source
 
@@ -21,16 +21,22 @@ PACKED = (
     "only packed vectors are aligned as their elements are (MSL specification, 2.2.3): "
     "arrays of MLX may start at any element"
 )
+OCTET = "Metal's own name of uint8_t, which MLX spells out (MSL specification, 2.1)"
 REVIEWED = {
     "half2": ALIAS,
     "half4": ALIAS,
+    "uchar4": ALIAS,
     "uint4": ALIAS,
+    "ushort2": ALIAS,
     "ushort4": ALIAS,
     "packed_float4": PACKED,
     "packed_half4": PACKED,
+    "packed_uchar4": PACKED,
     "packed_uint2": PACKED,
+    "packed_uint3": PACKED,
     "packed_uint4": PACKED,
     "packed_ushort4": PACKED,
+    "uchar": OCTET,
 }
 """What MLX's kernels do not use, and why ours may."""
 
@@ -44,6 +50,8 @@ TEXTS = {
         ),
         source.reduce_source(),
         source.reduce_source(fused=True),
+        source.dequantize_source(),
+        source.gather_source(),
     )
 }
 
@@ -61,14 +69,13 @@ def test_nothing_was_reviewed_in_vain() -> None:
 
 
 def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
-    products = [v for v in covering_variants() if v.kernel == "gemm_register"]
+    kinds: dict[str, list[Variant]] = {}
+    for each in covering_variants():
+        if each.kernel in ("gemm_register", "gather"):
+            kinds.setdefault(each.source.name, []).append(each)
 
-    operands = frozenset[tuple[str, ...]]().union(
-        *(
-            checked([each for each in products if each.kind == kind])
-            for kind in ("plain", "fused", "atomic")
-        )
-    )
+    operands = frozenset[tuple[str, ...]]().union(*map(checked, kinds.values()))
+    assert len(kinds) == 4
 
     assert operands == {
         ("float", "half", "half", "float"),

@@ -7,12 +7,18 @@ from functools import lru_cache
 from typing import Unpack
 
 from mlx_marlin.device import DEFAULT, Device, current
-from mlx_marlin.plan import Plan
+from mlx_marlin.plan import DensePlan, Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import Wishes, candidates
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction, predict
-from mlx_marlin.scheduler.handover import handover
+from mlx_marlin.scheduler.dense import dense_if_faster
+from mlx_marlin.scheduler.gather import choose_gather, gather_reason
+from mlx_marlin.scheduler.handover import (
+    handover,
+    margin_over_stock,
+    stock_seconds,
+)
 from mlx_marlin.scheduler.stock import stock_prediction
 from mlx_marlin.work import STRATEGIES
 
@@ -22,7 +28,10 @@ __all__ = [
     "Prediction",
     "Wishes",
     "choose",
+    "choose_dense",
+    "choose_gather",
     "compare",
+    "gather_reason",
     "make",
     "plan",
     "predict",
@@ -42,6 +51,23 @@ def choose(problem: Problem, device: Device) -> Plan:
         device: The chip to plan for, such as `device.current()`.
     """
     return make(problem, device=device)
+
+
+@lru_cache(maxsize=4096)
+def choose_dense(problem: Problem, device: Device) -> DensePlan | None:
+    """Returns the plain product of decoded weights if that should be fastest; cached.
+
+    Of a native weight by the same margin by which a call leaves stock MLX.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+    """
+    others = predict(choose(problem, device), device).seconds
+    if problem.layout == "mlx":
+        margin = margin_over_stock(problem, device)
+        others = min(others, stock_seconds(problem, device)) / margin
+    return dense_if_faster(problem, device, others)
 
 
 @lru_cache(maxsize=4096)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES, TILE_K, TILE_N
+from mlx_marlin.formats import DTYPE_BYTES, SCALE_BYTES, TILE_K, TILE_N
 from mlx_marlin.plan import FRAGMENT, SIMD_WIDTH, Plan
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.trips import Trip, trip_of
 
 SCHEDULERS_PER_CORE = 4
 """Simdgroup instructions that a core can issue in a clock (metal-benchmarks)."""
@@ -30,33 +32,27 @@ to 2 us)."""
 
 WEIGHTS_PER_TRIP = TILE_N * TILE_K
 """Weights that a simdgroup decodes in one trip of the main loop."""
-MATRIX_OPS = {1: 33, 2: 66}
+MATRIX_OPS = {1: 32, 2: 64}
 """8x8 products of a trip, by fragments_m (counted)."""
-OTHER_SLOTS = {1: 147, 2: 201}
-"""Slots of a trip beside the matrix products, by fragments_m (counted)."""
-SUBTRACT_SLOTS = {0: 46, 1: 48, 2: 54}
-"""More of them when the offset is subtracted first; 0 is the dot product (counted)."""
-GEMV_SLOTS = {1: 184, 2: 281, 3: 373, 4: 467, 5: 563}
-"""Slots of a trip of the dot-product kernel, by rows (counted)."""
-REGISTERS = {
-    (0, 1, True): 104,
-    (0, 2, True): 148,
-    (0, 1, False): 128,
-    (0, 2, False): 184,
-    (1, 0, True): 88,
-    (2, 0, True): 124,
-    (3, 0, True): 150,
-    (4, 0, True): 176,
-    (5, 0, True): 202,
-    (1, 0, False): 98,
-    (2, 0, False): 144,
-    (3, 0, False): 188,
-}
-"""16-bit registers of a thread (counted), by (rows of gemv, fragments_m, half x)."""
-RANGE_SLOTS = 150
+RANGE_REGISTERS = 14
+"""16-bit registers more where a threadgroup has a range instead of one whole tile
+(counted: 12 to 16)."""
+FLOAT_REGISTERS = {0: 16, 1: 20, 2: 48}
+"""Likewise where x is not half, by fragments_m; 0 is each row of the dot product
+(counted)."""
+RANGE_SLOTS = 140
 """Slots in which a simdgroup finds its range of the work (counted)."""
-WEIGHT_LANE_BYTES = 0.75
-"""Bytes that lanes receive for a weight: its code, and its scales with repetition."""
+SPLIT_SLOTS = {0: (53, 28), 1: (84, 0), 2: (148, 0)}
+"""Slots of a split without its stores: at all and for each row, by fragments_m; 0 is
+the dot product (counted)."""
+WHOLE_SLOTS = {0: (41, 28), 1: (70, 0), 2: (90, 0)}
+"""Likewise of range and split where every threadgroup has one whole tile (counted)."""
+INSIDE_SLOTS = 124
+"""Slots in which a simdgroup finds the slot of a split inside a tile (counted)."""
+STORE_SLOTS = (5, 2)
+"""Slots of a stored row of a tile: at all, and for each simdgroup along k (counted)."""
+REDUCE_SLOTS = 2.3
+"""Slots of the reduce for an element (counted)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +133,16 @@ def predict(plan: Plan, device: Device) -> Prediction:
     columns = -(-plan.problem.n // TILE_N)
     weights = columns * TILE_N * plan.problem.k
     problem = plan.problem
-    trip_slots, lane_bytes = _loop(
-        plan.kernel, plan.fragments_m, plan.subtract, problem.m, problem.dtype, rates
+    trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
+    trip_slots, x_bytes = _loop(
+        trip,
+        plan.fragments_m,
+        plan.subtract,
+        problem.m,
+        problem.dtype,
+        rates,
     )
+    lane_bytes = x_bytes + _weight_lane_bytes(plan)
     slots = weights / WEIGHTS_PER_TRIP * trip_slots
     traffic = plan.problem.bytes + workspace_traffic(plan)
     return Prediction(
@@ -195,11 +198,22 @@ def busy(plan: Plan, device: Device) -> float:
 def resident(plan: Plan, device: Device) -> int:
     """Returns the threadgroups that fit on a core at a time, at least 1."""
     core = device.core
-    rows = plan.problem.m if plan.kernel == "gemv" else 0
-    registers = REGISTERS[rows, plan.fragments_m, plan.problem.dtype == "float16"]
-    threads = min(core.register_bytes // (2 * registers), core.max_threads)
+    threads = min(core.register_bytes // (2 * _registers(plan)), core.max_threads)
     by_memory = core.threadgroup_bytes // plan.threadgroup_bytes
     return max(min(threads // plan.threads, by_memory), 1)
+
+
+def _registers(plan: Plan) -> int:
+    problem = plan.problem
+    trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
+    rows = problem.m if plan.kernel == "gemv" else 1
+    base, each = trip.row_registers
+    registers = base + each * rows
+    if plan.fragments_m:
+        registers = trip.registers[plan.fragments_m - 1]
+    if problem.dtype != "float16":
+        registers += FLOAT_REGISTERS[plan.fragments_m] * rows
+    return registers + RANGE_REGISTERS * (not plan.is_whole)
 
 
 def _sharing(plan: Plan) -> int:
@@ -208,26 +222,51 @@ def _sharing(plan: Plan) -> int:
     return work.threadgroups - work.whole - work.idle
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def _loop(
-    kernel: str, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
+    trip: Trip, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
 ) -> tuple[float, float]:
-    """Returns what all rows cost: slots of a trip, and bytes to lanes for a weight.
+    """Returns what all rows cost: slots of a trip, bytes of x to lanes for a weight.
 
     Every group of four W fragments loads x once: half an element a weight for each
     row of a dot product, and as much for each fragment of 8 rows.
     """
     element = DTYPE_BYTES[dtype] / 4
-    if kernel == "gemv":
-        slots: float = GEMV_SLOTS[m] + subtract * SUBTRACT_SLOTS[0]
-        return slots, WEIGHT_LANE_BYTES + m * element
-    slots = lane_bytes = 0.0
+    if fragments_m == 0:
+        base, each = trip.rows
+        slots: float = base + each * m + subtract * trip.row_subtract
+        return slots, m * element
+    slots = x_bytes = 0.0
     for fragments, count in _readers(m, fragments_m).items():
-        other = OTHER_SLOTS[fragments] + subtract * SUBTRACT_SLOTS[fragments]
+        other = trip.fragments[fragments - 1][subtract]
         products = rates.matrix_slots * MATRIX_OPS[fragments]
         slots += count * (products + rates.exposed * other)
-        lane_bytes += count * (WEIGHT_LANE_BYTES + fragments * element)
-    return slots, lane_bytes
+        x_bytes += count * fragments * element
+    return slots, x_bytes
+
+
+def _weight_lane_bytes(plan: Plan) -> float:
+    """Returns the bytes of weight that lanes receive for a weight, by all simdgroups.
+
+    Each lane has the factors of its four rows in every step of the main loop.
+    """
+    problem = plan.problem
+    size = SCALE_BYTES[problem.scale_dtype] * problem.format.parameters
+    repeated = 4 * size / (32 if problem.group_size == 32 else TILE_K)
+    readers = 1
+    if plan.fragments_m:
+        readers = sum(_readers(problem.m, plan.fragments_m).values())
+    return (problem.bits / 8 + repeated) * readers
+
+
+def loop_slots(
+    problem: Problem, fragments_m: int, subtract: bool, m: int, device: Device
+) -> float:
+    """Returns the slots of the matrix kernel's main loop for a weight and m rows."""
+    trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
+    rates = rates_of(device)
+    slots, _ = _loop(trip, fragments_m, subtract, m, "float16", rates)
+    return slots / WEIGHTS_PER_TRIP
 
 
 def _readers(m: int, fragments_m: int) -> dict[int, int]:
@@ -239,14 +278,20 @@ def _readers(m: int, fragments_m: int) -> dict[int, int]:
     return {fragments_m: whole, rest: 1} if rest else {fragments_m: whole}
 
 
-def _other_slots(plan: Plan) -> int:
-    """Returns the slots outside the main loop.
-
-    Each simdgroup finds its range, and each row of each split is stored and loaded.
-    """
-    simdgroups = plan.work.threadgroups * plan.threads // SIMD_WIDTH
-    stored = plan.work.pieces * 2 * plan.simdgroups_k * plan.tile.m
-    return RANGE_SLOTS * simdgroups + stored
+def _other_slots(plan: Plan) -> float:
+    """Returns the slots outside the main loop, the reduce's included."""
+    work = plan.work
+    simdgroups = plan.threads // SIMD_WIDTH
+    once, row = (WHOLE_SLOTS if plan.is_whole else SPLIT_SLOTS)[plan.fragments_m]
+    rows = plan.tile.m if plan.fragments_m == 0 else 0
+    slots = work.pieces * (once + row * rows)
+    if not plan.is_whole:
+        inside = work.pieces - work.tiles
+        slots += work.threadgroups * RANGE_SLOTS + inside * INSIDE_SLOTS
+    store, along_k = STORE_SLOTS
+    stored = work.pieces * plan.tile.m * (store + along_k * plan.simdgroups_k)
+    reduced = plan.finishes * plan.problem.m * plan.problem.n * REDUCE_SLOTS
+    return simdgroups * slots + stored + reduced
 
 
 def _fill(plan: Plan, device: Device) -> float:

@@ -28,6 +28,12 @@ def stock_seconds(problem: Problem, device: Device) -> float:
     return seconds + FURTHER_DISPATCH + memory_seconds(moved, device)
 
 
+def margin_over_stock(problem: Problem, device: Device) -> float:
+    """Returns how many times stock MLX's speed a product must have to leave it."""
+    calibrated = stock_prediction(problem, device).calibrated
+    return MARGIN if calibrated else UNCALIBRATED_MARGIN
+
+
 def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should.
 
@@ -54,7 +60,7 @@ def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
             f"any kernel on {device.variant}, and stock MLX is already there"
         )
     stock = stock_prediction(problem, device)
-    margin = MARGIN if stock.calibrated else UNCALIBRATED_MARGIN
+    margin = margin_over_stock(problem, device)
     if ratio >= margin:
         return None
     return (

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil
 
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES
+from mlx_marlin.formats import DTYPE_BYTES, SCALE_BYTES
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import (
     FURTHER_DISPATCH,
@@ -139,7 +139,8 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
 def _is_calibrated(problem: Problem, device: Device) -> bool:
     """Whether there were times to fit: the published ones of an Ultra contradict."""
     chip = device.generation in ("M3", "M4") and device.tier != "ultra"
-    return chip and problem.bits == 4 and DTYPE_BYTES[problem.dtype] == 2
+    known = (problem.mode, problem.bits) == ("affine", 4)
+    return chip and known and DTYPE_BYTES[problem.dtype] == 2
 
 
 def _slots(call: StockCall, problem: Problem, device: Device) -> float:
@@ -167,7 +168,7 @@ def _lane_bytes(call: StockCall, problem: Problem) -> float:
     """
     x_bytes = DTYPE_BYTES[problem.dtype]
     code_bytes = problem.bits / 8
-    scale_bytes = 2 * DTYPE_BYTES[problem.scale_dtype]
+    scale_bytes = problem.format.parameters * SCALE_BYTES[problem.scale_dtype]
     if call.kernel == "qmv_wide":
         return call.rows * x_bytes + code_bytes + scale_bytes / problem.group_size
     if call.kernel.startswith("qmm"):

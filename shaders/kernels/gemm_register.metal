@@ -1,7 +1,16 @@
 // Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, where tiles
 // are split, into the workspace out[slots, m, n].
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW];
-gemm_register<FRAGMENTS_M, SIMDGROUPS_M, SIMDGROUPS_K, WIDE, GROUP, PACKED, SUBTRACT, WIDEN>(
+gemm_register<
+    FRAGMENTS_M,
+    SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    WIDE,
+    WHOLE,
+    RAGGED,
+    WeightFormat<MODE, BITS, GROUP, PACKED>,
+    SUBTRACT,
+    WIDEN>(
     x,
     w,
     scales,

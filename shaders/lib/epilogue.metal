@@ -66,36 +66,59 @@ METAL_FUNC void store(device atomic<float>* out, uint, uint, uint place, float v
   atomic_fetch_add_explicit(out + place, value, memory_order_relaxed);
 }
 
+// Which row of x and of the output a row of the product is: the same, where no list of rows
+// says otherwise.
+struct InOrder {};
+
+METAL_FUNC uint input_row(InOrder, uint row) {
+  return row;
+}
+
+METAL_FUNC uint output_row(InOrder, uint row) {
+  return row;
+}
+
 // Adds the partial tiles of the simdgroups along k in ascending order and stores what lies
 // inside the output: a finished tile, or the split's own part of the workspace.
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, int THREADS, typename O, typename E>
+template <
+    int TILE_M,
+    int SIMDGROUPS_K,
+    int WIDE,
+    int SIMDGROUPS,
+    typename O,
+    typename E,
+    typename R>
 METAL_FUNC void store_tile(
     device O* out,
     E epilogue,
+    R order,
     const threadgroup float* scratch,
     Work work,
     Split split,
     int turns,
-    int thread_index) {
+    int simdgroup_index,
+    int lane_index) {
   const int rows = min(TILE_M, work.m - split.row);
   const int cols = work.n - split.col;
   const int columns = WIDE > 1 ? SIMDGROUPS_K / turns : 1;
-  for (int i = thread_index; i < columns * TILE_M * TILE_N; i += THREADS) {
-    const int column = WIDE > 1 ? i / (TILE_M * TILE_N) : 0;
-    const int row = i / TILE_N % TILE_M;
-    const int col = column * TILE_N + i % TILE_N;
-    if (row >= rows || col >= cols) {
+  // A simdgroup stores a row at a time, a lane always the same column.
+  const int lines = WIDE > 1 ? columns * TILE_M : lane_index < cols ? rows : 0;
+  for (int line = simdgroup_index; line < lines; line += SIMDGROUPS) {
+    const int column = WIDE > 1 ? line / TILE_M : 0;
+    const int row = WIDE > 1 ? line % TILE_M : line;
+    const int col = column * TILE_N + lane_index;
+    if (WIDE > 1 && (row >= rows || col >= cols)) {
       continue;
     }
     const threadgroup float* partial =
-        scratch + (column * turns * TILE_M + row) * SCRATCH_ROW + i % TILE_N;
+        scratch + (column * turns * TILE_M + row) * SCRATCH_ROW + lane_index;
     float total = partial[0];
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
       if (WIDE == 1 || s < turns) {
         total += partial[s * TILE_M * SCRATCH_ROW];
       }
     }
-    const uint place = (split.row + row) * work.n + split.col + col;
+    const uint place = output_row(order, split.row + row) * work.n + split.col + col;
     total = finished(total, epilogue, place, split.col + col);
     store(out, split.slot, work.m * work.n, place, total);
   }

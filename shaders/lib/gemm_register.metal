@@ -1,12 +1,16 @@
 // Weights go from device memory to registers and from there into 8x8 multiply-accumulates:
 // no staging, no barrier in the main loop, no convert. Codes stay codes: a group's products
-// are summed with 64 + q, its scale and bias follow once, in float32.
+// are summed with W::ZERO + q, its scale and bias follow once, in float32.
 //
 // FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
 // SIMDGROUPS_M  simdgroups side by side in m, on the same words
 // SIMDGROUPS_K  simdgroups that take turns at the trips along k
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
-// SUBTRACT      q instead of 64 + q enters the multiply: more exact, slower only without WIDEN
+// WHOLE         every threadgroup has one whole tile
+// RAGGED        the last tile of a row of tiles may have fewer than four row fragments of w
+// W             WeightFormat
+// SUBTRACT      q instead of W::ZERO + q enters the multiply: more exact, slower only without
+//               WIDEN
 // WIDEN         weight fragments become float too where the activations are float
 
 template <typename F, bool WIDEN>
@@ -29,20 +33,21 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
 // Everything that one step reads: words, activations, scales and biases.
 // runs[column * RUNS + h]: four consecutive activations of each of the lane's columns,
 // whose first one lies at starts[column] + k.
-template <int COLUMNS, int GROUP, bool PACKED, typename T, typename S, typename Run>
+template <int COLUMNS, typename W, typename T, typename S, typename Run>
 METAL_FUNC Quantizers load_step(
-    thread uint4* words,
+    thread uint* words,
     thread Run* runs,
     WeightTile<S> tile,
     const device T* x,
     thread const uint* starts,
-    uint k) {
-  constexpr int RUNS = runs_of_group(GROUP);
-  load_words<GROUP, PACKED>(words, tile, k);
+    uint k,
+    int lane_index) {
+  constexpr int RUNS = W::RUNS;
+  load_words<W>(words, tile, k, lane_index);
   UNROLL for (int i = 0; i < COLUMNS * RUNS; ++i) {
-    runs[i] = load_run(x + run_offset<GROUP, PACKED>(0, i % RUNS), starts[i / RUNS] + k);
+    runs[i] = load_run(x + run_offset<W>(0, i % RUNS), starts[i / RUNS] + k);
   }
-  return load_quantizers<GROUP, PACKED>(tile, k);
+  return load_quantizers<W>(tile, k);
 }
 
 // The sum of x over the step's k, of the lane's two columns of each fragment.
@@ -66,22 +71,29 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
 }
 
 // products[j] = codes of row fragment f times activations of fragment j.
-template <int FRAGMENTS_M, int RUNS, bool SUBTRACT, bool WIDEN, typename F>
+template <int FRAGMENTS_M, typename W, bool SUBTRACT, bool WIDEN, typename F>
 METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
-    thread const uint4* words,
+    thread const uint* words,
     int f,
     thread simdgroup_matrix<F, 8, 8>* columns,
-    thread const float2* sums) {
-  typedef typename WeightFragment<F, WIDEN>::type W;
+    thread const float2* sums,
+    float scale) {
+  typedef typename WeightFragment<F, WIDEN>::type V;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-    // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
-    const float2 start = SUBTRACT ? float2(0.0f) : -CODE_OFFSET * sums[j];
+    // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+    const float2 start = SUBTRACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
     products[j] = make_fragment<float>(start.x, start.y);
   }
-  UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
-    const vec<W, 2> codes = decode<W, SUBTRACT>(words[step / 4][f], step % 4);
-    simdgroup_matrix<W, 8, 8> rows = make_fragment<W>(codes.x, codes.y);
+  UNROLL for (int step = 0; step < W::PAIRS; ++step) {
+    vec<V, 2> values = decode<W, V, SUBTRACT>(words, f, step);
+    if (W::GROUP == 16) {  // a lane's own: three bits times four fit a half
+      const float whole = scale * float(W::FACTOR);
+      values = vec<V, 2>(V(float(values.x) * whole), V(float(values.y) * whole));
+    } else if (W::FACTOR != 1) {
+      values *= V(W::FACTOR);
+    }
+    simdgroup_matrix<V, 8, 8> rows = make_fragment<V>(values.x, values.y);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
       simdgroup_multiply_accumulate(
           products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
@@ -113,50 +125,62 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int corne
 // The main loop of one simdgroup: its trips of one split, for FRAGMENTS fragments of x.
 template <
     int FRAGMENTS,
-    int GROUP,
-    bool PACKED,
+    bool RAGGED,
+    typename W,
     bool SUBTRACT,
     bool WIDEN,
     typename T,
-    typename S>
+    typename S,
+    typename R>
 METAL_FUNC void accumulate(
     thread float2* totals,
     const device T* x,
+    R order,
     WeightTile<S> tile,
     int first_row,
+    int cols,
     Work work,
     Split split,
     Place place,
-    Lane lane) {
+    int lane_index) {
   typedef typename Fragment<T>::type F;
-  constexpr int RUNS = runs_of_group(GROUP);
+  constexpr int RUNS = W::RUNS;
   constexpr int COLUMNS = 2 * FRAGMENTS;
+  const Lane lane = lane_of(lane_index);
   uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
     // Rows past the end read the last row: their results are never stored.
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
-    starts[i] = row * work.k + run_offset<GROUP, PACKED>(lane.row, 0);
+    starts[i] = input_row(order, row) * work.k + run_offset<W>(lane.row, 0);
   }
   UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
     totals[i] = float2(0.0f);
   }
-  for (int k = first_step(split, place); k < split.k_stop; k = next_step<GROUP>(k, place)) {
-    uint4 words[RUNS];
+  for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
+    uint words[words_of_step<W>()];
     vec<F, 4> runs[COLUMNS * RUNS];
     float2 sums[FRAGMENTS];
     const Quantizers quantizers =
-        load_step<COLUMNS, GROUP, PACKED>(words, runs, tile, x, starts, k);
-    sum_activations<FRAGMENTS, RUNS>(sums, runs);
+        load_step<COLUMNS, W>(words, runs, tile, x, starts, k, lane_index);
+    if (W::BIASED || (W::ZERO != 0 && !SUBTRACT)) {
+      sum_activations<FRAGMENTS, RUNS>(sums, runs);
+    }
     simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
     make_columns<FRAGMENTS, RUNS, F>(columns, runs);
-    UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
-      totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
+    if (W::BIASED) {
+      UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
+        totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
+      }
     }
     // One row fragment after the other: few products are alive at a time.
     UNROLL for (int f = 0; f < 4; ++f) {
+      if (RAGGED && 8 * f >= cols) {
+        break;
+      }
       simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
-      multiply<FRAGMENTS, RUNS, SUBTRACT, WIDEN, F>(products, words, f, columns, sums);
-      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, quantizers.scale[f]);
+      const float scale = quantizers.scale[f];
+      multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(products, words, f, columns, sums, scale);
+      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::GROUP == 16 ? 1.0f : scale);
     }
   }
 }
@@ -166,8 +190,9 @@ template <
     int SIMDGROUPS_M,
     int SIMDGROUPS_K,
     int WIDE,
-    int GROUP,
-    bool PACKED,
+    bool WHOLE,
+    bool RAGGED,
+    typename W,
     bool SUBTRACT,
     bool WIDEN,
     typename T,
@@ -188,10 +213,10 @@ METAL_FUNC void gemm_register(
     int simdgroup_index,
     int lane_index) {
   constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-  constexpr int THREADS = 32 * SIMDGROUPS_M * SIMDGROUPS_K;
+  constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
 
   const Work work = read_work(shape, schedule);
-  const Range range = range_of_threadgroup(threadgroup_index, work);
+  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
   const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
@@ -200,24 +225,37 @@ METAL_FUNC void gemm_register(
   float2 totals[4 * FRAGMENTS_M];
 
   for (uint position = range.begin; position < range.end;) {
-    const Split split = split_at<WIDE, GROUP>(position, range.end, threadgroup_index, work);
+    const Split split =
+        split_at<WIDE, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
     position += split.k_tile_count;
-    const WeightTile<S> tile = weight_tile<GROUP, PACKED>(
-        w, scales, biases, split.col + TILE_N * place.column, work, lane_index);
+    const int col = split.col + TILE_N * place.column;
+    const WeightTile<S> tile = weight_tile<W>(w, scales, biases, col, work, lane_index);
+    const int cols = work.n - col;
     const int row = split.row + place.row;
-    // Whole fragments past the last row are left out, not computed.
+    // Whole fragments past the last row or column are left out, not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
-      accumulate<FRAGMENTS_M, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x, tile, row, work, split, place, lane);
+      accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
+          totals, x, InOrder{}, tile, row, cols, work, split, place, lane_index);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
     } else if (work.m > row) {
-      accumulate<1, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x, tile, row, work, split, place, lane);
+      accumulate<1, RAGGED, W, SUBTRACT, WIDEN>(
+          totals, x, InOrder{}, tile, row, cols, work, split, place, lane_index);
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<TILE_M, SIMDGROUPS_K, WIDE, THREADS>(
-        out, epilogue, scratch, work, split, place.turns, 32 * simdgroup_index + lane_index);
+    store_tile<TILE_M, SIMDGROUPS_K, WIDE, SIMDGROUPS>(
+        out,
+        epilogue,
+        InOrder{},
+        scratch,
+        work,
+        split,
+        place.turns,
+        simdgroup_index,
+        lane_index);
+    if (WHOLE) {
+      break;
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

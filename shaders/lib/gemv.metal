@@ -5,41 +5,44 @@
 // ROWS          rows of x
 // SIMDGROUPS_K  simdgroups that take turns at the trips along k
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
-// SUBTRACT      q instead of 64 + q enters the sums: more exact, and slower
+// WHOLE         every threadgroup has one whole tile
+// W             WeightFormat
+// SUBTRACT      q instead of W::ZERO + q enters the sums: more exact, and slower
 
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
-template <int ROWS, int GROUP, bool PACKED, typename T, typename S, typename Run>
+template <int ROWS, typename W, typename T, typename S, typename Run>
 METAL_FUNC Quantizers load_vectors(
-    thread uint4* words,
+    thread uint* words,
     thread Run* runs,
     WeightTile<S> tile,
     const device T* x,
     Work work,
-    int pair,
+    int lane_index,
     int k) {
-  constexpr int RUNS = runs_of_group(GROUP);
-  load_words<GROUP, PACKED>(words, tile, k);
-  const int start = k + run_offset<GROUP, PACKED>(2 * pair, 0);
+  constexpr int RUNS = W::RUNS;
+  load_words<W>(words, tile, k, lane_index);
+  const int start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
-    const device T* first = x + run_offset<GROUP, PACKED>(i / RUNS % 2, i % RUNS);
+    const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
     runs[i] = load_run(first, i / RUNS / 2 * work.k + start);
   }
-  return load_quantizers<GROUP, PACKED>(tile, k);
+  return load_quantizers<W>(tile, k);
 }
 
 // products[row][f] += the lane's codes of row fragment f times its activations.
-template <int ROWS, int RUNS, bool SUBTRACT, typename Run>
+template <int ROWS, typename W, bool SUBTRACT, typename Run>
 METAL_FUNC void add_products(
-    thread float4* products, thread const uint4* words, thread const Run* runs) {
-  UNROLL for (int step = 0; step < 4 * RUNS; ++step) {
+    thread float4* products, thread const uint* words, thread const Run* runs) {
+  constexpr int RUNS = W::RUNS;
+  UNROLL for (int step = 0; step < W::PAIRS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
     UNROLL for (int f = 0; f < 4; ++f) {
-      const float2 codes = decode<float, SUBTRACT>(words[h][f], s);
+      const float2 values = decode<W, float, SUBTRACT>(words, f, step);
       UNROLL for (int row = 0; row < ROWS; ++row) {
         thread const Run* columns = runs + 2 * row * RUNS;
-        products[row][f] = fma(codes.x, float(columns[h][s]), products[row][f]);
-        products[row][f] = fma(codes.y, float(columns[RUNS + h][s]), products[row][f]);
+        products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
+        products[row][f] = fma(values.y, float(columns[RUNS + h][s]), products[row][f]);
       }
     }
   }
@@ -49,8 +52,8 @@ template <
     int ROWS,
     int SIMDGROUPS_K,
     int WIDE,
-    int GROUP,
-    bool PACKED,
+    bool WHOLE,
+    typename W,
     bool SUBTRACT,
     typename T,
     typename S,
@@ -70,39 +73,43 @@ METAL_FUNC void gemv(
     int simdgroup_index,
     int lane_index) {
   typedef typename Fragment<T>::type F;
-  constexpr int RUNS = runs_of_group(GROUP);
+  constexpr int RUNS = W::RUNS;
 
-  const Work work = read_work(shape, schedule);
-  const Range range = range_of_threadgroup(threadgroup_index, work);
+  Work work = read_work(shape, schedule);
+  work.m_tiles = 1;  // a tile has all rows: known here, it saves a division and registers
+  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
   const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 0);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW + lane.row;
 
   for (uint position = range.begin; position < range.end;) {
-    const Split split = split_at<WIDE, GROUP>(position, range.end, threadgroup_index, work);
+    const Split split =
+        split_at<WIDE, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
     position += split.k_tile_count;
-    const WeightTile<S> tile = weight_tile<GROUP, PACKED>(
+    const WeightTile<S> tile = weight_tile<W>(
         w, scales, biases, split.col + TILE_N * place.column, work, lane_index);
     float4 totals[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       totals[row] = float4(0.0f);
     }
-    for (int k = first_step(split, place); k < split.k_stop; k = next_step<GROUP>(k, place)) {
-      uint4 words[RUNS];
+    for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
+      uint words[words_of_step<W>()];
       vec<F, 4> runs[2 * ROWS * RUNS];
       const Quantizers quantizers =
-          load_vectors<ROWS, GROUP, PACKED>(words, runs, tile, x, work, lane.pair, k);
+          load_vectors<ROWS, W>(words, runs, tile, x, work, lane_index, k);
       float4 products[ROWS];
       UNROLL for (int row = 0; row < ROWS; ++row) {
         const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
-        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
-        // Every code counts 64 too much: -64 * sum(x) is where the sum begins.
-        products[row] = float4(SUBTRACT ? 0.0f : -CODE_OFFSET * sum);
+        if (W::BIASED) {
+          totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
+        }
+        // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+        products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
       }
-      add_products<ROWS, RUNS, SUBTRACT>(products, words, runs);
+      add_products<ROWS, W, SUBTRACT>(products, words, runs);
       UNROLL for (int row = 0; row < ROWS; ++row) {
-        totals[row] = fma(quantizers.scale, products[row], totals[row]);
+        totals[row] = fma(quantizers.scale * float(W::FACTOR), products[row], totals[row]);
       }
     }
 
@@ -113,8 +120,19 @@ METAL_FUNC void gemv(
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<ROWS, SIMDGROUPS_K, WIDE, 32 * SIMDGROUPS_K>(
-        out, epilogue, scratch, work, split, place.turns, 32 * simdgroup_index + lane_index);
+    store_tile<ROWS, SIMDGROUPS_K, WIDE, SIMDGROUPS_K>(
+        out,
+        epilogue,
+        InOrder{},
+        scratch,
+        work,
+        split,
+        place.turns,
+        simdgroup_index,
+        lane_index);
+    if (WHOLE) {
+      break;
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

@@ -7,15 +7,16 @@
 //   lane   2  3 10 11     row 1          lane 16 17 24 25     row 4    and so on
 //
 // A dot product may visit k in any order on which both sides agree. Ours lets the lane
-// at (row, pair) decode whole 32-bit words of row `row` of w: the nibbles s and s + 4 of
-// a word are its two operands in step s. The order of k follows from that and from what
-// one fragment may not do, sit in two quantization groups. Fragment column c, step s:
+// at (row, pair) decode consecutive codes of row `row` of w; those of step t are its two
+// operands. The order of k follows from that and from what one fragment may not do, sit in
+// two quantization groups. Fragment column c, step t, or t = 4 * h + s:
 //
-//   group 32                   k0 + 4c + s                        one word a lane
-//   larger groups, native      k0 + 16(c/2) + 4(c%2) + 8h + s     words h = 0, 1
-//   larger groups, packed      k0 + 8c + 4h + s                   words h = 0, 1
+//   group 32                       k0 + 4c + t                        steps 0 to 3
+//   other groups, native 4 bits    k0 + 16(c/2) + 4(c%2) + 8h + s     steps 0 to 7
+//   other groups, all else         k0 + 8c + t                        steps 0 to 7
 //
-// so a lane reads runs of four consecutive activations, in the packed order eight.
+// so a lane reads runs of four consecutive activations. Native words of 4 bits have their
+// own order because their nibbles s and s + 4 lie 16 bits apart: see `pair_at`.
 
 // A fragment of activations: half stays half, every other type becomes float.
 template <typename T>
@@ -26,14 +27,6 @@ template <>
 struct Fragment<half> {
   typedef half type;
 };
-
-constant constexpr float CODE_OFFSET = 64.0f;
-constant constexpr int TILE_WORDS = TILE_N * TILE_K / 8;
-
-// Words a lane decodes in one step, and runs of activations it reads: a step stays in a group.
-METAL_FUNC constexpr int runs_of_group(int group) {
-  return group == 32 ? 1 : 2;
-}
 
 struct Lane {
   int row;
@@ -61,10 +54,13 @@ METAL_FUNC float sum_over_pairs(float value) {
 }
 
 // The first of the four consecutive k of run h, within a step of the main loop.
-template <int GROUP, bool PACKED>
+template <typename W>
 METAL_FUNC int run_offset(int fragment_column, int h) {
   const int c = fragment_column;
-  return GROUP == 32 ? 4 * c : PACKED ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
+  if (W::GROUP == 32) {
+    return 4 * c;
+  }
+  return W::PACKED || W::BITS != 4 ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
 }
 
 // Four consecutive activations by one load. Arrays may start at any element of their
@@ -83,6 +79,10 @@ METAL_FUNC float4 load_run(const device bfloat* x, uint offset) {
   return as_type<float4>(uint4(raw) << 16);
 }
 
+METAL_FUNC uchar4 load_run(const device uchar* bytes, uint offset) {
+  return *(const device packed_uchar4*)(bytes + offset);
+}
+
 template <int RUNS, typename Run>
 METAL_FUNC float sum_of_runs(thread const Run* runs) {
   float4 sum = float4(runs[0]);
@@ -92,18 +92,19 @@ METAL_FUNC float sum_of_runs(thread const Run* runs) {
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
-// The 32 rows of w of one column of tiles, as one lane sees them: its row of each of four fragments.
-// A load adds an unsigned 32-bit offset to its buffer at no cost; a pointer takes registers.
+// The 32 rows of w of one column of tiles, as one lane sees them: its row of each of four
+// fragments. A load adds an unsigned 32-bit offset to its buffer at no cost; a pointer takes
+// registers.
 template <typename S>
 struct WeightTile {
   const device uint32_t* words;
   const device S* scales;
   const device S* biases;
-  uint4 first_word;   // of the lane's four rows; packed: of all, in x
+  uint4 first_word;   // of the lane's four rows, in units; packed: of all, in x
   uint4 first_group;  // in scales and biases, likewise
 };
 
-template <int GROUP, bool PACKED, typename S>
+template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
     const device uint32_t* w,
     const device S* scales,
@@ -113,38 +114,46 @@ METAL_FUNC WeightTile<S> weight_tile(
     int lane_index) {
   const Lane lane = lane_of(lane_index);
   WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0)};
-  if (PACKED) {
+  const int own = W::GROUP == 16 ? lane.pair : 0;  // its group, of those of a step
+  if (W::PACKED) {
+    constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
-    const int groups = ceil_div(k_tiles * TILE_K, GROUP);
-    tile.first_word.x = col / TILE_N * k_tiles * TILE_WORDS + 4 * lane_index;
-    tile.first_group.x = col / TILE_N * groups * (2 * TILE_N) + 8 * lane.row;
+    const int groups = ceil_div(k_tiles * TILE_K, W::GROUP);
+    const int column = col / TILE_N;
+    tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
+    tile.first_group.x =
+        (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
   } else {
+    constexpr int UNIT = Native<W>::UNIT;
     // Rows past the end read the last row: their results are never stored.
     const uint4 rows = uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
-    tile.first_word = rows * uint(work.k / 8) + uint(runs_of_group(GROUP) * lane.pair);
-    tile.first_group = rows * uint(work.k / GROUP);
+    tile.first_word =
+        rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
+    tile.first_group = rows * uint(work.k / W::GROUP) + own;
   }
   return tile;
 }
 
-// words[h][f]: word h of row fragment f, for the step that begins at k.
-template <int GROUP, bool PACKED, typename S>
-METAL_FUNC void load_words(thread uint4* words, WeightTile<S> tile, uint k) {
-  if (PACKED) {
-    UNROLL for (int h = 0; h < runs_of_group(GROUP); ++h) {
-      const uint word = tile.first_word.x + k * (TILE_WORDS / TILE_K) + h * (TILE_WORDS / 2);
-      words[h] = *(const device packed_uint4*)(tile.words + word);
-    }
+// All codes of the step that begins at k; `pair_at` knows where they are.
+template <typename W, typename S>
+METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int lane_index) {
+  if (W::PACKED) {
+    constexpr int LOW = Planes<W>::LOW;
+    const uint first = tile.first_word.x + k / TILE_K * (TILE_N * TILE_K / 32 * W::BITS);
+    const uint step = k % TILE_K / W::STEP * 32;
+    load_plane<Planes<W>::LOW_WORDS>(
+        words, tile.words, first + step * Planes<W>::LOW_WORDS, lane_index);
+    load_plane<Planes<W>::HIGH_WORDS>(
+        words + Planes<W>::LOW_WORDS,
+        tile.words,
+        first + TILE_N * TILE_K / 32 * LOW + step * Planes<W>::HIGH_WORDS,
+        lane_index);
   } else {
     UNROLL for (int f = 0; f < 4; ++f) {
-      const uint word = tile.first_word[f] + k / 8;
-      if (GROUP == 32) {
-        words[0][f] = tile.words[word];
-      } else {
-        const uint2 both = *(const device packed_uint2*)(tile.words + word);
-        words[0][f] = both.x;
-        words[1][f] = both.y;
-      }
+      const uint offset = tile.first_word[f] + k / 32 * (W::BITS * 4 / Native<W>::UNIT);
+      uint row[Native<W>::WORDS];
+      load_row<W>(row, tile.words, offset);
+      make_windows<W>(words + f * Native<W>::WINDOWS, row);
     }
   }
 }
@@ -152,36 +161,60 @@ METAL_FUNC void load_words(thread uint4* words, WeightTile<S> tile, uint k) {
 // Scale and bias of the lane's four rows of w, in the group that holds k.
 struct Quantizers {
   float4 scale;
-  float4 bias;
+  float4 bias;  // where BIASED
 };
 
-template <int GROUP, bool PACKED, typename S>
+// In the dtype of activations, or E8M0, or E4M3 for groups of 16.
+template <int GROUP, typename S>
+METAL_FUNC float scale_of(S bits) {
+  return float(bits);
+}
+
+template <int GROUP>
+METAL_FUNC float scale_of(uchar bits) {
+  return GROUP == 16 ? small_float(bits) : power_of_two(bits);
+}
+
+template <int GROUP, typename R>
+METAL_FUNC float4 scales_of(R run) {
+  return float4(run);
+}
+
+template <int GROUP>
+METAL_FUNC float4 scales_of(uchar4 run) {
+  if (GROUP != 16) {
+    return as_type<float4>(uint4(run) << 23);
+  }
+  const half2 low = small_floats(as_type<uint>(ushort2(run.x, run.y)));
+  const half2 high = small_floats(as_type<uint>(ushort2(run.z, run.w)));
+  return float4(float(low.x), float(low.y), float(high.x), float(high.y)) * 256.0f;
+}
+
+template <typename W, typename S>
 METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, uint k) {
   Quantizers quantizers;
-  if (PACKED) {
+  if (W::PACKED && W::BIASED) {
     // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
-    const uint pair = tile.first_group.x + k / GROUP * (2 * TILE_N);
+    const uint pair = tile.first_group.x + k / W::GROUP * (2 * TILE_N);
     const float4 low = float4(load_run(tile.scales, pair));
     const float4 high = float4(load_run(tile.scales, pair + 4));
     quantizers.scale = float4(low.x, low.z, high.x, high.z);
     quantizers.bias = float4(low.y, low.w, high.y, high.w);
-  } else {
-    UNROLL for (int f = 0; f < 4; ++f) {
-      const uint group = tile.first_group[f] + k / GROUP;
-      quantizers.scale[f] = float(tile.scales[group]);
-      quantizers.bias[f] = float(tile.biases[group]);
+    if (W::MODE == ZERO_POINT) {
+      quantizers.bias *= -quantizers.scale;
     }
+    return quantizers;
+  }
+  if (W::PACKED) {
+    quantizers.bias = float4(0.0f);
+    quantizers.scale = scales_of<W::GROUP>(
+        load_run(tile.scales, tile.first_group.x + k / W::GROUP * TILE_N));
+    return quantizers;
+  }
+  UNROLL for (int f = 0; f < 4; ++f) {
+    const uint group = tile.first_group[f] + k / W::GROUP;
+    quantizers.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
+    quantizers.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
   }
   return quantizers;
-}
-
-// Nibbles s and s + 4 of a word, exactly: 64 + q, or q if SUBTRACT. The last place of 64
-// as a half is 1/16, so a nibble in bits 4 to 7 under its exponent counts in ones. As floats
-// the difference costs no more than the conversion, which it includes.
-template <typename W, bool SUBTRACT>
-METAL_FUNC vec<W, 2> decode(uint word, int s) {
-  const uint shifted = s == 0 ? word << 4 : word >> (4 * s - 4);
-  const half2 codes = as_type<half2>((shifted & 0x00F000F0u) | 0x54005400u);
-  const vec<W, 2> result = vec<W, 2>(W(codes.x), W(codes.y));
-  return SUBTRACT ? result - W(CODE_OFFSET) : result;
 }

@@ -85,9 +85,12 @@ struct Range {
   uint end;
 };
 
+// WHOLE: every threadgroup has one whole tile. What a tile is part of is then known without
+// a division, and nothing of it lives on in registers.
+template <bool WHOLE>
 METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   Range range;
-  if (index < work.whole) {
+  if (WHOLE || index < work.whole) {
     range.begin = index * work.k_tiles;
     range.end = range.begin + work.k_tiles;
     return range;
@@ -114,16 +117,16 @@ struct Split {
 
 // The split of the threadgroup whose range goes on at `position`. The first `whole` tiles
 // are WIDE times as wide as the others.
-template <int WIDE, int GROUP>
+template <int WIDE, bool WHOLE, int GROUP>
 METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   constexpr int K_TILE = k_tile_of_group(GROUP);
-  const uint place = position / work.k_tiles;
-  const uint k_idx = position % work.k_tiles;
+  const uint place = WHOLE ? index : position / work.k_tiles;
+  const uint k_idx = WHOLE ? 0 : position % work.k_tiles;
   Split split;
   split.k_tile_count = min(end - position, work.k_tiles - k_idx);
   uint tile = place;
   uint nth = 0;  // of the group
-  if (place >= work.whole) {
+  if (!WHOLE && place >= work.whole) {
     nth = (place - work.whole) % work.group_tiles;
     tile = work.whole + nth * work.groups + (place - work.whole) / work.group_tiles;
   }
@@ -150,8 +153,8 @@ METAL_FUNC uint splits_of_element(int row, int col, Work work) {
   return range_owner(first + work.k_tiles - 1, work) - range_owner(first, work) + 1;
 }
 
-// The simdgroups of a threadgroup take turns at the trips of a split; with groups of 32 a
-// trip has two steps. In a wide tile some of them stand side by side along n instead.
+// The simdgroups of a threadgroup take turns at the trips of a split; a trip has two steps
+// of 32 or one of 64. In a wide tile some of them stand side by side along n instead.
 struct Place {
   int row;     // of the tile
   int column;  // of TILE_N columns, of a wide tile
@@ -174,8 +177,8 @@ METAL_FUNC int first_step(Split split, Place place) {
   return split.k_start + TILE_K * place.turn;
 }
 
-template <int GROUP>
+template <int STEP>
 METAL_FUNC int next_step(int k, Place place) {
   const int skip = TILE_K * (place.turns - 1);
-  return GROUP == 32 ? k + 32 + (k % TILE_K == 32 ? skip : 0) : k + TILE_K + skip;
+  return STEP == 32 ? k + 32 + (k % TILE_K == 32 ? skip : 0) : k + TILE_K + skip;
 }

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, replace
 
+import format_cases
 import mlx.core as mx
 import strategies
+from format_cases import Weight
 
 from mlx_marlin import launch
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan, Reduction, k_tile
+from mlx_marlin.formats import format_of
+from mlx_marlin.plan import DensePlan, Plan, Reduction, k_tile
 from mlx_marlin.problem import PLAIN, Epilogue, Problem
 from mlx_marlin.work import Partition, Tile, Work, data_parallel
 
@@ -32,6 +34,21 @@ FUSED_SPLIT = "gemv, slices, everything in the reduce"
 FUSED_GELU = "gemv, gelu in float32"
 FUSED_APPROX = "gemv, approximate gelu in float32"
 ATOMIC = "gemv, atomic sums of slices"
+WHOLE_GEMM = "gemm, a whole tile each, 8 columns in the last one"
+THREE_PACKED = "gemm, packed codes of 3 bits, groups of 64"
+THREE_NATIVE = "gemm, native codes of 3 bits, groups of 32"
+FIVE_NATIVE = "gemm, native codes of 5 bits, groups of 64"
+SIX_NATIVE = "gemv, native codes of 6 bits, odd offsets"
+ONE_PACKED = "gemm, packed codes of 1 bit, groups of 32"
+EIGHT_NATIVE = "gemv, native codes of 8 bits, groups of 128"
+SYMMETRIC = "gemm, packed symmetric codes of 6 bits"
+ZERO_POINTS = "gemv, packed codes of 4 bits with zero points"
+MXFP4 = "gemm, native mxfp4"
+MXFP8 = "gemm, packed mxfp8, odd offsets"
+NVFP4 = "gemm, packed nvfp4"
+NVFP4_NATIVE = "gemv, native nvfp4"
+DENSE = "the weight as plain numbers, native codes of 3 bits, by rows"
+DENSE_BACK = "the weight as plain numbers, packed nvfp4, by columns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,31 +60,47 @@ class Case:
         offset: Elements before each array's first in its buffer.
     """
 
-    plan: Plan
+    plan: Plan | DensePlan
     offset: int = 0
 
-    def arrays(self) -> tuple[mx.array, strategies.Native]:
+    @property
+    def planned(self) -> Plan:
+        """The plan of a case that runs one of the kernels for products."""
+        assert isinstance(self.plan, Plan)
+        return self.plan
+
+    def arrays(self) -> tuple[mx.array, tuple[mx.array, ...]]:
         """Activations, and the weight in MLX's layout."""
-        return strategies.arrays(self.plan.problem, seed=7)
+        problem = self.plan.problem
+        if (problem.mode, problem.bits) == ("affine", 4):
+            return strategies.arrays(problem, seed=7)
+        back = isinstance(self.plan, DensePlan) and not self.plan.transposed
+        inner = problem.n if back else problem.k
+        x = format_cases.activations(problem.m, inner, dtype=problem.dtype, seed=7)
+        return x, strategies.weight_of(problem, seed=9).native
+
+    def weight(self, native: tuple[mx.array, ...]) -> Weight:
+        """The arrays of a weight with the case's format."""
+        problem = self.plan.problem
+        return Weight(problem.mode, problem.bits, problem.group_size, native)
 
     def finish(self) -> strategies.Native:
         """Bias, multiplier and residual."""
         return strategies.finish_arrays(self.plan.problem, seed=8)
 
-    def run(self, x: mx.array, native: strategies.Native) -> mx.array:
+    def run(self, x: mx.array, native: tuple[mx.array, ...]) -> mx.array:
         """The product as the shaders compute it, [m, n]."""
-        finish = () if self.plan.problem.epilogue == PLAIN else self.finish()
-        y = launch.product(self.plan)(
-            *map(self._shifted, (x, *self._stored(native), *finish))
-        )
+        problem = self.plan.problem
+        finish = () if problem.epilogue == PLAIN else self.finish()
+        stored = format_cases.arguments(self.weight(native), problem.layout)
+        y = self._product()(*map(self._shifted, (x, *stored, *finish)))
         mx.eval(y)
         return y
 
-    def _stored(self, native: strategies.Native) -> strategies.Native:
-        if self.plan.problem.layout == "mlx":
-            return native
-        packed = pack(*native, group_size=self.plan.problem.group_size)
-        return packed.words, packed.scales, packed.scales
+    def _product(self) -> launch.Product:
+        if isinstance(self.plan, DensePlan):
+            return launch.dense_product(self.plan)
+        return launch.product(self.plan)
 
     def _shifted(self, array: mx.array) -> mx.array:
         if not self.offset:
@@ -165,14 +198,20 @@ def _problem(
     dtype: str,
     layout: str,
     epilogue: Epilogue = PLAIN,
+    *,
+    mode: str = "affine",
+    bits: int = 4,
 ) -> Problem:
+    floating = format_of(mode, bits).codes == "floating"
     return Problem(
         m=m,
         n=n,
         k=groups * group_size,
         group_size=group_size,
+        bits=bits,
+        mode=mode,
         dtype=dtype,
-        scale_dtype=dtype,
+        scale_dtype="uint8" if floating else dtype,
         layout=layout,
         epilogue=epilogue,
     )
@@ -388,6 +427,71 @@ CASES: dict[str, Case] = {
             num_threadgroups=11,
             subtract=True,
             reduction="atomic",
+        )
+    ),
+    # 40 columns: the last tile has one row fragment of w, and three too many.
+    WHOLE_GEMM: Case(
+        plan=_whole(_problem(13, 40, 3, 64, "float16", "marlin"), fragments_m=2)
+    ),
+    THREE_PACKED: Case(
+        plan=_whole(_problem(13, 70, 3, 64, "float32", "marlin", bits=3), fragments_m=2)
+    ),
+    THREE_NATIVE: Case(
+        plan=_whole(_problem(9, 45, 7, 32, "float32", "mlx", bits=3), fragments_m=1)
+    ),
+    FIVE_NATIVE: Case(
+        plan=_whole(
+            _problem(13, 70, 3, 64, "float16", "mlx", bits=5),
+            fragments_m=1,
+            subtract=False,
+        )
+    ),
+    SIX_NATIVE: Case(
+        plan=_whole(_problem(2, 33, 3, 64, "float32", "mlx", bits=6)), offset=3
+    ),
+    ONE_PACKED: Case(
+        plan=_whole(_problem(9, 70, 5, 32, "float32", "marlin", bits=1), fragments_m=2)
+    ),
+    EIGHT_NATIVE: Case(plan=_whole(_problem(3, 45, 3, 128, "float32", "mlx", bits=8))),
+    SYMMETRIC: Case(
+        plan=_whole(
+            _problem(9, 70, 3, 64, "float32", "marlin", mode="symmetric", bits=6),
+            fragments_m=1,
+        )
+    ),
+    ZERO_POINTS: Case(
+        plan=_whole(_problem(3, 70, 3, 64, "float32", "marlin", mode="zero_point"))
+    ),
+    MXFP4: Case(
+        plan=_whole(
+            _problem(9, 45, 5, 32, "float32", "mlx", mode="mxfp4"), fragments_m=2
+        )
+    ),
+    MXFP8: Case(
+        plan=_whole(
+            _problem(9, 70, 5, 32, "float32", "marlin", mode="mxfp8", bits=8),
+            fragments_m=1,
+        ),
+        offset=3,
+    ),
+    NVFP4: Case(
+        plan=_whole(
+            _problem(9, 70, 12, 16, "float32", "marlin", mode="nvfp4"), fragments_m=1
+        )
+    ),
+    NVFP4_NATIVE: Case(
+        plan=_whole(_problem(3, 45, 12, 16, "float32", "mlx", mode="nvfp4"))
+    ),
+    DENSE: Case(
+        plan=DensePlan(
+            problem=_problem(5, 70, 3, 64, "float32", "mlx", bits=3), chunk=32
+        )
+    ),
+    DENSE_BACK: Case(
+        plan=DensePlan(
+            problem=_problem(5, 45, 12, 16, "float32", "marlin", mode="nvfp4"),
+            transposed=False,
+            chunk=64,
         )
     ),
 }

@@ -1,6 +1,7 @@
 """Every planted bug."""
 
 import planted_epilogue
+import planted_formats
 import planted_gemm
 import planted_gemv
 import planted_lane
@@ -12,4 +13,5 @@ MUTANTS = (
     *planted_lane.MUTANTS,
     *planted_gemm.MUTANTS,
     *planted_gemv.MUTANTS,
+    *planted_formats.MUTANTS,
 )

@@ -1,28 +1,34 @@
 """Bugs in `gemm_register`: barriers, fragments and the scratch."""
 
 from cases import (
+    FIVE_NATIVE,
     GEMM_IDLE,
     GEMM_LEFT_OUT,
     GEMM_NATIVE,
     GEMM_PACKED,
     GEMM_TAIL,
     HYTIS,
+    MXFP4,
+    NVFP4,
+    WHOLE_GEMM,
 )
 from mutant import Detector, Mutant
 
 _GEMM = "lib/gemm_register"
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _BEFORE_STORE = f"    {_BARRIER}\n    store_tile"
-_AFTER_STORE = f"32 * simdgroup_index + lane_index);\n    {_BARRIER}"
+_BREAK = "    if (WHOLE) {\n      break;\n    }\n"
+_AFTER_STORE = f"{_BREAK}    {_BARRIER}"
 _BOTH_FRAGMENTS = """\
-      accumulate<FRAGMENTS_M, GROUP, PACKED, SUBTRACT, WIDEN>(
-          totals, x, tile, row, work, split, place, lane);
+      accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
+          totals, x, InOrder{}, tile, row, cols, work, split, place, lane_index);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
 """
 _ONE_BY_ONE = """\
       for (int j = 0; j < FRAGMENTS_M; ++j) {
-        accumulate<1, GROUP, PACKED, SUBTRACT, WIDEN>(
-            totals, x, tile, row + 8 * j, work, split, place, lane);
+        accumulate<1, RAGGED, W, SUBTRACT, WIDEN>(
+            totals, x, InOrder{}, tile, row + 8 * j, cols, work, split, place,
+            lane_index);
         write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW);
       }
 """
@@ -40,7 +46,7 @@ _BARRIERS = (
         "gemm: no barrier after the store",
         _GEMM,
         _AFTER_STORE,
-        "32 * simdgroup_index + lane_index);",
+        _BREAK,
         GEMM_PACKED,
         Detector.RACE,
     ),
@@ -81,10 +87,25 @@ _BARRIERS = (
         "gemm: only one simdgroup waits after the store",
         _GEMM,
         _AFTER_STORE,
-        "32 * simdgroup_index + lane_index);\n"
-        f"    if (simdgroup_index == 0) {{\n      {_BARRIER}\n    }}",
+        f"{_BREAK}    if (simdgroup_index == 0) {{\n      {_BARRIER}\n    }}",
         GEMM_NATIVE,
         Detector.MISSING_THREADS,
+    ),
+    Mutant(
+        "gemm: a barrier follows a threadgroup's only tile",
+        _GEMM,
+        _BREAK,
+        "",
+        WHOLE_GEMM,
+        Detector.COUNTERS,
+    ),
+    Mutant(
+        "gemm: there is no other tile after the first",
+        _GEMM,
+        _BREAK,
+        "    break;\n",
+        GEMM_NATIVE,
+        Detector.WRONG_RESULT,
     ),
 )
 
@@ -132,8 +153,8 @@ _FRAGMENTS = (
     Mutant(
         "the offset is taken off by the first fragment's sum",
         _GEMM,
-        "-CODE_OFFSET * sums[j]",
-        "-CODE_OFFSET * sums[0]",
+        "-float(W::ZERO) * sums[j]",
+        "-float(W::ZERO) * sums[0]",
         GEMM_PACKED,
         Detector.WRONG_RESULT,
     ),
@@ -146,11 +167,52 @@ _FRAGMENTS = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "the first word is decoded twice",
+        "the codes' offset is taken off twice",
         _GEMM,
-        "words[step / 4][f]",
-        "words[0][f]",
-        GEMM_NATIVE,
+        "SUBTRACT || W::ZERO == 0 ? float2(0.0f)",
+        "W::ZERO == 0 ? float2(0.0f)",
+        GEMM_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the codes' offset is never taken off",
+        _GEMM,
+        "SUBTRACT || W::ZERO == 0 ? float2(0.0f)",
+        "SUBTRACT || W::ZERO != 0 ? float2(0.0f)",
+        FIVE_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 16: codes are multiplied without their scale",
+        _GEMM,
+        "const float whole = scale * float(W::FACTOR);",
+        "const float whole = float(W::FACTOR);",
+        NVFP4,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "small floats stay as small as halves hold them",
+        _GEMM,
+        "values *= V(W::FACTOR);",
+        "values *= V(1);",
+        MXFP4,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 16: the scale is applied twice",
+        _GEMM,
+        "W::GROUP == 16 ? 1.0f : scale",
+        "scale",
+        NVFP4,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "small floats lose their sign",
+        _GEMM,
+        "vec<V, 2> values = decode<W, V, SUBTRACT>(words, f, step);",
+        "vec<V, 2> values = decode<W, V, SUBTRACT>(words, f, step);\n"
+        "    values = W::MODE == FLOATING ? abs(values) : values;",
+        MXFP4,
         Detector.WRONG_RESULT,
     ),
     Mutant(
@@ -172,8 +234,8 @@ _FRAGMENTS = (
     Mutant(
         "a pointer without an address space",
         _GEMM,
-        "    const device T* x,\n    WeightTile<S> tile,\n    int first_row,",
-        "    const T* x,\n    WeightTile<S> tile,\n    int first_row,",
+        "    const device T* x,\n    R order,",
+        "    const T* x,\n    R order,",
         GEMM_TAIL,
         Detector.STATIC_CHECK,
     ),
@@ -188,6 +250,22 @@ _FRAGMENTS = (
 )
 
 _TILES = (
+    Mutant(
+        "a ragged tile is left a row fragment early",
+        _GEMM,
+        "RAGGED && 8 * f >= cols",
+        "RAGGED && 8 * f + 8 >= cols",
+        WHOLE_GEMM,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a ragged tile is left a row fragment late",
+        _GEMM,
+        "RAGGED && 8 * f >= cols",
+        "RAGGED && 8 * f > cols",
+        WHOLE_GEMM,
+        Detector.COUNTERS,
+    ),
     Mutant(
         "fragments past the last row are computed",
         _GEMM,

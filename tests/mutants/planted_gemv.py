@@ -1,12 +1,13 @@
 """Bugs in `gemv`: barriers, vectors and what lanes add up."""
 
-from cases import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL
+from cases import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL, NVFP4_NATIVE
 from mutant import Detector, Mutant
 
 _GEMV = "lib/gemv"
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _BEFORE_STORE = f"    {_BARRIER}\n    store_tile"
-_AFTER_STORE = f"32 * simdgroup_index + lane_index);\n    {_BARRIER}"
+_BREAK = "    if (WHOLE) {\n      break;\n    }\n"
+_AFTER_STORE = f"{_BREAK}    {_BARRIER}"
 
 MUTANTS = (
     Mutant(
@@ -21,7 +22,7 @@ MUTANTS = (
         "gemv: no barrier after the store",
         _GEMV,
         _AFTER_STORE,
-        "32 * simdgroup_index + lane_index);",
+        _BREAK,
         GEMV_TAIL,
         Detector.RACE,
     ),
@@ -32,6 +33,14 @@ MUTANTS = (
         _AFTER_STORE.replace("mem_threadgroup", "mem_none"),
         GEMV_TAIL,
         Detector.RACE,
+    ),
+    Mutant(
+        "gemv: there is no other tile after the first",
+        _GEMV,
+        _BREAK,
+        "    break;\n",
+        GEMV_NATIVE,
+        Detector.WRONG_RESULT,
     ),
     Mutant(
         "gemv: pairs of lanes write their parts over each other",
@@ -60,8 +69,8 @@ MUTANTS = (
     Mutant(
         "gemv: activations of another pair",
         _GEMV,
-        "k + run_offset<GROUP, PACKED>(2 * pair, 0)",
-        "k + run_offset<GROUP, PACKED>(2 * (pair ^ 1), 0)",
+        "run_offset<W>(2 * lane_of(lane_index).pair, 0)",
+        "run_offset<W>(2 * (lane_of(lane_index).pair ^ 1), 0)",
         GEMV_TAIL,
         Detector.WRONG_RESULT,
     ),
@@ -103,6 +112,14 @@ MUTANTS = (
         "fma(quantizers.bias, float4(sum), totals[row])",
         "fma(quantizers.bias, float4(row == 0 ? sum : 0.0f), totals[row])",
         GEMV_IDLE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gemv: small floats stay as small as halves hold them",
+        _GEMV,
+        "quantizers.scale * float(W::FACTOR)",
+        "quantizers.scale",
+        NVFP4_NATIVE,
         Detector.WRONG_RESULT,
     ),
     Mutant(

@@ -247,8 +247,8 @@ _TILES = (
     Mutant(
         "the last whole tile is a range's",
         _WORK,
-        "if (index < work.whole) {",
-        "if (index + 1 < work.whole) {",
+        "if (WHOLE || index < work.whole) {",
+        "if (WHOLE || index + 1 < work.whole) {",
         HYBRID,
         Detector.WRONG_RESULT,
     ),

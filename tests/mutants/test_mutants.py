@@ -40,8 +40,13 @@ def plant(
 
 
 def _forget_texts() -> None:
-    source.product_source.cache_clear()
-    source.reduce_source.cache_clear()
+    for text in (
+        source.product_source,
+        source.gather_source,
+        source.dequantize_source,
+        source.reduce_source,
+    ):
+        text.cache_clear()
 
 
 @pytest.mark.parametrize(

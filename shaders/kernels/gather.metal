@@ -1,0 +1,26 @@
+// Body of the kernel: row sources[i] of x[., k] times the transpose of w[experts[i], n, k] into
+// row i of out[., n].
+constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
+threadgroup float scratch[SIMDGROUPS_K * TILE_M * SCRATCH_ROW];
+threadgroup int pairs[TILE_M];
+gather_register<
+    FRAGMENTS_M,
+    SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    RAGGED,
+    WeightFormat<MODE, BITS, GROUP, PACKED>,
+    SUBTRACT,
+    WIDEN>(
+    x,
+    w,
+    scales,
+    biases,
+    sources,
+    experts,
+    shape,
+    out,
+    scratch,
+    pairs,
+    threadgroup_position_in_grid.x,
+    int(simdgroup_index_in_threadgroup),
+    int(thread_index_in_simdgroup));

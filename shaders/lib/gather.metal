@@ -1,0 +1,115 @@
+// Many products of one row each, every one with a weight of its own out of several: the
+// experts of a mixture. A threadgroup has one column of tiles of one expert and finds the rows
+// that chose it, so a weight is read once for all of them, or not at all.
+
+// The rows of a tile: the pairs (row of x, expert) that a threadgroup found, by their place.
+struct Listed {
+  const threadgroup int* pairs;
+  const device uint32_t* sources;
+};
+
+METAL_FUNC uint input_row(Listed order, uint row) {
+  return order.sources[order.pairs[row]];
+}
+
+METAL_FUNC uint output_row(Listed order, uint row) {
+  return order.pairs[row];
+}
+
+// Lists the pairs of an expert in ascending order, from its first-th on, as many as a tile
+// holds. Every simdgroup counts, the first one writes. Returns how many pairs it has in all.
+template <int TILE_M>
+METAL_FUNC int list_pairs(
+    threadgroup int* pairs,
+    const device uint32_t* experts,
+    int count,
+    uint expert,
+    int first,
+    int simdgroup_index,
+    int lane_index) {
+  int found = 0;
+  for (int base = 0; base < count; base += 32) {
+    const int pair = base + lane_index;
+    const int chosen = pair < count && experts[min(pair, count - 1)] == expert ? 1 : 0;
+    const int place = found + simd_prefix_exclusive_sum(chosen) - first;
+    if (chosen != 0 && simdgroup_index == 0 && place >= 0 && place < TILE_M) {
+      pairs[place] = pair;
+    }
+    found += simd_sum(chosen);
+  }
+  return found;
+}
+
+template <
+    int FRAGMENTS_M,
+    int SIMDGROUPS_M,
+    int SIMDGROUPS_K,
+    bool RAGGED,
+    typename W,
+    bool SUBTRACT,
+    bool WIDEN,
+    typename T,
+    typename S,
+    typename O>
+METAL_FUNC void gather_register(
+    const device T* x,
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    const device uint32_t* sources,
+    const device uint32_t* experts,
+    const constant int32_t* shape,
+    device O* out,
+    threadgroup float* scratch,
+    threadgroup int* pairs,
+    uint threadgroup_index,
+    int simdgroup_index,
+    int lane_index) {
+  constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
+  constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
+  const int count = shape[0];
+  Work work;
+  work.n = shape[1];
+  work.k = shape[2];
+  const uint n_tiles = ceil_div(work.n, TILE_N);
+  const uint expert = threadgroup_index / n_tiles;
+  const ulong weights = ulong(expert) * uint(work.n);
+  w += weights * (work.k / 8 * W::BITS / 4);
+  scales += weights * (work.k / W::GROUP);
+  biases += weights * (work.k / W::GROUP);
+
+  Split split;
+  split.row = 0;
+  split.col = threadgroup_index % n_tiles * TILE_N;
+  split.slot = 0;
+  split.k_start = 0;
+  split.k_stop = work.k;
+  const Lane lane = lane_of(lane_index);
+  const Place place =
+      place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, 1>(simdgroup_index, false, 8 * FRAGMENTS_M);
+  const int corner =
+      (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
+      lane.row;
+  const Listed order = {pairs, sources};
+  float2 totals[4 * FRAGMENTS_M];
+
+  for (int first = 0;; first += TILE_M) {
+    const int found =
+        list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
+    if (found <= first) {
+      break;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    work.m = min(found - first, TILE_M);
+    if (work.m > place.row) {
+      const WeightTile<S> tile = weight_tile<W>(w, scales, biases, split.col, work, lane_index);
+      accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
+          totals, x, order, tile, place.row, work.n - split.col, work, split, place, lane_index);
+      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
+        out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}

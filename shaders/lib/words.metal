@@ -1,0 +1,173 @@
+// Where a lane's codes lie in the words that it loads. A lane has W::CODES consecutive k of
+// each of four rows of w for a step; step t multiplies the pair (t, t + W::PAIRS), of native
+// words of 4 bits the nibbles s and s + 4. A pair that lies 16 bits apart in a word is decoded
+// at once: each half of the word is a half.
+
+// Codes are stored in planes of 1, 2, 4 or 8 bits when packed: 3 = 2 + 1, 5 = 4 + 1,
+// 6 = 4 + 2, low bits first. The second plane has no bits where one is enough.
+template <typename W>
+struct Planes {
+  static constant constexpr const int LOW = W::BITS == 3 ? 2 : W::BITS & 4 ? 4 : W::BITS;
+  static constant constexpr const int HIGH = W::BITS - LOW;
+  // Words that a lane loads for its four rows in a step.
+  static constant constexpr const int LOW_WORDS = W::CODES * LOW / 8;
+  static constant constexpr const int HIGH_WORDS = W::CODES * HIGH / 8;
+};
+
+// Bytes that a lane loads of one row of native codes, and the widest unit in which every
+// row and every lane begins.
+//
+// The first halves of pairs are a stream of HALF bits, the second halves the next. A window
+// is 16 bits of the one below the same 16 of the other, so that both codes of a pair move and
+// are masked together. The last window ends with the streams and may overlap its neighbour.
+template <typename W>
+struct Native {
+  static constant constexpr const int BYTES = W::CODES * W::BITS / 8;
+  static constant constexpr const int UNIT = BYTES % 4 == 0 ? 4 : BYTES % 2 == 0 ? 2 : 1;
+  static constant constexpr const int WORDS = (BYTES + 3) / 4;
+  static constant constexpr const int HALF = W::PAIRS * W::BITS;
+  static constant constexpr const int WINDOWS = (HALF + 15) / 16;
+  static constant constexpr const int LAST = HALF > 16 ? HALF - 16 : 0;  // where it begins
+};
+
+template <typename W>
+METAL_FUNC constexpr int words_of_step() {
+  return W::PACKED ? Planes<W>::LOW_WORDS + Planes<W>::HIGH_WORDS : 4 * Native<W>::WINDOWS;
+}
+
+// Up to four consecutive words by one load.
+template <int COUNT>
+METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint offset) {
+  if (COUNT == 4) {
+    const uint4 loaded = *(const device packed_uint4*)(w + offset);
+    words[0] = loaded.x;
+    words[1] = loaded.y;
+    words[2] = loaded.z;
+    words[3] = loaded.w;
+  } else if (COUNT == 3) {
+    const uint3 loaded = *(const device packed_uint3*)(w + offset);
+    words[0] = loaded.x;
+    words[1] = loaded.y;
+    words[2] = loaded.z;
+  } else if (COUNT == 2) {
+    const uint2 loaded = *(const device packed_uint2*)(w + offset);
+    words[0] = loaded.x;
+    words[1] = loaded.y;
+  } else if (COUNT == 1) {
+    words[0] = w[offset];
+  }
+}
+
+// A plane's words of one step: [chunk of four words][lane][word].
+template <int WORDS>
+METAL_FUNC void load_plane(thread uint* words, const device uint32_t* w, uint offset, int lane_index) {
+  constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
+  UNROLL for (int i = 0; i < WORDS; i += 4) {
+    load_vector<CHUNK>(words + i, w, offset + 32 * i + CHUNK * lane_index);
+  }
+}
+
+template <typename W>
+METAL_FUNC void load_row(thread uint* words, const device uint32_t* w, uint offset) {
+  constexpr int BYTES = Native<W>::BYTES;
+  if (Native<W>::UNIT == 4) {
+    load_vector<BYTES / 4>(words, w, offset);
+  } else {
+    UNROLL for (int i = 0; i < Native<W>::WORDS; ++i) {
+      words[i] = 0;
+    }
+    constexpr int UNIT = Native<W>::UNIT;
+    UNROLL for (int i = 0; i < BYTES / UNIT; ++i) {
+      const uint piece = UNIT == 2 ? uint(((const device ushort*)w)[offset + i])
+                                   : uint(((const device uchar*)w)[offset + i]);
+      words[i * UNIT / 4] |= piece << (i * UNIT % 4 * 8);
+    }
+  }
+}
+
+// Sixteen bits from a bit on; above them may be others.
+METAL_FUNC uint bits_at(thread const uint* words, int bit) {
+  const uint low = words[bit / 32] >> (bit % 32);
+  return bit % 32 > 16 ? low | words[bit / 32 + 1] << (32 - bit % 32) : low;
+}
+
+// A row's words as windows. Those of 4 bits are windows, in their own order of k.
+template <typename W>
+METAL_FUNC void make_windows(thread uint* windows, thread const uint* words) {
+  UNROLL for (int i = 0; i < Native<W>::WINDOWS; ++i) {
+    const int begin = min(16 * i, Native<W>::LAST);
+    const ushort first = ushort(bits_at(words, begin));
+    const ushort second = ushort(bits_at(words, Native<W>::HALF + begin));
+    const bool ready = W::BITS == 4 || Native<W>::HALF == 16;
+    windows[i] = ready ? words[i] : as_type<uint>(ushort2(first, second));
+  }
+}
+
+METAL_FUNC uint moved(uint word, int from, int to) {
+  return from > to ? word >> (from - to) : word << (to - from);
+}
+
+// The pair of step t of row fragment f in a plane of BITS, each at `place` of its half.
+// Pairs lie in a word one after the other, their second code 16 bits above the first; rows
+// share words that one row does not fill.
+template <int BITS, int PAIRS>
+METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int place) {
+  constexpr int IN_WORD = 16 / BITS;
+  constexpr int SHARING = IN_WORD > PAIRS ? IN_WORD / PAIRS : 1;
+  const int word = SHARING > 1 ? f / SHARING : t / IN_WORD * 4 + f;
+  const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;
+  return moved(words[word], BITS * slot, place) & both_halves(ones(BITS) << place);
+}
+
+// Likewise of a row's windows, where a pair may begin in one and end in the next.
+template <typename W>
+METAL_FUNC uint window_pair(thread const uint* windows, int t, int place) {
+  constexpr int LAST = Native<W>::LAST;
+  const int bit = W::BITS * t;
+  const int i = bit >= LAST ? Native<W>::WINDOWS - 1 : bit / 16;
+  const int inside = bit - min(16 * i, LAST);
+  const uint mask = both_halves(ones(W::BITS) << place);
+  const uint pair = moved(windows[i], inside, place);
+  if (inside + W::BITS <= 16) {
+    return pair & mask;
+  }
+  const uint upper = both_halves(ones(W::BITS) << (place + 16 - inside)) & mask;
+  return (pair & (mask ^ upper)) | (moved(windows[i + 1], 0, place + 16 - inside) & upper);
+}
+
+// The pair of step t of row fragment f, each code at `place` of its half.
+template <typename W>
+METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int place) {
+  constexpr int LOW = Planes<W>::LOW;
+  constexpr int HIGH = Planes<W>::HIGH;
+  if (W::PACKED) {
+    const uint low = plane_pair<LOW, W::PAIRS>(words, f, t, place);
+    // The width is never 0, so that the plane that is not there compiles.
+    const uint high = HIGH == 0 ? 0
+                                : plane_pair<(HIGH > 0 ? HIGH : 1), W::PAIRS>(
+                                      words + Planes<W>::LOW_WORDS, f, t, place + LOW);
+    return low | high;
+  }
+  words += f * Native<W>::WINDOWS;
+  return window_pair<W>(words, t, place);
+}
+
+// The values of step t, exactly: ZERO + code, or code where SUBTRACT; of a small float, whose
+// sign, exponent and mantissa move to those of a half, the part 1 / FACTOR. The least of these
+// lie below the normal halves: arithmetic keeps them, as MLX's own kernels require, but a
+// matrix multiply is not known to.
+template <typename W, typename V, bool SUBTRACT>
+METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
+  if (W::MODE == FLOATING) {
+    constexpr int MANTISSA = W::BITS == 4 ? 9 : 7;
+    const uint sign = pair_at<W>(words, f, t, 16 - W::BITS) & 0x80008000u;
+    const uint rest = pair_at<W>(words, f, t, MANTISSA) & both_halves(ones(W::BITS - 1) << MANTISSA);
+    const half2 values = as_type<half2>(sign | rest);
+    return vec<V, 2>(V(values.x), V(values.y));
+  }
+  constexpr uint EXPONENT = (25 - W::PLACE) << 10;
+  const half2 codes =
+      as_type<half2>(pair_at<W>(words, f, t, W::PLACE) | both_halves(EXPONENT));
+  const vec<V, 2> result = vec<V, 2>(V(codes.x), V(codes.y));
+  return SUBTRACT ? result - V(W::ZERO) : result;
+}
