@@ -1,5 +1,6 @@
 """Converts the layers of an mlx-lm model, in place, and back."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -29,15 +30,16 @@ def optimize(
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
 
-    Takes `nn.QuantizedLinear` layers in a format of ours (affine 4-bit) and, so that a
-    tied output head runs too, `nn.QuantizedEmbedding`. Subclasses, which may do
-    something else, and other formats stay as they are. If a layer cannot be converted,
-    those before it are turned back.
+    Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
+    experts and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
+    Subclasses, which may do something else, and other formats stay as they are. If a
+    layer cannot be converted, those before it are turned back.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers,
-            so the model can be saved for stock MLX only after `restore`.
+            but not those of experts, so the model can be saved for stock MLX only after
+            `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here.
@@ -61,6 +63,9 @@ def optimize(
         raise ValueError(f"group_size={group_size} is not one of {group_sizes}")
 
     def convert(layer: Any) -> nn.Module:
+        if _is_experts(layer):
+            experts: nn.Module = _marlin_experts().from_quantized(layer)
+            return experts
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
         if type(layer) is MarlinEmbedding:
@@ -76,6 +81,8 @@ def optimize(
             return quantize and layer.weight.shape[1] % group_size == 0
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
+        if _is_experts(layer):
+            return not invariant and _is_our_format(layer)
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
         made_otherwise = isinstance(layer, MarlinLinear) and (
@@ -86,9 +93,8 @@ def optimize(
     found = _find(model, wanted)
     if not found and not _find(model, _is_ours):
         raise ValueError(
-            "model has no layer to convert: expected nn.QuantizedLinear, affine "
-            f"{bits}-bit with group size in {group_sizes}, or quantize=True for "
-            "nn.Linear"
+            "model has no layer to convert: expected nn.QuantizedLinear in a format of "
+            "ours, or quantize=True for nn.Linear"
         )
     if invariant:
         _refuse_variance(model, wanted)
@@ -119,7 +125,9 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
 
     def stays(layer: nn.Module) -> bool:
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
-        return quantized and not _is_ours(layer) and not wanted(layer)
+        if quantized or _is_experts(layer):
+            return not _is_ours(layer) and not wanted(layer)
+        return type(layer).__name__ == "MarlinSwitchLinear"
 
     left = _find(model, stays)
     if left:
@@ -189,12 +197,30 @@ def _put(places: Places, layer: nn.Module) -> None:
 
 
 def _is_ours(layer: nn.Module) -> bool:
-    return type(layer) in (MarlinLinear, MarlinEmbedding)
+    ours = type(layer) in (MarlinLinear, MarlinEmbedding)
+    return ours or type(layer).__name__ == "MarlinSwitchLinear"
+
+
+def _is_experts(layer: nn.Module) -> bool:
+    """Returns whether a layer is mlx-lm's for several experts."""
+    switch_layers = sys.modules.get("mlx_lm.models.switch_layers")
+    known = getattr(switch_layers, "QuantizedSwitchLinear", None)
+    return known is not None and type(layer) is known
+
+
+def _marlin_experts() -> Any:
+    # mlx-lm is imported already if one of its layers is here, and not needed otherwise.
+    from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
+
+    return MarlinSwitchLinear
 
 
 def _is_our_format(layer: nn.Module) -> bool:
     known = FORMATS.get((layer.mode, layer.bits))
-    return known is not None and layer.group_size in known.group_sizes
+    if known is None or layer.group_size not in known.group_sizes:
+        return False
+    k = layer.weight.shape[-1] * 32 // layer.bits
+    return bool(k % known.k_multiple == 0)
 
 
 def _shown(found: list[Places], progress: bool) -> Iterable[Places]:
