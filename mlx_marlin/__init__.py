@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin.scheduler import plan
 
 if TYPE_CHECKING:
+    from mlx_marlin.gather import gather_qmm
     from mlx_marlin.integrations.mlx_lm import optimize, restore
     from mlx_marlin.nn import MarlinLinear
     from mlx_marlin.ops import linear, quantized_matmul, why_not
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MarlinLinear",
     "PackedWeight",
+    "gather_qmm",
     "linear",
     "optimize",
     "pack",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "MarlinLinear": "nn",
     "PackedWeight": "packing",
+    "gather_qmm": "gather",
     "linear": "ops",
     "optimize": "integrations.mlx_lm",
     "pack": "packing",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -550,11 +551,14 @@ def test_a_tied_head_multiplies_by_the_table_as_it_lies() -> None:
 
 
 def test_layers_in_other_formats_are_counted() -> None:
-    def linear(**format: int) -> nn.QuantizedLinear:
+    def linear(**format: Any) -> nn.QuantizedLinear:
         return nn.QuantizedLinear(128, 96, **format)
 
     model = Layers(
-        linear(bits=4), linear(bits=8), linear(bits=4, group_size=32), nn.Linear(8, 8)
+        linear(bits=4),
+        linear(mode="mxfp4"),
+        linear(bits=4, group_size=32),
+        nn.Linear(8, 8),
     )
 
     found = layers.find(model)

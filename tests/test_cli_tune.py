@@ -211,7 +211,7 @@ def test_a_models_layers_are_measured(
     def load(name: str, *, lazy: bool) -> tuple[nn.Module, None]:
         asked.append((name, lazy))
         model = tiny_llama(tied=False)
-        model.extra = nn.QuantizedLinear(64, 64, bits=8)
+        model.extra = nn.QuantizedLinear(64, 64, mode="mxfp4")
         return model, None
 
     monkeypatch.setattr(mlx_lm, "load", load)
@@ -222,7 +222,7 @@ def test_a_models_layers_are_measured(
     assert len(seen) == 10
     assert {each.m for each in seen} == {1, 8}
     assert {each.dtype for each in seen} == {"float16"}
-    assert "1 quantized layers are not in our format" in capsys.readouterr().out
+    assert "1 quantized layers are not affine" in capsys.readouterr().out
 
 
 def test_a_dry_run_lists_and_measures_nothing(
@@ -288,7 +288,7 @@ def test_a_model_that_is_none_is_said(
         mlx_lm, "load", lambda *_, **__: (Layers(nn.Linear(8, 8)), None)
     )
     assert main(["tune", "a/model"]) == 2
-    assert "has no quantized linear layer of our format" in capsys.readouterr().err
+    assert "has no affine quantized linear layer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def test_optimizing_again_changes_the_mode_and_nothing_else() -> None:
 
 
 def test_a_model_that_keeps_layers_of_mlxs_is_refused_whole() -> None:
-    model = Layers(nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 64, bits=8))
+    left = nn.QuantizedLinear(80, 64, mode="nvfp4")
+    model = Layers(nn.QuantizedLinear(64, 64), left)
 
     with pytest.raises(ValueError, match=r"1 quantized layers .* would stay MLX's"):
         mlx_marlin.optimize(model, invariant=True)

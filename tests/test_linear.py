@@ -92,7 +92,7 @@ def test_without_an_epilogue_it_is_the_product() -> None:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Returns what lists the operations in a function's graph."""
     # MLX cannot export a function with derivatives of its own.
-    monkeypatch.setattr(serving, "differentiable", lambda ours, _: ours)
+    monkeypatch.setattr(serving, "differentiable", lambda ours, *_: ours)
 
     def record(function: Callable[..., mx.array], *arrays: mx.array) -> list[str]:
         names: list[str] = []
@@ -245,7 +245,7 @@ def test_an_invariant_product_is_never_handed_over(
 ) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(serving, "_not_here", lambda _: None)
+    monkeypatch.setattr(serving, "not_here", lambda _: None)
     assert launch.backend() == "metal"
     x, native = activations(1, K), weight()
     mx.eval(native)

@@ -101,9 +101,8 @@ def test_only_layers_of_our_format_and_exact_type_are_taken() -> None:
     model = Layers(
         nn.QuantizedLinear(64, 64),
         Special(64, 64),
-        *(nn.QuantizedLinear(64, 64, bits=bits) for bits in (2, 3, 5, 6, 8)),
-        nn.QuantizedLinear(64, 64, mode="mxfp4"),
-        nn.QuantizedEmbedding(64, 64, bits=8),
+        nn.QuantizedLinear(80, 64, mode="nvfp4"),
+        nn.QuantizedEmbedding(64, 80, mode="nvfp4"),
         nn.Linear(64, 64),
         nn.RMSNorm(64),
     )
@@ -275,11 +274,15 @@ def test_linear_layers_are_quantized_on_request_where_they_can_be() -> None:
     [
         (Layers(nn.Linear(64, 64)), {}, "no layer to convert"),
         (Layers(nn.Linear(65, 64)), {"quantize": True}, "no layer to convert"),
-        (Layers(nn.QuantizedLinear(64, 64, bits=8)), {}, "no layer to convert"),
+        (
+            Layers(nn.QuantizedLinear(80, 64, mode="nvfp4")),
+            {},
+            "no layer to convert",
+        ),
         (Layers(), {}, "no layer to convert"),
         (nn.QuantizedLinear(64, 64), {}, "no layer to convert"),
         (Layers(nn.QuantizedLinear(64, 64)), {"layout": "rows"}, "layout='rows'"),
-        (Layers(nn.Linear(64, 64)), {"quantize": True, "bits": 8}, "bits=8"),
+        (Layers(nn.Linear(64, 64)), {"quantize": True, "bits": 7}, "bits=7"),
         (
             Layers(nn.Linear(64, 64)),
             {"quantize": True, "group_size": 0},

@@ -11,6 +11,7 @@ import mlx_marlin
 NAMES = [
     "MarlinLinear",
     "PackedWeight",
+    "gather_qmm",
     "linear",
     "optimize",
     "pack",

@@ -16,7 +16,8 @@ class Found:
 
     Attributes:
         problems: One row of each product that is ours, each once.
-        others: How many quantized layers have another format.
+        others: How many quantized layers are not affine: weights are drawn for these
+            only.
     """
 
     problems: tuple[Problem, ...]

@@ -184,11 +184,11 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
         )
     found = layers.find(_load(name), args.layout)
     if found.others:
-        print(f"{name}: {found.others} quantized layers are not in our format")
+        print(f"{name}: {found.others} quantized layers are not affine")
     if not found.problems:
         raise ValueError(
-            f"the model {name!r} has no quantized linear layer of our format, affine "
-            f"4-bit with group size 32, 64 or 128; mlx_lm.convert -q makes them"
+            f"the model {name!r} has no affine quantized linear layer with group size "
+            f"32, 64 or 128; mlx_lm.convert -q makes them"
         )
     if args.dtype is None:
         return [*found.problems]
