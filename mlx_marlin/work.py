@@ -276,10 +276,13 @@ class Work:
     @property
     def idle(self) -> int:
         """Threadgroups without work."""
+        sharing = self.threadgroups - self.whole
         if not self.tail:
-            return self.threadgroups - self.whole
-        lengths = _lengths(self) if self.minimum > 1 else [1] * self._busy
-        return self.threadgroups - self.whole - self.groups * sum(map(bool, lengths))
+            return sharing
+        busy = self._busy
+        if self.minimum > 1:
+            busy = sum(1 for length in _lengths(self) if length)
+        return sharing - self.groups * busy
 
     @property
     def longest(self) -> int:
