@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mlx_marlin.gather import gather_qmm
     from mlx_marlin.integrations.mlx_lm import optimize, restore
     from mlx_marlin.nn import MarlinLinear
-    from mlx_marlin.ops import linear, quantized_matmul, why_not
+    from mlx_marlin.ops import linear, linears, quantized_matmul, why_not
     from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "PackedWeight",
     "gather_qmm",
     "linear",
+    "linears",
     "optimize",
     "pack",
     "plan",
@@ -36,6 +37,7 @@ _HOMES = {
     "PackedWeight": "packing",
     "gather_qmm": "gather",
     "linear": "ops",
+    "linears": "ops",
     "optimize": "integrations.mlx_lm",
     "pack": "packing",
     "quantize": "packing",

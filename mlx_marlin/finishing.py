@@ -1,6 +1,8 @@
 """An epilogue's arrays: which there are, and the same epilogue in MLX's own words."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
 
 import mlx.core as mx
 
@@ -37,9 +39,26 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
         arrays = iter(array.astype(y.dtype) for array in given)
         y = activate(y + next(arrays) if epilogue.bias else y)
         y = y * next(arrays) if epilogue.multiply else y
-        return y + next(arrays) if epilogue.residual else y
+        y = y + next(arrays) if epilogue.residual else y
+        return in_parts(y, epilogue.parts) if epilogue.parts else y
 
     return finished
+
+
+def in_parts(y: mx.array, parts: Sequence[int]) -> mx.array:
+    """Arranges a result [..., n] as the kernels do: part after part, each whole."""
+    each = mx.split(y, [*accumulate(parts)][:-1], axis=-1)
+    return mx.concatenate([part.flatten() for part in each]).reshape(y.shape)
+
+
+def taken_apart(y: mx.array, parts: Sequence[int]) -> tuple[mx.array, ...]:
+    """Returns the results [..., columns] that `in_parts` arranged, without a copy."""
+    flat, rows = y.flatten(), prod(y.shape[:-1])
+    ends = [rows * end for end in accumulate(parts)]
+    return tuple(
+        flat[end - rows * columns : end].reshape(*y.shape[:-1], columns)
+        for end, columns in zip(ends, parts, strict=True)
+    )
 
 
 def with_all_operands(product: Product, epilogue: Epilogue) -> Product:

@@ -112,7 +112,7 @@ def product(plan: Plan) -> Product:
         the problem's layout (packed: biases are interleaved with the scales, and the
         argument is not read) to y [m, n] in the problem's dtype. If the problem has an
         epilogue, bias, multiplier and residual follow, in the problem's dtype; those
-        that it leaves out are not read.
+        that it leaves out are not read. With parts, y holds one result after the other.
     """
     _built.append(plan)
     multiply = _multiply(plan)
@@ -219,11 +219,12 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     shape = (plan.problem.m, plan.problem.n)
     template = _template(source.reduce_template(plan))
     numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
+    parts = _parts(plan)
     threads = -(-shape[0] // ROWS_OF_THREAD) * shape[1]
 
     def reduce(partials: mx.array, *finish: mx.array) -> mx.array:
         return kernel(
-            inputs=(_readable(partials), *numbers, *map(_readable, finish)),
+            inputs=(_readable(partials), *numbers, *map(_readable, finish), *parts),
             template=template,
             grid=(threads, 1, 1),
             threadgroup=(min(threads, 256), 1, 1),
@@ -272,6 +273,7 @@ def _multiply(plan: Plan) -> Product:
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
     numbers = _numbers(source.shape(plan), source.schedule(plan))
+    parts = _parts(plan) if fused else []
     words = problem.n * problem.k * problem.bits // 32
     small = min(problem.n * problem.groups, words) < IN_CONSTANT
     start: dict[str, float] = {"init_value": 0.0} if atomic else {}
@@ -282,7 +284,7 @@ def _multiply(plan: Plan) -> Product:
         if small:
             w, scales, biases = _readable(w), _readable(scales), _readable(biases)
         return kernel(
-            inputs=(x, w, scales, biases, *numbers, *map(_readable, finish)),
+            inputs=(x, w, scales, biases, *numbers, *map(_readable, finish), *parts),
             template=template,
             grid=grid,
             threadgroup=threadgroup,
@@ -296,6 +298,11 @@ def _multiply(plan: Plan) -> Product:
 
 def _numbers(*tuples: tuple[int, ...]) -> list[mx.array]:
     return [mx.array(each, mx.int32) for each in tuples]
+
+
+def _parts(plan: Plan) -> list[mx.array]:
+    """Returns where a fused product's results begin: in `constant`, so never padded."""
+    return [] if plan.problem.epilogue == PLAIN else _numbers(source.parts(plan))
 
 
 def _readable(array: mx.array) -> mx.array:

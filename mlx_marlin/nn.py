@@ -1,12 +1,13 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
+from itertools import accumulate
 from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
-from mlx_marlin.ops import linear, packed_product, quantized_matmul
+from mlx_marlin.ops import linear, linears, packed_product, quantized_matmul
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 NATIVE = ("weight", "scales", "biases")
@@ -152,17 +153,47 @@ class MarlinLinear(nn.QuantizedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
         bias: mx.array | None = self.get("bias")
-        scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
         # In one kernel, unless the bias would widen the result.
-        if bias is None or bias.dtype in (scales.dtype, x.dtype):
+        if bias is None or self._keeps_dtype(x, bias):
             return self._product(x, bias)
         y: mx.array = self._product(x, None) + bias
         return y
+
+    def parts(self, x: mx.array, sizes: tuple[int, ...]) -> tuple[mx.array, ...]:
+        """Returns the product in parts, for a layer with the rows of several.
+
+        Args:
+            x: Activations [..., k].
+            sizes: Rows of each part, as for `linears`.
+        """
+        weight = (
+            _native_weight(self) if self.packed is None else (self.packed, None, None)
+        )
+        bias: mx.array | None = self.get("bias")
+        fused = bias is None or self._keeps_dtype(x, bias)
+        results = linears(
+            x,
+            *weight,
+            parts=sizes,
+            bias=bias if fused else None,
+            invariant=self.invariant,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+        if fused or bias is None:
+            return results
+        biases = mx.split(bias, [*accumulate(sizes)][:-1])
+        return tuple(y + own for y, own in zip(results, biases, strict=True))
 
     def _extra_repr(self) -> str:
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
         invariant = ", invariant" if self.invariant else ""
         return f"{stock}, layout={self.layout}{invariant}"
+
+    def _keeps_dtype(self, x: mx.array, bias: mx.array) -> bool:
+        scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
+        return bias.dtype in (scales.dtype, x.dtype)
 
     def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
         if self.layout == "mlx":
@@ -245,7 +276,7 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 def _native_product(
     layer: nn.Module, x: mx.array, bias: mx.array | None, invariant: bool
 ) -> mx.array:
-    weight = layer["weight"], layer["scales"], layer.get("biases")
+    weight = _native_weight(layer)
     group_size, bits, mode = layer.group_size, layer.bits, layer.mode
     if bias is None and not invariant:
         return quantized_matmul(x, *weight, True, group_size, bits, mode)
@@ -258,6 +289,12 @@ def _native_product(
         bits=bits,
         mode=mode,
     )
+
+
+def _native_weight(
+    layer: nn.Module,
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    return layer["weight"], layer["scales"], layer.get("biases")
 
 
 def _twin(cls: type[Layer], layer: nn.Module) -> Layer:

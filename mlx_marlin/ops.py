@@ -4,12 +4,14 @@ What a call's shapes and dtypes decide is decided once and remembered (`serving`
 remains for every call is a look-up, a kernel call and perhaps a reshape.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NoReturn
 
 import mlx.core as mx
 
-from mlx_marlin.finishing import check_operands
+from mlx_marlin.finishing import check_operands, taken_apart
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.problem import PLAIN, Epilogue
 from mlx_marlin.serving import Served, serve_native, serve_packed
@@ -146,6 +148,91 @@ def linear(
     return served.run(x, w, scales, biases, *given)
 
 
+def linears(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    /,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    parts: Sequence[int],
+    bias: mx.array | None = None,
+    invariant: bool = False,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    stream: Stream = None,
+) -> tuple[mx.array, ...]:
+    """Multiplies by several weights that share x, in one launch.
+
+    The weights are one weight: their rows one after the other, as `mx.concatenate`
+    joins codes, scales and biases.
+
+    Args:
+        x: Activations [..., k].
+        w: Codes of all weights, uint32 [n, k * bits / 32], or a packed weight.
+        scales: Scales [n, k / group_size]; only a packed weight carries its own.
+        biases: Biases of the groups, same shape as `scales`.
+        parts: Rows of each weight, 2 to 6 numbers that add up to n.
+        bias: Biases [n] of all layers.
+        invariant: As for `linear`.
+        group_size: Weights that share a scale. Default: the mode's, or the packed
+            weight's own.
+        bits: Bits of a code. Default: likewise.
+        mode: MLX's name of the quantization scheme.
+        stream: Stream or device to run on.
+
+    Returns:
+        A product [..., rows] for each weight; where our kernels serve, each is a
+        contiguous array, where stock MLX does, columns of one.
+
+    Raises:
+        TypeError: If `scales` is missing for a weight that is not packed.
+        ValueError: If the arguments do not belong together.
+    """
+    if stream is not None:
+        with mx.stream(stream):
+            return linears(
+                x,
+                w,
+                scales,
+                biases,
+                parts=parts,
+                bias=bias,
+                invariant=invariant,
+                group_size=group_size,
+                bits=bits,
+                mode=mode,
+            )
+    epilogue = _parted(bias is not None, tuple(parts))
+    n = w.n if isinstance(w, PackedWeight) else w.shape[-2]
+    if sum(parts) != n:
+        raise ValueError(f"parts={tuple(parts)} do not add up to the weight's {n} rows")
+    served = _served(
+        x, w, scales, biases, True, group_size, bits, mode, epilogue, invariant
+    )
+    check_operands((*x.shape[:-1], n), bias, None, None)
+    if served.reason is not None:
+        y = linear(
+            x,
+            w,
+            scales,
+            biases,
+            bias=bias,
+            invariant=invariant,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+        )
+        return tuple(mx.split(y, [*accumulate(epilogue.parts)][:-1], axis=-1))
+    given = [] if bias is None else [bias]
+    if isinstance(w, PackedWeight):
+        y = served.run(x, w.words, w.scales, w.scales, *given)
+    else:
+        y = served.run(x, w, scales, biases, *given)
+    return taken_apart(y, epilogue.parts)
+
+
 def packed_product(
     x: mx.array,
     words: mx.array,
@@ -227,6 +314,11 @@ def _epilogue(
         multiply=multiply,
         residual=residual,
     )
+
+
+@lru_cache
+def _parted(bias: bool, parts: tuple[int, ...]) -> Epilogue:
+    return Epilogue(bias=bias, parts=parts)
 
 
 def _served(

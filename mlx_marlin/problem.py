@@ -23,6 +23,11 @@ ACTIVATIONS = ("none", "silu", "gelu", "gelu_approx")
 """What an epilogue can do to each value; the names are those of `mlx.nn`."""
 
 
+MOST_PARTS = 6
+"""Weights that share x in one product: where each begins, and the end, stand in an
+array of fewer than eight elements, which Metal hands over as a constant."""
+
+
 def largest_array(m: int, n: int, k: int, bits: int) -> int:
     """Returns the elements of a product's largest array: x, the words or the result."""
     return max(m * k, n * k * bits // WORD_BITS, m * n)
@@ -34,22 +39,38 @@ class Epilogue:
 
     `activation(product + bias) * multiplier + residual`
 
+    Several weights with the same x are one weight with all their rows; `parts` then
+    stores each one's result as an array of its own, one after the other.
+
     Attributes:
         bias: Whether a bias [n] is added.
         activation: One of `ACTIVATIONS`.
         multiply: Whether the result is multiplied by an array [m, n].
         residual: Whether an array [m, n] is added at last.
+        parts: Columns of each of several results; none where there is only one.
     """
 
     bias: bool = False
     activation: str = "none"
     multiply: bool = False
     residual: bool = False
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation={self.activation!r} is not one of {ACTIVATIONS}"
+            )
+        if not self.parts:
+            return
+        if not 2 <= len(self.parts) <= MOST_PARTS or min(self.parts) < 1:
+            raise ValueError(
+                f"parts={self.parts} are not 2 to {MOST_PARTS} numbers of columns"
+            )
+        if self.operands:
+            raise ValueError(
+                f"parts={self.parts} have no multiplier and no residual, got "
+                f"multiply={self.multiply}, residual={self.residual}"
             )
 
     @property
@@ -63,7 +84,8 @@ class Epilogue:
         text = text if self.activation == "none" else f"{self.activation}({text})"
         text = f"({text})" if self.multiply and text == "y + bias" else text
         text += " * multiply" * self.multiply + " + residual" * self.residual
-        return "" if text == "y" else text
+        parts = f" in parts of {', '.join(map(str, self.parts))}" * bool(self.parts)
+        return "" if text + parts == "y" else text + parts
 
 
 PLAIN = Epilogue()
@@ -139,6 +161,9 @@ class Problem:
                 f"layout={self.layout!r} is not one of {format.layouts}, in which "
                 f"{self.mode} weights lie"
             )
+        parts = self.epilogue.parts
+        if parts and sum(parts) != self.n:
+            raise ValueError(f"parts={parts} do not add up to n={self.n}")
 
     @property
     def format(self) -> Format:

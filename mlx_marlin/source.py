@@ -7,6 +7,7 @@ template arguments alone.
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 from mlx_marlin.formats import CODES, TILE_N
@@ -19,7 +20,7 @@ TemplateValue = str | int | bool
 
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
-FINISH = ("bias", "multiplier", "residual")
+FINISH = ("bias", "multiplier", "residual", "parts")
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 
@@ -62,7 +63,7 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
 
     Args:
         kernel: Its name.
-        fused: Whether it applies an epilogue, for which it reads three arrays more.
+        fused: Whether it applies an epilogue, for which it reads four arrays more.
         atomic: Whether it adds to its output.
     """
     body = f"{kernel}_fused" if fused else kernel
@@ -195,6 +196,11 @@ def schedule(plan: Plan) -> tuple[int, ...]:
     )
 
 
+def parts(plan: Plan) -> tuple[int, ...]:
+    """Returns the first column of each result that the product holds, and the end."""
+    return (0, *accumulate(plan.problem.epilogue.parts or (plan.problem.n,)))
+
+
 def finishing_schedule(plan: Plan) -> tuple[int, ...]:
     """Returns the schedule that a split plan's reduce reads: atomic sums are whole."""
     if plan.reduction == "workspace":
@@ -212,6 +218,7 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
         "ACTIVATION": ACTIVATIONS.index(epilogue.activation),
         "MULTIPLY": epilogue.multiply,
         "RESIDUAL": epilogue.residual,
+        "PARTS": len(parts(plan)) - 1,
     }
 
 

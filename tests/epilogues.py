@@ -44,7 +44,15 @@ def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Fl
     bias, multiplier, residual = map(oracles.exact, finish)
     y = activated(total + bias if epilogue.bias else total, epilogue.activation)
     y = y * multiplier if epilogue.multiply else y
-    return y + residual if epilogue.residual else y
+    return in_parts(y + residual if epilogue.residual else y, epilogue)
+
+
+def in_parts(y: Floats, epilogue: Epilogue) -> Floats:
+    """Returns results of several weights as they are stored: one after the other."""
+    if not epilogue.parts:
+        return y
+    each = np.split(y, np.cumsum(epilogue.parts)[:-1], axis=1)
+    return np.concatenate([part.ravel() for part in each]).reshape(y.shape)
 
 
 def allowed(
@@ -65,4 +73,5 @@ def allowed(
     last = argument * factor + (residual if epilogue.residual else 0)
     expected = finished(total, finish, epilogue)
     rounding = oracles.ROUNDING[problem.dtype] * np.abs(expected)
-    return steps * factor + 2.0**-23 * last + rounding + oracles.SMALLEST[problem.dtype]
+    sums = in_parts(steps * factor + 2.0**-23 * last, epilogue)
+    return sums + rounding + oracles.SMALLEST[problem.dtype]

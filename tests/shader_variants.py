@@ -36,19 +36,25 @@ SHAPES = (
 """n, k: the demo's, tiny and ragged ones, and that of a vocabulary."""
 ROWS = (1, 3, 5, 8, 16, 32, 64)
 """m: few rows, and tiles of every size."""
-FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
+FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 """Values that meet those of the main loop nowhere but where a tile is stored."""
 WEIGHT = ("MODE", "BITS", "GROUP", "PACKED", "scales")
 """Values that meet in functions which all kernels share: in the products' they do."""
 STORING = ("kind", "WIDE", "out")
 """Those that they meet there."""
-EPILOGUES = tuple(
-    Epilogue(bias=bias, activation=activation, multiply=multiply, residual=residual)
-    for activation in ACTIVATIONS
-    for bias, multiply, residual in product((False, True), repeat=3)
-    if activation != "none" or bias or multiply or residual
+EPILOGUES = (
+    *(
+        Epilogue(bias=bias, activation=activation, multiply=multiply, residual=residual)
+        for activation in ACTIVATIONS
+        for bias, multiply, residual in product((False, True), repeat=3)
+        if activation != "none" or bias or multiply or residual
+    ),
+    *(
+        Epilogue(bias=bias, parts=(1,) * parts)
+        for bias, parts in product((False, True), (2, 3))
+    ),
 )
-"""All 31 that do anything."""
+"""All 31 that do anything to a value, and 4 with results in parts."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,8 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
             yield mx.zeros(7, mx.int32)  # fewer than eight: constant memory
         elif name in ("w", "sources", "experts"):
             yield mx.zeros(8, mx.uint32)
+        elif name == "parts":
+            yield mx.zeros(3, mx.int32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
         elif name in source.FINISH:
@@ -236,24 +244,35 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
     """
     work = body.work
     both = Work(strategy="stripe", tiles=2, k_tiles=work.k_tiles, threadgroups=1)
-    ragged = replace(body.problem, n=body.problem.n - 1)
-    for problem in (body.problem, replace(body.problem, epilogue=epilogue)):
+    for problem in (body.problem, _finished(body.problem, epilogue)):
         yield replace(body, problem=problem)
         yield replace(body, problem=problem, work=both)
-        yield replace(body, problem=replace(ragged, epilogue=problem.epilogue))
-    problem, fused = body.problem, replace(body.problem, epilogue=epilogue)
+        yield replace(body, problem=_with_n(problem, body.problem.n - 1))
+    problem, fused = body.problem, _finished(body.problem, epilogue)
     for width in WIDTHS:
         if body.simdgroups_k % width == 0:
             wide = replace(work, strategy="hytis", whole=1)
             wide_n = TILE_N * (width + 1)
             for each, n in product((problem, fused), (wide_n, wide_n - 1)):
                 yield replace(
-                    body, problem=replace(each, n=n), work=wide, simdgroups_n=width
+                    body, problem=_with_n(each, n), work=wide, simdgroups_n=width
                 )
     split = replace(work, strategy="split_k", threadgroups=4, whole=0, slices=2)
     reductions: tuple[Reduction, ...] = ("workspace", "atomic")
     for reduction, each in product(reductions, (problem, fused)):
         yield replace(body, problem=each, work=split, reduction=reduction)
+
+
+def _finished(problem: Problem, epilogue: Epilogue) -> Problem:
+    *first, _ = epilogue.parts or (0,)
+    parts = (*first, problem.n - sum(first)) if epilogue.parts else ()
+    fitting = replace(epilogue, parts=parts)
+    return replace(problem, epilogue=fitting)
+
+
+def _with_n(problem: Problem, n: int) -> Problem:
+    plain = replace(problem, epilogue=PLAIN, n=n)
+    return _finished(plain, problem.epilogue)
 
 
 @cache

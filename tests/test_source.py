@@ -67,7 +67,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     ]
     assert positions == sorted(positions)
     operands = ("partials",) if kernel == "reduce" else ("x", "w", "scales", "biases")
-    finish = ("bias", "multiplier", "residual") if fused else ()
+    finish = ("bias", "multiplier", "residual", "parts") if fused else ()
     assert text.input_names == (*operands, "shape", "schedule", *finish)
     assert not text.atomic
     assert text_of(kernel, fused) is text
@@ -151,7 +151,7 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
         assert rows == plan.tile.m
 
 
-FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL")
+FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 
 
 @given(plan=PLANS)
@@ -169,6 +169,7 @@ def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
             ACTIVATIONS.index(epilogue.activation),
             epilogue.multiply,
             epilogue.residual,
+            max(len(epilogue.parts), 1),
         ]
     elif plan.reduction != "none":
         assert last == {"T": plan.problem.dtype}

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import FORMATS, LAYOUTS, format_of
+from mlx_marlin.integrations.joining import join_layers, separate_layers
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -16,6 +17,7 @@ Convert = Callable[[Any], nn.Module]
 Place = tuple[Any, Any]
 """A module, dictionary or list, and a key of it."""
 Places = list[Place]
+Done = list[tuple[Places, Convert]]
 
 
 def optimize(
@@ -26,6 +28,7 @@ def optimize(
     group_size: int = 64,
     bits: int = 4,
     invariant: bool = False,
+    join: bool = False,
     progress: bool = False,
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
@@ -46,6 +49,9 @@ def optimize(
         bits: Bits of a code, likewise.
         invariant: Compute each row of every product as if it were alone, so that its
             bits do not depend on the batch. Attention stays MLX's.
+        join: Compute layers that share x in one launch: q, k and v, gate and up, where
+            their formats are the same. Such a model can be saved for stock MLX only
+            after `restore`.
         progress: Show a progress bar; needs tqdm.
 
     Returns:
@@ -90,6 +96,7 @@ def optimize(
         )
         return made_otherwise and _is_ours(layer)
 
+    separate_layers(model)
     found = _find(model, wanted)
     if not found and not _find(model, _is_ours):
         raise ValueError(
@@ -98,7 +105,14 @@ def optimize(
         )
     if invariant:
         _refuse_variance(model, wanted)
-    _replace(found, convert, progress)
+    done = _replace(found, convert, progress)
+    if join:
+        try:
+            join_layers(model)
+        except BaseException:
+            separate_layers(model)
+            _turn_back(done)
+            raise
     return model
 
 
@@ -112,6 +126,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     Returns:
         The same model, with every code, scale and bias as it was.
     """
+    separate_layers(model)
     _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
     return model
 
@@ -155,10 +170,13 @@ def _places(tree: Any) -> Iterator[Place]:
             yield from _places(child)
 
 
-def _replace(found: list[Places], convert: Convert, progress: bool) -> None:
-    # One by one and without holding on to the layers, so that a large model needs
-    # memory for one layer more.
-    done: list[tuple[Places, Convert]] = []
+def _replace(found: list[Places], convert: Convert, progress: bool) -> Done:
+    """Converts layers; returns where each stood, and what makes it again.
+
+    One by one and without holding on to the layers, so that a large model needs memory
+    for one layer more.
+    """
+    done: Done = []
     try:
         for places in _shown(found, progress):
             layer = _get(places)
@@ -167,9 +185,14 @@ def _replace(found: list[Places], convert: Convert, progress: bool) -> None:
             _put(places, new)
             done.append((places, _way_back(layer)))
     except BaseException:
-        for places, back in done:
-            _put(places, back(_get(places)))
+        _turn_back(done)
         raise
+    return done
+
+
+def _turn_back(done: Done) -> None:
+    for places, back in done:
+        _put(places, back(_get(places)))
 
 
 def _way_back(layer: nn.Module) -> Convert:

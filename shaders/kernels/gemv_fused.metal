@@ -9,7 +9,7 @@ gemv<ROWS, SIMDGROUPS_K, WIDE, WHOLE, WeightFormat<MODE, BITS, GROUP, PACKED>, S
     shape,
     schedule,
     out,
-    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL>{bias, multiplier, residual},
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{bias, multiplier, residual, parts},
     scratch,
     threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),

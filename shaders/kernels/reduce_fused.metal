@@ -5,5 +5,5 @@ reduce<T>(
     shape,
     schedule,
     out,
-    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL>{bias, multiplier, residual},
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{bias, multiplier, residual, parts},
     thread_position_in_grid.x);

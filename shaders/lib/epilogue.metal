@@ -8,11 +8,12 @@ constant constexpr int SCRATCH_ROW = TILE_N + 4;
 struct Plain {};
 
 // Operands that a flag leaves out are never read.
-template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL>
+template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
 struct Epilogue {
-  const device T* bias;        // [n]
-  const device T* multiplier;  // [m, n]
-  const device T* residual;    // [m, n]
+  const device T* bias;           // [n]
+  const device T* multiplier;     // [m, n]
+  const device T* residual;       // [m, n]
+  const constant int32_t* parts;  // first column of each of PARTS results, and the end
 };
 
 constant constexpr int SILU = 1;
@@ -48,12 +49,41 @@ METAL_FUNC float finished(float value, Plain, uint, uint) {
   return value;
 }
 
-template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL>
+template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
 METAL_FUNC float finished(
-    float value, Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL> epilogue, uint place, uint col) {
+    float value,
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
+    uint place,
+    uint col) {
   value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);
   value = MULTIPLY ? value * float(epilogue.multiplier[place]) : value;
   return RESIDUAL ? value + float(epilogue.residual[place]) : value;
+}
+
+METAL_FUNC uint output_place(Plain, uint row, uint col, Work work) {
+  return row * work.n + col;
+}
+
+// Several results share the columns of a product: each is an array of its own, [m, columns],
+// and they stand one after the other.
+template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
+METAL_FUNC uint output_place(
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
+    uint row,
+    uint col,
+    Work work) {
+  if (PARTS == 1) {
+    return row * work.n + col;
+  }
+  uint first = 0;
+  uint end = epilogue.parts[1];
+  UNROLL for (int i = 1; i < PARTS; ++i) {
+    if (col >= uint(epilogue.parts[i])) {
+      first = epilogue.parts[i];
+      end = epilogue.parts[i + 1];
+    }
+  }
+  return work.m * first + row * (end - first) + (col - first);
 }
 
 // Each split has its slot of the workspace, `size` elements; atomic sums need none.
@@ -118,7 +148,8 @@ METAL_FUNC void store_tile(
         total += partial[s * TILE_M * SCRATCH_ROW];
       }
     }
-    const uint place = output_row(order, split.row + row) * work.n + split.col + col;
+    const uint place =
+        output_place(epilogue, output_row(order, split.row + row), split.col + col, work);
     total = finished(total, epilogue, place, split.col + col);
     store(out, split.slot, work.m * work.n, place, total);
   }

@@ -27,6 +27,6 @@ METAL_FUNC void reduce(
   for (uint row = first; row < end; ++row) {
     const uint place = row * work.n + col;
     const float total = sum_of_splits(partials, place, splits, work);
-    out[place] = O(finished(total, epilogue, place, col));
+    out[output_place(epilogue, row, col, work)] = O(finished(total, epilogue, place, col));
   }
 }

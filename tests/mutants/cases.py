@@ -33,6 +33,8 @@ FUSED = "gemm, with everything that an epilogue can do"
 FUSED_SPLIT = "gemv, slices, everything in the reduce"
 FUSED_GELU = "gemv, gelu in float32"
 FUSED_APPROX = "gemv, approximate gelu in float32"
+PARTS = "gemm, three results that share columns of tiles"
+PARTS_SPLIT = "gemv, two results, put together by the reduce"
 ATOMIC = "gemv, atomic sums of slices"
 WHOLE_GEMM = "gemm, a whole tile each, 8 columns in the last one"
 THREE_PACKED = "gemm, packed codes of 3 bits, groups of 64"
@@ -415,6 +417,25 @@ CASES: dict[str, Case] = {
                 "mlx",
                 Epilogue(activation="gelu_approx", multiply=True),
             )
+        )
+    ),
+    PARTS: Case(
+        plan=_whole(
+            _problem(
+                11, 70, 3, 64, "float16", "mlx", Epilogue(bias=True, parts=(33, 5, 32))
+            ),
+            fragments_m=2,
+        )
+    ),
+    PARTS_SPLIT: Case(
+        plan=_plan(
+            _problem(3, 70, 5, 64, "float32", "mlx", Epilogue(parts=(7, 63))),
+            fragments_m=0,
+            simdgroups_m=1,
+            simdgroups_k=1,
+            k_parallel=3,
+            num_threadgroups=4,
+            subtract=True,
         )
     ),
     ATOMIC: Case(

@@ -13,6 +13,8 @@ from cases import (
     GEMV_NATIVE,
     GEMV_TAIL,
     HYTIS,
+    PARTS,
+    PARTS_SPLIT,
     STREAM,
     STREAM_GEMM,
     THIRDS,
@@ -234,16 +236,16 @@ _FINISH = (
     Mutant(
         "multiplier and residual change places",
         "kernels/gemm_register_fused",
-        "{bias, multiplier, residual}",
-        "{bias, residual, multiplier}",
+        "{bias, multiplier, residual, parts}",
+        "{bias, residual, multiplier, parts}",
         FUSED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "the reduce takes the residual for the multiplier",
         "kernels/reduce_fused",
-        "{bias, multiplier, residual}",
-        "{bias, residual, residual}",
+        "{bias, multiplier, residual, parts}",
+        "{bias, residual, residual, parts}",
         FUSED_SPLIT,
         Detector.WRONG_RESULT,
     ),
@@ -380,4 +382,55 @@ _SUMS = (
     ),
 )
 
-MUTANTS = (*_STORES, *_FINISH, *_SUMS)
+_PARTS = (
+    Mutant(
+        "a result's rows are as long as all results'",
+        _EPILOGUE,
+        "work.m * first + row * (end - first) + (col - first)",
+        "work.m * first + row * work.n + (col - first)",
+        PARTS,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "a result begins a column late",
+        _EPILOGUE,
+        "if (col >= uint(epilogue.parts[i]))",
+        "if (col > uint(epilogue.parts[i]))",
+        PARTS,
+        Detector.RACE,
+    ),
+    Mutant(
+        "the last result is forgotten",
+        _EPILOGUE,
+        "for (int i = 1; i < PARTS; ++i)",
+        "for (int i = 1; i < PARTS - 1; ++i)",
+        PARTS,
+        Detector.RACE,
+    ),
+    Mutant(
+        "the reduce puts results where a single one would be",
+        _REDUCE,
+        "out[output_place(epilogue, row, col, work)]",
+        "out[place]",
+        PARTS_SPLIT,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the reduce reads sums where the results will be",
+        _REDUCE,
+        "const uint place = row * work.n + col;",
+        "const uint place = output_place(epilogue, row, col, work);",
+        PARTS_SPLIT,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the bias is a part's",
+        _EPILOGUE,
+        "finished(total, epilogue, place, split.col + col)",
+        "finished(total, epilogue, place, col % 32)",
+        PARTS,
+        Detector.WRONG_RESULT,
+    ),
+)
+
+MUTANTS = (*_STORES, *_FINISH, *_PARTS, *_SUMS)
