@@ -13,6 +13,7 @@ NAMES = [
     "PackedWeight",
     "gather_qmm",
     "linear",
+    "linears",
     "optimize",
     "pack",
     "plan",
