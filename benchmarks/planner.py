@@ -15,6 +15,7 @@ from itertools import product
 from mlx_marlin import scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.cost import loop_of
 
 CHIPS = ("Apple M1", "Apple M3 Max", "Apple M4 Pro", "Apple M3 Ultra")
 SHAPES = (
@@ -51,11 +52,16 @@ def seconds(
     return min(times)
 
 
+def choose_afresh(problem: Problem, device: Device) -> object:
+    loop_of.cache_clear()
+    return scheduler.choose.__wrapped__(problem, device)
+
+
 def main() -> int:
     uncached, cached = [], []
     for chip, (n, k), m in product(CHIPS, SHAPES, ROWS):
         asked = Problem(m=m, n=n, k=k), Device.named(chip)
-        uncached.append(seconds(scheduler.choose.__wrapped__, *asked, calls=1))
+        uncached.append(seconds(choose_afresh, *asked, calls=1))
         scheduler.choose(*asked)
         cached.append(seconds(scheduler.choose, *asked, calls=100))
     print(

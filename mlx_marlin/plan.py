@@ -153,7 +153,7 @@ class Plan:
                 f"whole={self.work.whole} wide tiles do not make whole columns of "
                 f"{self.m_tiles} tiles"
             )
-        if self.wide_columns * self.wide_n >= self.problem.n and wide:
+        if wide and self.wide_columns * self.wide_n >= self.problem.n:
             raise ValueError(
                 f"whole={self.work.whole} wide tiles leave no column of "
                 f"n={self.problem.n} for narrow ones"
@@ -226,6 +226,10 @@ class Plan:
     @property
     def n_tiles(self) -> int:
         """Tiles across the columns; a wide one counts once."""
+        if self.simdgroups_n == 1:
+            return -(-self.problem.n // self.tile.n)
+        if self.simdgroups_n == 1:
+            return -(-self.problem.n // self.tile.n)
         rest = self.problem.n - self.wide_columns * self.wide_n
         return self.wide_columns + -(-rest // self.tile.n)
 

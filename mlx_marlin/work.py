@@ -22,7 +22,7 @@ workspace, numbered in ascending k. Every strategy is a choice of the places to 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from math import gcd
 from typing import Literal
@@ -136,6 +136,8 @@ class Work:
         units: Slices of k of all tiles of a group: what its ranges are runs of.
         ranges: Ranges of each group; further threadgroups stay idle.
         is_split: Whether a tile may have several splits.
+        pieces: Splits of all tiles: one a tile, one more for each cut inside of one.
+            Where a minimum moves cuts to the borders of tiles, a few too many.
     """
 
     strategy: Strategy
@@ -152,6 +154,7 @@ class Work:
     units: int = field(init=False, repr=False, compare=False)
     ranges: int = field(init=False, repr=False, compare=False)
     is_split: bool = field(init=False, repr=False, compare=False)
+    pieces: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check_values()
@@ -165,6 +168,8 @@ class Work:
         derive("is_split", self._cuts_tiles())
         self._check_strategy()
         self._check_uneven()
+        inside = self.groups * self._cuts_inside if self.is_split else 0
+        derive("pieces", self.tiles + inside)
 
     def _check_values(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -280,8 +285,10 @@ class Work:
         if not self.tail:
             return sharing
         busy = self._busy
-        if self.minimum > 1:
-            busy = sum(1 for length in _lengths(self) if length)
+        # A range is lost where both of its ends move to the same border.
+        if self.units < self.ranges * (2 * self.minimum - 1):
+            periods, lengths = self._period()
+            busy -= periods * lengths.count(0)
         return sharing - self.groups * busy
 
     @property
@@ -298,21 +305,9 @@ class Work:
         if not self.tail:
             return 0
         if self.minimum > 1:
-            return max(_lengths(self))
+            return max(self._period()[1])
         # Any run of balanced slices has the mean length, rounded up or down.
         return -(-self._most_units * self.k_tiles // self.slices)
-
-    @property
-    def pieces(self) -> int:
-        """Splits of all tiles: one a tile, one more for each cut inside of one.
-
-        Where a minimum moves cuts to the borders of tiles, a few too many.
-        """
-        return (
-            self.tiles + self.groups * self._cuts_inside
-            if self.is_split
-            else self.tiles
-        )
 
     def range(self, threadgroup: int) -> tuple[int, int]:
         """Returns the k tiles [begin, end) of the line that a threadgroup owns."""
@@ -331,8 +326,9 @@ class Work:
         tile, part = divmod(cut(member, self.ranges, self.units), self.slices)
         k_tile = balanced_cut(part, self.slices, self.k_tiles)
         # Too near the border of a tile to leave a split of the minimum: cut there.
-        if min(k_tile, self.k_tiles - k_tile) < self.minimum:
-            k_tile = 0 if 2 * k_tile < self.k_tiles else self.k_tiles
+        rest = self.k_tiles - k_tile
+        if k_tile < self.minimum or rest < self.minimum:
+            k_tile = 0 if k_tile < rest else self.k_tiles
         return tile * self.k_tiles + k_tile
 
     def owner(self, position: int) -> int:
@@ -391,6 +387,15 @@ class Work:
         each, rest = divmod(self.units, self.ranges)
         return rest != 0 or each % self.slices != 0
 
+    def _period(self) -> tuple[int, list[int]]:
+        """Returns how often the ranges of a group repeat, and the k tiles of each.
+
+        Where so many ranges end that they have a whole number of tiles.
+        """
+        periods = gcd(self.ranges, self.group_tiles)
+        cuts = [self.cut(member) for member in range(self.ranges // periods + 1)]
+        return periods, [end - begin for begin, end in pairwise(cuts)]
+
     @property
     def _cuts_inside(self) -> int:
         """Cuts of a group that do not fall on the border of a tile."""
@@ -436,10 +441,3 @@ def locality_groups(tiles: int, threadgroups: int) -> int:
 def tile_position(tile: int, m_tiles: int) -> tuple[int, int]:
     """Returns (row, column) of a tile that is numbered down the columns first."""
     return tile % m_tiles, tile // m_tiles
-
-
-@lru_cache(maxsize=4096)
-def _lengths(work: Work) -> list[int]:
-    """Returns the k tiles of each range of a group."""
-    cuts = (work.cut(member) for member in range(work.ranges + 1))
-    return [end - begin for begin, end in pairwise(cuts)]

@@ -51,6 +51,15 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
 
 
 @given(LARGE, devices())
+def test_leaving_out_hopeless_plans_changes_no_choice(
+    problem: Problem, chip: Device
+) -> None:
+    assert scheduler.make(problem, device=chip) == (
+        scheduler.compare(problem, device=chip).plan
+    )
+
+
+@given(LARGE, devices())
 def test_candidates_are_different_plans_of_all_fitting_strategies(
     problem: Problem, chip: Device
 ) -> None:

@@ -4,6 +4,7 @@ Pure Python and pure functions of (problem, device): no clock, no MLX, no NumPy.
 """
 
 from functools import lru_cache
+from math import inf
 from typing import Unpack
 
 from mlx_marlin.device import DEFAULT, Device, current
@@ -11,7 +12,7 @@ from mlx_marlin.plan import DensePlan, Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import Wishes, candidates
 from mlx_marlin.scheduler.choice import Candidate, Choice
-from mlx_marlin.scheduler.cost import Prediction, predict
+from mlx_marlin.scheduler.cost import Prediction, least_seconds, predict
 from mlx_marlin.scheduler.dense import dense_if_faster
 from mlx_marlin.scheduler.gather import choose_gather, gather_reason
 from mlx_marlin.scheduler.handover import (
@@ -20,7 +21,7 @@ from mlx_marlin.scheduler.handover import (
     stock_seconds,
 )
 from mlx_marlin.scheduler.stock import stock_prediction
-from mlx_marlin.work import STRATEGIES
+from mlx_marlin.work import STRATEGIES, Work
 
 __all__ = [
     "Candidate",
@@ -95,8 +96,21 @@ def make(
     Raises:
         ValueError: If no plan has these fields.
     """
-    plans = candidates(problem, device, wishes)
-    return min(plans, key=lambda plan: _rank(plan, predict(plan, device)))
+    best: Plan | None = None
+    least: tuple[float, ...] = (inf,)
+
+    def can_win(body: Plan, work: Work) -> bool:
+        if wishes:
+            return True  # or it would depend on times which wishes are refused
+        seconds = least_seconds(body, device, work.is_split)
+        return seconds * _doubt(work.is_split) <= least[0]
+
+    for plan in candidates(problem, device, wishes, can_win):
+        rank = _rank(plan, predict(plan, device))
+        if rank < least:
+            best, least = plan, rank
+    assert best is not None, "there is at least one candidate"
+    return best
 
 
 def compare(
@@ -171,11 +185,15 @@ def plan(
 
 def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, int, int, int]:
     """Returns what plans are compared by: time first, then the simpler one."""
-    doubt = MODEL_ERROR if plan.is_split else 0.0
     return (
-        prediction.seconds * (1 + doubt),
+        prediction.seconds * _doubt(plan.is_split),
         plan.dispatches,
         STRATEGIES.index(plan.work.strategy),
         plan.simdgroups_k,
         plan.num_threadgroups,
     )
+
+
+def _doubt(is_split: bool) -> float:
+    """Returns the factor on a time that a split has to make good."""
+    return 1 + MODEL_ERROR * is_split

@@ -1,9 +1,9 @@
 """The plans worth comparing for one product, and how a user's wishes narrow them."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from functools import lru_cache
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from mlx_marlin.device import Device
 from mlx_marlin.plan import (
@@ -53,8 +53,20 @@ class Wishes(TypedDict, total=False):
     subtract: bool
 
 
-def candidates(problem: Problem, device: Device, wishes: Wishes) -> Iterator[Plan]:
+def candidates(
+    problem: Problem,
+    device: Device,
+    wishes: Wishes,
+    worth: Callable[[Plan, Work], bool] = lambda body, work: True,
+) -> Iterator[Plan]:
     """Yields the plans to compare, at least one.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+        wishes: Fields of the plans.
+        worth: Whether to make a plan of work at all, given what its threadgroups look
+            like. Default: of all.
 
     Raises:
         ValueError: If a wish makes no plan, as `Plan` says it.
@@ -80,13 +92,16 @@ def candidates(problem: Problem, device: Device, wishes: Wishes) -> Iterator[Pla
             f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
             f"worth comparing; name a strategy too, such as 'split_k'"
         )
+    shared = _fields(body)
     for work, simdgroups_n in works:
+        if not worth(body, work):
+            continue
         count = (
             wishes["simdgroups_k"]
             if "simdgroups_k" in wishes
             else _simdgroups_k(body, work, device, simdgroups_n)
         )
-        yield _with_work(body, work, simdgroups_n, count, wishes)
+        yield _with_work(shared, work, simdgroups_n, count, wishes)
 
 
 def _body(problem: Problem, wishes: Wishes) -> Plan:
@@ -108,16 +123,27 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
     )
 
 
+def _fields(plan: Plan) -> dict[str, Any]:
+    """Returns a plan's fields: building others from them is faster than `replace`."""
+    return {each.name: getattr(plan, each.name) for each in fields(plan)}
+
+
 def _with_work(
-    body: Plan, work: Work, simdgroups_n: int, simdgroups_k: int, wishes: Wishes
+    shared: dict[str, Any],
+    work: Work,
+    simdgroups_n: int,
+    simdgroups_k: int,
+    wishes: Wishes,
 ) -> Plan:
     natural: Reduction = "workspace" if work.is_split else "none"
-    return replace(
-        body,
-        work=work,
-        simdgroups_n=simdgroups_n,
-        simdgroups_k=simdgroups_k,
-        reduction=wishes.get("reduction", natural),
+    return Plan(
+        **{
+            **shared,
+            "work": work,
+            "simdgroups_n": simdgroups_n,
+            "simdgroups_k": simdgroups_k,
+            "reduction": wishes.get("reduction", natural),
+        }
     )
 
 
@@ -169,15 +195,14 @@ def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> 
     trips = work.total // work.pieces * (body.tile.k // k_tile(1))
     most = max(1, min(MAX_SIMDGROUPS // body.simdgroups_m, trips))
     turns = max(-(-work.threadgroups // device.cores), 1)
-    allowed = [
-        count for count in SIMDGROUPS_K if count <= most and count % simdgroups_n == 0
-    ]
-    filling = (
-        count
-        for count in allowed
-        if turns * body.simdgroups_m * count >= SIMDGROUPS_TO_FILL
-    )
-    return next(filling, allowed[-1] if allowed else simdgroups_n)
+    enough = SIMDGROUPS_TO_FILL / (turns * body.simdgroups_m)
+    chosen = simdgroups_n
+    for count in SIMDGROUPS_K:
+        if count <= most and count % simdgroups_n == 0:
+            chosen = count
+            if count >= enough:
+                break
+    return chosen
 
 
 def _invariant(body: Plan, device: Device, wishes: Wishes) -> Plan:
@@ -194,7 +219,8 @@ def _invariant(body: Plan, device: Device, wishes: Wishes) -> Plan:
             whole=0,
             slices=slices,
         )
-    return _with_work(body, work, 1, wishes.get("simdgroups_k", simdgroups_k), wishes)
+    simdgroups_k = wishes.get("simdgroups_k", simdgroups_k)
+    return _with_work(_fields(body), work, 1, simdgroups_k, wishes)
 
 
 @lru_cache(maxsize=1024)

@@ -126,33 +126,48 @@ class Prediction:
         return text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What the main loop costs, however the work is cut.
+
+    Attributes:
+        bytes: To move between memory and the cores: every operand once.
+        slots: Issue slots of all simdgroups.
+        lane_bytes: Bytes that loads return to lanes.
+        registers: 16-bit registers of a thread.
+        seconds: To run it on all cores alike, and nothing else.
+    """
+
+    bytes: int
+    slots: float
+    lane_bytes: float
+    registers: int
+    seconds: float
+
+
 def predict(plan: Plan, device: Device) -> Prediction:
     """Returns what the model says about a plan on a device."""
-    rates = rates_of(device)
-    clocks = device.cores * device.clock_ghz * 1e9
-    columns = -(-plan.problem.n // TILE_N)
-    weights = columns * TILE_N * plan.problem.k
-    problem = plan.problem
-    trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
-    trip_slots, x_bytes = _loop(
-        trip,
-        plan.fragments_m,
-        plan.subtract,
-        problem.m,
-        problem.dtype,
-        rates,
-    )
-    lane_bytes = x_bytes + _weight_lane_bytes(plan)
-    slots = weights / WEIGHTS_PER_TRIP * trip_slots
-    traffic = plan.problem.bytes + workspace_traffic(plan)
+    loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
     return Prediction(
-        memory=memory_seconds(traffic, device),
-        issue=(slots + _other_slots(plan)) / (SCHEDULERS_PER_CORE * clocks),
-        loads=weights * lane_bytes / (LANE_BYTES_PER_CLOCK * clocks),
+        memory=memory_seconds(loop.bytes + workspace_traffic(plan), device),
+        issue=(loop.slots + _other_slots(plan)) / _slots_per_second(device),
+        loads=loop.lane_bytes / _lane_bytes_per_second(device),
         busy=busy(plan, device),
-        fill=_fill(plan, device),
+        fill=_fill(plan, device, loop.registers),
         dispatch=FURTHER_DISPATCH * (plan.dispatches - 1),
     )
+
+
+def least_seconds(plan: Plan, device: Device, is_split: bool) -> float:
+    """Returns what no cut of a plan's work takes less than.
+
+    Args:
+        plan: What a threadgroup looks like; its work does not matter.
+        device: The chip to plan for.
+        is_split: Whether partial sums have to meet.
+    """
+    loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
+    return loop.seconds + FURTHER_DISPATCH * is_split
 
 
 def rates_of(device: Device) -> Rates:
@@ -165,13 +180,21 @@ def memory_seconds(size: int, device: Device) -> float:
     return size / (rates_of(device).bandwidth * device.bandwidth_gbs * 1e9)
 
 
+def _slots_per_second(device: Device) -> float:
+    return SCHEDULERS_PER_CORE * (device.cores * device.clock_ghz * 1e9)
+
+
+def _lane_bytes_per_second(device: Device) -> float:
+    return LANE_BYTES_PER_CLOCK * (device.cores * device.clock_ghz * 1e9)
+
+
 def workspace_traffic(plan: Plan) -> int:
     """Returns the bytes of partial sums that are written, and read again."""
     if plan.reduction == "none":
         return 0
-    _, m, n = plan.workspace_shape
-    passes = plan.work.pieces / plan.work.tiles + (plan.reduction == "atomic")
-    return round(2 * passes * m * n * 4)
+    problem, work = plan.problem, plan.work
+    passes = work.pieces / work.tiles + (plan.reduction == "atomic")
+    return round(2 * passes * problem.m * problem.n * 4)
 
 
 def busy(plan: Plan, device: Device) -> float:
@@ -184,46 +207,63 @@ def busy(plan: Plan, device: Device) -> float:
     """
     work, cores = plan.work, device.cores
     whole = plan.simdgroups_n * work.k_tiles
-    total = work.whole + _sharing(plan)
-    # A core has one whole tile more, one range more, both or neither.
-    kinds = {0, work.whole % cores, (total - 1) % cores, min(total, cores) - 1}
-    fullest = max(
-        first * whole + (-(-(total - core) // cores) - first) * work.longest_of_tail
-        for core in kinds
-        for first in (-(-(work.whole - core) // cores),)
-    )
+    total = work.threadgroups - work.idle
+    kinds = {0}
+    if work.whole:  # a core then has one whole tile more, one range more, both, neither
+        kinds |= {work.whole % cores, (total - 1) % cores, min(total, cores) - 1}
+    longest, fullest = work.longest_of_tail, 0
+    for core in kinds:
+        first = -(-(work.whole - core) // cores)
+        after = -(-(total - core) // cores) - first
+        fullest = max(fullest, first * whole + after * longest)
     return (work.whole * whole + work.tail * work.k_tiles) / (cores * fullest)
 
 
-def resident(plan: Plan, device: Device) -> int:
+def _resident(plan: Plan, device: Device, registers: int) -> int:
     """Returns the threadgroups that fit on a core at a time, at least 1."""
     core = device.core
-    threads = min(core.register_bytes // (2 * _registers(plan)), core.max_threads)
+    registers += RANGE_REGISTERS * (not plan.is_whole)
+    threads = min(core.register_bytes // (2 * registers), core.max_threads)
     by_memory = core.threadgroup_bytes // plan.threadgroup_bytes
     return max(min(threads // plan.threads, by_memory), 1)
 
 
-def _registers(plan: Plan) -> int:
-    problem = plan.problem
+@lru_cache(maxsize=1024)
+def loop_of(problem: Problem, fragments_m: int, subtract: bool, device: Device) -> Loop:
+    """Returns what the main loop costs; cached for all plans of a product.
+
+    Args:
+        problem: The product.
+        fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
+        subtract: Whether the codes lose their offset first.
+        device: The chip to plan for.
+    """
     trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
-    rows = problem.m if plan.kernel == "gemv" else 1
+    weights = -(-problem.n // TILE_N) * TILE_N * problem.k
+    slots, x_bytes = _per_trip(
+        trip, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
+    )
+    slots *= weights / WEIGHTS_PER_TRIP
+    lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
+    rows = 1 if fragments_m else problem.m
     base, each = trip.row_registers
-    registers = base + each * rows
-    if plan.fragments_m:
-        registers = trip.registers[plan.fragments_m - 1]
+    registers = trip.registers[fragments_m - 1] if fragments_m else base + each * rows
     if problem.dtype != "float16":
-        registers += FLOAT_REGISTERS[plan.fragments_m] * rows
-    return registers + RANGE_REGISTERS * (not plan.is_whole)
+        registers += FLOAT_REGISTERS[fragments_m] * rows
+    return Loop(
+        bytes=problem.bytes,
+        slots=slots,
+        lane_bytes=lane_bytes,
+        registers=registers,
+        seconds=max(
+            memory_seconds(problem.bytes, device),
+            slots / _slots_per_second(device),
+            lane_bytes / _lane_bytes_per_second(device),
+        ),
+    )
 
 
-def _sharing(plan: Plan) -> int:
-    """Returns the threadgroups that have work after the leading whole tiles."""
-    work = plan.work
-    return work.threadgroups - work.whole - work.idle
-
-
-@lru_cache(maxsize=4096)
-def _loop(
+def _per_trip(
     trip: Trip, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
 ) -> tuple[float, float]:
     """Returns what all rows cost: slots of a trip, bytes of x to lanes for a weight.
@@ -245,17 +285,16 @@ def _loop(
     return slots, x_bytes
 
 
-def _weight_lane_bytes(plan: Plan) -> float:
+def _weight_lane_bytes(problem: Problem, fragments_m: int) -> float:
     """Returns the bytes of weight that lanes receive for a weight, by all simdgroups.
 
     Each lane has the factors of its four rows in every step of the main loop.
     """
-    problem = plan.problem
     size = SCALE_BYTES[problem.scale_dtype] * problem.format.parameters
     repeated = 4 * size / (32 if problem.group_size == 32 else TILE_K)
     readers = 1
-    if plan.fragments_m:
-        readers = sum(_readers(problem.m, plan.fragments_m).values())
+    if fragments_m:
+        readers = sum(_readers(problem.m, fragments_m).values())
     return (problem.bits / 8 + repeated) * readers
 
 
@@ -265,7 +304,7 @@ def loop_slots(
     """Returns the slots of the matrix kernel's main loop for a weight and m rows."""
     trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
     rates = rates_of(device)
-    slots, _ = _loop(trip, fragments_m, subtract, m, "float16", rates)
+    slots, _ = _per_trip(trip, fragments_m, subtract, m, "float16", rates)
     return slots / WEIGHTS_PER_TRIP
 
 
@@ -294,8 +333,9 @@ def _other_slots(plan: Plan) -> float:
     return simdgroups * slots + stored + reduced
 
 
-def _fill(plan: Plan, device: Device) -> float:
+def _fill(plan: Plan, device: Device, registers: int) -> float:
     """Returns how well a busy core hides latency, from 0 to 1."""
     threadgroups = plan.work.threadgroups - plan.work.idle
-    turns = min(-(-threadgroups // device.cores), resident(plan, device))
+    turns = -(-threadgroups // device.cores)
+    turns = min(turns, _resident(plan, device, registers))
     return min(1.0, turns * plan.threads / SIMD_WIDTH / SIMDGROUPS_TO_FILL)
