@@ -112,6 +112,8 @@ FORMATS: dict[tuple[str, int], Format] = {
     )
 }
 """The formats that our kernels read, by (mode, bits)."""
+MODES: tuple[str, ...] = tuple(dict.fromkeys(mode for mode, _ in FORMATS))
+"""Their schemes."""
 
 
 def format_of(mode: str, bits: int) -> Format:

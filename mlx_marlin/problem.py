@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mlx_marlin.formats import (
     DTYPE_BYTES,
     LAYOUTS,
+    MODE_DEFAULTS,
+    MODES,
     SCALE_BYTES,
     WORD_BITS,
     Format,
@@ -226,3 +228,53 @@ class Problem:
             "the same bits for any m" if self.invariant else "",
         ]
         return ", ".join(filter(None, parts))
+
+
+def problem_of(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    mode: str = "affine",
+    bits: int | None = None,
+    group_size: int | None = None,
+    dtype: str = "float16",
+    layout: str = "mlx",
+    epilogue: Epilogue = PLAIN,
+    invariant: bool = False,
+) -> Problem:
+    """Returns a problem, with a mode's own format where it is not said.
+
+    Args:
+        m: Rows of the activations.
+        n: Features that come out.
+        k: Features that go in.
+        mode: MLX's name of the quantization scheme, or ours.
+        bits: Bits of one code. Default: the mode's, or 4.
+        group_size: Weights along k that share a scale. Default: the mode's, or 64.
+        dtype: Of activations and result, and of scales that are not bytes.
+        layout: "mlx" or "marlin".
+        epilogue: What happens to the product before it is stored.
+        invariant: Whether a row's bits must not depend on m.
+
+    Raises:
+        ValueError: If the product is not one of ours.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is not one of {MODES}")
+    usual_group, usual_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    bits = usual_bits if bits is None else bits
+    dtypes = format_of(mode, bits).scale_dtypes
+    return Problem(
+        m=m,
+        n=n,
+        k=k,
+        group_size=usual_group if group_size is None else group_size,
+        bits=bits,
+        mode=mode,
+        dtype=dtype,
+        scale_dtype=dtype if dtype in dtypes else dtypes[0],
+        layout=layout,
+        epilogue=epilogue,
+        invariant=invariant,
+    )

@@ -148,6 +148,21 @@ STREAM = "--strategy stream_k --simdgroups-k 1"
         ("", {"kernel": "gemv"}),
         ("--layout marlin", {"problem.layout": "marlin"}),
         ("--group-size 32", {"problem.group_size": 32}),
+        ("--bits 3", {"problem.bits": 3, "problem.group_size": 64}),
+        (
+            "--mode nvfp4",
+            {
+                "problem.mode": "nvfp4",
+                "problem.bits": 4,
+                "problem.group_size": 16,
+                "problem.scale_dtype": "uint8",
+            },
+        ),
+        ("--mode mxfp8 --dtype bfloat16", {"problem.bits": 8}),
+        (
+            "--mode symmetric --bits 6 --group-size 128 --layout marlin",
+            {"problem.mode": "symmetric", "problem.bits": 6, "problem.group_size": 128},
+        ),
         (
             "--dtype bfloat16",
             {"problem.dtype": "bfloat16", "problem.scale_dtype": "bfloat16"},
@@ -197,6 +212,15 @@ def test_json_is_the_problem_and_the_figures_of_the_choice(
     assert printed == choice.figures()
     assert Problem(**asked | {"epilogue": Epilogue(**asked["epilogue"])}) == problem
     assert printed["measured"] is False
+
+
+def test_json_carries_the_format(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = figures(capsys, "16 2560 9728 --chip M3 --mode mxfp8")["problem"]
+
+    assert asked["mode"] == "mxfp8"
+    assert asked["bits"] == 8
+    assert asked["group_size"] == 32
+    assert asked["scale_dtype"] == "uint8"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -300,6 +324,11 @@ def test_the_plans_of_models_keep_the_cores_busy(
         ("0 64 64", "m=0"),
         ("8 64 100", "k=100 is not a multiple of group_size=64"),
         ("8 64 64 --group-size 48", "group_size=48"),
+        ("8 64 64 --bits 7", "mode='affine' with bits=7 is not one of ours"),
+        ("8 64 64 --mode mxfp4 --bits 8", "mode='mxfp4' with bits=8 is not one"),
+        ("8 64 64 --mode mxfp4 --group-size 64", "group_size=64 is not one of (32,)"),
+        ("8 64 32 --mode nvfp4", "k=32 is not a multiple of 64, as nvfp4 needs it"),
+        ("8 64 64 --mode symmetric", "layout='mlx' is not one of ('marlin',)"),
         ("8 64 64 --chip Quartz", "device 'Quartz' is not one of: Apple M1"),
         ("8 64 64 --cores 0", "cores=0"),
         ("8 64 64 --kernel gemv", "at most 5 rows"),

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import timeit
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -439,3 +440,29 @@ def test_streams_come_in_groups_where_activations_do_not_stay_near() -> None:
 def test_groups_that_do_not_divide_the_work_are_refused(groups: int) -> None:
     with pytest.raises(ValueError, match=f"groups={groups}"):
         scheduler.make(Problem(m=8, n=4096, k=4096), strategy="stream_k", groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("asked", "bits", "group_size", "scales"),
+    [
+        ({}, 4, 64, "bfloat16"),
+        ({"bits": 6, "group_size": 32}, 6, 32, "bfloat16"),
+        ({"mode": "mxfp8"}, 8, 32, "uint8"),
+        ({"mode": "nvfp4"}, 4, 16, "uint8"),
+        ({"mode": "zero_point", "layout": "marlin"}, 4, 64, "bfloat16"),
+    ],
+)
+def test_a_plan_is_made_for_the_format_that_is_asked_for(
+    asked: dict[str, Any], bits: int, group_size: int, scales: str
+) -> None:
+    choice = scheduler.plan(8, 4096, 4096, dtype="bfloat16", chip="M3", **asked)
+
+    problem = choice.plan.problem
+    assert (problem.bits, problem.group_size) == (bits, group_size)
+    assert (problem.dtype, problem.scale_dtype) == ("bfloat16", scales)
+    assert problem.mode == asked.get("mode", "affine")
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mode='q4_0' is not one of \('affine', "):
+        scheduler.plan(8, 64, 64, mode="q4_0")

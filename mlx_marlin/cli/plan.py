@@ -9,9 +9,9 @@ from typing import Any
 from mlx_marlin import device, scheduler
 from mlx_marlin.cli import pictures
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.plan import KERNELS, REDUCTIONS
-from mlx_marlin.problem import ACTIVATIONS, Epilogue, Problem
+from mlx_marlin.problem import ACTIVATIONS, Epilogue, Problem, problem_of
 from mlx_marlin.scheduler import Candidate, Choice, Wishes
 from mlx_marlin.scheduler.handover import handover, stock_seconds
 from mlx_marlin.work import PARTITIONS, STRATEGIES
@@ -71,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the product")
-    group.add_argument("--group-size", type=int, default=64)
+    group.add_argument("--mode", default="affine", choices=MODES)
+    group.add_argument("--bits", type=int, help="of a code; default: the mode's")
+    group.add_argument("--group-size", type=int, help="default: the mode's")
     group.add_argument("--dtype", default="float16", choices=list(DTYPE_BYTES))
     group.add_argument("--layout", default="mlx", choices=LAYOUTS)
     group.add_argument("--bias", action="store_true", help="add a bias to it")
@@ -99,13 +101,14 @@ def _add_wishes(parser: argparse.ArgumentParser) -> None:
 
 
 def _problem(args: argparse.Namespace) -> Problem:
-    return Problem(
-        m=args.m,
-        n=args.n,
-        k=args.k,
+    return problem_of(
+        args.m,
+        args.n,
+        args.k,
+        mode=args.mode,
+        bits=args.bits,
         group_size=args.group_size,
         dtype=args.dtype,
-        scale_dtype=args.dtype,
         layout=args.layout,
         epilogue=Epilogue(
             bias=args.bias,

@@ -9,7 +9,7 @@ from typing import Unpack
 
 from mlx_marlin.device import DEFAULT, Device, current
 from mlx_marlin.plan import DensePlan, Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler.candidates import Wishes, candidates
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction, least_seconds, predict
@@ -147,7 +147,9 @@ def plan(
     n: int,
     k: int,
     *,
-    group_size: int = 64,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: str = "affine",
     dtype: str = "float16",
     layout: str = "mlx",
     chip: str | None = None,
@@ -158,8 +160,11 @@ def plan(
         m: Rows of the activations.
         n: Features that come out.
         k: Features that go in.
-        group_size: Weights along k that share a scale.
-        dtype: Of activations, scales and result: "float16", "bfloat16" or "float32".
+        group_size: Weights along k that share a scale. Default: the mode's.
+        bits: Bits of a code. Default: the mode's.
+        mode: The scheme, such as "affine", "mxfp4" or "symmetric".
+        dtype: Of activations, result and scales that are not bytes: "float16",
+            "bfloat16" or "float32".
         layout: "mlx" or "marlin".
         chip: Name such as "Apple M3 Max". Default: the chip here, or a conservative
             stand-in where there is none.
@@ -171,13 +176,14 @@ def plan(
         ValueError: If the product or the chip is not one that we know.
     """
     target = current() if chip is None else Device.named(chip)
-    problem = Problem(
-        m=m,
-        n=n,
-        k=k,
+    problem = problem_of(
+        m,
+        n,
+        k,
         group_size=group_size,
+        bits=bits,
+        mode=mode,
         dtype=dtype,
-        scale_dtype=dtype,
         layout=layout,
     )
     return compare(problem, device=target)
