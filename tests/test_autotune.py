@@ -20,10 +20,10 @@ from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock
 from mlx_marlin.device import DEFAULT, Device
 from mlx_marlin.emulator.counters import Counters, Operation, Traffic
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, format_of
 from mlx_marlin.measurement import STOCK, label
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler import cost
 
 M3_MAX = Device.named("M3 Max")
@@ -308,6 +308,33 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
                 assert operands.is_right(product, given), (dtype, layout, m)
 
 
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [
+        ("affine", 3, 32),
+        ("symmetric", 4, 64),
+        ("zero_point", 5, 128),
+        ("mxfp4", 4, 32),
+        ("mxfp8", 8, 32),
+        ("nvfp4", 4, 16),
+    ],
+)
+def test_operands_of_every_scheme_are_right_and_a_wrong_product_is_told(
+    kernels: None, mode: str, bits: int, group_size: int
+) -> None:
+    for layout in format_of(mode, bits).layouts:
+        problem = problem_of(
+            8, 40, 256, mode=mode, bits=bits, group_size=group_size, layout=layout
+        )
+        given = operands.operands(problem, 1)
+        product = launch.product(scheduler.choose(problem, DEFAULT))
+
+        assert operands.is_right(product, given), layout
+        assert not operands.is_right(
+            lambda *arrays, product=product: 1.05 * product(*arrays), given
+        )
+
+
 def exact_product(given: Operands) -> mx.array:
     y = oracles.product(given.x, *given.native, group_size=given.problem.group_size)
     return mx.array(y.astype(np.float32)).astype(getattr(mx, given.problem.dtype))
@@ -539,8 +566,8 @@ def test_a_models_products_are_found_once_each() -> None:
 
 
 def test_a_tied_head_multiplies_by_the_table_as_it_lies() -> None:
-    untied = layers.find(tiny_llama(tied=False), layout="marlin")
-    tied = layers.find(tiny_llama(tied=True), layout="marlin")
+    untied = layers.find(tiny_llama(tied=False), ["marlin"])
+    tied = layers.find(tiny_llama(tied=True), ["marlin"])
 
     def layouts(found: layers.Found) -> dict[int, str]:
         return {each.n: each.layout for each in found.problems}
@@ -550,21 +577,46 @@ def test_a_tied_head_multiplies_by_the_table_as_it_lies() -> None:
     assert layouts(tied)[160] == "marlin"
 
 
-def test_layers_in_other_formats_are_counted() -> None:
-    def linear(**format: Any) -> nn.QuantizedLinear:
-        return nn.QuantizedLinear(128, 96, **format)
+def linear(k: int = 128, **format: Any) -> nn.QuantizedLinear:
+    return nn.QuantizedLinear(k, 96, bias=False, **format)
 
+
+def test_layers_keep_their_formats_and_those_that_are_not_ours_are_counted() -> None:
     model = Layers(
         linear(bits=4),
+        linear(bits=3, group_size=32),
         linear(mode="mxfp4"),
-        linear(bits=4, group_size=32),
+        linear(mode="mxfp8"),
+        linear(mode="nvfp4"),
+        linear(96, mode="nvfp4"),  # k is no multiple of 64
         nn.Linear(8, 8),
     )
 
     found = layers.find(model)
 
     assert found.others == 1
-    assert {each.group_size for each in found.problems} == {64, 32}
+    assert {(each.mode, each.bits, each.group_size) for each in found.problems} == {
+        ("affine", 4, 64),
+        ("affine", 3, 32),
+        ("mxfp4", 4, 32),
+        ("mxfp8", 8, 32),
+        ("nvfp4", 4, 16),
+    }
+    assert {each.scale_dtype for each in found.problems} == {"float32", "uint8"}
+    assert {each.dtype for each in found.problems} == {"float32"}
+
+
+def test_without_any_float_bytes_meet_what_mlx_decodes_them_to() -> None:
+    model = Layers(linear(mode="mxfp4"))
+    found = layers.find(model, LAYOUTS)
+
+    assert {(each.dtype, each.layout) for each in found.problems} == {
+        ("bfloat16", "mlx"),
+        ("bfloat16", "marlin"),
+    }
+    model.norm = nn.RMSNorm(8)
+    model.norm.weight = model.norm.weight.astype(mx.float16)
+    assert {each.dtype for each in layers.find(model).problems} == {"float16"}
 
 
 def test_rows_multiply_problems_and_none_comes_twice() -> None:

@@ -202,6 +202,51 @@ def test_options_describe_the_shape(
     assert seen == [expected]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--mode mxfp8", [("mxfp8", 8, 32, "mlx")]),
+        ("--bits 3 --layout marlin", [("affine", 3, 64, "marlin")]),
+        ("--mode symmetric --bits 6", [("symmetric", 6, 64, "marlin")]),
+        (
+            "--mode nvfp4 --layout both",
+            [("nvfp4", 4, 16, "mlx"), ("nvfp4", 4, 16, "marlin")],
+        ),
+        ("--mode zero_point --layout both", [("zero_point", 4, 64, "marlin")]),
+    ],
+)
+def test_every_format_and_layout_can_be_measured(
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    expected: list[tuple[str, int, int, str]],
+) -> None:
+    seen = measured_problems(monkeypatch)
+
+    assert main(["tune", "4x64x256", *options.split()]) == 0
+
+    found = [(each.mode, each.bits, each.group_size, each.layout) for each in seen]
+    assert found == expected
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_a_format_of_floats_is_tuned_kept_and_used(
+    kept: Path, longest_first: None, mode: str
+) -> None:
+    x = activations(4, 256, **HALF)
+    native = mx.quantize(mx.random.normal((64, 256)), mode=mode)
+    before = mlx_marlin.quantized_matmul(x, *native, mode=mode)
+
+    assert main(["tune", "4x64x256", "--mode", mode]) == 0
+
+    (result,) = results(kept).values()
+    assert result.plan.problem.mode == mode
+    launch.forget()
+    after = mlx_marlin.quantized_matmul(x, *native, mode=mode)
+    assert launch.plans_built() == [result.plan]
+    assert mx.allclose(before, after, rtol=1e-2, atol=1e-1).item()
+
+
 def test_a_models_layers_are_measured(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +257,7 @@ def test_a_models_layers_are_measured(
         asked.append((name, lazy))
         model = tiny_llama(tied=False)
         model.extra = nn.QuantizedLinear(64, 64, mode="mxfp4")
+        model.odd = nn.QuantizedLinear(96, 64, mode="nvfp4")
         return model, None
 
     monkeypatch.setattr(mlx_lm, "load", load)
@@ -219,10 +265,19 @@ def test_a_models_layers_are_measured(
     assert main(["tune", "some/model", "--rows", "1,8", "--dtype", "float16"]) == 0
 
     assert asked == [("some/model", True)]
-    assert len(seen) == 10
+    assert len(seen) == 12
     assert {each.m for each in seen} == {1, 8}
     assert {each.dtype for each in seen} == {"float16"}
-    assert "1 quantized layers are not affine" in capsys.readouterr().out
+    assert {each.mode for each in seen} == {"affine", "mxfp4"}
+    assert {each.layout for each in seen} == {"mlx"}
+    assert (
+        "1 quantized layers are in formats that our kernels do not read"
+        in capsys.readouterr().out
+    )
+
+    main(["tune", "some/model", "--rows", "1", "--layout", "both"])
+    assert len(seen[12:]) == 12
+    assert {each.layout for each in seen[12:]} == {"mlx", "marlin"}
 
 
 def test_a_dry_run_lists_and_measures_nothing(
@@ -262,6 +317,13 @@ def test_clearing_removes_what_was_kept(
         (["4x64x256", "--seconds", "nan"], "--seconds nan must be above 0"),
         (["4x64x256", "--group-size", "48"], "group_size=48 is not one of"),
         (["a/model", "--group-size", "64"], "--group-size 64 is for shapes"),
+        (["a/model", "--mode", "mxfp4"], "--mode mxfp4 is for shapes"),
+        (["a/model", "--bits", "4"], "--bits 4 is for shapes"),
+        (["4x64x256", "--mode", "mxfp4", "--bits", "8"], "bits=8 is not one of ours"),
+        (
+            ["4x64x256", "--mode", "symmetric", "--layout", "mlx"],
+            "layout='mlx' is not one of ('marlin',)",
+        ),
     ],
 )
 def test_what_cannot_be_tuned_is_said(
@@ -288,7 +350,7 @@ def test_a_model_that_is_none_is_said(
         mlx_lm, "load", lambda *_, **__: (Layers(nn.Linear(8, 8)), None)
     )
     assert main(["tune", "a/model"]) == 2
-    assert "has no affine quantized linear layer" in capsys.readouterr().err
+    assert "has no quantized linear layer in a format that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """The products that a model's quantized layers ask for."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
 from mlx_marlin.packing import dtype_name
@@ -16,26 +19,28 @@ class Found:
 
     Attributes:
         problems: One row of each product that is ours, each once.
-        others: How many quantized layers are not affine: weights are drawn for these
-            only.
+        others: How many quantized layers are in formats that our kernels do not read.
     """
 
     problems: tuple[Problem, ...]
     others: int
 
 
-def find(model: nn.Module, layout: str = "mlx") -> Found:
+def find(model: nn.Module, layouts: Sequence[str] = ("mlx",)) -> Found:
     """Returns the products of a model's quantized linear layers.
 
     An embedding counts where the model multiplies by it: a tied output head.
 
     Args:
         model: An mlx-lm model or any other, whose weights need not be there yet.
-        layout: In which our kernels are to read the weights.
+        layouts: In which our kernels are to read the weights.
     """
     layers = [*_multiplied(model)]
     ours = [layer for layer in layers if _is_ours(layer)]
-    problems = dict.fromkeys(_problem(layer, layout) for layer in ours)
+    dtype = _activations(model)
+    problems = dict.fromkeys(
+        _problem(layer, layout, dtype) for layer in ours for layout in layouts
+    )
     return Found(problems=tuple(problems), others=len(layers) - len(ours))
 
 
@@ -59,23 +64,41 @@ def _is_ours(layer: nn.Module) -> bool:
     return (
         known is not None
         and layer.group_size in known.group_sizes
-        and dtype_name(layer.scales.dtype) in DTYPE_BYTES
+        and _columns(layer) % known.k_multiple == 0
+        and dtype_name(layer.scales.dtype) in known.scale_dtypes
     )
 
 
-def _problem(layer: nn.Module, layout: str) -> Problem:
-    dtype = dtype_name(layer.scales.dtype)
-    n, groups = layer.scales.shape
+def _activations(model: nn.Module) -> str:
+    """Returns the dtype of activations that meet scales which are bytes.
+
+    That of the model's first parameter of floats, such as a norm's weight; without one
+    what MLX decodes such weights to.
+    """
+    names = [dtype_name(each.dtype) for _, each in _parameters(model)]
+    return next((name for name in names if name in DTYPE_BYTES), "bfloat16")
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+
+
+def _columns(layer: nn.Module) -> int:
+    return int(layer.scales.shape[1]) * int(layer.group_size)
+
+
+def _problem(layer: nn.Module, layout: str, activations: str) -> Problem:
+    scales = dtype_name(layer.scales.dtype)
     # A tied head's weight is not packed: the look-up needs it as it is.
     is_table = isinstance(layer, nn.QuantizedEmbedding)
     return Problem(
         m=1,
-        n=n,
-        k=groups * layer.group_size,
+        n=layer.scales.shape[0],
+        k=_columns(layer),
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,
-        dtype=dtype,
-        scale_dtype=dtype,
+        dtype=scales if scales in DTYPE_BYTES else activations,
+        scale_dtype=scales,
         layout="mlx" if is_table else layout,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_marlin.autotune.timing import Weight
+from mlx_marlin.codes import codes_of_words
 from mlx_marlin.device import Device
 from mlx_marlin.launch import Product
 from mlx_marlin.packing import pack
@@ -26,7 +27,7 @@ class Operands:
     Attributes:
         problem: The problem.
         x: Activations [m, k].
-        native: One weight in MLX's layout.
+        native: One weight in MLX's layout: codes, scales, and biases or zero points.
         weights: Weights in the problem's layout, as many as are taken in turn; the
             first one is `native`.
     """
@@ -64,6 +65,7 @@ def operands(problem: Problem, count: int) -> Operands:
 
 def stock_product(problem: Problem) -> Product:
     """Returns stock MLX's own product of a problem in MLX's layout."""
+    has_biases = problem.format.codes == "affine"
 
     def product(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
@@ -72,7 +74,7 @@ def stock_product(problem: Problem) -> Product:
             x,
             w,
             scales,
-            biases,
+            biases if has_biases else None,
             group_size=problem.group_size,
             bits=problem.bits,
             mode=problem.mode,
@@ -82,11 +84,9 @@ def stock_product(problem: Problem) -> Product:
 
 
 def is_right(product: Product, given: Operands) -> bool:
-    """Whether a product agrees with stock MLX's, which is computed in float32."""
+    """Whether a product agrees with one of MLX's own that is computed in float32."""
     problem = given.problem
-    w, scales, biases = given.native
-    wide = (each.astype(mx.float32) for each in (scales, biases))
-    expected = stock_product(problem)(given.x.astype(mx.float32), w, *wide)
+    expected = _exact(problem, given.x.astype(mx.float32), given.native)
     actual = product(given.x, *given.weights[0]).astype(mx.float32)
     if actual.shape != expected.shape:
         return False
@@ -95,9 +95,33 @@ def is_right(product: Product, given: Operands) -> bool:
     return bool((most <= TOLERANCES[problem.dtype]).item())
 
 
+def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
+    w, scales, third = native
+    if problem.format.codes == "floating":
+        return stock_product(problem)(x, w, scales, third)
+    scales, third = scales.astype(mx.float32), third.astype(mx.float32)
+    if problem.format.codes == "affine":
+        return stock_product(problem)(x, w, scales, third)
+    # Stock MLX has no such scheme: decoded here, and multiplied as plain numbers.
+    is_symmetric = problem.format.codes == "symmetric"
+    zero = 2 ** (problem.bits - 1) if is_symmetric else third[..., None]
+    codes = codes_of_words(w, problem.bits).astype(mx.float32)
+    groups = codes.reshape(problem.n, problem.groups, problem.group_size)
+    return x @ ((groups - zero) * scales[..., None]).reshape(problem.n, problem.k).T
+
+
 def _native(problem: Problem, seed: int) -> Weight:
-    """Draws a weight around zero that gives results of x's own size, or less."""
+    """Draws a weight around zero that gives results of x's own size, or less.
+
+    What is no bias or zero point is not read.
+    """
     keys = mx.random.split(mx.random.key(seed), 2)
+    if problem.format.codes == "floating":
+        drawn = mx.random.normal((problem.n, problem.k), key=keys[0]) / problem.k**0.5
+        parts = mx.quantize(
+            drawn, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
+        )
+        return parts[0], parts[1], parts[1]
     # Bytes, because MLX draws large integers as floats, whose last bits are zero.
     codes = (problem.n, problem.k * problem.bits // 8)
     w = mx.random.randint(0, 256, codes, mx.uint8, key=keys[0]).view(mx.uint32)
@@ -105,12 +129,22 @@ def _native(problem: Problem, seed: int) -> Weight:
     size = mx.random.uniform(0.05, 0.15, groups, key=keys[1]) / problem.k**0.5
     dtype = getattr(mx, problem.scale_dtype)
     scales = size.astype(dtype)
-    middle = (2**problem.bits - 1) / 2
-    return w, scales, (-middle * size).astype(dtype)
+    if problem.format.codes == "affine":
+        middle = (2**problem.bits - 1) / 2
+        return w, scales, (-middle * size).astype(dtype)
+    zero = 2 ** (problem.bits - 1)
+    return (
+        w,
+        scales,
+        mx.random.randint(zero - 1, zero + 2, groups, key=keys[0]).astype(dtype),
+    )
 
 
 def _laid_out(problem: Problem, native: Weight) -> Weight:
     if problem.layout == "mlx":
         return native
-    packed = pack(*native, group_size=problem.group_size, bits=problem.bits)
+    stored = native[: 1 + problem.format.parameters]
+    packed = pack(
+        *stored, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
+    )
     return packed.words, packed.scales, packed.scales

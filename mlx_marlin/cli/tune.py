@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,21 @@ from mlx_marlin.autotune import layers, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
-from mlx_marlin.problem import Problem
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
+from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler.choice import aligned
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows that are measured of a model or of a shape without them."""
+BOTH = "both"
+"""What `--layout` takes beside the layouts."""
 SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
 
 EPILOG = """
 examples:
   mlx-marlin tune 8x4096x11008
   mlx-marlin tune 4096x4096 4096x11008 --rows 1,4,8 --dtype bfloat16
+  mlx-marlin tune 8x4096x11008 --mode mxfp4 --layout both
   mlx-marlin tune mlx-community/Qwen3-4B-4bit --layout marlin
 """
 
@@ -49,13 +53,18 @@ def add_parser(
     parser.add_argument(
         "--rows", help=f"M to measure, such as 1,4,8; default: {_listed(ROWS)}"
     )
-    parser.add_argument("--layout", default="mlx", choices=LAYOUTS)
+    parser.add_argument(
+        "--layout",
+        choices=(*LAYOUTS, BOTH),
+        help="default: mlx, or the only one that a format has",
+    )
     parser.add_argument(
         "--dtype", choices=list(DTYPE_BYTES), help="default: float16, or the model's"
     )
-    parser.add_argument(
-        "--group-size", type=int, help="of shapes; default: 64. A model has its own"
-    )
+    shapes = parser.add_argument_group("formats of shapes; a model has its own")
+    shapes.add_argument("--mode", choices=MODES, help="default: affine")
+    shapes.add_argument("--bits", type=int, help="of a code; default: the mode's")
+    shapes.add_argument("--group-size", type=int, help="default: the mode's")
     parser.add_argument(
         "--seconds", type=float, default=tuner.SECONDS, help="for each problem"
     )
@@ -94,8 +103,8 @@ def problems(args: argparse.Namespace) -> list[Problem]:
             several += layers.with_rows(_model_problems(target, args), rows or ROWS)
             continue
         m, n, k = shape.groups()
-        one = _shape_problem(int(n), int(k), args)
-        several += layers.with_rows([one], rows or ([int(m)] if m else ROWS))
+        asked = _shape_problems(int(n), int(k), args)
+        several += layers.with_rows(asked, rows or ([int(m)] if m else ROWS))
     return [*dict.fromkeys(several)]
 
 
@@ -162,40 +171,56 @@ def _verdict(arm: Arm, outcome: Outcome) -> str:
     return ", ".join(parts)
 
 
-def _shape_problem(n: int, k: int, args: argparse.Namespace) -> Problem:
-    dtype = args.dtype or "float16"
-    return Problem(
-        m=1,
-        n=n,
-        k=k,
-        group_size=64 if args.group_size is None else args.group_size,
-        dtype=dtype,
-        scale_dtype=dtype,
-        layout=args.layout,
+def _shape_problems(n: int, k: int, args: argparse.Namespace) -> list[Problem]:
+    """Returns one row of a shape, in each layout."""
+    asked = partial(
+        problem_of,
+        mode=args.mode or "affine",
+        bits=args.bits,
+        group_size=args.group_size,
+        dtype=args.dtype or "float16",
     )
+    packed = asked(1, n, k, layout="marlin")
+    return [asked(1, n, k, layout=each) for each in _layouts(args, packed)]
+
+
+def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
+    """Returns the layouts to measure a problem's format in."""
+    of_format = problem.format.layouts
+    if args.layout is None:
+        return of_format[:1]
+    return of_format if args.layout == BOTH else (args.layout,)
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
     """Returns one row of each product of a model, whose weights are not read."""
-    if args.group_size is not None:
-        raise ValueError(
-            f"--group-size {args.group_size} is for shapes; the model {name!r} has its "
-            f"own"
-        )
-    found = layers.find(_load(name), args.layout)
+    for option in ("mode", "bits", "group_size"):
+        if (value := getattr(args, option)) is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {value} is for shapes; the model "
+                f"{name!r} has its own"
+            )
+    layouts = LAYOUTS if args.layout == BOTH else (args.layout or LAYOUTS[0],)
+    found = layers.find(_load(name), layouts)
     if found.others:
-        print(f"{name}: {found.others} quantized layers are not affine")
+        print(
+            f"{name}: {found.others} quantized layers are in formats that our kernels "
+            f"do not read"
+        )
     if not found.problems:
         raise ValueError(
-            f"the model {name!r} has no affine quantized linear layer with group size "
-            f"32, 64 or 128; mlx_lm.convert -q makes them"
+            f"the model {name!r} has no quantized linear layer in a format that our "
+            f"kernels read; mlx_lm.convert -q makes them"
         )
     if args.dtype is None:
         return [*found.problems]
-    return [
-        replace(each, dtype=args.dtype, scale_dtype=args.dtype)
-        for each in found.problems
-    ]
+    return [_with_dtype(each, args.dtype) for each in found.problems]
+
+
+def _with_dtype(problem: Problem, dtype: str) -> Problem:
+    is_bytes = problem.format.codes == "floating"
+    scales = problem.scale_dtype if is_bytes else dtype
+    return replace(problem, dtype=dtype, scale_dtype=scales)
 
 
 def _load(name: str) -> Any:
