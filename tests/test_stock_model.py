@@ -34,6 +34,23 @@ def product(m: int, n: int, k: int, group_size: int = 64, **fields: str) -> Prob
     return Problem(m=m, n=n, k=k, group_size=group_size, **fields)  # type: ignore[arg-type]
 
 
+FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+"""Bits and group of the schemes whose codes are floats."""
+
+
+def floats(mode: str, m: int, n: int, k: int) -> Problem:
+    bits, group_size = FLOATS[mode]
+    return Problem(
+        m=m,
+        n=n,
+        k=k,
+        mode=mode,
+        bits=bits,
+        group_size=group_size,
+        scale_dtype="uint8",
+    )
+
+
 def chip(name: str, arch: str = "") -> Device:
     device = Device.named(name)
     return replace(device, arch=arch) if arch else device
@@ -193,6 +210,116 @@ def test_few_rows_go_to_the_kernel_of_their_k_and_generation(
 
     assert call.kernel == kernel
     assert call.dispatches == 1
+
+
+@pytest.mark.parametrize(
+    ("bits", "step"),
+    [(1, 2048), (2, 512), (3, 512), (4, 512), (5, 512), (6, 256), (8, 256)],
+)
+def test_the_fast_kernel_takes_whole_steps_of_its_width(bits: int, step: int) -> None:
+    def kernel(k: int) -> str:
+        problem = replace(product(1, 4096, k), bits=bits)
+        return stock_call(problem, Device.named("M3")).kernel
+
+    assert kernel(step * 3) == "qmv_fast"
+    assert kernel(step * 3 + step // 2) == "qmv"
+    assert kernel(step * 3 + 64) == "qmv"
+
+
+@pytest.mark.parametrize(("bits", "kernel"), [(4, "qmv_quad"), (3, "qmv"), (6, "qmv")])
+def test_a_tiny_k_takes_quads_for_widths_that_are_powers_of_two(
+    bits: int, kernel: str
+) -> None:
+    problem = replace(product(1, 512, 128), bits=bits)
+
+    assert stock_call(problem, Device.named("M1")).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("mode", "m", "k", "name", "kernel", "columns"),
+    [
+        ("mxfp4", 1, 64, "M1", "fp_qmv_quad", 64),
+        ("mxfp8", 3, 128, "M3", "fp_qmv_quad", 64),
+        ("mxfp4", 1, 1024, "M1", "fp_qmv_fast", 8),
+        ("mxfp4", 1, 1280, "M1", "fp_qmv", 8),
+        ("mxfp8", 1, 1280, "M1", "fp_qmv_fast", 8),
+        ("nvfp4", 1, 1280, "M3", "fp_qmv", 8),
+        ("mxfp4", 2, 1024, "M1", "fp_qmv_wide", 4),
+        ("nvfp4", 5, 5120, "M2 Max", "fp_qmv_wide", 4),
+        ("mxfp8", 12, 5120, "M4", "fp_qmv_wide", 4),
+        ("mxfp8", 11, 5120, "M2 Ultra", "fp_qmv_wide", 4),
+        ("nvfp4", 1, 5120, "M5 Max", "fp_qmv_fast_2", 4),
+        ("nvfp4", 1, 1280, "M5 Max", "fp_qmv_2", 4),
+        ("nvfp4", 1, 5120, "M5", "fp_qmv_fast", 8),
+        ("mxfp4", 1, 5120, "M5 Max", "fp_qmv_fast", 8),
+    ],
+)
+def test_few_rows_of_floats_go_to_kernels_of_their_own(
+    mode: str, m: int, k: int, name: str, kernel: str, columns: int
+) -> None:
+    call = stock_call(floats(mode, m, 4096, k), Device.named(name))
+
+    assert (call.kernel, call.geometry.columns) == (kernel, columns)
+    assert call.passes == (ceil(m / 5) if "wide" in kernel else m)
+    assert call.threadgroups == call.passes * ceil(4096 / columns)
+
+
+def test_two_rows_of_nvfp4_want_a_large_n() -> None:
+    call = stock_call(floats("nvfp4", 1, 4095, 5120), Device.named("M5 Max"))
+
+    assert call.kernel == "fp_qmv_fast"
+
+
+@pytest.mark.parametrize(
+    ("mode", "m", "n", "k", "name", "kernel"),
+    [
+        ("mxfp4", 13, 17408, 5120, "M4", "fp_qmm_t"),
+        ("mxfp4", 6, 17408, 5120, "M1", "fp_qmm_t"),
+        ("mxfp8", 16, 4096, 4096, "M3 Max", "fp_qmm_t_splitk"),
+        ("nvfp4", 16, 13824, 5120, "M5 Max", "fp_qmm_t_nax"),
+        ("mxfp4", 16, 13824, 5152, "M5 Max", "fp_qmm_t"),
+        ("nvfp4", 32, 6656, 6656, "M5 Max", "fp_qmm_t_splitk"),
+    ],
+)
+def test_many_rows_of_floats_follow_the_rules_of_affine_weights(
+    mode: str, m: int, n: int, k: int, name: str, kernel: str
+) -> None:
+    chip = Device.named(name)
+    call = stock_call(floats(mode, m, n, k), chip)
+    affine = stock_call(product(m, n, k, 32), chip)
+
+    assert call == replace(affine, kernel=kernel)
+
+
+@pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
+@pytest.mark.parametrize("mode", FLOATS)
+def test_floats_have_a_price_that_nobody_measured(known: Device, mode: str) -> None:
+    for m in (1, 2, 5, 8, 16, 64, 512):
+        problem = floats(mode, m, 5120, 17408)
+        prediction = stock_prediction(problem, known)
+
+        assert prediction.seconds > problem.bytes / (known.bandwidth_gbs * 1e9)
+        assert not prediction.calibrated
+
+
+def test_every_width_has_counts_of_its_own() -> None:
+    m3 = Device.named("M3 Max")
+    issue = {
+        bits: stock_prediction(replace(product(4, 17408, 5120), bits=bits), m3).issue
+        for bits in (1, 2, 3, 4, 5, 6, 8)
+    }
+
+    # Codes that cross bytes are dear, bytes cheap.
+    assert issue[8] < issue[4] < issue[2] < issue[1] < issue[3] < issue[6] < issue[5]
+
+
+def test_a_scheme_that_mlx_does_not_have_is_priced_as_its_affine_one() -> None:
+    m3 = Device.named("M3 Max")
+    ours = replace(product(8, 17408, 5120), mode="symmetric", layout="marlin")
+    affine = stock_prediction(product(8, 17408, 5120), m3)
+
+    assert stock_prediction(ours, m3).call == affine.call
+    assert stock_prediction(ours, m3).issue == affine.issue
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from mlx_marlin.plan import FRAGMENT, MAX_SIMDGROUPS
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import SCHEDULERS_PER_CORE, loop_slots, memory_seconds
 from mlx_marlin.scheduler.handover import UNCALIBRATED_MARGIN
+from mlx_marlin.scheduler.stock_slots import stock_slots
 
 MAX_SIMDGROUPS_M = 4
 """Simdgroups side by side along the rows."""
@@ -18,8 +19,9 @@ SORTED_ROWS = 16
 pairs it needs for that."""
 SORTED_SHARE = 4
 """Pairs an expert that it needs for that."""
-STOCK_TILE_SLOTS = 0.906
-"""Issue slots of that tile for a weight (counted, facts on MLX 0.32.4)."""
+STOCK_TILE_SLOTS = 0.433
+"""Issue slots of that tile for a weight, beyond the other slots of a tile of 32 rows:
+its 8x8 products, less half of x (counted of affine 4-bit)."""
 
 
 @lru_cache(maxsize=4096)
@@ -84,16 +86,17 @@ def _our_seconds(problem: Problem, experts: int, device: Device) -> float:
 def _stock_seconds(
     problem: Problem, experts: int, is_sorted: bool, device: Device
 ) -> float:
-    one = problem.weight_bytes
+    one, slots = problem.weight_bytes, stock_slots(problem)
     weights = problem.n * problem.k
     if not is_sorted or problem.m < max(SORTED_ROWS, SORTED_SHARE * experts):
         # Every pair reads its weight by itself.
         memory = memory_seconds(problem.m * one, device)
-        return max(memory, _issue(problem.m * weights / 8, device))
+        return max(memory, _issue(problem.m * weights * slots.vector, device))
     chosen = chosen_experts(problem.m, experts)
     tiles = chosen * -(-round(problem.m / chosen) // SORTED_ROWS)
     memory = memory_seconds(round(chosen * one), device)
-    return max(memory, _issue(tiles * weights * STOCK_TILE_SLOTS, device))
+    tile_slots = STOCK_TILE_SLOTS + slots.tile
+    return max(memory, _issue(tiles * weights * tile_slots, device))
 
 
 def _issue(slots: float, device: Device) -> float:

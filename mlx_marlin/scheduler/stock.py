@@ -3,7 +3,8 @@
 The kernel that MLX chooses (`stock_dispatch`) is priced like our own plans: memory
 traffic, issue slots and bytes that loads return to lanes, of which the longest counts,
 stretched by unevenly and thinly filled cores. Slots were counted with an open compiler
-for the first Apple generation, the rates fitted to published times of stock MLX:
+for the first Apple generation (`stock_slots`), the rates fitted to published times of
+stock MLX's 4-bit affine products; nobody published times of other formats:
 docs/stock.md has each of them. The chooser asks `stock_prediction`, nothing else.
 """
 
@@ -21,7 +22,17 @@ from mlx_marlin.scheduler.cost import (
     memory_seconds,
     rates_of,
 )
-from mlx_marlin.scheduler.stock_dispatch import StockCall, stock_call, stock_split
+from mlx_marlin.scheduler.stock_dispatch import (
+    StockCall,
+    codes_at_a_time,
+    stock_call,
+    stock_split,
+)
+from mlx_marlin.scheduler.stock_slots import (
+    TILE_SIMDGROUPS,
+    TILE_WEIGHTS,
+    stock_slots,
+)
 
 __all__ = [
     "StockCall",
@@ -37,18 +48,14 @@ ALU_FLOPS = 256
 """Operations of a core in a clock without tensor units, which MLX can be told to use
 all the same (MLX_METAL_GPU_ARCH)."""
 
-VECTOR_SLOTS = 256 / 2048
-"""Slots of `qmv_fast` for a weight and a row (counted)."""
 EMULATED_BFLOAT = 352 / 256
-"""Factor on these where bfloat16 is emulated (counted)."""
+"""Factor on the slots of `qmv_fast` where bfloat16 is emulated (counted)."""
 NATIVE_BFLOAT = 15
 """The generation (M3) from which it is not."""
-WIDE_SLOTS = (303 / 2048, 83 / 2048)
-"""Slots of `qmv_wide` for a weight: once, and for each row (counted)."""
-TILE_PRODUCTS = 4 * 16 / 1024
+FEWEST_WIDE = 2
+"""Fewest rows of `qmv_wide`."""
+TILE_PRODUCTS = TILE_SIMDGROUPS * 16 / TILE_WEIGHTS
 """8x8 products of `qmm_t` for a weight and 32 rows, over its four simdgroups."""
-TILE_SLOTS = 4 * 121 / 1024
-"""Its other slots, likewise: loads, decode, barriers (counted)."""
 
 # 0.83 and 14 turns of the fullest of 40 cores are the published 0.508 ms of 544 tiles;
 # without counting turns it would be 0.855.
@@ -145,35 +152,37 @@ def _is_calibrated(problem: Problem, device: Device) -> bool:
 
 def _slots(call: StockCall, problem: Problem, device: Device) -> float:
     """Returns the issue slots of a weight that is decoded once."""
-    if call.kernel == "qmv_wide":
-        once, each = WIDE_SLOTS
-        return once + each * call.rows
-    if call.kernel == "qmm_t_nax":
+    slots = stock_slots(problem)
+    if call.family == "qmv_wide":
+        return slots.wide[call.rows - FEWEST_WIDE]
+    if call.family == "qmm_t_nax":
         # One buffered stage: the cores decode, then the tensor units multiply.
         rate = device.core.tensor_flops_per_clock or ALU_FLOPS
-        return TILE_SLOTS + 2 * call.rows * SCHEDULERS_PER_CORE / rate
-    if call.kernel.startswith("qmm"):
+        return slots.tile + 2 * call.rows * SCHEDULERS_PER_CORE / rate
+    if call.family.startswith("qmm"):
         products = TILE_PRODUCTS * rates_of(device).matrix_slots
-        return (products + TILE_SLOTS) * OVERLAP.get(device.generation, 1.0)
+        return (products + slots.tile) * OVERLAP.get(device.generation, 1.0)
     emulated = problem.dtype == "bfloat16" and device.arch_gen < NATIVE_BFLOAT
-    return VECTOR_SLOTS * (EMULATED_BFLOAT if emulated else 1)
+    return slots.vector * (EMULATED_BFLOAT if emulated else 1)
 
 
 def _lane_bytes(call: StockCall, problem: Problem) -> float:
     """Returns the bytes that lanes receive for a weight that is decoded once.
 
     A scale and a bias serve the weights that a lane decodes at a time: a whole group
-    in `qmv_wide`, 16 in the other vector kernels, 8 in the matrix kernels. x serves
-    one row of w in `qmv_wide`, and four in the other vector kernels.
+    in `qmv_wide`, 8 to 32 in the other vector kernels, 8 in the matrix kernels. x
+    serves one row of w in `qmv_wide`, and four (or two) in the other vector kernels.
     """
     x_bytes = DTYPE_BYTES[problem.dtype]
     code_bytes = problem.bits / 8
-    scale_bytes = problem.format.parameters * SCALE_BYTES[problem.scale_dtype]
-    if call.kernel == "qmv_wide":
+    scale_bytes: float = problem.format.parameters * SCALE_BYTES[problem.scale_dtype]
+    if call.family == "qmv_wide":
         return call.rows * x_bytes + code_bytes + scale_bytes / problem.group_size
-    if call.kernel.startswith("qmm"):
+    if call.family.startswith("qmm"):
         return x_bytes + code_bytes + scale_bytes / 8
-    return x_bytes / 4 + code_bytes + scale_bytes / 16
+    shared = 2 if call.kernel.endswith("_2") else 4  # rows of w with one loading of x
+    scale_bytes /= codes_at_a_time(problem.bits)
+    return x_bytes / shared + code_bytes + scale_bytes
 
 
 def _traffic(call: StockCall, problem: Problem) -> int:

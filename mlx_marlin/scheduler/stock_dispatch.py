@@ -1,7 +1,8 @@
 """What stock MLX 0.32.4 launches for a product: which kernel, and how it is cut.
 
-The choice that `mx.quantized_matmul(transpose=True)` makes for one affine weight, by
-rows, sizes and architecture. It follows what MLX does, right or wrong.
+The choice that `mx.quantized_matmul(transpose=True)` makes for one weight, by format,
+rows, sizes and architecture. It follows what MLX does, right or wrong. A format that
+MLX does not have is taken for its affine one of as many bits.
 """
 
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Geometry:
 
 VECTOR = Geometry(columns=8, simdgroups=2, to_fill=8)
 MATRIX = Geometry(columns=TILE, simdgroups=4, to_fill=12)
+HALF_VECTOR = Geometry(columns=4, simdgroups=2, to_fill=8)
 KERNELS = {
     "qmv_quad": Geometry(columns=64, simdgroups=1, to_fill=8),
     "qmv": VECTOR,
@@ -58,6 +60,15 @@ KERNELS = {
     "qmm_t_splitk": MATRIX,
     "qmm_t_nax": Geometry(columns=64, simdgroups=4, to_fill=12),
 }
+FLOATING = "fp_"
+"""What names of kernels for floating codes begin with."""
+KERNELS |= {FLOATING + name: geometry for name, geometry in KERNELS.items()}
+# 16 lanes along k, where affine weights have 8.
+KERNELS["fp_qmv_wide"] = HALF_VECTOR
+# Two rows of w for a simdgroup, where others have four.
+KERNELS |= {"fp_qmv_2": HALF_VECTOR, "fp_qmv_fast_2": HALF_VECTOR}
+TWO_ROWS = ("nvfp4", "applegpu_g17s", 4096)
+"""Mode, architecture and least n of the kernels with two rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +88,11 @@ class StockCall:
     passes: int
     split_k: int
     threadgroups: int
+
+    @property
+    def family(self) -> str:
+        """The kernel's name without what tells the codes: a key of both kinds."""
+        return self.kernel.removeprefix(FLOATING).removesuffix("_2")
 
     @property
     def dispatches(self) -> int:
@@ -99,6 +115,7 @@ def stock_call(problem: Problem, device: Device) -> StockCall:
     if problem.m >= _vector_limit(problem, device):
         return _matrix_call(problem, device)
     kernel, rows = _vector_kernel(problem, device)
+    kernel = _named(kernel, problem, device)
     passes = ceil(problem.m / rows)
     return StockCall(
         kernel=kernel,
@@ -146,11 +163,35 @@ def _vector_kernel(problem: Problem, device: Device) -> tuple[str, int]:
     bits = problem.bits
     if problem.k in (64, 128) and bits & (bits - 1) == 0:
         return "qmv_quad", 1
-    if problem.m > 1 and device.arch_gen >= 15:
+    if problem.m > 1 and (is_floating(problem) or device.arch_gen >= 15):
         passes = ceil(problem.m / WIDE_ROWS)
         return "qmv_wide", ceil(problem.m / passes)
-    step = WORD_BITS // bits * (1 if bits == 2 else 2) * 32
+    step = _pack_factor(bits) * (1 if bits == 2 else 2) * 32
     return "qmv" if problem.k % step else "qmv_fast", 1
+
+
+def codes_at_a_time(bits: int) -> int:
+    """Returns the codes of a row of w that a lane of `qmv_fast` takes at a time."""
+    return _pack_factor(bits) * (1 if bits <= 2 else 2)
+
+
+def is_floating(problem: Problem) -> bool:
+    """Whether stock MLX has kernels of their own for a problem's codes."""
+    return problem.format.codes == "floating"
+
+
+def _pack_factor(bits: int) -> int:
+    """Returns the codes of a pack: of a word, or as many as fill whole bytes."""
+    return {3: 8, 5: 8, 6: 4}.get(bits, WORD_BITS // bits)
+
+
+def _named(kernel: str, problem: Problem, device: Device) -> str:
+    """Returns a kernel's name for a problem's codes."""
+    if not is_floating(problem):
+        return kernel
+    mode, arch, least = TWO_ROWS
+    two = (problem.mode, device.arch) == (mode, arch) and problem.n >= least
+    return FLOATING + kernel + "_2" * (two and kernel in ("qmv", "qmv_fast"))
 
 
 def _matrix_call(problem: Problem, device: Device) -> StockCall:
@@ -162,7 +203,7 @@ def _matrix_call(problem: Problem, device: Device) -> StockCall:
     passes = ceil(problem.m / rows)
     columns = KERNELS[kernel].columns
     return StockCall(
-        kernel=kernel,
+        kernel=_named(kernel, problem, device),
         rows=rows,
         passes=passes,
         split_k=split,
