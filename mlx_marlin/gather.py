@@ -147,7 +147,7 @@ def why_not_gather(kind: Kind) -> str | None:
     known = FORMATS.get((kind.mode, kind.bits))
     if known is None or kind.group_size not in known.group_sizes:
         return f"{kind.mode} {kind.bits}-bit is not one of our formats"
-    if kind.x_shape[-1] % known.k_multiple or kind.has_global_scale:
+    if kind.x_shape[-1] % known.k_multiple(kind.group_size) or kind.has_global_scale:
         return f"our kernels do not take this form of {kind.mode}"
     if not kind.transpose or len(kind.x_shape) < 2 or kind.x_shape[-2] != 1:
         return "our kernels take single rows times transposed weights"

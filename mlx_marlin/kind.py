@@ -36,6 +36,7 @@ class Kind:
         on_cpu: Whether the call is to run on the CPU.
         epilogue: What follows the product.
         invariant: Whether a row's bits must not depend on the others.
+        global_scale: Whether the place of biases has the weight's global scale.
     """
 
     x_shape: Shape
@@ -55,6 +56,7 @@ class Kind:
     on_cpu: bool
     epilogue: Epilogue
     invariant: bool
+    global_scale: bool = False
 
 
 def as_rows(product: Product, kind: Kind) -> Run:
@@ -93,7 +95,9 @@ def _converting(product: Product, kind: Kind) -> Product:
     def run(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
-        scales, biases = (each.astype(kind.scale_dtype) for each in (scales, biases))
+        if not kind.scales_alike:
+            scales = scales.astype(kind.scale_dtype)
+            biases = biases.astype(kind.scale_dtype)
         finish = (
             array.astype(kind.dtype).reshape(array.size if bias and not i else matrix)
             for i, array in enumerate(given)

@@ -110,9 +110,10 @@ def product(plan: Plan) -> Product:
     Returns:
         A function from x [m, k] in the problem's dtype, codes, scales and biases in
         the problem's layout (packed: biases are interleaved with the scales, and the
-        argument is not read) to y [m, n] in the problem's dtype. If the problem has an
-        epilogue, bias, multiplier and residual follow, in the problem's dtype; those
-        that it leaves out are not read. With parts, y holds one result after the other.
+        argument is not read, unless it is a global scale, float32 [2]) to y [m, n] in
+        the problem's dtype. If the problem has an epilogue, bias, multiplier and
+        residual follow, in the problem's dtype; those that it leaves out are not read.
+        With parts, y holds one result after the other.
     """
     _built.append(plan)
     multiply = _multiply(plan)
@@ -195,6 +196,8 @@ def _decoder(
     dtype = _dtype(problem.dtype)
 
     def decode(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        if problem.global_scale:
+            biases = biases.view(mx.uint8)
         arrays = (_readable(w), _readable(scales), _readable(biases))
         return kernel(
             inputs=(*arrays, shape),
@@ -281,6 +284,8 @@ def _multiply(plan: Plan) -> Product:
     def multiply(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
     ) -> mx.array:
+        if problem.global_scale:
+            biases = biases.view(mx.uint8)
         if small:
             w, scales, biases = _readable(w), _readable(scales), _readable(biases)
         return kernel(

@@ -8,7 +8,8 @@ import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.ops import linear, linears, packed_product, quantized_matmul
-from mlx_marlin.packing import PackedWeight, pack, unpack
+from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
+from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 NATIVE = ("weight", "scales", "biases")
 PACKED = ("words", "quantizers")
@@ -27,7 +28,8 @@ class MarlinLinear(nn.QuantizedLinear):
         input_dims (int): Features that go in, k.
         output_dims (int): Features that come out, n.
         bias (bool): Whether to add a bias. Default: True.
-        group_size (int, optional): Weights that share a scale. Default: the mode's.
+        group_size (int, optional): Weights that share a scale; with `layout="marlin"`
+            also sizes that MLX has not, and "channel". Default: the mode's.
         bits (int, optional): Bits of a code. Default: the mode's.
         mode (str): Quantization scheme. Default: "affine".
         layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
@@ -41,7 +43,7 @@ class MarlinLinear(nn.QuantizedLinear):
         input_dims: int,
         output_dims: int,
         bias: bool = True,
-        group_size: int | None = None,
+        group_size: GroupSize = None,
         bits: int | None = None,
         mode: str = "affine",
         *,
@@ -49,6 +51,15 @@ class MarlinLinear(nn.QuantizedLinear):
         invariant: bool = False,
     ) -> None:
         _check(layout, mode, bits)
+        if _is_packed_only(layout, group_size, mode, bits):
+            nn.Module.__init__(self)
+            floats = nn.Linear(input_dims, output_dims, False)
+            self._quantize(floats.weight, group_size, bits, mode)
+            self.invariant = invariant
+            if bias:
+                self["bias"] = mx.zeros((output_dims,))
+                self.freeze()
+            return
         # MLX fills None in, though its annotations do not say so.
         size: Any = group_size
         width: Any = bits
@@ -62,7 +73,7 @@ class MarlinLinear(nn.QuantizedLinear):
     def from_linear(
         cls,
         linear_layer: nn.Module,
-        group_size: int | None = None,
+        group_size: GroupSize = None,
         bits: int | None = None,
         mode: str = "affine",
         *,
@@ -71,6 +82,14 @@ class MarlinLinear(nn.QuantizedLinear):
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
         _check(layout, mode, bits)
+        if _is_packed_only(layout, group_size, mode, bits):
+            ours = cls.__new__(cls)
+            nn.Module.__init__(ours)
+            ours._quantize(linear_layer.weight, group_size, bits, mode)
+            ours.invariant = invariant
+            if "bias" in linear_layer:
+                ours["bias"] = linear_layer["bias"]
+            return ours
         size: Any = group_size
         width: Any = bits
         quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
@@ -95,6 +114,12 @@ class MarlinLinear(nn.QuantizedLinear):
             ValueError: If the layout is unknown or our format cannot hold the weight.
         """
         _check(layout, layer.mode, layer.bits)
+        sizes = format_of(layer.mode, layer.bits).group_sizes
+        if layout == "mlx" and layer.group_size not in sizes:
+            raise ValueError(
+                f"layout='mlx' has groups of {sizes}, and the layer has "
+                f"group_size={layer.group_size}"
+            )
         ours = _twin(cls, layer)
         ours.layout = "mlx"
         ours.invariant = invariant
@@ -106,11 +131,26 @@ class MarlinLinear(nn.QuantizedLinear):
             ours._keep_packed()
         return ours
 
-    def to_stock(self) -> nn.QuantizedLinear:
-        """Returns MLX's own layer with the same parameters, in MLX's layout."""
-        layer = _twin(nn.QuantizedLinear, self)
-        for name, array in zip(NATIVE, self._native(), strict=True):
-            setattr(layer, name, array)
+    def to_stock(self) -> nn.QuantizedLinear | nn.Linear:
+        """Returns MLX's own layer with the same parameters, in MLX's layout.
+
+        Groups longer than MLX's become several. MLX has none of 16 integers: such a
+        layer becomes an `nn.Linear` of the numbers that its codes stand for.
+        """
+        layer: nn.QuantizedLinear | nn.Linear
+        packed = self.packed
+        size = self.group_size if packed is None else stock_group_size(packed)
+        if packed is not None and size is None:
+            layer = nn.Linear.__new__(nn.Linear)
+            nn.Module.__init__(layer)
+            layer.train(self.training)
+            layer.weight = plain(packed, packed.dtype)
+        else:
+            layer = _twin(nn.QuantizedLinear, self)
+            layer.group_size = size
+            native = self._native() if packed is None else (*as_mlx(packed), None)
+            for name, array in zip(NATIVE, native, strict=False):
+                setattr(layer, name, array)
         if "bias" in self:
             layer["bias"] = self["bias"]
         return layer
@@ -230,11 +270,21 @@ class MarlinLinear(nn.QuantizedLinear):
         if array is not None:
             self[name] = array
 
+    def _quantize(
+        self, weight: mx.array, group_size: GroupSize, bits: int | None, mode: str
+    ) -> None:
+        """Takes a weight in a format that MLX does not quantize to."""
+        packed = quantize(weight, group_size=group_size, bits=bits, mode=mode)
+        self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
+        self._take(packed)
+
     def _keep_packed(self) -> None:
         native = [self.pop(name, None) for name in NATIVE]
-        packed = pack(
-            *native, group_size=self.group_size, bits=self.bits, mode=self.mode
+        self._take(
+            pack(*native, group_size=self.group_size, bits=self.bits, mode=self.mode)
         )
+
+    def _take(self, packed: PackedWeight) -> None:
         self.output_dims, self.input_dims = packed.shape
         self["words"], self["quantizers"] = packed.words, packed.scales
         self.layout = "marlin"
@@ -305,6 +355,15 @@ def _twin(cls: type[Layer], layer: nn.Module) -> Layer:
     twin.train(layer.training)
     twin._no_grad = set(layer._no_grad).difference(PACKED)
     return twin
+
+
+def _is_packed_only(
+    layout: str, group_size: GroupSize, mode: str, bits: int | None
+) -> bool:
+    """Returns whether MLX cannot quantize to a format that our packed layout has."""
+    known = format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)
+    of_mlx = group_size in (None, *known.group_sizes)
+    return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)
 
 
 def _check(layout: str, mode: str, bits: int | None) -> None:

@@ -66,7 +66,7 @@ def quantized_matmul(
             )
     served = _served(x, w, scales, biases, transpose, group_size, bits, mode)
     if isinstance(w, PackedWeight):
-        return served.run(x, w.words, w.scales, w.scales)
+        return served.run(x, w.words, w.scales, w.third)
     return served.run(x, w, scales, biases)
 
 
@@ -144,7 +144,7 @@ def linear(
     check_operands((*x.shape[:-1], n), bias, multiply, residual)
     given = [each for each in (bias, multiply, residual) if each is not None]
     if isinstance(w, PackedWeight):
-        return served.run(x, w.words, w.scales, w.scales, *given)
+        return served.run(x, w.words, w.scales, w.third, *given)
     return served.run(x, w, scales, biases, *given)
 
 
@@ -350,6 +350,7 @@ def _served(
             mx.default_device() == CPU,
             epilogue,
             invariant,
+            w.global_scale is not None,
         )
     is_odd = biases is not None and not isinstance(biases, mx.array)
     if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):

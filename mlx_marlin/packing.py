@@ -1,13 +1,22 @@
 """Quantizing weights, and moving them between MLX's layout and ours, on MLX arrays."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 import mlx.core as mx
 
-from mlx_marlin import layout
+from mlx_marlin import layout, quantizers
 from mlx_marlin.codes import codes_of_words, words_of_codes
-from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
+from mlx_marlin.formats import (
+    DTYPE_BYTES,
+    MODE_DEFAULTS,
+    Format,
+    format_of,
+)
+
+GroupSize = int | Literal["channel"] | None
+"""Weights that share a scale; "channel" is a whole row, None what the mode has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -21,10 +30,13 @@ class PackedWeight:
             (scale, zero point) of these rows.
         n: Rows of the weight: features that come out.
         k: Columns of the weight: features that go in.
-        group_size: Weights along k that share a scale.
+        group_size: Weights along k that share a scale; k itself for a whole row.
         bits: Bits of a code.
         mode: The scheme: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4", or "symmetric",
             which stores no bias, or "zero_point".
+        global_scale: For "nvfp4" perhaps one scale more, of all of the weight: float32
+            of one element, as MLX means it. A weight is 1/2688 of it too.
+        third: What kernels take in the place of biases.
     """
 
     words: mx.array
@@ -34,10 +46,13 @@ class PackedWeight:
     group_size: int = 64
     bits: int = 4
     mode: str = "affine"
+    global_scale: mx.array | None = None
+    third: mx.array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        format = _check_format(self.mode, self.bits, self.group_size)
-        _check_k("PackedWeight", self.k, format, self.group_size)
+        format = format_of(self.mode, self.bits)
+        _check_groups("PackedWeight", self.k, format, self.group_size)
+        _check_global(self.global_scale, self.mode)
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
         words = (*tiles, layout.tile_words(self.bits))
@@ -54,6 +69,10 @@ class PackedWeight:
                 f"scales must be one of {[*format.scale_dtypes]} with shape {scales}, "
                 f"got {dtype} {self.scales.shape}"
             )
+        scale = self.global_scale
+        # Twice: MLX hands arrays under eight bytes over in another address space.
+        third = self.scales if scale is None else mx.repeat(scale.reshape(1), 2)
+        object.__setattr__(self, "third", third)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -74,20 +93,24 @@ class PackedWeight:
 def quantize(
     w: mx.array,
     *,
-    group_size: int | None = None,
+    group_size: GroupSize = None,
     bits: int | None = None,
     mode: str = "affine",
     symmetric: bool = False,
+    global_scale: mx.array | None = None,
 ) -> PackedWeight:
     """Quantizes a weight and packs it.
 
     Args:
         w: Weight [n, k], float16, bfloat16 or float32; k a multiple of `group_size`.
-        group_size: Weights along k that share a scale. Default: the mode's.
+        group_size: Weights along k that share a scale, "channel" or k for a whole row.
+            Default: the mode's.
         bits: Bits of a code. Default: the mode's.
         mode: A scheme of `mx.quantize`, or "symmetric": codes of b bits stand for
             -2^(b-1) to 2^(b-1) - 1 times the scale, and zero is exact.
         symmetric: The same as `mode="symmetric"`.
+        global_scale: For "nvfp4" the largest magnitude of w, float32 of one element, as
+            `mx.quantize` takes it. Default: none.
 
     Returns:
         The packed weight. Its scales have w's dtype, or are bytes.
@@ -98,26 +121,30 @@ def quantize(
     if symmetric and mode not in ("affine", "symmetric"):
         raise ValueError(f"symmetric=True is not for mode={mode!r}, only for integers")
     mode = "symmetric" if symmetric else mode
-    group_size, bits = _with_defaults(mode, group_size, bits)
-    _check_format(mode, bits, group_size)
+    bits = _bits(mode, bits)
+    format = format_of(mode, bits)
     if w.ndim != 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
         raise ValueError(
             f"w must be a matrix [n, k] of {[*DTYPE_BYTES]}, "
             f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
-    if 0 in w.shape or w.shape[1] % group_size:
-        raise ValueError(
-            f"w has shape {w.shape}, expected at least one row and a k that is a "
-            f"multiple of group_size={group_size}"
-        )
+    if 0 in w.shape:
+        raise ValueError(f"w has shape {w.shape}, expected at least one row and column")
+    size = _group_size(mode, group_size, w.shape[1])
+    _check_groups("w", w.shape[1], format, size)
+    _check_global(global_scale, mode)
     if mode == "zero_point":
         raise ValueError('mode="zero_point" is for weights that are quantized already')
-    parts = (
-        _quantize_symmetric(w, group_size, bits)
-        if mode == "symmetric"
-        else mx.quantize(w, group_size=group_size, bits=bits, mode=mode)
+    parts: tuple[mx.array, ...]
+    if mode == "symmetric":
+        parts = quantizers.symmetric(w, size, bits)
+    elif size in format.group_sizes:
+        parts = mx.quantize(w, size, bits, mode, global_scale=global_scale)
+    else:
+        parts = quantizers.affine(w, size, bits)
+    return pack(
+        *parts, group_size=size, bits=bits, mode=mode, global_scale=global_scale
     )
-    return pack(*parts, group_size=group_size, bits=bits, mode=mode)
 
 
 def pack(
@@ -125,9 +152,10 @@ def pack(
     scales: mx.array,
     biases: mx.array | None = None,
     *,
-    group_size: int | None = None,
+    group_size: GroupSize = None,
     bits: int | None = None,
     mode: str = "affine",
+    global_scale: mx.array | None = None,
 ) -> PackedWeight:
     """Packs a quantized weight, exactly.
 
@@ -139,28 +167,30 @@ def pack(
         scales: Scales [n, k / group_size].
         biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
             numbers in the scales' dtype; None for schemes without.
-        group_size: Weights along k that share a scale. Default: the mode's.
+        group_size: Weights along k that share a scale, "channel" or k for a whole row.
+            Default: the mode's.
         bits: Bits of a code. Default: the mode's.
         mode: MLX's scheme, or "symmetric" or "zero_point".
+        global_scale: As in `PackedWeight`.
 
     Raises:
         ValueError: If the arrays do not belong together or are not in our format.
     """
-    group_size, bits = _with_defaults(mode, group_size, bits)
-    format = _check_format(mode, bits, group_size)
-    _check_native(w, scales, biases, format, group_size)
-    n, k = w.shape[0], w.shape[1] * 32 // bits
+    bits = _bits(mode, bits)
+    format = format_of(mode, bits)
+    n, k, size = _check_native(w, scales, biases, format, group_size)
     padded_n, padded_k = layout.padded(n, k)
     codes = mx.pad(codes_of_words(w, bits), [(0, padded_n - n), (0, padded_k - k)])
     stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
-        words=_store(codes, format, layout.order_of_group(group_size)),
-        scales=_interleave(stored, padded_n, -(-padded_k // group_size)),
+        words=_store(codes, format, layout.order_of_group(size)),
+        scales=_interleave(stored, padded_n, -(-padded_k // size)),
         n=n,
         k=k,
-        group_size=group_size,
+        group_size=size,
         bits=bits,
         mode=mode,
+        global_scale=global_scale,
     )
 
 
@@ -174,36 +204,6 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
     digits = packed.scales.reshape(tiles, -1, 8, 4, format.parameters)
     factors = digits.transpose(4, 0, 3, 2, 1).reshape(format.parameters, n, -1)
     return words, *factors[:, : packed.n, :groups]
-
-
-def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
-    """Returns codes, scales and biases that mean the same to stock MLX.
-
-    A zero point becomes the bias that it stands for, rounded to the scales' dtype.
-    """
-    words, scales, *rest = unpack(packed)
-    if packed.mode == "symmetric":
-        return words, scales, -(2 ** (packed.bits - 1)) * scales
-    if packed.mode == "zero_point":
-        return words, scales, -scales * rest[0]
-    return words, scales, *rest
-
-
-def _quantize_symmetric(
-    w: mx.array, group_size: int, bits: int
-) -> tuple[mx.array, mx.array]:
-    # The value of largest magnitude becomes the most negative code, so its sign decides
-    # the scale's.
-    zero = 2 ** (bits - 1)
-    groups = w.astype(mx.float32).reshape(w.shape[0], -1, group_size)
-    largest = mx.take_along_axis(
-        groups, mx.abs(groups).argmax(-1, keepdims=True), axis=-1
-    )
-    scales = (largest / -zero).astype(w.dtype)
-    divisor = mx.where(scales == 0, 1, scales).astype(mx.float32)
-    codes = mx.clip(mx.round(groups / divisor) + zero, 0, 2 * zero - 1)
-    words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
-    return words, scales.squeeze(-1)
 
 
 def _store(codes: mx.array, format: Format, order: str) -> mx.array:
@@ -261,30 +261,32 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(permutation.index(axis) for axis in range(len(permutation)))
 
 
-def _with_defaults(
-    mode: str, group_size: int | None, bits: int | None
-) -> tuple[int, int]:
-    default_group, default_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
-    return (
-        default_group if group_size is None else group_size,
-        default_bits if bits is None else bits,
-    )
+def _bits(mode: str, bits: int | None) -> int:
+    return MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[1] if bits is None else bits
 
 
-def _check_format(mode: str, bits: int, group_size: int) -> Format:
-    format = format_of(mode, bits)
-    if group_size not in format.group_sizes:
-        raise ValueError(f"group_size={group_size} is not one of {format.group_sizes}")
-    return format
+def _group_size(mode: str, group_size: GroupSize, k: int) -> int:
+    if group_size == "channel":
+        return k
+    default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[0]
+    return default if group_size is None else group_size
 
 
-def _check_k(name: str, k: int, format: Format, group_size: int) -> None:
-    if k % group_size:
-        raise ValueError(f"{name} has k={k}, not a multiple of group_size={group_size}")
-    if k % format.k_multiple:
+def _check_groups(name: str, k: int, format: Format, group_size: int) -> None:
+    wrong = format.why_not(group_size, k, "marlin")
+    if wrong is not None:
+        raise ValueError(f"{name} [n, {k}] cannot be packed: {wrong}")
+
+
+def _check_global(scale: mx.array | None, mode: str) -> None:
+    if scale is None:
+        return
+    if mode != "nvfp4":
+        raise ValueError(f"global_scale is for nvfp4, not for mode={mode!r}")
+    if scale.size != 1 or scale.dtype != mx.float32:
         raise ValueError(
-            f"{name} has k={k}, not a multiple of {format.k_multiple}, as "
-            f"{format.mode} needs it"
+            f"global_scale must be float32 of one element, "
+            f"got {dtype_name(scale.dtype)} with shape {scale.shape}"
         )
 
 
@@ -293,15 +295,17 @@ def _check_native(
     scales: mx.array,
     biases: mx.array | None,
     format: Format,
-    group_size: int,
-) -> None:
+    group_size: GroupSize,
+) -> tuple[int, int, int]:
+    """Checks a weight in MLX's layout; returns n, k and the group size."""
     if w.ndim != 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
         raise ValueError(
             f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32], "
             f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
     n, k = w.shape[0], w.shape[1] * 32 // format.bits
-    _check_k("w", k, format, group_size)
+    size = _group_size(format.mode, group_size, k)
+    _check_groups("w", k, format, size)
     if (biases is not None) != (format.parameters == 2):
         expected = "biases" if format.codes == "affine" else "zero points as biases"
         raise ValueError(
@@ -311,12 +315,13 @@ def _check_native(
     for name, array in (("scales", scales), ("biases", biases)):
         if array is None:
             continue
-        shape = (n, k // group_size)
+        shape = (n, k // size)
         if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:
             raise ValueError(
                 f"{name} must be one of {[*format.scale_dtypes]} with shape {shape}, "
                 f"got {dtype_name(array.dtype)} with shape {array.shape}"
             )
+    return n, k, size
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -43,8 +43,12 @@ GEMV_ROWS = {"float16": 5, "bfloat16": 3, "float32": 3}
 
 
 def k_tile(group_size: int) -> int:
-    """Returns the weights of a k tile: k may be cut where a trip and a group begin."""
-    return max(TILE_K, group_size)
+    """Returns the weights of a k tile, between which k may be cut.
+
+    Every trip applies its own group's scales, so a cut may fall inside a group: longer
+    groups than 128, and whole rows, are cut as finely as short ones.
+    """
+    return 128 if group_size == 128 else TILE_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

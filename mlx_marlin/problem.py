@@ -102,7 +102,7 @@ class Problem:
         m: Rows of the activations and of the result, at least 1.
         n: Rows of the weight, which are the result's columns, at least 1.
         k: Length of the sum; a multiple of `group_size`.
-        group_size: Weights along k that share one scale: 32, 64 or 128.
+        group_size: Weights along k that share one scale; k itself for a whole row.
         bits: Bits of one code.
         mode: MLX's name of the quantization scheme.
         dtype: Of the activations and the result.
@@ -110,6 +110,7 @@ class Problem:
         layout: How the codes lie in memory: "mlx" (native) or "marlin" (packed).
         epilogue: What happens to the product before it is stored.
         invariant: Whether a row's bits must not depend on the other rows, or on m.
+        global_scale: Whether the weight has one scale more for all of it.
     """
 
     m: int
@@ -123,6 +124,7 @@ class Problem:
     layout: str = "mlx"
     epilogue: Epilogue = PLAIN
     invariant: bool = False
+    global_scale: bool = False
 
     def __post_init__(self) -> None:
         if self.m < 1 or self.n < 1 or self.k < 1:
@@ -136,26 +138,6 @@ class Problem:
                 f"elements, expected fewer than {MOST_ELEMENTS}"
             )
         format = format_of(self.mode, self.bits)
-        if self.group_size not in format.group_sizes:
-            raise ValueError(
-                f"group_size={self.group_size} is not one of {format.group_sizes}"
-            )
-        if self.k % self.group_size:
-            raise ValueError(
-                f"k={self.k} is not a multiple of group_size={self.group_size}"
-            )
-        if self.k % format.k_multiple:
-            raise ValueError(
-                f"k={self.k} is not a multiple of {format.k_multiple}, as "
-                f"{self.mode} needs it"
-            )
-        if self.dtype not in DTYPE_BYTES:
-            raise ValueError(f"dtype={self.dtype!r} is not one of {[*DTYPE_BYTES]}")
-        if self.scale_dtype not in format.scale_dtypes:
-            raise ValueError(
-                f"scale_dtype={self.scale_dtype!r} is not one of "
-                f"{[*format.scale_dtypes]}"
-            )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r} is not one of {[*LAYOUTS]}")
         if self.layout not in format.layouts:
@@ -163,6 +145,18 @@ class Problem:
                 f"layout={self.layout!r} is not one of {format.layouts}, in which "
                 f"{self.mode} weights lie"
             )
+        wrong = format.why_not(self.group_size, self.k, self.layout)
+        if wrong is not None:
+            raise ValueError(wrong)
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {[*DTYPE_BYTES]}")
+        if self.scale_dtype not in format.scale_dtypes:
+            raise ValueError(
+                f"scale_dtype={self.scale_dtype!r} is not one of "
+                f"{[*format.scale_dtypes]}"
+            )
+        if self.global_scale and self.mode != "nvfp4":
+            raise ValueError(f"global_scale=True is for nvfp4, got mode={self.mode!r}")
         parts = self.epilogue.parts
         if parts and sum(parts) != self.n:
             raise ValueError(f"parts={parts} do not add up to n={self.n}")

@@ -17,7 +17,7 @@ from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.kind import Kind, Run, Shape, as_rows
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
-from mlx_marlin.packing import PackedWeight, as_mlx, dtype_name
+from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.plan import DensePlan, dense_plan
 from mlx_marlin.problem import (
     MOST_ELEMENTS,
@@ -26,6 +26,7 @@ from mlx_marlin.problem import (
     Problem,
     largest_array,
 )
+from mlx_marlin.stock_weight import stock_product
 
 KINDS = 4096
 """Kinds of call that are remembered."""
@@ -133,6 +134,7 @@ def serve_packed(
     on_cpu: bool,
     epilogue: Epilogue = PLAIN,
     invariant: bool = False,
+    global_scale: bool = False,
 ) -> Served:
     """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
 
@@ -146,7 +148,9 @@ def serve_packed(
             f"{(n, k)} with transpose={transpose}"
         )
 
-    def stock(x: mx.array, words: mx.array, scales: mx.array, _: mx.array) -> mx.array:
+    def stock(
+        x: mx.array, words: mx.array, scales: mx.array, third: mx.array
+    ) -> mx.array:
         packed = PackedWeight(
             words=words,
             scales=scales,
@@ -155,11 +159,9 @@ def serve_packed(
             group_size=group_size,
             bits=bits,
             mode=mode,
+            global_scale=third[:1] if global_scale else None,
         )
-        w, factors, *rest = as_mlx(packed)
-        biases = rest[0] if rest else None
-        known = mode if mode in MODE_DEFAULTS else "affine"
-        return _stock(x, w, factors, biases, transpose, group_size, bits, known)
+        return stock_product(x, packed, transpose)
 
     kind = Kind(
         x_shape=x_shape,
@@ -181,6 +183,7 @@ def serve_packed(
         on_cpu=on_cpu,
         epilogue=epilogue,
         invariant=invariant,
+        global_scale=global_scale,
     )
     return _decide(kind, stock)
 
@@ -215,6 +218,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         layout=kind.layout,
         epilogue=epilogue,
         invariant=kind.invariant,
+        global_scale=kind.global_scale,
     )
     if not kind.transpose:
         product = launch.dense_product(dense_plan(problem, transposed=False))
@@ -282,14 +286,16 @@ def _not_ours(kind: Kind) -> str | None:
     if not kind.transpose and kind.layout == "mlx":
         return "our kernels multiply by the transposed weight only"
     known = FORMATS.get((kind.mode, kind.bits))
-    if known is None or kind.group_size not in known.group_sizes:
+    # A packed weight has been checked.
+    packed = kind.layout == "marlin"
+    if known is None or not (packed or kind.group_size in known.group_sizes):
         return (
             f"{kind.mode} {kind.bits}-bit with group size {kind.group_size} is not "
             f"one of our formats"
         )
-    if kind.k % known.k_multiple:
+    if kind.k % known.k_multiple(kind.group_size):
         return f"our kernels take {kind.mode} with a k that is a multiple of " + (
-            f"{known.k_multiple}, and k={kind.k}"
+            f"{known.k_multiple(kind.group_size)}, and k={kind.k}"
         )
     if kind.batched:
         return "our kernels take one weight matrix, not a batch"

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from mlx_marlin.formats import CODES, TILE_N
+from mlx_marlin.formats import CHANNEL, CODES, GROUP_SIZES, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
@@ -21,6 +21,8 @@ TemplateValue = str | int | bool
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 FINISH = ("bias", "multiplier", "residual", "parts")
+GLOBAL_FLOATING = len(CODES)
+"""MODE of small floats that have a global scale too."""
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 
@@ -153,9 +155,11 @@ def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
 def weight_template(problem: Problem) -> dict[str, TemplateValue]:
     """Returns the template arguments of `WeightFormat` in `lib/decode.metal`."""
     return {
-        "MODE": CODES.index(problem.format.codes),
+        "MODE": GLOBAL_FLOATING
+        if problem.global_scale
+        else CODES.index(problem.format.codes),
         "BITS": problem.bits,
-        "GROUP": problem.group_size,
+        "GROUP": problem.group_size if problem.group_size in GROUP_SIZES else CHANNEL,
         "PACKED": problem.layout == "marlin",
     }
 

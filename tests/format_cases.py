@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from oracles import Floats, exact
 
 from mlx_marlin import launch
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, Format
+from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import GEMV_ROWS, Plan, k_tile
 from mlx_marlin.problem import Problem
@@ -26,10 +26,33 @@ Integers = NDArray[np.int64]
 MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 """The schemes that `mx.quantized_matmul` knows."""
 GROUPED = [
-    (mode, bits, g) for (mode, bits), f in FORMATS.items() for g in f.group_sizes
+    (mode, bits, g)
+    for (mode, bits), f in FORMATS.items()
+    for g in f.group_sizes_in("marlin")
 ]
-"""Every format with every group size."""
-OF_MLX = [each for each in GROUPED if each[0] in MLX_MODES]
+"""Every format with every group size; `CHANNEL` is a whole row."""
+
+
+def layouts_of(mode: str, bits: int, group_size: int) -> tuple[str, ...]:
+    """Returns the layouts that have groups of a size."""
+    known = FORMATS[mode, bits]
+    return tuple(
+        layout for layout in known.layouts if group_size in known.group_sizes_in(layout)
+    )
+
+
+OF_MLX = [each for each in GROUPED if "mlx" in layouts_of(*each)]
+
+
+def step_of(mode: str, bits: int, group_size: int) -> int:
+    """Returns what k is to be a multiple of.
+
+    A whole row of 192, unlike one of 128 or 256, is no other group size.
+    """
+    if group_size == CHANNEL:
+        return 192
+    return FORMATS[mode, bits].k_multiple(group_size)
+
 
 NOT_A_NUMBER = 0x7F
 """E4M3's not-a-number, without its sign; nothing that quantizes writes it."""
@@ -79,12 +102,14 @@ class Weight:
         bits: Bits of a code.
         group_size: Weights that share a scale.
         native: Codes, scales and, where there are any, biases or zero points.
+        global_scale: The scale of all of an nvfp4 weight, as MLX means it, or None.
     """
 
     mode: str
     bits: int
     group_size: int
     native: tuple[mx.array, ...]
+    global_scale: mx.array | None = None
 
     @property
     def options(self) -> dict[str, int | str]:
@@ -102,6 +127,8 @@ class Weight:
             return scale, codes - 2.0 ** (self.bits - 1), bias
         if self.mode == "zero_point":
             return scale, codes.astype(float), -scale * bias
+        if self.global_scale is not None:
+            scale = scale * (self.global_scale.item() / (E2M1.max() * 448))
         return scale, (E2M1 if self.bits == 4 else E4M3)[codes], bias
 
     def _of_groups(self) -> tuple[Floats, Floats]:
@@ -142,6 +169,7 @@ def any_weight(
     writes it: all codes 0 and a scale of -1e-7, or a zero scale.
     """
     draw = np.random.default_rng(seed)
+    group_size = k if group_size == CHANNEL else group_size
     shape = (n, k // group_size)
     constant = draw.integers(0, 8, shape) == 0
     codes = draw.integers(0, 2**bits, (n, k))
@@ -212,7 +240,7 @@ class Variant:
     @property
     def step(self) -> int:
         """What k has to be a multiple of."""
-        return max(self.group_size, 64 if self.mode == "nvfp4" else 32)
+        return step_of(self.mode, self.bits, self.group_size)
 
     @property
     def rows(self) -> int:
@@ -222,7 +250,7 @@ class Variant:
     @property
     def facts(self) -> Iterator[tuple[object, ...]]:
         """What a covering set has to meet: pairs, and what decides the decoding."""
-        lane = "step 32" if self.group_size == 32 else "step 64"
+        lane = {16: "own scales", 32: "step 32"}.get(self.group_size, "step 64")
         values = (
             ("codes", self.format.codes),
             ("bits", self.bits),
@@ -254,7 +282,7 @@ class Variant:
             m=m,
             n=n,
             k=k,
-            group_size=self.group_size,
+            group_size=k if self.group_size == CHANNEL else self.group_size,
             bits=self.bits,
             mode=self.mode,
             dtype=self.dtype,
@@ -298,7 +326,8 @@ def every_variant() -> Iterator[Variant]:
         scales = ("uint8",) if format.codes == "floating" else dict.fromkeys(narrow)
         # Small floats have no offset to take off.
         subtracts = (False,) if format.codes == "floating" else (False, True)
-        for layout, scale, subtract in product(format.layouts, scales, subtracts):
+        layouts = layouts_of(mode, bits, group_size)
+        for layout, scale, subtract in product(layouts, scales, subtracts):
             yield Variant(
                 mode, bits, group_size, layout, dtype, scale, fragments, subtract, split
             )
@@ -333,9 +362,13 @@ def run(plan: Plan, x: mx.array, weight: Weight) -> mx.array:
 def arguments(weight: Weight, layout: str) -> tuple[mx.array, mx.array, mx.array]:
     """Returns codes, scales and biases as a kernel takes them; none may be missing."""
     if layout == "marlin":
-        packed = pack(*weight.native, **weight.options)
-        return packed.words, packed.scales, packed.scales
+        packed = pack(
+            *weight.native, **weight.options, global_scale=weight.global_scale
+        )
+        return packed.words, packed.scales, packed.third
     words, scales, *biases = weight.native
+    if weight.global_scale is not None:
+        biases = [mx.repeat(weight.global_scale.reshape(1), 2)]
     return words, scales, biases[0] if biases else scales
 
 
@@ -345,7 +378,7 @@ def activations(m: int, k: int, *, dtype: str, seed: int) -> mx.array:
 
 
 TABLE_HEAD = (
-    "| scheme | bits | a weight is | group sizes | scales | layouts | k |",
+    "| scheme | bits | a weight is | group sizes | packed also | scales | layouts |",
     "|---|---|---|---|---|---|---|",
 )
 MEANINGS = {
@@ -365,16 +398,16 @@ def table() -> str:
     for mode in dict.fromkeys(mode for mode, _ in FORMATS):
         formats = [each for each in FORMATS.values() if each.mode == mode]
         (groups,) = {each.group_sizes for each in formats}
+        (packed,) = {each.packed_group_sizes for each in formats}
         (layouts,) = {each.layouts for each in formats}
-        (multiple,) = {each.k_multiple for each in formats}
         cells = (
             f"`{mode}`",
             ", ".join(str(each.bits) for each in formats),
             MEANINGS[mode],
             ", ".join(map(str, groups)),
+            ", ".join("a row" if each == CHANNEL else str(each) for each in packed),
             SCALES.get(mode, ", ".join(DTYPE_BYTES)),
             ", ".join(f"`{each}`" for each in layouts),
-            f"multiples of {multiple}" if multiple > max(groups) else "whole groups",
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join((*TABLE_HEAD, *rows))

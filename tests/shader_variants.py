@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_marlin import device, scheduler, source
 from mlx_marlin.emulator import check
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, TILE_N, Format
+from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -193,18 +193,26 @@ def _bodies_to_meet(problem: Problem) -> list[Plan]:
 
 def _problems() -> Iterator[Problem]:
     for format, dtype in product(FORMATS.values(), DTYPE_BYTES):
-        for group_size, layout in product(format.group_sizes, format.layouts):
-            for scale_dtype in _scale_dtypes(format, dtype):
+        groups = (
+            (group_size, layout)
+            for layout in format.layouts
+            for group_size in format.group_sizes_in(layout)
+        )
+        for group_size, layout in groups:
+            for scale_dtype, is_global in product(
+                _scale_dtypes(format, dtype), {False, format.mode == "nvfp4"}
+            ):
                 yield Problem(
                     m=1,
                     n=64,
                     k=1024,
-                    group_size=group_size,
+                    group_size=1024 if group_size == CHANNEL else group_size,
                     bits=format.bits,
                     mode=format.mode,
                     dtype=dtype,
                     scale_dtype=scale_dtype,
                     layout=layout,
+                    global_scale=is_global,
                 )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin import device, launch
 from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
+from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -82,23 +82,25 @@ def problems(
     layouts: st.SearchStrategy[str] = ANY_LAYOUT,
     epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
 ) -> Problem:
-    """Draws a problem; `max_k` is at least 128, the largest group."""
+    """Draws a problem; `max_k` is at least 256, the largest group."""
     mode, bits, group_size = draw(formats)
     known = FORMATS[mode, bits]
-    step = max(group_size, known.k_multiple)
+    possible = format_cases.layouts_of(mode, bits, group_size)
+    step = format_cases.step_of(mode, bits, group_size)
+    k = step * draw(sizes(max_k // step))
     dtype = draw(dtypes)
     # MLX promotes x to its scales' dtype: only float32 meets narrower ones.
     scale_dtype = draw(DTYPES) if dtype == "float32" else dtype
     return Problem(
         m=draw(sizes(max_m)),
         n=draw(sizes(max_n)),
-        k=step * draw(sizes(max_k // step)),
-        group_size=group_size,
+        k=k,
+        group_size=k if group_size == CHANNEL else group_size,
         bits=bits,
         mode=mode,
         dtype=dtype,
         scale_dtype="uint8" if known.codes == "floating" else scale_dtype,
-        layout=draw(layouts.filter(lambda layout: layout in known.layouts)),
+        layout=draw(layouts.filter(lambda layout: layout in possible)),
         epilogue=draw(epilogues),
     )
 
@@ -283,7 +285,7 @@ def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
 
 def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:
     """Makes a weight of a problem's format, whatever that is."""
-    return format_cases.any_weight(
+    weight = format_cases.any_weight(
         problem.mode,
         problem.bits,
         problem.group_size,
@@ -292,6 +294,7 @@ def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:
         dtype=problem.scale_dtype,
         seed=seed,
     )
+    return replace(weight, global_scale=mx.array(5.0) if problem.global_scale else None)
 
 
 def finish_arrays(problem: Problem, *, seed: int) -> Native:

@@ -93,9 +93,10 @@ def test_every_format_is_among_them() -> None:
     expected = {
         (CODES.index(known.codes), known.bits, group_size, layout == "marlin")
         for known in FORMATS.values()
-        for group_size in known.group_sizes
         for layout in known.layouts
+        for group_size in known.group_sizes_in(layout)
     }
+    expected |= {(len(CODES), 4, 16, packed) for packed in (False, True)}  # global
     for kernel in ("marlin_gemv", "marlin_gemm_register", "marlin_dequantize"):
         assert formats(of_kernel(kernel, every_variant())) == expected
 

@@ -16,8 +16,9 @@ from models import Layers, assert_same_model
 import mlx_marlin
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
-from mlx_marlin.packing import as_mlx, quantize
 from mlx_marlin.packing import pack as packed_of
+from mlx_marlin.packing import quantize
+from mlx_marlin.stock_weight import as_mlx
 
 pytestmark = pytest.mark.usefixtures("kernels", "_the_same_numbers")
 
@@ -537,18 +538,122 @@ def test_a_scheme_of_ours_means_to_stock_what_it_means_to_us(
     assert_close(dx, mx.array((oracles.exact(dy) @ weight.decoded).astype("f4")), 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
-def test_without_kernels_stock_serves_a_scheme_of_ours(
-    backend: Callable[[str], None], mode: str
+OURS = ("affine", "symmetric", "zero_point")
+PACKED_GROUPS = (16, 256, 320)
+"""Group sizes of ours; a row of 320 has one group, or for stock MLX five."""
+
+
+def row_of(group_size: int) -> int:
+    """Returns a k for a group size."""
+    return 320 if group_size != 256 else 512
+
+
+@pytest.mark.parametrize(
+    ("mode", "group_size"),
+    [
+        ("symmetric", 64),
+        ("zero_point", 64),
+        *((mode, group_size) for mode in OURS for group_size in PACKED_GROUPS),
+    ],
+)
+@pytest.mark.parametrize("transpose", [True, False])
+def test_without_kernels_stock_serves_a_format_of_ours(
+    backend: Callable[[str], None], mode: str, group_size: int, transpose: bool
 ) -> None:
-    weight = format_cases.any_weight(mode, 4, 64, N, K, dtype="float16", seed=9)
+    k = row_of(group_size)
+    weight = format_cases.any_weight(mode, 4, group_size, N, k, dtype="float16", seed=9)
     packed = mlx_marlin.pack(*weight.native, **weight.options)
+    x = mx.random.normal((3, k if transpose else N), key=mx.random.key(1))
+    x = x.astype(mx.float16)
     backend("stock")
 
-    y = mlx_marlin.quantized_matmul(X, packed)
+    y = mlx_marlin.quantized_matmul(x, packed, transpose=transpose)
 
-    assert mlx_marlin.why_not(X, packed) is not None
-    assert oracles.error(y, oracles.exact(X) @ weight.decoded.T) < 1e-2
+    assert mlx_marlin.why_not(x, packed, transpose=transpose) is not None
+    decoded = weight.decoded.T if transpose else weight.decoded
+    assert y.dtype == mx.float16
+    assert oracles.error(y, oracles.exact(x) @ decoded) < 1e-2
+
+
+@pytest.mark.parametrize("group_size", PACKED_GROUPS)
+@pytest.mark.parametrize("mode", OURS)
+def test_a_group_size_of_ours_is_multiplied_and_has_gradients(
+    mode: str, group_size: int
+) -> None:
+    k = row_of(group_size)
+    weight = format_cases.any_weight(mode, 4, group_size, N, k, dtype="float32", seed=9)
+    packed = mlx_marlin.pack(*weight.native, **weight.options)
+    x = mx.random.normal((3, k), key=mx.random.key(1))
+    bias = mx.random.normal((N,), key=mx.random.key(2))
+    exact, decoded = oracles.exact(x), weight.decoded
+
+    def of(x: mx.array, scales: mx.array) -> mx.array:
+        fields = {**weight.options, "words": packed.words, "n": N, "k": k}
+        again = mlx_marlin.PackedWeight(**fields, scales=scales)
+        return mlx_marlin.quantized_matmul(x, again).square().sum()
+
+    y = mlx_marlin.linear(x, packed, bias=bias, activation="silu")
+    back = mlx_marlin.quantized_matmul(x[:, :N], packed, transpose=False)
+    dx, dscales = mx.grad(of, argnums=(0, 1))(x, packed.scales)
+
+    assert mlx_marlin.why_not(x, packed) is None
+    total = exact @ decoded.T + oracles.exact(bias)
+    assert oracles.error(y, total / (1 + np.exp(-total))) < 1e-5
+    assert oracles.error(back, exact[:, :N] @ decoded) < 1e-5
+    assert oracles.error(dx, 2 * exact @ decoded.T @ decoded) < 1e-5
+    # The loss is quadratic in what a group stores, or in all but the zero points.
+    stored = oracles.exact(packed.scales)
+    slope = oracles.exact(dscales) * stored
+    slope = slope if mode != "zero_point" else slope[..., ::2]
+    np.testing.assert_allclose(
+        slope.sum(), 2 * ((exact @ decoded.T) ** 2).sum(), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("group_size", [16, 256, "channel"])
+def test_a_layer_may_have_a_group_size_of_ours(group_size: int | str) -> None:
+    k = 320 if group_size == "channel" else 256
+    linear = nn.Linear(k, N)
+    linear.weight = mx.random.normal((N, k), key=mx.random.key(3)) / 8
+    x = mx.random.normal((3, k), key=mx.random.key(4))
+    weight = quantize(linear.weight, group_size=group_size)
+
+    ours = MarlinLinear.from_linear(linear, group_size, layout="marlin")
+    empty = MarlinLinear(k, N, True, group_size, layout="marlin")
+
+    expected = mlx_marlin.quantized_matmul(x, weight) + linear.bias
+    assert_close(ours(x), expected, rtol=1e-5)
+    assert empty(x).shape == (3, N)
+    assert empty.trainable_parameters() == {}
+    assert (ours.group_size, ours.bits) == (weight.group_size, 4)
+    assert f"input_dims={k}, output_dims={N}" in repr(ours)
+    assert f"group_size={weight.group_size}" in repr(empty)
+    again = MarlinLinear.from_quantized(ours, layout="marlin", invariant=True)
+    assert_close(again(x), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=f"group_size={weight.group_size}"):
+        MarlinLinear.from_quantized(ours, layout="mlx")
+    back = ours.to_stock()
+    stock = nn.Linear if group_size == 16 else nn.QuantizedLinear
+    assert type(back) is stock
+    assert_close(back(x), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("group_size", [16, 256, "channel"])
+def test_a_model_may_have_group_sizes_of_ours(group_size: int | str) -> None:
+    model = Layers(nn.Linear(512, 96), nn.Linear(96, 512))  # 96 fills none of them
+    x = mx.random.normal((3, 512), key=mx.random.key(5))
+
+    mlx_marlin.optimize(model, quantize=True, layout="marlin", group_size=group_size)
+
+    first, second = model.layers
+    assert type(first) is MarlinLinear
+    assert type(second) is nn.Linear
+    expected = model(x)
+    mlx_marlin.restore(model)
+    assert type(model.layers[0]) in (nn.Linear, nn.QuantizedLinear)
+    assert_close(model(x), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match=rf"group_size={group_size!r} is not one of"):
+        mlx_marlin.optimize(model, quantize=True, group_size=group_size)
 
 
 def test_modes_that_only_packed_weights_have_are_not_mlxs() -> None:

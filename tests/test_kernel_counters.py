@@ -97,7 +97,7 @@ def ragged(
     problem = Problem(
         m=m,
         n=n,
-        k=7 * max(group_size, FORMATS[mode, bits].k_multiple),
+        k=7 * FORMATS[mode, bits].k_multiple(group_size),
         group_size=group_size,
         bits=bits,
         mode=mode,

@@ -59,6 +59,9 @@ HALVES = [
     family("symmetric", 4, 64, layout="marlin", fragments=2, subtract=True),
     family("symmetric", 8, 32, layout="marlin", fragments=0),
     family("zero_point", 4, 64, layout="marlin"),
+    family("affine", 4, 16, layout="marlin", fragments=2),
+    family("symmetric", 8, 16, layout="marlin"),
+    family("zero_point", 3, 16, layout="marlin", fragments=0),
     family("mxfp4", 4, 32, fragments=0),
     family("mxfp4", 4, 32, layout="marlin", fragments=2),
     family("mxfp8", 8, 32),
@@ -72,6 +75,7 @@ WIDE = [
     family("symmetric", 4, 64, dtype="float32", layout="marlin", subtract=True),
     family("zero_point", 4, 64, dtype="bfloat16", layout="marlin", fragments=0),
     family("mxfp4", 4, 32, dtype="bfloat16", fragments=2),
+    family("affine", 8, 16, dtype="bfloat16", layout="marlin"),
     family("mxfp8", 8, 32, dtype="float32", layout="marlin"),
     family("nvfp4", 4, 16, dtype="bfloat16", layout="marlin"),
 ]

@@ -15,9 +15,10 @@ from format_cases import GROUPED, MLX_MODES, Integers, Weight, read_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import layout
-from mlx_marlin.formats import FORMATS, format_of
-from mlx_marlin.packing import PackedWeight, as_mlx, pack, quantize, unpack
+from mlx_marlin import layout, quantizers
+from mlx_marlin.formats import CHANNEL, FORMATS, format_of
+from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
+from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 SEEDS = st.integers(0, 2**32 - 1)
 grouped = pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
@@ -35,6 +36,7 @@ def any_bits(
 ) -> Weight:
     """Makes a weight of random words; scales of any sign, one group in four zero."""
     draw = np.random.default_rng(seed)
+    group_size = k if group_size == CHANNEL else group_size
     words = draw.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32)
     shape = (n, k // group_size)
     zero = draw.integers(0, 4, shape) == 0
@@ -61,7 +63,7 @@ def weights_of(
     draw: st.DrawFn, mode: str, bits: int, group_size: int, most_n: int = 70
 ) -> Weight:
     """Draws a ragged weight of a format."""
-    step = max(group_size, format_of(mode, bits).k_multiple)
+    step = format_cases.step_of(mode, bits, group_size)
     return any_bits(
         mode,
         bits,
@@ -144,7 +146,8 @@ def test_unpack_gives_back_every_bit(
     n, k = weight.native[0].shape[0], weight.native[0].shape[1] * 32 // bits
     assert packed.shape == (n, k)
     assert packed.dtype == weight.native[1].dtype
-    assert (packed.mode, packed.bits, packed.group_size) == (mode, bits, group_size)
+    size = k if group_size == CHANNEL else group_size
+    assert (packed.mode, packed.bits, packed.group_size) == (mode, bits, size)
     for actual, expected in zip(unpack(packed), weight.native, strict=True):
         assert_same_bits(actual, expected)
 
@@ -191,7 +194,7 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     seen = quantizers_seen_by_lanes(packed_of(weight))
 
     padded_n, padded_k = layout.padded(n, words.shape[1] * 32 // bits)
-    assert seen.shape == (padded_n, -(-padded_k // group_size), len(stored))
+    assert seen.shape == (padded_n, -(-padded_k // weight.group_size), len(stored))
     for i, each in enumerate(stored):
         assert_same_bits(seen[:n, :groups, i], each)
     assert not seen[n:].any()
@@ -306,20 +309,28 @@ def test_scales_and_biases_of_two_dtypes_meet_in_the_one_that_holds_both() -> No
     assert_same_bits(wide_biases, biases.astype(mx.bfloat16).astype(mx.float32))
 
 
-@pytest.mark.parametrize(("mode", "bits"), FORMATS)
-def test_as_mlx_means_the_same_to_stock(mode: str, bits: int) -> None:
-    group_size = FORMATS[mode, bits].group_sizes[0]
-    weight = format_cases.any_weight(
-        mode, bits, group_size, 9, 128, dtype="float32", seed=4
-    )
+@grouped
+def test_as_mlx_means_the_same_to_stock(mode: str, bits: int, group_size: int) -> None:
+    # A row of 192 has three groups of 64, one of 256 or 512 several of 128.
+    for k in (192, 512):
+        if k % format_cases.step_of(mode, bits, group_size or 64):
+            continue
+        weight = format_cases.any_weight(
+            mode, bits, group_size, 9, k, dtype="float32", seed=4
+        )
+        packed = packed_of(weight)
 
-    arrays = as_mlx(packed_of(weight))
+        size = stock_group_size(packed)
 
-    known = mode if mode in MLX_MODES else "affine"
-    w = mx.dequantize(
-        *arrays, group_size=group_size, bits=bits, mode=known, dtype=mx.float32
-    )
-    np.testing.assert_allclose(oracles.exact(w), weight.decoded, rtol=1e-6, atol=1e-7)
+        if size is None:
+            assert (group_size, mode in MLX_MODES[1:]) == (16, False)
+            w = plain(packed, mx.float32)
+        else:
+            known = mode if mode in MLX_MODES else "affine"
+            options = {"group_size": size, "bits": bits, "mode": known}
+            w = mx.dequantize(*as_mlx(packed), **options, dtype=mx.float32)
+        decoded = oracles.exact(w)
+        np.testing.assert_allclose(decoded, weight.decoded, rtol=1e-6, atol=1e-7)
 
 
 W, SCALES, BIASES = any_bits(n=8, k=128).native
@@ -339,8 +350,31 @@ OCTETS = mx.zeros((8, 4), mx.uint8)
         ((W, SCALES, BIASES), {"group_size": 32}, ["scales ", "(8, 4)", "(8, 2)"]),
         ((W, SCALES, BIASES), {"bits": 8}, ["scales ", "(8, 1)", "(8, 2)"]),
         ((W, SCALES.astype(mx.int32), BIASES), {}, ["scales ", "float16", "int32"]),
-        ((W, SCALES, BIASES), {"group_size": 16}, ["group_size=16", "(32, 64, 128)"]),
-        ((W, SCALES, BIASES), {"group_size": 0}, ["group_size=0", "(32, 64, 128)"]),
+        (
+            (W, SCALES, BIASES),
+            {"group_size": 48},
+            ["group_size=48", "16, 32, 64, 128, 256) or k"],
+        ),
+        ((W, SCALES, BIASES), {"group_size": 0}, ["group_size=0", "(16, 32, 64, 128"]),
+        ((W, SCALES, BIASES), {"group_size": 16}, ["scales ", "(8, 8)", "(8, 2)"]),
+        ((W, SCALES, BIASES), {"group_size": 256}, ["k=128", "group_size=256"]),
+        ((W[:, :10], SCALES, BIASES), {"group_size": 16}, ["k=80", "of 64", "affine"]),
+        (
+            (W[:, :12], SCALES, BIASES),
+            {"group_size": "channel"},
+            ["k=96", "of 64", "group_size=96"],
+        ),
+        ((W, SCALES, BIASES), {"global_scale": mx.array(1.0)}, ["global", "'affine'"]),
+        (
+            (W, mx.zeros((8, 8), mx.uint8)),
+            {"mode": "nvfp4", "global_scale": mx.ones(2)},
+            ["global_scale", "one element", "(2,)"],
+        ),
+        (
+            (W, mx.zeros((8, 8), mx.uint8)),
+            {"mode": "nvfp4", "global_scale": mx.array(1.0, mx.float16)},
+            ["global_scale", "float32", "float16"],
+        ),
         ((W, SCALES, BIASES), {"bits": 7}, ["bits=7", "'affine'", "affine 8-bit"]),
         ((W, SCALES, BIASES), {"bits": 0}, ["bits=0", "'affine'"]),
         ((W, SCALES, BIASES), {"mode": "nf4"}, ["mode='nf4'", "bits=4", "nvfp4 4-bit"]),
@@ -373,9 +407,10 @@ def test_pack_says_which_argument_is_wrong_and_what_it_expected(
         (mx.zeros((1, 2, 64)), {}, ["w ", "[n, k]", "(1, 2, 64)"]),
         (mx.zeros((0, 64)), {}, ["w ", "at least one row", "(0, 64)"]),
         (mx.zeros((2, 0)), {}, ["w ", "(2, 0)"]),
-        (mx.zeros((2, 100)), {}, ["w ", "(2, 100)", "group_size=64"]),
-        (mx.zeros((2, 64)), {"group_size": 16}, ["group_size=16", "(32, 64, 128)"]),
-        (mx.zeros((2, 64)), {"group_size": 0}, ["group_size=0", "(32, 64, 128)"]),
+        (mx.zeros((2, 100)), {}, ["w ", "k=100", "group_size=64"]),
+        (mx.zeros((2, 64)), {"group_size": 48}, ["group_size=48", "16, 32, 64, 128"]),
+        (mx.zeros((2, 64)), {"group_size": 0}, ["group_size=0", "16, 32, 64, 128"]),
+        (mx.zeros((2, 96)), {"group_size": "channel"}, ["w ", "k=96", "of 64"]),
         (mx.zeros((2, 64)), {"bits": 7}, ["bits=7", "4-bit"]),
         (mx.zeros((2, 64)), {"bits": 0}, ["bits=0", "4-bit"]),
     ],
@@ -421,7 +456,7 @@ def test_quantize_refuses_what_a_scheme_does_not_have(
         ({"k": 64}, ["words must be", "(1, 1, 256)", "64→32"]),
         ({"k": 100}, ["k=100", "group_size=64"]),
         ({"group_size": 32}, ["scales must be", "(1, 4, 64)", "(1, 2, 64)"]),
-        ({"group_size": 48}, ["group_size=48", "(32, 64, 128)"]),
+        ({"group_size": 48}, ["group_size=48", "(16, 32, 64, 128, 256)"]),
         ({"bits": 2}, ["words must be", "(1, 2, 128)", "(1, 2, 256)"]),
         ({"bits": 7}, ["bits=7", "4-bit"]),
         ({"mode": "symmetric"}, ["scales must be", "(1, 2, 32)", "(1, 2, 64)"]),
@@ -455,18 +490,38 @@ def weights(seed: int, dtype: mx.Dtype) -> mx.array:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("bits", [1, 4, 8])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_asymmetric_scales_and_codes_are_those_of_mlx(
-    group_size: int, dtype: mx.Dtype
+    group_size: int, bits: int, dtype: mx.Dtype
 ) -> None:
     w = weights(0, dtype)
+    expected = mx.quantize(w, group_size=group_size, bits=bits)
 
-    packed = quantize(w, group_size=group_size)
+    packed = unpack(quantize(w, group_size=group_size, bits=bits))
+    ours = quantizers.affine(w, group_size, bits)
 
-    for actual, expected in zip(
-        unpack(packed), mx.quantize(w, group_size=group_size, bits=4), strict=True
-    ):
-        assert_same_bits(actual, expected)
+    for of_mlx, of_packed, by_us in zip(expected, packed, ours, strict=True):
+        assert_same_bits(of_packed, of_mlx)
+        assert_same_bits(by_us, of_mlx)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("mode", ["affine", "symmetric"])
+def test_more_scales_round_less(mode: str, dtype: str) -> None:
+    w = weights(3, getattr(mx, dtype))[3:]
+    errors = []
+    for group_size in (16, 32, 64, 128, 256, "channel"):
+        packed = quantize(w, group_size=group_size, bits=4, mode=mode)
+        of_k = w.shape[1] if group_size == "channel" else group_size
+        assert packed.group_size == of_k
+        weight = Weight(mode, 4, of_k, unpack(packed))
+        assert weight.native[1].shape == (len(w), w.shape[1] // of_k)
+        errors.append(oracles.error(mx.array(weight.decoded), oracles.exact(w)))
+
+    assert errors[:5] == sorted(errors[:5])
+    assert errors[0] < 0.8 * errors[4]
+    assert errors[5] == errors[4]  # a row of 256
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

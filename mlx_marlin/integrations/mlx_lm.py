@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.formats import FORMATS, LAYOUTS, format_of
+from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
 
@@ -25,7 +25,7 @@ def optimize(
     *,
     layout: str = "mlx",
     quantize: bool = False,
-    group_size: int = 64,
+    group_size: int | Literal["channel"] = 64,
     bits: int = 4,
     invariant: bool = False,
     join: bool = False,
@@ -45,7 +45,8 @@ def optimize(
             `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
-        group_size: Weights that share a scale, for layers that are quantized here.
+        group_size: Weights that share a scale, for layers that are quantized here; with
+            `layout="marlin"` also 16, 256 or "channel", a whole row.
         bits: Bits of a code, likewise.
         invariant: Compute each row of every product as if it were alone, so that its
             bits do not depend on the batch. Attention stays MLX's.
@@ -64,9 +65,11 @@ def optimize(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
-    group_sizes = format_of("affine", bits).group_sizes
-    if group_size not in group_sizes:
-        raise ValueError(f"group_size={group_size} is not one of {group_sizes}")
+    format = format_of("affine", bits)
+    sizes = format.group_sizes_in(layout)
+    named = tuple("channel" if each == CHANNEL else each for each in sizes)
+    if group_size not in named:
+        raise ValueError(f"group_size={group_size!r} is not one of {named}")
 
     def convert(layer: Any) -> nn.Module:
         if _is_experts(layer):
@@ -84,7 +87,9 @@ def optimize(
 
     def wanted(layer: nn.Module) -> bool:
         if type(layer) is nn.Linear:
-            return quantize and layer.weight.shape[1] % group_size == 0
+            k = layer.weight.shape[1]
+            size = k if group_size == "channel" else group_size
+            return quantize and format.why_not(size, k, layout) is None
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
         if _is_experts(layer):
@@ -243,7 +248,7 @@ def _is_our_format(layer: nn.Module) -> bool:
     if known is None or layer.group_size not in known.group_sizes:
         return False
     k = layer.weight.shape[-1] * 32 // layer.bits
-    return bool(k % known.k_multiple == 0)
+    return bool(k % known.k_multiple(layer.group_size) == 0)
 
 
 def _shown(found: list[Places], progress: bool) -> Iterable[Places]:

@@ -5,18 +5,25 @@ constant constexpr int AFFINE = 0;      // scale * q + bias
 constant constexpr int SYMMETRIC = 1;   // scale * (q - 2^(BITS - 1))
 constant constexpr int FLOATING = 2;    // scale * a float: E2M1 of 4 bits, E4M3 of 8
 constant constexpr int ZERO_POINT = 3;  // scale * (q - zero point)
+// FLOATING with one scale more for the whole weight.
+constant constexpr int GLOBAL_FLOATING = 4;
 
-// How a weight is stored. Groups are counted in weights along k.
+// How a weight is stored. Groups are counted in weights along k, 0 is a whole row.
 template <int MODE_, int BITS_, int GROUP_, bool PACKED_>
 struct WeightFormat {
-  static constant constexpr const int MODE = MODE_;
+  static constant constexpr const bool GLOBAL = MODE_ == GLOBAL_FLOATING;
+  static constant constexpr const int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING : MODE_;
   static constant constexpr const int BITS = BITS_;
   static constant constexpr const int GROUP = GROUP_;
   static constant constexpr const bool PACKED = PACKED_;
   // Whether a group adds a multiple of the sum of its activations.
   static constant constexpr const bool BIASED = MODE_ == AFFINE || MODE_ == ZERO_POINT;
   // Consecutive k of a row that a lane has in one step of the main loop: a fragment, which
-  // four such lanes share, must not sit in two groups. Groups of 16 are a lane's own.
+  // four such lanes share, must not sit in two groups. Groups of 16 are a lane's own: scale
+  // and bias then enter the fragment, which holds the whole weight. A half holds that of a
+  // small float, three bits times four; integers need a float.
+  static constant constexpr const bool SCALED = GROUP_ == 16;
+  static constant constexpr const bool IN_FLOAT = SCALED && MODE != FLOATING;
   static constant constexpr const int CODES = GROUP_ == 32 ? 8 : 16;
   static constant constexpr const int PAIRS = CODES / 2;
   static constant constexpr const int RUNS = CODES / 8;
@@ -27,12 +34,17 @@ struct WeightFormat {
   static constant constexpr const int OFFSET = 1 << (10 - PLACE);
   // What a code has too much until it is subtracted.
   static constant constexpr const int ZERO =
-      MODE_ == FLOATING ? 0 : OFFSET + (MODE_ == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
+      MODE == FLOATING ? 0 : OFFSET + (MODE_ == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
   // What a value is short of when it has been decoded.
-  static constant constexpr const int FACTOR = MODE_ != FLOATING ? 1
-                                               : BITS_ == 4      ? 1 << 14
-                                                                 : 1 << 8;
+  static constant constexpr const int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };
+
+// The group of a row that holds k.
+template <typename W>
+METAL_FUNC uint group_at(uint k) {
+  // The divisor is never 0, so that a whole row compiles.
+  return W::GROUP == 0 ? 0 : k / (W::GROUP == 0 ? 1 : W::GROUP);
+}
 
 METAL_FUNC uint both_halves(uint bits) {
   return bits | bits << 16;
@@ -56,3 +68,6 @@ METAL_FUNC half2 small_floats(uint bits) {
 METAL_FUNC float small_float(uchar bits) {
   return float(small_floats(bits).x) * 256.0f;
 }
+
+// The largest value that an E2M1 times an E4M3 can be, by which MLX divides global scales.
+constant constexpr float LARGEST_NVFP4 = 6.0f * 448.0f;

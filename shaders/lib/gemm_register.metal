@@ -45,7 +45,7 @@ METAL_FUNC Quantizers load_step(
   constexpr int RUNS = W::RUNS;
   load_words<W>(words, tile, k, lane_index);
   UNROLL for (int i = 0; i < COLUMNS * RUNS; ++i) {
-    runs[i] = load_run(x + run_offset<W>(0, i % RUNS), starts[i / RUNS] + k);
+    runs[i] = Run(load_run(x + run_offset<W>(0, i % RUNS), starts[i / RUNS] + k));
   }
   return load_quantizers<W>(tile, k);
 }
@@ -78,18 +78,23 @@ METAL_FUNC void multiply(
     int f,
     thread simdgroup_matrix<F, 8, 8>* columns,
     thread const float2* sums,
-    float scale) {
-  typedef typename WeightFragment<F, WIDEN>::type V;
+    float scale,
+    float bias) {
+  typedef typename WeightFragment<F, WIDEN || W::IN_FLOAT>::type V;
+  constexpr bool EXACT = SUBTRACT || W::SCALED;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
-    const float2 start = SUBTRACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
+    const float2 start = EXACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
     products[j] = make_fragment<float>(start.x, start.y);
   }
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
-    vec<V, 2> values = decode<W, V, SUBTRACT>(words, f, step);
-    if (W::GROUP == 16) {  // a lane's own: three bits times four fit a half
+    vec<V, 2> values = decode<W, V, EXACT>(words, f, step);
+    if (W::SCALED) {
       const float whole = scale * float(W::FACTOR);
-      values = vec<V, 2>(V(float(values.x) * whole), V(float(values.y) * whole));
+      const float2 weights = W::BIASED
+          ? fma(float2(values), float2(whole), float2(bias))
+          : float2(values) * whole;
+      values = vec<V, 2>(V(weights.x), V(weights.y));
     } else if (W::FACTOR != 1) {
       values *= V(W::FACTOR);
     }
@@ -143,7 +148,7 @@ METAL_FUNC void accumulate(
     Split split,
     Place place,
     int lane_index) {
-  typedef typename Fragment<T>::type F;
+  typedef typename Fragment<T, W::IN_FLOAT>::type F;
   constexpr int RUNS = W::RUNS;
   constexpr int COLUMNS = 2 * FRAGMENTS;
   const Lane lane = lane_of(lane_index);
@@ -162,12 +167,12 @@ METAL_FUNC void accumulate(
     float2 sums[FRAGMENTS];
     const Quantizers quantizers =
         load_step<COLUMNS, W>(words, runs, tile, x, starts, k, lane_index);
-    if (W::BIASED || (W::ZERO != 0 && !SUBTRACT)) {
+    if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
       sum_activations<FRAGMENTS, RUNS>(sums, runs);
     }
     simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
     make_columns<FRAGMENTS, RUNS, F>(columns, runs);
-    if (W::BIASED) {
+    if (!W::SCALED && W::BIASED) {
       UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
         totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
       }
@@ -179,8 +184,9 @@ METAL_FUNC void accumulate(
       }
       simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
       const float scale = quantizers.scale[f];
-      multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(products, words, f, columns, sums, scale);
-      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::GROUP == 16 ? 1.0f : scale);
+      multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
+          products, words, f, columns, sums, scale, quantizers.bias[f]);
+      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? tile.global : scale);
     }
   }
 }

@@ -109,7 +109,8 @@ METAL_FUNC void gemv(
       }
       add_products<ROWS, W, SUBTRACT>(products, words, runs);
       UNROLL for (int row = 0; row < ROWS; ++row) {
-        totals[row] = fma(quantizers.scale * float(W::FACTOR), products[row], totals[row]);
+        const float4 scale = quantizers.scale * (float(W::FACTOR) * tile.global);
+        totals[row] = fma(scale, products[row], totals[row]);
       }
     }
 

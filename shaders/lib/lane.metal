@@ -19,12 +19,13 @@
 // own order because their nibbles s and s + 4 lie 16 bits apart: see `pair_at`.
 
 // A fragment of activations: half stays half, every other type becomes float.
-template <typename T>
+// IN_FLOAT: whether the weight is one that only a float holds.
+template <typename T, bool IN_FLOAT = false>
 struct Fragment {
   typedef float type;
 };
 template <>
-struct Fragment<half> {
+struct Fragment<half, false> {
   typedef half type;
 };
 
@@ -102,7 +103,18 @@ struct WeightTile {
   const device S* biases;
   uint4 first_word;   // of the lane's four rows, in units; packed: of all, in x
   uint4 first_group;  // in scales and biases, likewise
+  float global;       // the weight's own scale, 1 if it has none
 };
+
+// A weight's own scale: a float32 in the place of biases.
+template <typename S>
+METAL_FUNC float global_scale(const device S*) {
+  return 1.0f;
+}
+
+METAL_FUNC float global_scale(const device uchar* biases) {
+  return as_type<float>(load_run(biases, 0)) / LARGEST_NVFP4;
+}
 
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
@@ -113,12 +125,13 @@ METAL_FUNC WeightTile<S> weight_tile(
     Work work,
     int lane_index) {
   const Lane lane = lane_of(lane_index);
-  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0)};
-  const int own = W::GROUP == 16 ? lane.pair : 0;  // its group, of those of a step
+  const float global = W::GLOBAL ? global_scale(biases) : 1.0f;
+  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), global};
+  const int own = W::SCALED ? lane.pair : 0;  // its group, of those of a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
-    const int groups = ceil_div(k_tiles * TILE_K, W::GROUP);
+    const int groups = group_at<W>(k_tiles * TILE_K - 1) + 1;
     const int column = col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     tile.first_group.x =
@@ -129,7 +142,7 @@ METAL_FUNC WeightTile<S> weight_tile(
     const uint4 rows = uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
     tile.first_word =
         rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
-    tile.first_group = rows * uint(work.k / W::GROUP) + own;
+    tile.first_group = rows * group_at<W>(work.k) + own;
   }
   return tile;
 }
@@ -195,7 +208,7 @@ METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, uint k) {
   Quantizers quantizers;
   if (W::PACKED && W::BIASED) {
     // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
-    const uint pair = tile.first_group.x + k / W::GROUP * (2 * TILE_N);
+    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);
     const float4 low = float4(load_run(tile.scales, pair));
     const float4 high = float4(load_run(tile.scales, pair + 4));
     quantizers.scale = float4(low.x, low.z, high.x, high.z);
@@ -208,11 +221,11 @@ METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, uint k) {
   if (W::PACKED) {
     quantizers.bias = float4(0.0f);
     quantizers.scale = scales_of<W::GROUP>(
-        load_run(tile.scales, tile.first_group.x + k / W::GROUP * TILE_N));
+        load_run(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));
     return quantizers;
   }
   UNROLL for (int f = 0; f < 4; ++f) {
-    const uint group = tile.first_group[f] + k / W::GROUP;
+    const uint group = tile.first_group[f] + group_at<W>(k);
     quantizers.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
     quantizers.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
   }

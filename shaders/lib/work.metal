@@ -8,7 +8,7 @@ constant constexpr int TILE_N = 32;  // rows of w, columns of the output
 constant constexpr int TILE_K = 64;  // values of k that one trip of the main loop eats
 
 METAL_FUNC constexpr int k_tile_of_group(int group) {
-  return group > TILE_K ? group : TILE_K;
+  return group == 128 ? 128 : TILE_K;
 }
 
 struct Work {

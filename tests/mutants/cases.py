@@ -49,6 +49,12 @@ MXFP4 = "gemm, native mxfp4"
 MXFP8 = "gemm, packed mxfp8, odd offsets"
 NVFP4 = "gemm, packed nvfp4"
 NVFP4_NATIVE = "gemv, native nvfp4"
+SIXTEENS = "gemm, packed codes of 3 bits, groups of 16"
+WHOLE_ROWS = "gemm, packed codes of 8 bits, one group a row"
+LONG_GROUPS = "gemv, packed symmetric codes of 4 bits, groups of 256"
+GLOBAL = "gemm, packed nvfp4 with a global scale, slices"
+GLOBAL_GEMV = "gemv, packed nvfp4 with a global scale, slices"
+GLOBAL_DENSE = "the weight as plain numbers, packed nvfp4 with a global scale"
 DENSE = "the weight as plain numbers, native codes of 3 bits, by rows"
 DENSE_BACK = "the weight as plain numbers, packed nvfp4, by columns"
 
@@ -84,7 +90,8 @@ class Case:
     def weight(self, native: tuple[mx.array, ...]) -> Weight:
         """The arrays of a weight with the case's format."""
         problem = self.plan.problem
-        return Weight(problem.mode, problem.bits, problem.group_size, native)
+        scale = strategies.weight_of(problem, seed=9).global_scale
+        return Weight(problem.mode, problem.bits, problem.group_size, native, scale)
 
     def finish(self) -> strategies.Native:
         """Bias, multiplier and residual."""
@@ -167,6 +174,18 @@ def _whole(
     )
 
 
+def _slices(plan: Plan) -> Plan:
+    """Every tile in two."""
+    work = replace(
+        plan.work,
+        strategy="split_k",
+        threadgroups=2 * plan.work.tiles,
+        whole=0,
+        slices=2,
+    )
+    return replace(plan, work=work, reduction="workspace")
+
+
 def _streams(
     plan: Plan, threadgroups: int, *, whole: int = 0, minimum: int = 1, groups: int = 1
 ) -> Plan:
@@ -203,6 +222,7 @@ def _problem(
     *,
     mode: str = "affine",
     bits: int = 4,
+    global_scale: bool = False,
 ) -> Problem:
     floating = format_of(mode, bits).codes == "floating"
     return Problem(
@@ -216,6 +236,7 @@ def _problem(
         scale_dtype="uint8" if floating else dtype,
         layout=layout,
         epilogue=epilogue,
+        global_scale=global_scale,
     )
 
 
@@ -502,6 +523,42 @@ CASES: dict[str, Case] = {
     ),
     NVFP4_NATIVE: Case(
         plan=_whole(_problem(3, 45, 12, 16, "float32", "mlx", mode="nvfp4"))
+    ),
+    SIXTEENS: Case(
+        plan=_whole(_problem(9, 70, 12, 16, "float16", "marlin", bits=3), fragments_m=2)
+    ),
+    WHOLE_ROWS: Case(
+        plan=_whole(_problem(9, 70, 1, 192, "float32", "marlin", bits=8), fragments_m=1)
+    ),
+    LONG_GROUPS: Case(
+        plan=_whole(_problem(3, 45, 2, 256, "float32", "marlin", mode="symmetric"))
+    ),
+    GLOBAL: Case(
+        plan=_slices(
+            _whole(
+                _problem(
+                    9, 45, 24, 16, "float32", "marlin", mode="nvfp4", global_scale=True
+                ),
+                fragments_m=1,
+            )
+        )
+    ),
+    GLOBAL_GEMV: Case(
+        plan=_slices(
+            _whole(
+                _problem(
+                    3, 45, 24, 16, "float32", "marlin", mode="nvfp4", global_scale=True
+                )
+            )
+        )
+    ),
+    GLOBAL_DENSE: Case(
+        plan=DensePlan(
+            problem=_problem(
+                5, 45, 12, 16, "float32", "marlin", mode="nvfp4", global_scale=True
+            ),
+            chunk=32,
+        )
     ),
     DENSE: Case(
         plan=DensePlan(

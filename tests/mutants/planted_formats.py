@@ -6,17 +6,25 @@ from cases import (
     EIGHT_NATIVE,
     FIVE_NATIVE,
     GEMM_NATIVE,
+    GLOBAL,
+    GLOBAL_DENSE,
+    GLOBAL_GEMV,
+    LONG_GROUPS,
     MXFP4,
     NVFP4,
     ONE_PACKED,
+    SIXTEENS,
     SYMMETRIC,
     THREE_NATIVE,
     THREE_PACKED,
+    WHOLE_ROWS,
 )
 from mutant import Detector, Mutant
 
 _DECODE = "lib/decode"
 _DENSE = "lib/dequantize"
+_GEMM = "lib/gemm_register"
+_GEMV = "lib/gemv"
 _LANE = "lib/lane"
 _WORDS = "lib/words"
 _PAIR_AT = "pair_at(thread const uint* words, int f, int t, int place) {\n"
@@ -190,6 +198,92 @@ _VALUES = (
     ),
 )
 
+_GROUPS = (
+    Mutant(
+        "groups of 256 are two of 128",
+        _DECODE,
+        "W::GROUP == 0 ? 1 : W::GROUP",
+        "W::GROUP == 0 ? 1 : min(W::GROUP, 128)",
+        LONG_GROUPS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a row has a group for each step",
+        _DECODE,
+        "W::GROUP == 0 ? 0 : k",
+        "W::GROUP == 0 ? k / 64 : k",
+        WHOLE_ROWS,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "groups of 16: the bias is left out",
+        _GEMM,
+        "W::BIASED ? fma(",
+        "!W::BIASED ? fma(",
+        SIXTEENS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 16: the bias is added for the sums too",
+        _GEMM,
+        "if (!W::SCALED && W::BIASED) {",
+        "if (W::BIASED) {",
+        SIXTEENS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 16: weights are rounded to half",
+        _DECODE,
+        "SCALED && MODE != FLOATING",
+        "false",
+        SIXTEENS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 16: all lanes have the first one's scale",
+        _LANE,
+        "W::SCALED ? lane.pair : 0",
+        "0",
+        SIXTEENS,
+        Detector.WRONG_RESULT,
+    ),
+)
+
+_GLOBAL = (
+    Mutant(
+        "a global scale is dropped where tiles are split",
+        _GEMM,
+        "W::SCALED ? tile.global : scale",
+        "W::SCALED ? 1.0f : scale",
+        GLOBAL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "dot products: a global scale is dropped",
+        _GEMV,
+        "(float(W::FACTOR) * tile.global)",
+        "float(W::FACTOR)",
+        GLOBAL_GEMV,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "weights: a global scale is dropped",
+        _DENSE,
+        "decode_row<W>(values, words, f, quantizers, tile.global)",
+        "decode_row<W>(values, words, f, quantizers, 1.0f)",
+        GLOBAL_DENSE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a global scale is not divided by the largest product",
+        _DECODE,
+        "6.0f * 448.0f",
+        "1.0f",
+        GLOBAL_GEMV,
+        Detector.WRONG_RESULT,
+    ),
+)
+
 _PLAIN = (
     Mutant(
         "weights: the values of a pair change places",
@@ -257,4 +351,4 @@ _PLAIN = (
     ),
 )
 
-MUTANTS = (*_PLANES, *_NATIVE, *_VALUES, *_PLAIN)
+MUTANTS = (*_PLANES, *_NATIVE, *_VALUES, *_GROUPS, *_GLOBAL, *_PLAIN)

@@ -1,0 +1,78 @@
+"""A packed weight in terms of stock MLX, which serves what our kernels do not."""
+
+import mlx.core as mx
+
+from mlx_marlin.codes import codes_of_words
+from mlx_marlin.formats import GROUPS, MODE_DEFAULTS, format_of
+from mlx_marlin.packing import PackedWeight, unpack
+
+LARGEST_NVFP4 = 6.0 * 448.0
+"""The largest E2M1 times the largest E4M3: MLX divides global scales by it."""
+
+
+def stock_group_size(packed: PackedWeight) -> int | None:
+    """Returns the group size in which stock MLX can have a weight; None for groups of
+    16 integers, which it can not. Longer groups than it knows become several."""
+    format, size = format_of(packed.mode, packed.bits), packed.group_size
+    if size in format.group_sizes:
+        return size
+    return next((each for each in reversed(GROUPS) if size % each == 0), None)
+
+
+def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases that mean the same to stock MLX.
+
+    They are in groups of `stock_group_size`, or of the weight's own size where that is
+    None. A zero point becomes the bias that it stands for, rounded to the scales'
+    dtype. A global scale is left out.
+    """
+    words, scales, *rest = unpack(packed)
+    if packed.mode == "symmetric":
+        rest = [-(2 ** (packed.bits - 1)) * scales]
+    elif packed.mode == "zero_point":
+        rest = [-scales * rest[0]]
+    times = packed.group_size // (stock_group_size(packed) or packed.group_size)
+    if times > 1:
+        scales, *rest = (mx.repeat(each, times, axis=1) for each in (scales, *rest))
+    return words, scales, *rest
+
+
+def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.array:
+    """Multiplies x by a packed weight in MLX's operations: x @ w.T, or x @ w."""
+    size = stock_group_size(packed)
+    if size is None:
+        dtype = mx.result_type(x.dtype, packed.dtype)
+        w = plain(packed, dtype)
+        return x.astype(dtype) @ (w.T if transpose else w)
+    words, scales, *rest = as_mlx(packed)
+    scale = packed.global_scale
+    y = mx.quantized_matmul(
+        # Without its global scale the product may leave half's range.
+        x if scale is None else x.astype(mx.float32),
+        words,
+        scales,
+        rest[0] if rest else None,
+        transpose=transpose,
+        group_size=size,
+        bits=packed.bits,
+        mode=packed.mode if packed.mode in MODE_DEFAULTS else "affine",
+    )
+    return y if scale is None else (y * (scale / LARGEST_NVFP4)).astype(x.dtype)
+
+
+def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """Returns a weight of integers [n, k] as plain numbers, in MLX's operations.
+
+    Each is computed in float32 and rounded once.
+    """
+    words, scales, *rest = unpack(packed)
+    zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0
+    codes = codes_of_words(words, packed.bits).astype(mx.float32)
+    groups = codes.reshape(packed.n, -1, packed.group_size) - zero
+    wide = scales.astype(mx.float32)[..., None]
+    if packed.mode == "zero_point":
+        groups = groups - rest[0][..., None]
+    weights = wide * groups
+    if packed.mode == "affine":
+        weights = weights + rest[0][..., None]
+    return weights.reshape(packed.shape).astype(dtype)
