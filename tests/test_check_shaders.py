@@ -30,7 +30,7 @@ KERNELS = (
     "marlin_dequantize",
     "marlin_gather",
 )
-MOST = 300
+MOST = 330
 """Instances that an ordinary run checks."""
 
 

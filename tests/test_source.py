@@ -8,7 +8,7 @@ import strategies
 from hypothesis import given
 
 from mlx_marlin import launch, source
-from mlx_marlin.formats import CODES, TILE_K, TILE_N
+from mlx_marlin.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 from mlx_marlin.plan import PADDED_COLUMNS, Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN
 
@@ -139,7 +139,8 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
     assert template["WHOLE"] == plan.is_whole
     assert template["MODE"] == CODES.index(plan.problem.format.codes)
     assert template["BITS"] == plan.problem.bits
-    assert template["GROUP"] == plan.problem.group_size
+    group_size = plan.problem.group_size
+    assert template["GROUP"] == (0 if group_size not in GROUP_SIZES else group_size)
     assert template["PACKED"] == (plan.problem.layout == "marlin")
     assert template["SUBTRACT"] == plan.subtract
     if plan.kernel == "gemv":
@@ -196,7 +197,8 @@ def numbers_of(text: str) -> dict[str, float]:
 def test_codes_have_the_numbers_of_the_shaders() -> None:
     text = (source.shader_folder() / "lib" / "decode.metal").read_text()
 
-    assert numbers_of(text) == {name.upper(): i for i, name in enumerate(CODES)}
+    codes = {name.upper(): i for i, name in enumerate(CODES)}
+    assert numbers_of(text) == codes | {"GLOBAL_FLOATING": source.GLOBAL_FLOATING}
 
 
 def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
@@ -256,7 +258,7 @@ def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
 def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
     numbers = numbers_of(source.product_source("gemv").header)
 
-    others = {name.upper() for name in (*ACTIVATIONS, *CODES)}
+    others = {name.upper() for name in (*ACTIVATIONS, *CODES, "global_floating")}
     assert {name: value for name, value in numbers.items() if name not in others} == {
         "TILE_N": TILE_N,
         "TILE_K": TILE_K,

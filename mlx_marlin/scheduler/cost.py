@@ -248,7 +248,9 @@ def loop_of(problem: Problem, fragments_m: int, subtract: bool, device: Device) 
     rows = 1 if fragments_m else problem.m
     base, each = trip.row_registers
     registers = trip.registers[fragments_m - 1] if fragments_m else base + each * rows
-    if problem.dtype != "float16":
+    # Groups of 16 integers were counted in float.
+    in_float = problem.group_size == 16 and problem.format.codes != "floating"
+    if problem.dtype != "float16" and not (in_float and fragments_m):
         registers += FLOAT_REGISTERS[fragments_m] * rows
     return Loop(
         bytes=problem.bytes,

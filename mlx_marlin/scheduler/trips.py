@@ -87,10 +87,18 @@ _COUNTED: dict[
     ("affine", 8, 32, True): ((216, 280), (338, 398), (126, 104), 84, 112, (50, 18)),
     ("affine", 8, 32, False): ((266, 330), (374, 422), (169, 103), 96, 128, (62, 18)),
     ("symmetric", 4, 32, True): ((188, 200), (272, 238), (110, 96), 72, 112, (38, 19)),
+    ("affine", 1, 16, True): ((284, 284), (310, 310), (100, 92), 100, 156, (38, 29)),
+    ("affine", 2, 16, True): ((282, 282), (308, 308), (98, 92), 104, 160, (44, 29)),
+    ("affine", 3, 16, True): ((384, 384), (419, 419), (201, 92), 112, 160, (49, 28)),
+    ("affine", 4, 16, True): ((293, 293), (307, 307), (97, 92), 112, 172, (52, 28)),
+    ("affine", 5, 16, True): ((385, 385), (411, 411), (204, 92), 124, 176, (57, 28)),
+    ("affine", 6, 16, True): ((378, 378), (401, 401), (193, 92), 128, 180, (65, 28)),
+    ("affine", 8, 16, True): ((292, 292), (326, 326), (109, 92), 128, 184, (69, 27)),
 }
 # fmt: on
 """By (codes, bits, group: 16, 32 or 64 for all larger ones, packed): slots of 1 and of
-2 fragments (plain, subtracting), of rows (base, each), registers likewise."""
+2 fragments (plain, subtracting), of rows (base, each), registers likewise. Dot products
+take the same in groups of 16 integers as of 64; their fragments are float in any case."""
 
 
 @lru_cache
@@ -106,9 +114,6 @@ def trip_of(mode: str, bits: int, group_size: int, layout: str) -> Trip:
     codes, packed = format_of(mode, bits).codes, layout == "marlin"
     group = min(group_size, 64)
     key: tuple[str, int, int, bool] = (codes, bits, group, packed)
-    if key not in _COUNTED and group == 16:
-        # Not counted: groups of 64 spend as much on sums as these on scaling weights.
-        key = (codes, bits, 64, packed)
     if key not in _COUNTED:
         key = ("affine", bits, group, packed)
     one, two, rows, least, most, row_registers = _COUNTED[key]

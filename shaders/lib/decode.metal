@@ -68,6 +68,3 @@ METAL_FUNC half2 small_floats(uint bits) {
 METAL_FUNC float small_float(uchar bits) {
   return float(small_floats(bits).x) * 256.0f;
 }
-
-// The largest value that an E2M1 times an E4M3 can be, by which MLX divides global scales.
-constant constexpr float LARGEST_NVFP4 = 6.0f * 448.0f;

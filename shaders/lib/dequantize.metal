@@ -4,13 +4,17 @@
 // The lane's consecutive values of row fragment f, in ascending k.
 template <typename W>
 METAL_FUNC void decode_row(
-    thread float* values, thread const uint* words, int f, Quantizers quantizers, float global) {
+    thread float* values,
+    thread const uint* words,
+    int f,
+    Quantizers quantizers,
+    float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
     const float2 codes = decode<W, float, true>(words, f, t) * float(W::FACTOR);
     const int first = run_offset<W>(0, t / 4) + t % 4;
     const int second = run_offset<W>(1, t / 4) + t % 4;
-    values[first] = fma(quantizers.scale[f], codes.x, quantizers.bias[f]) * global;
-    values[second] = fma(quantizers.scale[f], codes.y, quantizers.bias[f]) * global;
+    values[first] = fma(quantizers.scale[f], codes.x, quantizers.bias[f]) * weight_scale;
+    values[second] = fma(quantizers.scale[f], codes.y, quantizers.bias[f]) * weight_scale;
   }
 }
 
@@ -62,7 +66,7 @@ METAL_FUNC void dequantize(
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;
     float values[W::CODES];
-    decode_row<W>(values, words, f, quantizers, tile.global);
+    decode_row<W>(values, words, f, quantizers, tile.weight_scale);
     if (inside < rows) {
       device O* first = out + (uint(inside) * length + k + W::CODES * lane.pair);
       UNROLL for (int i = 0; i < W::CODES; i += 4) {

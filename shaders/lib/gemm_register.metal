@@ -186,7 +186,7 @@ METAL_FUNC void accumulate(
       const float scale = quantizers.scale[f];
       multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
           products, words, f, columns, sums, scale, quantizers.bias[f]);
-      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? tile.global : scale);
+      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? tile.weight_scale : scale);
     }
   }
 }

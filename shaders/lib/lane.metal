@@ -103,17 +103,18 @@ struct WeightTile {
   const device S* biases;
   uint4 first_word;   // of the lane's four rows, in units; packed: of all, in x
   uint4 first_group;  // in scales and biases, likewise
-  float global;       // the weight's own scale, 1 if it has none
+  float weight_scale;  // the weight's own scale, 1 if it has none
 };
 
-// A weight's own scale: a float32 in the place of biases.
+// A weight's own scale: a float32 in the place of biases. MLX divides it by the largest E2M1
+// times the largest E4M3.
 template <typename S>
 METAL_FUNC float global_scale(const device S*) {
   return 1.0f;
 }
 
 METAL_FUNC float global_scale(const device uchar* biases) {
-  return as_type<float>(load_run(biases, 0)) / LARGEST_NVFP4;
+  return as_type<float>(load_run(biases, 0)) / (6.0f * 448.0f);
 }
 
 template <typename W, typename S>
@@ -125,8 +126,8 @@ METAL_FUNC WeightTile<S> weight_tile(
     Work work,
     int lane_index) {
   const Lane lane = lane_of(lane_index);
-  const float global = W::GLOBAL ? global_scale(biases) : 1.0f;
-  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), global};
+  const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
+  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
   const int own = W::SCALED ? lane.pair : 0;  // its group, of those of a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;

@@ -200,10 +200,10 @@ _VALUES = (
 
 _GROUPS = (
     Mutant(
-        "groups of 256 are two of 128",
+        "groups of 256 are taken to be of 512",
         _DECODE,
         "W::GROUP == 0 ? 1 : W::GROUP",
-        "W::GROUP == 0 ? 1 : min(W::GROUP, 128)",
+        "W::GROUP == 256 ? 512 : W::GROUP + (W::GROUP == 0 ? 1 : 0)",
         LONG_GROUPS,
         Detector.WRONG_RESULT,
     ),
@@ -218,16 +218,8 @@ _GROUPS = (
     Mutant(
         "groups of 16: the bias is left out",
         _GEMM,
-        "W::BIASED ? fma(",
-        "!W::BIASED ? fma(",
-        SIXTEENS,
-        Detector.WRONG_RESULT,
-    ),
-    Mutant(
-        "groups of 16: the bias is added for the sums too",
-        _GEMM,
-        "if (!W::SCALED && W::BIASED) {",
-        "if (W::BIASED) {",
+        "float2(whole), float2(bias))",
+        "float2(whole), float2(0.0f))",
         SIXTEENS,
         Detector.WRONG_RESULT,
     ),
@@ -239,21 +231,13 @@ _GROUPS = (
         SIXTEENS,
         Detector.WRONG_RESULT,
     ),
-    Mutant(
-        "groups of 16: all lanes have the first one's scale",
-        _LANE,
-        "W::SCALED ? lane.pair : 0",
-        "0",
-        SIXTEENS,
-        Detector.WRONG_RESULT,
-    ),
 )
 
 _GLOBAL = (
     Mutant(
         "a global scale is dropped where tiles are split",
         _GEMM,
-        "W::SCALED ? tile.global : scale",
+        "W::SCALED ? tile.weight_scale : scale",
         "W::SCALED ? 1.0f : scale",
         GLOBAL,
         Detector.WRONG_RESULT,
@@ -261,7 +245,7 @@ _GLOBAL = (
     Mutant(
         "dot products: a global scale is dropped",
         _GEMV,
-        "(float(W::FACTOR) * tile.global)",
+        "(float(W::FACTOR) * tile.weight_scale)",
         "float(W::FACTOR)",
         GLOBAL_GEMV,
         Detector.WRONG_RESULT,
@@ -269,16 +253,16 @@ _GLOBAL = (
     Mutant(
         "weights: a global scale is dropped",
         _DENSE,
-        "decode_row<W>(values, words, f, quantizers, tile.global)",
+        "decode_row<W>(values, words, f, quantizers, tile.weight_scale)",
         "decode_row<W>(values, words, f, quantizers, 1.0f)",
         GLOBAL_DENSE,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "a global scale is not divided by the largest product",
-        _DECODE,
-        "6.0f * 448.0f",
-        "1.0f",
+        _LANE,
+        " / (6.0f * 448.0f);",
+        ";",
         GLOBAL_GEMV,
         Detector.WRONG_RESULT,
     ),

@@ -169,7 +169,7 @@ _FRAGMENTS = (
     Mutant(
         "the codes' offset is taken off twice",
         _GEMM,
-        "SUBTRACT || W::ZERO == 0 ? float2(0.0f)",
+        "EXACT || W::ZERO == 0 ? float2(0.0f)",
         "W::ZERO == 0 ? float2(0.0f)",
         GEMM_IDLE,
         Detector.WRONG_RESULT,
@@ -177,8 +177,8 @@ _FRAGMENTS = (
     Mutant(
         "the codes' offset is never taken off",
         _GEMM,
-        "SUBTRACT || W::ZERO == 0 ? float2(0.0f)",
-        "SUBTRACT || W::ZERO != 0 ? float2(0.0f)",
+        "EXACT || W::ZERO == 0 ? float2(0.0f)",
+        "EXACT || W::ZERO != 0 ? float2(0.0f)",
         FIVE_NATIVE,
         Detector.WRONG_RESULT,
     ),
@@ -201,7 +201,7 @@ _FRAGMENTS = (
     Mutant(
         "groups of 16: the scale is applied twice",
         _GEMM,
-        "W::GROUP == 16 ? 1.0f : scale",
+        "W::SCALED ? tile.weight_scale : scale",
         "scale",
         NVFP4,
         Detector.WRONG_RESULT,
@@ -209,8 +209,8 @@ _FRAGMENTS = (
     Mutant(
         "small floats lose their sign",
         _GEMM,
-        "vec<V, 2> values = decode<W, V, SUBTRACT>(words, f, step);",
-        "vec<V, 2> values = decode<W, V, SUBTRACT>(words, f, step);\n"
+        "vec<V, 2> values = decode<W, V, EXACT>(words, f, step);",
+        "vec<V, 2> values = decode<W, V, EXACT>(words, f, step);\n"
         "    values = W::MODE == FLOATING ? abs(values) : values;",
         MXFP4,
         Detector.WRONG_RESULT,

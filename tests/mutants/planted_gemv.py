@@ -117,8 +117,8 @@ MUTANTS = (
     Mutant(
         "gemv: small floats stay as small as halves hold them",
         _GEMV,
-        "quantizers.scale * float(W::FACTOR)",
-        "quantizers.scale",
+        "quantizers.scale * (float(W::FACTOR) * tile.weight_scale)",
+        "quantizers.scale * tile.weight_scale",
         NVFP4_NATIVE,
         Detector.WRONG_RESULT,
     ),

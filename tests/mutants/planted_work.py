@@ -350,7 +350,7 @@ _STEPS = (
     Mutant(
         "k tiles are trips, whatever the group is",
         _WORK,
-        "return group > TILE_K ? group : TILE_K;",
+        "return group == 128 ? 128 : TILE_K;",
         "return TILE_K;",
         THIRDS,
         Detector.ORDER,
