@@ -217,6 +217,7 @@ class Problem:
             f"{self.mode} {self.bits}-bit",
             f"group {self.group_size}",
             f"{self.dtype} with {self.scale_dtype} scales",
+            "a global scale" if self.global_scale else "",
             f"{self.layout} layout",
             self.epilogue.explain(),
             "the same bits for any m" if self.invariant else "",

@@ -316,6 +316,10 @@ def test_clearing_removes_what_was_kept(
         (["4x64x256", "--seconds", "0"], "--seconds 0 must be above 0"),
         (["4x64x256", "--seconds", "nan"], "--seconds nan must be above 0"),
         (["4x64x256", "--group-size", "48"], "group_size=48 is not one of"),
+        (
+            ["4x64x256", "--group-size", "256", "--layout", "marlin"],
+            "plans are compared with stock MLX",
+        ),
         (["a/model", "--group-size", "64"], "--group-size 64 is for shapes"),
         (["a/model", "--mode", "mxfp4"], "--mode mxfp4 is for shapes"),
         (["a/model", "--bits", "4"], "--bits 4 is for shapes"),

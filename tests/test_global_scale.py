@@ -199,6 +199,14 @@ def test_stock_serves_it_where_no_kernel_runs(
     assert oracles.error(y, expected) < 1e-3
 
 
+def test_a_problem_says_that_it_has_one() -> None:
+    problem = VARIANTS[0].problem(1, N, K)
+
+    assert with_scale(problem) != problem
+    assert "uint8 scales, a global scale," in with_scale(problem).explain()
+    assert "global" not in problem.explain()
+
+
 def test_only_nvfp4_has_one() -> None:
     with pytest.raises(ValueError, match="global_scale is for nvfp4, not for mode='mx"):
         quantize(W, mode="mxfp4", global_scale=LARGEST)

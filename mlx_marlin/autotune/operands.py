@@ -50,7 +50,16 @@ def operands(problem: Problem, count: int) -> Operands:
     Args:
         problem: The problem.
         count: Weights to take in turn.
+
+    Raises:
+        ValueError: If stock MLX, which plans are compared with, has no such groups.
     """
+    sizes = problem.format.group_sizes
+    if problem.group_size not in sizes:
+        raise ValueError(
+            f"group_size={problem.group_size} is not one of {sizes}: plans are "
+            f"compared with stock MLX, which has no others"
+        )
     x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
     natives = [_native(problem, seed) for seed in range(1, count + 1)]
     made = Operands(

@@ -49,7 +49,7 @@ _CUTS = (
         _WORK,
         "return (value + divisor - 1) / divisor;",
         "return value / divisor + 1;",
-        GEMV_TAIL,
+        GEMM_PACKED,
         Detector.OUTSIDE,
     ),
     Mutant(
