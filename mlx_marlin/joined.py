@@ -6,7 +6,7 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.nn import NATIVE, MarlinLinear, twin
 from mlx_marlin.problem import MOST_PARTS
 
 
@@ -88,35 +88,21 @@ def join(layers: Sequence[MarlinLinear]) -> list[MarlinPart]:
             f"layers must be 2 to {MOST_PARTS} MarlinLinear of one input, format, "
             f"layout and dtype, all with a bias or none, got {kinds}"
         )
-    native = [layer.to_stock() for layer in layers]
-    whole = _with_rows(native[0], [dict(layer) for layer in native])
-    first = layers[0]
-    layer = MarlinLinear.from_quantized(
-        whole, layout=first.layout, invariant=first.invariant
-    )
-    sizes = [layer.weight.shape[0] for layer in native]
-    joined = Joined(layer, sizes)
-    return [MarlinPart(joined, index) for index in range(len(sizes))]
+    rows = [_rows(layer) for layer in layers]
+    whole = {name: mx.concatenate([each[name] for each in rows]) for name in rows[0]}
+    joined = Joined(_layer(layers[0], whole), [len(each["weight"]) for each in rows])
+    return [MarlinPart(joined, index) for index in range(len(rows))]
 
 
 def separate(joined: Joined) -> list[MarlinLinear]:
     """Returns the layers that were joined: the inverse of `join`."""
     layer = joined.layer
-    native = layer.to_stock()
-    ends = [*accumulate(joined.sizes)]
+    whole = _rows(layer)
     parts = []
-    for end, size in zip(ends, joined.sizes, strict=True):
-        rows = {
-            name: mx.contiguous(array[end - size : end])
-            for name, array in native.items()
-        }
-        parts.append(
-            MarlinLinear.from_quantized(
-                _with_rows(native, [rows]),
-                layout=layer.layout,
-                invariant=layer.invariant,
-            )
-        )
+    for end, size in zip(accumulate(joined.sizes), joined.sizes, strict=True):
+        own = slice(end - size, end)
+        rows = {name: mx.contiguous(array[own]) for name, array in whole.items()}
+        parts.append(_layer(layer, rows))
     return parts
 
 
@@ -129,16 +115,20 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     return columns, *format, layer.layout, layer.invariant, scales.dtype, bias
 
 
-def _with_rows(
-    like: nn.QuantizedLinear, arrays: Sequence[dict[str, mx.array]]
-) -> nn.QuantizedLinear:
-    """Returns a layer of the same format with the rows of all these parameters."""
-    layer = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
-    nn.Module.__init__(layer)
-    layer.group_size, layer.bits, layer.mode = like.group_size, like.bits, like.mode
-    layer.train(like.training)
-    layer._no_grad = set(like._no_grad)
-    for name in arrays[0]:
-        if name in like:
-            layer[name] = mx.concatenate([each[name] for each in arrays])
+def _rows(layer: MarlinLinear) -> dict[str, mx.array]:
+    """Returns a layer's arrays in MLX's layout: each has a row for each feature."""
+    arrays = dict(zip(NATIVE, layer.native(), strict=True)) | {
+        "bias": layer.get("bias")
+    }
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _layer(like: MarlinLinear, rows: dict[str, mx.array]) -> MarlinLinear:
+    """Returns a layer of the same kind and layout with other rows."""
+    layer = twin(MarlinLinear, like)
+    layer.layout, layer.invariant = "mlx", like.invariant
+    for name, array in rows.items():
+        layer[name] = array
+    if like.layout == "marlin":
+        layer.keep_packed()
     return layer

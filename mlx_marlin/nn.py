@@ -67,7 +67,7 @@ class MarlinLinear(nn.QuantizedLinear):
         self.layout = "mlx"
         self.invariant = invariant
         if layout == "marlin":
-            self._keep_packed()
+            self.keep_packed()
 
     @classmethod
     def from_linear(
@@ -120,7 +120,7 @@ class MarlinLinear(nn.QuantizedLinear):
                 f"layout='mlx' has groups of {sizes}, and the layer has "
                 f"group_size={layer.group_size}"
             )
-        ours = _twin(cls, layer)
+        ours = twin(cls, layer)
         ours.layout = "mlx"
         ours.invariant = invariant
         for name in NATIVE:
@@ -128,7 +128,7 @@ class MarlinLinear(nn.QuantizedLinear):
         if "bias" in layer:
             ours["bias"] = layer["bias"]
         if layout == "marlin":
-            ours._keep_packed()
+            ours.keep_packed()
         return ours
 
     def to_stock(self) -> nn.QuantizedLinear | nn.Linear:
@@ -146,9 +146,9 @@ class MarlinLinear(nn.QuantizedLinear):
             layer.train(self.training)
             layer.weight = plain(packed, packed.dtype)
         else:
-            layer = _twin(nn.QuantizedLinear, self)
+            layer = twin(nn.QuantizedLinear, self)
             layer.group_size = size
-            native = self._native() if packed is None else (*as_mlx(packed), None)
+            native = self.native() if packed is None else (*as_mlx(packed), None)
             for name, array in zip(NATIVE, native, strict=False):
                 setattr(layer, name, array)
         if "bias" in self:
@@ -174,17 +174,17 @@ class MarlinLinear(nn.QuantizedLinear):
     @property
     def weight(self) -> mx.array:  # type: ignore[override]
         """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
-        return self._native()[0]
+        return self.native()[0]
 
     @property
     def scales(self) -> mx.array:  # type: ignore[override]
         """Scales [n, k / group_size]."""
-        return self._native()[1]
+        return self.native()[1]
 
     @property
     def biases(self) -> mx.array | None:
         """Biases [n, k / group_size]; None where the mode has none."""
-        return self._native()[2]
+        return self.native()[2]
 
     @biases.setter
     def biases(self, none: mx.array | None) -> None:
@@ -253,7 +253,8 @@ class MarlinLinear(nn.QuantizedLinear):
             self.invariant,
         )
 
-    def _native(self) -> tuple[mx.array, mx.array, mx.array | None]:
+    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Returns codes, scales and biases, if there are, in MLX's layout."""
         packed = self.packed
         if packed is not None:
             words, scales, *biases = unpack(packed)
@@ -278,7 +279,8 @@ class MarlinLinear(nn.QuantizedLinear):
         self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
         self._take(packed)
 
-    def _keep_packed(self) -> None:
+    def keep_packed(self) -> None:
+        """Packs the layer's arrays, which are in MLX's layout, in place."""
         native = [self.pop(name, None) for name in NATIVE]
         self._take(
             pack(*native, group_size=self.group_size, bits=self.bits, mode=self.mode)
@@ -302,7 +304,7 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
         cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
     ) -> Self:
         """Makes an embedding that shares the arrays of MLX's."""
-        ours = _twin(cls, layer)
+        ours = twin(cls, layer)
         ours.invariant = invariant
         ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
         for name in NATIVE:
@@ -312,7 +314,7 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 
     def to_stock(self) -> nn.QuantizedEmbedding:
         """Returns MLX's own layer with the same arrays."""
-        layer = _twin(nn.QuantizedEmbedding, self)
+        layer = twin(nn.QuantizedEmbedding, self)
         layer.num_embeddings, layer.dims = self.num_embeddings, self.dims
         for name in NATIVE:
             setattr(layer, name, self.get(name))
@@ -347,7 +349,7 @@ def _native_weight(
     return layer["weight"], layer["scales"], layer.get("biases")
 
 
-def _twin(cls: type[Layer], layer: nn.Module) -> Layer:
+def twin(cls: type[Layer], layer: nn.Module) -> Layer:
     """Makes a layer without parameters, in the same format and state as another."""
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)

@@ -203,7 +203,7 @@ def test_a_failure_leaves_the_model_as_it_was(
     break_at: Callable[[str, int], None], nth: int
 ) -> None:
     model = tiny_llama()
-    break_at("_keep_packed", nth)
+    break_at("keep_packed", nth)
 
     with pytest.raises(BreakError):
         mlx_marlin.optimize(model, layout="marlin")
@@ -216,7 +216,7 @@ def test_a_failure_while_quantizing_keeps_the_float_weights(
 ) -> None:
     model = tiny_llama(quantized=False)
     before = dict(model.named_modules())
-    break_at("_keep_packed", 9)
+    break_at("keep_packed", 9)
 
     with pytest.raises(BreakError):
         mlx_marlin.optimize(model, quantize=True, group_size=32, layout="marlin")
@@ -228,7 +228,7 @@ def test_a_failure_while_changing_the_layout_keeps_the_old_one(
     break_at: Callable[[str, int], None],
 ) -> None:
     model = mlx_marlin.optimize(tiny_llama())
-    break_at("_keep_packed", 3)
+    break_at("keep_packed", 3)
 
     with pytest.raises(BreakError):
         mlx_marlin.optimize(model, layout="marlin")

@@ -64,7 +64,7 @@ def _is_ours(layer: nn.Module) -> bool:
     return (
         known is not None
         and layer.group_size in known.group_sizes
-        and _columns(layer) % known.k_multiple == 0
+        and _columns(layer) % known.k_multiple(layer.group_size) == 0
         and dtype_name(layer.scales.dtype) in known.scale_dtypes
     )
 
