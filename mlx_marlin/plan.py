@@ -18,12 +18,13 @@ from typing import Literal
 
 from mlx_marlin.formats import DTYPE_BYTES, TILE_K, TILE_N
 from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
+from mlx_marlin.staging import BUFFERS, buffer_bytes
 from mlx_marlin.work import Split, Tile, Work, tile_position
 
-Kernel = Literal["gemv", "gemm_register"]
+Kernel = Literal["gemv", "gemm_register", "gemm_staged"]
 Reduction = Literal["none", "workspace", "atomic"]
 
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register")
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged")
 REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
 
 FRAGMENT = 8
@@ -51,13 +52,19 @@ def k_tile(group_size: int) -> int:
     return 128 if group_size == 128 else TILE_K
 
 
+def step_k(group_size: int) -> int:
+    """Returns the k of a step: a fragment of a step must not sit in two groups."""
+    return 32 if group_size == 32 else TILE_K
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How one product is computed, down to every range of every threadgroup.
 
     Attributes:
         problem: The product.
-        kernel: "gemv" (dot products, few rows) or "gemm_register" (8x8 matrices).
+        kernel: "gemv" (dot products, few rows), "gemm_register" (8x8 matrices) or
+            "gemm_staged" (8x8 matrices out of threadgroup memory).
         tile: Rows, columns and k of a tile.
         fragments_m: 8-row fragments of x that one simdgroup holds; 0 for gemv.
         simdgroups_m: Simdgroups side by side along the rows.
@@ -68,6 +75,9 @@ class Plan:
         reduction: How splits of a tile meet: "none" where there are none, "workspace"
             (the same bits every time) or "atomic" (in whatever order they come).
         subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
+        buffers: Stages that threadgroup memory holds in `gemm_staged`, else 0.
+        loaders: Simdgroups there that only load and decode, while the others only
+            multiply; with 0 all do both.
     """
 
     problem: Problem
@@ -80,10 +90,13 @@ class Plan:
     work: Work
     reduction: Reduction = "none"
     subtract: bool = False
+    buffers: int = 0
+    loaders: int = 0
 
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
+        self._check_staging()
         if self.kernel == "gemv":
             self._check_gemv()
         else:
@@ -92,6 +105,24 @@ class Plan:
         self._check_work()
         self._check_reduction()
         self._check_invariant()
+
+    def _check_staging(self) -> None:
+        if self.kernel != "gemm_staged":
+            if (self.buffers, self.loaders) != (0, 0):
+                raise ValueError(
+                    f"{self.kernel} has buffers=0 and loaders=0, got "
+                    f"buffers={self.buffers}, loaders={self.loaders}"
+                )
+            return
+        if self.buffers not in BUFFERS:
+            raise ValueError(f"buffers={self.buffers} is not one of {BUFFERS}")
+        if self.loaders < 0:
+            raise ValueError(f"loaders={self.loaders} must be at least 0")
+        if self.loaders and self.buffers == 1:
+            raise ValueError(
+                f"loaders={self.loaders} would wait with buffers=1 whenever the others "
+                f"multiply, expected 2 or 3 buffers"
+            )
 
     def _check_gemv(self) -> None:
         most = GEMV_ROWS[self.problem.dtype]
@@ -134,15 +165,17 @@ class Plan:
                 f"simdgroups_m={self.simdgroups_m} and simdgroups_k="
                 f"{self.simdgroups_k} must be at least 1"
             )
-        if self.simdgroups_m * self.simdgroups_k > MAX_SIMDGROUPS:
+        if self.simdgroups > MAX_SIMDGROUPS:
+            further = f" and loaders={self.loaders}" if self.loaders else ""
             raise ValueError(
-                f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k} "
-                f"is more than {MAX_SIMDGROUPS} simdgroups in a threadgroup"
+                f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k}"
+                f"{further} is more than {MAX_SIMDGROUPS} simdgroups in a threadgroup"
             )
         if self.threadgroup_bytes > THREADGROUP_LIMIT:
+            each = f"buffers={self.buffers} of {self.stage_bytes} bytes make "
             raise ValueError(
-                f"{self.threadgroup_bytes} bytes of threadgroup memory are more than "
-                f"{THREADGROUP_LIMIT}"
+                f"{each if self.buffers else ''}{self.threadgroup_bytes} bytes of "
+                f"threadgroup memory, more than {THREADGROUP_LIMIT}"
             )
 
     def _check_work(self) -> None:
@@ -210,7 +243,7 @@ class Plan:
         """The kernel with the simdgroups of a threadgroup: rows x columns x k."""
         rows = self.fragments_m * FRAGMENT or self.tile.m
         groups = f"{self.simdgroups_m}x{self.simdgroups_n}x{self.simdgroups_k}"
-        return f"{self.kernel} {rows} rows, {groups} simdgroups"
+        return f"{self.kernel} {rows} rows, {groups} simdgroups{self._staging()}"
 
     @property
     def num_threadgroups(self) -> int:
@@ -218,9 +251,14 @@ class Plan:
         return self.work.threadgroups
 
     @property
+    def simdgroups(self) -> int:
+        """Simdgroups of a threadgroup."""
+        return self.simdgroups_m * self.simdgroups_k + self.loaders
+
+    @property
     def threads(self) -> int:
         """Threads of a threadgroup."""
-        return SIMD_WIDTH * self.simdgroups_m * self.simdgroups_k
+        return SIMD_WIDTH * self.simdgroups
 
     @property
     def m_tiles(self) -> int:
@@ -288,8 +326,21 @@ class Plan:
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: the epilogue's scratch, float32."""
-        return self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
+        """Bytes of threadgroup memory: the epilogue's scratch, float32, which takes
+        turns with the stages of `gemm_staged`."""
+        scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
+        return max(scratch, self.buffers * self.stage_bytes)
+
+    @property
+    def stage_k(self) -> int:
+        """Values of k of a stage, a step for each simdgroup along k."""
+        return step_k(self.problem.group_size) * self.simdgroups_k
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
+        element = 4 if self.problem.in_float else 2
+        return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 
     def corner(self, tile: int) -> tuple[int, int]:
         """Returns the first row and column of a tile's part of the result."""
@@ -312,7 +363,8 @@ class Plan:
         work = self.work
         parts = [
             f"{self.kernel} {self.tile}",
-            f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)",
+            f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
+            f"{self._staging()}",
             f"{work.tiles} tiles of {work.k_tiles} k tiles",
             f"{work.strategy} over {work.threadgroups} threadgroups "
             f"({', '.join(self._details())})",
@@ -323,6 +375,13 @@ class Plan:
         elif self.reduction == "atomic":
             parts.append("atomic sums: the last bits differ from run to run")
         return ", ".join(parts)
+
+    def _staging(self) -> str:
+        if not self.buffers:
+            return ""
+        noun = "buffer" if self.buffers == 1 else "buffers"
+        loaders = f", {self.loaders} more that load" if self.loaders else ""
+        return f"{loaders}, {self.buffers} {noun}"
 
     def _details(self) -> list[str]:
         work = self.work

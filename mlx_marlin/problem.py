@@ -167,6 +167,14 @@ class Problem:
         return format_of(self.mode, self.bits)
 
     @property
+    def in_float(self) -> bool:
+        """Whether weights and activations meet as float32: only a float holds either
+        activations of more than 16 bits or an integer with its scale, which enters the
+        fragment in groups of 16."""
+        scaled = self.group_size == 16 and self.format.codes != "floating"
+        return scaled or self.dtype != "float16"
+
+    @property
     def groups(self) -> int:
         """Quantization groups along k."""
         return self.k // self.group_size

@@ -25,6 +25,8 @@ GLOBAL_FLOATING = len(CODES)
 """MODE of small floats that have a global scale too."""
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
+LEANING = {"gemm_staged": ("gemm_register", "staging")}
+"""Further files that a kernel's own leans on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def shader_folder() -> Path:
 
 @cache
 def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> Source:
-    """Returns the text of the kernel "gemv" or "gemm_register".
+    """Returns the text of the kernel "gemv", "gemm_register" or "gemm_staged".
 
     Args:
         kernel: Its name.
@@ -73,7 +75,7 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
         name=f"marlin_{kernel}" + "_fused" * fused + "_atomic" * atomic,
         input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=_lib(*WEIGHT, "epilogue", kernel),
+        header=_lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel),
         source=_read(f"kernels/{body}"),
         atomic=atomic,
     )
@@ -129,12 +131,14 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
     fused = {} if plan.is_split else _epilogue_template(plan)
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared, **fused}
+    staged = {"BUFFERS": plan.buffers, "LOADERS": plan.loaders} if plan.buffers else {}
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         **shared,
         "RAGGED": problem.n % TILE_N != 0,
-        "WIDEN": problem.dtype != "float16",
+        "WIDEN": problem.in_float,
+        **staged,
         **fused,
     }
 
@@ -148,7 +152,7 @@ def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
         "RAGGED": plan.problem.n % TILE_N != 0,
         **weight_template(plan.problem),
         "SUBTRACT": plan.subtract,
-        "WIDEN": plan.problem.dtype != "float16",
+        "WIDEN": plan.problem.in_float,
     }
 
 

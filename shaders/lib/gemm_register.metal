@@ -70,11 +70,28 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
   }
 }
 
+// The codes of row fragment f in step `step` of a trip, out of a lane's words; of small groups
+// the weights.
+template <typename W, typename V, bool EXACT>
+METAL_FUNC simdgroup_matrix<V, 8, 8>
+row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
+  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);
+  if (W::SCALED) {
+    const float whole = scale * float(W::FACTOR);
+    const float2 weights = W::BIASED ? fma(float2(values), float2(whole), float2(bias))
+                                     : float2(values) * whole;
+    values = vec<V, 2>(V(weights.x), V(weights.y));
+  } else if (W::FACTOR != 1) {
+    values *= V(W::FACTOR);
+  }
+  return make_fragment<V>(values.x, values.y);
+}
+
 // products[j] = codes of row fragment f times activations of fragment j.
-template <int FRAGMENTS_M, typename W, bool SUBTRACT, bool WIDEN, typename F>
+template <int FRAGMENTS_M, typename W, bool SUBTRACT, bool WIDEN, typename F, typename Codes>
 METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
-    thread const uint* words,
+    Codes codes,
     int f,
     thread simdgroup_matrix<F, 8, 8>* columns,
     thread const float2* sums,
@@ -88,17 +105,7 @@ METAL_FUNC void multiply(
     products[j] = make_fragment<float>(start.x, start.y);
   }
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
-    vec<V, 2> values = decode<W, V, EXACT>(words, f, step);
-    if (W::SCALED) {
-      const float whole = scale * float(W::FACTOR);
-      const float2 weights = W::BIASED
-          ? fma(float2(values), float2(whole), float2(bias))
-          : float2(values) * whole;
-      values = vec<V, 2>(V(weights.x), V(weights.y));
-    } else if (W::FACTOR != 1) {
-      values *= V(W::FACTOR);
-    }
-    simdgroup_matrix<V, 8, 8> rows = make_fragment<V>(values.x, values.y);
+    simdgroup_matrix<V, 8, 8> rows = row_fragment<W, V, EXACT>(codes, f, step, scale, bias);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
       simdgroup_multiply_accumulate(
           products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
@@ -124,6 +131,41 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int corne
     const int place = corner + 8 * (i % FRAGMENTS_M) * SCRATCH_ROW + 8 * (i / FRAGMENTS_M);
     scratch[place] = totals[i].x;
     scratch[place + SCRATCH_ROW] = totals[i].y;
+  }
+}
+
+// Adds what one step's codes and activations give to the totals of four row fragments.
+template <
+    int FRAGMENTS,
+    bool RAGGED,
+    typename W,
+    bool SUBTRACT,
+    bool WIDEN,
+    typename F,
+    typename Codes>
+METAL_FUNC void add_products(
+    thread float2* totals,
+    Codes codes,
+    thread simdgroup_matrix<F, 8, 8>* columns,
+    thread const float2* sums,
+    Quantizers quantizers,
+    float weight_scale,
+    int cols) {
+  if (!W::SCALED && W::BIASED) {
+    UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
+      totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
+    }
+  }
+  // One row fragment after the other: few products are alive at a time.
+  UNROLL for (int f = 0; f < 4; ++f) {
+    if (RAGGED && 8 * f >= cols) {
+      break;
+    }
+    simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
+    const float scale = quantizers.scale[f];
+    multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
+        products, codes, f, columns, sums, scale, quantizers.bias[f]);
+    add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? weight_scale : scale);
   }
 }
 
@@ -172,22 +214,8 @@ METAL_FUNC void accumulate(
     }
     simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
     make_columns<FRAGMENTS, RUNS, F>(columns, runs);
-    if (!W::SCALED && W::BIASED) {
-      UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
-        totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
-      }
-    }
-    // One row fragment after the other: few products are alive at a time.
-    UNROLL for (int f = 0; f < 4; ++f) {
-      if (RAGGED && 8 * f >= cols) {
-        break;
-      }
-      simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
-      const float scale = quantizers.scale[f];
-      multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
-          products, words, f, columns, sums, scale, quantizers.bias[f]);
-      add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? tile.weight_scale : scale);
-    }
+    add_products<FRAGMENTS, RAGGED, W, SUBTRACT, WIDEN, F>(
+        totals, words, columns, sums, quantizers, tile.weight_scale, cols);
   }
 }
 

@@ -1,0 +1,22 @@
+// Body of the kernel: x[m, k] times the transpose of w[n, k], finished by an epilogue, into
+// out[m, n]. No tile may be split.
+typedef Staging<
+    BUFFERS,
+    LOADERS,
+    FRAGMENTS_M,
+    SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    WIDEN,
+    WeightFormat<MODE, BITS, GROUP, PACKED>>
+    L;
+threadgroup float scratch[L::FLOATS];
+gemm_staged<L, WIDE, WHOLE, RAGGED, SUBTRACT>(
+    make_operands(x, w, scales, biases),
+    shape,
+    schedule,
+    out,
+    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{bias, multiplier, residual, parts},
+    scratch,
+    threadgroup_position_in_grid.x,
+    int(simdgroup_index_in_threadgroup),
+    int(thread_index_in_simdgroup));

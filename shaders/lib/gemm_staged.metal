@@ -1,0 +1,153 @@
+// A quantized product through threadgroup memory. Weights are decoded once for all simdgroups
+// of a threadgroup. The arithmetic is that of gemm_register: staged codes are exact, scale and
+// bias follow once a group, in float32.
+//
+// L  Staging; all other template arguments are those of gemm_register
+
+// A chunk of w in threadgroup memory: fragments [f][step].
+template <typename F>
+struct StagedCodes {
+  const threadgroup F* fragments;
+};
+
+template <typename W, typename V, bool EXACT>
+METAL_FUNC simdgroup_matrix<V, 8, 8> row_fragment(StagedCodes<V> codes, int f, int step, float, float) {
+  simdgroup_matrix<V, 8, 8> rows;
+  simdgroup_load(rows, codes.fragments + 64 * (f * W::PAIRS + step), 8);
+  return rows;
+}
+
+// What a stage adds to the totals of one simdgroup, for FRAGMENTS fragments of x.
+template <int FRAGMENTS, bool RAGGED, typename L, bool SUBTRACT, typename F, typename S>
+METAL_FUNC void multiply_stage(
+    thread float2* totals,
+    const threadgroup F* buffers,
+    int stage,
+    WeightTile<S> tile,
+    int cols,
+    Place place,
+    int k) {
+  typedef typename L::W W;
+  const threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
+  simdgroup_matrix<F, 8, 8> columns[W::PAIRS * FRAGMENTS];
+  float2 sums[FRAGMENTS];
+  UNROLL for (int j = 0; j < FRAGMENTS; ++j) {
+    const int nth = (place.row / 8 + j) * place.turns + place.turn;
+    const threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
+    sums[j] = float2(0.0f);
+    UNROLL for (int step = 0; step < W::PAIRS; ++step) {
+      const int i = step * FRAGMENTS + j;
+      simdgroup_load(columns[i], column + 64 * step, 8);
+      sums[j] += float2(columns[i].thread_elements()[0], columns[i].thread_elements()[1]);
+    }
+    if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
+      sums[j] = float2(sum_over_rows(sums[j].x), sum_over_rows(sums[j].y));
+    }
+  }
+  Quantizers quantizers = {float4(1.0f), float4(0.0f)};
+  if (!W::SCALED) {  // else the staged codes are weights
+    quantizers = load_quantizers<W>(tile, k);
+  }
+  const int nth = place.column * place.turns + place.turn;
+  const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
+  add_products<FRAGMENTS, RAGGED, W, SUBTRACT, true, F>(
+      totals, codes, columns, sums, quantizers, tile.weight_scale, cols);
+}
+
+template <
+    typename L,
+    int WIDE,
+    bool WHOLE,
+    bool RAGGED,
+    bool SUBTRACT,
+    typename T,
+    typename S,
+    typename O,
+    typename E>
+METAL_FUNC void gemm_staged(
+    Operands<T, S> operands,
+    const constant int32_t* shape,
+    const constant int32_t* schedule,
+    device O* out,
+    E epilogue,
+    threadgroup float* scratch,
+    uint threadgroup_index,
+    int simdgroup_index,
+    int lane_index) {
+  typedef typename L::W W;
+  typedef typename Fragment<T, W::IN_FLOAT>::type F;
+  constexpr int FRAGMENTS_M = L::FRAGMENTS_M;
+  constexpr int AHEAD = L::BUFFERS - 1;
+
+  const Work work = read_work(shape, schedule);
+  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
+  const Lane lane = lane_of(lane_index);
+  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, WIDE>(
+      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
+  const bool multiplies = simdgroup_index < L::MULTIPLYING;
+  const bool loads = L::LOADERS == 0 || !multiplies;
+  const int loader = simdgroup_index - (L::LOADERS == 0 ? 0 : L::MULTIPLYING);
+  const int corner = (simdgroup_index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
+          SCRATCH_ROW + lane.row;
+  threadgroup F* buffers = (threadgroup F*)scratch;
+  float2 totals[4 * FRAGMENTS_M];
+
+  for (uint position = range.begin; position < range.end;) {
+    const Split split =
+        split_at<WIDE, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
+    position += split.k_tile_count;
+    const int col = split.col + TILE_N * place.column;
+    const WeightTile<S> tile =
+        weight_tile<W>(operands.w, operands.scales, operands.biases, col, work, lane_index);
+    const int cols = work.n - col;
+    const int rows = multiplies ? work.m - split.row - place.row : 0;
+    const int stages = ceil_div(split.k_stop - split.k_start, W::STEP * place.turns);
+    UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
+      totals[i] = float2(0.0f);
+    }
+    for (int stage = 0; loads && stage < min(AHEAD, stages); ++stage) {
+      load_stage<L, SUBTRACT>(buffers, operands, stage, work, split, place, loader, lane_index);
+    }
+    if (AHEAD > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    for (int stage = 0; stage < stages; ++stage) {
+      const int next = stage + AHEAD;
+      if (loads && next < stages) {
+        load_stage<L, SUBTRACT>(buffers, operands, next, work, split, place, loader, lane_index);
+      }
+      if (AHEAD == 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      const int k = step_of_stage<W>(stage, place.turn, split, place);
+      // Whole fragments past the last row or column are left out, not computed.
+      if (k < split.k_stop && rows > 8 * (FRAGMENTS_M - 1)) {
+        multiply_stage<FRAGMENTS_M, RAGGED, L, SUBTRACT>(
+            totals, buffers, stage, tile, cols, place, k);
+      } else if (k < split.k_stop && rows > 0) {
+        multiply_stage<1, RAGGED, L, SUBTRACT>(totals, buffers, stage, tile, cols, place, k);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (rows > 8 * (FRAGMENTS_M - 1)) {
+      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+    } else if (rows > 0) {
+      write_scratch<1>(scratch, totals, corner);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    store_tile<L::TILE_M, L::SIMDGROUPS_K, WIDE, L::MULTIPLYING + L::LOADERS>(
+        out,
+        epilogue,
+        InOrder{},
+        scratch,
+        work,
+        split,
+        place.turns,
+        simdgroup_index,
+        lane_index);
+    if (WHOLE) {
+      break;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}

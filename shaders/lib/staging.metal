@@ -1,0 +1,136 @@
+// Weights and activations on their way to threadgroup memory, where they lie as the fragments
+// that are multiplied.
+//
+// A stage is one step of k of each of the SIMDGROUPS_K places along k and n: a chunk of w for
+// each, and the activations of the same k. With b buffers, stage s lies in buffer s % b and is
+// loaded b - 1 stages before it is multiplied, into the buffer whose stage has just been:
+// `phases` in staging.py says the same.
+//
+// BUFFERS  stages that threadgroup memory holds, 1 to 3
+// LOADERS  simdgroups that only load and decode; 0: all load, and all multiply
+// WIDEN    staged values are float, as the activations' fragments then are, not half
+//
+// All others are those of gemm_register.
+
+template <
+    int BUFFERS_,
+    int LOADERS_,
+    int FRAGMENTS_M_,
+    int SIMDGROUPS_M_,
+    int SIMDGROUPS_K_,
+    bool WIDEN,
+    typename W_>
+struct Staging {
+  typedef W_ W;
+  static constant constexpr const int BUFFERS = BUFFERS_;
+  static constant constexpr const int LOADERS = LOADERS_;
+  static constant constexpr const int FRAGMENTS_M = FRAGMENTS_M_;
+  static constant constexpr const int SIMDGROUPS_M = SIMDGROUPS_M_;
+  static constant constexpr const int SIMDGROUPS_K = SIMDGROUPS_K_;
+  static constant constexpr const int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
+  static constant constexpr const int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
+  static constant constexpr const int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
+  // Elements: 32 rows of w and 8 rows of x of a step, all w of a stage, a stage.
+  static constant constexpr const int CHUNK = TILE_N * W::STEP;
+  static constant constexpr const int COLUMN = 8 * W::STEP;
+  static constant constexpr const int WEIGHTS = SIMDGROUPS_K * CHUNK;
+  static constant constexpr const int STAGE = WEIGHTS + SIMDGROUPS_K * TILE_M * W::STEP;
+  // Buffers and the epilogue's scratch take turns in the same memory, counted in floats.
+  static constant constexpr const int STAGES = BUFFERS * STAGE / (WIDEN ? 1 : 2);
+  static constant constexpr const int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
+  static constant constexpr const int FLOATS = STAGES > SCRATCH ? STAGES : SCRATCH;
+};
+
+template <typename T, typename S>
+struct Operands {
+  const device T* x;
+  const device uint32_t* w;
+  const device S* scales;
+  const device S* biases;
+};
+
+template <typename T, typename S>
+METAL_FUNC Operands<T, S> make_operands(
+    const device T* x, const device uint32_t* w, const device S* scales, const device S* biases) {
+  Operands<T, S> operands = {x, w, scales, biases};
+  return operands;
+}
+
+template <typename W, bool SUBTRACT, typename F, typename S>
+METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, int lane_index) {
+  uint words[words_of_step<W>()];
+  load_words<W>(words, tile, k, lane_index);
+  Quantizers quantizers = {float4(1.0f), float4(0.0f)};
+  if (W::SCALED) {
+    quantizers = load_quantizers<W>(tile, k);
+  }
+  UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
+    const int f = i / W::PAIRS;
+    const simdgroup_matrix<F, 8, 8> rows =
+        row_fragment<W, F, SUBTRACT || W::SCALED>(
+            words, f, i % W::PAIRS, quantizers.scale[f], quantizers.bias[f]);
+    simdgroup_store(rows, chunk + 64 * i, 8);
+  }
+}
+
+// 8 rows of x: fragments [step].
+template <typename W, typename F, typename T>
+METAL_FUNC void stage_activations(
+    threadgroup F* column, const device T* x, int first_row, int k, Work work, int lane_index) {
+  constexpr int RUNS = W::RUNS;
+  const Lane lane = lane_of(lane_index);
+  vec<F, 4> runs[2 * RUNS];
+  UNROLL for (int i = 0; i < 2 * RUNS; ++i) {
+    // Rows past the end read the last row: their results are never stored.
+    const int row = min(first_row + 2 * lane.pair + i / RUNS, work.m - 1);
+    runs[i] = load_run(
+        x + run_offset<W>(0, i % RUNS), row * work.k + k + run_offset<W>(lane.row, 0));
+  }
+  simdgroup_matrix<F, 8, 8> columns[W::PAIRS];
+  make_columns<1, RUNS, F>(columns, runs);
+  UNROLL for (int step = 0; step < W::PAIRS; ++step) {
+    simdgroup_store(columns[step], column + 64 * step, 8);
+  }
+}
+
+// Where a stage's step at a turn along k begins.
+template <typename W>
+METAL_FUNC int step_of_stage(int stage, int turn, Split split, Place place) {
+  return split.k_start + W::STEP * (stage * place.turns + turn);
+}
+
+// One loading simdgroup's share of a stage: chunks of w come first, then fragments of x.
+template <typename L, bool SUBTRACT, typename F, typename T, typename S>
+METAL_FUNC void load_stage(
+    threadgroup F* buffers,
+    Operands<T, S> operands,
+    int stage,
+    Work work,
+    Split split,
+    Place place,
+    int loader,
+    int lane_index) {
+  typedef typename L::W W;
+  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
+  // Whole fragments past the last row are left out.
+  const int fragments = ceil_div(min(L::TILE_M, work.m - split.row), 8);
+  const int pieces = L::SIMDGROUPS_K + fragments * place.turns;
+  for (int piece = loader; piece < pieces; piece += L::LOADING) {
+    const bool is_weight = piece < L::SIMDGROUPS_K;
+    const int nth = is_weight ? piece : piece - L::SIMDGROUPS_K;
+    const int k = step_of_stage<W>(stage, nth % place.turns, split, place);
+    if (k >= split.k_stop) {
+      continue;
+    }
+    if (is_weight) {
+      const int col = split.col + TILE_N * (nth / place.turns);
+      const WeightTile<S> tile = weight_tile<W>(
+          operands.w, operands.scales, operands.biases, col, work, lane_index);
+      stage_weights<W, SUBTRACT>(buffer + nth * L::CHUNK, tile, k, lane_index);
+    } else {
+      const int row = split.row + 8 * (nth / place.turns);
+      threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
+      stage_activations<W>(column, operands.x, row, k, work, lane_index);
+    }
+  }
+}
