@@ -329,7 +329,9 @@ class Plan:
         """Bytes of threadgroup memory: the epilogue's scratch, float32, which takes
         turns with the stages of `gemm_staged`."""
         scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
-        return max(scratch, self.buffers * self.stage_bytes)
+        return (
+            max(scratch, self.buffers * self.stage_bytes) if self.buffers else scratch
+        )
 
     @property
     def stage_k(self) -> int:
@@ -339,7 +341,7 @@ class Plan:
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
-        element = 4 if self.problem.in_float else 2
+        element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 
     def corner(self, tile: int) -> tuple[int, int]:
@@ -379,9 +381,10 @@ class Plan:
     def _staging(self) -> str:
         if not self.buffers:
             return ""
-        noun = "buffer" if self.buffers == 1 else "buffers"
-        loaders = f", {self.loaders} more that load" if self.loaders else ""
-        return f"{loaders}, {self.buffers} {noun}"
+        counts = {"buffer": self.buffers, "loader": self.loaders}
+        return "".join(
+            f", {n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n
+        )
 
     def _details(self) -> list[str]:
         work = self.work

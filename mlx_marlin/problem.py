@@ -175,6 +175,11 @@ class Problem:
         return scaled or self.dtype != "float16"
 
     @property
+    def fragment_bytes(self) -> int:
+        """Bytes of a weight or activation where they meet."""
+        return 4 if self.in_float else 2
+
+    @property
     def groups(self) -> int:
         """Quantization groups along k."""
         return self.k // self.group_size

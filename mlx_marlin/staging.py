@@ -46,6 +46,11 @@ def buffer_bytes(m: int, n: int, k: int, element: int) -> int:
     return (m + n) * k * element
 
 
+def barriers(stages: int, buffers: int) -> int:
+    """Returns how many barriers `phases` has."""
+    return stages * (2 if buffers == 1 else 1) + (buffers > 1)
+
+
 def phases(stages: int, buffers: int) -> Iterator[Phase]:
     """Yields what happens for a split, phase by phase; a barrier ends each.
 

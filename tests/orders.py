@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from strategies import Native
 
-from mlx_marlin.plan import Plan
+from mlx_marlin.plan import Plan, step_k
 from mlx_marlin.problem import Problem
 
 Vector = NDArray[np.float32]
@@ -47,13 +47,16 @@ def promised(plan: Plan) -> Vector:
     """
     problem = plan.problem
     values = trips(problem)
+    # Simdgroups take turns at trips, where they are staged at steps.
+    steps = TRIP // step_k(problem.group_size) if plan.buffers else 1
     sums: dict[int, dict[int, Vector]] = {}
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
             own = values[slice(*(-(-k // TRIP) for k in plan.k_range(split)))]
             is_wide = plan.columns_of(split.tile) > plan.tile.n
             turns = plan.simdgroups_k // (plan.simdgroups_n if is_wide else 1)
-            total = ascending(ascending(own[turn::turns]) for turn in range(turns))
+            turn_of = np.arange(len(own)) * steps % turns
+            total = ascending(ascending(own[turn_of == turn]) for turn in range(turns))
             sums.setdefault(split.tile, {})[split.k_idx] = total
     out = np.full((problem.m, problem.n), np.nan, np.float32)
     for tile, splits in sums.items():

@@ -8,6 +8,7 @@ from itertools import chain, combinations, cycle, product
 from typing import Any
 
 import mlx.core as mx
+import strategies
 
 from mlx_marlin import device, scheduler, source
 from mlx_marlin.emulator import check
@@ -40,8 +41,14 @@ FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 """Values that meet those of the main loop nowhere but where a tile is stored."""
 WEIGHT = ("MODE", "BITS", "GROUP", "PACKED", "scales")
 """Values that meet in functions which all kernels share: in the products' they do."""
+SHARING = ("gather", "dequantize", "gemm_staged")
+"""Kernels that read weights with nothing but functions that products have too."""
 STORING = ("kind", "WIDE", "out")
 """Those that they meet there."""
+STAGING = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
+"""Buffers and loaders of `gemm_staged`."""
+STAGED_SIMDGROUPS = (1, 2, 4)
+"""Its simdgroups along m, and along k: enough for every way to share a stage."""
 EPILOGUES = (
     *(
         Epilogue(bias=bias, activation=activation, multiply=multiply, residual=residual)
@@ -62,7 +69,8 @@ class Variant:
     """One instance of a kernel.
 
     Attributes:
-        kernel: "gemv", "gemm_register", "reduce", "dequantize" or "gather".
+        kernel: "gemv", "gemm_register", "gemm_staged", "reduce", "dequantize" or
+            "gather".
         kind: "plain", "fused" or "atomic".
         values: Template arguments and dtypes, by name.
     """
@@ -87,7 +95,7 @@ class Variant:
         """Every two values that meet in a function; the kind is one."""
         for pair in combinations((("kind", self.kind), *self.values), 2):
             names = {name for name, _ in pair}
-            if names <= {*WEIGHT} and self.kernel in ("gather", "dequantize"):
+            if names <= {*WEIGHT} and self.kernel in SHARING:
                 continue
             if names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}:
                 yield pair
@@ -233,7 +241,7 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
             continue
         tile = Tile(m=rows, k=k_tile(problem.group_size))
         for subtract in (False, True):
-            yield Plan(
+            body = Plan(
                 problem=replace(problem, m=rows),
                 kernel="gemm_register" if fragments_m else "gemv",
                 tile=tile,
@@ -243,6 +251,10 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
                 work=data_parallel(2, problem.k // tile.k),
                 subtract=subtract,
             )
+            yield body
+            if fragments_m and {simdgroups_m, simdgroups_k} <= {*STAGED_SIMDGROUPS}:
+                staged = strategies.stagings(body)
+                yield from (p for p in staged if (p.buffers, p.loaders) in STAGING)
 
 
 def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:

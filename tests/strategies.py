@@ -1,7 +1,9 @@
 """What the tests draw: problems, devices and plans, small and ragged sizes often."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from itertools import product
 
 import format_cases
 import mlx.core as mx
@@ -20,6 +22,7 @@ from mlx_marlin.plan import (
     k_tile,
 )
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.staging import BUFFERS
 from mlx_marlin.work import (
     MOST_GROUPS,
     PARTITIONS,
@@ -226,7 +229,7 @@ def plans(
         work = draw(
             works(tiles=m_tiles * n_tiles, k_tiles=k_tiles, strategies=ONE_TILE_SIZE)
         )
-    return Plan(
+    plan = Plan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
         tile=tile,
@@ -242,6 +245,19 @@ def plans(
         ),
         subtract=draw(st.booleans()),
     )
+    if not fragments_m or draw(st.integers(0, 2)):
+        return plan
+    return draw(st.sampled_from([*stagings(plan)] or [plan]))
+
+
+def stagings(plan: Plan) -> Iterator[Plan]:
+    """Makes plans of `gemm_staged` of one of `gemm_register`.
+
+    All for which a threadgroup has threads and memory.
+    """
+    for buffers, loaders in product(BUFFERS, range(MAX_SIMDGROUPS)):
+        with suppress(ValueError):
+            yield replace(plan, kernel="gemm_staged", buffers=buffers, loaders=loaders)
 
 
 def _widths(along_k: int, n_tiles: int) -> list[int]:

@@ -58,7 +58,8 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     body = kernel + "_fused" * fused
     assert text.name == f"marlin_{body}"
     assert text.source == (folder / "kernels" / f"{body}.metal").read_text()
-    libraries: tuple[str, ...] = (*source.WEIGHT, "epilogue", kernel)
+    libraries: tuple[str, ...] = (*source.WEIGHT, "epilogue")
+    libraries = (*libraries, *source.LEANING.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
     positions = [

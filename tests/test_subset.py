@@ -45,7 +45,7 @@ TEXTS = {
     for text in (
         *(
             source.product_source(kernel, fused, atomic)
-            for kernel in ("gemv", "gemm_register")
+            for kernel in ("gemv", "gemm_register", "gemm_staged")
             for fused, atomic in ((False, False), (True, False), (False, True))
         ),
         source.reduce_source(),
@@ -71,11 +71,11 @@ def test_nothing_was_reviewed_in_vain() -> None:
 def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
     kinds: dict[str, list[Variant]] = {}
     for each in covering_variants():
-        if each.kernel in ("gemm_register", "gather"):
+        if each.kernel in ("gemm_register", "gemm_staged", "gather"):
             kinds.setdefault(each.source.name, []).append(each)
 
     operands = frozenset[tuple[str, ...]]().union(*map(checked, kinds.values()))
-    assert len(kinds) == 4
+    assert len(kinds) == 7
 
     assert operands == {
         ("float", "half", "half", "float"),

@@ -118,6 +118,7 @@ def arms(problem: Problem, device: Device, *, times_stock: bool) -> list[Arm]:
     """
     choice = scheduler.compare(problem, device=device)
     plans: list[Arm] = [*shortlist(choice.candidates)]
+    plans += scheduler.experiments(problem, device)
     if not times_stock or problem.layout != "mlx":
         return plans
     return [None, *plans] if choice.reason else [*plans, None]

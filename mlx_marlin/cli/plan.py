@@ -98,6 +98,8 @@ def _add_wishes(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--reduction", choices=REDUCTIONS)
     group.add_argument("--simdgroups-k", type=int, help="simdgroups that share k")
     group.add_argument("--simdgroups-n", type=int, help="tiles in a wide tile of hytis")
+    group.add_argument("--buffers", type=int, help="stages that gemm_staged holds")
+    group.add_argument("--loaders", type=int, help="simdgroups there that only load")
 
 
 def _problem(args: argparse.Namespace) -> Problem:

@@ -32,6 +32,7 @@ __all__ = [
     "choose_dense",
     "choose_gather",
     "compare",
+    "experiments",
     "gather_reason",
     "make",
     "plan",
@@ -41,6 +42,11 @@ __all__ = [
 
 MODEL_ERROR = 0.06
 """How far the cost model is from published times; a split must gain more than this."""
+
+STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
+"""(buffers, loaders) of `gemm_staged` that are worth a try."""
+HOPELESS = 1.25
+"""How many times the chosen plan's predicted time is too long for a try."""
 
 
 @lru_cache(maxsize=4096)
@@ -140,6 +146,29 @@ def compare(
         reason=handover(problem, device, best.prediction),
         candidates=tuple(compared),
     )
+
+
+def experiments(problem: Problem, device: Device) -> list[Plan]:
+    """Returns plans of `gemm_staged` for a tuner to try: nothing else asks for them.
+
+    Where several simdgroups of the chosen plan decode the same weights, and the model
+    does not expect much less of them.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+    """
+    best = choose(problem, device)
+    if best.simdgroups_m == 1 or problem.invariant:
+        return []
+    most = HOPELESS * predict(best, device).seconds
+    plans = []
+    for buffers, loaders in STAGED:
+        wishes = Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+        staged = make(problem, device=device, **wishes)
+        if predict(staged, device).seconds <= most:
+            plans.append(staged)
+    return plans
 
 
 def plan(

@@ -6,19 +6,24 @@ from functools import lru_cache
 from typing import Any, TypedDict
 
 from mlx_marlin.device import Device
+from mlx_marlin.formats import TILE_N
 from mlx_marlin.plan import (
     FRAGMENT,
+    FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
+    THREADGROUP_LIMIT,
     Kernel,
     Plan,
     Reduction,
     k_tile,
+    step_k,
 )
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import decompositions
 from mlx_marlin.scheduler.cost import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.scheduler.decompositions import WORK_WISHES, Space
+from mlx_marlin.staging import buffer_bytes
 from mlx_marlin.work import Partition, Strategy, Tile, Work, data_parallel
 
 ROWS_OF_ONE_FRAGMENT = 8
@@ -32,6 +37,8 @@ INVARIANT_ROWS = 8
 """The rows for which an invariant product's splits of k are chosen, whatever m is."""
 INVARIANT_SIMDGROUPS_K = (1, 2)
 """Simdgroups along k that every m has room for."""
+DEFAULT_BUFFERS = 2
+"""Buffers of `gemm_staged`: one barrier a stage, in the least memory."""
 
 
 class Wishes(TypedDict, total=False):
@@ -51,6 +58,8 @@ class Wishes(TypedDict, total=False):
     groups: int
     reduction: Reduction
     subtract: bool
+    buffers: int
+    loaders: int
 
 
 def candidates(
@@ -81,7 +90,7 @@ def candidates(
         k_tiles=body.k_tiles,
         trips=body.tile.k // k_tile(1),
         cores=device.cores,
-        widest=wishes.get("simdgroups_k", MAX_SIMDGROUPS // body.simdgroups_m),
+        widest=wishes.get("simdgroups_k", _most_along_k(body)),
         x_bytes=problem.activation_bytes,
     )
     works = list(decompositions.works(space, wishes))
@@ -107,8 +116,10 @@ def candidates(
 def _body(problem: Problem, wishes: Wishes) -> Plan:
     """Returns what a threadgroup looks like, as the plan with one for each tile."""
     kernel = wishes.get("kernel", _kernel(problem))
-    fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel))
-    simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m))
+    buffers = wishes.get("buffers", DEFAULT_BUFFERS if kernel == "gemm_staged" else 0)
+    most = _most_rows(problem, buffers)
+    fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel, most))
+    simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m, most))
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     tiles = -(-problem.m // tile.m) * -(-problem.n // tile.n)
@@ -120,6 +131,8 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
         simdgroups_m=simdgroups_m,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
         subtract=wishes.get("subtract", _subtract(problem, fragments_m)),
+        buffers=buffers,
+        loaders=wishes.get("loaders", 0),
     )
 
 
@@ -160,11 +173,21 @@ def _kernel(problem: Problem) -> Kernel:
     return "gemv" if few else "gemm_register"
 
 
-def _fragments_m(problem: Problem, kernel: Kernel) -> int:
+def _most_rows(problem: Problem, buffers: int) -> int:
+    """Returns the rows of the largest tile, or of that for which buffers have room."""
+    most = FRAGMENT * max(FRAGMENTS_M) * MAX_SIMDGROUPS_M
+    if buffers < 1:
+        return most
+    row = buffer_bytes(1, 0, step_k(problem.group_size), problem.fragment_bytes)
+    return min(THREADGROUP_LIMIT // (buffers * row) - TILE_N, most)
+
+
+def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
     """Returns how many fragments of 8 rows a simdgroup holds."""
     if kernel == "gemv":
         return 0
-    return 1 if problem.m <= ROWS_OF_ONE_FRAGMENT else 2
+    few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
+    return 1 if few else 2
 
 
 def _subtract(problem: Problem, fragments_m: int) -> bool:
@@ -180,11 +203,18 @@ def _subtract(problem: Problem, fragments_m: int) -> bool:
     return fragments_m >= 2 or problem.dtype != "float16"
 
 
-def _simdgroups_m(problem: Problem, fragments_m: int) -> int:
+def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:
     """Returns how many simdgroups cover the rows side by side."""
     if fragments_m == 0:
         return 1
-    return min(-(-problem.m // (FRAGMENT * fragments_m)), MAX_SIMDGROUPS_M)
+    rows = FRAGMENT * fragments_m
+    return max(min(-(-problem.m // rows), MAX_SIMDGROUPS_M, most // rows), 1)
+
+
+def _most_along_k(body: Plan) -> int:
+    """Returns the simdgroups along k for which a threadgroup has threads and memory."""
+    threads = (MAX_SIMDGROUPS - body.loaders) // body.simdgroups_m
+    return min(threads, THREADGROUP_LIMIT // body.threadgroup_bytes)
 
 
 def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> int:
@@ -193,7 +223,7 @@ def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> 
     Never more than the trips of a mean split: the others would have no work.
     """
     trips = work.total // work.pieces * (body.tile.k // k_tile(1))
-    most = max(1, min(MAX_SIMDGROUPS // body.simdgroups_m, trips))
+    most = max(1, min(_most_along_k(body), trips))
     turns = max(-(-work.threadgroups // device.cores), 1)
     enough = SIMDGROUPS_TO_FILL / (turns * body.simdgroups_m)
     chosen = simdgroups_n

@@ -17,6 +17,7 @@ from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES, SCALE_BYTES, TILE_K, TILE_N
 from mlx_marlin.plan import FRAGMENT, SIMD_WIDTH, Plan
 from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.staged import THREADGROUP_BYTES_PER_CLOCK, staged_loop
 from mlx_marlin.scheduler.trips import Trip, trip_of
 
 SCHEDULERS_PER_CORE = 4
@@ -148,10 +149,13 @@ class Loop:
 def predict(plan: Plan, device: Device) -> Prediction:
     """Returns what the model says about a plan on a device."""
     loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
+    slots, lane_bytes = loop.slots, loop.lane_bytes
+    if plan.buffers:
+        slots, lane_bytes = _staged(plan, device)
     return Prediction(
         memory=memory_seconds(loop.bytes + workspace_traffic(plan), device),
-        issue=(loop.slots + _other_slots(plan)) / _slots_per_second(device),
-        loads=loop.lane_bytes / _lane_bytes_per_second(device),
+        issue=(slots + _other_slots(plan)) / _slots_per_second(device),
+        loads=lane_bytes / _lane_bytes_per_second(device),
         busy=busy(plan, device),
         fill=_fill(plan, device, loop.registers),
         dispatch=FURTHER_DISPATCH * (plan.dispatches - 1),
@@ -285,6 +289,19 @@ def _per_trip(
         slots += count * (products + rates.exposed * other)
         x_bytes += count * fragments * element
     return slots, x_bytes
+
+
+def _staged(plan: Plan, device: Device) -> tuple[float, float]:
+    """Returns the slots and lane bytes of `gemm_staged`, with those of its memory."""
+    problem, rates = plan.problem, rates_of(device)
+    trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
+    readers = _readers(problem.m, plan.fragments_m)
+    loop = staged_loop(plan, trip, readers)
+    products = sum(count * MATRIX_OPS[each] for each, count in readers.items())
+    slots = rates.matrix_slots * products + rates.exposed * loop.other
+    staged = loop.staged_bytes * LANE_BYTES_PER_CLOCK / THREADGROUP_BYTES_PER_CLOCK
+    weights = -(-problem.n // TILE_N) * TILE_N * problem.k
+    return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights
 
 
 def _weight_lane_bytes(problem: Problem, fragments_m: int) -> float:
