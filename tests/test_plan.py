@@ -126,7 +126,7 @@ def test_a_plan_is_whole_where_each_threadgroup_has_its_tile_and_no_other(
 @given(plans())
 def test_a_threadgroup_fits_the_hardware(plan: Plan) -> None:
     assert 32 <= plan.threads <= 256
-    assert plan.threads == 32 * plan.simdgroups_m * plan.simdgroups_k
+    assert plan.threads == 32 * plan.simdgroups
     assert 0 < plan.threadgroup_bytes <= 32768
 
 

@@ -38,7 +38,8 @@ INVARIANT_ROWS = 8
 INVARIANT_SIMDGROUPS_K = (1, 2)
 """Simdgroups along k that every m has room for."""
 DEFAULT_BUFFERS = 2
-"""Buffers of `gemm_staged`: one barrier a stage, in the least memory."""
+"""Buffers of `gemm_staged`, where there is room: one barrier a stage, in the least
+memory."""
 
 
 class Wishes(TypedDict, total=False):
@@ -116,7 +117,7 @@ def candidates(
 def _body(problem: Problem, wishes: Wishes) -> Plan:
     """Returns what a threadgroup looks like, as the plan with one for each tile."""
     kernel = wishes.get("kernel", _kernel(problem))
-    buffers = wishes.get("buffers", DEFAULT_BUFFERS if kernel == "gemm_staged" else 0)
+    buffers = wishes.get("buffers", _buffers(problem, kernel, wishes))
     most = _most_rows(problem, buffers)
     fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel, most))
     simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m, most))
@@ -171,6 +172,16 @@ def _kernel(problem: Problem) -> Kernel:
     """Returns the kernel with fewer slots: dot products up to a few rows."""
     few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
     return "gemv" if few else "gemm_register"
+
+
+def _buffers(problem: Problem, kernel: Kernel, wishes: Wishes) -> int:
+    """Returns the buffers of a kernel; wished simdgroups may leave room for one only."""
+    if kernel != "gemm_staged":
+        return 0
+    rows = FRAGMENT * wishes.get("fragments_m", 1) * wishes.get("simdgroups_m", 1)
+    k = step_k(problem.group_size) * wishes.get("simdgroups_k", 1)
+    size = buffer_bytes(rows, TILE_N, k, ELEMENT_BYTES[problem.dtype])
+    return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1
 
 
 def _most_rows(problem: Problem, buffers: int) -> int:

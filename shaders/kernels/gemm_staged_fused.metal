@@ -8,9 +8,9 @@ typedef Staging<
     SIMDGROUPS_K,
     WIDEN,
     WeightFormat<MODE, BITS, GROUP, PACKED>>
-    L;
-threadgroup float scratch[L::FLOATS];
-gemm_staged<L, WIDE, WHOLE, RAGGED, SUBTRACT>(
+    Stages;
+threadgroup float scratch[Stages::FLOATS];
+gemm_staged<Stages, WIDE, WHOLE, RAGGED, SUBTRACT>(
     make_operands(x, w, scales, biases),
     shape,
     schedule,
