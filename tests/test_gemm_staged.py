@@ -60,7 +60,9 @@ def variants() -> Iterator[tuple[Variant, int, int, int]]:
             yield variant, *next(ways)
 
 
-@pytest.mark.parametrize(("variant", "buffers", "loaders", "rows"), [*variants()], ids=str)
+@pytest.mark.parametrize(
+    ("variant", "buffers", "loaders", "rows"), [*variants()], ids=str
+)
 def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     variant: Variant, buffers: int, loaders: int, rows: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Stages of `gemm_staged`: budgets, the order of loads, and the plans that have them."""
+"""Stages of `gemm_staged`: budgets, the order of loads, the plans that have them."""
 
 from dataclasses import replace
 
@@ -206,7 +206,9 @@ def test_the_tuner_tries_it_where_several_simdgroups_decode_the_same_weights() -
 def test_the_model_charges_barriers_and_memory() -> None:
     seconds = {
         each.buffers: scheduler.predict(each, M3_MAX)
-        for each in strategies.stagings(replace(PLAN, kernel="gemm_register", buffers=0))
+        for each in strategies.stagings(
+            replace(PLAN, kernel="gemm_register", buffers=0)
+        )
         if not each.loaders
     }
 

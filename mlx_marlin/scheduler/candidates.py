@@ -175,7 +175,7 @@ def _kernel(problem: Problem) -> Kernel:
 
 
 def _buffers(problem: Problem, kernel: Kernel, wishes: Wishes) -> int:
-    """Returns the buffers of a kernel; wished simdgroups may leave room for one only."""
+    """Returns a kernel's buffers; wished simdgroups may leave room for one only."""
     if kernel != "gemm_staged":
         return 0
     rows = FRAGMENT * wishes.get("fragments_m", 1) * wishes.get("simdgroups_m", 1)

@@ -105,16 +105,16 @@ METAL_FUNC void gemm_staged(
     UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
       totals[i] = float2(0.0f);
     }
-    for (int stage = 0; loads && stage < min(AHEAD, stages); ++stage) {
+    for (int stage = 0; loads && stage < AHEAD; ++stage) {
       load_stage<L, SUBTRACT>(buffers, operands, stage, work, split, place, loader, lane_index);
     }
     if (AHEAD > 0) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     for (int stage = 0; stage < stages; ++stage) {
-      const int next = stage + AHEAD;
-      if (loads && next < stages) {
-        load_stage<L, SUBTRACT>(buffers, operands, next, work, split, place, loader, lane_index);
+      if (loads) {
+        load_stage<L, SUBTRACT>(
+            buffers, operands, stage + AHEAD, work, split, place, loader, lane_index);
       }
       if (AHEAD == 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -119,7 +119,7 @@ METAL_FUNC void load_stage(
     const bool is_weight = piece < L::SIMDGROUPS_K;
     const int nth = is_weight ? piece : piece - L::SIMDGROUPS_K;
     const int k = step_of_stage<W>(stage, nth % place.turns, split, place);
-    if (k >= split.k_stop) {
+    if (k >= split.k_stop) {  // a split may have fewer stages than there are buffers
       continue;
     }
     if (is_weight) {

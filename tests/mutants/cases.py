@@ -55,6 +55,13 @@ LONG_GROUPS = "gemv, packed symmetric codes of 4 bits, groups of 256"
 GLOBAL = "gemm, packed nvfp4 with a global scale, slices"
 GLOBAL_GEMV = "gemv, packed nvfp4 with a global scale, slices"
 GLOBAL_DENSE = "the weight as plain numbers, packed nvfp4 with a global scale"
+STAGED_ONE = "staged, one buffer, two simdgroups along k, slices"
+STAGED_TWO = "staged, two buffers, ragged m and n, streams of one or two k tiles"
+STAGED_THREE = "staged, three buffers, two loaders, packed groups of 32, streams"
+STAGED_WIDE = "staged, two buffers and a loader, two simdgroups side by side"
+STAGED_NVFP4 = "staged, one buffer, native nvfp4"
+STAGED_LEFT_OUT = "staged, three buffers, eight rows too many"
+STAGED_SCRATCH = "staged, one buffer that is smaller than the scratch"
 DENSE = "the weight as plain numbers, native codes of 3 bits, by rows"
 DENSE_BACK = "the weight as plain numbers, packed nvfp4, by columns"
 
@@ -184,6 +191,10 @@ def _slices(plan: Plan) -> Plan:
         slices=2,
     )
     return replace(plan, work=work, reduction="workspace")
+
+
+def _staged(plan: Plan, buffers: int, loaders: int = 0) -> Plan:
+    return replace(plan, kernel="gemm_staged", buffers=buffers, loaders=loaders)
 
 
 def _streams(
@@ -558,6 +569,92 @@ CASES: dict[str, Case] = {
                 5, 45, 12, 16, "float32", "marlin", mode="nvfp4", global_scale=True
             ),
             chunk=32,
+        )
+    ),
+    STAGED_ONE: Case(
+        plan=_staged(
+            _plan(
+                _problem(13, 70, 7, 64, "float32", "mlx"),
+                fragments_m=1,
+                simdgroups_m=2,
+                simdgroups_k=2,
+                k_parallel=3,
+                num_threadgroups=4,
+                subtract=True,
+            ),
+            1,
+        )
+    ),
+    STAGED_TWO: Case(
+        plan=_staged(
+            _streams(
+                _whole(
+                    _problem(27, 70, 5, 64, "float32", "mlx"),
+                    fragments_m=2,
+                    simdgroups_m=2,
+                    simdgroups_k=1,
+                ),
+                7,
+            ),
+            2,
+        )
+    ),
+    STAGED_THREE: Case(
+        plan=_staged(
+            _streams(
+                _whole(
+                    _problem(27, 70, 23, 32, "float16", "marlin"),
+                    fragments_m=2,
+                    simdgroups_m=2,
+                    simdgroups_k=2,
+                    subtract=False,
+                ),
+                7,
+            ),
+            3,
+            2,
+        )
+    ),
+    STAGED_WIDE: Case(
+        plan=_staged(
+            _wide(
+                _whole(_problem(13, 190, 7, 64, "float16", "mlx"), fragments_m=1),
+                2,
+                simdgroups_n=2,
+            ),
+            2,
+            1,
+        )
+    ),
+    STAGED_NVFP4: Case(
+        plan=_staged(
+            _whole(
+                _problem(9, 70, 12, 16, "float32", "mlx", mode="nvfp4"), fragments_m=1
+            ),
+            1,
+        )
+    ),
+    STAGED_LEFT_OUT: Case(
+        plan=_staged(
+            _whole(
+                _problem(24, 32, 8, 64, "float16", "marlin"),
+                fragments_m=2,
+                simdgroups_m=2,
+                simdgroups_k=1,
+            ),
+            3,
+        )
+    ),
+    # 64 rows of 36 floats, and 6144 bytes of a stage.
+    STAGED_SCRATCH: Case(
+        plan=_staged(
+            _whole(
+                _problem(57, 32, 3, 32, "float16", "marlin"),
+                fragments_m=2,
+                simdgroups_m=4,
+                simdgroups_k=1,
+            ),
+            1,
         )
     ),
     DENSE: Case(

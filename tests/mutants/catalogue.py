@@ -5,6 +5,7 @@ import planted_formats
 import planted_gemm
 import planted_gemv
 import planted_lane
+import planted_staged
 import planted_work
 
 MUTANTS = (
@@ -12,6 +13,7 @@ MUTANTS = (
     *planted_epilogue.MUTANTS,
     *planted_lane.MUTANTS,
     *planted_gemm.MUTANTS,
+    *planted_staged.MUTANTS,
     *planted_gemv.MUTANTS,
     *planted_formats.MUTANTS,
 )

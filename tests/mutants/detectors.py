@@ -14,8 +14,9 @@ from mutant import Detector
 
 from mlx_marlin import emulator
 from mlx_marlin.formats import TILE_N, format_of
-from mlx_marlin.plan import DensePlan
+from mlx_marlin.plan import DensePlan, Plan
 from mlx_marlin.problem import PLAIN
+from mlx_marlin.staging import barriers
 
 Verdict = str | None
 
@@ -145,11 +146,11 @@ def _operands_of(case: Case) -> set[tuple[str, ...]]:
 def _counters(case: Case) -> Verdict:
     """Every word once for each simdgroup in m, every needed product once, no conflicts.
 
-    For packed weights whose k is whole tiles.
+    For packed weights whose k is whole tiles. What is staged is read once for a tile.
     """
     plan, problem = case.planned, case.plan.problem
     fragments = -(-problem.m // 8)
-    readers = -(-fragments // plan.fragments_m)
+    readers = plan.m_tiles if plan.buffers else -(-fragments // plan.fragments_m)
     columns = plan.n_tiles * TILE_N
     found = emulator.trace(case.run, *case.arrays())[0]
     words, scratch = found.of("w"), found.of("scratch")
@@ -165,7 +166,7 @@ def _counters(case: Case) -> Verdict:
         "repeated bytes of weights": 0,
         "matrix products": fragments * -(-problem.n // 8) * problem.k // 8,
         # After a threadgroup's only tile nothing is written to scratch.
-        "barriers": plan.work.pieces * (1 if plan.is_whole else 2),
+        "barriers": plan.work.pieces * (1 if plan.is_whole else 2) + _of_stages(plan),
         "cycles of scratch": scratch.accesses,
     }
     wrong = [
@@ -174,6 +175,13 @@ def _counters(case: Case) -> Verdict:
         if counted[name] != expected[name]
     ]
     return ", ".join(wrong) or None
+
+
+def _of_stages(plan: Plan) -> int:
+    """Barriers between the stages of tiles that are whole."""
+    if not plan.buffers:
+        return 0
+    return plan.work.tiles * barriers(-(-plan.problem.k // plan.stage_k), plan.buffers)
 
 
 _JUDGES: dict[Detector, Callable[[Case], Verdict]] = {
