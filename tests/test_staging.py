@@ -1,6 +1,8 @@
 """Stages of `gemm_staged`: budgets, the order of loads, the plans that have them."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import strategies
@@ -38,6 +40,17 @@ def test_tiles_of_halves_have_their_budgets(
     m: int, n: int, k: int, buffers: int, total: int
 ) -> None:
     assert buffers * buffer_bytes(m, n, k, 2) == total
+
+
+def test_the_documented_budgets_are_those_of_the_plan() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text("utf-8")
+    sizes = r"\| (\d+) x (\d+) x (\d+) \| (\d) \| (\d+) \| (\d*) \| (\d*) ?\|"
+    rows = [[*map(int, filter(None, row))] for row in re.findall(sizes, text)]
+    assert len(rows) == 10
+    for m, n, k, element, *totals in rows:
+        size = buffer_bytes(m, n, k, element)
+        fitting = [count for count in BUFFERS if count * size <= THREADGROUP_LIMIT]
+        assert totals == [count * size for count in fitting]
 
 
 def test_what_the_budgets_leave() -> None:
