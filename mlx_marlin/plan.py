@@ -326,12 +326,14 @@ class Plan:
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: the epilogue's scratch, float32, which takes
-        turns with the stages of `gemm_staged`."""
+        """Bytes of threadgroup memory: the epilogue's scratch, float32.
+
+        It takes turns with the buffers of `gemm_staged`.
+        """
         scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
-        return (
-            max(scratch, self.buffers * self.stage_bytes) if self.buffers else scratch
-        )
+        if not self.buffers:
+            return scratch
+        return max(scratch, self.buffers * self.stage_bytes)
 
     @property
     def stage_k(self) -> int:
@@ -379,12 +381,9 @@ class Plan:
         return ", ".join(parts)
 
     def _staging(self) -> str:
-        if not self.buffers:
-            return ""
         counts = {"buffer": self.buffers, "loader": self.loaders}
-        return "".join(
-            f", {n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n
-        )
+        said = (f", {n} {noun}" + "s" * (n > 1) for noun, n in counts.items() if n)
+        return "".join(said)
 
     def _details(self) -> list[str]:
         work = self.work

@@ -3,7 +3,8 @@
 Metal has no copy that runs by itself, so a stage is loaded into registers, decoded and
 written to threadgroup memory by simdgroups; a barrier is what makes it readable. With b
 buffers, stage s lies in buffer s % b. While stage s is multiplied, stage s + b - 1 is
-loaded, into the buffer whose stage was multiplied just before:
+loaded, into the buffer whose stage was multiplied just before; with one buffer there
+is a barrier between the two:
 
     3 buffers        phase 0   phase 1   phase 2   phase 3
     loaded           0, 1      2         3         4
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 BUFFERS = (1, 2, 3)
-"""Buffers that there may be: a fourth would look further ahead than a load takes."""
+"""Buffers that there may be; four of 64 x 64 x 32 halves would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
