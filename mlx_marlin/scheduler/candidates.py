@@ -180,7 +180,7 @@ def _buffers(problem: Problem, kernel: Kernel, wishes: Wishes) -> int:
         return 0
     rows = FRAGMENT * wishes.get("fragments_m", 1) * wishes.get("simdgroups_m", 1)
     k = step_k(problem.group_size) * wishes.get("simdgroups_k", 1)
-    size = buffer_bytes(rows, TILE_N, k, ELEMENT_BYTES[problem.dtype])
+    size = buffer_bytes(rows, TILE_N, k, problem.fragment_bytes)
     return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1
 
 
