@@ -6,8 +6,9 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import layout
-from mlx_marlin.codes import codes_of_words, words_of_codes
+from mlx_marlin.codes import words_of_codes
 from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
+from mlx_marlin.repacking import to_rows, to_tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -151,10 +152,9 @@ def pack(
     _check_native(w, scales, biases, format, group_size)
     n, k = w.shape[0], w.shape[1] * 32 // bits
     padded_n, padded_k = layout.padded(n, k)
-    codes = mx.pad(codes_of_words(w, bits), [(0, padded_n - n), (0, padded_k - k)])
     stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
-        words=_store(codes, format, layout.order_of_group(group_size)),
+        words=to_tiles(w, n, k, bits=bits, group_size=group_size),
         scales=_interleave(stored, padded_n, -(-padded_k // group_size)),
         n=n,
         k=k,
@@ -167,8 +167,13 @@ def pack(
 def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
     """Returns what `pack` was given, exactly: codes, scales, biases if there are."""
     format = format_of(packed.mode, packed.bits)
-    codes = _load(packed.words, format, layout.order_of_group(packed.group_size))
-    words = words_of_codes(codes[: packed.n, : packed.k], packed.bits)
+    words = to_rows(
+        packed.words,
+        packed.n,
+        packed.k,
+        bits=packed.bits,
+        group_size=packed.group_size,
+    )
     groups, tiles = packed.k // packed.group_size, packed.words.shape[0]
     n, _ = layout.padded(packed.n, packed.k)
     digits = packed.scales.reshape(tiles, -1, 8, 4, format.parameters)
@@ -206,35 +211,6 @@ def _quantize_symmetric(
     return words, scales.squeeze(-1)
 
 
-def _store(codes: mx.array, format: Format, order: str) -> mx.array:
-    """Arranges padded codes [n, k] as words, plane after plane in each tile."""
-    n, k = codes.shape
-    planes, low = [], 0
-    for bits in format.planes:
-        plane = codes >> low & (1 << bits) - 1
-        digits = plane.reshape(_loaded_shape(bits, order, n, k))
-        stored = digits.transpose(_permutation()).reshape(n // 32, k // 64, -1)
-        planes.append(words_of_codes(stored, bits))
-        low += bits
-    return mx.concatenate(planes, axis=-1)
-
-
-def _load(words: mx.array, format: Format, order: str) -> mx.array:
-    """Reads the padded codes [n, k] of words: the inverse of `_store`."""
-    tiles_n, tiles_k, _ = words.shape
-    n, k = tiles_n * layout.TILE_N, tiles_k * layout.TILE_K
-    codes, low, first = mx.zeros((n, k), mx.uint8), 0, 0
-    for bits in format.planes:
-        end = first + layout.tile_words(bits)
-        radix = layout.sizes(bits, order)
-        stored = codes_of_words(words[..., first:end], bits).reshape(
-            tiles_n, tiles_k, *(radix[name] for name in layout.STORED)
-        )
-        codes = codes | stored.transpose(_inverse(_permutation())).reshape(n, k) << low
-        low, first = low + bits, end
-    return codes
-
-
 def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
     n, groups = stored[0].shape
     dtype = mx.result_type(*stored)
@@ -243,22 +219,6 @@ def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx
     tiles = padded_n // layout.TILE_N
     digits = factors.reshape(len(stored), tiles, 4, 8, padded_groups)
     return digits.transpose(1, 4, 3, 2, 0).reshape(tiles, padded_groups, -1)
-
-
-def _loaded_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
-    radix = layout.sizes(bits, order)
-    row = (radix[name] for name in layout.ROW)
-    column = (radix[name] for name in layout.K_DIGITS)
-    return (n // layout.TILE_N, *row, k // layout.TILE_K, *column)
-
-
-def _permutation() -> tuple[int, ...]:
-    loaded = ("tile_n", *layout.ROW, "tile_k", *layout.K_DIGITS)
-    return tuple(loaded.index(name) for name in ("tile_n", "tile_k", *layout.STORED))
-
-
-def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(permutation.index(axis) for axis in range(len(permutation)))
 
 
 def _with_defaults(

@@ -6,6 +6,7 @@ import format_cases
 import mlx.core as mx
 import strategies
 from format_cases import Weight
+from repack_cases import REPACK_CASES, RepackCase
 
 from mlx_marlin import launch
 from mlx_marlin.formats import format_of
@@ -224,7 +225,8 @@ _WIDE_GROUPS = _problem(27, 70, 5, 128, "float16", "marlin")
 _MANY_GROUPS = _problem(2, 70, 9, 64, "bfloat16", "mlx")
 _ALL = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
 
-CASES: dict[str, Case] = {
+CASES: dict[str, Case | RepackCase] = {
+    **REPACK_CASES,
     GEMV_TAIL: Case(
         plan=_plan(
             _TAIL_PACKED,

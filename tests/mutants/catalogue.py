@@ -5,6 +5,7 @@ import planted_formats
 import planted_gemm
 import planted_gemv
 import planted_lane
+import planted_repack
 import planted_work
 
 MUTANTS = (
@@ -14,4 +15,5 @@ MUTANTS = (
     *planted_gemm.MUTANTS,
     *planted_gemv.MUTANTS,
     *planted_formats.MUTANTS,
+    *planted_repack.MUTANTS,
 )
