@@ -204,7 +204,7 @@ class MarlinLinear(nn.QuantizedLinear):
         packed = pack(
             *native, group_size=self.group_size, bits=self.bits, mode=self.mode
         )
-        self.output_dims, self.input_dims = packed.shape
+        self.output_dims, self.input_dims = packed.n, packed.k
         self["words"], self["quantizers"] = packed.words, packed.scales
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])

@@ -13,13 +13,14 @@ from mlx_marlin.repacking import to_rows, to_tiles
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PackedWeight:
-    """A quantized weight [n, k] in the packed ("marlin") layout.
+    """A quantized weight [n, k], or a batch of them, in the packed ("marlin") layout.
 
     Attributes:
-        words: Codes, uint32 [n tiles, k tiles, 64 * bits], in the order of `layout`.
-        scales: What a group stores, [n tiles, groups, 32 or 64]: for each of 8 fragment
-            rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale, bias) or
-            (scale, zero point) of these rows.
+        words: Codes, uint32 [..., n tiles, k tiles, 64 * bits], in the order of
+            `layout`.
+        scales: What a group stores, [..., n tiles, groups, 32 or 64]: for each of 8
+            fragment rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale,
+            bias) or (scale, zero point) of these rows.
         n: Rows of the weight: features that come out.
         k: Columns of the weight: features that go in.
         group_size: Weights along k that share a scale.
@@ -41,9 +42,9 @@ class PackedWeight:
         _check_k("PackedWeight", self.k, format, self.group_size)
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
-        words = (*tiles, layout.tile_words(self.bits))
+        words = (*self.batch, *tiles, layout.tile_words(self.bits))
         stored = format.parameters * layout.TILE_N
-        scales = (tiles[0], -(-k // self.group_size), stored)
+        scales = (*self.batch, tiles[0], -(-k // self.group_size), stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
                 f"words must be uint32 {words} for {self.k}→{self.n}, "
@@ -57,9 +58,14 @@ class PackedWeight:
             )
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape (n, k) of the weight that this stands for."""
-        return self.n, self.k
+    def batch(self) -> tuple[int, ...]:
+        """Leading axes, such as (experts,); empty for one weight."""
+        return self.words.shape[:-3]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape (..., n, k) of the weight that this stands for."""
+        return *self.batch, self.n, self.k
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -83,7 +89,8 @@ def quantize(
     """Quantizes a weight and packs it.
 
     Args:
-        w: Weight [n, k], float16, bfloat16 or float32; k a multiple of `group_size`.
+        w: Weight [n, k] or a batch [..., n, k], float16, bfloat16 or float32; k a
+            multiple of `group_size`.
         group_size: Weights along k that share a scale. Default: the mode's.
         bits: Bits of a code. Default: the mode's.
         mode: A scheme of `mx.quantize`, or "symmetric": codes of b bits stand for
@@ -101,12 +108,12 @@ def quantize(
     mode = "symmetric" if symmetric else mode
     group_size, bits = _with_defaults(mode, group_size, bits)
     _check_format(mode, bits, group_size)
-    if w.ndim != 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
+    if w.ndim < 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
         raise ValueError(
-            f"w must be a matrix [n, k] of {[*DTYPE_BYTES]}, "
+            f"w must be a matrix [n, k] or a batch of them, of {[*DTYPE_BYTES]}, "
             f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
-    if 0 in w.shape or w.shape[1] % group_size:
+    if 0 in w.shape or w.shape[-1] % group_size:
         raise ValueError(
             f"w has shape {w.shape}, expected at least one row and a k that is a "
             f"multiple of group_size={group_size}"
@@ -136,8 +143,9 @@ def pack(
     bias 0: padding stands for zero.
 
     Args:
-        w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32].
-        scales: Scales [n, k / group_size].
+        w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32], or a batch of
+            them [..., n, k * bits / 32].
+        scales: Scales [..., n, k / group_size].
         biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
             numbers in the scales' dtype; None for schemes without.
         group_size: Weights along k that share a scale. Default: the mode's.
@@ -150,7 +158,7 @@ def pack(
     group_size, bits = _with_defaults(mode, group_size, bits)
     format = _check_format(mode, bits, group_size)
     _check_native(w, scales, biases, format, group_size)
-    n, k = w.shape[0], w.shape[1] * 32 // bits
+    n, k = w.shape[-2], w.shape[-1] * 32 // bits
     padded_n, padded_k = layout.padded(n, k)
     stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
@@ -174,11 +182,7 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
         bits=packed.bits,
         group_size=packed.group_size,
     )
-    groups, tiles = packed.k // packed.group_size, packed.words.shape[0]
-    n, _ = layout.padded(packed.n, packed.k)
-    digits = packed.scales.reshape(tiles, -1, 8, 4, format.parameters)
-    factors = digits.transpose(4, 0, 3, 2, 1).reshape(format.parameters, n, -1)
-    return words, *factors[:, : packed.n, :groups]
+    return words, *_deinterleave(packed, format.parameters)
 
 
 def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
@@ -200,7 +204,7 @@ def _quantize_symmetric(
     # The value of largest magnitude becomes the most negative code, so its sign decides
     # the scale's.
     zero = 2 ** (bits - 1)
-    groups = w.astype(mx.float32).reshape(w.shape[0], -1, group_size)
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
     largest = mx.take_along_axis(
         groups, mx.abs(groups).argmax(-1, keepdims=True), axis=-1
     )
@@ -212,13 +216,24 @@ def _quantize_symmetric(
 
 
 def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
-    n, groups = stored[0].shape
+    *batch, n, groups = stored[0].shape
     dtype = mx.result_type(*stored)
     factors = mx.stack([each.astype(dtype) for each in stored])
-    factors = mx.pad(factors, [(0, 0), (0, padded_n - n), (0, padded_groups - groups)])
-    tiles = padded_n // layout.TILE_N
-    digits = factors.reshape(len(stored), tiles, 4, 8, padded_groups)
-    return digits.transpose(1, 4, 3, 2, 0).reshape(tiles, padded_groups, -1)
+    whole = [(0, 0)] * (1 + len(batch))
+    factors = mx.pad(factors, [*whole, (0, padded_n - n), (0, padded_groups - groups)])
+    digits = factors.reshape(len(stored), -1, 4, 8, padded_groups)
+    return digits.transpose(1, 4, 3, 2, 0).reshape(
+        *batch, padded_n // layout.TILE_N, padded_groups, -1
+    )
+
+
+def _deinterleave(packed: PackedWeight, parameters: int) -> mx.array:
+    """Returns scales, and biases if there are: the inverse of `_interleave`."""
+    n, _ = layout.padded(packed.n, packed.k)
+    *batch, _, groups, _ = packed.scales.shape
+    digits = packed.scales.reshape(-1, groups, 8, 4, parameters)
+    factors = digits.transpose(4, 0, 3, 2, 1).reshape(parameters, *batch, n, groups)
+    return factors[..., : packed.n, : packed.k // packed.group_size]
 
 
 def _with_defaults(
@@ -255,12 +270,12 @@ def _check_native(
     format: Format,
     group_size: int,
 ) -> None:
-    if w.ndim != 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
+    if w.ndim < 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
         raise ValueError(
-            f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32], "
-            f"got {dtype_name(w.dtype)} with shape {w.shape}"
+            f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32] or a "
+            f"batch of them, got {dtype_name(w.dtype)} with shape {w.shape}"
         )
-    n, k = w.shape[0], w.shape[1] * 32 // format.bits
+    k = w.shape[-1] * 32 // format.bits
     _check_k("w", k, format, group_size)
     if (biases is not None) != (format.parameters == 2):
         expected = "biases" if format.codes == "affine" else "zero points as biases"
@@ -271,7 +286,7 @@ def _check_native(
     for name, array in (("scales", scales), ("biases", biases)):
         if array is None:
             continue
-        shape = (n, k // group_size)
+        shape = (*w.shape[:-1], k // group_size)
         if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:
             raise ValueError(
                 f"{name} must be one of {[*format.scale_dtypes]} with shape {shape}, "

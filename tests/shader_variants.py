@@ -176,8 +176,7 @@ def every_variant() -> tuple[Variant, ...]:
     problems = [*_problems()]
     found = dict.fromkeys(map(decoder_of, problems))
     found.update(dict.fromkeys(repacks()))
-    native = (each for each in problems if each.layout == "mlx")
-    found.update(dict.fromkeys(chain.from_iterable(map(gathers_of, native))))
+    found.update(dict.fromkeys(chain.from_iterable(map(gathers_of, problems))))
     bodies = (body for each in problems for body in _bodies_to_meet(each))
     for body, epilogue in zip(bodies, cycle(EPILOGUES), strict=False):
         for plan in _plans(body, epilogue):

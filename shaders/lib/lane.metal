@@ -104,6 +104,19 @@ struct WeightTile {
   uint4 first_group;  // in scales and biases, likewise
 };
 
+// Words of a whole weight, and its scales: how far those of a batch lie apart.
+template <typename W>
+METAL_FUNC uint2 weight_size(Work work) {
+  if (W::PACKED) {
+    constexpr int FACTORS = W::BIASED ? 2 : 1;
+    const uint n_tiles = ceil_div(work.n, TILE_N);
+    const uint k_tiles = ceil_div(work.k, TILE_K);
+    const uint groups = ceil_div(k_tiles * TILE_K, W::GROUP);
+    return n_tiles * uint2(k_tiles * (TILE_N * TILE_K / 32 * W::BITS), groups * (FACTORS * TILE_N));
+  }
+  return uint(work.n) * uint2(work.k / 32 * W::BITS, work.k / W::GROUP);
+}
+
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
     const device uint32_t* w,
