@@ -104,6 +104,12 @@ struct WeightTile {
   uint4 first_group;  // in scales and biases, likewise
 };
 
+// Groups along k that a packed row has, padding included.
+template <typename W>
+METAL_FUNC uint packed_groups(uint k_tiles) {
+  return ceil_div(k_tiles * TILE_K, W::GROUP);
+}
+
 // Words of a whole weight, and its scales: how far those of a batch lie apart.
 template <typename W>
 METAL_FUNC uint2 weight_size(Work work) {
@@ -111,8 +117,8 @@ METAL_FUNC uint2 weight_size(Work work) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const uint n_tiles = ceil_div(work.n, TILE_N);
     const uint k_tiles = ceil_div(work.k, TILE_K);
-    const uint groups = ceil_div(k_tiles * TILE_K, W::GROUP);
-    return n_tiles * uint2(k_tiles * (TILE_N * TILE_K / 32 * W::BITS), groups * (FACTORS * TILE_N));
+    const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
+    return n_tiles * uint2(words, packed_groups<W>(k_tiles) * (FACTORS * TILE_N));
   }
   return uint(work.n) * uint2(work.k / 32 * W::BITS, work.k / W::GROUP);
 }
@@ -131,7 +137,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
-    const int groups = ceil_div(k_tiles * TILE_K, W::GROUP);
+    const int groups = packed_groups<W>(k_tiles);
     const int column = col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     tile.first_group.x =

@@ -2,6 +2,7 @@
 
 import planted_epilogue
 import planted_formats
+import planted_gather
 import planted_gemm
 import planted_gemv
 import planted_lane
@@ -16,4 +17,5 @@ MUTANTS = (
     *planted_gemv.MUTANTS,
     *planted_formats.MUTANTS,
     *planted_repack.MUTANTS,
+    *planted_gather.MUTANTS,
 )

@@ -10,6 +10,7 @@ import oracles
 import orders
 import shader_variants
 from cases import Case
+from gather_cases import GatherCase
 from mutant import Detector
 from repack_cases import RepackCase
 
@@ -62,7 +63,7 @@ def _reported(sentences: Sequence[str], case: Case) -> Verdict:
 
 def _wrong_result(case: Case) -> Verdict:
     """The float64 oracle, each element within the error of a float32 sum."""
-    if isinstance(case, RepackCase):
+    if isinstance(case, RepackCase | GatherCase):
         return case.wrong_result()
     x, native = case.arrays()
     problem = case.plan.problem
@@ -150,7 +151,7 @@ def _counters(case: Case) -> Verdict:
 
     For packed weights whose k is whole tiles.
     """
-    if isinstance(case, RepackCase):
+    if isinstance(case, RepackCase | GatherCase):
         return case.miscounted()
     plan, problem = case.planned, case.plan.problem
     fragments = -(-problem.m // 8)

@@ -189,7 +189,7 @@ _LOADS = (
         "the padding's group does not count in the packed scales",
         _LANE,
         "ceil_div(k_tiles * TILE_K, W::GROUP)",
-        "ceil_div(work.k, W::GROUP)",
+        "ceil_div(k_tiles * TILE_K - 32, W::GROUP)",
         GEMV_TAIL,
         Detector.WRONG_RESULT,
     ),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import strategies
 
 from mlx_marlin import emulator, launch
 from mlx_marlin.repacking import to_tiles
@@ -52,9 +53,7 @@ class RepackCase:
     def arrays(self) -> tuple[mx.array]:
         """What is to be moved."""
         words = self.rows() if self.to == "marlin" else self.tiles()
-        zeros = mx.zeros(self.offset, mx.uint32)
-        moved = mx.concatenate([zeros, words.flatten()])[self.offset :]
-        return (moved.reshape(words.shape),)
+        return (strategies.shifted(words, self.offset),)
 
     def run(self, words: mx.array) -> mx.array:
         """The codes in the other layout, by the kernel."""
