@@ -11,10 +11,11 @@ from mlx_marlin.gather_serving import (
     mode_of_mlx,
     product_of,
     refuse_variance,
-    result_of_packed,
+    serve_packed,
+    weight_of_mlx,
 )
 from mlx_marlin.ops import CPU, Stream, check_packed
-from mlx_marlin.packing import PackedWeight, as_mlx
+from mlx_marlin.packing import PackedWeight
 
 
 def gather_qmm(
@@ -89,8 +90,20 @@ def gather_qmm(
     if isinstance(w, PackedWeight):
         check_packed(w, scales, biases, group_size, bits, mode)
         _check_experts(w, global_scale)
-        return _packed(
-            x, w, lhs_indices, rhs_indices, transpose, sorted_indices, invariant
+        return gather_packed(
+            x,
+            w.words,
+            w.scales,
+            w.n,
+            w.k,
+            w.group_size,
+            w.bits,
+            w.mode,
+            lhs_indices,
+            rhs_indices,
+            transpose,
+            sorted_indices=sorted_indices,
+            invariant=invariant,
         )
 
     if scales is None:
@@ -142,64 +155,76 @@ def gather_qmm(
     return _run(product, kind, x, lhs_indices, rhs_indices, w, scales, biases)
 
 
-def _packed(
+def gather_packed(
     x: mx.array,
-    w: PackedWeight,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array | None,
-    transpose: bool,
-    is_sorted: bool,
-    invariant: bool,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    lhs_indices: mx.array | None = None,
+    rhs_indices: mx.array | None = None,
+    transpose: bool = True,
+    *,
+    sorted_indices: bool = False,
+    invariant: bool = False,
 ) -> mx.array:
+    """Multiplies rows by packed weights that they chose, for callers that hold them.
+
+    Args:
+        x: Activations [..., m, k].
+        words: Codes [experts, ...], as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of a weight.
+        k: Columns of a weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        lhs_indices: As for `gather_qmm`, and so are those that follow.
+        rhs_indices: Likewise.
+        transpose: Likewise.
+        sorted_indices: Likewise.
+        invariant: Likewise.
+
+    Returns:
+        The products [..., m, n], one for each pair of indices.
+    """
+    experts = words.shape[0]
     if rhs_indices is None:
-        rhs_indices = mx.arange(w.batch[0], dtype=mx.uint32)
-    shape, dtype = result_of_packed(
+        rhs_indices = mx.arange(experts, dtype=mx.uint32)
+    kind, product = serve_packed(
         x.shape,
         x.dtype,
-        w.shape,
-        w.dtype,
-        w.group_size,
-        w.bits,
-        w.mode,
+        (experts, n, k),
+        scales.dtype,
+        group_size,
+        bits,
+        mode,
         None if lhs_indices is None else (lhs_indices.shape, lhs_indices.dtype),
         (rhs_indices.shape, rhs_indices.dtype),
         transpose,
+        sorted_indices,
+        invariant,
+        mx.default_device() == CPU,
     )
-    kind = Kind(
-        x_shape=x.shape,
-        dtype=dtype,
-        experts=w.batch[0],
-        n=w.n,
-        k=w.k,
-        scale_dtype=w.dtype,
-        pairs=shape[:-2],
-        transpose=transpose,
-        group_size=w.group_size,
-        bits=w.bits,
-        mode=w.mode,
-        layout="marlin",
-        is_sorted=is_sorted,
-        invariant=invariant,
-        has_global_scale=False,
-        on_cpu=mx.default_device() == CPU,
-    )
-    product = product_of(kind)
     if product is not None:
-        arrays = w.words, w.scales, w.scales
+        arrays = words, scales, scales
         return _run(product, kind, x, lhs_indices, rhs_indices, *arrays)
-    words, scales, *biases = as_mlx(w)
+    w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
     return mx.gather_qmm(
         x,
-        words,
-        scales,
+        w,
+        factors,
         biases[0] if biases else None,
         lhs_indices,
         rhs_indices,
         transpose,
-        w.group_size,
-        w.bits,
-        mode_of_mlx(w.mode),
-        sorted_indices=is_sorted,
+        group_size,
+        bits,
+        mode_of_mlx(mode),
+        sorted_indices=sorted_indices,
     )
 
 

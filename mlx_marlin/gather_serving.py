@@ -111,10 +111,10 @@ def why_not_gather(kind: Kind) -> str | None:
 
 
 @lru_cache(4096)
-def result_of_packed(
+def serve_packed(
     x_shape: Shape,
     x_dtype: mx.Dtype,
-    w_shape: Shape,
+    w_shape: tuple[int, int, int],
     scale_dtype: mx.Dtype,
     group_size: int,
     bits: int,
@@ -122,11 +122,34 @@ def result_of_packed(
     lhs: tuple[Shape, mx.Dtype] | None,
     rhs: tuple[Shape, mx.Dtype],
     transpose: bool,
-) -> tuple[Shape, mx.Dtype]:
-    """Returns shape and dtype of a result, after MLX's own checks; runs nothing."""
+    is_sorted: bool,
+    invariant: bool,
+    on_cpu: bool,
+) -> tuple[Kind, Product | None]:
+    """Returns the kind of a call with packed weights, and its prepared product.
+
+    Args:
+        x_shape: Shape of the activations.
+        x_dtype: Their dtype.
+        w_shape: Experts, n and k.
+        scale_dtype: Dtype of the scales.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The quantization scheme.
+        lhs: Shape and dtype of the rows' indices; None where each takes its own.
+        rhs: Likewise of the experts'.
+        transpose: Whether the product is x @ w.T.
+        is_sorted: Whether the experts ascend.
+        invariant: Whether a row's bits must not depend on the others.
+        on_cpu: Whether the call is to run on the CPU.
+
+    Raises:
+        ValueError: If the arguments do not belong together, in MLX's words.
+    """
     experts, n, k = w_shape
     scales = mx.zeros((experts, n, k // group_size), scale_dtype)
     known = mode_of_mlx(mode)
+    # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.
     result = mx.gather_qmm(
         mx.zeros(x_shape, x_dtype),
         mx.zeros((experts, n, k * bits // 32), mx.uint32),
@@ -139,7 +162,25 @@ def result_of_packed(
         bits,
         known,
     )
-    return result.shape, result.dtype
+    kind = Kind(
+        x_shape=x_shape,
+        dtype=result.dtype,
+        experts=experts,
+        n=n,
+        k=k,
+        scale_dtype=scale_dtype,
+        pairs=result.shape[:-2],
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        layout="marlin",
+        is_sorted=is_sorted,
+        invariant=invariant,
+        has_global_scale=False,
+        on_cpu=on_cpu,
+    )
+    return kind, product_of(kind)
 
 
 def mode_of_mlx(mode: str) -> str:
@@ -158,13 +199,14 @@ def refuse_variance(invariant: bool, reason: str) -> None:
 
 def forget() -> None:
     """Drops every decision, so that the next call asks for its back end again."""
+    serve_packed.cache_clear()
     product_of.cache_clear()
 
 
 def _stock(kind: Kind) -> Product:
     def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
         scales, biases, sources, experts = arrays
-        words, factors, *rest = _weight_of_mlx(kind, w, scales, biases)
+        words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
         y = mx.gather_qmm(
             x[:, None],
             words,
@@ -181,9 +223,10 @@ def _stock(kind: Kind) -> Product:
     return stock
 
 
-def _weight_of_mlx(
+def weight_of_mlx(
     kind: Kind, w: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases that mean the same to stock MLX."""
     if kind.layout == "mlx":
         return (w, scales, biases) if kind.mode == "affine" else (w, scales)
     packed = PackedWeight(

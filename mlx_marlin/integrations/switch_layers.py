@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_marlin.gather import gather_qmm
+from mlx_marlin.gather import gather_packed, gather_qmm
 from mlx_marlin.nn import NATIVE, PACKED
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
@@ -100,23 +100,34 @@ class MarlinSwitchLinear(QuantizedSwitchLinear):
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
         """Returns the product of each row of x with the experts that it chose."""
-        chosen: dict[str, Any] = {
-            "rhs_indices": indices,
-            "sorted_indices": sorted_indices,
-            "invariant": self.invariant,
-        }
-        packed = self.packed
-        if packed is not None:
-            y = gather_qmm(x, packed, **chosen)
-        else:
+        if self.layout == "mlx":
             y = gather_qmm(
                 x,
                 *self._native(),
-                group_size=self.group_size,
-                bits=self.bits,
-                mode=self.mode,
-                global_scale=self.get("global_scale"),
-                **chosen,
+                None,
+                indices,
+                True,
+                self.group_size,
+                self.bits,
+                self.mode,
+                self.get("global_scale"),
+                sorted_indices=sorted_indices,
+                invariant=self.invariant,
+            )
+        else:
+            y = gather_packed(
+                x,
+                self["words"],
+                self["quantizers"],
+                self._n,
+                self._k,
+                self.group_size,
+                self.bits,
+                self.mode,
+                None,
+                indices,
+                sorted_indices=sorted_indices,
+                invariant=self.invariant,
             )
         if "bias" in self:
             y = y + mx.expand_dims(self["bias"][indices], -2)
