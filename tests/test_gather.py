@@ -198,6 +198,21 @@ def test_an_invariant_row_has_the_same_bits_in_any_company(
         assert mx.array_equal(y, whole[mx.array(pairs)])
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_halves_keep_their_bits_with_one_fragment_and_with_more(layout: str) -> None:
+    """Where the offset of codes would show if it were subtracted here and not there."""
+    call = Call(("affine", 4, 64), layout, 1, 512, 256, 40, [0] * 40, "float16", 1)
+    few = replace(call, chosen=[0] * 4)
+    assert few.sources == call.sources[:4]
+
+    y = few.run(invariant=True)
+
+    assert mx.array_equal(y, call.run(invariant=True)[:4])
+    if launch.backend() == "emulator":  # of others' matrices we do not know
+        assert not mx.array_equal(y, few.run())
+
+
 @given(
     pairs=st.integers(1, 5000),
     experts=st.integers(1, 300),
