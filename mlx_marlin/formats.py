@@ -43,6 +43,11 @@ MODE_DEFAULTS = {
 """(group_size, bits) that MLX takes where a call names none."""
 
 
+def planes_of(bits: int) -> tuple[int, ...]:
+    """Returns the bits of the planes in which packed codes lie, low bits first."""
+    return {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(bits, (bits,))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One way to write a weight with few bits.
@@ -112,7 +117,7 @@ class Format:
     @property
     def planes(self) -> tuple[int, ...]:
         """Bits of the planes in which packed codes lie, low bits first."""
-        return {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(self.bits, (self.bits,))
+        return planes_of(self.bits)
 
     @property
     def codes_per_word(self) -> int:

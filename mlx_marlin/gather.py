@@ -1,47 +1,29 @@
 """Products of rows with weights that they chose, for mixtures of experts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import device, launch, scheduler
-from mlx_marlin.derivatives import differentiable
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
-from mlx_marlin.ops import CPU, Stream
-from mlx_marlin.packing import dtype_name
-from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.serving import not_here
-
-Product = Callable[..., mx.array]
-"""From x, codes, scales, biases, rows of x and experts, flat, to a row a pair."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A call, as far as deciding needs to know it."""
-
-    x_shape: tuple[int, ...]
-    x_dtype: mx.Dtype
-    w_shape: tuple[int, ...]
-    scale_dtype: mx.Dtype
-    pairs: tuple[int, ...]
-    transpose: bool
-    group_size: int
-    bits: int
-    mode: str
-    is_sorted: bool
-    has_global_scale: bool
-    on_cpu: bool
+from mlx_marlin.formats import MODE_DEFAULTS
+from mlx_marlin.gather_serving import (
+    Kind,
+    Product,
+    mode_of_mlx,
+    product_of,
+    refuse_variance,
+    serve_packed,
+    weight_of_mlx,
+)
+from mlx_marlin.ops import CPU, Stream, check_packed
+from mlx_marlin.packing import PackedWeight
+from mlx_marlin.stock_weight import stock_groups
 
 
 def gather_qmm(
     x: mx.array,
-    w: mx.array,
+    w: mx.array | PackedWeight,
     /,
-    scales: mx.array,
+    scales: mx.array | None = None,
     biases: mx.array | None = None,
     lhs_indices: mx.array | None = None,
     rhs_indices: mx.array | None = None,
@@ -52,6 +34,7 @@ def gather_qmm(
     global_scale: mx.array | None = None,
     *,
     sorted_indices: bool = False,
+    invariant: bool = False,
     stream: Stream = None,
 ) -> mx.array:
     """Multiplies rows by the weights that they chose, as `mx.gather_qmm` does.
@@ -62,24 +45,31 @@ def gather_qmm(
 
     Args:
         x: Activations [..., m, k].
-        w: Codes of all weights, uint32 [experts, n, k * bits / 32].
-        scales: Scales [experts, n, k / group_size].
+        w: Codes of all weights, uint32 [experts, n, k * bits / 32], or a batch
+            [experts, n, k] from `pack` or `quantize`.
+        scales: Scales [experts, n, k / group_size]; only packed weights carry their
+            own.
         biases: Biases, same shape as `scales`; None where the mode has none.
         lhs_indices: Which matrix of x each product takes. Default: each in turn.
         rhs_indices: Which weight each product takes. Default: each in turn.
         transpose: Whether the product is x @ w.T or x @ w.
-        group_size: Weights that share a scale. Default: the mode's.
-        bits: Bits of a code. Default: the mode's.
+        group_size: Weights that share a scale. Default: the mode's, or the packed
+            weights' own.
+        bits: Bits of a code. Default: likewise.
         mode: MLX's name of the quantization scheme.
         global_scale: Scale of each weight, for nvfp4.
         sorted_indices: Whether `rhs_indices` ascend.
+        invariant: Whether a row's bits must not depend on which experts the other rows
+            chose, or on how many rows there are.
         stream: Stream or device to run on.
 
     Returns:
         The products [..., m, n], one for each pair of indices.
 
     Raises:
-        ValueError: If the arguments do not belong together, in MLX's words.
+        TypeError: If `scales` is missing for weights that are not packed.
+        ValueError: If the arguments do not belong together, in MLX's words, or
+            `invariant` is asked of a call that only stock MLX can serve.
     """
     if stream is not None:
         with mx.stream(stream):
@@ -96,115 +86,167 @@ def gather_qmm(
                 mode,
                 global_scale,
                 sorted_indices=sorted_indices,
+                invariant=invariant,
             )
-
-    def stock() -> mx.array:
-        return mx.gather_qmm(
+    if isinstance(w, PackedWeight):
+        check_packed(w, scales, biases, group_size, bits, mode)
+        _check_experts(w, global_scale)
+        return gather_packed(
             x,
-            w,
-            scales,
-            biases,
+            w.words,
+            w.scales,
+            w.n,
+            w.k,
+            w.group_size,
+            w.bits,
+            w.mode,
             lhs_indices,
             rhs_indices,
             transpose,
-            group_size,
-            bits,
-            mode,
-            global_scale,
             sorted_indices=sorted_indices,
+            invariant=invariant,
         )
 
-    if rhs_indices is None or scales.shape[:-1] != w.shape[:-1] or w.ndim != 3:
-        return stock()
-    # Checks the arguments and tells the result's shape; never evaluated.
-    result = stock()
+    if scales is None:
+        raise TypeError("scales is None, which only a packed weight may leave out")
+    # Checks the arguments and tells the result's shape; evaluated only if returned.
+    result = mx.gather_qmm(
+        x,
+        w,
+        scales,
+        biases,
+        lhs_indices,
+        rhs_indices,
+        transpose,
+        group_size,
+        bits,
+        mode,
+        global_scale,
+        sorted_indices=sorted_indices,
+    )
+    alike = biases is None or biases.dtype == scales.dtype
+    whole = w.ndim == 3 and scales.shape[:-1] == w.shape[:-1]
+    if rhs_indices is None or not alike or not whole:
+        refuse_variance(invariant, "our kernels take [experts, n, k], and indices")
+        return result
     known = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    width = bits or known[1]
     kind = Kind(
         x_shape=x.shape,
-        x_dtype=x.dtype,
-        w_shape=w.shape,
+        dtype=result.dtype,
+        experts=w.shape[0],
+        n=w.shape[1],
+        k=w.shape[2] * 32 // width,
         scale_dtype=scales.dtype,
         pairs=result.shape[:-2],
         transpose=transpose,
         group_size=group_size or known[0],
-        bits=bits or known[1],
+        bits=width,
         mode=mode,
+        layout="mlx",
         is_sorted=sorted_indices,
+        invariant=invariant,
         has_global_scale=global_scale is not None,
         on_cpu=mx.default_device() == CPU,
     )
-    product = _product(kind) if result.dtype == x.dtype else None
-    if product is None or (biases is not None and biases.dtype != scales.dtype):
+    product = product_of(kind)
+    if product is None:
         return result
-    sources, experts = _flat_indices(x, lhs_indices, rhs_indices, kind.pairs)
-    rows = x.reshape(-1, x.shape[-1])
-    y = product(rows, w, scales, scales if biases is None else biases, sources, experts)
-    return y.reshape(result.shape)
+    biases = scales if biases is None else biases
+    return _run(product, kind, x, lhs_indices, rhs_indices, w, scales, biases)
 
 
-def why_not_gather(kind: Kind) -> str | None:
-    """Says why stock MLX serves a kind of call; None if our kernels do."""
-    known = FORMATS.get((kind.mode, kind.bits))
-    if known is None or kind.group_size not in known.group_sizes:
-        return f"{kind.mode} {kind.bits}-bit is not one of our formats"
-    if kind.x_shape[-1] % known.k_multiple(kind.group_size) or kind.has_global_scale:
-        return f"our kernels do not take this form of {kind.mode}"
-    if not kind.transpose or len(kind.x_shape) < 2 or kind.x_shape[-2] != 1:
-        return "our kernels take single rows times transposed weights"
-    if dtype_name(kind.x_dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {dtype_name(kind.x_dtype)}"
-    if not prod(kind.pairs) or not prod(kind.x_shape) or not prod(kind.w_shape):
-        return "there is nothing to add up"
-    rows = max(prod(kind.pairs), prod(kind.x_shape[:-1]))
-    sizes = rows, kind.w_shape[1], kind.x_shape[-1], kind.bits
-    if largest_array(*sizes) >= MOST_ELEMENTS:
-        return "our kernels count in 32 bits, and an array is too large for that"
-    return not_here(kind.on_cpu)
+def gather_packed(
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    lhs_indices: mx.array | None = None,
+    rhs_indices: mx.array | None = None,
+    transpose: bool = True,
+    *,
+    sorted_indices: bool = False,
+    invariant: bool = False,
+) -> mx.array:
+    """Multiplies rows by packed weights that they chose, for callers that hold them.
 
+    Args:
+        x: Activations [..., m, k].
+        words: Codes [experts, ...], as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of a weight.
+        k: Columns of a weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        lhs_indices: As for `gather_qmm`, and so are those that follow.
+        rhs_indices: Likewise.
+        transpose: Likewise.
+        sorted_indices: Likewise.
+        invariant: Likewise.
 
-@lru_cache(4096)
-def _product(kind: Kind) -> Product | None:
-    """Returns the prepared product of a kind of call; None where stock serves it."""
-    if why_not_gather(kind):
-        return None
-    problem = Problem(
-        m=prod(kind.pairs),
-        n=kind.w_shape[1],
-        k=kind.x_shape[-1],
-        group_size=kind.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
-        dtype=dtype_name(kind.x_dtype),
-        scale_dtype=dtype_name(kind.scale_dtype),
+    Returns:
+        The products [..., m, n], one for each pair of indices.
+    """
+    experts = words.shape[0]
+    if rhs_indices is None:
+        rhs_indices = mx.arange(experts, dtype=mx.uint32)
+    kind, product = serve_packed(
+        x.shape,
+        x.dtype,
+        (experts, n, k),
+        scales.dtype,
+        group_size,
+        bits,
+        mode,
+        None if lhs_indices is None else (lhs_indices.shape, lhs_indices.dtype),
+        (rhs_indices.shape, rhs_indices.dtype),
+        transpose,
+        sorted_indices,
+        invariant,
+        mx.default_device() == CPU,
     )
-    experts = kind.w_shape[0]
-    free = launch.backend() == "metal" and launch.forced_backend() is None
-    here = device.current()
-    if free and scheduler.gather_reason(problem, experts, kind.is_sorted, here):
-        return None
-    plan = scheduler.choose_gather(problem, experts)
-    return differentiable(launch.gather_product(plan), _stock(kind))
+    if product is not None:
+        arrays = words, scales, scales
+        return _run(product, kind, x, lhs_indices, rhs_indices, *arrays)
+    w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
+    return mx.gather_qmm(
+        x,
+        w,
+        factors,
+        biases[0] if biases else None,
+        lhs_indices,
+        rhs_indices,
+        transpose,
+        stock_groups(mode, bits, group_size),
+        bits,
+        mode_of_mlx(mode),
+        sorted_indices=sorted_indices,
+    )
 
 
-def _stock(kind: Kind) -> Product:
-    biased = kind.mode == "affine"
+def _run(
+    product: Product,
+    kind: Kind,
+    x: mx.array,
+    lhs_indices: mx.array | None,
+    rhs_indices: mx.array,
+    *weight: mx.array,
+) -> mx.array:
+    sources, experts = _flat_indices(x, lhs_indices, rhs_indices, kind.pairs)
+    rows = x.reshape(-1, kind.k).astype(kind.dtype)
+    return product(rows, *weight, sources, experts).reshape(*kind.pairs, 1, kind.n)
 
-    def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
-        scales, biases, sources, experts = arrays
-        y = mx.gather_qmm(
-            x[:, None],
-            w,
-            scales,
-            biases if biased else None,
-            lhs_indices=sources,
-            rhs_indices=experts,
-            group_size=kind.group_size,
-            bits=kind.bits,
-            mode=kind.mode,
-        )
-        return y.squeeze(-2)
 
-    return stock
+def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:
+    if len(w.batch) != 1:
+        raise ValueError(f"w has shape {w.shape}, expected a batch [experts, n, k]")
+    if global_scale is not None or w.global_scale is not None:
+        raise ValueError("packed experts with a global_scale are not served")
 
 
 def _flat_indices(
@@ -220,8 +262,3 @@ def _flat_indices(
         mx.broadcast_to(each, pairs).astype(mx.uint32).flatten()
         for each in (lhs_indices, rhs_indices)
     )
-
-
-def forget() -> None:
-    """Drops every decision, so that the next call asks for its back end again."""
-    _product.cache_clear()

@@ -59,6 +59,11 @@ class GatherPlan:
                 f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k} "
                 f"is not between 1 and {MAX_SIMDGROUPS} simdgroups"
             )
+        if self.problem.invariant and not self.subtract:
+            raise ValueError(
+                "invariant=True needs subtract=True, because with fewer rows a plan "
+                "may do without"
+            )
         if self.threadgroup_bytes > THREADGROUP_LIMIT:
             raise ValueError(
                 f"{self.threadgroup_bytes} bytes of threadgroup memory are more than "

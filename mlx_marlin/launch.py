@@ -4,6 +4,7 @@ Which implementation answers is one function, `backend`: Metal where MLX has it,
 emulator on a CPU-only MLX, stock MLX where neither can run.
 """
 
+import math
 import os
 import warnings
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from mlx_marlin import source
+from mlx_marlin import layout, source
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.plan import SIMD_WIDTH, DensePlan, Plan
@@ -24,6 +25,8 @@ ENVIRONMENT = "MLX_MARLIN_BACKEND"
 IN_CONSTANT = 8
 """MLX hands inputs of fewer elements over in Metal's `constant` address space, which
 our kernels' `device` pointers do not reach."""
+REPACK_THREADS = 256
+"""Threads that move some tiles of a weight."""
 ROWS_OF_THREAD = 4
 """Rows of a column that a thread of the reduce finishes; the shader says the same."""
 REMEMBERED = 4096
@@ -181,6 +184,47 @@ def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.
     """
     problem = plan.problem
     return _decoder(plan, (0, problem.n, 0, problem.k))
+
+
+def repack(
+    to: str, *, n: int, k: int, bits: int, group_size: int
+) -> Callable[[mx.array], mx.array]:
+    """Builds the call that moves codes from a layout to the other.
+
+    Args:
+        to: The layout that they come to, "mlx" or "marlin".
+        n: Rows of a weight.
+        k: Columns of a weight.
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale.
+
+    Returns:
+        A function from the codes of one weight or a batch, uint32 [..., n,
+        k * bits / 32] or [..., n tiles, k tiles, words], to the other of these.
+    """
+    kernel = _kernel(source.repack_source(to))
+    template = _template(
+        source.repack_template(bits, layout.order_of_group(group_size))
+    )
+    n_tiles, k_tiles = (-(-n // TILE_N), -(-k // TILE_K))
+    native = (n, k * bits // 32)
+    packed = (n_tiles, k_tiles, layout.tile_words(bits))
+    given, made = (native, packed) if to == "marlin" else (packed, native)
+    threads = REPACK_THREADS * -(-k_tiles // source.repack_tiles(bits))
+    shape = mx.array((n, k), mx.int32)
+
+    def move(w: mx.array) -> mx.array:
+        batch = w.shape[: w.ndim - len(given)]
+        return kernel(
+            inputs=(_readable(w), shape),
+            template=template,
+            grid=(threads, n_tiles, math.prod(batch)),
+            threadgroup=(REPACK_THREADS, 1, 1),
+            output_shapes=((*batch, *made),),
+            output_dtypes=(mx.uint32,),
+        )[0]
+
+    return move
 
 
 def _decoder(

@@ -125,6 +125,28 @@ def weight_of_place(
     return tile_n * TILE_N + row, tile_k * TILE_K + k
 
 
+@lru_cache
+def bit_places(bits: int, order: str) -> tuple[int, ...]:
+    """Returns which bit of a stored place each bit of a code's number is.
+
+    Every radix is a power of two, so where a code lies in a plane of its tile is its
+    number, 64 * row + k, with the bits in another sequence.
+
+    Args:
+        bits: Bits of the plane: 1, 2, 4 or 8.
+        order: "k32" or "k64".
+
+    Returns:
+        Of the eleven bits of the number, lowest first.
+    """
+    places = []
+    for i in range((TILE_N * TILE_K).bit_length() - 1):
+        row, k = divmod(1 << i, TILE_K)
+        word, bit = place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+        places.append(((word * WORD_BITS + bit) // bits).bit_length() - 1)
+    return tuple(places)
+
+
 def _digits(
     number: int, names: tuple[str, ...], radix: dict[str, int]
 ) -> dict[str, int]:

@@ -287,7 +287,7 @@ class MarlinLinear(nn.QuantizedLinear):
         )
 
     def _take(self, packed: PackedWeight) -> None:
-        self.output_dims, self.input_dims = packed.shape
+        self.output_dims, self.input_dims = packed.n, packed.k
         self["words"], self["quantizers"] = packed.words, packed.scales
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])

@@ -336,7 +336,12 @@ def _served(
     if not isinstance(x, mx.array):
         _refuse_types(x, w, scales, biases)
     if isinstance(w, PackedWeight):
-        _check_packed(w, scales, biases, group_size, bits, mode)
+        check_packed(w, scales, biases, group_size, bits, mode)
+        if w.batch:
+            raise ValueError(
+                f"w is a batch {w.batch} of packed weights, expected one; gather_qmm "
+                f"takes a batch"
+            )
         return serve_packed(
             x.shape,
             x.dtype,
@@ -382,7 +387,7 @@ def _refuse_types(*arguments: object) -> NoReturn:
     )
 
 
-def _check_packed(
+def check_packed(
     w: PackedWeight,
     scales: mx.array | None,
     biases: mx.array | None,
@@ -390,6 +395,7 @@ def _check_packed(
     bits: int | None,
     mode: str,
 ) -> None:
+    """Raises a ValueError if a call says other things than its packed weight."""
     if scales is not None or biases is not None:
         raise ValueError("a packed weight carries its scales and biases; pass none")
     wished = (

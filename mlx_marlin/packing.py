@@ -7,13 +7,8 @@ from typing import Literal
 import mlx.core as mx
 
 from mlx_marlin import layout, quantizers
-from mlx_marlin.codes import codes_of_words, words_of_codes
-from mlx_marlin.formats import (
-    DTYPE_BYTES,
-    MODE_DEFAULTS,
-    Format,
-    format_of,
-)
+from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
+from mlx_marlin.repacking import to_rows, to_tiles
 
 GroupSize = int | Literal["channel"] | None
 """Weights that share a scale; "channel" is a whole row, None what the mode has."""
@@ -21,13 +16,14 @@ GroupSize = int | Literal["channel"] | None
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PackedWeight:
-    """A quantized weight [n, k] in the packed ("marlin") layout.
+    """A quantized weight [n, k], or a batch of them, in the packed ("marlin") layout.
 
     Attributes:
-        words: Codes, uint32 [n tiles, k tiles, 64 * bits], in the order of `layout`.
-        scales: What a group stores, [n tiles, groups, 32 or 64]: for each of 8 fragment
-            rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale, bias) or
-            (scale, zero point) of these rows.
+        words: Codes, uint32 [..., n tiles, k tiles, 64 * bits], in the order of
+            `layout`.
+        scales: What a group stores, [..., n tiles, groups, 32 or 64]: for each of 8
+            fragment rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale,
+            bias) or (scale, zero point) of these rows.
         n: Rows of the weight: features that come out.
         k: Columns of the weight: features that go in.
         group_size: Weights along k that share a scale; k itself for a whole row.
@@ -55,9 +51,9 @@ class PackedWeight:
         _check_global(self.global_scale, self.mode)
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
-        words = (*tiles, layout.tile_words(self.bits))
+        words = (*self.batch, *tiles, layout.tile_words(self.bits))
         stored = format.parameters * layout.TILE_N
-        scales = (tiles[0], -(-k // self.group_size), stored)
+        scales = (*self.batch, tiles[0], -(-k // self.group_size), stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
                 f"words must be uint32 {words} for {self.k}→{self.n}, "
@@ -75,9 +71,14 @@ class PackedWeight:
         object.__setattr__(self, "third", third)
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Shape (n, k) of the weight that this stands for."""
-        return self.n, self.k
+    def batch(self) -> tuple[int, ...]:
+        """Leading axes, such as (experts,); empty for one weight."""
+        return self.words.shape[:-3]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape (..., n, k) of the weight that this stands for."""
+        return *self.batch, self.n, self.k
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -102,7 +103,8 @@ def quantize(
     """Quantizes a weight and packs it.
 
     Args:
-        w: Weight [n, k], float16, bfloat16 or float32; k a multiple of `group_size`.
+        w: Weight [n, k] or a batch [..., n, k], float16, bfloat16 or float32; k a
+            multiple of `group_size`.
         group_size: Weights along k that share a scale, "channel" or k for a whole row.
             Default: the mode's.
         bits: Bits of a code. Default: the mode's.
@@ -123,15 +125,15 @@ def quantize(
     mode = "symmetric" if symmetric else mode
     bits = _bits(mode, bits)
     format = format_of(mode, bits)
-    if w.ndim != 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
+    if w.ndim < 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
         raise ValueError(
-            f"w must be a matrix [n, k] of {[*DTYPE_BYTES]}, "
+            f"w must be a matrix [n, k] or a batch of them, of {[*DTYPE_BYTES]}, "
             f"got {dtype_name(w.dtype)} with shape {w.shape}"
         )
     if 0 in w.shape:
         raise ValueError(f"w has shape {w.shape}, expected at least one row and column")
-    size = _group_size(mode, group_size, w.shape[1])
-    _check_groups("w", w.shape[1], format, size)
+    size = _group_size(mode, group_size, w.shape[-1])
+    _check_groups("w", w.shape[-1], format, size)
     _check_global(global_scale, mode)
     if mode == "zero_point":
         raise ValueError('mode="zero_point" is for weights that are quantized already')
@@ -163,8 +165,9 @@ def pack(
     bias 0: padding stands for zero.
 
     Args:
-        w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32].
-        scales: Scales [n, k / group_size].
+        w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32], or a batch of
+            them [..., n, k * bits / 32].
+        scales: Scales [..., n, k / group_size].
         biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
             numbers in the scales' dtype; None for schemes without.
         group_size: Weights along k that share a scale, "channel" or k for a whole row.
@@ -180,10 +183,9 @@ def pack(
     format = format_of(mode, bits)
     n, k, size = _check_native(w, scales, biases, format, group_size)
     padded_n, padded_k = layout.padded(n, k)
-    codes = mx.pad(codes_of_words(w, bits), [(0, padded_n - n), (0, padded_k - k)])
     stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
-        words=_store(codes, format, layout.order_of_group(size)),
+        words=to_tiles(w, n, k, bits=bits, group_size=size),
         scales=_interleave(stored, padded_n, -(-padded_k // size)),
         n=n,
         k=k,
@@ -197,68 +199,35 @@ def pack(
 def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
     """Returns what `pack` was given, exactly: codes, scales, biases if there are."""
     format = format_of(packed.mode, packed.bits)
-    codes = _load(packed.words, format, layout.order_of_group(packed.group_size))
-    words = words_of_codes(codes[: packed.n, : packed.k], packed.bits)
-    groups, tiles = packed.k // packed.group_size, packed.words.shape[0]
-    n, _ = layout.padded(packed.n, packed.k)
-    digits = packed.scales.reshape(tiles, -1, 8, 4, format.parameters)
-    factors = digits.transpose(4, 0, 3, 2, 1).reshape(format.parameters, n, -1)
-    return words, *factors[:, : packed.n, :groups]
-
-
-def _store(codes: mx.array, format: Format, order: str) -> mx.array:
-    """Arranges padded codes [n, k] as words, plane after plane in each tile."""
-    n, k = codes.shape
-    planes, low = [], 0
-    for bits in format.planes:
-        plane = codes >> low & (1 << bits) - 1
-        digits = plane.reshape(_loaded_shape(bits, order, n, k))
-        stored = digits.transpose(_permutation()).reshape(n // 32, k // 64, -1)
-        planes.append(words_of_codes(stored, bits))
-        low += bits
-    return mx.concatenate(planes, axis=-1)
-
-
-def _load(words: mx.array, format: Format, order: str) -> mx.array:
-    """Reads the padded codes [n, k] of words: the inverse of `_store`."""
-    tiles_n, tiles_k, _ = words.shape
-    n, k = tiles_n * layout.TILE_N, tiles_k * layout.TILE_K
-    codes, low, first = mx.zeros((n, k), mx.uint8), 0, 0
-    for bits in format.planes:
-        end = first + layout.tile_words(bits)
-        radix = layout.sizes(bits, order)
-        stored = codes_of_words(words[..., first:end], bits).reshape(
-            tiles_n, tiles_k, *(radix[name] for name in layout.STORED)
-        )
-        codes = codes | stored.transpose(_inverse(_permutation())).reshape(n, k) << low
-        low, first = low + bits, end
-    return codes
+    words = to_rows(
+        packed.words,
+        packed.n,
+        packed.k,
+        bits=packed.bits,
+        group_size=packed.group_size,
+    )
+    return words, *_deinterleave(packed, format.parameters)
 
 
 def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
-    n, groups = stored[0].shape
+    *batch, n, groups = stored[0].shape
     dtype = mx.result_type(*stored)
     factors = mx.stack([each.astype(dtype) for each in stored])
-    factors = mx.pad(factors, [(0, 0), (0, padded_n - n), (0, padded_groups - groups)])
-    tiles = padded_n // layout.TILE_N
-    digits = factors.reshape(len(stored), tiles, 4, 8, padded_groups)
-    return digits.transpose(1, 4, 3, 2, 0).reshape(tiles, padded_groups, -1)
+    whole = [(0, 0)] * (1 + len(batch))
+    factors = mx.pad(factors, [*whole, (0, padded_n - n), (0, padded_groups - groups)])
+    digits = factors.reshape(len(stored), -1, 4, 8, padded_groups)
+    return digits.transpose(1, 4, 3, 2, 0).reshape(
+        *batch, padded_n // layout.TILE_N, padded_groups, -1
+    )
 
 
-def _loaded_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
-    radix = layout.sizes(bits, order)
-    row = (radix[name] for name in layout.ROW)
-    column = (radix[name] for name in layout.K_DIGITS)
-    return (n // layout.TILE_N, *row, k // layout.TILE_K, *column)
-
-
-def _permutation() -> tuple[int, ...]:
-    loaded = ("tile_n", *layout.ROW, "tile_k", *layout.K_DIGITS)
-    return tuple(loaded.index(name) for name in ("tile_n", "tile_k", *layout.STORED))
-
-
-def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(permutation.index(axis) for axis in range(len(permutation)))
+def _deinterleave(packed: PackedWeight, parameters: int) -> mx.array:
+    """Returns scales, and biases if there are: the inverse of `_interleave`."""
+    n, _ = layout.padded(packed.n, packed.k)
+    *batch, _, groups, _ = packed.scales.shape
+    digits = packed.scales.reshape(-1, groups, 8, 4, parameters)
+    factors = digits.transpose(4, 0, 3, 2, 1).reshape(parameters, *batch, n, groups)
+    return factors[..., : packed.n, : packed.k // packed.group_size]
 
 
 def _bits(mode: str, bits: int | None) -> int:
@@ -298,12 +267,12 @@ def _check_native(
     group_size: GroupSize,
 ) -> tuple[int, int, int]:
     """Checks a weight in MLX's layout; returns n, k and the group size."""
-    if w.ndim != 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
+    if w.ndim < 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
         raise ValueError(
-            f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32], "
-            f"got {dtype_name(w.dtype)} with shape {w.shape}"
+            f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32] or a "
+            f"batch of them, got {dtype_name(w.dtype)} with shape {w.shape}"
         )
-    n, k = w.shape[0], w.shape[1] * 32 // format.bits
+    n, k = w.shape[-2], w.shape[-1] * 32 // format.bits
     size = _group_size(format.mode, group_size, k)
     _check_groups("w", k, format, size)
     if (biases is not None) != (format.parameters == 2):
@@ -315,7 +284,7 @@ def _check_native(
     for name, array in (("scales", scales), ("biases", biases)):
         if array is None:
             continue
-        shape = (n, k // size)
+        shape = (*w.shape[:-1], k // size)
         if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:
             raise ValueError(
                 f"{name} must be one of {[*format.scale_dtypes]} with shape {shape}, "

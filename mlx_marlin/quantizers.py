@@ -13,7 +13,7 @@ def affine(
     The end of a group that is farther from zero is exact, and so is zero itself; one
     bit has room for the two ends only.
     """
-    groups = w.astype(mx.float32).reshape(w.shape[0], -1, group_size)
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     is_low = mx.abs(low) > mx.abs(high)
     most = 2**bits - 1
@@ -37,7 +37,7 @@ def symmetric(w: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
     the scale's.
     """
     zero = 2 ** (bits - 1)
-    groups = w.astype(mx.float32).reshape(w.shape[0], -1, group_size)
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
     largest = mx.take_along_axis(
         groups, mx.abs(groups).argmax(-1, keepdims=True), axis=-1
     )

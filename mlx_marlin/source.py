@@ -10,8 +10,16 @@ from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
-from mlx_marlin.formats import CHANNEL, CODES, GROUP_SIZES, TILE_N
+from mlx_marlin.formats import (
+    CHANNEL,
+    CODES,
+    GROUP_SIZES,
+    TILE_K,
+    TILE_N,
+    planes_of,
+)
 from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.layout import bit_places
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
 
@@ -106,6 +114,19 @@ def dequantize_source() -> Source:
 
 
 @cache
+def repack_source(layout: str) -> Source:
+    """Returns the text of the kernel that moves codes to a layout from the other."""
+    body = "pack" if layout == "marlin" else "unpack"
+    return Source(
+        name=f"marlin_{body}",
+        input_names=("w", "shape"),
+        output_names=("out",),
+        header=_lib("work", "repack"),
+        source=_read(f"kernels/{body}"),
+    )
+
+
+@cache
 def reduce_source(fused: bool = False) -> Source:
     """Returns the text of the kernel that adds the splits of each tile."""
     body = "reduce_fused" if fused else "reduce"
@@ -165,6 +186,37 @@ def weight_template(problem: Problem) -> dict[str, TemplateValue]:
         "BITS": problem.bits,
         "GROUP": problem.group_size if problem.group_size in GROUP_SIZES else CHANNEL,
         "PACKED": problem.layout == "marlin",
+    }
+
+
+def repack_tiles(bits: int) -> int:
+    """Returns how many tiles along k a threadgroup moves.
+
+    As few as make a row of them whole lines of 128 bytes in MLX's layout.
+    """
+    return 16 // (bits & -bits)
+
+
+def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
+    """Returns the template arguments of `Codes` in `lib/repack.metal`.
+
+    Args:
+        bits: Bits of a code.
+        order: The order of k, "k32" or "k64".
+    """
+    planes = planes_of(bits)
+    low, high = (
+        [_hexadecimal(half) for half in _row_and_k(bit_places(plane, order))]
+        for plane in (planes[0], planes[-1])
+    )
+    return {
+        "BITS": bits,
+        "TILES": repack_tiles(bits),
+        "LOW": planes[0],
+        "LOW_ROW": low[0],
+        "LOW_K": low[1],
+        "HIGH_ROW": high[0],
+        "HIGH_K": high[1],
     }
 
 
@@ -228,6 +280,15 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
         "RESIDUAL": epilogue.residual,
         "PARTS": len(parts(plan)) - 1,
     }
+
+
+def _row_and_k(places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    k_bits = TILE_K.bit_length() - 1
+    return places[k_bits:], places[:k_bits]
+
+
+def _hexadecimal(digits: tuple[int, ...]) -> int:
+    return sum(digit << 4 * i for i, digit in enumerate(digits))
 
 
 def _lib(*names: str) -> str:

@@ -11,12 +11,26 @@ LARGEST_NVFP4 = 6.0 * 448.0
 
 
 def stock_group_size(packed: PackedWeight) -> int | None:
-    """Returns the group size in which stock MLX can have a weight; None for groups of
-    16 integers, which it can not. Longer groups than it knows become several."""
-    format, size = format_of(packed.mode, packed.bits), packed.group_size
-    if size in format.group_sizes:
-        return size
-    return next((each for each in reversed(GROUPS) if size % each == 0), None)
+    """Returns the group size in which stock MLX can have a weight, if it can."""
+    return stock_groups(packed.mode, packed.bits, packed.group_size)
+
+
+def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
+    """Returns the group size in which stock MLX can have a kind of weight.
+
+    Longer groups than it knows become several.
+
+    Args:
+        mode: The quantization scheme.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+
+    Returns:
+        None for groups of 16 integers, which it can not have.
+    """
+    if group_size in format_of(mode, bits).group_sizes:
+        return group_size
+    return next((each for each in reversed(GROUPS) if group_size % each == 0), None)
 
 
 def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
@@ -33,7 +47,7 @@ def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
         rest = [-scales * rest[0]]
     times = packed.group_size // (stock_group_size(packed) or packed.group_size)
     if times > 1:
-        scales, *rest = (mx.repeat(each, times, axis=1) for each in (scales, *rest))
+        scales, *rest = (mx.repeat(each, times, axis=-1) for each in (scales, *rest))
     return words, scales, *rest
 
 
@@ -68,7 +82,7 @@ def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
     words, scales, *rest = unpack(packed)
     zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0
     codes = codes_of_words(words, packed.bits).astype(mx.float32)
-    groups = codes.reshape(packed.n, -1, packed.group_size) - zero
+    groups = codes.reshape(*packed.shape[:-1], -1, packed.group_size) - zero
     wide = scales.astype(mx.float32)[..., None]
     if packed.mode == "zero_point":
         groups = groups - rest[0][..., None]

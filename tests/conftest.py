@@ -8,7 +8,7 @@ import oracles
 import pytest
 from hypothesis import settings
 
-from mlx_marlin import launch, serving, tuned
+from mlx_marlin import gather_serving, launch, serving, tuned
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import PLAIN, Epilogue
@@ -31,11 +31,16 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
             monkeypatch.delenv(launch.ENVIRONMENT, raising=False)
         else:
             monkeypatch.setenv(launch.ENVIRONMENT, name)
-        serving.forget()
+        _forget()
 
-    serving.forget()
+    _forget()
     yield choose
+    _forget()
+
+
+def _forget() -> None:
     serving.forget()
+    gather_serving.forget()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import strategies
 from mlx_marlin import device, scheduler, source
 from mlx_marlin.emulator import check
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
+from mlx_marlin.formats import WIDTHS as WIDTHS_OF_CODES
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -69,8 +70,8 @@ class Variant:
     """One instance of a kernel.
 
     Attributes:
-        kernel: "gemv", "gemm_register", "gemm_staged", "reduce", "dequantize" or
-            "gather".
+        kernel: "gemv", "gemm_register", "gemm_staged", "reduce", "dequantize",
+            "gather", "pack" or "unpack".
         kind: "plain", "fused" or "atomic".
         values: Template arguments and dtypes, by name.
     """
@@ -88,6 +89,8 @@ class Variant:
             return source.dequantize_source()
         if self.kernel == "gather":
             return source.gather_source()
+        if self.kernel in ("pack", "unpack"):
+            return source.repack_source("marlin" if self.kernel == "pack" else "mlx")
         return source.product_source(self.kernel, fused, atomic)
 
     @property
@@ -169,6 +172,14 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
         yield Variant("gather", "plain", tuple(values.items()))
 
 
+def repacks() -> Iterator[Variant]:
+    """The instances that move codes of any width, to tiles and back."""
+    for bits, order in product(WIDTHS_OF_CODES, ("k32", "k64")):
+        values = {**source.repack_template(bits, order), "out": "uint32"}
+        for kernel in ("pack", "unpack"):
+            yield Variant(kernel, "plain", tuple(values.items()))
+
+
 @cache
 def every_variant() -> tuple[Variant, ...]:
     """Every instance that matters, with one epilogue for each body.
@@ -179,8 +190,8 @@ def every_variant() -> tuple[Variant, ...]:
     """
     problems = [*_problems()]
     found = dict.fromkeys(map(decoder_of, problems))
-    native = (each for each in problems if each.layout == "mlx")
-    found.update(dict.fromkeys(chain.from_iterable(map(gathers_of, native))))
+    found.update(dict.fromkeys(repacks()))
+    found.update(dict.fromkeys(chain.from_iterable(map(gathers_of, problems))))
     bodies = (body for each in problems for body in _bodies_to_meet(each))
     for body, epilogue in zip(bodies, cycle(EPILOGUES), strict=False):
         for plan in _plans(body, epilogue):

@@ -326,6 +326,14 @@ def finish_arrays(problem: Problem, *, seed: int) -> Native:
     return bias, multiplier, residual
 
 
+def shifted(array: mx.array, offset: int) -> mx.array:
+    """Returns a view of a copy that begins so many elements into its buffer."""
+    if not offset:
+        return array
+    padding = mx.zeros(offset, array.dtype)
+    return mx.concatenate([padding, array.flatten()])[offset:].reshape(array.shape)
+
+
 def runnable_plans(
     *,
     max_k: int = 512,

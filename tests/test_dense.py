@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import device, launch, scheduler, serving, source
+from mlx_marlin import device, launch, repacking, scheduler, serving, source
 from mlx_marlin.device import Device
 from mlx_marlin.plan import DensePlan, dense_plan
 from mlx_marlin.problem import Epilogue, Problem
@@ -110,7 +110,9 @@ def _metal() -> Iterator[None]:
 def blanks(plan: DensePlan) -> list[mx.array]:
     """Makes a product's arguments, never evaluated."""
     x, weight = operands(plan, seed=0)
-    return [x, *format_cases.arguments(weight, plan.problem.layout)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repacking, "_on_gpu", lambda: False)  # there is no Metal here
+        return [x, *format_cases.arguments(weight, plan.problem.layout)]
 
 
 @pytest.mark.usefixtures("_metal")

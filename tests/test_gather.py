@@ -1,21 +1,27 @@
 """Products with chosen weights: as `mx.gather_qmm`, each weight read once at most."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import format_cases
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import oracles
 import pytest
+import strategies
+from format_cases import Weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import mlx_marlin
-from mlx_marlin import gather, launch, scheduler
+from mlx_marlin import launch, scheduler
 from mlx_marlin.device import Device
+from mlx_marlin.formats import format_of
 from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.gather_serving import Kind, why_not_gather
+from mlx_marlin.packing import as_mlx, pack, unpack
 from mlx_marlin.problem import Problem
 
 Choose = Callable[[str | None], None]
@@ -23,10 +29,14 @@ Choose = Callable[[str | None], None]
 FORMATS = [
     ("affine", 4, 64),
     ("affine", 4, 32),
+    ("affine", 1, 32),
     ("affine", 3, 64),
     ("affine", 8, 128),
     ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
     ("nvfp4", 4, 16),
+    ("symmetric", 6, 64),
+    ("zero_point", 5, 32),
 ]
 K = 128
 
@@ -38,74 +48,191 @@ def weights(
     return mx.quantize(w, group_size=group_size, bits=bits, mode=mode)
 
 
-def decoded(
-    native: tuple[mx.array, ...], mode: str, bits: int, group_size: int
-) -> np.ndarray:
-    """Returns the weights [experts, n, k] by MLX's own decoding, in float32."""
-    words, *rest = native
-    as_float = [
-        each if each.dtype == mx.uint8 else each.astype(mx.float32) for each in rest
-    ]
-    w = mx.dequantize(
-        words,
-        *as_float,
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-        dtype=mx.float32,
-    )
-    return oracles.exact(w)
+@dataclass(frozen=True)
+class Call:
+    """A product of rows with experts: few rows or many, experts chosen or not.
+
+    Attributes:
+        form: Mode, bits and group size.
+        layout: "mlx" or "marlin".
+        experts: How many weights there are.
+        n: Rows of a weight.
+        k: Columns of a weight.
+        rows: Rows of x.
+        chosen: The expert of each pair.
+        dtype: Of activations and scales.
+        seed: Of everything random.
+    """
+
+    form: tuple[str, int, int]
+    layout: str
+    experts: int
+    n: int
+    k: int
+    rows: int
+    chosen: list[int]
+    dtype: str
+    seed: int
+
+    @cached_property
+    def weight(self) -> Weight:
+        """All experts' rows below each other, in MLX's layout."""
+        shape = self.experts * self.n, self.k
+        dtype = self.dtype
+        return format_cases.any_weight(*self.form, *shape, dtype=dtype, seed=self.seed)
+
+    @property
+    def decoded(self) -> oracles.Floats:
+        """The weights [experts, n, k] in float64."""
+        return self.weight.decoded.reshape(self.experts, self.n, self.k)
+
+    @property
+    def x(self) -> mx.array:
+        """Activations [rows, 1, k]."""
+        x = format_cases.activations(
+            self.rows, self.k, dtype=self.dtype, seed=self.seed
+        )
+        return x[:, None]
+
+    @property
+    def sources(self) -> list[int]:
+        """The row of x of each pair."""
+        random = np.random.default_rng(self.seed)
+        drawn: list[int] = random.integers(0, self.rows, len(self.chosen)).tolist()
+        return drawn
+
+    def stored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The weights as `gather_qmm` takes them, and the options with them."""
+        shape = self.experts, self.n, -1
+        native = tuple(each.reshape(shape) for each in self.weight.native)
+        options = self.weight.options
+        if self.layout == "marlin":
+            return (pack(*native, **options),), {}
+        return native, options
+
+    def run(self, **more: Any) -> mx.array:
+        """The products [pairs, 1, n]."""
+        weights, options = self.stored()
+        return mlx_marlin.gather_qmm(
+            self.x,
+            *weights,
+            lhs_indices=mx.array(self.sources, mx.uint32),
+            rhs_indices=mx.array(self.chosen),
+            **options,
+            **more,
+        )
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws a call: few rows or many, experts that nobody chooses or all do."""
+def calls(draw: st.DrawFn) -> Call:
+    mode, bits, group_size = draw(st.sampled_from(FORMATS))
     experts = draw(st.integers(1, 6))
-    return {
-        "form": draw(st.sampled_from(FORMATS)),
-        "experts": experts,
-        "n": draw(st.sampled_from([8, 32, 41, 70])),
-        "rows": draw(st.integers(1, 12)),
-        "chosen": draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=90)),
-        "seed": draw(st.integers(0, 99)),
-        "dtype": draw(st.sampled_from([mx.float16, mx.bfloat16, mx.float32])),
-        "is_sorted": draw(st.booleans()),
-    }
+    chosen = draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=90))
+    step = 64 if mode == "nvfp4" else group_size
+    return Call(
+        form=(mode, bits, group_size),
+        layout=draw(st.sampled_from(format_of(mode, bits).layouts)),
+        experts=experts,
+        n=draw(st.sampled_from([8, 32, 41, 70])),
+        k=step * draw(st.integers(1, 256 // step)),
+        rows=draw(st.integers(1, 12)),
+        chosen=sorted(chosen) if draw(st.booleans()) else chosen,
+        dtype=draw(strategies.DTYPES),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+LIMITS = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
 
 
 @pytest.mark.usefixtures("kernels")
-@given(call=calls())
+@given(call=calls(), invariant=st.booleans())
+@settings(max_examples=80)
+def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) -> None:
+    is_sorted = call.chosen == sorted(call.chosen)
+
+    y = call.run(sorted_indices=is_sorted, invariant=invariant)
+
+    dtype = getattr(mx, call.dtype)
+    assert (y.shape, y.dtype) == ((len(call.chosen), 1, call.n), dtype)
+    rows = oracles.exact(call.x)[call.sources, 0]
+    expected = np.einsum("pk,pnk->pn", rows, call.decoded[call.chosen])
+    assert oracles.error(y.squeeze(1), expected) < LIMITS[call.dtype]
+
+
+@pytest.mark.skipif(
+    launch.backend() != "emulator", reason="the emulator does not run here"
+)
+@given(call=calls(), seed=st.integers(0, 99))
+@settings(max_examples=12)
+def test_no_call_races_or_strays(call: Call, seed: int) -> None:
+    from mlx_marlin import emulator
+
+    with emulator.emulated(seed=seed, trace=True):
+        mx.eval(call.run())
+
+
+@pytest.mark.usefixtures("kernels")
+@given(call=calls(), seed=st.integers(0, 99))
 @settings(max_examples=40)
-def test_every_pair_is_the_product_that_it_names(call: dict[str, Any]) -> None:
-    mode, bits, group_size = call["form"]
-    dtype = call["dtype"]
-    native = weights(call["experts"], call["n"], mode, bits, group_size, dtype)
-    key = mx.random.key(call["seed"])
-    x = mx.random.normal((call["rows"], 1, K), key=key).astype(dtype)
-    chosen = sorted(call["chosen"]) if call["is_sorted"] else call["chosen"]
-    random = np.random.default_rng(call["seed"])
-    sources = random.integers(0, call["rows"], len(chosen))
+def test_an_invariant_row_has_the_same_bits_in_any_company(
+    call: Call, seed: int
+) -> None:
+    """Among all pairs, among some of them, alone, and among many of its expert."""
+    whole = call.run(invariant=True)
 
-    y = mlx_marlin.gather_qmm(
-        x,
-        native[0],
-        native[1],
-        native[2] if len(native) == 3 else None,
-        lhs_indices=mx.array(sources.astype(np.uint32)),
-        rhs_indices=mx.array(chosen),
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-        sorted_indices=call["is_sorted"],
-    )
+    random = np.random.default_rng(seed)
+    size = random.integers(1, len(call.chosen) + 1)
+    some = random.permutation(len(call.chosen))[:size]
+    one = some[:1]
+    weights, options = call.stored()
+    for pairs in (some, one, np.repeat(one, 150)):
+        y = mlx_marlin.gather_qmm(
+            call.x,
+            *weights,
+            lhs_indices=mx.array(np.array(call.sources)[pairs].astype(np.uint32)),
+            rhs_indices=mx.array(np.array(call.chosen)[pairs]),
+            invariant=True,
+            **options,
+        )
+        assert mx.array_equal(y, whole[mx.array(pairs)])
 
-    assert (y.shape, y.dtype) == ((len(chosen), 1, call["n"]), dtype)
-    w = decoded(native, mode, bits, group_size)
-    rows = oracles.exact(x)[sources, 0]
-    expected = np.einsum("pk,pnk->pn", rows, w[np.array(chosen)])
-    name = str(dtype).removeprefix("mlx.core.")
-    limit = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}[name]
-    assert oracles.error(y.squeeze(1), expected) < limit
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_halves_keep_their_bits_with_one_fragment_and_with_more(layout: str) -> None:
+    """Where the offset of codes would show if it were subtracted here and not there."""
+    call = Call(("affine", 4, 64), layout, 1, 512, 256, 40, [0] * 40, "float16", 1)
+    few = replace(call, chosen=[0] * 4)
+    assert few.sources == call.sources[:4]
+
+    y = few.run(invariant=True)
+
+    assert mx.array_equal(y, call.run(invariant=True)[:4])
+    if launch.backend() == "emulator":  # of others' matrices we do not know
+        assert not mx.array_equal(y, few.run())
+
+
+@given(
+    pairs=st.integers(1, 5000),
+    experts=st.integers(1, 300),
+    dtype=strategies.DTYPES,
+    bits=st.sampled_from([3, 4]),
+)
+def test_an_invariant_sum_is_cut_alike_for_any_pairs(
+    pairs: int, experts: int, dtype: str, bits: int
+) -> None:
+    def planned(pairs: int) -> GatherPlan:
+        problem = Problem(m=pairs, n=70, k=256, bits=bits, dtype=dtype, invariant=True)
+        return scheduler.choose_gather(problem, experts)
+
+    one, several = planned(1), planned(pairs)
+
+    assert one.simdgroups_k == several.simdgroups_k
+    assert one.subtract
+    assert several.subtract
+    with pytest.raises(ValueError, match="invariant=True needs subtract=True"):
+        replace(several, subtract=False)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -125,48 +252,129 @@ def test_without_rows_named_each_takes_its_own_as_in_mlx(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_same_bits_every_time_and_in_any_company() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_same_bits_every_time(packed: bool) -> None:
     native = weights(3, 64, "affine", 4, 64, mx.float16)
+    stored = (pack(*native),) if packed else native
     x = mx.random.normal((30, 1, 1, K)).astype(mx.float16)
     chosen = mx.arange(30)[:, None] % 3
 
-    y = mlx_marlin.gather_qmm(x, *native, rhs_indices=chosen)
+    y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen)
 
-    assert mx.array_equal(y, mlx_marlin.gather_qmm(x, *native, rhs_indices=chosen))
+    assert mx.array_equal(y, mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen))
 
 
 @pytest.mark.usefixtures("kernels")
-def test_gradients_are_those_of_mlx() -> None:
+def test_packed_weights_without_indices_are_chosen_in_turn() -> None:
     native = weights(4, 40, "affine", 4, 64, mx.float32)
+    x = mx.random.normal((3, 1, 1, K))
+
+    y = mlx_marlin.gather_qmm(x, pack(*native), lhs_indices=mx.array([[0], [2]]))
+
+    expected = mx.gather_qmm(x, *native, lhs_indices=mx.array([[0], [2]]))
+    assert y.shape == expected.shape == (2, 4, 1, 40)
+    assert mx.allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_rows_and_scales_of_two_dtypes_meet_as_in_mlx(
+    dtype: mx.Dtype, packed: bool
+) -> None:
+    native = weights(4, 40, "affine", 4, 64, mx.bfloat16)
+    stored = (pack(*native),) if packed else native
+    x = mx.random.normal((5, 1, 1, K)).astype(dtype)
+    chosen = mx.random.randint(0, 4, (5, 2))
+
+    y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen)
+
+    expected = mx.gather_qmm(x, *native, rhs_indices=chosen)
+    assert y.dtype == expected.dtype == mx.float32
+    assert mx.allclose(y, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("mode", "packed"),
+    [
+        ("affine", False),
+        ("affine", True),
+        ("mxfp4", False),
+        ("mxfp4", True),
+        ("symmetric", True),
+        ("zero_point", True),
+    ],
+)
+def test_gradients_are_those_of_mlx(mode: str, packed: bool) -> None:
+    group_size = 32 if mode == "mxfp4" else 64
+    made = format_cases.any_weight(
+        mode, 4, group_size, 4 * 40, K, dtype="float32", seed=3
+    )
+    native = tuple(each.reshape(4, 40, -1) for each in made.native)
+    weight = pack(*native, **made.options)
+    theirs_too = as_mlx(weight)
+    stored, options = ((weight,), {}) if packed else (native, made.options)
     x = mx.random.normal((5, 1, 1, K))
     chosen = mx.random.randint(0, 4, (5, 2))
 
-    def loss(product: Callable[..., mx.array]) -> Callable[[mx.array], mx.array]:
-        return lambda x: product(x, *native, rhs_indices=chosen).square().sum()
+    def ours(x: mx.array) -> mx.array:
+        y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen, **options)
+        return y.square().sum()
 
-    ours = mx.grad(loss(mlx_marlin.gather_qmm))(x)
-    theirs = mx.grad(loss(mx.gather_qmm))(x)
+    def theirs(x: mx.array) -> mx.array:
+        known = mode if mode == "mxfp4" else "affine"
+        form = {"group_size": group_size, "bits": 4, "mode": known}
+        y = mx.gather_qmm(x, *theirs_too, rhs_indices=chosen, **form)
+        return y.square().sum()
 
-    assert mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3)
-    assert mx.abs(theirs).max() > 1
+    expected = mx.grad(theirs)(x)
+    assert mx.allclose(mx.grad(ours)(x), expected, rtol=1e-3, atol=1e-4)
+    assert mx.abs(expected).max() > 0.1
 
 
-def kind(**changes: Any) -> gather.Kind:
+@pytest.mark.usefixtures("kernels")
+def test_the_scales_of_packed_weights_have_gradients_too() -> None:
+    native = weights(4, 40, "affine", 4, 64, mx.float32)
+    packed = pack(*native)
+    x = mx.random.normal((5, 1, 1, K))
+    chosen = mx.random.randint(0, 4, (5, 2))
+
+    def ours(scales: mx.array) -> mx.array:
+        y = mlx_marlin.gather_qmm(x, replace(packed, scales=scales), rhs_indices=chosen)
+        return y.square().sum()
+
+    def theirs(scales: mx.array, biases: mx.array) -> mx.array:
+        y = mx.gather_qmm(x, native[0], scales, biases, rhs_indices=chosen)
+        return y.square().sum()
+
+    gradient = replace(packed, scales=mx.grad(ours)(packed.scales))
+
+    expected = mx.grad(theirs, argnums=(0, 1))(*native[1:])
+    for actual, wanted in zip(unpack(gradient)[1:], expected, strict=True):
+        assert mx.allclose(actual, wanted, rtol=1e-3, atol=1e-2)
+
+
+def kind(**changes: Any) -> Kind:
     fields: dict[str, Any] = {
         "x_shape": (5, 1, 1, K),
-        "x_dtype": mx.float16,
-        "w_shape": (4, 40, K // 8),
+        "dtype": mx.float16,
+        "experts": 4,
+        "n": 40,
+        "k": K,
         "scale_dtype": mx.float16,
         "pairs": (5, 2),
         "transpose": True,
         "group_size": 64,
         "bits": 4,
         "mode": "affine",
+        "layout": "mlx",
         "is_sorted": False,
+        "invariant": False,
         "has_global_scale": False,
         "on_cpu": True,
     }
-    return gather.Kind(**(fields | changes))
+    return Kind(**(fields | changes))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -182,69 +390,89 @@ def kind(**changes: Any) -> gather.Kind:
                 "mode": "nvfp4",
                 "group_size": 16,
                 "x_shape": (5, 1, 1, 48),
-                "w_shape": (4, 40, 6),
+                "k": 48,
             },
             "do not take this form of nvfp4",
         ),
         ({"pairs": (0, 2)}, "nothing to add up"),
-        ({"x_dtype": mx.complex64}, "do not compute in complex64"),
+        ({"dtype": mx.complex64}, "do not compute in complex64"),
     ],
 )
 def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> None:
-    assert words in str(gather.why_not_gather(kind(**changes)))
-    assert gather.why_not_gather(kind()) is None
+    assert words in str(why_not_gather(kind(**changes)))
+    assert why_not_gather(kind()) is None
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("transpose", [True, False])
-def test_calls_of_other_kinds_are_mlxs(transpose: bool) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_calls_of_other_kinds_are_mlxs(packed: bool, transpose: bool) -> None:
     native = weights(4, 64, "affine", 4, 64, mx.float32)
+    stored = (pack(*native),) if packed else native
     x = mx.random.normal((5, 1, 3, K if transpose else 64))
     chosen = mx.array([0, 3, 1, 1, 2])[:, None]
 
-    y = mlx_marlin.gather_qmm(x, *native, rhs_indices=chosen, transpose=transpose)
+    y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen, transpose=transpose)
 
     expected = mx.gather_qmm(x, *native, rhs_indices=chosen, transpose=transpose)
     assert mx.array_equal(y, expected)
 
 
-def test_without_kernels_stock_serves(backend: Choose) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_kernels_stock_serves(backend: Choose, packed: bool) -> None:
     backend("stock")
     native = weights(4, 40, "affine", 4, 64, mx.float32)
+    stored = (pack(*native),) if packed else native
     x, chosen = mx.random.normal((5, 1, 1, K)), mx.array([[0], [1], [2], [3], [0]])
 
-    y = mlx_marlin.gather_qmm(x, *native, rhs_indices=chosen)
+    y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen)
 
     assert mx.array_equal(y, mx.gather_qmm(x, *native, rhs_indices=chosen))
 
 
+EXPERTS = weights(4, 40, "affine", 4, 64, mx.float32)
+PACKED = pack(*EXPERTS)
+CHOSEN = mx.array([[0], [3]])
+
+
 @pytest.mark.usefixtures("kernels")
-def test_mlx_lms_layers_of_experts_are_converted_and_turned_back() -> None:
-    model = SwitchGLU(64, 96, 6)
-    nn.quantize(model, group_size=32, bits=4)
-    x = mx.random.normal((2, 20, 64))
-    chosen = mx.random.randint(0, 6, (2, 20, 2))  # 80 pairs: mlx-lm sorts them
-    expected = model(x, chosen)
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((PACKED, EXPERTS[1]), {}, "carries its scales"),
+        ((PACKED,), {"group_size": 32}, "do not fit the packed weight"),
+        ((PACKED,), {"global_scale": mx.ones(4)}, "global_scale"),
+        ((pack(*(each[0] for each in EXPERTS)),), {}, "expected a batch [experts, n"),
+        ((pack(*(each[None] for each in EXPERTS)),), {}, "shape (1, 4, 40, 128)"),
+        ((PACKED,), {"transpose": False}, "[gather_qmm]"),
+        ((PACKED,), {"rhs_indices": mx.ones((2, 1))}, "[gather_qmm]"),
+    ],
+)
+def test_what_is_wrong_with_a_packed_call_is_said(
+    arguments: tuple[Any, ...], options: dict[str, Any], words: str
+) -> None:
+    x = mx.random.normal((2, 1, 1, K))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        mlx_marlin.gather_qmm(x, *arguments, **({"rhs_indices": CHOSEN} | options))
 
-    mlx_marlin.optimize(model)
-    y = model(x, chosen)
-
-    assert type(model.up_proj).__name__ == "MarlinSwitchLinear"
-    assert isinstance(model.up_proj, QuantizedSwitchLinear)
-    assert mx.allclose(y, expected, rtol=1e-4, atol=1e-5)
-    mlx_marlin.restore(model)
-    assert type(model.up_proj) is QuantizedSwitchLinear
-    assert mx.array_equal(model(x, chosen), expected)
+    assert words in str(error.value)
 
 
-def test_experts_stand_in_the_way_of_invariance() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), SwitchGLU(64, 96, 6))
-    nn.quantize(model, group_size=32, bits=4)
+def test_only_packed_weights_carry_their_scales() -> None:
+    with pytest.raises(TypeError, match="scales is None"):
+        mlx_marlin.gather_qmm(mx.zeros((2, 1, 1, K)), EXPERTS[0], rhs_indices=CHOSEN)
 
-    with pytest.raises(ValueError, match=r"3 quantized layers .* would stay MLX's"):
-        mlx_marlin.optimize(model, invariant=True)
 
-    assert type(model.layers[0]) is nn.QuantizedLinear
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_stock_would_serve_cannot_be_invariant(packed: bool) -> None:
+    stored = (PACKED,) if packed else EXPERTS
+    options: dict[str, Any] = {"rhs_indices": CHOSEN, "invariant": True}
+
+    with pytest.raises(ValueError, match=r"invariant=True cannot .* single rows"):
+        mlx_marlin.gather_qmm(mx.zeros((2, 1, 3, K)), *stored, **options)
+    with pytest.raises(ValueError, match=r"invariant=True cannot .* and indices"):
+        mlx_marlin.gather_qmm(mx.zeros((4, 1, K)), *EXPERTS, invariant=True)
 
 
 @pytest.mark.parametrize("chip", ["Apple M1 Max", "Apple M3 Max"])
@@ -288,13 +516,16 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
         GatherPlan(problem=Problem(m=9, n=40, k=64), subtract=False, **(sound | fields))
 
 
-def test_each_weight_is_read_once_for_all_rows_that_chose_it() -> None:
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> None:
     from mlx_marlin import emulator
 
     native = weights(4, 64, "affine", 4, 64, mx.float16)
+    packed = pack(*native)
+    stored = (packed.words, packed.scales, packed.scales)
     x = mx.random.normal((8, K)).astype(mx.float16)
     plan = GatherPlan(
-        problem=Problem(m=8, n=64, k=K),
+        problem=Problem(m=8, n=64, k=K, layout=layout),
         experts=4,
         fragments_m=1,
         simdgroups_m=1,
@@ -303,9 +534,30 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it() -> None:
     )
     sources = mx.arange(8, dtype=mx.uint32)
     chosen = mx.array([1, 3, 1, 1, 3, 3, 3, 1], mx.uint32)
+    weight = native if layout == "mlx" else stored
 
-    counters = emulator.trace(launch.gather_product(plan), x, *native, sources, chosen)
+    counters = emulator.trace(launch.gather_product(plan), x, *weight, sources, chosen)
 
     read = counters[0].of("w")
     assert read.read_bytes == 2 * 64 * K // 2  # two of four experts were chosen
     assert read.repeated_read_bytes == 0
+    scales = 2 * 64 * (K // 64) * 2
+    assert counters[0].of("scales").read_bytes == scales * (1 + (layout == "marlin"))
+
+
+def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
+    backend("metal")
+    names: list[str] = []
+
+    def collect(record: dict[str, Any]) -> None:
+        if record.get("type") == "primitive":
+            names.append(record["name"])
+
+    problem = Problem(m=64, n=40, k=K, layout="marlin")
+    product = launch.gather_product(scheduler.choose_gather(problem, 4))
+    pairs = mx.zeros(64, mx.uint32)
+    x = mx.zeros((64, K), mx.float16)
+    scales = PACKED.scales.astype(mx.float16)
+    mx.export_function(collect, product, x, PACKED.words, scales, scales, pairs, pairs)
+
+    assert names == ["CustomKernel"]

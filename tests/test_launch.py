@@ -271,11 +271,12 @@ def test_only_atomic_sums_begin_with_zeros(
 def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
+    backend("stock")
+    x, native = strategies.arrays(Problem(m=9, n=64, k=4096), seed=0)
+    weights = native if layout == "mlx" else (pack(*native),)
     backend("metal")
     recorder = Recorder()
     monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
-    x, native = strategies.arrays(Problem(m=9, n=64, k=4096), seed=0)
-    weights = native if layout == "mlx" else (pack(*native),)
 
     y = mlx_marlin.quantized_matmul(x.reshape(3, 3, 4096), *weights)
 

@@ -38,6 +38,21 @@ def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
 
 @planes
 @orders
+def test_a_place_is_the_codes_number_with_its_bits_in_another_sequence(
+    order: str, bits: int
+) -> None:
+    places = layout.bit_places(bits, order)
+
+    assert sorted(places) == [*range(11)]
+    for row, k in product(range(32), range(64)):
+        number = 64 * row + k
+        word, bit = place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+        moved = (1 << place for i, place in enumerate(places) if number >> i & 1)
+        assert sum(moved) == (32 * word + bit) // bits
+
+
+@planes
+@orders
 @pytest.mark.parametrize(("row", "k"), [(0, 0), (5, 37), (31, 63)])
 def test_tiles_follow_each_other_along_k_first(
     order: str, bits: int, row: int, k: int

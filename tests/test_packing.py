@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import Any
 
 import format_cases
@@ -201,6 +202,43 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     assert not seen[:, groups:].any()
 
 
+@grouped
+@given(batch=st.sampled_from([(1,), (3,), (2, 2)]), data=st.data())
+@settings(max_examples=3)
+def test_a_batch_is_packed_as_its_weights_one_by_one(
+    mode: str, bits: int, group_size: int, batch: tuple[int, ...], data: st.DataObject
+) -> None:
+    weight = data.draw(weights_of(mode, bits, group_size, most_n=40))
+    others = (mx.concatenate([each[1:], each[:1]]) for each in weight.native)
+    many = [
+        mx.stack([own, *[other] * (prod(batch) - 1)]).reshape(*batch, *own.shape)
+        for own, other in zip(weight.native, others, strict=True)
+    ]
+
+    packed = pack(*many, **weight.options)
+
+    one = packed_of(weight)
+    assert packed.batch == batch
+    assert packed.shape == (*batch, *one.shape)
+    first = (0,) * len(batch)
+    assert_same_bits(packed.words[first], one.words)
+    assert_same_bits(packed.scales[first], one.scales)
+    for actual, expected in zip(unpack(packed), many, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["affine", "symmetric", "nvfp4"])
+def test_a_batch_is_quantized_as_its_weights_one_by_one(mode: str) -> None:
+    w = mx.random.normal((2, 3, 5, 64), key=mx.random.key(6))
+
+    packed = quantize(w, mode=mode)
+
+    assert packed.shape == w.shape
+    one = quantize(w[1, 2], mode=mode)
+    assert_same_bits(packed.words[1, 2], one.words)
+    assert_same_bits(packed.scales[1, 2], one.scales)
+
+
 @pytest.mark.parametrize(("mode", "bits"), FORMATS)
 def test_padding_stands_for_zero(mode: str, bits: int) -> None:
     group_size = FORMATS[mode, bits].group_sizes[0]
@@ -342,7 +380,7 @@ OCTETS = mx.zeros((8, 4), mx.uint8)
     [
         ((W.astype(mx.int32), SCALES, BIASES), {}, ["w ", "uint32", "int32"]),
         ((W[0], SCALES, BIASES), {}, ["w ", "[n, k * 4 / 32]", "(16,)"]),
-        ((W[None], SCALES, BIASES), {}, ["w ", "[n, k * 4 / 32]", "(1, 8, 16)"]),
+        ((W[None], SCALES, BIASES), {}, ["scales ", "(1, 8, 2)", "(8, 2)"]),
         ((W[:0], SCALES, BIASES), {}, ["w ", "non-empty", "(0, 16)"]),
         ((W[:, :12], SCALES, BIASES), {}, ["k=96", "group_size=64"]),
         ((W, SCALES[:4], BIASES), {}, ["scales ", "(8, 2)", "(4, 2)"]),
@@ -404,7 +442,7 @@ def test_pack_says_which_argument_is_wrong_and_what_it_expected(
     [
         (mx.zeros((2, 64), mx.int32), {}, ["w ", "float16", "int32"]),
         (mx.zeros((64,)), {}, ["w ", "[n, k]", "(64,)"]),
-        (mx.zeros((1, 2, 64)), {}, ["w ", "[n, k]", "(1, 2, 64)"]),
+        (mx.zeros((3, 0, 64)), {}, ["w ", "at least one row", "(3, 0, 64)"]),
         (mx.zeros((0, 64)), {}, ["w ", "at least one row", "(0, 64)"]),
         (mx.zeros((2, 0)), {}, ["w ", "(2, 0)"]),
         (mx.zeros((2, 100)), {}, ["w ", "k=100", "group_size=64"]),
@@ -463,6 +501,11 @@ def test_quantize_refuses_what_a_scheme_does_not_have(
         ({"scales": mx.zeros((1, 2, 64), mx.int32)}, ["scales must be", "int32"]),
         ({"scales": mx.zeros((1, 2, 64), mx.uint8)}, ["scales must be", "uint8"]),
         ({"words": mx.zeros((1, 2, 256), mx.int32)}, ["words must be", "int32"]),
+        ({"words": mx.zeros((2, 256), mx.uint32)}, ["words must be", "(2, 256)"]),
+        (
+            {"words": mx.zeros((3, 1, 2, 256), mx.uint32)},
+            ["scales must be", "(3, 1, 2, 64)", "(1, 2, 64)"],
+        ),
     ],
 )
 def test_a_packed_weight_refuses_parts_that_do_not_belong_together(

@@ -28,7 +28,7 @@ def test_the_shaders_lie_in_two_folders() -> None:
     assert folders == {"kernels", "lib"}
     kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
     of_products = {name + "_fused" * fused for name, fused in ALL}
-    assert kernels == of_products | {"dequantize", "gather"}
+    assert kernels == of_products | {"dequantize", "gather", "pack", "unpack"}
 
 
 def text_of(kernel: str, fused: bool) -> source.Source:

@@ -9,6 +9,7 @@ from metal_vocabulary import used
 from shader_variants import Variant, checked, covering_variants
 
 from mlx_marlin import emulator, source
+from mlx_marlin.formats import LAYOUTS
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -52,6 +53,7 @@ TEXTS = {
         source.reduce_source(fused=True),
         source.dequantize_source(),
         source.gather_source(),
+        *map(source.repack_source, LAYOUTS),
     )
 }
 

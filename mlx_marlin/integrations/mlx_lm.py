@@ -40,8 +40,8 @@ def optimize(
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
-        layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers,
-            but not those of experts, so the model can be saved for stock MLX only after
+        layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers and
+            those of experts, so the model can be saved for stock MLX only after
             `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
@@ -72,8 +72,10 @@ def optimize(
         raise ValueError(f"group_size={group_size!r} is not one of {named}")
 
     def convert(layer: Any) -> nn.Module:
-        if _is_experts(layer):
-            experts: nn.Module = _marlin_experts().from_quantized(layer)
+        if _is_experts(layer) or _is_marlin_experts(layer):
+            experts: nn.Module = _marlin_experts().from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
             return experts
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
@@ -93,13 +95,14 @@ def optimize(
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
         if _is_experts(layer):
-            return not invariant and _is_our_format(layer)
+            return (
+                _is_our_format(layer) and getattr(layer, "global_scale", None) is None
+            )
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
-        made_otherwise = isinstance(layer, MarlinLinear) and (
-            layer.layout != layout or layer.invariant is not invariant
-        )
-        return made_otherwise and _is_ours(layer)
+        if type(layer) is MarlinLinear or _is_marlin_experts(layer):
+            return layer.layout != layout or layer.invariant is not invariant
+        return False
 
     separate_layers(model)
     found = _find(model, wanted)
@@ -147,7 +150,7 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or _is_experts(layer):
             return not _is_ours(layer) and not wanted(layer)
-        return type(layer).__name__ == "MarlinSwitchLinear"
+        return False
 
     left = _find(model, stays)
     if left:
@@ -205,9 +208,10 @@ def _way_back(layer: nn.Module) -> Convert:
         return lambda _: layer  # quantizing lost something
     if isinstance(layer, MarlinEmbedding):
         return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
-    if isinstance(layer, MarlinLinear):
+    if isinstance(layer, MarlinLinear) or _is_marlin_experts(layer):
+        ours: Any = type(layer)
         return partial(
-            MarlinLinear.from_quantized,
+            ours.from_quantized,
             layout=layer.layout,
             invariant=layer.invariant,
         )
@@ -225,8 +229,7 @@ def _put(places: Places, layer: nn.Module) -> None:
 
 
 def _is_ours(layer: nn.Module) -> bool:
-    ours = type(layer) in (MarlinLinear, MarlinEmbedding)
-    return ours or type(layer).__name__ == "MarlinSwitchLinear"
+    return type(layer) in (MarlinLinear, MarlinEmbedding) or _is_marlin_experts(layer)
 
 
 def _is_experts(layer: nn.Module) -> bool:
@@ -234,6 +237,10 @@ def _is_experts(layer: nn.Module) -> bool:
     switch_layers = sys.modules.get("mlx_lm.models.switch_layers")
     known = getattr(switch_layers, "QuantizedSwitchLinear", None)
     return known is not None and type(layer) is known
+
+
+def _is_marlin_experts(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "MarlinSwitchLinear"
 
 
 def _marlin_experts() -> Any:

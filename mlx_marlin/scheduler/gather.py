@@ -36,13 +36,16 @@ def choose_gather(problem: Problem, experts: int) -> GatherPlan:
     fragments = -(-2 * problem.m // (experts * FRAGMENT))
     fragments_m = 1 if fragments <= 1 else 2
     simdgroups_m = min(-(-fragments // fragments_m), MAX_SIMDGROUPS_M)
+    # A row's bits are the same for any number of rows if its sum is cut alike.
+    beside = MAX_SIMDGROUPS_M if problem.invariant else simdgroups_m
     return GatherPlan(
         problem=problem,
         experts=experts,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
-        simdgroups_k=min(SIMDGROUPS_K, MAX_SIMDGROUPS // simdgroups_m),
-        subtract=fragments_m > 1
+        simdgroups_k=min(SIMDGROUPS_K, MAX_SIMDGROUPS // beside),
+        subtract=problem.invariant
+        or fragments_m > 1
         or problem.dtype != "float16"
         or problem.format.codes == "floating",
     )
@@ -61,6 +64,8 @@ def gather_reason(
 
     Nobody has published times of stock MLX's that this could be fitted to.
     """
+    if problem.layout != "mlx" or problem.invariant:
+        return None
     stock, ours = gather_seconds(problem, experts, is_sorted, device)
     ratio = stock / ours
     if ratio >= UNCALIBRATED_MARGIN:

@@ -73,10 +73,11 @@ METAL_FUNC void gather_register(
   work.k = shape[2];
   const uint n_tiles = ceil_div(work.n, TILE_N);
   const uint expert = threadgroup_index / n_tiles;
-  const ulong weights = ulong(expert) * uint(work.n);
-  w += weights * (work.k / 8 * W::BITS / 4);
-  scales += weights * (work.k / W::GROUP);
-  biases += weights * (work.k / W::GROUP);
+  // All experts together may have more than 32 bits count.
+  const uint2 size = weight_size<W>(work);
+  w += ulong(expert) * size.x;
+  scales += ulong(expert) * size.y;
+  biases += ulong(expert) * size.y;
 
   Split split;
   split.row = 0;

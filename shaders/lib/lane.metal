@@ -117,6 +117,25 @@ METAL_FUNC float global_scale(const device uchar* biases) {
   return as_type<float>(load_run(biases, 0)) / (6.0f * 448.0f);
 }
 
+// Groups along k that a packed row has, padding included.
+template <typename W>
+METAL_FUNC uint packed_groups(uint k_tiles) {
+  return group_at<W>(k_tiles * TILE_K - 1) + 1;
+}
+
+// Words of a whole weight, and its scales: how far those of a batch lie apart.
+template <typename W>
+METAL_FUNC uint2 weight_size(Work work) {
+  if (W::PACKED) {
+    constexpr int FACTORS = W::BIASED ? 2 : 1;
+    const uint n_tiles = ceil_div(work.n, TILE_N);
+    const uint k_tiles = ceil_div(work.k, TILE_K);
+    const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
+    return n_tiles * uint2(words, packed_groups<W>(k_tiles) * (FACTORS * TILE_N));
+  }
+  return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
+}
+
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
     const device uint32_t* w,
@@ -132,7 +151,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
-    const int groups = group_at<W>(k_tiles * TILE_K - 1) + 1;
+    const int groups = packed_groups<W>(k_tiles);
     const int column = col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     tile.first_group.x =

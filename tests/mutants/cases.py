@@ -6,6 +6,8 @@ import format_cases
 import mlx.core as mx
 import strategies
 from format_cases import Weight
+from gather_cases import GATHER_CASES, GatherCase
+from repack_cases import REPACK_CASES, RepackCase
 
 from mlx_marlin import launch
 from mlx_marlin.formats import format_of
@@ -109,7 +111,8 @@ class Case:
         problem = self.plan.problem
         finish = () if problem.epilogue == PLAIN else self.finish()
         stored = format_cases.arguments(self.weight(native), problem.layout)
-        y = self._product()(*map(self._shifted, (x, *stored, *finish)))
+        arrays = (x, *stored, *finish)
+        y = self._product()(*(strategies.shifted(each, self.offset) for each in arrays))
         mx.eval(y)
         return y
 
@@ -117,13 +120,6 @@ class Case:
         if isinstance(self.plan, DensePlan):
             return launch.dense_product(self.plan)
         return launch.product(self.plan)
-
-    def _shifted(self, array: mx.array) -> mx.array:
-        if not self.offset:
-            return array
-        padding = mx.zeros(self.offset, array.dtype)
-        moved = mx.concatenate([padding, array.flatten()])[self.offset :]
-        return moved.reshape(array.shape)
 
 
 def _plan(
@@ -258,7 +254,9 @@ _WIDE_GROUPS = _problem(27, 70, 5, 128, "float16", "marlin")
 _MANY_GROUPS = _problem(2, 70, 9, 64, "bfloat16", "mlx")
 _ALL = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
 
-CASES: dict[str, Case] = {
+CASES: dict[str, Case | RepackCase | GatherCase] = {
+    **GATHER_CASES,
+    **REPACK_CASES,
     GEMV_TAIL: Case(
         plan=_plan(
             _TAIL_PACKED,

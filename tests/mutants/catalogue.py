@@ -2,9 +2,11 @@
 
 import planted_epilogue
 import planted_formats
+import planted_gather
 import planted_gemm
 import planted_gemv
 import planted_lane
+import planted_repack
 import planted_staged
 import planted_work
 
@@ -16,4 +18,6 @@ MUTANTS = (
     *planted_staged.MUTANTS,
     *planted_gemv.MUTANTS,
     *planted_formats.MUTANTS,
+    *planted_repack.MUTANTS,
+    *planted_gather.MUTANTS,
 )

@@ -10,7 +10,9 @@ import oracles
 import orders
 import shader_variants
 from cases import Case
+from gather_cases import GatherCase
 from mutant import Detector
+from repack_cases import RepackCase
 
 from mlx_marlin import emulator
 from mlx_marlin.formats import TILE_N, format_of
@@ -62,6 +64,8 @@ def _reported(sentences: Sequence[str], case: Case) -> Verdict:
 
 def _wrong_result(case: Case) -> Verdict:
     """The float64 oracle, each element within the error of a float32 sum."""
+    if isinstance(case, RepackCase | GatherCase):
+        return case.wrong_result()
     x, native = case.arrays()
     problem = case.plan.problem
     y = case.run(x, native)
@@ -148,6 +152,8 @@ def _counters(case: Case) -> Verdict:
 
     For packed weights whose k is whole tiles. What is staged is read once for a tile.
     """
+    if isinstance(case, RepackCase | GatherCase):
+        return case.miscounted()
     plan, problem = case.planned, case.plan.problem
     fragments = -(-problem.m // 8)
     readers = plan.m_tiles if plan.buffers else -(-fragments // plan.fragments_m)

@@ -189,7 +189,7 @@ _LOADS = (
         "the padding's group does not count in the packed scales",
         _LANE,
         "group_at<W>(k_tiles * TILE_K - 1) + 1",
-        "group_at<W>(work.k - 1) + 1",
+        "group_at<W>(k_tiles * TILE_K - 33) + 1",
         GEMV_TAIL,
         Detector.WRONG_RESULT,
     ),

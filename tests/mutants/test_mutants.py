@@ -45,6 +45,7 @@ def _forget_texts() -> None:
         source.gather_source,
         source.dequantize_source,
         source.reduce_source,
+        source.repack_source,
     ):
         text.cache_clear()
 

@@ -1,0 +1,11 @@
+// Body of the kernel: codes from MLX's rows w[., n, words] to tiles out[., n tiles, k tiles, .].
+typedef Codes<BITS, TILES, LOW, LOW_ROW, LOW_K, HIGH_ROW, HIGH_K> C;
+threadgroup uint scratch[TILE_N * C::STRIDE];
+pack<C>(
+    w,
+    shape,
+    out,
+    scratch,
+    threadgroup_position_in_grid,
+    thread_index_in_threadgroup,
+    threads_per_threadgroup.x);

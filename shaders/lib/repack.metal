@@ -1,0 +1,178 @@
+// Moves codes between MLX's rows of bits and packed tiles, word by word, through threadgroup
+// memory. Whole runs of words enter it and leave it, so memory is read and written once.
+//
+// Where a code lies in its plane of a tile is told by template arguments, which are made from
+// the table of `layout.py`: its place is its number, 64 * row + k, with the bits in another
+// sequence. Hexadecimal digit i of ROW says where bit i of the row goes, likewise K of k.
+
+// Bits of a code from FIRST on, which lie together.
+template <int BITS_, int FIRST_, int ROW_, int K_>
+struct Plane {
+  static constant constexpr const int BITS = BITS_;
+  static constant constexpr const int FIRST = FIRST_;
+  static constant constexpr const int ROW = ROW_;
+  static constant constexpr const int K = K_;
+  static constant constexpr const int IN_WORD = 32 / BITS_;
+  static constant constexpr const uint MASK = (1u << BITS_) - 1;
+};
+
+template <int BITS_, int TILES_, int LOW_, int LOW_ROW, int LOW_K, int HIGH_ROW, int HIGH_K>
+struct Codes {
+  static constant constexpr const int BITS = BITS_;
+  static constant constexpr const bool TWO_PLANES = BITS_ > LOW_;
+  typedef Plane<LOW_, 0, LOW_ROW, LOW_K> Low;
+  // Never of no bits, so that the plane that is not there compiles.
+  typedef Plane<(BITS_ > LOW_ ? BITS_ - LOW_ : 1), LOW_, HIGH_ROW, HIGH_K> High;
+  // Words of a tile, of one of its planes, and of a row of it in MLX's layout.
+  static constant constexpr const int TILE = TILE_N * TILE_K / 32 * BITS_;
+  static constant constexpr const int LOW_TILE = TILE_N * TILE_K / 32 * LOW_;
+  static constant constexpr const int ROW = TILE_K / 32 * BITS_;
+  // Tiles along k that a threadgroup moves, and words of a row of them.
+  static constant constexpr const int TILES = TILES_;
+  static constant constexpr const int ROWS = TILES * ROW;
+  // Odd, so that neighbouring rows begin in different banks.
+  static constant constexpr const int STRIDE = ROWS + 1;
+};
+
+// Bit i of the value goes where digit i of PLACES says, and back.
+template <int PLACES, int COUNT>
+METAL_FUNC uint scattered(uint value) {
+  uint place = 0;
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    place |= (value >> i & 1) << (PLACES >> 4 * i & 15);
+  }
+  return place;
+}
+
+template <int PLACES, int COUNT>
+METAL_FUNC uint gathered(uint place) {
+  uint value = 0;
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    value |= (place >> (PLACES >> 4 * i & 15) & 1) << i;
+  }
+  return value;
+}
+
+// What a threadgroup moves: some tiles of one row of tiles.
+struct Run {
+  ulong native;  // its first word in MLX's layout, of all weights
+  ulong packed;  // likewise in ours
+  uint rows;     // that there are; the others of its tiles are padding
+  uint words;    // of each of these rows
+  uint tiles;
+  uint pitch;  // words from a row to the next in MLX's layout
+};
+
+template <typename C>
+METAL_FUNC Run run_of_threadgroup(const constant int32_t* shape, uint3 position) {
+  const uint n = shape[0];
+  const uint k = shape[1];
+  const uint n_tiles = ceil_div(n, TILE_N);
+  const uint k_tiles = ceil_div(k, TILE_K);
+  const uint first_tile = position.x * C::TILES;
+  const uint first_row = position.y * TILE_N;
+  Run run;
+  run.pitch = k / 32 * C::BITS;
+  run.native = (ulong(position.z) * n + first_row) * run.pitch + first_tile * C::ROW;
+  run.packed = ((ulong(position.z) * n_tiles + position.y) * k_tiles + first_tile) * C::TILE;
+  run.rows = min(n - first_row, uint(TILE_N));
+  run.words = min(run.pitch - first_tile * C::ROW, uint(C::ROWS));
+  run.tiles = min(k_tiles - first_tile, uint(C::TILES));
+  return run;
+}
+
+// A word of a plane, from the tile's rows.
+template <typename C, typename P>
+METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
+  const uint place = index * P::IN_WORD;
+  uint word = 0;
+  UNROLL for (int i = 0; i < P::IN_WORD; ++i) {
+    const uint row = gathered<P::ROW, 5>(place | i);
+    const uint bit = gathered<P::K, 6>(place | i) * C::BITS + P::FIRST;
+    const threadgroup uint* source = rows + row * C::STRIDE + bit / 32;
+    uint code = source[0] >> bit % 32;
+    if (bit % 32 + P::BITS > 32) {
+      code |= source[1] << (32 - bit % 32);
+    }
+    word |= (code & P::MASK) << P::BITS * i;
+  }
+  return word;
+}
+
+// The bits of a code that a plane has, where they stand in the code.
+template <typename P>
+METAL_FUNC uint part_of_code(const threadgroup uint* plane, uint row, uint k) {
+  const uint place = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);
+  return (plane[place / P::IN_WORD] >> place % P::IN_WORD * P::BITS & P::MASK) << P::FIRST;
+}
+
+// A word of a row of a tile; a code may begin in the word before it.
+template <typename C>
+METAL_FUNC uint native_word(const threadgroup uint* tile, uint row, uint index) {
+  constexpr int MOST_CODES = 32 % C::BITS == 0 ? 32 / C::BITS : (30 + 2 * C::BITS) / C::BITS;
+  const uint first = index * 32 / C::BITS;
+  uint word = 0;
+  UNROLL for (int i = 0; i < MOST_CODES; ++i) {
+    const uint k = first + i;
+    const int bit = int(k) * C::BITS - int(index) * 32;
+    if (bit < 32) {
+      uint code = part_of_code<typename C::Low>(tile, row, k);
+      if (C::TWO_PLANES) {
+        code |= part_of_code<typename C::High>(tile + C::LOW_TILE, row, k);
+      }
+      word |= bit < 0 ? code >> -bit : code << bit;
+    }
+  }
+  return word;
+}
+
+template <typename C>
+METAL_FUNC void pack(
+    const device uint32_t* w,
+    const constant int32_t* shape,
+    device uint32_t* out,
+    threadgroup uint* scratch,
+    uint3 position,
+    uint thread_index,
+    uint threads) {
+  const Run run = run_of_threadgroup<C>(shape, position);
+  for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
+    const uint row = i / C::ROWS;
+    const uint word = i % C::ROWS;
+    const bool is_there = row < run.rows && word < run.words;
+    scratch[row * C::STRIDE + word] =
+        is_there ? w[run.native + ulong(row) * run.pitch + word] : 0;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = thread_index; i < run.tiles * C::TILE; i += threads) {
+    const threadgroup uint* rows = scratch + i / C::TILE * C::ROW;
+    const uint word = i % C::TILE;
+    out[run.packed + i] = word < C::LOW_TILE
+                              ? packed_word<C, typename C::Low>(rows, word)
+                              : packed_word<C, typename C::High>(rows, word - C::LOW_TILE);
+  }
+}
+
+template <typename C>
+METAL_FUNC void unpack(
+    const device uint32_t* w,
+    const constant int32_t* shape,
+    device uint32_t* out,
+    threadgroup uint* scratch,
+    uint3 position,
+    uint thread_index,
+    uint threads) {
+  const Run run = run_of_threadgroup<C>(shape, position);
+  for (uint i = thread_index; i < run.tiles * C::TILE; i += threads) {
+    scratch[i] = w[run.packed + i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
+    const uint row = i / C::ROWS;
+    const uint word = i % C::ROWS;
+    if (row < run.rows && word < run.words) {
+      out[run.native + ulong(row) * run.pitch + word] =
+          native_word<C>(scratch + word / C::ROW * C::TILE, row, word % C::ROW);
+    }
+  }
+}
