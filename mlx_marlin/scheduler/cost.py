@@ -130,7 +130,7 @@ def predict(plan: Plan, device: Device) -> Prediction:
     """Returns what the model says about a plan on a device."""
     rates = rates_of(device)
     clocks = device.cores * device.clock_ghz * 1e9
-    columns = -(-plan.problem.n // TILE_N)
+    columns = plan.problem.batch * -(-plan.problem.n // TILE_N)
     weights = columns * TILE_N * plan.problem.k
     problem = plan.problem
     trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
@@ -290,7 +290,8 @@ def _other_slots(plan: Plan) -> float:
         slots += work.threadgroups * RANGE_SLOTS + inside * INSIDE_SLOTS
     store, along_k = STORE_SLOTS
     stored = work.pieces * plan.tile.m * (store + along_k * plan.simdgroups_k)
-    reduced = plan.finishes * plan.problem.m * plan.problem.n * REDUCE_SLOTS
+    elements = plan.problem.batch * plan.problem.m * plan.problem.n
+    reduced = plan.finishes * elements * REDUCE_SLOTS
     return simdgroups * slots + stored + reduced
 
 

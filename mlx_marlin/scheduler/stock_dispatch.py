@@ -1,7 +1,8 @@
 """What stock MLX 0.32.4 launches for a product: which kernel, and how it is cut.
 
-The choice that `mx.quantized_matmul(transpose=True)` makes for one affine weight, by
-rows, sizes and architecture. It follows what MLX does, right or wrong.
+The choice that `mx.quantized_matmul(transpose=True)` makes for affine weights, by
+rows, sizes and architecture. It follows what MLX does, right or wrong. Several weights
+stand in the third dimension of the grid, and their k is never split.
 """
 
 from dataclasses import dataclass
@@ -67,9 +68,9 @@ class StockCall:
     Attributes:
         kernel: One of `KERNELS`.
         rows: Rows of x that a threadgroup serves.
-        passes: Times that the whole weight is read and decoded.
+        passes: Times that a whole weight is read and decoded.
         split_k: Parts of k, each with threadgroups of its own.
-        threadgroups: Of the product, all splits together.
+        threadgroups: Of all products, all splits together.
     """
 
     kernel: str
@@ -105,7 +106,7 @@ def stock_call(problem: Problem, device: Device) -> StockCall:
         rows=rows,
         passes=passes,
         split_k=1,
-        threadgroups=passes * ceil(problem.n / KERNELS[kernel].columns),
+        threadgroups=problem.batch * passes * ceil(problem.n / KERNELS[kernel].columns),
     )
 
 
@@ -155,7 +156,7 @@ def _vector_kernel(problem: Problem, device: Device) -> tuple[str, int]:
 
 def _matrix_call(problem: Problem, device: Device) -> StockCall:
     """Returns the call for many rows; a split never uses the tensor units."""
-    split = stock_split(problem)
+    split = stock_split(problem) if problem.batch == 1 else 1
     nax = split == 1 and device.has_tensor_units and problem.k % 64 == 0
     kernel = "qmm_t_nax" if nax else "qmm_t" if split == 1 else "qmm_t_splitk"
     rows = 2 * TILE if nax and problem.m > TILE else TILE
@@ -166,5 +167,5 @@ def _matrix_call(problem: Problem, device: Device) -> StockCall:
         rows=rows,
         passes=passes,
         split_k=split,
-        threadgroups=passes * ceil(problem.n / columns) * split,
+        threadgroups=problem.batch * passes * ceil(problem.n / columns) * split,
     )

@@ -104,6 +104,7 @@ struct WeightTile {
   uint4 first_group;  // in scales and biases, likewise
 };
 
+// Of several weights, each follows the one before it.
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
     const device uint32_t* w,
@@ -111,7 +112,8 @@ METAL_FUNC WeightTile<S> weight_tile(
     const device S* biases,
     int col,
     Work work,
-    int lane_index) {
+    int lane_index,
+    uint product = 0) {
   const Lane lane = lane_of(lane_index);
   WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0)};
   const int own = W::GROUP == 16 ? lane.pair : 0;  // its group, of those of a step
@@ -119,14 +121,15 @@ METAL_FUNC WeightTile<S> weight_tile(
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
     const int groups = ceil_div(k_tiles * TILE_K, W::GROUP);
-    const int column = col / TILE_N;
+    const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     tile.first_group.x =
         (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
   } else {
     constexpr int UNIT = Native<W>::UNIT;
     // Rows past the end read the last row: their results are never stored.
-    const uint4 rows = uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
+    const uint4 rows = product * work.n +
+        uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
     tile.first_word =
         rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
     tile.first_group = rows * uint(work.k / W::GROUP) + own;
