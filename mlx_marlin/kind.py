@@ -25,7 +25,7 @@ class Kind:
         dtype: Its dtype.
         n: Rows of the weight.
         k: Columns of the weight, or of x.
-        batched: Whether there are several weights.
+        w_batch: Dimensions of the weight before its last two.
         scale_dtype: Dtype that scales and biases are brought to.
         scales_alike: Whether they have it already.
         mode: The quantization scheme.
@@ -44,7 +44,7 @@ class Kind:
     dtype: mx.Dtype
     n: int
     k: int
-    batched: bool
+    w_batch: Shape
     scale_dtype: mx.Dtype
     scales_alike: bool
     mode: str
@@ -56,18 +56,29 @@ class Kind:
     epilogue: Epilogue
     invariant: bool
 
+    @property
+    def batch(self) -> int:
+        """How many weights there are."""
+        return prod(self.w_batch)
+
+    @property
+    def m(self) -> int:
+        """Rows that each weight multiplies."""
+        return prod(self.shape[:-1]) // self.batch
+
 
 def as_rows(product: Product, kind: Kind) -> Run:
     """Lets a product of matrices take arrays as the caller has them.
 
     Args:
-        product: From x [m, k] and a weight's arrays in one dtype to y [m, n].
+        product: From x [m, k] and a weight's arrays in one dtype to y [m, n], or, of
+            several weights, from x [batch, m, k] to y [batch, m, n].
         kind: What the caller has.
     """
-    rows = (prod(kind.x_shape[:-1]), kind.x_shape[-1])
-    shape = kind.shape
+    fold, unfold = _folding(kind)
+    stack = () if kind.batch == 1 else (kind.batch,)
     if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
-        product = _converting(product, kind)
+        product = _converting(product, kind, fold)
 
     def run(
         x: mx.array,
@@ -78,16 +89,49 @@ def as_rows(product: Product, kind: Kind) -> Run:
     ) -> mx.array:
         if biases is None:
             biases = scales  # not read
-        y = product(x.reshape(rows), w, scales, biases, *given)
-        return y.reshape(shape)
+        if kind.w_batch:
+            w, scales, biases = (
+                each.reshape(*stack, *each.shape[-2:]) for each in (w, scales, biases)
+            )
+        return unfold(product(fold(x), w, scales, biases, *given))
 
-    if len(kind.x_shape) == 2 and kind.mode == "affine":
+    if len(kind.x_shape) == 2 and kind.mode == "affine" and not kind.w_batch:
         return product
     return run
 
 
-def _converting(product: Product, kind: Kind) -> Product:
-    matrix = (prod(kind.shape[:-1]), kind.shape[-1])
+Reshape = Callable[[mx.array], mx.array]
+
+
+def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
+    """Returns what makes matrices of an array [..., k], and a result of matrices.
+
+    A dimension in which there is one weight for all is rows: they share its reading,
+    and no weight is copied. In the others x is broadcast where it has to be.
+    """
+    batch, m = kind.batch, kind.m
+    if batch == 1:
+        return lambda x: x.reshape(m, -1), lambda y: y.reshape(kind.shape)
+    rows = kind.x_shape[-2:-1] or (1,)
+    outer = kind.shape[: -2 if len(kind.x_shape) > 1 else -1]
+    shape = (*outer, *rows)
+    sizes = (*(1,) * (len(outer) - len(kind.w_batch)), *kind.w_batch, 1)
+    order = sorted(range(len(shape)), key=lambda axis: sizes[axis] == 1)
+    back = sorted(range(len(shape)), key=order.__getitem__)
+    folded = [shape[axis] for axis in order]
+
+    def fold(x: mx.array) -> mx.array:
+        whole = mx.broadcast_to(x, (*shape, x.shape[-1]))
+        return whole.transpose(*order, -1).reshape(batch, m, -1)
+
+    def unfold(y: mx.array) -> mx.array:
+        whole = y.reshape(*folded, y.shape[-1]).transpose(*back, -1)
+        return whole.reshape(kind.shape)
+
+    return fold, unfold
+
+
+def _converting(product: Product, kind: Kind, fold: Reshape) -> Product:
     bias = kind.epilogue.bias
 
     def run(
@@ -95,8 +139,8 @@ def _converting(product: Product, kind: Kind) -> Product:
     ) -> mx.array:
         scales, biases = (each.astype(kind.scale_dtype) for each in (scales, biases))
         finish = (
-            array.astype(kind.dtype).reshape(array.size if bias and not i else matrix)
-            for i, array in enumerate(given)
+            array.flatten() if bias and not i else fold(array)
+            for i, array in enumerate(each.astype(kind.dtype) for each in given)
         )
         return product(x.astype(kind.dtype), w, scales, biases, *finish)
 

@@ -104,7 +104,7 @@ def serve_native(
         dtype=result.dtype,
         n=w_shape[-2],
         k=x_shape[-1],
-        batched=len(w_shape) > 2,
+        w_batch=w_shape[:-2],
         scale_dtype=mx.result_type(scales_dtype, biases_dtype or scales_dtype),
         scales_alike=(biases_dtype or scales_dtype) == scales_dtype,
         mode=mode,
@@ -170,7 +170,7 @@ def serve_packed(
         else mx.result_type(x_dtype, scale_dtype),
         n=n,
         k=k,
-        batched=False,
+        w_batch=(),
         scale_dtype=scale_dtype,
         scales_alike=True,
         mode=mode,
@@ -204,9 +204,10 @@ def _decide(kind: Kind, stock: Product) -> Served:
         _refuse_variance(kind, reason)
         return Served(stock, reason)
     problem = Problem(
-        m=prod(kind.x_shape[:-1]),
+        m=kind.m,
         n=kind.n,
         k=kind.k,
+        batch=kind.batch,
         group_size=kind.group_size,
         bits=kind.bits,
         mode=kind.mode,
@@ -291,12 +292,10 @@ def _not_ours(kind: Kind) -> str | None:
         return f"our kernels take {kind.mode} with a k that is a multiple of " + (
             f"{known.k_multiple}, and k={kind.k}"
         )
-    if kind.batched:
-        return "our kernels take one weight matrix, not a batch"
     if dtype_name(kind.dtype) not in DTYPE_BYTES:
         return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    rows = prod(kind.x_shape[:-1])
-    if largest_array(rows, kind.n, kind.k, kind.bits) >= MOST_ELEMENTS:
+    largest = largest_array(kind.m, kind.n, kind.k, kind.bits, kind.batch)
+    if largest >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None
 
