@@ -57,14 +57,21 @@ class Kind:
     invariant: bool
 
     @property
-    def batch(self) -> int:
-        """How many weights there are."""
-        return prod(self.w_batch)
+    def is_shared(self) -> bool:
+        """Whether all weights multiply the same rows: below each other they are one."""
+        if self.epilogue != PLAIN and prod(self.w_batch) > 1:
+            return False  # its arrays have other shapes
+        sizes = zip(self.x_shape[-3::-1], self.w_batch[::-1], strict=False)
+        return all(1 in pair for pair in sizes)
 
     @property
-    def m(self) -> int:
-        """Rows that each weight multiplies."""
-        return prod(self.shape[:-1]) // self.batch
+    def sizes(self) -> tuple[int, int, int]:
+        """The call as products of matrices: batch, m and n."""
+        weights = prod(self.w_batch)
+        m = prod(self.shape[:-1]) // weights
+        if self.is_shared:
+            return 1, m, weights * self.n
+        return weights, m, self.n
 
 
 def as_rows(product: Product, kind: Kind) -> Run:
@@ -76,7 +83,8 @@ def as_rows(product: Product, kind: Kind) -> Run:
         kind: What the caller has.
     """
     fold, unfold = _folding(kind)
-    stack = () if kind.batch == 1 else (kind.batch,)
+    batch, _, n = kind.sizes
+    rows = (n,) if batch == 1 else (batch, n)
     if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
         product = _converting(product, kind, fold)
 
@@ -91,7 +99,7 @@ def as_rows(product: Product, kind: Kind) -> Run:
             biases = scales  # not read
         if kind.w_batch:
             w, scales, biases = (
-                each.reshape(*stack, *each.shape[-2:]) for each in (w, scales, biases)
+                each.reshape(*rows, each.shape[-1]) for each in (w, scales, biases)
             )
         return unfold(product(fold(x), w, scales, biases, *given))
 
@@ -107,26 +115,27 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
     """Returns what makes matrices of an array [..., k], and a result of matrices.
 
     A dimension in which there is one weight for all is rows: they share its reading,
-    and no weight is copied. In the others x is broadcast where it has to be.
+    and no weight is copied. In the others x is broadcast, if not in all of them.
     """
-    batch, m = kind.batch, kind.m
-    if batch == 1:
+    batch, m, _ = kind.sizes
+    if not kind.w_batch:
         return lambda x: x.reshape(m, -1), lambda y: y.reshape(kind.shape)
-    rows = kind.x_shape[-2:-1] or (1,)
-    outer = kind.shape[: -2 if len(kind.x_shape) > 1 else -1]
-    shape = (*outer, *rows)
-    sizes = (*(1,) * (len(outer) - len(kind.w_batch)), *kind.w_batch, 1)
-    order = sorted(range(len(shape)), key=lambda axis: sizes[axis] == 1)
-    back = sorted(range(len(shape)), key=order.__getitem__)
-    folded = [shape[axis] for axis in order]
+    whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
+    of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
+    is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
+    # Weights first, as the kernels have them; or last, as they stand below each other.
+    order = sorted(range(len(whole)), key=lambda axis: is_row[axis] ^ kind.is_shared)
+    back = (*sorted(range(len(whole)), key=order.__getitem__), -1)
+    ordered = [whole[axis] for axis in order]
 
     def fold(x: mx.array) -> mx.array:
-        whole = mx.broadcast_to(x, (*shape, x.shape[-1]))
-        return whole.transpose(*order, -1).reshape(batch, m, -1)
+        if kind.is_shared:
+            return x.reshape(m, -1)
+        x = mx.broadcast_to(x, (*whole, x.shape[-1]))
+        return x.transpose(*order, -1).reshape(batch, m, -1)
 
     def unfold(y: mx.array) -> mx.array:
-        whole = y.reshape(*folded, y.shape[-1]).transpose(*back, -1)
-        return whole.reshape(kind.shape)
+        return y.reshape(*ordered, kind.n).transpose(*back).reshape(kind.shape)
 
     return fold, unfold
 

@@ -203,11 +203,12 @@ def _decide(kind: Kind, stock: Product) -> Served:
     if reason:
         _refuse_variance(kind, reason)
         return Served(stock, reason)
+    batch, m, n = kind.sizes
     problem = Problem(
-        m=kind.m,
-        n=kind.n,
+        m=m,
+        n=n,
         k=kind.k,
-        batch=kind.batch,
+        batch=batch,
         group_size=kind.group_size,
         bits=kind.bits,
         mode=kind.mode,
@@ -294,8 +295,8 @@ def _not_ours(kind: Kind) -> str | None:
         )
     if dtype_name(kind.dtype) not in DTYPE_BYTES:
         return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    largest = largest_array(kind.m, kind.n, kind.k, kind.bits, kind.batch)
-    if largest >= MOST_ELEMENTS:
+    batch, m, n = kind.sizes
+    if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None
 

@@ -16,6 +16,11 @@ Convert = Callable[[Any], nn.Module]
 Place = tuple[Any, Any]
 """A module, dictionary or list, and a key of it."""
 Places = list[Place]
+OF_SEVERAL = {
+    "MarlinSwitchLinear": ("switch_layers", "QuantizedSwitchLinear"),
+    "MarlinMultiLinear": ("mla", "QuantizedMultiLinear"),
+}
+"""Layers of several weights: ours, and the module and name of mlx-lm's."""
 
 
 def optimize(
@@ -31,14 +36,14 @@ def optimize(
     """Makes a model's quantized linear layers run on our kernels, in place.
 
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
-    experts and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
+    experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
     Subclasses, which may do something else, and other formats stay as they are. If a
     layer cannot be converted, those before it are turned back.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers,
-            but not those of experts, so the model can be saved for stock MLX only after
+            but not those of experts or heads, so the model can be saved for stock MLX only after
             `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
@@ -63,9 +68,9 @@ def optimize(
         raise ValueError(f"group_size={group_size} is not one of {group_sizes}")
 
     def convert(layer: Any) -> nn.Module:
-        if _is_experts(layer):
-            experts: nn.Module = _marlin_experts().from_quantized(layer)
-            return experts
+        if _is_several(layer):
+            several: nn.Module = _marlin_twin(layer).from_quantized(layer)
+            return several
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
         if type(layer) is MarlinEmbedding:
@@ -81,7 +86,7 @@ def optimize(
             return quantize and layer.weight.shape[1] % group_size == 0
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
-        if _is_experts(layer):
+        if _is_several(layer):
             return not invariant and _is_our_format(layer)
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
@@ -125,9 +130,9 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
 
     def stays(layer: nn.Module) -> bool:
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
-        if quantized or _is_experts(layer):
+        if quantized or _is_several(layer):
             return not _is_ours(layer) and not wanted(layer)
-        return type(layer).__name__ == "MarlinSwitchLinear"
+        return type(layer).__name__ in OF_SEVERAL
 
     left = _find(model, stays)
     if left:
@@ -198,21 +203,26 @@ def _put(places: Places, layer: nn.Module) -> None:
 
 def _is_ours(layer: nn.Module) -> bool:
     ours = type(layer) in (MarlinLinear, MarlinEmbedding)
-    return ours or type(layer).__name__ == "MarlinSwitchLinear"
+    return ours or type(layer).__name__ in OF_SEVERAL
 
 
-def _is_experts(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's for several experts."""
-    switch_layers = sys.modules.get("mlx_lm.models.switch_layers")
-    known = getattr(switch_layers, "QuantizedSwitchLinear", None)
-    return known is not None and type(layer) is known
+def _is_several(layer: nn.Module) -> bool:
+    """Returns whether a layer is mlx-lm's for several experts or heads."""
+    kind = type(layer)
+    known = {
+        getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
+        for module, name in OF_SEVERAL.values()
+    }
+    return kind in known
 
 
-def _marlin_experts() -> Any:
+def _marlin_twin(layer: nn.Module) -> Any:
     # mlx-lm is imported already if one of its layers is here, and not needed otherwise.
+    from mlx_marlin.integrations.multi_linear import MarlinMultiLinear
     from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
 
-    return MarlinSwitchLinear
+    heads = type(layer).__name__ == "QuantizedMultiLinear"
+    return MarlinMultiLinear if heads else MarlinSwitchLinear
 
 
 def _is_our_format(layer: nn.Module) -> bool:

@@ -20,11 +20,11 @@ class MarlinSwitchLinear(QuantizedSwitchLinear):
     @classmethod
     def from_quantized(cls, layer: QuantizedSwitchLinear) -> Self:
         """Makes a layer that shares the arrays of mlx-lm's."""
-        return _as(cls, layer)
+        return twin_of(cls, layer)
 
     def to_stock(self) -> QuantizedSwitchLinear:
         """Returns mlx-lm's own layer with the same arrays."""
-        return _as(QuantizedSwitchLinear, self)
+        return twin_of(QuantizedSwitchLinear, self)
 
     def __call__(
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
@@ -49,7 +49,8 @@ class MarlinSwitchLinear(QuantizedSwitchLinear):
         return y
 
 
-def _as(cls: type[Layer], layer: Any) -> Layer:
+def twin_of(cls: type[Layer], layer: Any) -> Layer:
+    """Makes a layer of a class with the arrays and the state of another layer."""
     twin = cls.__new__(cls)
     vars(twin).update(vars(layer))
     twin._no_grad = set(layer._no_grad)
