@@ -43,8 +43,8 @@ def optimize(
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers,
-            but not those of experts or heads, so the model can be saved for stock MLX only after
-            `restore`.
+            but not those of experts or heads, so the model can be saved for stock MLX
+            only after `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here.
