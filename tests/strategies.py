@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_marlin import device, launch
 from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
+from mlx_marlin.packing import pack
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -284,6 +285,23 @@ def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
     native = mx.quantize(weight, group_size=problem.group_size, bits=problem.bits)
     mx.eval(x, native)
     return x, (native[0], native[1], native[2])
+
+
+def stored(problem: Problem, native: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    """Returns a batch of weights as kernels take them: each follows the one before."""
+    if problem.layout == "mlx":
+        return native if len(native) == 3 else (*native, native[1])
+    packed = [
+        pack(
+            *(part[i] for part in native),
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        )
+        for i in range(problem.batch)
+    ]
+    scales = mx.stack([each.scales for each in packed])
+    return mx.stack([each.words for each in packed]), scales, scales
 
 
 def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from mlx_marlin import launch, scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.emulator import emulated, trace
-from mlx_marlin.packing import pack
 from mlx_marlin.plan import DensePlan, Plan, Reduction
 from mlx_marlin.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.scheduler.candidates import candidates
@@ -51,26 +50,8 @@ def in_float32(problem: Problem) -> Problem:
     return replace(problem, dtype="float32", scale_dtype="float32")
 
 
-def stored(problem: Problem, native: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-    """A batch of weights as kernels take it: packed, each follows the one before."""
-    if problem.layout == "mlx":
-        scales = native[1]
-        return (*native, scales) if len(native) == 2 else native
-    each = [
-        pack(
-            *(part[i] for part in native),
-            group_size=problem.group_size,
-            bits=problem.bits,
-            mode=problem.mode,
-        )
-        for i in range(problem.batch)
-    ]
-    scales = mx.stack([one.scales for one in each])
-    return mx.stack([one.words for one in each]), scales, scales
-
-
 def run(plan: Plan, x: mx.array, native: tuple[mx.array, ...]) -> mx.array:
-    y = launch.product(plan)(x, *stored(plan.problem, native))
+    y = launch.product(plan)(x, *strategies.stored(plan.problem, native))
     mx.eval(y)
     return y
 
@@ -139,7 +120,9 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
     finish = strategies.finish_arrays(problem, seed=4)
     of_rows = () if not together.problem.epilogue.explain() else finish
 
-    y = launch.product(together)(x, *stored(problem, tuple(native)), *of_rows)
+    y = launch.product(together)(
+        x, *strategies.stored(problem, tuple(native)), *of_rows
+    )
 
     for i in range(problem.batch):
         one = format_cases.Weight(
@@ -219,7 +202,7 @@ def test_arrays_may_start_anywhere_in_their_buffers(
     plan: Plan, offsets: tuple[int, ...]
 ) -> None:
     x, native = strategies.arrays(plan.problem, seed=0)
-    arrays = (x, *stored(plan.problem, native))
+    arrays = (x, *strategies.stored(plan.problem, native))
     views = [
         mx.concatenate([mx.zeros(offset, each.dtype), each.flatten()])[offset:]
         for offset, each in zip(offsets, arrays, strict=True)
@@ -240,7 +223,7 @@ def test_an_epilogue_finishes_every_product(plan: Plan) -> None:
     finish = strategies.finish_arrays(problem, seed=2)
     given_arrays = finish if problem.epilogue.explain() else ()
 
-    y = launch.product(plan)(x, *stored(problem, native), *given_arrays)
+    y = launch.product(plan)(x, *strategies.stored(problem, native), *given_arrays)
 
     total = oracles.product(x, *native, group_size=problem.group_size)
     expected = epilogues.finished(total, finish, problem.epilogue)
@@ -342,7 +325,7 @@ def test_each_weight_is_read_once(m: int, layout: str) -> None:
     problem = Problem(m=m, n=64, k=256, batch=3, layout=layout)
     plan = scheduler.make(problem, strategy="data_parallel")
     x, native = strategies.arrays(problem, seed=0)
-    arguments = stored(problem, native)
+    arguments = strategies.stored(problem, native)
 
     counters = trace(launch.product(plan), x, *arguments)
 

@@ -47,6 +47,9 @@ MXFP4 = "gemm, native mxfp4"
 MXFP8 = "gemm, packed mxfp8, odd offsets"
 NVFP4 = "gemm, packed nvfp4"
 NVFP4_NATIVE = "gemv, native nvfp4"
+BATCH_GEMV = "gemv, three products of nine tiles in slices"
+BATCH_GEMM = "gemm, packed, three products as streams"
+BATCH_FUSED = "gemv, three products with everything that an epilogue can do"
 DENSE = "the weight as plain numbers, native codes of 3 bits, by rows"
 DENSE_BACK = "the weight as plain numbers, packed nvfp4, by columns"
 
@@ -89,10 +92,13 @@ class Case:
         return strategies.finish_arrays(self.plan.problem, seed=8)
 
     def run(self, x: mx.array, native: tuple[mx.array, ...]) -> mx.array:
-        """The product as the shaders compute it, [m, n]."""
+        """The product as the shaders compute it, [m, n], or a batch of them."""
         problem = self.plan.problem
         finish = () if problem.epilogue == PLAIN else self.finish()
-        stored = format_cases.arguments(self.weight(native), problem.layout)
+        if problem.batch > 1:
+            stored = strategies.stored(problem, native)
+        else:
+            stored = format_cases.arguments(self.weight(native), problem.layout)
         y = self._product()(*map(self._shifted, (x, *stored, *finish)))
         mx.eval(y)
         return y
@@ -152,7 +158,7 @@ def _whole(
     """Tiles one each."""
     rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
-    tiles = -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
     return Plan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
@@ -201,12 +207,14 @@ def _problem(
     *,
     mode: str = "affine",
     bits: int = 4,
+    batch: int = 1,
 ) -> Problem:
     floating = format_of(mode, bits).codes == "floating"
     return Problem(
         m=m,
         n=n,
         k=groups * group_size,
+        batch=batch,
         group_size=group_size,
         bits=bits,
         mode=mode,
@@ -481,6 +489,30 @@ CASES: dict[str, Case] = {
     ),
     NVFP4_NATIVE: Case(
         plan=_whole(_problem(3, 45, 12, 16, "float32", "mlx", mode="nvfp4"))
+    ),
+    BATCH_GEMV: Case(
+        plan=_plan(
+            _problem(2, 70, 5, 64, "float32", "mlx", batch=3),
+            fragments_m=0,
+            simdgroups_m=1,
+            simdgroups_k=2,
+            k_parallel=3,
+            num_threadgroups=7,
+            subtract=True,
+        )
+    ),
+    BATCH_GEMM: Case(
+        plan=_streams(
+            _whole(
+                _problem(13, 40, 5, 64, "float32", "marlin", batch=3),
+                fragments_m=1,
+                simdgroups_k=1,
+            ),
+            13,
+        )
+    ),
+    BATCH_FUSED: Case(
+        plan=_whole(_problem(3, 40, 3, 64, "float32", "mlx", _ALL, batch=3))
     ),
     DENSE: Case(
         plan=DensePlan(

@@ -1,5 +1,6 @@
 """Every planted bug."""
 
+import planted_batch
 import planted_epilogue
 import planted_formats
 import planted_gemm
@@ -14,4 +15,5 @@ MUTANTS = (
     *planted_gemm.MUTANTS,
     *planted_gemv.MUTANTS,
     *planted_formats.MUTANTS,
+    *planted_batch.MUTANTS,
 )
