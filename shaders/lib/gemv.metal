@@ -23,10 +23,11 @@ METAL_FUNC Quantizers load_vectors(
     int k) {
   constexpr int RUNS = W::RUNS;
   load_words<W>(words, tile, k, lane_index);
-  const int start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
+  const uint start =
+      input_row(order, 0) * work.k + k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
     const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
-    runs[i] = load_run(first, input_row(order, i / RUNS / 2) * work.k + start);
+    runs[i] = load_run(first, i / RUNS / 2 * work.k + start);
   }
   return load_quantizers<W>(tile, k);
 }

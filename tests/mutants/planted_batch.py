@@ -79,8 +79,8 @@ _ROWS = (
     Mutant(
         "gemv: every product has the first one's rows of x",
         "lib/gemv",
-        "input_row(order, i / RUNS / 2)",
-        "(i / RUNS / 2)",
+        "input_row(order, 0) * work.k + k",
+        "k",
         BATCH_GEMV,
         Detector.WRONG_RESULT,
     ),

@@ -61,8 +61,8 @@ MUTANTS = (
     Mutant(
         "gemv: rows of x are taken to be n wide",
         _GEMV,
-        "input_row(order, i / RUNS / 2) * work.k + start",
-        "input_row(order, i / RUNS / 2) * work.n + start",
+        "i / RUNS / 2 * work.k + start",
+        "i / RUNS / 2 * work.n + start",
         GEMV_NATIVE,
         Detector.WRONG_RESULT,
     ),
