@@ -352,6 +352,16 @@ def test_arrays_that_32_bits_cannot_count_are_refused(
         Problem(m=m, n=n, k=k, batch=batch, layout=layout)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bytes_that_32_bits_cannot_count_are_refused(batch: int) -> None:
+    # 4 GiB of codes, of which each byte is an offset: words are a quarter of them.
+    whole = Problem(m=1, n=2**19 // batch, k=2**13, group_size=32, bits=6, batch=batch)
+    assert whole.code_bytes // 4 < MOST_ELEMENTS
+
+    with pytest.raises(ValueError, match="make an array of"):
+        replace(whole, n=3 * 2**19 // batch, bits=3)
+
+
 def test_what_takes_one_weight_refuses_several() -> None:
     problem = Problem(m=2, n=256, k=256, batch=2)
 
