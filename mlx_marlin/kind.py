@@ -59,8 +59,9 @@ class Kind:
     @property
     def is_shared(self) -> bool:
         """Whether all weights multiply the same rows: below each other they are one."""
-        if self.epilogue != PLAIN and prod(self.w_batch) > 1:
-            return False  # its arrays have other shapes
+        # An epilogue's arrays have other shapes, and another n may be split otherwise.
+        if (self.epilogue != PLAIN or self.invariant) and prod(self.w_batch) > 1:
+            return False
         sizes = zip(self.x_shape[-3::-1], self.w_batch[::-1], strict=False)
         return all(1 in pair for pair in sizes)
 
@@ -119,7 +120,7 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
     """
     batch, m, _ = kind.sizes
     if not kind.w_batch:
-        return lambda x: x.reshape(m, -1), lambda y: y.reshape(kind.shape)
+        return lambda x: x.reshape(m, x.shape[-1]), lambda y: y.reshape(kind.shape)
     whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
     of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
     is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
@@ -130,9 +131,9 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
 
     def fold(x: mx.array) -> mx.array:
         if kind.is_shared:
-            return x.reshape(m, -1)
+            return x.reshape(m, x.shape[-1])
         x = mx.broadcast_to(x, (*whole, x.shape[-1]))
-        return x.transpose(*order, -1).reshape(batch, m, -1)
+        return x.transpose(*order, -1).reshape(batch, m, x.shape[-1])
 
     def unfold(y: mx.array) -> mx.array:
         return y.reshape(*ordered, kind.n).transpose(*back).reshape(kind.shape)

@@ -32,7 +32,7 @@ def largest_array(m: int, n: int, k: int, bits: int, batch: int = 1) -> int:
     """
     if batch > 1:
         n, k = (-(-size // tile) * tile for size, tile in ((n, TILE_N), (k, TILE_K)))
-    # Odd widths are loaded by bytes where groups are short, so those have to be counted.
+    # Odd widths are loaded by bytes where groups are short: these have to be counted.
     word = WORD_BITS // 2 if bits % 2 else WORD_BITS
     return batch * max(m * k, n * k * bits // word, m * n)
 
