@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from mlx_marlin import launch, scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.emulator import emulated, trace
+from mlx_marlin.formats import FORMATS
 from mlx_marlin.plan import DensePlan, Plan, Reduction
 from mlx_marlin.problem import MOST_ELEMENTS, Problem
+from mlx_marlin.scheduler import predict
 from mlx_marlin.scheduler.candidates import candidates
 from mlx_marlin.scheduler.stock import stock_call, stock_prediction
-from mlx_marlin.work import STRATEGIES, Work
+from mlx_marlin.work import STRATEGIES, Work, data_parallel
 
 needs_kernels = pytest.mark.skipif(
     launch.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -360,6 +362,77 @@ def test_bytes_that_32_bits_cannot_count_are_refused(batch: int) -> None:
 
     with pytest.raises(ValueError, match="make an array of"):
         replace(whole, n=3 * 2**19 // batch, bits=3)
+
+
+def largest(problem: Problem) -> Problem:
+    """The problem with as many columns as it may have."""
+    least, most = 1, MOST_ELEMENTS
+    while most - least > 1:
+        middle = (least + most) // 2
+        try:
+            problem = replace(problem, n=middle)
+            least = middle
+        except ValueError:
+            most = middle
+    return replace(problem, n=least)
+
+
+@given(
+    grouped=strategies.ANY_FORMAT,
+    packed=st.booleans(),
+    batch=st.integers(1, 2**12),
+    k=st.integers(1, 2**7),
+)
+@settings(max_examples=200)
+def test_every_offset_that_is_not_refused_fits_32_bits(
+    grouped: strategies.Grouped, packed: bool, batch: int, k: int
+) -> None:
+    mode, bits, group_size = grouped
+    known = FORMATS[mode, bits]
+    layout = known.layouts[-1 if packed else 0]
+    problem = largest(
+        Problem(
+            m=1,
+            n=1,
+            k=128 * k,
+            batch=batch,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+            scale_dtype=known.scale_dtypes[0],
+            layout=layout,
+        )
+    )
+
+    rows, unit = batch * problem.n, 4
+    if layout == "marlin":
+        rows = batch * -(-problem.n // 32) * 32
+    else:
+        # What a lane loads of a row at a time: 8 codes in groups of 32, else 16.
+        size = (8 if group_size == 32 else 16) * bits // 8
+        unit = next(each for each in (4, 2, 1) if size % each == 0)
+    assert rows * problem.k * bits // 8 // unit < 2**32
+    assert rows * problem.groups * known.parameters < 2**32
+
+
+@given(plan=plans(), device=strategies.devices())
+@settings(max_examples=100)
+def test_so_many_products_are_predicted_to_take_so_many_times_the_work(
+    plan: Plan, device: Device
+) -> None:
+    batch = plan.problem.batch
+    work = data_parallel(plan.m_tiles * plan.n_tiles, plan.k_tiles)
+    one = replace(
+        plan, problem=replace(plan.problem, batch=1), work=work, reduction="none"
+    )
+    work = data_parallel(batch * work.tiles, work.k_tiles)
+    several = replace(one, problem=plan.problem, work=work)
+
+    alone, together = predict(one, device), predict(several, device)
+
+    assert together.memory == pytest.approx(batch * alone.memory)
+    assert together.issue == pytest.approx(batch * alone.issue)
+    assert together.loads == pytest.approx(batch * alone.loads)
 
 
 def test_what_takes_one_weight_refuses_several() -> None:
