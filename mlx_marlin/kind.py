@@ -25,7 +25,7 @@ class Kind:
         dtype: Its dtype.
         n: Rows of the weight.
         k: Columns of the weight, or of x.
-        batched: Whether there are several weights.
+        w_batch: Dimensions of the weight before its last two.
         scale_dtype: Dtype that scales and biases are brought to.
         scales_alike: Whether they have it already.
         mode: The quantization scheme.
@@ -45,7 +45,7 @@ class Kind:
     dtype: mx.Dtype
     n: int
     k: int
-    batched: bool
+    w_batch: Shape
     scale_dtype: mx.Dtype
     scales_alike: bool
     mode: str
@@ -58,18 +58,38 @@ class Kind:
     invariant: bool
     global_scale: bool = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all weights multiply the same rows: below each other they are one."""
+        # An epilogue's arrays have other shapes, and another n may be split otherwise.
+        if (self.epilogue != PLAIN or self.invariant) and prod(self.w_batch) > 1:
+            return False
+        sizes = zip(self.x_shape[-3::-1], self.w_batch[::-1], strict=False)
+        return all(1 in pair for pair in sizes)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The call as products of matrices: batch, m and n."""
+        weights = prod(self.w_batch)
+        m = prod(self.shape[:-1]) // weights
+        if self.is_shared:
+            return 1, m, weights * self.n
+        return weights, m, self.n
+
 
 def as_rows(product: Product, kind: Kind) -> Run:
     """Lets a product of matrices take arrays as the caller has them.
 
     Args:
-        product: From x [m, k] and a weight's arrays in one dtype to y [m, n].
+        product: From x [m, k] and a weight's arrays in one dtype to y [m, n], or, of
+            several weights, from x [batch, m, k] to y [batch, m, n].
         kind: What the caller has.
     """
-    rows = (prod(kind.x_shape[:-1]), kind.x_shape[-1])
-    shape = kind.shape
+    fold, unfold = _folding(kind)
+    batch, _, n = kind.sizes
+    rows = (n,) if batch == 1 else (batch, n)
     if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
-        product = _converting(product, kind)
+        product = _converting(product, kind, fold)
 
     def run(
         x: mx.array,
@@ -80,16 +100,50 @@ def as_rows(product: Product, kind: Kind) -> Run:
     ) -> mx.array:
         if biases is None:
             biases = scales  # not read
-        y = product(x.reshape(rows), w, scales, biases, *given)
-        return y.reshape(shape)
+        if kind.w_batch:
+            w, scales, biases = (
+                each.reshape(*rows, each.shape[-1]) for each in (w, scales, biases)
+            )
+        return unfold(product(fold(x), w, scales, biases, *given))
 
-    if len(kind.x_shape) == 2 and kind.mode == "affine":
+    if len(kind.x_shape) == 2 and kind.mode == "affine" and not kind.w_batch:
         return product
     return run
 
 
-def _converting(product: Product, kind: Kind) -> Product:
-    matrix = (prod(kind.shape[:-1]), kind.shape[-1])
+Reshape = Callable[[mx.array], mx.array]
+
+
+def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
+    """Returns what makes matrices of an array [..., k], and a result of matrices.
+
+    A dimension in which there is one weight for all is rows: they share its reading,
+    and no weight is copied. In the others x is broadcast, if not in all of them.
+    """
+    batch, m, _ = kind.sizes
+    if not kind.w_batch:
+        return lambda x: x.reshape(m, x.shape[-1]), lambda y: y.reshape(kind.shape)
+    whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
+    of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
+    is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
+    # Weights first, as the kernels have them; or last, as they stand below each other.
+    order = sorted(range(len(whole)), key=lambda axis: is_row[axis] ^ kind.is_shared)
+    back = (*sorted(range(len(whole)), key=order.__getitem__), -1)
+    ordered = [whole[axis] for axis in order]
+
+    def fold(x: mx.array) -> mx.array:
+        if kind.is_shared:
+            return x.reshape(m, x.shape[-1])
+        x = mx.broadcast_to(x, (*whole, x.shape[-1]))
+        return x.transpose(*order, -1).reshape(batch, m, x.shape[-1])
+
+    def unfold(y: mx.array) -> mx.array:
+        return y.reshape(*ordered, kind.n).transpose(*back).reshape(kind.shape)
+
+    return fold, unfold
+
+
+def _converting(product: Product, kind: Kind, fold: Reshape) -> Product:
     bias = kind.epilogue.bias
 
     def run(
@@ -99,8 +153,8 @@ def _converting(product: Product, kind: Kind) -> Product:
             scales = scales.astype(kind.scale_dtype)
             biases = biases.astype(kind.scale_dtype)
         finish = (
-            array.astype(kind.dtype).reshape(array.size if bias and not i else matrix)
-            for i, array in enumerate(given)
+            array.flatten() if bias and not i else fold(array)
+            for i, array in enumerate(each.astype(kind.dtype) for each in given)
         )
         return product(x.astype(kind.dtype), w, scales, biases, *finish)
 

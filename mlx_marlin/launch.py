@@ -34,7 +34,8 @@ REMEMBERED = 4096
 
 Product = Callable[..., mx.array]
 """From x [m, k], codes, scales and biases to y [m, n]; with an epilogue, bias [n],
-multiplier [m, n] and residual [m, n] follow, those that it has not as any array."""
+multiplier [m, n] and residual [m, n] follow, those that it has not as any array. Of a
+batch of products, all but the bias have its size as a first dimension."""
 
 
 class KernelCall(Protocol):
@@ -259,15 +260,15 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     """Builds the call that adds a split plan's partial sums, in ascending k.
 
     Returns:
-        A function from float32 [slots, m, n], and the epilogue's arrays if there is
-        one, to y [m, n] in the problem's dtype.
+        A function from float32 of `workspace_shape`, and the epilogue's arrays if there
+        is one, to y [m, n] in the problem's dtype.
     """
     kernel = _kernel(source.reduce_source(plan.problem.epilogue != PLAIN))
-    shape = (plan.problem.m, plan.problem.n)
+    problem = plan.problem
     template = _template(source.reduce_template(plan))
     numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
     parts = _parts(plan)
-    threads = -(-shape[0] // ROWS_OF_THREAD) * shape[1]
+    threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
 
     def reduce(partials: mx.array, *finish: mx.array) -> mx.array:
         return kernel(
@@ -275,8 +276,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
             template=template,
             grid=(threads, 1, 1),
             threadgroup=(min(threads, 256), 1, 1),
-            output_shapes=(shape,),
-            output_dtypes=(_dtype(plan.problem.dtype),),
+            output_shapes=(problem.result_shape,),
+            output_dtypes=(_dtype(problem.dtype),),
         )[0]
 
     return reduce
@@ -314,15 +315,16 @@ def _multiply(plan: Plan) -> Product:
     atomic = plan.reduction == "atomic"
     kernel = _kernel(source.product_source(plan.kernel, fused, atomic))
     dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
-    whole = (problem.m, problem.n)
-    shape = plan.workspace_shape if plan.reduction == "workspace" else whole
+    by_slots = plan.reduction == "workspace"
+    shape = plan.workspace_shape if by_slots else problem.result_shape
     template = _template(source.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
     numbers = _numbers(source.shape(plan), source.schedule(plan))
     parts = _parts(plan) if fused else []
     words = problem.n * problem.k * problem.bits // 32
-    small = min(problem.n * problem.groups, words) < IN_CONSTANT
+    least = problem.batch * min(problem.n * problem.groups, words)
+    small = least < IN_CONSTANT
     start: dict[str, float] = {"init_value": 0.0} if atomic else {}
 
     def multiply(

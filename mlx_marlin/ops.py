@@ -41,9 +41,10 @@ def quantized_matmul(
 
     Args:
         x: Activations [..., k].
-        w: Codes, uint32 [n, k * bits / 32] as `mx.quantize` makes them, or a weight
-            from `pack` or `quantize`.
-        scales: Scales [n, k / group_size]; only a packed weight carries its own.
+        w: Codes, uint32 [..., n, k * bits / 32] as `mx.quantize` makes them, or a
+            weight from `pack` or `quantize`. What stands before n is broadcast with
+            what stands before the rows of x.
+        scales: Scales [..., n, k / group_size]; only a packed weight carries its own.
         biases: Biases, same shape as `scales`.
         transpose: Whether the product is x @ w.T (w is [n, k]) or x @ w.
         group_size: Weights that share a scale. Default: the mode's, or the packed
@@ -95,8 +96,8 @@ def linear(
 
     Args:
         x: Activations [..., k].
-        w: Codes, uint32 [n, k * bits / 32], or a weight from `pack` or `quantize`.
-        scales: Scales [n, k / group_size]; only a packed weight carries its own.
+        w: Codes, uint32 [..., n, k * bits / 32], or a weight from `pack` or `quantize`.
+        scales: Scales [..., n, k / group_size]; only a packed weight carries its own.
         biases: Biases of the groups, same shape as `scales`.
         bias: Bias [n] of the layer.
         activation: "silu", "gelu" or "gelu_approx", as in `mlx.nn`.
@@ -140,8 +141,7 @@ def linear(
     served = _served(
         x, w, scales, biases, True, group_size, bits, mode, epilogue, invariant
     )
-    n = w.n if isinstance(w, PackedWeight) else w.shape[-2]
-    check_operands((*x.shape[:-1], n), bias, multiply, residual)
+    check_operands(_result_shape(x, w), bias, multiply, residual)
     given = [each for each in (bias, multiply, residual) if each is not None]
     if isinstance(w, PackedWeight):
         return served.run(x, w.words, w.scales, w.third, *given)
@@ -302,6 +302,13 @@ def why_not(
         with mx.stream(stream):
             return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
     return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
+
+
+def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:
+    if isinstance(w, PackedWeight):
+        return (*x.shape[:-1], w.n)
+    batch = mx.broadcast_shapes(x.shape[:-2], w.shape[:-2])
+    return (*batch, *x.shape[-2:-1], w.shape[-2])
 
 
 @lru_cache

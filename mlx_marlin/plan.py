@@ -9,6 +9,7 @@ which k tiles of which tile. For 3 x 3 tiles in runs of `ceil` on 5 threadgroups
     (1,0) (1,1) (1,2)              0  2  3
     (2,0) (2,1) (2,2)              1  2  4
 
+Of a batch of products, the columns of tiles of each follow those of the one before.
 `shaders/` uses the same names for the same things.
 """
 
@@ -114,6 +115,10 @@ class Plan:
                     f"buffers={self.buffers}, loaders={self.loaders}"
                 )
             return
+        if self.problem.batch > 1:
+            raise ValueError(
+                f"gemm_staged takes one weight, got batch={self.problem.batch}"
+            )
         if self.buffers not in BUFFERS:
             raise ValueError(f"buffers={self.buffers} is not one of {BUFFERS}")
         if self.loaders < 0:
@@ -195,7 +200,12 @@ class Plan:
                 f"whole={self.work.whole} wide tiles leave no column of "
                 f"n={self.problem.n} for narrow ones"
             )
-        expected = self.m_tiles * self.n_tiles, self.k_tiles
+        if wide and self.problem.batch > 1:
+            raise ValueError(
+                f"hytis takes one weight, got batch={self.problem.batch}: wide tiles "
+                f"would end in another product's"
+            )
+        expected = self.problem.batch * self.m_tiles * self.n_tiles, self.k_tiles
         if (self.work.tiles, self.work.k_tiles) != expected:
             raise ValueError(
                 f"the product has {expected[0]} tiles of {expected[1]} k tiles, got "
@@ -267,9 +277,7 @@ class Plan:
 
     @property
     def n_tiles(self) -> int:
-        """Tiles across the columns; a wide one counts once."""
-        if self.simdgroups_n == 1:
-            return -(-self.problem.n // self.tile.n)
+        """Tiles across the columns of a product; a wide one counts once."""
         if self.simdgroups_n == 1:
             return -(-self.problem.n // self.tile.n)
         rest = self.problem.n - self.wide_columns * self.wide_n
@@ -315,9 +323,9 @@ class Plan:
 
     @property
     def workspace_shape(self) -> tuple[int, int, int]:
-        """Shape of the float32 partial sums: (slots, m, n)."""
+        """Shape of the float32 partial sums: (slots, m, n), all products' rows as m."""
         slots = self.work.slots if self.reduction == "workspace" else 1
-        return slots, self.problem.m, self.problem.n
+        return slots, self.problem.batch * self.problem.m, self.problem.n
 
     @property
     def workspace_bytes(self) -> int:
@@ -346,9 +354,14 @@ class Plan:
         element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 
+    def product_of(self, tile: int) -> int:
+        """Returns which product of a batch a tile is part of."""
+        return tile // (self.m_tiles * self.n_tiles)
+
     def corner(self, tile: int) -> tuple[int, int]:
-        """Returns the first row and column of a tile's part of the result."""
+        """Returns the first row and column of a tile's part of its product."""
         row, column = tile_position(tile, self.m_tiles)
+        column %= self.n_tiles
         wide = min(column, self.wide_columns)
         return row * self.tile.m, wide * self.wide_n + (column - wide) * self.tile.n
 
@@ -420,6 +433,8 @@ class DensePlan:
     chunk: int
 
     def __post_init__(self) -> None:
+        if self.problem.batch > 1:
+            raise ValueError(f"batch={self.problem.batch}, expected one weight")
         side = self.side
         if self.chunk < side or self.chunk % side:
             raise ValueError(f"chunk={self.chunk} is not a positive multiple of {side}")

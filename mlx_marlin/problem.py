@@ -1,7 +1,7 @@
 """The question: one quantized product, as a value.
 
-`y[m, n] = x[m, k] @ W[n, k]^T`, with W in few bits. In text a shape is k→n, with the
-rows m beside it.
+`y[m, n] = x[m, k] @ W[n, k]^T`, with W in few bits, or a batch of such products, each
+with x and W of its own. In text a shape is k→n, with the rows m beside it.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from mlx_marlin.formats import (
     MODE_DEFAULTS,
     MODES,
     SCALE_BYTES,
+    TILE_K,
+    TILE_N,
     WORD_BITS,
     Format,
     format_of,
@@ -30,9 +32,16 @@ MOST_PARTS = 6
 array of fewer than eight elements, which Metal hands over as a constant."""
 
 
-def largest_array(m: int, n: int, k: int, bits: int) -> int:
-    """Returns the elements of a product's largest array: x, the words or the result."""
-    return max(m * k, n * k * bits // WORD_BITS, m * n)
+def largest_array(m: int, n: int, k: int, bits: int, batch: int = 1) -> int:
+    """Returns the elements of a product's largest array: x, the words or the result.
+
+    Each weight of several is padded to whole tiles when packed.
+    """
+    if batch > 1:
+        n, k = (-(-size // tile) * tile for size, tile in ((n, TILE_N), (k, TILE_K)))
+    # Odd widths are loaded by bytes where groups are short: these have to be counted.
+    word = WORD_BITS // 2 if bits % 2 else WORD_BITS
+    return batch * max(m * k, n * k * bits // word, m * n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +111,7 @@ class Problem:
         m: Rows of the activations and of the result, at least 1.
         n: Rows of the weight, which are the result's columns, at least 1.
         k: Length of the sum; a multiple of `group_size`.
+        batch: Products of this shape, each with a weight of its own, at least 1.
         group_size: Weights along k that share one scale; k itself for a whole row.
         bits: Bits of one code.
         mode: MLX's name of the quantization scheme.
@@ -116,6 +126,7 @@ class Problem:
     m: int
     n: int
     k: int
+    batch: int = 1
     group_size: int = 64
     bits: int = 4
     mode: str = "affine"
@@ -131,10 +142,13 @@ class Problem:
             raise ValueError(
                 f"m, n and k must be at least 1, got m={self.m}, n={self.n}, k={self.k}"
             )
-        largest = largest_array(self.m, self.n, self.k, self.bits)
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch} must be at least 1")
+        largest = largest_array(self.m, self.n, self.k, self.bits, self.batch)
         if largest >= MOST_ELEMENTS:
             raise ValueError(
-                f"m={self.m}, n={self.n}, k={self.k} make an array of {largest} "
+                f"m={self.m}, n={self.n}, k={self.k}, batch={self.batch} make an array "
+                f"of {largest} "
                 f"elements, expected fewer than {MOST_ELEMENTS}"
             )
         format = format_of(self.mode, self.bits)
@@ -158,8 +172,11 @@ class Problem:
         if self.global_scale and self.mode != "nvfp4":
             raise ValueError(f"global_scale=True is for nvfp4, got mode={self.mode!r}")
         parts = self.epilogue.parts
-        if parts and sum(parts) != self.n:
-            raise ValueError(f"parts={parts} do not add up to n={self.n}")
+        if parts and (sum(parts) != self.n or self.batch > 1):
+            raise ValueError(
+                f"parts={parts} do not add up to n={self.n} of one product, got "
+                f"batch={self.batch}"
+            )
 
     @property
     def format(self) -> Format:
@@ -185,20 +202,27 @@ class Problem:
         return self.k // self.group_size
 
     @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the result: (m, n), of several products (batch, m, n)."""
+        one = self.m, self.n
+        return one if self.batch == 1 else (self.batch, *one)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of the product."""
-        return 2 * self.m * self.n * self.k
+        return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def code_bytes(self) -> int:
         """Bytes of the packed codes."""
-        return self.n * self.k * self.bits // 8
+        return self.batch * self.n * self.k * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales and biases together."""
         size = SCALE_BYTES[self.scale_dtype]
-        return self.n * self.groups * self.format.parameters * size
+        groups = self.batch * self.n * self.groups
+        return groups * self.format.parameters * size
 
     @property
     def weight_bytes(self) -> int:
@@ -208,12 +232,12 @@ class Problem:
     @property
     def activation_bytes(self) -> int:
         """Bytes of the activations."""
-        return self.m * self.k * DTYPE_BYTES[self.dtype]
+        return self.batch * self.m * self.k * DTYPE_BYTES[self.dtype]
 
     @property
     def output_bytes(self) -> int:
         """Bytes of the result."""
-        return self.m * self.n * DTYPE_BYTES[self.dtype]
+        return self.batch * self.m * self.n * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -227,6 +251,7 @@ class Problem:
         rows = "row" if self.m == 1 else "rows"
         parts = [
             f"{self.m} {rows} of {self.k}→{self.n}",
+            f"each of {self.batch} weights" if self.batch > 1 else "",
             f"{self.mode} {self.bits}-bit",
             f"group {self.group_size}",
             f"{self.dtype} with {self.scale_dtype} scales",

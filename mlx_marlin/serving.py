@@ -105,7 +105,7 @@ def serve_native(
         dtype=result.dtype,
         n=w_shape[-2],
         k=x_shape[-1],
-        batched=len(w_shape) > 2,
+        w_batch=w_shape[:-2],
         scale_dtype=mx.result_type(scales_dtype, biases_dtype or scales_dtype),
         scales_alike=(biases_dtype or scales_dtype) == scales_dtype,
         mode=mode,
@@ -172,7 +172,7 @@ def serve_packed(
         else mx.result_type(x_dtype, scale_dtype),
         n=n,
         k=k,
-        batched=False,
+        w_batch=(),
         scale_dtype=scale_dtype,
         scales_alike=True,
         mode=mode,
@@ -206,10 +206,12 @@ def _decide(kind: Kind, stock: Product) -> Served:
     if reason:
         _refuse_variance(kind, reason)
         return Served(stock, reason)
+    batch, m, n = kind.sizes
     problem = Problem(
-        m=prod(kind.x_shape[:-1]),
-        n=kind.n,
+        m=m,
+        n=n,
         k=kind.k,
+        batch=batch,
         group_size=kind.group_size,
         bits=kind.bits,
         mode=kind.mode,
@@ -297,12 +299,10 @@ def _not_ours(kind: Kind) -> str | None:
         return f"our kernels take {kind.mode} with a k that is a multiple of " + (
             f"{known.k_multiple(kind.group_size)}, and k={kind.k}"
         )
-    if kind.batched:
-        return "our kernels take one weight matrix, not a batch"
     if dtype_name(kind.dtype) not in DTYPE_BYTES:
         return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    rows = prod(kind.x_shape[:-1])
-    if largest_array(rows, kind.n, kind.k, kind.bits) >= MOST_ELEMENTS:
+    batch, m, n = kind.sizes
+    if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None
 

@@ -146,6 +146,7 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
         "SIMDGROUPS_K": plan.simdgroups_k,
         "WIDE": plan.simdgroups_n,
         "WHOLE": plan.is_whole,
+        "BATCHED": problem.batch > 1,
         **weight_template(problem),
         "SUBTRACT": plan.subtract,
     }
@@ -222,7 +223,8 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
 
 def reduce_template(plan: Plan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the reduce that follows a split plan."""
-    return _epilogue_template(plan) or {"T": plan.problem.dtype}
+    batched = {"BATCHED": plan.problem.batch > 1}
+    return batched | (_epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
 def shape(plan: Plan) -> tuple[int, ...]:
@@ -253,6 +255,7 @@ def schedule(plan: Plan) -> tuple[int, ...]:
         work.minimum,
         work.groups,
         int(work.partition == "ceil"),
+        plan.problem.batch,
     )
 
 

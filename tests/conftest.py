@@ -116,10 +116,12 @@ def _check(
 ) -> None:
     """Checks that arguments are what `launch.product` asks for."""
     problem = plan.problem
-    assert x.shape == (problem.m, problem.k)
+    several = (problem.batch,) if problem.batch > 1 else ()
+    assert x.shape == (*several, problem.m, problem.k)
     assert x.dtype == getattr(mx, problem.dtype)
     assert w.dtype == mx.uint32
     assert scales.dtype == biases.dtype == getattr(mx, problem.scale_dtype)
     if problem.layout == "mlx":
-        assert w.shape == (problem.n, problem.k // 8)
-        assert scales.shape == biases.shape == (problem.n, problem.groups)
+        assert w.shape == (*several, problem.n, problem.k // 8)
+        assert scales.shape == (*several, problem.n, problem.groups)
+        assert biases.shape == scales.shape

@@ -22,18 +22,18 @@ def exact(array: mx.array) -> Floats:
 
 
 def codes(w: mx.array) -> NDArray[np.int64]:
-    """Returns the 4-bit codes [n, k] of MLX's words [n, k / 8], low nibble first."""
+    """Returns the 4-bit codes [..., n, k] of MLX's words, low nibble first."""
     words = np.array(w).astype(np.int64)
     shifts = 4 * np.arange(8)
-    return ((words[..., None] >> shifts) & 15).reshape(words.shape[0], -1)
+    return ((words[..., None] >> shifts) & 15).reshape(*words.shape[:-1], -1)
 
 
 def decoded(
     w: mx.array, scales: mx.array, biases: mx.array, *, group_size: int
 ) -> Floats:
-    """Returns the weight [n, k] that codes, scales and biases stand for."""
-    scale = np.repeat(exact(scales), group_size, axis=1)
-    bias = np.repeat(exact(biases), group_size, axis=1)
+    """Returns the weight [..., n, k] that codes, scales and biases stand for."""
+    scale = np.repeat(exact(scales), group_size, axis=-1)
+    bias = np.repeat(exact(biases), group_size, axis=-1)
     return scale * codes(w) + bias
 
 
@@ -41,7 +41,8 @@ def product(
     x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *, group_size: int
 ) -> Floats:
     """Returns x @ weight.T, [..., n], in float64."""
-    return exact(x) @ decoded(w, scales, biases, group_size=group_size).T
+    weight = decoded(w, scales, biases, group_size=group_size)
+    return exact(x) @ weight.swapaxes(-1, -2)
 
 
 def error(actual: mx.array, expected: Floats) -> float:
@@ -72,9 +73,10 @@ def allowed(
         group_size: Weights that share a scale.
         offset: What is added to every code and taken off again: 64 or 0.
     """
-    scale = np.repeat(np.abs(exact(scales)), group_size, axis=1)
-    bias = np.repeat(np.abs(exact(biases)), group_size, axis=1)
-    return 4 * 2.0**-24 * (np.abs(exact(x)) @ (scale * (offset + codes(w)) + bias).T)
+    scale = np.repeat(np.abs(exact(scales)), group_size, axis=-1)
+    bias = np.repeat(np.abs(exact(biases)), group_size, axis=-1)
+    terms = scale * (offset + codes(w)) + bias
+    return 4 * 2.0**-24 * (np.abs(exact(x)) @ terms.swapaxes(-1, -2))
 
 
 def assert_close(

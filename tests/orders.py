@@ -17,25 +17,30 @@ TRIP = 64
 
 
 def trips(problem: Problem) -> Vector:
-    """Draws one activation [trips, m] for each trip of the main loop."""
-    count = -(-problem.k // TRIP)
-    return np.random.default_rng(0).standard_normal((count, problem.m), np.float32)
+    """Draws one activation [trips, m] for each trip of the main loop.
+
+    Of a batch, the rows of all products.
+    """
+    size = -(-problem.k // TRIP), problem.batch * problem.m
+    return np.random.default_rng(0).standard_normal(size, np.float32)
 
 
 def one_in_each_trip(problem: Problem) -> mx.array:
     """Returns activations [m, k] that are zero but for the first of each trip."""
     values = trips(problem)
-    x = np.zeros((problem.m, values.shape[0], TRIP), np.float32)
+    x = np.zeros((*values.T.shape, TRIP), np.float32)
     x[..., 0] = values.T
-    return mx.array(x.reshape(problem.m, -1)[:, : problem.k])
+    rows = x.reshape(x.shape[0], -1)[:, : problem.k]
+    return mx.array(rows.reshape(*problem.result_shape[:-1], problem.k))
 
 
 def ones(problem: Problem) -> Native:
     """Returns a weight of ones: every code is 1, and exact in any kernel."""
+    rows = (*problem.result_shape[:-2], problem.n)
     return (
-        mx.full((problem.n, problem.k // 8), 0x11111111, mx.uint32),
-        mx.ones((problem.n, problem.groups)),
-        mx.zeros((problem.n, problem.groups)),
+        mx.full((*rows, problem.k // 8), 0x11111111, mx.uint32),
+        mx.ones((*rows, problem.groups)),
+        mx.zeros((*rows, problem.groups)),
     )
 
 
@@ -58,13 +63,14 @@ def promised(plan: Plan) -> Vector:
             turn_of = np.arange(len(own)) * steps % turns
             total = ascending(ascending(own[turn_of == turn]) for turn in range(turns))
             sums.setdefault(split.tile, {})[split.k_idx] = total
-    out = np.full((problem.m, problem.n), np.nan, np.float32)
+    out = np.full((problem.batch * problem.m, problem.n), np.nan, np.float32)
     for tile, splits in sums.items():
         total = ascending(splits[k_idx] for k_idx in sorted(splits))
         row, col = plan.corner(tile)
-        rows = slice(row, row + plan.tile.m)
+        first = plan.product_of(tile) * problem.m
+        rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
         out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
-    return out
+    return out.reshape(problem.result_shape)
 
 
 def ascending(addends: Iterable[Vector]) -> Vector:

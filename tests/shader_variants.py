@@ -271,7 +271,7 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
 def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
     """A body alone, with an epilogue, with wide tiles, and split both ways.
 
-    Also with a ragged last tile, and with one threadgroup for both tiles.
+    Also with a ragged last tile, with one threadgroup for both tiles, and of a batch.
     """
     work = body.work
     both = Work(strategy="stripe", tiles=2, k_tiles=work.k_tiles, threadgroups=1)
@@ -292,6 +292,18 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
     reductions: tuple[Reduction, ...] = ("workspace", "atomic")
     for reduction, each in product(reductions, (problem, fused)):
         yield replace(body, problem=each, work=split, reduction=reduction)
+    several = replace(problem, batch=2)
+    yield replace(body, problem=several, work=data_parallel(4, work.k_tiles))
+    run = replace(both, tiles=4)
+    for each in (
+        replace(several, n=problem.n - 1),
+        replace(several, epilogue=epilogue),
+    ):
+        yield replace(body, problem=each, work=run)
+    split = replace(split, tiles=4, threadgroups=8)
+    for reduction, each in zip(reductions, (fused, problem), strict=True):
+        several = replace(each, batch=2)
+        yield replace(body, problem=several, work=split, reduction=reduction)
 
 
 def _finished(problem: Problem, epilogue: Epilogue) -> Problem:

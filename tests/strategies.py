@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlx_marlin import device, launch
 from mlx_marlin.device import Device
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
+from mlx_marlin.packing import pack
 from mlx_marlin.plan import (
     FRAGMENT,
     FRAGMENTS_M,
@@ -58,6 +59,8 @@ ANY_FORMAT: st.SearchStrategy[Grouped] = st.sampled_from(
 """Every scheme as often as the others, though some have more widths and groups."""
 
 NO_EPILOGUE = st.just(PLAIN)
+ONE_WEIGHT = st.just(1)
+BATCHES = st.integers(2, 5)
 EPILOGUES = st.builds(
     Epilogue,
     bias=st.booleans(),
@@ -84,6 +87,7 @@ def problems(
     dtypes: st.SearchStrategy[str] = DTYPES,
     layouts: st.SearchStrategy[str] = ANY_LAYOUT,
     epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
+    batches: st.SearchStrategy[int] = ONE_WEIGHT,
 ) -> Problem:
     """Draws a problem; `max_k` is at least 256, the largest group."""
     mode, bits, group_size = draw(formats)
@@ -98,6 +102,7 @@ def problems(
         m=draw(sizes(max_m)),
         n=draw(sizes(max_n)),
         k=k,
+        batch=draw(batches),
         group_size=k if group_size == CHANNEL else group_size,
         bits=bits,
         mode=mode,
@@ -217,7 +222,8 @@ def plans(
     k_tiles = -(-problem.k // tile.k)
     along_k = MAX_SIMDGROUPS // simdgroups_m
     # First the width, or wide tiles would hardly ever be drawn.
-    width = draw(st.sampled_from(_widths(along_k, n_tiles)))
+    widths = _widths(along_k, n_tiles) if problem.batch == 1 else [1]
+    width = draw(st.sampled_from(widths))
     simdgroups_k = width * draw(st.integers(1, along_k // width))
     if width > 1:
         columns = draw(st.integers(1, (n_tiles - 1) // width))
@@ -226,9 +232,8 @@ def plans(
             data_parallel(tiles, k_tiles), strategy="hytis", whole=columns * m_tiles
         )
     else:
-        work = draw(
-            works(tiles=m_tiles * n_tiles, k_tiles=k_tiles, strategies=ONE_TILE_SIZE)
-        )
+        tiles = problem.batch * m_tiles * n_tiles
+        work = draw(works(tiles=tiles, k_tiles=k_tiles, strategies=ONE_TILE_SIZE))
     plan = Plan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
@@ -287,16 +292,34 @@ def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
     """
     key = mx.random.key(seed)
     dtype = getattr(mx, problem.dtype)
-    x = mx.random.normal((problem.m, problem.k), key=key).astype(dtype)
+    several = problem.result_shape[:-2]
+    x = mx.random.normal((*several, problem.m, problem.k), key=key).astype(dtype)
     keys = mx.random.split(key, 2)
-    w = mx.random.normal((problem.n, problem.k), key=keys[0]) * 0.05
-    groups = w.reshape(problem.n, -1, problem.group_size)
-    kind = mx.random.randint(0, 8, groups.shape[:2], key=keys[1])[..., None]
+    w = mx.random.normal((*several, problem.n, problem.k), key=keys[0]) * 0.05
+    groups = w.reshape(*several, problem.n, -1, problem.group_size)
+    kind = mx.random.randint(0, 8, groups.shape[:-1], key=keys[1])[..., None]
     groups = mx.where(kind == 0, 0.125, mx.where(kind == 1, mx.abs(groups), groups))
     weight = groups.reshape(w.shape).astype(getattr(mx, problem.scale_dtype))
     native = mx.quantize(weight, group_size=problem.group_size, bits=problem.bits)
     mx.eval(x, native)
     return x, (native[0], native[1], native[2])
+
+
+def stored(problem: Problem, native: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    """Returns a batch of weights as kernels take them: each follows the one before."""
+    if problem.layout == "mlx":
+        return native if len(native) == 3 else (*native, native[1])
+    packed = [
+        pack(
+            *(part[i] for part in native),
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        )
+        for i in range(problem.batch)
+    ]
+    scales = mx.stack([each.scales for each in packed])
+    return mx.stack([each.words for each in packed]), scales, scales
 
 
 def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:
@@ -317,10 +340,10 @@ def finish_arrays(problem: Problem, *, seed: int) -> Native:
     """Makes an epilogue's bias, multiplier and residual."""
     dtype = getattr(mx, problem.dtype)
     keys = mx.random.split(mx.random.key(seed), 3)
-    result = (problem.m, problem.n)
+    result = problem.result_shape
     bias, multiplier, residual = (
         mx.random.normal(shape, key=key).astype(dtype)
-        for shape, key in zip((result[1:], result, result), keys, strict=True)
+        for shape, key in zip((result[-1:], result, result), keys, strict=True)
     )
     mx.eval(bias, multiplier, residual)
     return bias, multiplier, residual
@@ -341,6 +364,7 @@ def runnable_plans(
     dtypes: st.SearchStrategy[str] = DTYPES,
     epilogues: st.SearchStrategy[Epilogue] = NO_EPILOGUE,
     atomic: bool = True,
+    batches: st.SearchStrategy[int] = ONE_WEIGHT,
 ) -> st.SearchStrategy[Plan]:
     """Draws plans small enough to run by the hundred."""
     of = problems(
@@ -350,6 +374,7 @@ def runnable_plans(
         formats=formats,
         dtypes=dtypes,
         epilogues=epilogues,
+        batches=batches,
     )
     return plans(of=of, atomic=atomic)
 
@@ -366,7 +391,8 @@ def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list
     """Makes plans of every strategy, ragged where the strategy allows.
 
     Args:
-        problem: Of two columns of tiles at least, and of three k tiles.
+        problem: Of two columns of tiles at least, and of three k tiles. Of a batch
+            there is no `hytis`.
         reduction: Of the plans that split tiles.
     """
     rows = problem.m if problem.m <= GEMV_ROWS[problem.dtype] else FRAGMENT
@@ -378,20 +404,24 @@ def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list
         tile=tile,
         fragments_m=int(rows != problem.m),
         simdgroups_k=4,
-        work=data_parallel(m_tiles * n_tiles, -(-problem.k // tile.k)),
+        work=data_parallel(problem.batch * m_tiles * n_tiles, -(-problem.k // tile.k)),
         subtract=True,
     )
-    columns = (n_tiles - 1) // 2
-    hytis = data_parallel(m_tiles * (n_tiles - columns), body.k_tiles)
-    hytis = replace(hytis, strategy="hytis", whole=m_tiles * columns)
     return [
         body,
-        replace(body, work=hytis, simdgroups_n=2),
+        *([_with_wide_tiles(body)] if problem.batch == 1 else []),
         *(
             replace(body, work=work, reduction=reduction if work.is_split else "none")
             for work in _cut(body.work.tiles, body.k_tiles)
         ),
     ]
+
+
+def _with_wide_tiles(body: Plan) -> Plan:
+    columns = (body.n_tiles - 1) // 2
+    work = data_parallel(body.m_tiles * (body.n_tiles - columns), body.k_tiles)
+    work = replace(work, strategy="hytis", whole=body.m_tiles * columns)
+    return replace(body, work=work, simdgroups_n=2)
 
 
 def _cut(tiles: int, k_tiles: int) -> list[Work]:

@@ -182,20 +182,6 @@ def test_an_invariant_row_is_what_it_is_alone(
 
 
 @few
-def test_a_batch_of_weights_is_served_by_stock(
-    mode: str, bits: int, group_size: int
-) -> None:
-    options = options_of(mode, bits, group_size)
-    arrays = [mx.stack([each, each]) for each in native(options)]
-
-    reason = mlx_marlin.why_not(X, *arrays, **options)
-    y = mlx_marlin.quantized_matmul(X, *arrays, **options)
-
-    assert "not a batch" in reason
-    assert mx.array_equal(y, mx.quantized_matmul(X, *arrays, **options))
-
-
-@few
 def test_the_weight_as_it_is_is_stocks_unless_it_is_packed(
     mode: str, bits: int, group_size: int
 ) -> None:

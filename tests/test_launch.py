@@ -316,7 +316,7 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     assert scales.tolist() == [2] + [0] * 7
     assert biases.tolist() == [1] + [0] * 7
     assert shape.tolist() == [1, 1, 32, 1, 1, 1, 0]
-    assert schedule.tolist() == [1, 1, 1, 1, 1, 0]
+    assert schedule.tolist() == [1, 1, 1, 1, 1, 0, 1]
 
 
 def test_so_are_few_scales_of_one_byte(

@@ -54,15 +54,10 @@ STOCK: dict[str, tuple[Callable[[], tuple[mx.array, ...]], dict[str, Any], str]]
         {"transpose": False},
         "transposed weight only",
     ),
-    "batch of weights": (
-        lambda: (activations(2, 3, K), *weight(batch=2)),
-        {},
-        "one weight matrix",
-    ),
-    "batches that broadcast": (
-        lambda: (activations(5, 1, 3, K), *weight(batch=2)),
-        {},
-        "one weight matrix",
+    "transpose=False, a batch": (
+        lambda: (activations(2, 3, N), *weight(batch=2)),
+        {"transpose": False},
+        "transposed weight only",
     ),
 }
 

@@ -176,7 +176,7 @@ def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
             max(len(epilogue.parts), 1),
         ]
     elif plan.reduction != "none":
-        assert last == {"T": plan.problem.dtype}
+        assert last["T"] == plan.problem.dtype
 
 
 def test_activations_have_the_numbers_of_the_shaders() -> None:
@@ -243,6 +243,7 @@ def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
         "minimum": work.minimum,
         "groups": work.groups,
         "ceil_partition": work.partition == "ceil",
+        "batch": problem.batch,
     }
     assert max(*shape, *schedule) < 2**31
 

@@ -34,15 +34,15 @@ def optimize(
     """Makes a model's quantized linear layers run on our kernels, in place.
 
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
-    experts and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
+    experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
     Subclasses, which may do something else, and other formats stay as they are. If a
     layer cannot be converted, those before it are turned back.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers and
-            those of experts, so the model can be saved for stock MLX only after
-            `restore`.
+            those of experts, but not those of heads, so the model can be saved for
+            stock MLX only after `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here; with
@@ -77,6 +77,9 @@ def optimize(
                 layer, layout=layout, invariant=invariant
             )
             return experts
+        if _is_heads(layer):
+            heads: nn.Module = _marlin_heads().from_quantized(layer)
+            return heads
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
         if type(layer) is MarlinEmbedding:
@@ -98,6 +101,8 @@ def optimize(
             return (
                 _is_our_format(layer) and getattr(layer, "global_scale", None) is None
             )
+        if _is_heads(layer):
+            return not invariant and _is_our_format(layer)
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
         if type(layer) is MarlinLinear or _is_marlin_experts(layer):
@@ -148,9 +153,9 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
 
     def stays(layer: nn.Module) -> bool:
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
-        if quantized or _is_experts(layer):
+        if quantized or _is_experts(layer) or _is_heads(layer):
             return not _is_ours(layer) and not wanted(layer)
-        return False
+        return _is_marlin_heads(layer)
 
     left = _find(model, stays)
     if left:
@@ -229,13 +234,22 @@ def _put(places: Places, layer: nn.Module) -> None:
 
 
 def _is_ours(layer: nn.Module) -> bool:
-    return type(layer) in (MarlinLinear, MarlinEmbedding) or _is_marlin_experts(layer)
+    ours = type(layer) in (MarlinLinear, MarlinEmbedding)
+    return ours or _is_marlin_experts(layer) or _is_marlin_heads(layer)
 
 
 def _is_experts(layer: nn.Module) -> bool:
     """Returns whether a layer is mlx-lm's for several experts."""
-    switch_layers = sys.modules.get("mlx_lm.models.switch_layers")
-    known = getattr(switch_layers, "QuantizedSwitchLinear", None)
+    return _is_of_mlx_lm(layer, "switch_layers", "QuantizedSwitchLinear")
+
+
+def _is_heads(layer: nn.Module) -> bool:
+    """Returns whether a layer is mlx-lm's for several heads."""
+    return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
+
+
+def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:
+    known = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
     return known is not None and type(layer) is known
 
 
@@ -243,11 +257,21 @@ def _is_marlin_experts(layer: nn.Module) -> bool:
     return type(layer).__name__ == "MarlinSwitchLinear"
 
 
+def _is_marlin_heads(layer: nn.Module) -> bool:
+    return type(layer).__name__ == "MarlinMultiLinear"
+
+
 def _marlin_experts() -> Any:
     # mlx-lm is imported already if one of its layers is here, and not needed otherwise.
     from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
 
     return MarlinSwitchLinear
+
+
+def _marlin_heads() -> Any:
+    from mlx_marlin.integrations.multi_linear import MarlinMultiLinear
+
+    return MarlinMultiLinear
 
 
 def _is_our_format(layer: nn.Module) -> bool:

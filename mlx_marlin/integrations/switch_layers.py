@@ -44,7 +44,7 @@ class MarlinSwitchLinear(QuantizedSwitchLinear):
             invariant: Whether a row's bits must not depend on the other rows.
         """
         is_ours = isinstance(layer, MarlinSwitchLinear)
-        ours = _as(cls, layer.to_stock() if is_ours else layer)
+        ours = twin_of(cls, layer.to_stock() if is_ours else layer)
         ours.invariant = invariant
         if layout == "marlin":
             ours._keep_packed()
@@ -52,7 +52,7 @@ class MarlinSwitchLinear(QuantizedSwitchLinear):
 
     def to_stock(self) -> QuantizedSwitchLinear:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
-        layer = _as(QuantizedSwitchLinear, self)
+        layer = twin_of(QuantizedSwitchLinear, self)
         for name in ("layout", "invariant", "_n", "_k"):
             vars(layer).pop(name, None)
         for name in PACKED:
@@ -151,7 +151,8 @@ class MarlinSwitchLinear(QuantizedSwitchLinear):
         self.freeze(keys=[*PACKED])
 
 
-def _as(cls: type[Layer], layer: Any) -> Layer:
+def twin_of(cls: type[Layer], layer: Any) -> Layer:
+    """Makes a layer of a class with the arrays and the state of another layer."""
     twin = cls.__new__(cls)
     vars(twin).update(vars(layer))
     twin._no_grad = set(layer._no_grad)

@@ -88,6 +88,7 @@ def candidates(
     space = Space(
         m_tiles=body.m_tiles,
         n_tiles=body.n_tiles,
+        batch=problem.batch,
         k_tiles=body.k_tiles,
         trips=body.tile.k // k_tile(1),
         cores=device.cores,
@@ -123,7 +124,7 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
     simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m, most))
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
-    tiles = -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
     return Plan(
         problem=problem,
         kernel=kernel,
@@ -250,7 +251,7 @@ def _invariant(body: Plan, device: Device, wishes: Wishes) -> Plan:
     """Returns the plan whose splits of k depend on the weight and the device only."""
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)
-    tiles = body.m_tiles * body.n_tiles
+    tiles = body.work.tiles
     work = data_parallel(tiles, body.k_tiles)
     if slices > 1:
         work = replace(

@@ -198,7 +198,7 @@ def workspace_traffic(plan: Plan) -> int:
         return 0
     problem, work = plan.problem, plan.work
     passes = work.pieces / work.tiles + (plan.reduction == "atomic")
-    return round(2 * passes * problem.m * problem.n * 4)
+    return round(2 * passes * problem.batch * problem.m * problem.n * 4)
 
 
 def busy(plan: Plan, device: Device) -> float:
@@ -243,7 +243,7 @@ def loop_of(problem: Problem, fragments_m: int, subtract: bool, device: Device) 
         device: The chip to plan for.
     """
     trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
-    weights = -(-problem.n // TILE_N) * TILE_N * problem.k
+    weights = problem.batch * -(-problem.n // TILE_N) * TILE_N * problem.k
     slots, x_bytes = _per_trip(
         trip, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
     )
@@ -300,7 +300,7 @@ def _staged(plan: Plan, device: Device) -> tuple[float, float]:
     products = sum(count * MATRIX_OPS[each] for each, count in readers.items())
     slots = rates.matrix_slots * products + rates.exposed * loop.other
     staged = loop.staged_bytes * LANE_BYTES_PER_CLOCK / THREADGROUP_BYTES_PER_CLOCK
-    weights = -(-problem.n // TILE_N) * TILE_N * problem.k
+    weights = problem.batch * -(-problem.n // TILE_N) * TILE_N * problem.k
     return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights
 
 
@@ -348,7 +348,8 @@ def _other_slots(plan: Plan) -> float:
         slots += work.threadgroups * RANGE_SLOTS + inside * INSIDE_SLOTS
     store, along_k = STORE_SLOTS
     stored = work.pieces * plan.tile.m * (store + along_k * plan.simdgroups_k)
-    reduced = plan.finishes * plan.problem.m * plan.problem.n * REDUCE_SLOTS
+    elements = plan.problem.batch * plan.problem.m * plan.problem.n
+    reduced = plan.finishes * elements * REDUCE_SLOTS
     return simdgroups * slots + stored + reduced
 
 

@@ -52,6 +52,7 @@ class Space:
     Attributes:
         m_tiles: Tiles down the rows.
         n_tiles: Tiles across the columns.
+        batch: Products, each of so many tiles.
         k_tiles: K tiles of a tile.
         trips: Trips of the main loop for a k tile.
         cores: GPU cores.
@@ -62,6 +63,7 @@ class Space:
 
     m_tiles: int
     n_tiles: int
+    batch: int
     k_tiles: int
     trips: int
     cores: int
@@ -71,7 +73,7 @@ class Space:
     @property
     def tiles(self) -> int:
         """Tiles of the result."""
-        return self.m_tiles * self.n_tiles
+        return self.batch * self.m_tiles * self.n_tiles
 
     def targets(self, per_core: tuple[int, ...]) -> list[int]:
         """Returns numbers of threadgroups that load all cores alike."""
@@ -232,6 +234,10 @@ def _groups(space: Space, whole: int, threadgroups: int) -> int:
 
 def _hytis(space: Space, wishes: Wished) -> Iterator[Wide]:
     """Yields as many wide tiles as load all cores alike, then narrow ones."""
+    if space.batch > 1:
+        if "strategy" in wishes:
+            raise ValueError(f"hytis takes one weight, got batch={space.batch}")
+        return
     widths = [
         width for width in WIDTHS if width < space.n_tiles and space.widest % width == 0
     ]

@@ -48,7 +48,8 @@ def dense_if_faster(
         device: The chip to plan for.
         others: Seconds that it has to stay below.
     """
-    if problem.m < LEAST_ROWS or problem.epilogue != PLAIN or problem.invariant:
+    plain = problem.epilogue == PLAIN and problem.batch == 1
+    if problem.m < LEAST_ROWS or not plain or problem.invariant:
         return None
     if dense_seconds(problem, device) >= others:
         return None

@@ -130,6 +130,7 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
     clocks = device.cores * device.clock_ghz * 1e9
     columns = call.geometry.columns
     decoded = problem.k * columns * ceil(problem.n / columns) * call.passes
+    decoded *= problem.batch
     slots = decoded * _slots(call, problem, device)
     lane_bytes = decoded * _lane_bytes(call, problem)
     return StockPrediction(
@@ -147,7 +148,7 @@ def _is_calibrated(problem: Problem, device: Device) -> bool:
     """Whether there were times to fit: the published ones of an Ultra contradict."""
     chip = device.generation in ("M3", "M4") and device.tier != "ultra"
     known = (problem.mode, problem.bits) == ("affine", 4)
-    return chip and known and DTYPE_BYTES[problem.dtype] == 2
+    return chip and known and DTYPE_BYTES[problem.dtype] == 2 and problem.batch == 1
 
 
 def _slots(call: StockCall, problem: Problem, device: Device) -> float:

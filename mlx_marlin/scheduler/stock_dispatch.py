@@ -1,8 +1,9 @@
 """What stock MLX 0.32.4 launches for a product: which kernel, and how it is cut.
 
-The choice that `mx.quantized_matmul(transpose=True)` makes for one weight, by format,
-rows, sizes and architecture. It follows what MLX does, right or wrong. A format that
-MLX does not have is taken for its affine one of as many bits.
+The choice that `mx.quantized_matmul(transpose=True)` makes, by format, rows, sizes and
+architecture. It follows what MLX does, right or wrong. A format that MLX does not have
+is taken for its affine one of as many bits. Several weights stand in the third
+dimension of the grid, and their k is never split.
 """
 
 from dataclasses import dataclass
@@ -78,9 +79,9 @@ class StockCall:
     Attributes:
         kernel: One of `KERNELS`.
         rows: Rows of x that a threadgroup serves.
-        passes: Times that the whole weight is read and decoded.
+        passes: Times that a whole weight is read and decoded.
         split_k: Parts of k, each with threadgroups of its own.
-        threadgroups: Of the product, all splits together.
+        threadgroups: Of all products, all splits together.
     """
 
     kernel: str
@@ -122,7 +123,7 @@ def stock_call(problem: Problem, device: Device) -> StockCall:
         rows=rows,
         passes=passes,
         split_k=1,
-        threadgroups=passes * ceil(problem.n / KERNELS[kernel].columns),
+        threadgroups=problem.batch * passes * ceil(problem.n / KERNELS[kernel].columns),
     )
 
 
@@ -196,7 +197,7 @@ def _named(kernel: str, problem: Problem, device: Device) -> str:
 
 def _matrix_call(problem: Problem, device: Device) -> StockCall:
     """Returns the call for many rows; a split never uses the tensor units."""
-    split = stock_split(problem)
+    split = stock_split(problem) if problem.batch == 1 else 1
     nax = split == 1 and device.has_tensor_units and problem.k % 64 == 0
     kernel = "qmm_t_nax" if nax else "qmm_t" if split == 1 else "qmm_t_splitk"
     rows = 2 * TILE if nax and problem.m > TILE else TILE
@@ -207,5 +208,5 @@ def _matrix_call(problem: Problem, device: Device) -> StockCall:
         rows=rows,
         passes=passes,
         split_k=split,
-        threadgroups=passes * ceil(problem.n / columns) * split,
+        threadgroups=problem.batch * passes * ceil(problem.n / columns) * split,
     )

@@ -7,6 +7,7 @@ gemm_register<
     SIMDGROUPS_K,
     WIDE,
     WHOLE,
+    BATCHED,
     RAGGED,
     WeightFormat<MODE, BITS, GROUP, PACKED>,
     SUBTRACT,

@@ -1,7 +1,7 @@
 // Body of the kernel: a few rows, x[ROWS, k] times the transpose of w[n, k], finished by an
 // epilogue, into out[ROWS, n]. No tile may be split.
 threadgroup float scratch[SIMDGROUPS_K * ROWS * SCRATCH_ROW];
-gemv<ROWS, SIMDGROUPS_K, WIDE, WHOLE, WeightFormat<MODE, BITS, GROUP, PACKED>, SUBTRACT>(
+gemv<ROWS, SIMDGROUPS_K, WIDE, WHOLE, BATCHED, WeightFormat<MODE, BITS, GROUP, PACKED>, SUBTRACT>(
     x,
     w,
     scales,

@@ -1,3 +1,3 @@
 // Body of the kernel: adds the splits of each tile in the workspace [slots, m, n] in ascending
 // k, because float addition is not associative and every run must give the same bits.
-reduce<T>(partials, shape, schedule, out, Plain{}, thread_position_in_grid.x);
+reduce<BATCHED, T>(partials, shape, schedule, out, Plain{}, thread_position_in_grid.x);

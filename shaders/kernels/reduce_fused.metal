@@ -1,6 +1,6 @@
 // Body of the kernel: adds the splits of each tile in the workspace [slots, m, n] in ascending
 // k, as `reduce` does, and finishes each sum by an epilogue.
-reduce<T>(
+reduce<BATCHED, T>(
     partials,
     shape,
     schedule,

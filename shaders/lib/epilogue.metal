@@ -97,15 +97,38 @@ METAL_FUNC void store(device atomic<float>* out, uint, uint, uint place, float v
 }
 
 // Which row of x and of the output a row of the product is: the same, where no list of rows
-// says otherwise.
-struct InOrder {};
+// says otherwise, after the rows of the products before it.
+struct InOrder {
+  uint first;
+  uint others;  // rows of all other products
+};
 
-METAL_FUNC uint input_row(InOrder, uint row) {
-  return row;
+template <bool BATCHED>
+METAL_FUNC InOrder rows_of_product(Split split, Work work) {
+  InOrder order = {0, 0};
+  if (BATCHED) {
+    order.first = split.product * work.m;
+    order.others = (work.batch - 1) * work.m;
+  }
+  return order;
 }
 
-METAL_FUNC uint output_row(InOrder, uint row) {
-  return row;
+METAL_FUNC uint input_row(InOrder order, uint row) {
+  return order.first + row;
+}
+
+METAL_FUNC uint output_row(InOrder order, uint row) {
+  return order.first + row;
+}
+
+// Rows of a slot of the workspace.
+template <typename R>
+METAL_FUNC uint rows_of_slot(R, Work work) {
+  return work.m;
+}
+
+METAL_FUNC uint rows_of_slot(InOrder order, Work work) {
+  return work.m + order.others;
 }
 
 // Adds the partial tiles of the simdgroups along k in ascending order and stores what lies
@@ -151,6 +174,6 @@ METAL_FUNC void store_tile(
     const uint place =
         output_place(epilogue, output_row(order, split.row + row), split.col + col, work);
     total = finished(total, epilogue, place, split.col + col);
-    store(out, split.slot, work.m * work.n, place, total);
+    store(out, split.slot, rows_of_slot(order, work) * work.n, place, total);
   }
 }

@@ -7,6 +7,7 @@
 // SIMDGROUPS_K  simdgroups that take turns at the trips along k
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // WHOLE         every threadgroup has one whole tile
+// BATCHED       there are several products, each with a weight of its own
 // RAGGED        the last tile of a row of tiles may have fewer than four row fragments of w
 // W             WeightFormat
 // SUBTRACT      q instead of W::ZERO + q enters the multiply: more exact, slower only without
@@ -225,6 +226,7 @@ template <
     int SIMDGROUPS_K,
     int WIDE,
     bool WHOLE,
+    bool BATCHED,
     bool RAGGED,
     typename W,
     bool SUBTRACT,
@@ -260,27 +262,29 @@ METAL_FUNC void gemm_register(
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
-        split_at<WIDE, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
+        split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
+    const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const int col = split.col + TILE_N * place.column;
-    const WeightTile<S> tile = weight_tile<W>(w, scales, biases, col, work, lane_index);
+    const WeightTile<S> tile =
+        weight_tile<W>(w, scales, biases, col, work, lane_index, split.product);
     const int cols = work.n - col;
     const int row = split.row + place.row;
     // Whole fragments past the last row or column are left out, not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
       accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
-          totals, x, InOrder{}, tile, row, cols, work, split, place, lane_index);
+          totals, x, order, tile, row, cols, work, split, place, lane_index);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
     } else if (work.m > row) {
       accumulate<1, RAGGED, W, SUBTRACT, WIDEN>(
-          totals, x, InOrder{}, tile, row, cols, work, split, place, lane_index);
+          totals, x, order, tile, row, cols, work, split, place, lane_index);
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<TILE_M, SIMDGROUPS_K, WIDE, SIMDGROUPS>(
         out,
         epilogue,
-        InOrder{},
+        order,
         scratch,
         work,
         split,

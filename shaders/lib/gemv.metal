@@ -6,6 +6,7 @@
 // SIMDGROUPS_K  simdgroups that take turns at the trips along k
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // WHOLE         every threadgroup has one whole tile
+// BATCHED       there are several products, each with a weight of its own
 // W             WeightFormat
 // SUBTRACT      q instead of W::ZERO + q enters the sums: more exact, and slower
 
@@ -16,12 +17,14 @@ METAL_FUNC Quantizers load_vectors(
     thread Run* runs,
     WeightTile<S> tile,
     const device T* x,
+    InOrder order,
     Work work,
     int lane_index,
     int k) {
   constexpr int RUNS = W::RUNS;
   load_words<W>(words, tile, k, lane_index);
-  const int start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
+  const uint start =
+      input_row(order, 0) * work.k + k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
     const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
     runs[i] = load_run(first, i / RUNS / 2 * work.k + start);
@@ -53,6 +56,7 @@ template <
     int SIMDGROUPS_K,
     int WIDE,
     bool WHOLE,
+    bool BATCHED,
     typename W,
     bool SUBTRACT,
     typename T,
@@ -85,10 +89,11 @@ METAL_FUNC void gemv(
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
-        split_at<WIDE, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
+        split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
+    const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
-        w, scales, biases, split.col + TILE_N * place.column, work, lane_index);
+        w, scales, biases, split.col + TILE_N * place.column, work, lane_index, split.product);
     float4 totals[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       totals[row] = float4(0.0f);
@@ -97,7 +102,7 @@ METAL_FUNC void gemv(
       uint words[words_of_step<W>()];
       vec<F, 4> runs[2 * ROWS * RUNS];
       const Quantizers quantizers =
-          load_vectors<ROWS, W>(words, runs, tile, x, work, lane_index, k);
+          load_vectors<ROWS, W>(words, runs, tile, x, order, work, lane_index, k);
       float4 products[ROWS];
       UNROLL for (int row = 0; row < ROWS; ++row) {
         const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
@@ -124,7 +129,7 @@ METAL_FUNC void gemv(
     store_tile<ROWS, SIMDGROUPS_K, WIDE, SIMDGROUPS_K>(
         out,
         epilogue,
-        InOrder{},
+        order,
         scratch,
         work,
         split,

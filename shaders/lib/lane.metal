@@ -136,6 +136,7 @@ METAL_FUNC uint2 weight_size(Work work) {
   return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
 }
 
+// Of several weights, each follows the one before it.
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
     const device uint32_t* w,
@@ -143,7 +144,8 @@ METAL_FUNC WeightTile<S> weight_tile(
     const device S* biases,
     int col,
     Work work,
-    int lane_index) {
+    int lane_index,
+    uint product = 0) {
   const Lane lane = lane_of(lane_index);
   const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
   WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
@@ -152,14 +154,15 @@ METAL_FUNC WeightTile<S> weight_tile(
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
     const int groups = packed_groups<W>(k_tiles);
-    const int column = col / TILE_N;
+    const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     tile.first_group.x =
         (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
   } else {
     constexpr int UNIT = Native<W>::UNIT;
     // Rows past the end read the last row: their results are never stored.
-    const uint4 rows = uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
+    const uint4 rows = product * work.n +
+        uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
     tile.first_word =
         rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
     tile.first_group = rows * group_at<W>(work.k) + own;

@@ -2,8 +2,7 @@
 constant constexpr uint ROWS_OF_THREAD = 4;
 
 // The sum of one output element's splits, in ascending k.
-METAL_FUNC float sum_of_splits(const device float* partials, uint place, uint splits, Work work) {
-  const uint size = work.m * work.n;
+METAL_FUNC float sum_of_splits(const device float* partials, uint place, uint splits, uint size) {
   float total = partials[place];
   for (uint split = 1; split < splits; ++split) {
     total += partials[split * size + place];
@@ -11,7 +10,8 @@ METAL_FUNC float sum_of_splits(const device float* partials, uint place, uint sp
   return total;
 }
 
-template <typename O, typename E>
+// BATCHED: there are several products.
+template <bool BATCHED, typename O, typename E>
 METAL_FUNC void reduce(
     const device float* partials,
     const constant int32_t* shape,
@@ -21,12 +21,17 @@ METAL_FUNC void reduce(
     uint thread_index) {
   const Work work = read_work(shape, schedule);
   const uint col = thread_index % uint(work.n);
-  const uint first = thread_index / uint(work.n) * ROWS_OF_THREAD;
-  const uint splits = splits_of_element(first, col, work);
+  const uint parts = ceil_div(work.m, ROWS_OF_THREAD);  // of a column
+  const uint part = thread_index / uint(work.n);
+  const uint product = BATCHED ? part / parts : 0;
+  const uint first = (part - product * parts) * ROWS_OF_THREAD;
+  const uint splits = splits_of_element(first, col, product, work);
   const uint end = min(first + ROWS_OF_THREAD, uint(work.m));
+  const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
   for (uint row = first; row < end; ++row) {
-    const uint place = row * work.n + col;
-    const float total = sum_of_splits(partials, place, splits, work);
-    out[output_place(epilogue, row, col, work)] = O(finished(total, epilogue, place, col));
+    const uint whole_row = product * work.m + row;
+    const uint place = whole_row * work.n + col;
+    const float total = sum_of_splits(partials, place, splits, size);
+    out[output_place(epilogue, whole_row, col, work)] = O(finished(total, epilogue, place, col));
   }
 }

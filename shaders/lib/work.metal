@@ -1,6 +1,7 @@
 // Which part of the product a threadgroup computes. The words are those of work.py: k tiles
 // of all tiles stand in one line, tiles numbered down the columns first; a threadgroup owns
-// the contiguous range [begin, end); what it does for one tile is a split.
+// the contiguous range [begin, end); what it does for one tile is a split. Several products of
+// one shape, each with a weight of its own, stand in the line one after the other.
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
@@ -25,6 +26,7 @@ struct Work {
   uint minimum;         // k tiles of a split
   uint groups;          // of ranges, with tiles of their own, interleaved
   bool ceil_partition;  // Marlin's runs of ceil(units / ranges) instead of balanced ones
+  uint batch;           // products
 };
 
 METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t* schedule) {
@@ -42,6 +44,7 @@ METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t*
   work.minimum = schedule[3];
   work.groups = schedule[4];
   work.ceil_partition = schedule[5] != 0;
+  work.batch = schedule[6];
   return work;
 }
 
@@ -107,17 +110,18 @@ METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
 }
 
 struct Split {
-  int row;   // first row of x and of the output
-  int col;   // first row of w, first column of the output
-  int slot;  // which of the tile's splits it is, in ascending k
+  int row;       // first row of x and of the output
+  int col;       // first row of w, first column of the output
+  int slot;      // which of the tile's splits it is, in ascending k
+  uint product;  // which of several
   int k_tile_count;
   int k_start;  // in values of k, a multiple of TILE_K
   int k_stop;
 };
 
 // The split of the threadgroup whose range goes on at `position`. The first `whole` tiles
-// are WIDE times as wide as the others.
-template <int WIDE, bool WHOLE, int GROUP>
+// are WIDE times as wide as the others. BATCHED: there are several products.
+template <int WIDE, bool WHOLE, int GROUP, bool BATCHED = false>
 METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   constexpr int K_TILE = k_tile_of_group(GROUP);
   const uint place = WHOLE ? index : position / work.k_tiles;
@@ -130,7 +134,13 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
     nth = (place - work.whole) % work.group_tiles;
     tile = work.whole + nth * work.groups + (place - work.whole) / work.group_tiles;
   }
-  const uint column = tile / work.m_tiles;
+  uint column = tile / work.m_tiles;
+  split.product = 0;
+  if (BATCHED) {
+    const uint columns = ceil_div(work.n, TILE_N);
+    split.product = column / columns;
+    column %= columns;
+  }
   const uint wide = WIDE > 1 ? min(column, work.whole / work.m_tiles) : 0;
   split.row = tile % work.m_tiles * work.tile_m;
   split.col = TILE_N * (column + (WIDE - 1) * wide);
@@ -144,8 +154,9 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
 }
 
 // How many splits the tile of an output element has.
-METAL_FUNC uint splits_of_element(int row, int col, Work work) {
-  const uint tile = col / TILE_N * work.m_tiles + row / work.tile_m;
+METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
+  const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
+  const uint tile = column * work.m_tiles + row / work.tile_m;
   if (tile < work.whole) {
     return 1;
   }

@@ -64,6 +64,9 @@ STAGED_WIDE = "staged, two buffers and a loader, two simdgroups side by side"
 STAGED_NVFP4 = "staged, one buffer, native nvfp4"
 STAGED_LEFT_OUT = "staged, three buffers, eight rows too many"
 STAGED_SCRATCH = "staged, one buffer that is smaller than the scratch"
+BATCH_GEMV = "gemv, three products of nine tiles in slices"
+BATCH_GEMM = "gemm, packed, three products as streams"
+BATCH_FUSED = "gemv, three products with everything that an epilogue can do"
 DENSE = "the weight as plain numbers, native codes of 3 bits, by rows"
 DENSE_BACK = "the weight as plain numbers, packed nvfp4, by columns"
 
@@ -107,10 +110,13 @@ class Case:
         return strategies.finish_arrays(self.plan.problem, seed=8)
 
     def run(self, x: mx.array, native: tuple[mx.array, ...]) -> mx.array:
-        """The product as the shaders compute it, [m, n]."""
+        """The product as the shaders compute it, [m, n], or a batch of them."""
         problem = self.plan.problem
         finish = () if problem.epilogue == PLAIN else self.finish()
-        stored = format_cases.arguments(self.weight(native), problem.layout)
+        if problem.batch > 1:
+            stored = strategies.stored(problem, native)
+        else:
+            stored = format_cases.arguments(self.weight(native), problem.layout)
         arrays = (x, *stored, *finish)
         y = self._product()(*(strategies.shifted(each, self.offset) for each in arrays))
         mx.eval(y)
@@ -164,7 +170,7 @@ def _whole(
     """Tiles one each."""
     rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
-    tiles = -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
     return Plan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
@@ -230,12 +236,14 @@ def _problem(
     mode: str = "affine",
     bits: int = 4,
     global_scale: bool = False,
+    batch: int = 1,
 ) -> Problem:
     floating = format_of(mode, bits).codes == "floating"
     return Problem(
         m=m,
         n=n,
         k=groups * group_size,
+        batch=batch,
         group_size=group_size,
         bits=bits,
         mode=mode,
@@ -654,6 +662,30 @@ CASES: dict[str, Case | RepackCase | GatherCase] = {
             ),
             1,
         )
+    ),
+    BATCH_GEMV: Case(
+        plan=_plan(
+            _problem(2, 70, 5, 64, "float32", "mlx", batch=3),
+            fragments_m=0,
+            simdgroups_m=1,
+            simdgroups_k=2,
+            k_parallel=3,
+            num_threadgroups=7,
+            subtract=True,
+        )
+    ),
+    BATCH_GEMM: Case(
+        plan=_streams(
+            _whole(
+                _problem(13, 40, 5, 64, "float32", "marlin", batch=3),
+                fragments_m=1,
+                simdgroups_k=1,
+            ),
+            13,
+        )
+    ),
+    BATCH_FUSED: Case(
+        plan=_whole(_problem(3, 40, 3, 64, "float32", "mlx", _ALL, batch=3))
     ),
     DENSE: Case(
         plan=DensePlan(

@@ -1,5 +1,6 @@
 """Every planted bug."""
 
+import planted_batch
 import planted_epilogue
 import planted_formats
 import planted_gather
@@ -20,4 +21,5 @@ MUTANTS = (
     *planted_formats.MUTANTS,
     *planted_repack.MUTANTS,
     *planted_gather.MUTANTS,
+    *planted_batch.MUTANTS,
 )

@@ -92,8 +92,8 @@ _STORES = (
     Mutant(
         "slots are taken to be k wide",
         _EPILOGUE,
-        "split.slot, work.m * work.n",
-        "split.slot, work.m * work.k",
+        "rows_of_slot(order, work) * work.n",
+        "rows_of_slot(order, work) * work.k",
         GEMV_NATIVE,
         Detector.OUTSIDE,
     ),
@@ -343,8 +343,8 @@ _SUMS = (
     Mutant(
         "row and column change places in the reduce",
         _REDUCE,
-        "splits_of_element(first, col, work)",
-        "splits_of_element(col, first, work)",
+        "splits_of_element(first, col, product, work)",
+        "splits_of_element(col, first, product, work)",
         STREAM,
         Detector.WRONG_RESULT,
     ),

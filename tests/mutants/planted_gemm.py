@@ -21,13 +21,13 @@ _BREAK = "    if (WHOLE) {\n      break;\n    }\n"
 _AFTER_STORE = f"{_BREAK}    {_BARRIER}"
 _BOTH_FRAGMENTS = """\
       accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
-          totals, x, InOrder{}, tile, row, cols, work, split, place, lane_index);
+          totals, x, order, tile, row, cols, work, split, place, lane_index);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
 """
 _ONE_BY_ONE = """\
       for (int j = 0; j < FRAGMENTS_M; ++j) {
         accumulate<1, RAGGED, W, SUBTRACT, WIDEN>(
-            totals, x, InOrder{}, tile, row + 8 * j, cols, work, split, place,
+            totals, x, order, tile, row + 8 * j, cols, work, split, place,
             lane_index);
         write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW);
       }
