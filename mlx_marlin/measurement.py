@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from math import inf
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from mlx_marlin.device import Device
 from mlx_marlin.plan import Plan
@@ -177,6 +177,8 @@ def machine_of(row: Any) -> Machine:
 
 def _given(value: Any) -> Any:
     """Returns what a value was built from."""
+    if isinstance(value, tuple):
+        return [*map(_given, value)]
     if not is_dataclass(value):
         return value
     given = [each.name for each in fields(value) if each.init]
@@ -191,6 +193,8 @@ def _built(kind: Any, data: Any) -> Any:
             raise ValueError(f"{data!r} has not the fields {', '.join(types)}")
         build: Any = kind
         return build(**{name: _built(types[name], data[name]) for name in types})
+    if get_origin(kind) is tuple and isinstance(data, list):
+        return tuple(_built(get_args(kind)[0], each) for each in data)
     # The other types are names to choose from: the classes know which.
     expected = kind if kind in (int, bool) else str
     if type(data) is not expected:

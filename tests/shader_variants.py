@@ -24,6 +24,7 @@ from mlx_marlin.plan import (
     k_tile,
 )
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.scheduler.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
 from mlx_marlin.scheduler.decompositions import WIDTHS
 from mlx_marlin.work import Tile, Work, data_parallel
 
@@ -42,8 +43,8 @@ FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 """Values that meet those of the main loop nowhere but where a tile is stored."""
 WEIGHT = ("MODE", "BITS", "GROUP", "PACKED", "scales")
 """Values that meet in functions which all kernels share: in the products' they do."""
-SHARING = ("gather", "dequantize", "gemm_staged")
-"""Kernels that read weights with nothing but functions that products have too."""
+SHARING = ("gemv", "gather", "dequantize", "gemm_staged")
+"""Kernels that read weights with functions of `gemm_register`, where the pairs meet."""
 STORING = ("kind", "WIDE", "out")
 """Those that they meet there."""
 STAGING = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
@@ -184,8 +185,9 @@ def repacks() -> Iterator[Variant]:
 def every_variant() -> tuple[Variant, ...]:
     """Every instance that matters, with one epilogue for each body.
 
-    That is every body with affine codes of 4 bits, and every format with some of the
-    bodies, other ones for each: with all of them there would be some 600,000 instances.
+    That is every body with affine codes of 4 bits in groups of 64, and every format
+    with some of the bodies, other ones for each: with all of them there would be
+    millions of instances.
     Bodies take turns at the epilogues, so that every epilogue meets every body's value.
     """
     problems = [*_problems()]
@@ -199,15 +201,23 @@ def every_variant() -> tuple[Variant, ...]:
     return tuple(found)
 
 
-BODIES_OF_FORMAT = 12
-"""How many bodies a format other than affine 4-bit meets, in a dtype and a layout."""
+BODIES_OF_FORMAT = 3
+"""How many bodies of a kernel every other format meets, in a dtype and a layout."""
 
 
 def _bodies_to_meet(problem: Problem) -> list[Plan]:
     bodies = [*_bodies(problem)]
-    if (problem.mode, problem.bits) == ("affine", 4):
+    if (problem.mode, problem.bits, problem.group_size) == ("affine", 4, 64):
         return bodies
-    return random.Random(problem.explain()).sample(bodies, BODIES_OF_FORMAT)
+    draw = random.Random(problem.explain())
+    kernels = dict.fromkeys(body.kernel for body in bodies)
+    return [
+        body
+        for kernel in kernels
+        for body in draw.sample(
+            [each for each in bodies if each.kernel == kernel], BODIES_OF_FORMAT
+        )
+    ]
 
 
 def _problems() -> Iterator[Problem]:
@@ -292,12 +302,17 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
     reductions: tuple[Reduction, ...] = ("workspace", "atomic")
     for reduction, each in product(reductions, (problem, fused)):
         yield replace(body, problem=each, work=split, reduction=reduction)
+    if body.kernel == "gemm_staged":  # takes one weight
+        return
+    # Results in parts are of one weight too.
+    whole = epilogue if not epilogue.parts else Epilogue(bias=True)
+    fused = replace(problem, epilogue=whole)
     several = replace(problem, batch=2)
     yield replace(body, problem=several, work=data_parallel(4, work.k_tiles))
     run = replace(both, tiles=4)
     for each in (
         replace(several, n=problem.n - 1),
-        replace(several, epilogue=epilogue),
+        replace(fused, batch=2),
     ):
         yield replace(body, problem=each, work=run)
     split = replace(split, tiles=4, threadgroups=8)
@@ -338,7 +353,20 @@ def chosen_variants() -> tuple[Variant, ...]:
 def covering_variants() -> tuple[Variant, ...]:
     """The chosen instances, and enough others that every two values meet."""
     chosen = chosen_variants()
-    return *chosen, *pairwise(every_variant(), chosen)
+    return *chosen, *pairwise(ordinary_variants(), chosen)
+
+
+@cache
+def ordinary_variants() -> tuple[Variant, ...]:
+    """All instances but those with numbers of simdgroups that only a wish asks for."""
+    return tuple(each for each in every_variant() if _is_ordinary(each))
+
+
+def _is_ordinary(variant: Variant) -> bool:
+    """Returns whether a plan can have so many simdgroups without a wish for them."""
+    values = dict(variant.values)
+    along_k = values.get("SIMDGROUPS_K", 1) in SIMDGROUPS_K
+    return along_k and int(values.get("SIMDGROUPS_M", 1)) <= MAX_SIMDGROUPS_M
 
 
 def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
@@ -374,8 +402,8 @@ def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Vari
     chosen = []
     draw = random.Random(0)
     while missing:
-        candidates = next(iter(missing.values()))
-        candidates = draw.sample(candidates, min(len(candidates), 200))
+        candidates = min(missing.values(), key=len)
+        candidates = draw.sample(candidates, min(len(candidates), 800))
         best = max(candidates, key=lambda variant: _news(missing, variant))
         _cover(missing, best)
         chosen.append(best)

@@ -7,6 +7,7 @@ from itertools import product
 
 import format_cases
 import mlx.core as mx
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from mlx_marlin import device, launch
@@ -22,7 +23,14 @@ from mlx_marlin.plan import (
     Reduction,
     k_tile,
 )
-from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.problem import (
+    ACTIVATIONS,
+    MOST_ELEMENTS,
+    PLAIN,
+    Epilogue,
+    Problem,
+    largest_array,
+)
 from mlx_marlin.staging import BUFFERS
 from mlx_marlin.work import (
     MOST_GROUPS,
@@ -98,11 +106,13 @@ def problems(
     dtype = draw(dtypes)
     # MLX promotes x to its scales' dtype: only float32 meets narrower ones.
     scale_dtype = draw(DTYPES) if dtype == "float32" else dtype
+    m, n, batch = draw(sizes(max_m)), draw(sizes(max_n)), draw(batches)
+    assume(largest_array(m, n, k, bits, batch) < MOST_ELEMENTS)
     return Problem(
-        m=draw(sizes(max_m)),
-        n=draw(sizes(max_n)),
+        m=m,
+        n=n,
         k=k,
-        batch=draw(batches),
+        batch=batch,
         group_size=k if group_size == CHANNEL else group_size,
         bits=bits,
         mode=mode,

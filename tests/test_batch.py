@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mlx_marlin import launch, scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.emulator import emulated, trace
-from mlx_marlin.formats import FORMATS
+from mlx_marlin.formats import CHANNEL, FORMATS
 from mlx_marlin.plan import DensePlan, Plan, Reduction
 from mlx_marlin.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.scheduler import predict
@@ -381,7 +381,7 @@ def largest(problem: Problem) -> Problem:
     grouped=strategies.ANY_FORMAT,
     packed=st.booleans(),
     batch=st.integers(1, 2**12),
-    k=st.integers(1, 2**7),
+    k=st.integers(1, 2**6),
 )
 @settings(max_examples=200)
 def test_every_offset_that_is_not_refused_fits_32_bits(
@@ -389,12 +389,14 @@ def test_every_offset_that_is_not_refused_fits_32_bits(
 ) -> None:
     mode, bits, group_size = grouped
     known = FORMATS[mode, bits]
-    layout = known.layouts[-1 if packed else 0]
+    layout = format_cases.layouts_of(mode, bits, group_size)[-1 if packed else 0]
+    k *= 256
+    group_size = k if group_size == CHANNEL else group_size
     problem = largest(
         Problem(
             m=1,
             n=1,
-            k=128 * k,
+            k=k,
             batch=batch,
             group_size=group_size,
             bits=bits,
@@ -411,8 +413,9 @@ def test_every_offset_that_is_not_refused_fits_32_bits(
         # What a lane loads of a row at a time: 8 codes in groups of 32, else 16.
         size = (8 if group_size == 32 else 16) * bits // 8
         unit = next(each for each in (4, 2, 1) if size % each == 0)
-    assert rows * problem.k * bits // 8 // unit < 2**32
-    assert rows * problem.groups * known.parameters < 2**32
+    # The end of an array is no offset of one.
+    assert rows * problem.k * bits // 8 // unit <= 2**32
+    assert rows * problem.groups * known.parameters <= 2**32
 
 
 @given(plan=plans(), device=strategies.devices())

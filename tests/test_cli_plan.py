@@ -210,7 +210,9 @@ def test_json_is_the_problem_and_the_figures_of_the_choice(
     assert set(KEYS) <= printed.keys()
     asked = printed.pop("problem")
     assert printed == choice.figures()
-    assert Problem(**asked | {"epilogue": Epilogue(**asked["epilogue"])}) == problem
+    finish = asked["epilogue"]
+    epilogue = Epilogue(**finish | {"parts": tuple(finish["parts"])})
+    assert Problem(**asked | {"epilogue": epilogue}) == problem
     assert printed["measured"] is False
 
 
@@ -327,7 +329,10 @@ def test_the_plans_of_models_keep_the_cores_busy(
         ("8 64 64 --bits 7", "mode='affine' with bits=7 is not one of ours"),
         ("8 64 64 --mode mxfp4 --bits 8", "mode='mxfp4' with bits=8 is not one"),
         ("8 64 64 --mode mxfp4 --group-size 64", "group_size=64 is not one of (32,)"),
-        ("8 64 32 --mode nvfp4", "k=32 is not a multiple of 64, as nvfp4 needs it"),
+        (
+            "8 64 32 --mode nvfp4",
+            "k=32 is not a multiple of 64, as nvfp4 with group_size=16 needs it",
+        ),
         ("8 64 64 --mode symmetric", "layout='mlx' is not one of ('marlin',)"),
         ("8 64 64 --chip Quartz", "device 'Quartz' is not one of: Apple M1"),
         ("8 64 64 --cores 0", "cores=0"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator, launch, layout, repacking, source
-from mlx_marlin.formats import WIDTHS, format_of, planes_of
+from mlx_marlin.formats import WIDTHS, planes_of
 from mlx_marlin.packing import PackedWeight, pack, unpack
 from mlx_marlin.repacking import to_rows, to_tiles
 
@@ -151,7 +151,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pack_and_unpack_give_the_same_weights_by_kernels(
     mode: str, bits: int, group_size: int, request: pytest.FixtureRequest
 ) -> None:
-    step = max(group_size, format_of(mode, bits).k_multiple)
+    step = format_cases.step_of(mode, bits, group_size)
     weight = format_cases.any_weight(
         mode, bits, group_size, 41, 3 * step, dtype="float16", seed=1
     )

@@ -44,6 +44,20 @@ def rotated(problem: Problem, device: Device) -> int:
     return min(cache // problem.weight_bytes + 1, MOST_WEIGHTS)
 
 
+def check(problem: Problem) -> None:
+    """Checks that stock MLX, which plans are compared with, has a problem's groups.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    sizes = problem.format.group_sizes
+    if problem.group_size not in sizes:
+        raise ValueError(
+            f"group_size={problem.group_size} is not one of {sizes}: plans are "
+            f"compared with stock MLX, which has no others"
+        )
+
+
 def operands(problem: Problem, count: int) -> Operands:
     """Makes operands whose values are drawn, the same every time.
 
@@ -54,12 +68,7 @@ def operands(problem: Problem, count: int) -> Operands:
     Raises:
         ValueError: If stock MLX, which plans are compared with, has no such groups.
     """
-    sizes = problem.format.group_sizes
-    if problem.group_size not in sizes:
-        raise ValueError(
-            f"group_size={problem.group_size} is not one of {sizes}: plans are "
-            f"compared with stock MLX, which has no others"
-        )
+    check(problem)
     x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
     natives = [_native(problem, seed) for seed in range(1, count + 1)]
     made = Operands(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import device, launch, scheduler, serving, tuned
-from mlx_marlin.autotune import layers, tuner
+from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
 from mlx_marlin.device import Device
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g} must be above 0")
     found = problems(args)
+    for problem in found:
+        operands.check(problem)
     target = device.current()
     if args.dry_run:
         print("\n\n".join(listing(each, target) for each in found))

@@ -83,8 +83,8 @@ METAL_FUNC void stage_activations(
   UNROLL for (int i = 0; i < 2 * RUNS; ++i) {
     // Rows past the end read the last row: their results are never stored.
     const int row = min(first_row + 2 * lane.pair + i / RUNS, work.m - 1);
-    runs[i] = load_run(
-        x + run_offset<W>(0, i % RUNS), row * work.k + k + run_offset<W>(lane.row, 0));
+    runs[i] = vec<F, 4>(load_run(
+        x + run_offset<W>(0, i % RUNS), row * work.k + k + run_offset<W>(lane.row, 0)));
   }
   simdgroup_matrix<F, 8, 8> columns[W::PAIRS];
   make_columns<1, RUNS, F>(columns, runs);
