@@ -11,6 +11,7 @@ from mlx_marlin.scheduler import plan
 
 if TYPE_CHECKING:
     from mlx_marlin.gather import gather_qmm
+    from mlx_marlin.instances import variants
     from mlx_marlin.integrations.mlx_lm import optimize, restore
     from mlx_marlin.nn import MarlinLinear
     from mlx_marlin.ops import linear, linears, quantized_matmul, why_not
@@ -29,6 +30,7 @@ __all__ = [
     "quantized_matmul",
     "restore",
     "unpack",
+    "variants",
     "why_not",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     "quantized_matmul": "ops",
     "restore": "integrations.mlx_lm",
     "unpack": "packing",
+    "variants": "instances",
     "why_not": "ops",
 }
 

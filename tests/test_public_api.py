@@ -21,6 +21,7 @@ NAMES = [
     "quantized_matmul",
     "restore",
     "unpack",
+    "variants",
     "why_not",
 ]
 

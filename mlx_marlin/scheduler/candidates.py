@@ -119,7 +119,7 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
     """Returns what a threadgroup looks like, as the plan with one for each tile."""
     kernel = wishes.get("kernel", _kernel(problem))
     buffers = wishes.get("buffers", _buffers(problem, kernel, wishes))
-    most = _most_rows(problem, buffers)
+    most = most_rows(problem, buffers)
     fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel, most))
     simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m, most))
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
@@ -132,7 +132,7 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
-        subtract=wishes.get("subtract", _subtract(problem, fragments_m)),
+        subtract=wishes.get("subtract", subtracts(problem, fragments_m)),
         buffers=buffers,
         loaders=wishes.get("loaders", 0),
     )
@@ -185,7 +185,7 @@ def _buffers(problem: Problem, kernel: Kernel, wishes: Wishes) -> int:
     return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1
 
 
-def _most_rows(problem: Problem, buffers: int) -> int:
+def most_rows(problem: Problem, buffers: int) -> int:
     """Returns the rows of the largest tile, or of that for which buffers have room."""
     most = FRAGMENT * max(FRAGMENTS_M) * MAX_SIMDGROUPS_M
     if buffers < 1:
@@ -202,7 +202,7 @@ def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
     return 1 if few else 2
 
 
-def _subtract(problem: Problem, fragments_m: int) -> bool:
+def subtracts(problem: Problem, fragments_m: int) -> bool:
     """Returns whether codes lose their offset first, the more exact form.
 
     Where x is widened to float32, converting the codes does it at no cost. In half it
