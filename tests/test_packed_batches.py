@@ -283,6 +283,30 @@ def test_weights_are_decoded_in_chunks_of_all(chunk: int) -> None:
     assert oracles.error(y, plain(x, decoded, False)) < 1e-6
 
 
+@pytest.mark.usefixtures("kernels")
+def test_rows_that_all_weights_share_are_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed, decoded = packed_weights(2, 3)
+    x = activations(4, 1, 1, 5, N)
+    original, multiplied = launch.dense_product, []
+
+    def watched(plan: DensePlan) -> launch.Product:
+        product = original(plan)
+
+        def run(x: mx.array, *weight: mx.array) -> mx.array:
+            multiplied.append(x)
+            return product(x, *weight)
+
+        return run
+
+    monkeypatch.setattr(launch, "dense_product", watched)
+    y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
+
+    assert [each.shape for each in multiplied] == [x.shape]
+    assert oracles.error(y, plain(x, decoded, False)) < 1e-6
+
+
 def test_a_batch_takes_as_many_chunks_as_its_memory_asks_for() -> None:
     one = Problem(m=8, n=4096, k=4096, layout="marlin")
     several = Problem(m=8, n=4096, k=4096, layout="marlin", batch=16)
