@@ -6,6 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
+from mlx_marlin.formats import TILE_N
 from mlx_marlin.launch import Product
 from mlx_marlin.problem import PLAIN, Epilogue
 
@@ -62,7 +63,9 @@ class Kind:
     def is_shared(self) -> bool:
         """Whether all weights multiply the same rows: below each other they are one."""
         # An epilogue's arrays have other shapes, and another n may be split otherwise.
-        if (self.epilogue != PLAIN or self.invariant) and prod(self.w_batch) > 1:
+        alone = self.epilogue != PLAIN or self.invariant or not self.transpose
+        padded = self.layout == "marlin" and self.n % TILE_N != 0
+        if (alone or padded) and prod(self.w_batch) > 1:
             return False
         sizes = zip(self.x_shape[-3::-1], self.w_batch[::-1], strict=False)
         return all(1 in pair for pair in sizes)
@@ -86,8 +89,9 @@ def as_rows(product: Product, kind: Kind) -> Run:
         kind: What the caller has.
     """
     fold, unfold = _folding(kind)
-    batch, _, n = kind.sizes
-    rows = (n,) if batch == 1 else (batch, n)
+    batch = kind.sizes[0]
+    rows = (-1,) if batch == 1 else (batch, -1)
+    first = len(kind.w_batch) + 1  # of the dimensions after rows, or tiles of them
     if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
         product = _converting(product, kind, fold)
 
@@ -102,7 +106,7 @@ def as_rows(product: Product, kind: Kind) -> Run:
             biases = scales  # not read
         if kind.w_batch:
             w, scales, biases = (
-                each.reshape(*rows, each.shape[-1]) for each in (w, scales, biases)
+                each.reshape(*rows, *each.shape[first:]) for each in (w, scales, biases)
             )
         return unfold(product(fold(x), w, scales, biases, *given))
 
@@ -138,7 +142,7 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
         return x.transpose(*order, -1).reshape(batch, m, x.shape[-1])
 
     def unfold(y: mx.array) -> mx.array:
-        return y.reshape(*ordered, kind.n).transpose(*back).reshape(kind.shape)
+        return y.reshape(*ordered, kind.shape[-1]).transpose(*back).reshape(kind.shape)
 
     return fold, unfold
 

@@ -133,7 +133,9 @@ def dense_product(plan: DensePlan) -> Product:
     """Builds the call that decodes a weight and multiplies it with MLX's own product.
 
     Returns:
-        A function as `product` builds it, without an epilogue's arrays.
+        A function as `product` builds it, without an epilogue's arrays. Of several
+        weights, x and the weights are broadcast, and both may have any dimensions
+        before their own.
     """
     decoders = [_decoder(plan, block) for block in plan.chunks]
 
@@ -143,6 +145,9 @@ def dense_product(plan: DensePlan) -> Product:
         parts = []
         for decode in decoders:
             weight = decode(w, scales, biases)
+            if plan.problem.batch > 1:
+                whole = weight.reshape(*w.shape[:-3], plan.padded_n, -1)
+                weight = whole[..., : plan.problem.n, :]
             parts.append(x @ (weight.T if plan.transposed else weight))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
@@ -184,7 +189,7 @@ def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.
         dtype.
     """
     problem = plan.problem
-    return _decoder(plan, (0, problem.n, 0, problem.k))
+    return _decoder(plan, (0, plan.rows, 0, problem.k))
 
 
 def repack(
@@ -237,7 +242,7 @@ def _decoder(
     _, rows, _, length = block
     steps = length // (32 if problem.group_size == 32 else TILE_K)
     threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
-    shape = mx.array((problem.n, problem.k, *block), mx.int32)
+    shape = mx.array((plan.rows, problem.k, *block), mx.int32)
     dtype = _dtype(problem.dtype)
 
     def decode(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:

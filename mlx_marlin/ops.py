@@ -205,7 +205,9 @@ def linears(
                 mode=mode,
             )
     epilogue = _parted(bias is not None, tuple(parts))
-    n = w.n if isinstance(w, PackedWeight) else w.shape[-2]
+    n = w.shape[-2]
+    if isinstance(w, PackedWeight) and w.batch:
+        raise ValueError(f"w is a batch {w.batch} of packed weights, expected one")
     if sum(parts) != n:
         raise ValueError(f"parts={tuple(parts)} do not add up to the weight's {n} rows")
     served = _served(
@@ -244,6 +246,8 @@ def packed_product(
     mode: str,
     bias: mx.array | None = None,
     invariant: bool = False,
+    transpose: bool = True,
+    batch: tuple[int, ...] = (),
 ) -> mx.array:
     """Multiplies x [..., k] by a packed weight's arrays, for callers that hold them.
 
@@ -258,9 +262,12 @@ def packed_product(
         mode: The scheme, as in `PackedWeight`.
         bias: Bias [n] of the layer.
         invariant: As for `linear`.
+        transpose: Whether the product is x @ w.T or x [..., n] @ w; if the latter,
+            there is no bias.
+        batch: Leading axes of the arrays, as in `PackedWeight`.
 
     Returns:
-        The product [..., n], plus the bias if there is one.
+        The product [..., n] or [..., k], plus the bias if there is one.
     """
     served = serve_packed(
         x.shape,
@@ -271,10 +278,12 @@ def packed_product(
         bits,
         mode,
         scales.dtype,
-        True,
+        transpose,
         mx.default_device() == CPU,
         PLAIN if bias is None else _epilogue(True, None, False, False),
         invariant,
+        False,
+        batch,
     )
     if bias is None:
         return served.run(x, words, scales, scales)
@@ -305,8 +314,6 @@ def why_not(
 
 
 def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:
-    if isinstance(w, PackedWeight):
-        return (*x.shape[:-1], w.n)
     batch = mx.broadcast_shapes(x.shape[:-2], w.shape[:-2])
     return (*batch, *x.shape[-2:-1], w.shape[-2])
 
@@ -344,11 +351,6 @@ def _served(
         _refuse_types(x, w, scales, biases)
     if isinstance(w, PackedWeight):
         check_packed(w, scales, biases, group_size, bits, mode)
-        if w.batch:
-            raise ValueError(
-                f"w is a batch {w.batch} of packed weights, expected one; gather_qmm "
-                f"takes a batch"
-            )
         return serve_packed(
             x.shape,
             x.dtype,
@@ -363,6 +365,7 @@ def _served(
             epilogue,
             invariant,
             w.global_scale is not None,
+            w.batch,
         )
     is_odd = biases is not None and not isinstance(biases, mx.array)
     if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):

@@ -419,7 +419,8 @@ class DensePlan:
     """A product as a plain one: the weight decoded once, then MLX's own product.
 
     For so many rows that decoding the weight for each tile of them is more work, and
-    for the product with a weight that is not transposed.
+    for the product with a weight that is not transposed: also with each of a batch, if
+    they are packed.
 
     Attributes:
         problem: The product; if not transposed, y[m, k] = x[m, n] @ W[n, k].
@@ -433,8 +434,11 @@ class DensePlan:
     chunk: int
 
     def __post_init__(self) -> None:
-        if self.problem.batch > 1:
-            raise ValueError(f"batch={self.problem.batch}, expected one weight")
+        if self.problem.batch > 1 and (self.transposed or self.problem.layout == "mlx"):
+            raise ValueError(
+                f"batch={self.problem.batch}, expected one weight, or packed ones that "
+                f"are not transposed"
+            )
         side = self.side
         if self.chunk < side or self.chunk % side:
             raise ValueError(f"chunk={self.chunk} is not a positive multiple of {side}")
@@ -450,9 +454,20 @@ class DensePlan:
         return self.problem.n if self.transposed else self.problem.k
 
     @property
+    def rows(self) -> int:
+        """Rows that are decoded: weights of a batch lie below each other, padded."""
+        n, batch = self.problem.n, self.problem.batch
+        return n if batch == 1 else batch * self.padded_n
+
+    @property
+    def padded_n(self) -> int:
+        """Rows of a weight with those that fill its last tile."""
+        return -(-self.problem.n // TILE_N) * TILE_N
+
+    @property
     def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
         """The block of the weight of each chunk: (first row, rows, first k, length)."""
-        n, k = self.problem.n, self.problem.k
+        n, k = self.rows, self.problem.k
         starts = range(0, self.columns, self.chunk)
         if self.transposed:
             return tuple((i, min(self.chunk, n - i), 0, k) for i in starts)
@@ -480,7 +495,7 @@ def dense_plan(problem: Problem, *, transposed: bool = True) -> DensePlan:
     side = TILE_N if transposed else TILE_K
     columns, length = problem.n, problem.k
     if not transposed:
-        columns, length = length, columns
+        columns, length = length, problem.batch * columns
     most = MOST_TEMPORARY // (length * DTYPE_BYTES[problem.dtype]) // side * side
     whole = -(-columns // side) * side
     return DensePlan(

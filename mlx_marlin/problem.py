@@ -275,6 +275,7 @@ def problem_of(
     layout: str = "mlx",
     epilogue: Epilogue = PLAIN,
     invariant: bool = False,
+    batch: int = 1,
 ) -> Problem:
     """Returns a problem, with a mode's own format where it is not said.
 
@@ -289,6 +290,7 @@ def problem_of(
         layout: "mlx" or "marlin".
         epilogue: What happens to the product before it is stored.
         invariant: Whether a row's bits must not depend on m.
+        batch: Products of this shape, each with a weight of its own.
 
     Raises:
         ValueError: If the product is not one of ours.
@@ -302,6 +304,7 @@ def problem_of(
         m=m,
         n=n,
         k=k,
+        batch=batch,
         group_size=usual_group if group_size is None else group_size,
         bits=bits,
         mode=mode,

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_marlin import device, launch, scheduler, tuned
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.finishing import then_finished, with_all_operands
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
+from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
 from mlx_marlin.kind import Kind, Run, Shape, as_rows
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
@@ -26,7 +26,7 @@ from mlx_marlin.problem import (
     Problem,
     largest_array,
 )
-from mlx_marlin.stock_weight import stock_product
+from mlx_marlin.stock_weight import native_product, stock_product
 
 KINDS = 4096
 """Kinds of call that are remembered."""
@@ -74,7 +74,7 @@ def serve_native(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None
     ) -> mx.array:
         biases = biases if biased else None  # our kernels get the scales instead
-        return _stock(x, w, scales, biases, transpose, group_size, bits, mode)
+        return native_product(x, w, scales, biases, transpose, group_size, bits, mode)
 
     biases = None if biases_shape is None else mx.zeros(biases_shape, biases_dtype)
     # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.
@@ -135,18 +135,25 @@ def serve_packed(
     epilogue: Epilogue = PLAIN,
     invariant: bool = False,
     global_scale: bool = False,
+    batch: Shape = (),
 ) -> Served:
     """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
 
     Raises:
-        ValueError: If x does not fit the weight.
+        ValueError: If x does not fit the weight, or a batch has a global scale.
     """
     inner, outer = (k, n) if transpose else (n, k)
     if not x_shape or x_shape[-1] != inner:
         raise ValueError(
             f"x has shape {x_shape}, expected [..., {inner}] for the packed weight "
-            f"{(n, k)} with transpose={transpose}"
+            f"{(*batch, n, k)} with transpose={transpose}"
         )
+    if batch and global_scale:
+        raise ValueError(
+            f"w is a batch {batch} of packed weights with a global_scale, expected one "
+            f"weight or none with a global_scale"
+        )
+    before = broadcast(x_shape[:-2], batch)
 
     def stock(
         x: mx.array, words: mx.array, scales: mx.array, third: mx.array
@@ -154,7 +161,8 @@ def serve_packed(
         packed = PackedWeight(
             words=words,
             scales=scales,
-            n=n,
+            # Those of a batch that are multiplied as one are whole tiles.
+            n=n if n % TILE_N else words.shape[-3] * TILE_N,
             k=k,
             group_size=group_size,
             bits=bits,
@@ -166,13 +174,13 @@ def serve_packed(
     kind = Kind(
         x_shape=x_shape,
         x_dtype=x_dtype,
-        shape=(*x_shape[:-1], outer),
+        shape=(*before, *x_shape[-2:-1], outer),
         dtype=x_dtype
         if scale_dtype == mx.uint8
         else mx.result_type(x_dtype, scale_dtype),
         n=n,
         k=k,
-        w_batch=(),
+        w_batch=batch,
         scale_dtype=scale_dtype,
         scales_alike=True,
         mode=mode,
@@ -186,6 +194,21 @@ def serve_packed(
         global_scale=global_scale,
     )
     return _decide(kind, stock)
+
+
+def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
+    """Returns the dimensions of a result before its last two.
+
+    Raises:
+        ValueError: If those of x and w do not fit.
+    """
+    try:
+        return tuple(mx.broadcast_shapes(x_batch, w_batch))
+    except ValueError:
+        raise ValueError(
+            f"x has {x_batch} before its rows and w {w_batch} before its own, which "
+            f"cannot be broadcast"
+        ) from None
 
 
 def forget() -> None:
@@ -224,7 +247,9 @@ def _decide(kind: Kind, stock: Product) -> Served:
     )
     if not kind.transpose:
         product = launch.dense_product(dense_plan(problem, transposed=False))
-        return Served(as_rows(differentiable(product, stock), kind))
+        product = differentiable(product, stock)
+        # Plain products are broadcast by MLX, which repeats no x.
+        return Served(product if batch > 1 else as_rows(product, kind))
     measured = _measured(problem)
     dense = None if measured else _dense(problem)
     reason = None if dense else _faster_elsewhere(problem, measured)
@@ -319,31 +344,3 @@ def _faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
     if measured is not None:
         return measured.reason
     return scheduler.stock_reason(problem, device.current())
-
-
-def _stock(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    transpose: bool,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-) -> mx.array:
-    # MLX broadcasts x over a batch of weights only if x is batched too; left alone it
-    # answers with the first weight's product.
-    missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
-    rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
-    batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
-    y = mx.quantized_matmul(
-        batched,
-        w,
-        scales,
-        biases,
-        transpose=transpose,
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-    )
-    return y if rows is x else y.squeeze(-2)

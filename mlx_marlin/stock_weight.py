@@ -1,4 +1,4 @@
-"""A packed weight in terms of stock MLX, which serves what our kernels do not."""
+"""Products in stock MLX's operations, also of packed weights, that it serves for us."""
 
 import mlx.core as mx
 
@@ -52,26 +52,58 @@ def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
 
 
 def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.array:
-    """Multiplies x by a packed weight in MLX's operations: x @ w.T, or x @ w."""
+    """Multiplies x by a packed weight in MLX's operations: x @ w.T, or x @ w.
+
+    Weights of a batch are broadcast with x.
+    """
     size = stock_group_size(packed)
     if size is None:
         dtype = mx.result_type(x.dtype, packed.dtype)
         w = plain(packed, dtype)
-        return x.astype(dtype) @ (w.T if transpose else w)
+        return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
     words, scales, *rest = as_mlx(packed)
     scale = packed.global_scale
-    y = mx.quantized_matmul(
+    y = native_product(
         # Without its global scale the product may leave half's range.
         x if scale is None else x.astype(mx.float32),
         words,
         scales,
         rest[0] if rest else None,
-        transpose=transpose,
-        group_size=size,
-        bits=packed.bits,
-        mode=packed.mode if packed.mode in MODE_DEFAULTS else "affine",
+        transpose,
+        size,
+        packed.bits,
+        packed.mode if packed.mode in MODE_DEFAULTS else "affine",
     )
     return y if scale is None else (y * (scale / LARGEST_NVFP4)).astype(x.dtype)
+
+
+def native_product(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+) -> mx.array:
+    """Multiplies x by weights in MLX's layout, broadcast as plain matrices would be."""
+    # MLX broadcasts x over a batch of weights only if x is batched too; left alone it
+    # answers with the first weight's product.
+    missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
+    rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
+    batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
+    y = mx.quantized_matmul(
+        batched,
+        w,
+        scales,
+        biases,
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+    )
+    return y if rows is x else y.squeeze(-2)
 
 
 def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:

@@ -50,6 +50,8 @@ TWO_TILES: tuple[Strategy, ...] = ("hybrid", "hytis")
 ONE_TILE_SIZE: tuple[Strategy, ...] = STRATEGIES[:-1]
 """All but `hytis`, whose number of tiles depends on the width of the wide ones."""
 
+Shape = tuple[int, ...]
+
 DTYPES = st.sampled_from([*DTYPE_BYTES])
 ANY_LAYOUT = st.sampled_from(LAYOUTS)
 
@@ -464,3 +466,19 @@ def another_schedule(seed: int) -> AbstractContextManager[object]:
     from mlx_marlin import emulator
 
     return emulator.emulated(seed=seed, workers=1 + seed % 3)
+
+
+@st.composite
+def broadcast(draw: st.DrawFn) -> tuple[Shape, Shape]:
+    """Draws shapes of x without k and of w before n, in any way that MLX broadcasts."""
+    rank = draw(st.integers(0, 3))
+    whole = [draw(st.integers(1, 3)) for _ in range(rank)]
+
+    def some() -> list[int]:
+        shape = [draw(st.sampled_from([1, size])) for size in whole]
+        return shape[draw(st.integers(0, rank)) :]
+
+    x = some()
+    if not x and draw(st.booleans()):
+        return (), tuple(some())
+    return (*x, draw(st.integers(1, 9))), tuple(some())

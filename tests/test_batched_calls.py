@@ -13,6 +13,7 @@ from arguments import K, N, activations, weight
 from format_cases import OF_MLX, Weight, any_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import broadcast
 
 import mlx_marlin
 from mlx_marlin import device, launch, scheduler, serving
@@ -27,22 +28,6 @@ def weights(*batch: int, n: int = N, k: int = K, **options: Any) -> list[mx.arra
     """Quantizes as many weights as a batch has, all different."""
     each = weight(math.prod(batch) * n, k, **options)
     return [array.reshape(*batch, n, -1) for array in each]
-
-
-@st.composite
-def _broadcast(draw: st.DrawFn) -> tuple[Shape, Shape]:
-    """Draws shapes of x without k and of w before n, in any way that MLX broadcasts."""
-    rank = draw(st.integers(0, 3))
-    whole = [draw(st.integers(1, 3)) for _ in range(rank)]
-
-    def some() -> list[int]:
-        shape = [draw(st.sampled_from([1, size])) for size in whole]
-        return shape[draw(st.integers(0, rank)) :]
-
-    x = some()
-    if not x and draw(st.booleans()):
-        return (), tuple(some())
-    return (*x, draw(st.integers(1, 9))), tuple(some())
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +45,7 @@ def _kernels() -> Any:
 
 @pytest.mark.usefixtures("_kernels")
 @given(
-    shapes=_broadcast(),
+    shapes=broadcast(),
     mode=st.sampled_from(["affine", "affine", "mxfp4"]),
     n=st.sampled_from([1, 31, 40]),
 )
@@ -82,7 +67,7 @@ def test_any_shapes_are_broadcast_as_a_plain_product_would(
 
 
 @pytest.mark.usefixtures("_kernels")
-@given(shapes=_broadcast())
+@given(shapes=broadcast())
 @settings(max_examples=30)
 def test_shapes_are_those_of_mlx_where_it_broadcasts(
     shapes: tuple[Shape, Shape],

@@ -167,6 +167,7 @@ STREAM = "--strategy stream_k --simdgroups-k 1"
             "--dtype bfloat16",
             {"problem.dtype": "bfloat16", "problem.scale_dtype": "bfloat16"},
         ),
+        ("--batch 3", {"problem.batch": 3, "work.tiles": 3 * 10}),
         ("--bias", {"problem.epilogue": Epilogue(bias=True)}),
         ("--activation silu", {"problem.epilogue": Epilogue(activation="silu")}),
         ("--multiply", {"problem.epilogue": Epilogue(multiply=True)}),
@@ -214,6 +215,22 @@ def test_json_is_the_problem_and_the_figures_of_the_choice(
     epilogue = Epilogue(**finish | {"parts": tuple(finish["parts"])})
     assert Problem(**asked | {"epilogue": epilogue}) == problem
     assert printed["measured"] is False
+
+
+def test_a_batch_is_said_drawn_and_carried(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan 2 64 512 --chip M4 --batch 3"
+    printed = lines(capsys, *words.split())
+    choice = scheduler.plan(2, 64, 512, chip="M4", batch=3)
+
+    assert "each of 3 weights" in printed[0]
+    assert f"plan      {choice.plan.explain()}" == printed[2]
+    start = printed.index("threadgroups of each tile of 2 x 32, columns a product: 2")
+    assert printed[start + 1 : start + 3] == [
+        "  col | 0 | 1 | 2 | 3 | 4 | 5 |",
+        "row 0 | 0 | 1 | 2 | 3 | 4 | 5 |",
+    ]
+    asked = figures(capsys, "2 64 512 --chip M4 --batch 3")["problem"]
+    assert asked["batch"] == choice.plan.problem.batch == 3
 
 
 def test_json_carries_the_format(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,6 +342,7 @@ def test_the_plans_of_models_keep_the_cores_busy(
     [
         ("0 64 64", "m=0"),
         ("8 64 100", "k=100 is not a multiple of group_size=64"),
+        ("8 64 64 --batch 0", "batch=0 must be at least 1"),
         ("8 64 64 --group-size 48", "group_size=48"),
         ("8 64 64 --bits 7", "mode='affine' with bits=7 is not one of ours"),
         ("8 64 64 --mode mxfp4 --bits 8", "mode='mxfp4' with bits=8 is not one"),

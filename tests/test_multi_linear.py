@@ -1,5 +1,8 @@
 """mlx-lm's layers of several heads run on our kernels and come back unchanged."""
 
+from collections.abc import Callable
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -45,28 +48,35 @@ def heads(mode: str = "affine") -> QuantizedMultiLinear:
     )
 
 
+LAYOUTS = pytest.mark.parametrize("layout", ["mlx", "marlin"])
+
+
 @pytest.mark.usefixtures("kernels")
+@LAYOUTS
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8"])
 @pytest.mark.parametrize("shape", [(2, HEADS, 3), (5, HEADS, 1), (2, 1, 3), (HEADS, 2)])
-def test_a_layer_answers_as_mlx_lms(mode: str, shape: tuple[int, ...]) -> None:
-    model = nn.Sequential(heads(mode))
-    x = mx.random.normal((*shape, 64))
-    expected = model(x)
+def test_a_layer_answers_as_mlx_lms(
+    mode: str, shape: tuple[int, ...], layout: str
+) -> None:
+    stock = heads(mode)
+    model = nn.Sequential(stock)
+    x, back = mx.random.normal((*shape, 64)), mx.random.normal((*shape, 40))
 
-    mlx_marlin.optimize(model)
+    mlx_marlin.optimize(model, layout=layout)
 
     (layer,) = model.layers
     assert type(layer).__name__ == "MarlinMultiLinear"
     assert isinstance(layer, QuantizedMultiLinear)
-    assert mx.allclose(layer(x), expected, rtol=1e-4, atol=1e-4)
-    back = mx.random.normal((*shape, 40))
-    stock = heads(mode)
-    stock.update(layer.parameters())
-    assert mx.array_equal(layer(back, transpose=False), stock(back, transpose=False))
+    assert mx.allclose(layer(x), stock(x), rtol=1e-4, atol=1e-4)
+    actual, expected = layer(back, transpose=False), stock(back, transpose=False)
+    assert mx.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    # In MLX's layout these are MLX's own.
+    assert mx.array_equal(actual, expected) or layout == "marlin"
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_model_with_latent_attention_answers_the_same() -> None:
+@LAYOUTS
+def test_a_model_with_latent_attention_answers_the_same(layout: str) -> None:
     model = tiny_deepseek()
     before, names = arrays(model), types(model)
 
@@ -77,7 +87,7 @@ def test_a_model_with_latent_attention_answers_the_same() -> None:
         return found
 
     expected = answers()
-    mlx_marlin.optimize(model)
+    mlx_marlin.optimize(model, layout=layout)
     launch.forget()
     actual = answers()
 
@@ -102,7 +112,7 @@ def test_heads_share_their_arrays_with_mlx_lms_layer(ran: list[Plan]) -> None:
     before = dict(model.layers[0])
     state = model.layers[0].trainable_parameters(), model.layers[0].training
 
-    mlx_marlin.optimize(model, layout="marlin")
+    mlx_marlin.optimize(model)
     layer = model.layers[0]
 
     assert all(layer[name] is each for name, each in before.items())
@@ -111,6 +121,70 @@ def test_heads_share_their_arrays_with_mlx_lms_layer(ran: list[Plan]) -> None:
     assert [(p.problem.m, p.problem.batch) for p in ran] == [(3, HEADS)]
     mlx_marlin.optimize(model)
     assert model.layers[0] is layer
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_packed_heads_hold_no_other_arrays_and_give_all_back(
+    mode: str, backend: Callable[[str | None], None]
+) -> None:
+    backend("stock")
+    model = nn.Sequential(heads(mode))
+    stock = model.layers[0]
+    before, state = dict(stock), dict(vars(stock))
+
+    for layout in ("marlin", "marlin", "mlx", "marlin"):
+        was = model.layers[0]
+        mlx_marlin.optimize(model, layout=layout)
+        layer = model.layers[0]
+        assert (layer is was) == (getattr(was, "layout", None) == layout)
+        assert (layer.packed is None) == (layout == "mlx")
+        assert ({*layer} == {"words", "quantizers"}) == (layout == "marlin")
+        assert layer.trainable_parameters() == {}
+        for name, each in before.items():
+            assert mx.array_equal(getattr(layer, name), each)
+    mlx_marlin.restore(model)
+
+    back = model.layers[0]
+    assert type(back) is QuantizedMultiLinear
+    assert vars(back) == state
+    assert {*back} == {*before}
+    assert all(mx.array_equal(back[name], before[name]) for name in before)
+
+
+def test_a_failure_turns_packed_heads_back(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("stock")
+    model = nn.Sequential(heads(), heads())
+    mlx_marlin.optimize(model, layout="marlin")
+    first, last = model.layers
+    original = type(first).to_stock
+
+    def failing(layer: Any) -> Any:
+        if layer is last:
+            raise MemoryError
+        return original(layer)
+
+    monkeypatch.setattr(type(first), "to_stock", failing)
+    with pytest.raises(MemoryError):
+        mlx_marlin.restore(model)
+
+    assert [layer.layout for layer in model.layers] == ["marlin"] * 2
+    assert mx.array_equal(model.layers[0]["words"], first["words"])
+
+
+@pytest.mark.usefixtures("kernels")
+@LAYOUTS
+def test_heads_can_be_divided_among_machines(layout: str) -> None:
+    model = nn.Sequential(heads())
+    x = mx.random.normal((2, HEADS, 3, 64))
+    expected = model(x)
+    mlx_marlin.optimize(model, layout=layout)
+
+    # As mlx-lm's models do it.
+    model.layers[0].apply(lambda w: w[1:3])
+
+    assert mx.allclose(model(x[:, 1:3]), expected[:, 1:3], rtol=1e-4, atol=1e-4)
 
 
 def test_heads_stand_in_the_way_of_invariance() -> None:

@@ -8,7 +8,7 @@ import pytest
 from arguments import BIASES, FP4, FP4_SCALES, PACKED, SCALES, K, N, W, X, activations
 
 import mlx_marlin
-from mlx_marlin.packing import PackedWeight, pack
+from mlx_marlin.packing import PackedWeight
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mode": ((X, W, SCALES, BIASES), {"mode": "foo"}),
@@ -47,14 +47,6 @@ def test_a_wrong_call_raises_mlxs_own_error(kind: str) -> None:
         with pytest.raises(ValueError) as error:  # noqa: PT011
             ask(*arguments, **options)
         assert str(error.value) == str(stock.value)
-
-
-def test_a_batch_of_packed_weights_is_refused() -> None:
-    packed = pack(W[None], SCALES[None], BIASES[None])
-
-    for ask in (mlx_marlin.quantized_matmul, mlx_marlin.linear, mlx_marlin.why_not):
-        with pytest.raises(ValueError, match=r"batch \(1,\) .* gather_qmm takes"):
-            ask(X, packed)
 
 
 @pytest.mark.parametrize(

@@ -147,14 +147,16 @@ def ends(count: int, most: int) -> list[int | None]:
 def shown_columns(plan: Plan, most: int) -> list[int | None]:
     """Returns the columns of tiles; None for the middle of more than `most` columns.
 
-    A wide tile counts as often as it is wide, but the outermost ones always show.
+    A wide tile counts as often as it is wide, but the outermost ones always show. The
+    columns of several products follow each other.
     """
-    widths = [span(plan, column) for column in range(plan.n_tiles)]
+    columns = plan.problem.batch * plan.n_tiles
+    widths = [span(plan, column) for column in range(columns)]
     if sum(widths) <= most:
-        return list(range(plan.n_tiles))
+        return list(range(columns))
     left = _fitting(widths, most // 2)
     right = _fitting(widths[left:][::-1], most // 2)
-    return [*range(left), None, *range(plan.n_tiles - right, plan.n_tiles)]
+    return [*range(left), None, *range(columns - right, columns)]
 
 
 def span(plan: Plan, column: int) -> int:
@@ -187,7 +189,8 @@ def _fitting(widths: list[int], most: int) -> int:
 
 def _title(plan: Plan) -> str:
     wide = f", wide ones {plan.tile.m} x {plan.wide_n}" if plan.wide_columns else ""
-    return f"threadgroups of each tile of {plan.tile.m} x {plan.tile.n}{wide}"
+    several = f", columns a product: {plan.n_tiles}" if plan.problem.batch > 1 else ""
+    return f"threadgroups of each tile of {plan.tile.m} x {plan.tile.n}{wide}{several}"
 
 
 def _owners(plan: Plan, row: int, column: int) -> str:

@@ -76,6 +76,9 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--group-size", type=int, help="default: the mode's")
     group.add_argument("--dtype", default="float16", choices=list(DTYPE_BYTES))
     group.add_argument("--layout", default="mlx", choices=LAYOUTS)
+    group.add_argument(
+        "--batch", type=int, default=1, help="products, each with a weight of its own"
+    )
     group.add_argument("--bias", action="store_true", help="add a bias to it")
     group.add_argument("--activation", default="none", choices=ACTIVATIONS)
     group.add_argument("--multiply", action="store_true", help="multiply by an array")
@@ -119,6 +122,7 @@ def _problem(args: argparse.Namespace) -> Problem:
             residual=args.residual,
         ),
         invariant=args.invariant,
+        batch=args.batch,
     )
 
 

@@ -40,9 +40,8 @@ def optimize(
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
-        layout: "mlx" keeps the arrays as they are; "marlin" packs the linear layers and
-            those of experts, but not those of heads, so the model can be saved for
-            stock MLX only after `restore`.
+        layout: "mlx" keeps the arrays as they are; "marlin" packs all but embeddings,
+            so the model can be saved for stock MLX only after `restore`.
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here; with
@@ -77,8 +76,8 @@ def optimize(
                 layer, layout=layout, invariant=invariant
             )
             return experts
-        if _is_heads(layer):
-            heads: nn.Module = _marlin_heads().from_quantized(layer)
+        if _is_heads(layer) or _is_marlin_heads(layer):
+            heads: nn.Module = _marlin_heads().from_quantized(layer, layout=layout)
             return heads
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
@@ -107,6 +106,8 @@ def optimize(
             return layer.invariant is not invariant
         if type(layer) is MarlinLinear or _is_marlin_experts(layer):
             return layer.layout != layout or layer.invariant is not invariant
+        if _is_marlin_heads(layer):
+            return bool(layer.layout != layout)
         return False
 
     separate_layers(model)
@@ -213,13 +214,15 @@ def _way_back(layer: nn.Module) -> Convert:
         return lambda _: layer  # quantizing lost something
     if isinstance(layer, MarlinEmbedding):
         return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
+    ours: Any = type(layer)
     if isinstance(layer, MarlinLinear) or _is_marlin_experts(layer):
-        ours: Any = type(layer)
         return partial(
             ours.from_quantized,
             layout=layer.layout,
             invariant=layer.invariant,
         )
+    if _is_marlin_heads(layer):
+        return partial(ours.from_quantized, layout=layer.layout)
     return lambda new: new.to_stock()
 
 

@@ -5,34 +5,65 @@ from typing import Self
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from mlx_marlin.integrations.switch_layers import twin_of
-from mlx_marlin.ops import quantized_matmul
+from mlx_marlin.integrations.batch_layer import BatchLayer, twin_of
+from mlx_marlin.ops import packed_product, quantized_matmul
 
 
-class MarlinMultiLinear(QuantizedMultiLinear):
+# mlx-lm's layer has weight and scales as plain attributes, which it never sets again.
+class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[override]
     """A quantized layer of several heads whose products run on our kernels.
 
-    It is a `QuantizedMultiLinear` with the same parameters.
+    It is a `QuantizedMultiLinear`. With `layout="mlx"` it has the same parameters, and
+    products with weights that are not transposed, as latent attention asks one for when
+    it reads a prompt, are stock MLX's. With `layout="marlin"` its parameters are
+    `words` and `quantizers`, and for these products our kernel decodes the weights,
+    which MLX then multiplies as plain numbers.
+
+    Attributes:
+        layout: "mlx" or "marlin".
     """
 
     @classmethod
-    def from_quantized(cls, layer: QuantizedMultiLinear) -> Self:
-        """Makes a layer that shares the arrays of mlx-lm's."""
-        return twin_of(cls, layer)
+    def from_quantized(
+        cls, layer: QuantizedMultiLinear, *, layout: str = "mlx"
+    ) -> Self:
+        """Makes a layer with the parameters of mlx-lm's.
+
+        Args:
+            layer: The layer; it stays as it is.
+            layout: "mlx" shares the layer's arrays; "marlin" packs them.
+        """
+        is_ours = isinstance(layer, MarlinMultiLinear)
+        ours = twin_of(cls, layer.to_stock() if is_ours else layer)
+        if layout == "marlin":
+            ours.keep_packed()
+        return ours
 
     def to_stock(self) -> QuantizedMultiLinear:
-        """Returns mlx-lm's own layer with the same arrays."""
-        return twin_of(QuantizedMultiLinear, self)
+        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
+        return self.stock_twin(QuantizedMultiLinear)
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """Returns the product of each head's rows, x [..., heads, rows, k]."""
-        return quantized_matmul(
+        """Returns the product of each head's rows.
+
+        Args:
+            x: Rows [..., heads or 1, rows, k], or [..., n] if not transposed.
+            transpose: Whether the product is x @ w.T or x @ w.
+        """
+        if self.layout == "mlx":
+            return quantized_matmul(
+                x, *self.native(), transpose, self.group_size, self.bits, self.mode
+            )
+        words = self["words"]
+        return packed_product(
             x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            transpose,
+            words,
+            self["quantizers"],
+            self._n,
+            self._k,
             self.group_size,
             self.bits,
             self.mode,
+            transpose=transpose,
+            batch=words.shape[:-3],
         )

@@ -181,6 +181,7 @@ def plan(
     mode: str = "affine",
     dtype: str = "float16",
     layout: str = "mlx",
+    batch: int = 1,
     chip: str | None = None,
 ) -> Choice:
     """Returns how our kernels would compute a product of m rows, k→n, and why so.
@@ -195,6 +196,7 @@ def plan(
         dtype: Of activations, result and scales that are not bytes: "float16",
             "bfloat16" or "float32".
         layout: "mlx" or "marlin".
+        batch: Products of this shape, each with rows and a weight of its own.
         chip: Name such as "Apple M3 Max". Default: the chip here, or a conservative
             stand-in where there is none.
 
@@ -214,6 +216,7 @@ def plan(
         mode=mode,
         dtype=dtype,
         layout=layout,
+        batch=batch,
     )
     return compare(problem, device=target)
 

@@ -1,0 +1,104 @@
+"""What mlx-lm's layers of several weights have in common on our kernels."""
+
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.nn import NATIVE, PACKED
+from mlx_marlin.packing import PackedWeight, pack, unpack
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+class BatchLayer(nn.Module):
+    """The parameters of a quantized layer of several weights, in either layout.
+
+    With `layout="mlx"` they are mlx-lm's own; with `layout="marlin"` they are `words`
+    and `quantizers`, and `weight`, `scales` and `biases` are unpacked when something
+    asks for them.
+
+    Attributes:
+        layout: "mlx" or "marlin".
+    """
+
+    layout: str = "mlx"
+    group_size: int
+    bits: int
+    mode: str
+    _n: int
+    _k: int
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The packed weights; None with `layout="mlx"`."""
+        if self.layout == "mlx":
+            return None
+        return PackedWeight(
+            words=self["words"],
+            scales=self["quantizers"],
+            n=self._n,
+            k=self._k,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+    @property
+    def weight(self) -> mx.array:
+        """Codes in MLX's layout, uint32 [weights, n, k * bits / 32]."""
+        return self.native()[0]
+
+    @property
+    def scales(self) -> mx.array:
+        """Scales [weights, n, k / group_size]."""
+        return self.native()[1]
+
+    @property
+    def biases(self) -> mx.array | None:
+        """Biases [weights, n, k / group_size]; None where the mode has none."""
+        return self.native()[2]
+
+    @biases.setter
+    def biases(self, none: mx.array | None) -> None:
+        """Takes the None that mlx-lm's layers set where the mode has no biases."""
+
+    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Returns codes, scales and biases, if there are, in MLX's layout."""
+        packed = self.packed
+        if packed is None:
+            return self["weight"], self["scales"], self.get("biases")
+        words, scales, *biases = unpack(packed)
+        return words, scales, biases[0] if biases else None
+
+    def keep_packed(self) -> None:
+        """Packs the layer's arrays, which are in MLX's layout, in place."""
+        native = [self.pop(name, None) for name in NATIVE]
+        packed = pack(
+            *native, group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
+        self._n, self._k = packed.n, packed.k
+        self["words"], self["quantizers"] = packed.words, packed.scales
+        self.layout = "marlin"
+        self.freeze(keys=[*PACKED])
+
+    def stock_twin(self, cls: type[Layer]) -> Layer:
+        """Makes mlx-lm's own layer with the same parameters, in MLX's layout."""
+        layer = twin_of(cls, self)
+        for name in ("layout", "_n", "_k"):
+            vars(layer).pop(name, None)
+        for name in PACKED:
+            layer.pop(name, None)
+        layer._no_grad.difference_update(PACKED)
+        for name, array in zip(NATIVE, self.native(), strict=True):
+            setattr(layer, name, array)
+        return layer
+
+
+def twin_of(cls: type[Layer], layer: Any) -> Layer:
+    """Makes a layer of a class with the arrays and the state of another layer."""
+    twin = cls.__new__(cls)
+    vars(twin).update(vars(layer))
+    twin._no_grad = set(layer._no_grad)
+    dict.update(twin, layer)
+    return twin
