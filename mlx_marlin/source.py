@@ -146,7 +146,7 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
         "SIMDGROUPS_K": plan.simdgroups_k,
         "WIDE": plan.simdgroups_n,
         "WHOLE": plan.is_whole,
-        "BATCHED": problem.batch > 1,
+        **({} if plan.buffers else {"BATCHED": problem.batch > 1}),
         **weight_template(problem),
         "SUBTRACT": plan.subtract,
     }

@@ -147,7 +147,7 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
     if plan.kernel == "gemv":
         assert template["ROWS"] == plan.problem.m
     else:
-        assert template["WIDEN"] == (plan.problem.dtype != "float16")
+        assert template["WIDEN"] == plan.problem.in_float
         assert template["RAGGED"] == (plan.problem.n % 32 != 0)
         rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
         assert rows == plan.tile.m
