@@ -21,8 +21,9 @@ from mlx_marlin.device import Device
 from mlx_marlin.formats import format_of
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.gather_serving import Kind, why_not_gather
-from mlx_marlin.packing import as_mlx, pack, unpack
+from mlx_marlin.packing import pack, unpack
 from mlx_marlin.problem import Problem
+from mlx_marlin.stock_weight import as_mlx
 
 Choose = Callable[[str | None], None]
 
@@ -384,7 +385,7 @@ def kind(**changes: Any) -> Kind:
         ({"transpose": False}, "single rows times transposed"),
         ({"x_shape": (5, 1, 3, K)}, "single rows times transposed"),
         ({"bits": 7}, "affine 7-bit is not one"),
-        ({"has_global_scale": True}, "do not take this form"),
+        ({"has_global_scale": True}, "take no global scale"),
         (
             {
                 "mode": "nvfp4",
@@ -392,7 +393,7 @@ def kind(**changes: Any) -> Kind:
                 "x_shape": (5, 1, 1, 48),
                 "k": 48,
             },
-            "do not take this form of nvfp4",
+            "k=48 is not a multiple of 64",
         ),
         ({"pairs": (0, 2)}, "nothing to add up"),
         ({"dtype": mx.complex64}, "do not compute in complex64"),

@@ -193,8 +193,8 @@ _WEIGHTS = (
     Mutant(
         "native experts lie apart as if codes had 8 bits",
         _LANE,
-        "uint2(work.k / 32 * W::BITS, work.k / W::GROUP)",
-        "uint2(work.k / 4, work.k / W::GROUP)",
+        "uint2(work.k / 32 * W::BITS, group_at<W>(work.k))",
+        "uint2(work.k / 4, group_at<W>(work.k))",
         GATHER_NATIVE,
         Detector.OUTSIDE,
     ),
