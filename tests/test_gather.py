@@ -232,8 +232,9 @@ def test_an_invariant_sum_is_cut_alike_for_any_pairs(
     assert one.simdgroups_k == several.simdgroups_k
     assert one.subtract
     assert several.subtract
-    with pytest.raises(ValueError, match="invariant=True needs subtract=True"):
-        replace(several, subtract=False)
+    for fields in ({"subtract": False}, {"dot_rows": 1}):
+        with pytest.raises(ValueError, match="invariant=True needs subtract=True"):
+            replace(several, **fields)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -505,13 +506,20 @@ def test_a_plan_fits_the_hardware_and_says_itself(
     ("fields", "words"),
     [
         ({"experts": 0}, "experts=0"),
+        ({"dot_rows": 3}, "dot_rows=3"),
         ({"fragments_m": 3}, "fragments_m=3"),
         ({"simdgroups_m": 4, "simdgroups_k": 4}, "simdgroups_m=4"),
         ({"fragments_m": 2, "simdgroups_m": 8, "simdgroups_k": 2}, "simdgroups_m=8"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) -> None:
-    sound = {"experts": 4, "fragments_m": 1, "simdgroups_m": 1, "simdgroups_k": 4}
+    sound = {
+        "experts": 4,
+        "fragments_m": 1,
+        "simdgroups_m": 1,
+        "simdgroups_k": 4,
+        "dot_rows": 2,
+    }
 
     with pytest.raises(ValueError, match=words):
         GatherPlan(problem=Problem(m=9, n=40, k=64), subtract=False, **(sound | fields))
@@ -531,6 +539,7 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
         fragments_m=1,
         simdgroups_m=1,
         simdgroups_k=2,
+        dot_rows=2,
         subtract=False,
     )
     sources = mx.arange(8, dtype=mx.uint32)
@@ -544,6 +553,63 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     assert read.repeated_read_bytes == 0
     scales = 2 * 64 * (K // 64) * 2
     assert counters[0].of("scales").read_bytes == scales * (1 + (layout == "marlin"))
+
+
+FEW = [1, 2, 0, 2, 1, 2]
+"""Experts that one row chose, two rows and three."""
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("layout", "mode", "bits"),
+    [
+        (layout, *name)
+        for name, known in format_cases.FORMATS.items()
+        for layout in known.layouts
+    ],
+)
+def test_few_rows_of_every_format_are_the_products_that_they_name(
+    layout: str, mode: str, bits: int
+) -> None:
+    form = mode, bits, max(format_of(mode, bits).group_sizes[:2])
+    dtype = list(LIMITS)[bits % 3]
+    call = Call(form, layout, 4, 41, 192, 3, FEW, dtype, bits)
+
+    y = call.run()
+
+    rows = oracles.exact(call.x)[call.sources, 0]
+    expected = np.einsum("pk,pnk->pn", rows, call.decoded[FEW])
+    assert oracles.error(y.squeeze(1), expected) < LIMITS[dtype]
+    assert mx.array_equal(y, call.run())
+
+
+@pytest.mark.parametrize(("simdgroups_m", "simdgroups_k"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize("dot_rows", [0, 1, 2])
+def test_an_expert_of_few_rows_costs_no_matrix_product(
+    dot_rows: int, simdgroups_m: int, simdgroups_k: int
+) -> None:
+    from mlx_marlin import emulator
+
+    packed = pack(*weights(4, 64, "affine", 4, 64, mx.bfloat16))
+    plan = GatherPlan(
+        problem=Problem(m=6, n=64, k=K, layout="marlin", dtype="bfloat16"),
+        experts=4,
+        fragments_m=1,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=simdgroups_k,
+        dot_rows=dot_rows,
+        subtract=True,
+    )
+    x = mx.random.normal((6, K)).astype(mx.bfloat16)
+    pairs = mx.arange(6, dtype=mx.uint32), mx.array(FEW, mx.uint32)
+    weight = packed.words, packed.scales, packed.scales
+
+    counters = emulator.trace(launch.gather_product(plan), x, *weight, *pairs)[0]
+
+    read = counters.of("w")
+    assert read.read_bytes == 3 * 64 * K // 2  # nobody chose one of four experts
+    assert read.repeated_read_bytes == 0
+    assert counters.count("matrix") == (3 - dot_rows) * (64 // 8) * (K // 8)
 
 
 def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:

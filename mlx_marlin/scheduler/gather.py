@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from mlx_marlin.device import Device
-from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.gather_plan import MOST_DOT_ROWS, GatherPlan
 from mlx_marlin.plan import FRAGMENT, MAX_SIMDGROUPS
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import SCHEDULERS_PER_CORE, loop_slots, memory_seconds
@@ -44,6 +44,8 @@ def choose_gather(problem: Problem, experts: int) -> GatherPlan:
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=min(SIMDGROUPS_K, MAX_SIMDGROUPS // beside),
+        # A row's bits must not depend on how many rows chose its expert.
+        dot_rows=0 if problem.invariant else MOST_DOT_ROWS,
         subtract=problem.invariant
         or fragments_m > 1
         or problem.dtype != "float16"
