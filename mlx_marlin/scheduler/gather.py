@@ -1,12 +1,21 @@
 """Plans for experts' products, and when stock MLX should serve them."""
 
+from collections.abc import Iterator
 from functools import lru_cache
+from math import exp, lgamma, log, sqrt
 
 from mlx_marlin.device import Device
+from mlx_marlin.formats import TILE_N
 from mlx_marlin.gather_plan import MOST_DOT_ROWS, GatherPlan
-from mlx_marlin.plan import FRAGMENT, MAX_SIMDGROUPS
+from mlx_marlin.plan import FRAGMENT, MAX_SIMDGROUPS, SIMD_WIDTH
 from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.cost import SCHEDULERS_PER_CORE, loop_slots, memory_seconds
+from mlx_marlin.scheduler.cost import (
+    SCHEDULERS_PER_CORE,
+    STORE_SLOTS,
+    WHOLE_SLOTS,
+    loop_slots,
+    memory_seconds,
+)
 from mlx_marlin.scheduler.handover import UNCALIBRATED_MARGIN
 from mlx_marlin.scheduler.stock_slots import stock_slots
 
@@ -22,6 +31,12 @@ SORTED_SHARE = 4
 STOCK_TILE_SLOTS = 0.433
 """Issue slots of that tile for a weight, beyond the other slots of a tile of 32 rows:
 its 8x8 products, less half of x (counted of affine 4-bit)."""
+
+
+SCAN_SLOTS = 60
+"""Slots in which a simdgroup looks at 32 pairs (counted)."""
+DEVIATIONS = 9
+"""Standard deviations from the mean within which an expert's rows count."""
 
 
 @lru_cache(maxsize=4096)
@@ -84,9 +99,12 @@ def gather_seconds(
 ) -> tuple[float, float]:
     """Returns what stock MLX and our kernels should take for experts' products.
 
-    Each pair chooses an expert by itself, all being as likely. Stock MLX's vector
-    kernel is taken to read a weight from memory for every pair, also where the pair
-    before it had the same: what caches hold of that is not known.
+    Each pair chooses an expert by itself, all being as likely; how many rows of ours
+    share a reading of a weight follows from that (`expected_tiles`), and few of them
+    are priced as dot products. Threadgroups are taken to be enough to load all cores
+    alike. Stock MLX's vector kernel is taken to read a weight from memory for every
+    pair, also where the pair before it had the same: what caches hold of that is not
+    known.
 
     Args:
         problem: The product of one expert; its m counts all pairs.
@@ -100,14 +118,71 @@ def gather_seconds(
     )
 
 
+def expected_tiles(pairs: int, experts: int, most: int) -> dict[int, float]:
+    """Returns how many tiles of each number of rows are to be expected.
+
+    Each pair chooses an expert by itself, all being as likely: how many rows an expert
+    has is binomial. They fill whole tiles, and the rest is one more.
+
+    Args:
+        pairs: Pairs (row, expert).
+        experts: Weights to choose from.
+        most: Rows of a whole tile.
+    """
+    tiles: dict[int, float] = {}
+    for rows, share in _rows_of_expert(pairs, experts):
+        whole, rest = divmod(rows, most)
+        for each, count in ((most, whole), (rest, 1)):
+            if each and count:
+                tiles[each] = tiles.get(each, 0.0) + experts * share * count
+    return tiles
+
+
+def _rows_of_expert(pairs: int, experts: int) -> Iterator[tuple[int, float]]:
+    """Yields numbers of rows, and the share of experts that have as many."""
+    if experts == 1:
+        yield pairs, 1.0
+        return
+    mean = pairs / experts
+    # What lies further out counts nothing.
+    reach = DEVIATIONS * (1 + sqrt(mean))
+    first, last = int(max(mean - reach, 1)), int(min(mean + reach, pairs))
+    for rows in range(first, last + 1):
+        ways = lgamma(pairs + 1) - lgamma(rows + 1) - lgamma(pairs - rows + 1)
+        missed = (pairs - rows) * log(1 - 1 / experts)
+        yield rows, exp(ways - rows * log(experts) + missed)
+
+
 def _our_seconds(problem: Problem, experts: int, device: Device) -> float:
-    chosen = chosen_experts(problem.m, experts)
-    rows = max(round(problem.m / chosen), 1)
     plan = choose_gather(problem, experts)
-    slots = loop_slots(problem, plan.fragments_m, plan.subtract, rows, device)
-    passes = -(-rows // plan.rows)
-    memory = memory_seconds(round(chosen * passes * problem.weight_bytes), device)
-    return max(memory, _issue(chosen * problem.n * problem.k * slots, device))
+    tiles = expected_tiles(problem.m, experts, plan.rows)
+    slots = sum(
+        count * _tile_slots(plan, rows, device) for rows, count in tiles.items()
+    )
+    read = sum(tiles.values())
+    # Who finds an expert's rows looks at all pairs, also where it finds none.
+    looks = read + experts - chosen_experts(problem.m, experts)
+    scan = SCAN_SLOTS * -(-problem.m // SIMD_WIDTH)
+    slots += looks * scan * plan.threads / SIMD_WIDTH
+    columns = -(-problem.n // TILE_N)
+    memory = memory_seconds(round(read * problem.weight_bytes), device)
+    return max(memory, _issue(columns * slots, device))
+
+
+def _tile_slots(plan: GatherPlan, rows: int, device: Device) -> float:
+    """Returns the slots of one threadgroup for a tile of so many rows."""
+    problem, simdgroups = plan.problem, plan.threads // SIMD_WIDTH
+    fragments_m = 0 if rows <= plan.dot_rows else plan.fragments_m
+    # A simdgroup that has a row multiplies all of its fragments.
+    held = rows if fragments_m == 0 else FRAGMENT * fragments_m
+    read = -(-rows // held) * held
+    loop = loop_slots(problem, fragments_m, plan.subtract, read, device)
+    once, each = WHOLE_SLOTS[fragments_m]
+    store, along_k = STORE_SLOTS
+    stored = rows * (
+        store + along_k * (simdgroups if fragments_m == 0 else plan.simdgroups_k)
+    )
+    return TILE_N * problem.k * loop + simdgroups * (once + each * rows) + stored
 
 
 def _stock_seconds(

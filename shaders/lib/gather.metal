@@ -136,10 +136,9 @@ METAL_FUNC void gather_register(
   const Listed order = {pairs, sources};
   float2 totals[4 * FRAGMENTS_M];
 
-  for (int first = 0;; first += TILE_M) {
-    const int found =
-        list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
-    if (found <= first) {
+  for (int first = 0, found = count; first < found; first += TILE_M) {
+    found = list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
+    if (found == 0) {
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -97,8 +97,8 @@ _LIST = (
     Mutant(
         "pairs after the last whole tile are left out",
         _GATHER,
-        "if (found <= first) {",
-        "if (found < first + TILE_M) {",
+        "first < found;",
+        "first + TILE_M <= found;",
         GATHER_PACKED,
         Detector.WRONG_RESULT,
     ),
