@@ -23,6 +23,11 @@ from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.gather_serving import Kind, why_not_gather
 from mlx_marlin.packing import pack, unpack
 from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.gather import (
+    chosen_experts,
+    expected_tiles,
+    gather_seconds,
+)
 from mlx_marlin.stock_weight import as_mlx
 
 Choose = Callable[[str | None], None]
@@ -487,6 +492,51 @@ def test_the_model_leaves_stock_where_rows_share_experts(chip: str) -> None:
 
     assert "times stock MLX's speed" in str(reason(8))
     assert reason(256) is None
+
+
+@given(
+    pairs=st.integers(1, 5000), experts=st.integers(1, 300), most=st.integers(1, 128)
+)
+def test_expected_tiles_hold_all_pairs_of_the_chosen_experts(
+    pairs: int, experts: int, most: int
+) -> None:
+    tiles = expected_tiles(pairs, experts, most)
+    of_experts = expected_tiles(pairs, experts, pairs)
+
+    assert max(tiles) <= most
+    assert sum(r * c for r, c in tiles.items()) == pytest.approx(pairs, rel=1e-6)
+    chosen = chosen_experts(pairs, experts)
+    assert sum(of_experts.values()) == pytest.approx(chosen, rel=1e-6)
+
+
+def test_expected_tiles_are_those_of_many_draws() -> None:
+    random = np.random.default_rng(0)
+    draws = random.integers(0, 16, (20_000, 40))
+    counts = np.stack([(draws == each).sum(axis=1) for each in range(16)])
+
+    tiles = expected_tiles(40, 16, 3)
+
+    whole, rest = counts // 3, counts % 3
+    drawn = {3: whole + 0.0, 1: rest == 1, 2: rest == 2}
+    for rows, found in drawn.items():
+        assert tiles[rows] == pytest.approx(found.sum(axis=0).mean(), rel=0.02)
+
+
+def test_experts_of_few_rows_are_priced_as_dot_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # One row each: with matrices the same experts would be bound by their slots.
+    problem = Problem(m=128, n=768, k=2048)
+    device = Device.named("Apple M1 Max")
+    stock, ours = gather_seconds(problem, 128, True, device)
+
+    monkeypatch.setattr("mlx_marlin.scheduler.gather.MOST_DOT_ROWS", 0)
+    scheduler.choose_gather.cache_clear()
+    with_matrices = gather_seconds(problem, 128, True, device)
+    scheduler.choose_gather.cache_clear()
+
+    assert with_matrices[0] == stock
+    assert with_matrices[1] > 1.2 * ours
 
 
 @given(pairs=st.integers(1, 5000), experts=st.integers(1, 300), n=st.integers(1, 5000))

@@ -12,6 +12,7 @@ from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import (
     SCHEDULERS_PER_CORE,
     STORE_SLOTS,
+    WEIGHTS_PER_TRIP,
     WHOLE_SLOTS,
     loop_slots,
     memory_seconds,
@@ -33,7 +34,9 @@ STOCK_TILE_SLOTS = 0.433
 its 8x8 products, less half of x (counted of affine 4-bit)."""
 
 
-SCAN_SLOTS = 60
+EXPERT_SLOTS = 30
+"""Slots of a trip of the main loop for the 64-bit address of an expert (counted)."""
+SCAN_SLOTS = 55
 """Slots in which a simdgroup looks at 32 pairs (counted)."""
 DEVIATIONS = 9
 """Standard deviations from the mean within which an expert's rows count."""
@@ -172,16 +175,17 @@ def _our_seconds(problem: Problem, experts: int, device: Device) -> float:
 def _tile_slots(plan: GatherPlan, rows: int, device: Device) -> float:
     """Returns the slots of one threadgroup for a tile of so many rows."""
     problem, simdgroups = plan.problem, plan.threads // SIMD_WIDTH
-    fragments_m = 0 if rows <= plan.dot_rows else plan.fragments_m
-    # A simdgroup that has a row multiplies all of its fragments.
-    held = rows if fragments_m == 0 else FRAGMENT * fragments_m
-    read = -(-rows // held) * held
+    fragments_m, readers, along_k, read = 0, 1, simdgroups, rows
+    if rows > plan.dot_rows:
+        fragments_m, along_k = plan.fragments_m, plan.simdgroups_k
+        # A simdgroup that has a row multiplies all of its fragments.
+        readers = -(-rows // (FRAGMENT * fragments_m))
+        read = readers * FRAGMENT * fragments_m
     loop = loop_slots(problem, fragments_m, plan.subtract, read, device)
+    loop += readers * EXPERT_SLOTS / WEIGHTS_PER_TRIP
     once, each = WHOLE_SLOTS[fragments_m]
-    store, along_k = STORE_SLOTS
-    stored = rows * (
-        store + along_k * (simdgroups if fragments_m == 0 else plan.simdgroups_k)
-    )
+    store, partial = STORE_SLOTS
+    stored = rows * (store + partial * along_k)
     return TILE_N * problem.k * loop + simdgroups * (once + each * rows) + stored
 
 
