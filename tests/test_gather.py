@@ -23,6 +23,7 @@ from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.gather_serving import Kind, why_not_gather
 from mlx_marlin.packing import pack, unpack
 from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.cost import memory_seconds
 from mlx_marlin.scheduler.gather import (
     chosen_experts,
     expected_tiles,
@@ -537,6 +538,57 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
 
     assert with_matrices[0] == stock
     assert with_matrices[1] > 1.2 * ours
+
+
+def leaves(chip: str, pairs: int, k: int = 2048, **form: Any) -> bool:
+    """Whether a product of unsorted pairs over 128 experts leaves stock MLX."""
+    problem = Problem(m=pairs, n=768, k=k, **form)
+    return not scheduler.gather_reason(problem, 128, False, Device.named(chip))
+
+
+@pytest.mark.parametrize(
+    ("chip", "form", "least"),
+    [
+        ("Apple M3 Max", {}, 1.1),
+        ("Apple M4 Pro", {"dtype": "bfloat16", "scale_dtype": "bfloat16"}, 1.1),
+        ("Apple M4 Pro", {"bits": 6}, 1.3),
+        ("Apple M1 Max", {}, 1.3),
+    ],
+)
+def test_the_margin_is_small_where_times_of_one_row_were_fitted(
+    chip: str, form: dict[str, Any], least: float
+) -> None:
+    def ratio(pairs: int) -> float:
+        problem = Problem(m=pairs, n=768, k=2048, **form)
+        stock, ours = gather_seconds(problem, 128, False, Device.named(chip))
+        return stock / ours
+
+    for pairs in range(8, 129, 8):
+        assert leaves(chip, pairs, **form) == (ratio(pairs) >= least)
+    assert ratio(8) < 1.1 < ratio(64) < 1.3 < ratio(128)
+
+
+@given(pairs=st.integers(1, 512), k=st.sampled_from([64, 128, 256, 768, 2048]))
+@settings(max_examples=60)
+def test_where_the_margin_is_small_caches_would_not_make_stock_win(
+    pairs: int, k: int
+) -> None:
+    chip = "Apple M4 Pro"
+    problem, device = Problem(m=pairs, n=768, k=k), Device.named(chip)
+    stock, ours = gather_seconds(problem, 128, False, device)
+
+    if leaves(chip, pairs, k) and stock / ours < 1.3:
+        once = chosen_experts(pairs, 128) * problem.weight_bytes
+        assert ours <= 1.01 * memory_seconds(round(once), device)
+
+
+def test_few_k_are_not_left_to_the_small_margin() -> None:
+    # What surrounds the main loop counts more than reading the weights.
+    problem, device = Problem(m=80, n=768, k=256), Device.named("Apple M4 Pro")
+    stock, ours = gather_seconds(problem, 128, False, device)
+
+    assert 1.1 < stock / ours < 1.3
+    assert not leaves("Apple M4 Pro", 80, 256)
 
 
 @given(pairs=st.integers(1, 5000), experts=st.integers(1, 300), n=st.integers(1, 5000))
