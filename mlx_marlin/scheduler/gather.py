@@ -36,8 +36,9 @@ STOCK_TILE_SLOTS = 0.433
 its 8x8 products, less half of x (counted of affine 4-bit)."""
 
 
-EXPERT_SLOTS = 30
-"""Slots of a trip of the main loop for the 64-bit address of an expert (counted)."""
+EXPERT_SLOTS = {"marlin": 30, "mlx": 62}
+"""Slots of a trip of the main loop for 64-bit addresses of an expert, by layout
+(counted of 4 bits)."""
 SCAN_SLOTS = 55
 """Slots in which a simdgroup looks at 32 pairs (counted)."""
 DEVIATIONS = 9
@@ -196,7 +197,7 @@ def _tile_slots(plan: GatherPlan, rows: int, device: Device) -> float:
         readers = -(-rows // (FRAGMENT * fragments_m))
         read = readers * FRAGMENT * fragments_m
     loop = loop_slots(problem, fragments_m, plan.subtract, read, device)
-    loop += readers * EXPERT_SLOTS / WEIGHTS_PER_TRIP
+    loop += readers * EXPERT_SLOTS[problem.layout] / WEIGHTS_PER_TRIP
     once, each = WHOLE_SLOTS[fragments_m]
     store, partial = STORE_SLOTS
     stored = rows * (store + partial * along_k)
