@@ -6,8 +6,9 @@ hardware; docs/stock.md has the error of the stock model on every published row.
 
 Of a mixture of experts the rows choose theirs alike and independently, so that r rows
 with c choices among e experts hit e * (1 - (1 - 1/e)^(r * c)) of them. Ours reads each
-of these once. Stock MLX is taken to read one from memory for every choice; the second
-ratio is what would be left if caches served every repeated expert.
+of these once for a tile of rows; how many rows an expert has is binomial, and few of
+them are priced as dot products. Stock MLX is taken to read one from memory for every
+choice; the second ratio is what would be left if caches served every repeated expert.
 
 Usage: python benchmarks/predicted.py
 """
@@ -29,10 +30,8 @@ LEAST = {8: 2.0, 16: 1.7}
 """Times stock's speed that a model's products have to have, by rows."""
 MOST_OF_33 = 1.35
 """Times the time of 32 rows that 33 may take; stock takes 1.95."""
-LEAST_OF_EXPERTS = {8: 1.05, 16: 1.1, 32: 1.5}
+LEAST_OF_EXPERTS = {8: 1.15, 16: 1.5, 32: 1.8}
 """As `LEAST`, of a mixture of experts."""
-AIM_OF_EXPERTS = {8: 1.15, 16: 1.15}
-"""What they are to have; where the model says less, that is printed."""
 SORTED_FROM = 64
 """Choices from which mlx-lm sorts them by expert."""
 
@@ -257,10 +256,6 @@ def main() -> int:
                 f"  {stock / ours:5.2f} times, "
                 f"{cached_ratio(MIXTURE, rows, device):.2f} if caches served repeats"
             )
-    short = [
-        each for chip in CHIPS for each in below(AIM_OF_EXPERTS, Device.named(chip))
-    ]
-    print("\nthe model says less than what is aimed at:\n" + "\n".join(short or ["-"]))
     missed = [each for chip in CHIPS for each in failures(Device.named(chip))]
     print("\n" + ("\n".join(missed) or "every bound is kept"))
     return int(bool(missed))

@@ -4,6 +4,9 @@ A threadgroup has one column of tiles of one expert and finds the rows that chos
 so that the weight is read once for all of them. Which rows those are is known on the
 GPU only: the plan has a threadgroup for every expert, and one that nobody chose ends at
 once.
+
+Few rows of a tile are dot products, as in `gemv`: an expert that one row chose costs no
+8x8 matrices. How many rows chose it is known on the GPU only, too.
 """
 
 from dataclasses import dataclass
@@ -21,6 +24,10 @@ from mlx_marlin.problem import Problem
 
 MOST_THREADGROUPS = 2**31 // (SIMD_WIDTH * MAX_SIMDGROUPS)
 """A grid counts threads in 32 bits."""
+MOST_DOT_ROWS = 2
+"""Most rows of a tile that are dot products. Two take the kernel 8 to 34 more 16-bit
+registers than matrices alone, which leaves room for 16 simdgroups on a core, and each
+further row takes 28 (counted)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +39,8 @@ class GatherPlan:
         experts: Weights to choose from.
         fragments_m: 8-row fragments of x that one simdgroup holds.
         simdgroups_m: Simdgroups side by side along the rows.
-        simdgroups_k: Simdgroups that share a tile's k.
+        simdgroups_k: Simdgroups that share a tile's k; for dot products all do.
+        dot_rows: Most rows of a tile that are dot products.
         subtract: Subtract the codes' offset in the fragment.
     """
 
@@ -41,6 +49,7 @@ class GatherPlan:
     fragments_m: int
     simdgroups_m: int
     simdgroups_k: int
+    dot_rows: int
     subtract: bool
 
     def __post_init__(self) -> None:
@@ -59,10 +68,14 @@ class GatherPlan:
                 f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k} "
                 f"is not between 1 and {MAX_SIMDGROUPS} simdgroups"
             )
-        if self.problem.invariant and not self.subtract:
+        if not 0 <= self.dot_rows <= MOST_DOT_ROWS:
             raise ValueError(
-                "invariant=True needs subtract=True, because with fewer rows a plan "
-                "may do without"
+                f"dot_rows={self.dot_rows} is not between 0 and {MOST_DOT_ROWS}"
+            )
+        if self.problem.invariant and (self.dot_rows or not self.subtract):
+            raise ValueError(
+                "invariant=True needs subtract=True and dot_rows=0, because what fewer "
+                "or more rows may do otherwise changes bits"
             )
         if self.threadgroup_bytes > THREADGROUP_LIMIT:
             raise ValueError(
@@ -95,6 +108,7 @@ class GatherPlan:
         """Says in a line what will run; every figure is counted, none predicted."""
         return (
             f"gather {self.rows}x{TILE_N}, {self.simdgroups_m}x{self.simdgroups_k} "
-            f"simdgroups (m x k), {self.problem.m} pairs over {self.experts} experts, "
+            f"simdgroups (m x k), dot products up to {self.dot_rows} rows, "
+            f"{self.problem.m} pairs over {self.experts} experts, "
             f"{self.num_threadgroups} threadgroups"
         )

@@ -96,7 +96,7 @@ def gather_source() -> Source:
         name="marlin_gather",
         input_names=(*OPERANDS, "sources", "experts", "shape"),
         output_names=("out",),
-        header=_lib(*WEIGHT, "epilogue", "gemm_register", "gather"),
+        header=_lib(*WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
         source=_read("kernels/gather"),
     )
 
@@ -171,6 +171,7 @@ def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         "SIMDGROUPS_K": plan.simdgroups_k,
+        "DOT_ROWS": plan.dot_rows,
         "RAGGED": plan.problem.n % TILE_N != 0,
         **weight_template(plan.problem),
         "SUBTRACT": plan.subtract,

@@ -165,10 +165,14 @@ def decoder_of(problem: Problem) -> Variant:
 
 
 def gathers_of(problem: Problem) -> Iterator[Variant]:
-    """The instances that multiply rows by experts, few of each and many."""
+    """The instances that multiply rows by experts, few of each and many.
+
+    Invariant ones have no dot products.
+    """
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": problem.dtype}
-    for m, n in product((8, 512), (64, 63)):
-        plan = scheduler.choose_gather(replace(problem, m=m, n=n), experts=8)
+    for m, n, invariant in product((8, 512), (64, 63), (False, True)):
+        each = replace(problem, m=m, n=n, invariant=invariant)
+        plan = scheduler.choose_gather(each, experts=8)
         values = {**source.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 

@@ -320,7 +320,7 @@ def _weight_lane_bytes(problem: Problem, fragments_m: int) -> float:
 def loop_slots(
     problem: Problem, fragments_m: int, subtract: bool, m: int, device: Device
 ) -> float:
-    """Returns the slots of the matrix kernel's main loop for a weight and m rows."""
+    """Returns the slots of a main loop for a weight and m rows, as `loop_of` has it."""
     trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
     rates = rates_of(device)
     slots, _ = _per_trip(trip, fragments_m, subtract, m, "float16", rates)

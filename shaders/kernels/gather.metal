@@ -7,6 +7,7 @@ gather_register<
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
+    DOT_ROWS,
     RAGGED,
     WeightFormat<MODE, BITS, GROUP, PACKED>,
     SUBTRACT,

@@ -1,6 +1,10 @@
 // Many products of one row each, every one with a weight of its own out of several: the
 // experts of a mixture. A threadgroup has one column of tiles of one expert and finds the rows
 // that chose it, so a weight is read once for all of them, or not at all.
+//
+// DOT_ROWS   up to so many rows of a tile (0, 1 or 2) are dot products, as in gemv, and all
+//            simdgroups share k; more are matrix products, as in gemm_register
+// the others as in gemm_register
 
 // The rows of a tile: the pairs (row of x, expert) that a threadgroup found, by their place.
 struct Listed {
@@ -40,10 +44,48 @@ METAL_FUNC int list_pairs(
   return found;
 }
 
+// Where each of a tile's rows of x begins.
+template <int ROWS>
+struct Starts {
+  uint rows[ROWS];
+};
+
+template <int ROWS>
+METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
+  return starts.rows[row];
+}
+
+// A tile of ROWS rows by dot products: all simdgroups take turns at the trips along k.
+template <int ROWS, int SIMDGROUPS, typename W, bool SUBTRACT, typename T, typename S, typename O>
+METAL_FUNC void gather_rows(
+    const device T* x,
+    Listed order,
+    WeightTile<S> tile,
+    device O* out,
+    threadgroup float* scratch,
+    Work work,
+    Split split,
+    int simdgroup_index,
+    int lane_index) {
+  const Place place = place_of_simdgroup<1, SIMDGROUPS, 1>(simdgroup_index, false, 0);
+  Starts<ROWS> starts;
+  UNROLL for (int row = 0; row < ROWS; ++row) {
+    starts.rows[row] = input_row(order, row) * work.k;
+  }
+  float4 totals[ROWS];
+  accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
+  write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
+      out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
+}
+
 template <
     int FRAGMENTS_M,
     int SIMDGROUPS_M,
     int SIMDGROUPS_K,
+    int DOT_ROWS,
     bool RAGGED,
     typename W,
     bool SUBTRACT,
@@ -94,23 +136,31 @@ METAL_FUNC void gather_register(
   const Listed order = {pairs, sources};
   float2 totals[4 * FRAGMENTS_M];
 
-  for (int first = 0;; first += TILE_M) {
-    const int found =
-        list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
-    if (found <= first) {
+  for (int first = 0, found = count; first < found; first += TILE_M) {
+    found = list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
+    if (found == 0) {
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     work.m = min(found - first, TILE_M);
-    if (work.m > place.row) {
-      const WeightTile<S> tile = weight_tile<W>(w, scales, biases, split.col, work, lane_index);
-      accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
-          totals, x, order, tile, place.row, work.n - split.col, work, split, place, lane_index);
-      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+    const WeightTile<S> tile = weight_tile<W>(w, scales, biases, split.col, work, lane_index);
+    // All threads have found as many pairs: the branches are uniform.
+    if (DOT_ROWS >= 1 && work.m == 1) {
+      gather_rows<1, SIMDGROUPS, W, SUBTRACT>(
+          x, order, tile, out, scratch, work, split, simdgroup_index, lane_index);
+    } else if (DOT_ROWS >= 2 && work.m == 2) {
+      gather_rows<2, SIMDGROUPS, W, SUBTRACT>(
+          x, order, tile, out, scratch, work, split, simdgroup_index, lane_index);
+    } else {
+      if (work.m > place.row) {
+        accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
+            totals, x, order, tile, place.row, work.n - split.col, work, split, place, lane_index);
+        write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
+          out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
-        out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

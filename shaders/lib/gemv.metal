@@ -10,24 +10,32 @@
 // W             WeightFormat
 // SUBTRACT      q instead of W::ZERO + q enters the sums: more exact, and slower
 
+// Where rows of x begin that stand one after the other.
+struct InSequence {
+  uint first;
+  uint k;
+};
+
+METAL_FUNC uint start_of(InSequence starts, int row) {
+  return starts.first + row * starts.k;
+}
+
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
-template <int ROWS, typename W, typename T, typename S, typename Run>
+template <int ROWS, typename W, typename T, typename S, typename Run, typename Starts>
 METAL_FUNC Quantizers load_vectors(
     thread uint* words,
     thread Run* runs,
     WeightTile<S> tile,
     const device T* x,
-    InOrder order,
-    Work work,
+    Starts starts,
     int lane_index,
     int k) {
   constexpr int RUNS = W::RUNS;
   load_words<W>(words, tile, k, lane_index);
-  const uint start =
-      input_row(order, 0) * work.k + k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
+  const uint start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
     const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
-    runs[i] = load_run(first, i / RUNS / 2 * work.k + start);
+    runs[i] = load_run(first, start_of(starts, i / RUNS / 2) + start);
   }
   return load_quantizers<W>(tile, k);
 }
@@ -47,6 +55,55 @@ METAL_FUNC void add_products(
         products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
         products[row][f] = fma(values.y, float(columns[RUNS + h][s]), products[row][f]);
       }
+    }
+  }
+}
+
+// The main loop of one simdgroup: its trips of one split, for ROWS rows of x.
+template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts>
+METAL_FUNC void accumulate_rows(
+    thread float4* totals,
+    const device T* x,
+    Starts starts,
+    WeightTile<S> tile,
+    Split split,
+    Place place,
+    int lane_index) {
+  typedef typename Fragment<T>::type F;
+  constexpr int RUNS = W::RUNS;
+  UNROLL for (int row = 0; row < ROWS; ++row) {
+    totals[row] = float4(0.0f);
+  }
+  for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
+    uint words[words_of_step<W>()];
+    vec<F, 4> runs[2 * ROWS * RUNS];
+    const Quantizers quantizers =
+        load_vectors<ROWS, W>(words, runs, tile, x, starts, lane_index, k);
+    float4 products[ROWS];
+    UNROLL for (int row = 0; row < ROWS; ++row) {
+      const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
+      if (W::BIASED) {
+        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
+      }
+      // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+      products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
+    }
+    add_products<ROWS, W, SUBTRACT>(products, words, runs);
+    UNROLL for (int row = 0; row < ROWS; ++row) {
+      const float4 scale = quantizers.scale * (float(W::FACTOR) * tile.weight_scale);
+      totals[row] = fma(scale, products[row], totals[row]);
+    }
+  }
+}
+
+// Adds up what lanes have of ROWS rows. corner: where the simdgroup's tile lies in scratch.
+template <int ROWS>
+METAL_FUNC void
+write_rows(threadgroup float* scratch, thread const float4* totals, int corner, Lane lane) {
+  UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
+    const float total = sum_over_pairs(totals[i / 4][i % 4]);
+    if (lane.pair == 0) {
+      scratch[corner + i / 4 * SCRATCH_ROW + lane.row + 8 * (i % 4)] = total;
     }
   }
 }
@@ -76,16 +133,12 @@ METAL_FUNC void gemv(
     uint threadgroup_index,
     int simdgroup_index,
     int lane_index) {
-  typedef typename Fragment<T>::type F;
-  constexpr int RUNS = W::RUNS;
-
   Work work = read_work(shape, schedule);
   work.m_tiles = 1;  // a tile has all rows: known here, it saves a division and registers
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
-  const Lane lane = lane_of(lane_index);
   const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 0);
-  const int corner = simdgroup_index * ROWS * SCRATCH_ROW + lane.row;
+  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
@@ -94,37 +147,10 @@ METAL_FUNC void gemv(
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
         w, scales, biases, split.col + TILE_N * place.column, work, lane_index, split.product);
+    const InSequence starts = {input_row(order, 0) * work.k, uint(work.k)};
     float4 totals[ROWS];
-    UNROLL for (int row = 0; row < ROWS; ++row) {
-      totals[row] = float4(0.0f);
-    }
-    for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
-      uint words[words_of_step<W>()];
-      vec<F, 4> runs[2 * ROWS * RUNS];
-      const Quantizers quantizers =
-          load_vectors<ROWS, W>(words, runs, tile, x, order, work, lane_index, k);
-      float4 products[ROWS];
-      UNROLL for (int row = 0; row < ROWS; ++row) {
-        const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
-        if (W::BIASED) {
-          totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
-        }
-        // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
-        products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
-      }
-      add_products<ROWS, W, SUBTRACT>(products, words, runs);
-      UNROLL for (int row = 0; row < ROWS; ++row) {
-        const float4 scale = quantizers.scale * (float(W::FACTOR) * tile.weight_scale);
-        totals[row] = fma(scale, products[row], totals[row]);
-      }
-    }
-
-    UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
-      const float total = sum_over_pairs(totals[i / 4][i % 4]);
-      if (lane.pair == 0) {
-        scratch[corner + i / 4 * SCRATCH_ROW + 8 * (i % 4)] = total;
-      }
-    }
+    accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+    write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<ROWS, SIMDGROUPS_K, WIDE, SIMDGROUPS_K>(
         out,

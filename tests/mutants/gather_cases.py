@@ -17,6 +17,8 @@ from mlx_marlin.problem import Problem
 GATHER_NATIVE = "experts, native codes of 4 bits, odd offsets"
 GATHER_PACKED = "experts, packed codes of 3 bits, groups of 32, k tail"
 GATHER_COUNTED = "experts, packed codes of 4 bits, whole tiles"
+GATHER_FEW = "experts of one row and of two, native codes of 4 bits, odd offsets"
+GATHER_FEW_COUNTED = "experts of one row and of two, packed codes, whole tiles"
 LIMIT = 2e-6
 """Most relative error of a row: twice that of a whole result."""
 
@@ -89,19 +91,41 @@ class GatherCase:
         return f"pairs {wrong}" if wrong else None
 
     def miscounted(self) -> str | None:
-        """The words of a chosen expert once for every tile of rows."""
-        problem, tile = self.plan.problem, self.plan.rows
+        """Words of a chosen expert once for every tile of rows, and its matrices."""
+        plan, problem = self.plan, self.plan.problem
         found = emulator.trace(self.run, *self.arrays())[0]
-        passes = sum(-(-self.chosen.count(each) // tile) for each in {*self.chosen})
-        readers = passes * self.plan.simdgroups_m
-        read = found.of("w").read_bytes
-        expected = readers * problem.code_bytes
-        return None if read == expected else f"{read} bytes, expected {expected}"
+        readers = matrices = 0
+        for rows in self._tiles():
+            few = rows <= plan.dot_rows
+            simdgroups = -(-rows // (8 * plan.fragments_m))
+            readers += 1 if few else simdgroups
+            matrices += 0 if few else simdgroups * plan.fragments_m
+        counted = found.of("w").read_bytes, found.count("matrix")
+        expected = (
+            readers * problem.code_bytes,
+            matrices * (problem.n // 8) * (problem.k // 8),
+        )
+        if counted == expected:
+            return None
+        return f"{counted} bytes and matrix products, expected {expected}"
+
+    def _tiles(self) -> list[int]:
+        """The rows of every tile."""
+        most = self.plan.rows
+        counts = [self.chosen.count(each) for each in {*self.chosen}]
+        return [
+            min(most, count - first)
+            for count in counts
+            for first in range(0, count, most)
+        ]
 
 
 # 37 pairs of expert 1, 8 of expert 2, none of expert 0: the last of them comes after
 # 32 others, and the last pair is not in a whole run of 32.
 _CHOSEN = tuple(2 if pair % 6 == 3 else 1 for pair in range(45))
+
+# One pair of expert 0, two of expert 1, 18 of expert 2: a whole tile and two more.
+_FEW = (2, 1, 2, 0, 1, *(2,) * 16)
 
 
 def _plan(
@@ -110,6 +134,7 @@ def _plan(
     fragments_m: int,
     simdgroups_m: int,
     simdgroups_k: int,
+    dot_rows: int = 0,
     subtract: bool = True,
 ) -> GatherPlan:
     return GatherPlan(
@@ -118,13 +143,16 @@ def _plan(
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
+        dot_rows=dot_rows,
         subtract=subtract,
     )
 
 
-def _problem(n: int, k: int, group_size: int, bits: int, layout: str) -> Problem:
+def _problem(
+    n: int, k: int, group_size: int, bits: int, layout: str, pairs: int = len(_CHOSEN)
+) -> Problem:
     return Problem(
-        m=len(_CHOSEN),
+        m=pairs,
         n=n,
         k=k,
         group_size=group_size,
@@ -163,5 +191,26 @@ GATHER_CASES = {
             simdgroups_k=2,
         ),
         chosen=_CHOSEN,
+    ),
+    GATHER_FEW: GatherCase(
+        plan=_plan(
+            _problem(41, 320, 64, 4, "mlx", len(_FEW)),
+            fragments_m=1,
+            simdgroups_m=2,
+            simdgroups_k=2,
+            dot_rows=2,
+        ),
+        chosen=_FEW,
+        offset=3,
+    ),
+    GATHER_FEW_COUNTED: GatherCase(
+        plan=_plan(
+            _problem(64, 256, 64, 4, "marlin", len(_FEW)),
+            fragments_m=2,
+            simdgroups_m=1,
+            simdgroups_k=4,
+            dot_rows=2,
+        ),
+        chosen=_FEW,
     ),
 }

@@ -79,8 +79,8 @@ _ROWS = (
     Mutant(
         "gemv: every product has the first one's rows of x",
         "lib/gemv",
-        "input_row(order, 0) * work.k + k",
-        "k",
+        "{input_row(order, 0) * work.k, uint",
+        "{0, uint",
         BATCH_GEMV,
         Detector.WRONG_RESULT,
     ),

@@ -1,6 +1,12 @@
 """Bugs in who multiplies which rows by which expert."""
 
-from gather_cases import GATHER_COUNTED, GATHER_NATIVE, GATHER_PACKED
+from gather_cases import (
+    GATHER_COUNTED,
+    GATHER_FEW,
+    GATHER_FEW_COUNTED,
+    GATHER_NATIVE,
+    GATHER_PACKED,
+)
 from mutant import Detector, Mutant
 
 _GATHER = "lib/gather"
@@ -91,8 +97,8 @@ _LIST = (
     Mutant(
         "pairs after the last whole tile are left out",
         _GATHER,
-        "if (found <= first) {",
-        "if (found < first + TILE_M) {",
+        "first < found;",
+        "first + TILE_M <= found;",
         GATHER_PACKED,
         Detector.WRONG_RESULT,
     ),
@@ -193,10 +199,93 @@ _WEIGHTS = (
     Mutant(
         "native experts lie apart as if codes had 8 bits",
         _LANE,
-        "uint2(work.k / 32 * W::BITS, work.k / W::GROUP)",
-        "uint2(work.k / 4, work.k / W::GROUP)",
+        "uint2(work.k / 32 * W::BITS, group_at<W>(work.k))",
+        "uint2(work.k / 4, group_at<W>(work.k))",
         GATHER_NATIVE,
         Detector.OUTSIDE,
+    ),
+)
+
+_FEW = (
+    Mutant(
+        "of an expert's tile one row is multiplied",
+        _GATHER,
+        "work.m == 1",
+        "work.m >= 1",
+        GATHER_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "of an expert's tile two rows are multiplied",
+        _GATHER,
+        "work.m == 2",
+        "work.m >= 2",
+        GATHER_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "an expert of one row takes matrices",
+        _GATHER,
+        "DOT_ROWS >= 1 && work.m == 1",
+        "DOT_ROWS >= 3 && work.m == 1",
+        GATHER_FEW_COUNTED,
+        Detector.COUNTERS,
+    ),
+    Mutant(
+        "an expert of two rows takes matrices",
+        _GATHER,
+        "DOT_ROWS >= 2 && work.m == 2",
+        "DOT_ROWS >= 3 && work.m == 2",
+        GATHER_FEW_COUNTED,
+        Detector.COUNTERS,
+    ),
+    Mutant(
+        "both rows of an expert are the first",
+        _GATHER,
+        "input_row(order, row) * work.k",
+        "input_row(order, 0) * work.k",
+        GATHER_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "listed rows of x are taken to be n wide",
+        _GATHER,
+        "input_row(order, row) * work.k",
+        "input_row(order, row) * work.n",
+        GATHER_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "simdgroups side by side all have the same part of k",
+        _GATHER,
+        "place_of_simdgroup<1, SIMDGROUPS, 1>",
+        "place_of_simdgroup<2, SIMDGROUPS, 1>",
+        GATHER_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "half of the simdgroups have nobody to add their dot products",
+        _GATHER,
+        "store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>",
+        "store_tile<ROWS, SIMDGROUPS / 2, 1, SIMDGROUPS>",
+        GATHER_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "an expert's dot products overlap",
+        _GATHER,
+        "simdgroup_index * ROWS * SCRATCH_ROW",
+        "simdgroup_index * SCRATCH_ROW",
+        GATHER_FEW,
+        Detector.RACE,
+    ),
+    Mutant(
+        "an expert's dot products are stored before they are there",
+        _GATHER,
+        _BARRIER[2:] + "  store_tile",
+        "  store_tile",
+        GATHER_FEW,
+        Detector.TOO_EARLY,
     ),
 )
 
@@ -212,8 +301,8 @@ _WAITING = (
     Mutant(
         "an expert's tile is stored before it is there",
         _GATHER,
-        _BARRIER + "    store_tile",
-        "    store_tile",
+        "  " + _BARRIER + "      store_tile",
+        "      store_tile",
         GATHER_NATIVE,
         Detector.TOO_EARLY,
     ),
@@ -227,5 +316,5 @@ _WAITING = (
     ),
 )
 
-MUTANTS = (*_LIST, *_ROWS, *_WEIGHTS, *_WAITING)
+MUTANTS = (*_LIST, *_ROWS, *_WEIGHTS, *_FEW, *_WAITING)
 """Every bug of this file."""

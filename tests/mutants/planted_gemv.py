@@ -45,8 +45,8 @@ MUTANTS = (
     Mutant(
         "gemv: pairs of lanes write their parts over each other",
         _GEMV,
-        "sum_over_pairs(totals[i / 4][i % 4]);\n      if (lane.pair == 0) {",
-        "totals[i / 4][i % 4];\n      {",
+        "sum_over_pairs(totals[i / 4][i % 4]);\n    if (lane.pair == 0) {",
+        "totals[i / 4][i % 4];\n    {",
         GEMV_NATIVE,
         Detector.RACE,
     ),
@@ -61,8 +61,8 @@ MUTANTS = (
     Mutant(
         "gemv: rows of x are taken to be n wide",
         _GEMV,
-        "i / RUNS / 2 * work.k + start",
-        "i / RUNS / 2 * work.n + start",
+        "uint(work.k)};",
+        "uint(work.n)};",
         GEMV_NATIVE,
         Detector.WRONG_RESULT,
     ),
