@@ -122,8 +122,8 @@ _WEIGHTS = (
     Mutant(
         "every product has the first weight's scales",
         _LANE,
-        "tile.first_group = rows * uint(work.k / W::GROUP) + own;",
-        "tile.first_group = (rows - product * work.n) * uint(work.k / W::GROUP) + own;",
+        "tile.first_group = rows * group_at<W>(work.k) + own;",
+        "tile.first_group = (rows - product * work.n) * group_at<W>(work.k) + own;",
         BATCH_FUSED,
         Detector.WRONG_RESULT,
     ),
@@ -197,8 +197,8 @@ _REDUCES = (
     Mutant(
         "the reduce stores every product where the first one is",
         _REDUCE,
-        "(product * work.m + row) * work.n + col",
-        "row * work.n + col",
+        "whole_row = product * work.m + row;",
+        "whole_row = row;",
         BATCH_GEMV,
         Detector.RACE,
     ),

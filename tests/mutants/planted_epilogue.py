@@ -410,7 +410,7 @@ _PARTS = (
     Mutant(
         "the reduce puts results where a single one would be",
         _REDUCE,
-        "out[output_place(epilogue, row, col, work)]",
+        "out[output_place(epilogue, whole_row, col, work)]",
         "out[place]",
         PARTS_SPLIT,
         Detector.WRONG_RESULT,
@@ -418,8 +418,8 @@ _PARTS = (
     Mutant(
         "the reduce reads sums where the results will be",
         _REDUCE,
-        "const uint place = row * work.n + col;",
-        "const uint place = output_place(epilogue, row, col, work);",
+        "const uint place = whole_row * work.n + col;",
+        "const uint place = output_place(epilogue, whole_row, col, work);",
         PARTS_SPLIT,
         Detector.WRONG_RESULT,
     ),

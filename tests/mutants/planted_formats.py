@@ -237,7 +237,7 @@ _GLOBAL = (
     Mutant(
         "a global scale is dropped where tiles are split",
         _GEMM,
-        "W::SCALED ? tile.weight_scale : scale",
+        "W::SCALED ? weight_scale : scale",
         "W::SCALED ? 1.0f : scale",
         GLOBAL,
         Detector.WRONG_RESULT,

@@ -201,7 +201,7 @@ _FRAGMENTS = (
     Mutant(
         "groups of 16: the scale is applied twice",
         _GEMM,
-        "W::SCALED ? tile.weight_scale : scale",
+        "W::SCALED ? weight_scale : scale",
         "scale",
         NVFP4,
         Detector.WRONG_RESULT,

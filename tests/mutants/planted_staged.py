@@ -344,16 +344,16 @@ _SHARES = (
     Mutant(
         "staged: groups of 16 are staged without their scale",
         _STAGING,
-        "W::GROUP == 16 ? load_quantizers<W>(tile, k).scale : float4(1.0f)",
-        "float4(1.0f)",
+        "    quantizers = load_quantizers<W>(tile, k);\n",
+        "",
         STAGED_NVFP4,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "staged: fragments of w are stored a step apart from where they are read",
         _STAGING,
-        "row_fragment<W, F, SUBTRACT>(words, f, i % W::PAIRS, scale[f])",
-        "row_fragment<W, F, SUBTRACT>(words, f, (i + 1) % W::PAIRS, scale[f])",
+        "words, f, i % W::PAIRS, quantizers.scale[f]",
+        "words, f, (i + 1) % W::PAIRS, quantizers.scale[f]",
         STAGED_TWO,
         Detector.WRONG_RESULT,
     ),
@@ -373,7 +373,7 @@ _SHARES = (
         "      uint words[words_of_step<W>()];\n"
         "      load_words<W>(words, weight_tile<W>(operands.w, operands.scales,\n"
         "          operands.biases, split.col, work, lane_index), k, lane_index);\n"
-        "      simdgroup_store(row_fragment<W, F, SUBTRACT>(words, 0, 0, 1.0f),\n"
+        "      simdgroup_store(row_fragment<W, F, SUBTRACT>(words, 0, 0, 1.0f, 0.0f),\n"
         "          buffer + nth * L::CHUNK, 8);\n"
         "    }\n"
         "    if (is_weight) {\n",
