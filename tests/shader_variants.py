@@ -68,6 +68,17 @@ EPILOGUES = (
 """All 31 that do anything to a value, and 4 with results in parts."""
 
 
+@cache
+def _meet(kernel: str, *pair: str) -> bool:
+    """Returns whether two template arguments of a kernel meet in a function."""
+    names = {*pair}
+    if names <= {*WEIGHT} and kernel in SHARING:
+        return False
+    if names & {*PLACES}:
+        return False
+    return names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One instance of a kernel.
@@ -100,12 +111,7 @@ class Variant:
     def pairs(self) -> Iterator["Pair"]:
         """Every two values that meet in a function; the kind is one."""
         for pair in combinations((("kind", self.kind), *self.values), 2):
-            names = {name for name, _ in pair}
-            if names <= {*WEIGHT} and self.kernel in SHARING:
-                continue
-            if names & {*PLACES}:
-                continue
-            if names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}:
+            if _meet(self.kernel, pair[0][0], pair[1][0]):
                 yield pair
 
     def call(self) -> dict[str, Any]:
@@ -399,6 +405,8 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
 
 
 Pair = tuple[tuple[str, source.TemplateValue], ...]
+MOST_ABLE = 800
+"""Instances with a pair among which the one with most other pairs is looked for."""
 
 
 def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Variant]:
@@ -409,16 +417,17 @@ def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Vari
         given: Instances that are there anyway.
     """
     missing: dict[tuple[str, Pair], list[Variant]] = {}
-    for variant in variants:
+    shuffled = random.Random(0).sample(variants, len(variants))
+    for variant in shuffled:
         for pair in variant.pairs:
-            missing.setdefault((variant.kernel, pair), []).append(variant)
+            able = missing.setdefault((variant.kernel, pair), [])
+            if len(able) < MOST_ABLE:
+                able.append(variant)
     for variant in given:
         _cover(missing, variant)
     chosen = []
-    draw = random.Random(0)
     while missing:
         candidates = min(missing.values(), key=len)
-        candidates = draw.sample(candidates, min(len(candidates), 800))
         best = max(candidates, key=lambda variant: _news(missing, variant))
         _cover(missing, best)
         chosen.append(best)
