@@ -15,9 +15,10 @@ from typing import Protocol, cast
 import mlx.core as mx
 
 from mlx_marlin import layout, source
+from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.plan import SIMD_WIDTH, DensePlan, Plan
+from mlx_marlin.plan import SIMD_WIDTH, Plan
 from mlx_marlin.problem import PLAIN
 
 BACKENDS = ("metal", "emulator", "stock")

@@ -11,6 +11,7 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import device, launch, scheduler, tuned
+from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.finishing import then_finished, with_all_operands
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
@@ -18,7 +19,6 @@ from mlx_marlin.kind import Kind, Run, Shape, as_rows
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
 from mlx_marlin.packing import PackedWeight, dtype_name
-from mlx_marlin.plan import DensePlan, dense_plan
 from mlx_marlin.problem import (
     MOST_ELEMENTS,
     PLAIN,

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import device, launch, repacking, scheduler, serving, source
+from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.device import Device
-from mlx_marlin.plan import DensePlan, dense_plan
 from mlx_marlin.problem import Epilogue, Problem
 from mlx_marlin.scheduler.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.scheduler.handover import margin_over_stock, stock_seconds

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import launch
+from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.formats import CHANNEL, FORMATS, format_of
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import dense_plan
 from mlx_marlin.stock_weight import stock_product
 
 kernels = pytest.mark.skipif(

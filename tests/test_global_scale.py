@@ -15,8 +15,8 @@ from format_cases import Variant, Weight
 
 import mlx_marlin
 from mlx_marlin import launch
+from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.packing import quantize, unpack
-from mlx_marlin.plan import DensePlan, dense_plan
 from mlx_marlin.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("kernels")

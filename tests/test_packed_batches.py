@@ -18,9 +18,10 @@ from strategies import ANY_FORMAT, Grouped, Shape, broadcast
 
 import mlx_marlin
 from mlx_marlin import launch, serving
+from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.emulator import trace
 from mlx_marlin.packing import PackedWeight, pack
-from mlx_marlin.plan import DensePlan, Plan, dense_plan
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 
 BOTH_WAYS = pytest.mark.parametrize("transpose", [True, False])

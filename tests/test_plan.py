@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ANY_FORMAT, plans, problems
 
+from mlx_marlin.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
 from mlx_marlin.formats import DTYPE_BYTES
-from mlx_marlin.plan import MOST_TEMPORARY, DensePlan, Plan, Tile, dense_plan
+from mlx_marlin.plan import Plan, Tile
 from mlx_marlin.problem import Epilogue, Problem
 from mlx_marlin.work import Work, data_parallel
 

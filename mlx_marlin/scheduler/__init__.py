@@ -7,8 +7,9 @@ from functools import lru_cache
 from math import inf
 from typing import Unpack
 
+from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.device import DEFAULT, Device, current
-from mlx_marlin.plan import DensePlan, Plan
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler.candidates import Wishes, candidates
 from mlx_marlin.scheduler.choice import Candidate, Choice
