@@ -10,12 +10,12 @@ from mlx_marlin.gather_serving import (
     Product,
     mode_of_mlx,
     product_of,
-    refuse_variance,
     serve_packed,
     weight_of_mlx,
 )
 from mlx_marlin.ops import CPU, Stream, check_packed
 from mlx_marlin.packing import PackedWeight
+from mlx_marlin.serving import refuse_variance
 from mlx_marlin.stock_weight import stock_groups
 
 

@@ -12,7 +12,7 @@ from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.serving import not_here
+from mlx_marlin.serving import not_here, refuse_variance
 from mlx_marlin.stock_weight import as_mlx, stock_groups
 
 Product = Callable[..., mx.array]
@@ -194,15 +194,6 @@ def serve_packed(
 def mode_of_mlx(mode: str) -> str:
     """Returns the mode of what `as_mlx` makes of a weight."""
     return mode if mode in MODE_DEFAULTS else "affine"
-
-
-def refuse_variance(invariant: bool, reason: str) -> None:
-    """Raises a ValueError if an invariant product would go to stock MLX."""
-    if invariant:
-        raise ValueError(
-            f"invariant=True cannot be kept, because stock MLX would serve the call: "
-            f"{reason}"
-        )
 
 
 def forget() -> None:

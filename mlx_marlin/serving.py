@@ -227,7 +227,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         stock = then_finished(stock, epilogue)
     reason = not_here(kind.on_cpu) or _not_ours(kind)
     if reason:
-        _refuse_variance(kind, reason)
+        refuse_variance(kind.invariant, reason)
         return Served(stock, reason)
     batch, m, n = kind.sizes
     problem = Problem(
@@ -291,8 +291,9 @@ def _nothing_added_up(kind: Kind) -> Run:
     return then_finished(zeros, kind.epilogue)
 
 
-def _refuse_variance(kind: Kind, reason: str) -> None:
-    if kind.invariant:
+def refuse_variance(invariant: bool, reason: str) -> None:
+    """Raises a ValueError if an invariant product would go to stock MLX."""
+    if invariant:
         raise ValueError(
             f"invariant=True cannot be kept, because stock MLX would serve the call: "
             f"{reason}"
