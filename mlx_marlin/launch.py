@@ -1,16 +1,17 @@
-"""Runs plans: the only file that asks MLX for a Metal kernel. It decides nothing.
+"""Runs plans: the only file that asks MLX for a kernel. It decides nothing.
 
-Which implementation answers is one function, `backend`: Metal where MLX has it, the
-emulator on a CPU-only MLX, stock MLX where neither can run.
+Which implementation answers is one function, `backend`: Metal or CUDA where MLX has it,
+the emulator on a CPU-only MLX, stock MLX where none can run.
 """
 
+import hashlib
 import math
 import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Protocol, cast
+from functools import cache, partial
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -21,11 +22,13 @@ from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.plan import SIMD_WIDTH, Plan
 from mlx_marlin.problem import PLAIN
 
-BACKENDS = ("metal", "emulator", "stock")
+BACKENDS = ("metal", "cuda", "emulator", "stock")
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
 IN_CONSTANT = 8
 """MLX hands inputs of fewer elements over in Metal's `constant` address space, which
-our kernels' `device` pointers do not reach."""
+our kernels' `device` pointers do not reach. CUDA has no such rule."""
+DIGEST = 12
+"""Hexadecimal digits of a text in the name of its CUDA kernel: 48 bits."""
 REPACK_THREADS = 256
 """Threads that move some tiles of a weight."""
 ROWS_OF_THREAD = 4
@@ -40,7 +43,7 @@ batch of products, all but the bias have its size as a first dimension."""
 
 
 class KernelCall(Protocol):
-    """What `mx.fast.metal_kernel` returns, which MLX types as `object`."""
+    """What `mx.fast.metal_kernel` and `cuda_kernel` return, to MLX an `object`."""
 
     def __call__(
         self,
@@ -59,7 +62,7 @@ class KernelCall(Protocol):
 
 @cache
 def backend() -> str:
-    """Returns what runs our kernels here: "metal", "emulator" or "stock".
+    """Returns what runs our kernels here: "metal", "cuda", "emulator" or "stock".
 
     `MLX_MARLIN_BACKEND` overrides the choice. Asked once per process.
     """
@@ -69,7 +72,7 @@ def backend() -> str:
     if mx.metal.is_available():
         return "metal"
     if mx.default_device() != mx.Device(mx.cpu):
-        return "stock"  # MLX's CUDA back end cannot run Metal
+        return "cuda" if mx.cuda.is_available() else "stock"
     from mlx_marlin import emulator
 
     reason = emulator.unavailable()
@@ -99,7 +102,7 @@ def forced_backend() -> str | None:
 
 def forget() -> None:
     """Drops what was asked once and built once: back end, kernels, plans built."""
-    for cached in (backend, forced_backend, _kernel):
+    for cached in (backend, forced_backend, _kernel, _cuda_kernel):
         cached.cache_clear()
     _built.clear()
 
@@ -269,8 +272,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         A function from float32 of `workspace_shape`, and the epilogue's arrays if there
         is one, to y [m, n] in the problem's dtype.
     """
-    kernel = _kernel(source.reduce_source(plan.problem.epilogue != PLAIN))
     problem = plan.problem
+    kernel = _kernel_of(plan, _reduce_source(plan), problem.dtype)
     template = _template(source.reduce_template(plan))
     numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
     parts = _parts(plan)
@@ -290,6 +293,47 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
 
 
 _built: deque[Plan] = deque(maxlen=REMEMBERED)
+
+
+def _kernel_of(plan: Plan, text: source.Source, result: str) -> KernelCall:
+    """Returns a plan's kernel, given the dtype of what it writes."""
+    if plan.kernel != "mma":
+        return _kernel(text)
+    problem = plan.problem
+    # MLX finds what it compiled by name and template arguments, whatever the text and
+    # the arrays are: the name says both.
+    dtypes = problem.dtype, problem.scale_dtype, result
+    shared = plan.threadgroup_bytes if "x" in text.input_names else 0
+    # Only a machine with CUDA can have the kernel, and any machine may plan.
+    built = cache(partial(_cuda_kernel, text, dtypes, shared))
+
+    def call(**arguments: Any) -> list[mx.array]:
+        return built()(**arguments)
+
+    return call
+
+
+@cache
+def _cuda_kernel(
+    text: source.Source, dtypes: tuple[str, ...], shared_memory: int
+) -> KernelCall:
+    if not mx.cuda.is_available():
+        raise ValueError(
+            f"{ENVIRONMENT}={forced_backend()!r} where MLX has no CUDA device, "
+            f"expected another of {', '.join(BACKENDS)}"
+        )
+    digest = hashlib.sha256(f"{text.header}\0{text.source}".encode()).hexdigest()
+    return cast(
+        KernelCall,
+        mx.fast.cuda_kernel(
+            name="_".join((text.name, *dtypes, digest[:DIGEST])),
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            header=text.header,
+            source=text.source,
+            shared_memory=shared_memory,
+        ),
+    )
 
 
 @cache
@@ -319,8 +363,9 @@ def _multiply(plan: Plan) -> Product:
     problem = plan.problem
     fused = problem.epilogue != PLAIN and not plan.is_split
     atomic = plan.reduction == "atomic"
-    kernel = _kernel(source.product_source(plan.kernel, fused, atomic))
-    dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
+    text = source.product_source(plan.kernel, fused, atomic)
+    result = "float32" if plan.is_split else problem.dtype
+    kernel, dtype = _kernel_of(plan, text, result), _dtype(result)
     by_slots = plan.reduction == "workspace"
     shape = plan.workspace_shape if by_slots else problem.result_shape
     template = _template(source.product_template(plan))
@@ -353,6 +398,11 @@ def _multiply(plan: Plan) -> Product:
     return multiply
 
 
+def _reduce_source(plan: Plan) -> source.Source:
+    fused = plan.problem.epilogue != PLAIN
+    return source.reduce_source(fused, cuda=plan.kernel == "mma")
+
+
 def _numbers(*tuples: tuple[int, ...]) -> list[mx.array]:
     return [mx.array(each, mx.int32) for each in tuples]
 
@@ -364,7 +414,7 @@ def _parts(plan: Plan) -> list[mx.array]:
 
 def _readable(array: mx.array) -> mx.array:
     """Pads an array that MLX would hand over in `constant`."""
-    if array.size >= IN_CONSTANT:
+    if array.size >= IN_CONSTANT or backend() == "cuda":
         return array
     return mx.pad(array.flatten(), (0, IN_CONSTANT - array.size))
 

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from mlx_marlin import mma
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
 from mlx_marlin.staging import BUFFERS, buffer_bytes
 from mlx_marlin.work import Split, Tile, Work, tile_position
 
-Kernel = Literal["gemv", "gemm_register", "gemm_staged"]
+Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma"]
 Reduction = Literal["none", "workspace", "atomic"]
 
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged")
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", "mma")
 REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
 
 FRAGMENT = 8
@@ -64,13 +65,15 @@ class Plan:
 
     Attributes:
         problem: The product.
-        kernel: "gemv" (dot products, few rows), "gemm_register" (8x8 matrices) or
-            "gemm_staged" (8x8 matrices out of threadgroup memory).
+        kernel: "gemv" (dot products, few rows), "gemm_register" (8x8 matrices),
+            "gemm_staged" (8x8 matrices out of threadgroup memory) or, on CUDA, "mma"
+            (16x8x16 matrices).
         tile: Rows, columns and k of a tile.
         fragments_m: 8-row fragments of x that one simdgroup holds; 0 for gemv.
         simdgroups_m: Simdgroups side by side along the rows.
         simdgroups_n: Tiles side by side in a wide tile of `hytis`, else 1: there so
-            many of the simdgroups along k stand along n instead.
+            many of the simdgroups along k stand along n instead. In `mma` every tile
+            is so many packed tiles wide, each with all simdgroups along k.
         simdgroups_k: Simdgroups that share a tile's k and meet in threadgroup memory.
         work: Who computes what.
         reduction: How splits of a tile meet: "none" where there are none, "workspace"
@@ -100,6 +103,8 @@ class Plan:
         self._check_staging()
         if self.kernel == "gemv":
             self._check_gemv()
+        elif self.kernel == "mma":
+            self._check_mma()
         else:
             self._check_gemm()
         self._check_threadgroup()
@@ -158,8 +163,22 @@ class Plan:
                 f"make tiles of {rows} rows, got tile.m={self.tile.m}"
             )
 
+    def _check_mma(self) -> None:
+        mma.check(
+            self.problem,
+            fragments_m=self.fragments_m,
+            simdgroups_m=self.simdgroups_m,
+            simdgroups_n=self.simdgroups_n,
+            simdgroups_k=self.simdgroups_k,
+            tile_m=self.tile.m,
+            tile_n=self.tile.n,
+            subtract=self.subtract,
+        )
+
     def _check_threadgroup(self) -> None:
-        sides = TILE_N, k_tile(self.problem.group_size)
+        is_mma = self.kernel == "mma"
+        columns = TILE_N * self.simdgroups_n if is_mma else TILE_N
+        sides = columns, k_tile(self.problem.group_size)
         if (self.tile.n, self.tile.k) != sides:
             raise ValueError(
                 f"tile.n and tile.k are {sides[0]} and {sides[1]} for groups of "
@@ -170,22 +189,26 @@ class Plan:
                 f"simdgroups_m={self.simdgroups_m} and simdgroups_k="
                 f"{self.simdgroups_k} must be at least 1"
             )
-        if self.simdgroups > MAX_SIMDGROUPS:
+        if self.simdgroups > MAX_SIMDGROUPS and not is_mma:
             further = f" and loaders={self.loaders}" if self.loaders else ""
             raise ValueError(
                 f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k}"
                 f"{further} is more than {MAX_SIMDGROUPS} simdgroups in a threadgroup"
             )
-        if self.threadgroup_bytes > THREADGROUP_LIMIT:
+        limit = mma.SHARED_LIMIT if is_mma else THREADGROUP_LIMIT
+        if self.threadgroup_bytes > limit:
             each = f"buffers={self.buffers} of {self.stage_bytes} bytes make "
             raise ValueError(
                 f"{each if self.buffers else ''}{self.threadgroup_bytes} bytes of "
-                f"threadgroup memory, more than {THREADGROUP_LIMIT}"
+                f"threadgroup memory, more than {limit}"
             )
 
     def _check_work(self) -> None:
-        wide = self.work.strategy == "hytis"
-        if wide != (self.simdgroups_n > 1) or self.simdgroups_k % self.simdgroups_n:
+        wide = self.has_wide_tiles
+        if self.kernel == "mma":
+            if wide:
+                raise ValueError("mma has tiles of one width, got strategy='hytis'")
+        elif wide != (self.simdgroups_n > 1) or self.simdgroups_k % self.simdgroups_n:
             raise ValueError(
                 f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
                 f"of simdgroups_k={self.simdgroups_k} above 1"
@@ -215,6 +238,8 @@ class Plan:
     def _check_reduction(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
+        if self.kernel == "mma" and self.reduction == "atomic":
+            raise ValueError("mma has no atomic sums, got reduction='atomic'")
         if (self.reduction == "none") == self.work.is_split:
             raise ValueError(
                 f"reduction={self.reduction!r} does not fit work whose tiles "
@@ -229,16 +254,17 @@ class Plan:
     def _check_invariant(self) -> None:
         if not self.problem.invariant:
             return
+        exact = self.kernel == "gemm_register" and self.subtract
         kept = (
-            self.kernel == "gemm_register"
-            and self.subtract
+            (exact or self.kernel == "mma")
             and self.reduction != "atomic"
             and self.work.strategy in ("data_parallel", "split_k")
         )
         if not kept:
             raise ValueError(
                 "invariant=True needs gemm_register, subtract=True, and data_parallel "
-                f"or split_k without atomics, got kernel={self.kernel!r}, "
+                "or split_k without atomics (or mma, likewise, without subtract), got "
+                f"kernel={self.kernel!r}, "
                 f"subtract={self.subtract}, strategy={self.work.strategy!r}, "
                 f"reduction={self.reduction!r}"
             )
@@ -263,6 +289,8 @@ class Plan:
     @property
     def simdgroups(self) -> int:
         """Simdgroups of a threadgroup."""
+        if self.kernel == "mma":
+            return self.simdgroups_n * self.simdgroups_k
         return self.simdgroups_m * self.simdgroups_k + self.loaders
 
     @property
@@ -278,7 +306,7 @@ class Plan:
     @property
     def n_tiles(self) -> int:
         """Tiles across the columns of a product; a wide one counts once."""
-        if self.simdgroups_n == 1:
+        if not self.has_wide_tiles:
             return -(-self.problem.n // self.tile.n)
         rest = self.problem.n - self.wide_columns * self.wide_n
         return self.wide_columns + -(-rest // self.tile.n)
@@ -289,6 +317,11 @@ class Plan:
         return -(-self.problem.k // self.tile.k)
 
     @property
+    def has_wide_tiles(self) -> bool:
+        """Whether tiles of `wide_n` columns come before narrower ones."""
+        return self.work.strategy == "hytis"
+
+    @property
     def wide_n(self) -> int:
         """Columns of a wide tile."""
         return self.tile.n * self.simdgroups_n
@@ -296,7 +329,7 @@ class Plan:
     @property
     def wide_columns(self) -> int:
         """Columns of wide tiles, which come first."""
-        return self.work.whole // self.m_tiles if self.simdgroups_n > 1 else 0
+        return self.work.whole // self.m_tiles if self.has_wide_tiles else 0
 
     @property
     def is_whole(self) -> bool:
@@ -336,9 +369,11 @@ class Plan:
     def threadgroup_bytes(self) -> int:
         """Bytes of threadgroup memory: the epilogue's scratch, float32.
 
-        It takes turns with the buffers of `gemm_staged`.
+        It takes turns with the buffers of `gemm_staged`. In `mma` every warp has its
+        own.
         """
-        scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
+        sums = self.simdgroups if self.kernel == "mma" else self.simdgroups_k
+        scratch = sums * self.tile.m * PADDED_COLUMNS * 4
         if not self.buffers:
             return scratch
         return max(scratch, self.buffers * self.stage_bytes)
@@ -380,8 +415,7 @@ class Plan:
         work = self.work
         parts = [
             f"{self.kernel} {self.tile}",
-            f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
-            f"{self._staging()}",
+            f"{self._simdgroups()}{self._staging()}",
             f"{work.tiles} tiles of {work.k_tiles} k tiles",
             f"{work.strategy} over {work.threadgroups} threadgroups "
             f"({', '.join(self._details())})",
@@ -392,6 +426,11 @@ class Plan:
         elif self.reduction == "atomic":
             parts.append("atomic sums: the last bits differ from run to run")
         return ", ".join(parts)
+
+    def _simdgroups(self) -> str:
+        if self.kernel == "mma":
+            return f"{self.simdgroups_n}x{self.simdgroups_k} simdgroups (n x k)"
+        return f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
 
     def _staging(self) -> str:
         counts = {"buffer": self.buffers, "loader": self.loaders}

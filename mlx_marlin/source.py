@@ -2,7 +2,8 @@
 
 The files under `shaders/` are ordinary Metal; nothing is pasted into them. A kernel is
 the body `kernels/NAME.metal` with the joined `lib` files as its header, configured by
-template arguments alone.
+template arguments alone. Those of CUDA stand in `cuda/`; their headers are `lib` files
+too, behind `cuda/prelude.cuh`, which says Metal's words in CUDA.
 """
 
 from dataclasses import dataclass
@@ -33,13 +34,15 @@ GLOBAL_FLOATING = len(CODES)
 """MODE of small floats that have a global scale too."""
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
+CUDA = "cuda/prelude.cuh"
+"""What lets CUDA read the files of `lib`."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
 """Further files that a kernel's own leans on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The text of one kernel, as `mx.fast.metal_kernel` takes it.
+    """The text of one kernel, as `mx.fast.metal_kernel` or `cuda_kernel` takes it.
 
     Attributes:
         name: Of the kernel.
@@ -71,7 +74,7 @@ def shader_folder() -> Path:
 
 @cache
 def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> Source:
-    """Returns the text of the kernel "gemv", "gemm_register" or "gemm_staged".
+    """Returns the text of the kernel "gemv", "gemm_register", "gemm_staged" or "mma".
 
     Args:
         kernel: Its name.
@@ -79,12 +82,19 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
         atomic: Whether it adds to its output.
     """
     body = f"{kernel}_fused" if fused else kernel
+    if kernel == "mma":
+        weight = (CUDA, *map(_in_lib, WEIGHT[:-1]), "cuda/lane.cuh")
+        header = _joined(*weight, _in_lib("epilogue"), "cuda/mma.cuh")
+        text = f"cuda/{body}.cu"
+    else:
+        header = _lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel)
+        text = f"kernels/{body}.metal"
     return Source(
         name=f"marlin_{kernel}" + "_fused" * fused + "_atomic" * atomic,
         input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=_lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel),
-        source=_read(f"kernels/{body}"),
+        header=header,
+        source=_read(text),
         atomic=atomic,
     )
 
@@ -97,7 +107,7 @@ def gather_source() -> Source:
         input_names=(*OPERANDS, "sources", "experts", "shape"),
         output_names=("out",),
         header=_lib(*WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
-        source=_read("kernels/gather"),
+        source=_read("kernels/gather.metal"),
     )
 
 
@@ -109,7 +119,7 @@ def dequantize_source() -> Source:
         input_names=("w", "scales", "biases", "shape"),
         output_names=("out",),
         header=_lib(*WEIGHT, "dequantize"),
-        source=_read("kernels/dequantize"),
+        source=_read("kernels/dequantize.metal"),
     )
 
 
@@ -122,26 +132,34 @@ def repack_source(layout: str) -> Source:
         input_names=("w", "shape"),
         output_names=("out",),
         header=_lib("work", "repack"),
-        source=_read(f"kernels/{body}"),
+        source=_read(f"kernels/{body}.metal"),
     )
 
 
 @cache
-def reduce_source(fused: bool = False) -> Source:
-    """Returns the text of the kernel that adds the splits of each tile."""
+def reduce_source(fused: bool = False, cuda: bool = False) -> Source:
+    """Returns the text of the kernel that adds the splits of each tile.
+
+    Args:
+        fused: Whether it applies an epilogue.
+        cuda: Whether it is that of "mma".
+    """
     body = "reduce_fused" if fused else "reduce"
+    lib = [_in_lib(name) for name in ("work", "epilogue", "reduce")]
     return Source(
         name=f"marlin_{body}",
         input_names=("partials", *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=_lib("work", "epilogue", "reduce"),
-        source=_read(f"kernels/{body}"),
+        header=_joined(CUDA, *lib) if cuda else _joined(*lib),
+        source=_read(f"cuda/{body}.cu" if cuda else f"kernels/{body}.metal"),
     )
 
 
 def product_template(plan: Plan) -> dict[str, TemplateValue]:
     """Returns the template arguments of a plan's first kernel."""
     problem = plan.problem
+    if plan.kernel == "mma":
+        return _mma_template(plan)
     shared: dict[str, TemplateValue] = {
         "SIMDGROUPS_K": plan.simdgroups_k,
         "WIDE": plan.simdgroups_n,
@@ -162,6 +180,18 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
         "WIDEN": problem.in_float,
         **staged,
         **fused,
+    }
+
+
+def _mma_template(plan: Plan) -> dict[str, TemplateValue]:
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_N": plan.simdgroups_n,
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        "WHOLE": plan.is_whole,
+        "BATCHED": plan.problem.batch > 1,
+        **weight_template(plan.problem),
+        **({} if plan.is_split else _epilogue_template(plan)),
     }
 
 
@@ -224,8 +254,10 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
 
 def reduce_template(plan: Plan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the reduce that follows a split plan."""
-    batched = {"BATCHED": plan.problem.batch > 1}
-    return batched | (_epilogue_template(plan) or {"T": plan.problem.dtype})
+    shared: dict[str, TemplateValue] = {"BATCHED": plan.problem.batch > 1}
+    if plan.kernel == "mma":
+        shared["SIMDGROUPS_N"] = plan.simdgroups_n
+    return shared | (_epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
 def shape(plan: Plan) -> tuple[int, ...]:
@@ -295,9 +327,17 @@ def _hexadecimal(digits: tuple[int, ...]) -> int:
     return sum(digit << 4 * i for i, digit in enumerate(digits))
 
 
+def _in_lib(name: str) -> str:
+    return f"lib/{name}.metal"
+
+
 def _lib(*names: str) -> str:
-    return "\n".join(_read(f"lib/{name}") for name in names)
+    return _joined(*map(_in_lib, names))
 
 
-def _read(name: str) -> str:
-    return (shader_folder() / f"{name}.metal").read_text(encoding="ascii")
+def _joined(*files: str) -> str:
+    return "\n".join(map(_read, files))
+
+
+def _read(file: str) -> str:
+    return (shader_folder() / file).read_text(encoding="ascii")

@@ -172,7 +172,7 @@ def _kernels() -> str:
 
     digest = hashlib.sha256()
     root = shader_folder()
-    for path in sorted(root.rglob("*.metal")):
+    for path in sorted(each for each in root.rglob("*") if each.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes() + b"\0")
     for kind in (Problem, Epilogue, Plan, Tile, Work, Result):

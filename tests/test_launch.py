@@ -367,7 +367,7 @@ def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
     assert launch.plans_built() == plans[:2]
 
 
-@pytest.mark.parametrize("name", ["metal", "emulator", "stock"])
+@pytest.mark.parametrize("name", ["metal", "cuda", "emulator", "stock"])
 def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> None:
     backend(name)
 
@@ -375,22 +375,26 @@ def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> Non
 
 
 def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) -> None:
-    backend("cuda")
+    backend("rocm")
     x, native = strategies.arrays(Problem(m=1, n=4, k=64), seed=0)
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="'cuda' is not one of metal, emulator"):
+        with pytest.raises(ValueError, match="'rocm' is not one of metal, cuda, emu"):
             mlx_marlin.quantized_matmul(x, *native)
 
 
 @pytest.fixture
-def machine(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[bool, mx.DeviceType, str | None], None]:
-    """Returns what makes a machine: Metal?, default device, emulator's trouble."""
+def machine(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns what makes a machine: Metal?, device, emulator's trouble, CUDA?"""
 
-    def make(has_metal: bool, default: mx.DeviceType, trouble: str | None) -> None:
+    def make(
+        has_metal: bool,
+        default: mx.DeviceType,
+        trouble: str | None,
+        has_cuda: bool = False,
+    ) -> None:
         monkeypatch.setattr(mx.metal, "is_available", lambda: has_metal)
+        monkeypatch.setattr(mx.cuda, "is_available", lambda: has_cuda)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
         monkeypatch.setattr(emulator, "unavailable", lambda: trouble)
         backend(None)
@@ -399,21 +403,24 @@ def machine(
 
 
 @pytest.mark.parametrize(
-    ("has_metal", "default", "expected"),
+    ("has_metal", "has_cuda", "default", "expected"),
     [
-        (True, mx.gpu, "metal"),
-        (True, mx.cpu, "metal"),
-        (False, mx.cpu, "emulator"),
-        (False, mx.gpu, "stock"),  # CUDA
+        (True, False, mx.gpu, "metal"),
+        (True, False, mx.cpu, "metal"),
+        (False, False, mx.cpu, "emulator"),
+        (False, True, mx.cpu, "emulator"),
+        (False, True, mx.gpu, "cuda"),
+        (False, False, mx.gpu, "stock"),
     ],
 )
 def test_what_the_machine_has_decides_otherwise(
     machine: Callable[..., None],
     has_metal: bool,
+    has_cuda: bool,
     default: mx.DeviceType,
     expected: str,
 ) -> None:
-    machine(has_metal, default, None)
+    machine(has_metal, default, None, has_cuda)
 
     assert launch.backend() == expected
     assert launch.forced_backend() is None

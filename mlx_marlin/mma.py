@@ -1,0 +1,83 @@
+"""What the CUDA kernel "mma" can compute, and what a plan of it must look like.
+
+It decodes a weight into fragments of 16x8x16 matrix products, which hold two halves or
+two bfloat16 values a register. Every tile is `simdgroups_n` packed tiles wide, each of
+which has `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
+"""
+
+from mlx_marlin.formats import TILE_N
+from mlx_marlin.problem import Problem
+
+FRAGMENT_ROWS = 8
+"""Rows of x in a 16x8x16 product: those of the weight are the other operand."""
+FRAGMENTS_M = (1, 2, 3, 4)
+"""Fragments of x that a warp may hold."""
+MOST_SIMDGROUPS_N = 8
+"""Tiles of 32 columns side by side."""
+MOST_SIMDGROUPS = 16
+"""Warps of a block: 512 threads leave each 128 registers."""
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have where it has most (NVIDIA, CUDA C++
+Programming Guide, compute capability 9.0); the scheduler knows the device's own."""
+DTYPES = ("float16", "bfloat16")
+"""Activations that a fragment holds as they are."""
+
+
+def why_not(problem: Problem) -> str | None:
+    """Says why the kernel cannot compute a problem; None if it can."""
+    if problem.dtype not in DTYPES:
+        return (
+            f"our CUDA kernels multiply {' and '.join(DTYPES)}, and dtype is "
+            f"{problem.dtype}"
+        )
+    # An integer times its scale is no half: it enters the sums of a longer group.
+    if problem.group_size == 16 and problem.format.codes != "floating":
+        return (
+            f"our CUDA kernels have no groups of 16 integers, and mode is "
+            f"{problem.mode}"
+        )
+    return None
+
+
+def check(
+    problem: Problem,
+    *,
+    fragments_m: int,
+    simdgroups_m: int,
+    simdgroups_n: int,
+    simdgroups_k: int,
+    tile_m: int,
+    tile_n: int,
+    subtract: bool,
+) -> None:
+    """Checks the fields of a plan that have other limits than Metal's.
+
+    Raises:
+        ValueError: If the kernel cannot have them.
+    """
+    reason = why_not(problem)
+    if reason is not None:
+        raise ValueError(f"kernel='mma': {reason}")
+    if fragments_m not in FRAGMENTS_M:
+        raise ValueError(f"fragments_m={fragments_m} is not one of {FRAGMENTS_M}")
+    if simdgroups_m != 1 or subtract:
+        raise ValueError(
+            f"mma has simdgroups_m=1 and subtract=False, got "
+            f"simdgroups_m={simdgroups_m}, subtract={subtract}"
+        )
+    if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
+        raise ValueError(
+            f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
+            f"simdgroups_k={simdgroups_k} at least 1"
+        )
+    if simdgroups_n * simdgroups_k > MOST_SIMDGROUPS:
+        raise ValueError(
+            f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} is more than "
+            f"{MOST_SIMDGROUPS} simdgroups in a threadgroup"
+        )
+    sides = FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
+    if (tile_m, tile_n) != sides:
+        raise ValueError(
+            f"fragments_m={fragments_m} and simdgroups_n={simdgroups_n} make tiles of "
+            f"{sides[0]}x{sides[1]}, got tile.m={tile_m}, tile.n={tile_n}"
+        )
