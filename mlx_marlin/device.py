@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mlx_marlin import detection
+from mlx_marlin import cuda_detection, cuda_device, detection
+from mlx_marlin.cuda_device import CudaDevice
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
-"""Names the device to plan for: "Apple M3 Max" or "Apple M3 Max, 30 cores"."""
+"""Names the device to plan for: "Apple M3 Max", "Apple M3 Max, 30 cores" or "NVIDIA
+H200"."""
 ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's own variable: the architecture that it chooses its kernels for."""
 
@@ -86,6 +88,13 @@ class Device:
             )
 
     @property
+    def figures(self) -> str:
+        """What distinguishes it, in a few words."""
+        return (
+            f"{self.cores} cores, {self.bandwidth_gbs:g} GB/s, {self.clock_ghz:g} GHz"
+        )
+
+    @property
     def arch_gen(self) -> int:
         """The generation that MLX's dispatch sees: 13 for M1 to 17 for M5."""
         if self.arch:
@@ -136,6 +145,9 @@ class Device:
         return replace(variants[-1], cores=cores, variant=variant)
 
 
+Target = Device | CudaDevice
+"""What plans are made for."""
+
 DEFAULT = Device(
     name="unknown",
     variant="unknown device, planned as 8 cores of the first generation",
@@ -163,12 +175,13 @@ def chips() -> dict[str, tuple[Device, ...]]:
 
 
 @lru_cache(maxsize=1)
-def current() -> Device:
+def current() -> Target:
     """Returns the device to plan for.
 
     The environment variable MLX_MARLIN_DEVICE decides if set; else the Apple GPU that
-    MLX or the system reports, with its real core count; else `DEFAULT`.
-    MLX_METAL_GPU_ARCH replaces the architecture of either, as it does in MLX.
+    MLX or the system reports, with its real core count, or the CUDA device that MLX
+    computes on; else `DEFAULT`. MLX_METAL_GPU_ARCH replaces the architecture of an
+    Apple GPU, as it does in MLX.
 
     Raises:
         ValueError: If a variable does not name a device or an architecture.
@@ -176,7 +189,7 @@ def current() -> Device:
     wish = os.environ.get(ENVIRONMENT)
     device = _parse(wish) if wish else _here()
     arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
-    if not arch:
+    if not arch or isinstance(device, CudaDevice):
         return device
     try:
         return replace(device, arch=arch)
@@ -184,10 +197,25 @@ def current() -> Device:
         raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
 
 
-def _here() -> Device:
+def named(name: str, cores: int | None = None) -> Target:
+    """Returns a chip of Apple's or a GPU of NVIDIA's, out of the tables.
+
+    Args:
+        name: As for `Device.named` or `CudaDevice.named`.
+        cores: GPU cores or multiprocessors.
+
+    Raises:
+        ValueError: If neither table has it.
+    """
+    if name.lower().startswith("nvidia") or cuda_device.key(name) in cuda_device.gpus():
+        return CudaDevice.named(name, cores)
+    return Device.named(name, cores)
+
+
+def _here() -> Target:
     """Returns this machine's chip, or what to plan for in its place."""
     if sys.platform != "darwin":
-        return DEFAULT
+        return cuda_detection.here() or DEFAULT
     name, arch = _metal()
     if _key(name) not in chips():  # a virtual machine's GPU is called otherwise
         name = detection.chip_name() or name
@@ -228,7 +256,7 @@ def _unknown(name: str) -> str:
     )
 
 
-def _parse(wish: str) -> Device:
+def _parse(wish: str) -> Target:
     """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names."""
     found = WISH.fullmatch(wish.strip())
     if found is None:
@@ -238,7 +266,7 @@ def _parse(wish: str) -> Device:
         )
     cores = found["cores"]
     try:
-        return Device.named(found["name"], int(cores) if cores else None)
+        return named(found["name"], int(cores) if cores else None)
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 

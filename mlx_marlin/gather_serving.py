@@ -7,12 +7,12 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import device, launch, scheduler
+from mlx_marlin import launch, scheduler
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.serving import not_here, refuse_variance
+from mlx_marlin.serving import not_here, refuse_variance, target
 from mlx_marlin.stock_weight import as_mlx, stock_groups
 
 Product = Callable[..., mx.array]
@@ -85,8 +85,9 @@ def product_of(kind: Kind) -> Product | None:
         invariant=kind.invariant,
     )
     free = launch.backend() == "metal" and launch.forced_backend() is None
-    here = device.current()
-    if free and scheduler.gather_reason(problem, kind.experts, kind.is_sorted, here):
+    if free and scheduler.gather_reason(
+        problem, kind.experts, kind.is_sorted, target()
+    ):
         return None
     plan = scheduler.choose_gather(problem, kind.experts)
     return differentiable(launch.gather_product(plan), _stock(kind))
@@ -94,6 +95,8 @@ def product_of(kind: Kind) -> Product | None:
 
 def why_not_gather(kind: Kind) -> str | None:
     """Says why stock MLX serves a kind of call; None if our kernels do."""
+    if launch.backend() == "cuda":
+        return "our CUDA kernels do not choose among experts"
     known = FORMATS.get((kind.mode, kind.bits))
     if known is None:
         return f"{kind.mode} {kind.bits}-bit is not one of our formats"

@@ -23,6 +23,8 @@ from mlx_marlin.plan import SIMD_WIDTH, Plan
 from mlx_marlin.problem import PLAIN
 
 BACKENDS = ("metal", "cuda", "emulator", "stock")
+ON_GPU = ("metal", "cuda")
+"""Those where stock MLX runs on the same GPU."""
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
 IN_CONSTANT = 8
 """MLX hands inputs of fewer elements over in Metal's `constant` address space, which

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from math import inf
 from typing import Any, get_args, get_origin
 
-from mlx_marlin.device import Device
+from mlx_marlin.device import Target
 from mlx_marlin.plan import Plan
 
 STOCK = "stock MLX"
@@ -92,7 +92,7 @@ class Result:
 
 
 def machine(
-    device: Device, *, backend: str, system: str, mlx: str, kernels: str
+    device: Target, *, backend: str, system: str, mlx: str, kernels: str
 ) -> Machine:
     """Returns the machine that a device and a back end are.
 

@@ -4,15 +4,18 @@ A kind of call is its shapes, dtypes, options and device. Deciding is cached; a 
 that is wrong raises here, in MLX's own words where MLX has them.
 """
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import device, launch, scheduler, tuned
+from mlx_marlin import cuda_device, device, launch, mma, scheduler, tuned
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
+from mlx_marlin.device import Target
 from mlx_marlin.finishing import then_finished, with_all_operands
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
 from mlx_marlin.kind import Kind, Run, Shape, as_rows
@@ -245,6 +248,10 @@ def _decide(kind: Kind, stock: Product) -> Served:
         invariant=kind.invariant,
         global_scale=kind.global_scale,
     )
+    reason = _not_on_cuda(problem, kind.transpose)
+    if reason:
+        refuse_variance(kind.invariant, reason)
+        return Served(stock, reason)
     if not kind.transpose:
         product = launch.dense_product(dense_plan(problem, transposed=False))
         product = differentiable(product, stock)
@@ -261,7 +268,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
 
 
 def _planned(problem: Problem, measured: Result | None) -> Product:
-    chosen = measured.plan if measured else scheduler.choose(problem, device.current())
+    chosen = measured.plan if measured else scheduler.choose(problem, target())
     product = launch.product(chosen)
     if problem.epilogue == PLAIN:
         return product
@@ -272,12 +279,12 @@ def _dense(problem: Problem) -> DensePlan | None:
     # A choice for speed, like handing over.
     if launch.backend() != "metal" or launch.forced_backend() is not None:
         return None
-    return scheduler.choose_dense(problem, device.current())
+    return scheduler.choose_dense(problem, target())
 
 
 def _backward(problem: Problem) -> Product | None:
     """Returns the product with the weight as it is, for the gradient of x."""
-    if problem.epilogue != PLAIN:
+    if problem.epilogue != PLAIN or launch.backend() == "cuda":
         return None
     return launch.dense_product(dense_plan(problem, transposed=False))
 
@@ -304,8 +311,8 @@ def not_here(on_cpu: bool) -> str | None:
     """Says why no kernel of ours can run; None if they can."""
     backend = launch.backend()
     if backend == "stock":
-        return "no back end here runs Metal kernels, or MLX_MARLIN_BACKEND says stock"
-    if backend == "metal" and on_cpu and launch.forced_backend() is None:
+        return "no back end here runs our kernels, or MLX_MARLIN_BACKEND says stock"
+    if backend in launch.ON_GPU and on_cpu and launch.forced_backend() is None:
         return "the call runs on the CPU"
     return None
 
@@ -333,15 +340,43 @@ def _not_ours(kind: Kind) -> str | None:
     return None
 
 
+def _not_on_cuda(problem: Problem, transpose: bool) -> str | None:
+    if launch.backend() != "cuda":
+        return None
+    if not transpose:
+        return "our CUDA kernels multiply by the transposed weight only"
+    return mma.why_not(problem)
+
+
+def target() -> Target:
+    """Returns the device that plans are made for: one that the back end runs on.
+
+    Raises:
+        ValueError: If MLX_MARLIN_DEVICE names one that it does not.
+    """
+    here = device.current()
+    on_cuda = launch.backend() == "cuda"
+    if isinstance(here, CudaDevice) == on_cuda:
+        return here
+    wish = os.environ.get(device.ENVIRONMENT)
+    if wish:
+        expected = "a CUDA device" if on_cuda else "an Apple chip"
+        raise ValueError(
+            f"{device.ENVIRONMENT}={wish!r}: expected {expected}, because our kernels "
+            f"run on {launch.backend()}"
+        )
+    return cuda_device.DEFAULT if on_cuda else device.DEFAULT
+
+
 def _measured(problem: Problem) -> Result | None:
-    return tuned.find(problem, device.current(), launch.backend())
+    return tuned.find(problem, target(), launch.backend())
 
 
 def _faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
     # Only where stock runs on the same GPU is speed a reason; who forces a back end
     # wants to see it run.
-    if launch.backend() != "metal" or launch.forced_backend() is not None:
+    if launch.backend() not in launch.ON_GPU or launch.forced_backend() is not None:
         return None
     if measured is not None:
         return measured.reason
-    return scheduler.stock_reason(problem, device.current())
+    return scheduler.stock_reason(problem, target())

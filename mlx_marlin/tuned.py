@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mlx_marlin import cache, device, measurement
-from mlx_marlin.device import Device
+from mlx_marlin.device import Target
 from mlx_marlin.measurement import NONSENSE, Machine, Result
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import PLAIN, Epilogue, Problem
@@ -31,12 +31,12 @@ def folder() -> Path:
     return cache.folder("tuned")
 
 
-def machine(target: Device, backend: str) -> Machine:
+def machine(target: Target, backend: str) -> Machine:
     """Returns what times depend on here.
 
     Args:
         target: The device that plans are made for.
-        backend: "metal" or "emulator".
+        backend: "metal", "cuda" or "emulator".
     """
     import platform
 
@@ -57,10 +57,10 @@ def stands_for_another(backend: str) -> bool:
 
     Times of this chip then say nothing of that one.
     """
-    return backend == "metal" and bool(os.environ.get(device.ENVIRONMENT))
+    return backend != "emulator" and bool(os.environ.get(device.ENVIRONMENT))
 
 
-def find(problem: Problem, target: Device, backend: str) -> Result | None:
+def find(problem: Problem, target: Target, backend: str) -> Result | None:
     """Returns what was measured here for a problem, if anything was.
 
     Files are read at the first call, once per process. An epilogue makes no difference:
@@ -69,7 +69,7 @@ def find(problem: Problem, target: Device, backend: str) -> Result | None:
     Args:
         problem: The product to compute.
         target: As for `machine`.
-        backend: "metal" or "emulator".
+        backend: "metal", "cuda" or "emulator".
     """
     found = _found(target, backend).get(replace(problem, epilogue=PLAIN))
     return found and replace(found, plan=replace(found.plan, problem=problem))
@@ -153,7 +153,7 @@ def locked(place: Path) -> Iterator[None]:
 
 
 @lru_cache(maxsize=8)
-def _found(target: Device, backend: str) -> Results:
+def _found(target: Target, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}
     try:

@@ -89,7 +89,9 @@ def add_parser(
     parser.add_argument(
         "--model", help="any mlx-lm model, a folder or a name; default: the demo's own"
     )
-    parser.add_argument("--layout", default="mlx", choices=LAYOUTS)
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, help="default: as `optimize` chooses it"
+    )
     parser.add_argument(
         "--tokens", type=int, default=32, help="tokens to generate for each prompt"
     )
@@ -140,13 +142,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _insist() -> None:
-    """Makes every product ours on a Mac too, where stock MLX would be as fast."""
-    if launch.backend() == "metal":
-        os.environ[launch.ENVIRONMENT] = "metal"
+    """Makes every product ours on a GPU too, where stock MLX would be as fast."""
+    if launch.backend() in launch.ON_GPU:
+        os.environ[launch.ENVIRONMENT] = launch.backend()
         serving.forget()
 
 
-def measure_all(model: nn.Module, work: Work, layout: str) -> list[Outcome]:
+def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcome]:
     """Runs the work on the float model, if it is one, on stock MLX and on ours.
 
     The model is quantized and converted in place on the way. Stock MLX computes in

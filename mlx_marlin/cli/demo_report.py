@@ -22,18 +22,20 @@ bfloat16 it moves these logits by up to about 0.1."""
 
 BACKENDS = {
     "metal": "Metal on this GPU",
+    "cuda": "CUDA on this GPU",
     "emulator": "emulator: the Metal text, run on this CPU",
     "stock": "stock MLX, none of our kernels",
 }
 
 TIMED = {
     "metal": "on this GPU",
+    "cuda": "on this GPU",
     "emulator": "emulated on this CPU, which says nothing about an Apple GPU",
     "stock": "by stock MLX",
 }
 
 
-def opening(name: str, model: nn.Module, layout: str) -> str:
+def opening(name: str, model: nn.Module, layout: str | None) -> str:
     """Says which model will run, and on what."""
     leaves = dict(tree_flatten(model.parameters())).values()
     weights = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
@@ -41,7 +43,7 @@ def opening(name: str, model: nn.Module, layout: str) -> str:
     size = sum(weight.nbytes for weight in weights)
     return (
         f"model     {name}: {size / 1e6:.1f} MB, {', '.join(dtypes)}\n"
-        f"layout    {layout}\n"
+        f"layout    {layout or 'the one for this back end'}\n"
         f"back end  {BACKENDS[launch.backend()]}"
     )
 

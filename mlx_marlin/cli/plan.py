@@ -8,7 +8,8 @@ from typing import Any
 
 from mlx_marlin import device, scheduler
 from mlx_marlin.cli import pictures
-from mlx_marlin.device import Device
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.device import Target
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.plan import KERNELS, REDUCTIONS
 from mlx_marlin.problem import ACTIVATIONS, Epilogue, Problem, problem_of
@@ -29,7 +30,9 @@ def add_parser(
     parser.add_argument("m", type=int, metavar="M", help="rows of x")
     parser.add_argument("n", type=int, metavar="N", help="rows of the weight")
     parser.add_argument("k", type=int, metavar="K", help="columns of the weight")
-    parser.add_argument("--chip", help='such as "Apple M3 Max"; default: this machine')
+    parser.add_argument(
+        "--chip", help='such as "M3 Max", "H200"; default: this machine'
+    )
     parser.add_argument("--cores", type=int, help="GPU cores, if not the chip's most")
     _add_problem(parser)
     _add_wishes(parser)
@@ -126,13 +129,15 @@ def _problem(args: argparse.Namespace) -> Problem:
     )
 
 
-def _device(name: str | None, cores: int | None) -> Device:
+def _device(name: str | None, cores: int | None) -> Target:
     """Returns the chip to plan for: a named one, or this machine's."""
     if name is not None:
-        return Device.named(name, cores)
+        return device.named(name, cores)
     here = device.current()
     if cores is None:
         return here
+    if isinstance(here, CudaDevice):
+        return here.with_multiprocessors(cores)
     return replace(here, cores=cores, variant=f"{here.name} with {cores} GPU cores")
 
 
@@ -171,6 +176,8 @@ def _each_strategy(choice: Choice, wishes: Wishes) -> tuple[list[Choice], list[s
 def _as_chosen(choice: Choice, candidate: Candidate) -> Choice:
     """Returns the choice as it would be if a candidate had won."""
     ours = candidate.prediction
+    if isinstance(choice.device, CudaDevice):
+        return replace(choice, plan=candidate.plan, prediction=ours)
     reason = handover(choice.plan.problem, choice.device, ours)
     return replace(choice, plan=candidate.plan, prediction=ours, reason=reason)
 
@@ -189,14 +196,19 @@ def _words(choice: Choice) -> str:
     chip = choice.device
     lines = [
         f"problem   {choice.plan.problem.explain()}",
-        f"device    {chip.variant}: {chip.cores} cores, {chip.bandwidth_gbs:g} GB/s, "
-        f"{chip.clock_ghz:g} GHz",
+        f"device    {chip.variant}: {chip.figures}",
         f"plan      {choice.plan.explain()}",
         f"cost      {choice.prediction.explain()}",
-        f"stock     {choice.stock.explain().removeprefix('stock MLX: ')}",
+        f"stock     {_stock(choice)}",
         f"served by {_server(choice)}",
     ]
     return "\n".join(lines)
+
+
+def _stock(choice: Choice) -> str:
+    if choice.stock is None:
+        return "no model of stock MLX on CUDA"
+    return choice.stock.explain().removeprefix("stock MLX: ")
 
 
 def _server(choice: Choice) -> str:
@@ -204,6 +216,8 @@ def _server(choice: Choice) -> str:
     problem = choice.plan.problem
     if choice.reason:
         return f"stock MLX: {choice.reason} (model, not measured)"
+    if choice.stock is None or isinstance(choice.device, CudaDevice):
+        return "this plan"
     if problem.layout != "mlx":
         return "this plan: stock MLX cannot read a packed weight"
     if problem.invariant:

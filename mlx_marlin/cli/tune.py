@@ -13,10 +13,12 @@ from mlx_marlin import device, launch, scheduler, serving, tuned
 from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler.choice import aligned
+from mlx_marlin.scheduler.stock import stock_prediction
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows that are measured of a model or of a shape without them."""
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     for problem in found:
         operands.check(problem)
     target = device.current()
+    if isinstance(target, CudaDevice):
+        raise ValueError(f"{target.variant}: tune measures Apple GPUs only")
     if args.dry_run:
         print("\n\n".join(listing(each, target) for each in found))
         return 0
@@ -116,7 +120,7 @@ def listing(problem: Problem, target: Device) -> str:
     rows = [["", "us by the model, not measured"]]
     for arm in tuner.arms(problem, target, times_stock=times_stock):
         seconds = (
-            scheduler.compare(problem, device=target).stock.seconds
+            stock_prediction(problem, target).seconds
             if arm is None
             else scheduler.predict(arm, target).seconds
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import launch
 from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
@@ -23,7 +24,7 @@ Done = list[tuple[Places, Convert]]
 def optimize(
     model: Model,
     *,
-    layout: str = "mlx",
+    layout: str | None = None,
     quantize: bool = False,
     group_size: int | Literal["channel"] = 64,
     bits: int = 4,
@@ -35,13 +36,16 @@ def optimize(
 
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
     experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
-    Subclasses, which may do something else, and other formats stay as they are. If a
-    layer cannot be converted, those before it are turned back.
+    Subclasses, which may do something else, and other formats stay as they are, and on
+    CUDA layers of experts, which stock MLX serves there. If a layer cannot be
+    converted, those before it are turned back.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs all but embeddings,
-            so the model can be saved for stock MLX only after `restore`.
+            so the model can be saved for stock MLX only after `restore`. Default: on
+            CUDA "marlin" for the linear layers that our kernels serve there, which read
+            it faster; else "mlx".
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here; with
@@ -62,22 +66,23 @@ def optimize(
             layer to convert, or `invariant` is asked of a model that keeps quantized
             layers of MLX's.
     """
-    if layout not in LAYOUTS:
+    if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     format = format_of("affine", bits)
-    sizes = format.group_sizes_in(layout)
+    sizes = format.group_sizes_in(layout or "mlx")
     named = tuple("channel" if each == CHANNEL else each for each in sizes)
     if group_size not in named:
         raise ValueError(f"group_size={group_size!r} is not one of {named}")
 
     def convert(layer: Any) -> nn.Module:
+        kept = layout or default_layout(layer)
         if _is_experts(layer) or _is_marlin_experts(layer):
             experts: nn.Module = _marlin_experts().from_quantized(
-                layer, layout=layout, invariant=invariant
+                layer, layout=kept, invariant=invariant
             )
             return experts
         if _is_heads(layer) or _is_marlin_heads(layer):
-            heads: nn.Module = _marlin_heads().from_quantized(layer, layout=layout)
+            heads: nn.Module = _marlin_heads().from_quantized(layer, layout=kept)
             return heads
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
@@ -85,19 +90,20 @@ def optimize(
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
         if type(layer) is nn.Linear:
             return MarlinLinear.from_linear(
-                layer, group_size, bits, layout=layout, invariant=invariant
+                layer, group_size, bits, layout=kept, invariant=invariant
             )
-        return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
+        return MarlinLinear.from_quantized(layer, layout=kept, invariant=invariant)
 
     def wanted(layer: nn.Module) -> bool:
         if type(layer) is nn.Linear:
             k = layer.weight.shape[1]
             size = k if group_size == "channel" else group_size
-            return quantize and format.why_not(size, k, layout) is None
+            return quantize and format.why_not(size, k, layout or "mlx") is None
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
+        experts_run = launch.backend() != "cuda"
         if _is_experts(layer):
-            return (
+            return experts_run and (
                 _is_our_format(layer) and getattr(layer, "global_scale", None) is None
             )
         if _is_heads(layer):
@@ -105,9 +111,10 @@ def optimize(
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
         if type(layer) is MarlinLinear or _is_marlin_experts(layer):
-            return layer.layout != layout or layer.invariant is not invariant
+            kept = layout or default_layout(layer)
+            return layer.layout != kept or layer.invariant is not invariant
         if _is_marlin_heads(layer):
-            return bool(layer.layout != layout)
+            return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
     separate_layers(model)
@@ -128,6 +135,25 @@ def optimize(
             _turn_back(done)
             raise
     return model
+
+
+def default_layout(layer: nn.Module) -> str:
+    """Returns the layout that `optimize` gives a layer without being asked for one.
+
+    On CUDA "marlin" where our kernels multiply: experts, heads that also want products
+    with weights as they are, and activations in float32 are stock MLX's, which would
+    have to unpack them.
+    """
+    if launch.backend() != "cuda":
+        return "mlx"
+    if type(layer) is nn.Linear:
+        scales = layer.weight
+    elif type(layer) in (nn.QuantizedLinear, MarlinLinear):
+        packed = getattr(layer, "layout", "mlx") == "marlin"
+        scales = layer["quantizers" if packed else "scales"]
+    else:
+        return "mlx"
+    return "mlx" if scales.dtype == mx.float32 else "marlin"
 
 
 def restore(model: Model, *, progress: bool = False) -> Model:

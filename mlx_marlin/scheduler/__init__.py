@@ -7,13 +7,15 @@ from functools import lru_cache
 from math import inf
 from typing import Unpack
 
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.device import DEFAULT, Device, current
+from mlx_marlin.device import DEFAULT, Target, current, named
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin.scheduler import cost, cuda
 from mlx_marlin.scheduler.candidates import Wishes, candidates
 from mlx_marlin.scheduler.choice import Candidate, Choice
-from mlx_marlin.scheduler.cost import Prediction, least_seconds, predict
+from mlx_marlin.scheduler.cost import Prediction, least_seconds
 from mlx_marlin.scheduler.dense import dense_if_faster
 from mlx_marlin.scheduler.gather import choose_gather, gather_reason
 from mlx_marlin.scheduler.handover import (
@@ -51,7 +53,7 @@ HOPELESS = 1.25
 
 
 @lru_cache(maxsize=4096)
-def choose(problem: Problem, device: Device) -> Plan:
+def choose(problem: Problem, device: Target) -> Plan:
     """Returns the plan with the least predicted time; cached.
 
     Args:
@@ -62,7 +64,7 @@ def choose(problem: Problem, device: Device) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def choose_dense(problem: Problem, device: Device) -> DensePlan | None:
+def choose_dense(problem: Problem, device: Target) -> DensePlan | None:
     """Returns the plain product of decoded weights if that should be fastest; cached.
 
     Of a native weight by the same margin by which a call leaves stock MLX.
@@ -71,6 +73,8 @@ def choose_dense(problem: Problem, device: Device) -> DensePlan | None:
         problem: The product to compute.
         device: The chip to plan for.
     """
+    if isinstance(device, CudaDevice):
+        return None  # the kernel that decodes is Metal's
     others = predict(choose(problem, device), device).seconds
     if problem.layout == "mlx":
         margin = margin_over_stock(problem, device)
@@ -79,18 +83,27 @@ def choose_dense(problem: Problem, device: Device) -> DensePlan | None:
 
 
 @lru_cache(maxsize=4096)
-def stock_reason(problem: Problem, device: Device) -> str | None:
+def stock_reason(problem: Problem, device: Target) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
     """
+    if isinstance(device, CudaDevice):
+        return cuda.handover(problem, device)
     return handover(problem, device, predict(choose(problem, device), device))
 
 
+def predict(plan: Plan, device: Target) -> Prediction:
+    """Returns what the model says about a plan on a device."""
+    if isinstance(device, CudaDevice):
+        return cuda.predict(plan, device)
+    return cost.predict(plan, device)
+
+
 def make(
-    problem: Problem, *, device: Device = DEFAULT, **wishes: Unpack[Wishes]
+    problem: Problem, *, device: Target = DEFAULT, **wishes: Unpack[Wishes]
 ) -> Plan:
     """Returns the best plan that has the wished fields.
 
@@ -103,6 +116,9 @@ def make(
     Raises:
         ValueError: If no plan has these fields.
     """
+    if isinstance(device, CudaDevice):
+        return cuda.make(problem, device, wishes)
+    _refuse_cuda(wishes)
     best: Plan | None = None
     least: tuple[float, ...] = (inf,)
 
@@ -113,7 +129,7 @@ def make(
         return seconds * _doubt(work.is_split) <= least[0]
 
     for plan in candidates(problem, device, wishes, can_win):
-        rank = _rank(plan, predict(plan, device))
+        rank = _rank(plan, cost.predict(plan, device))
         if rank < least:
             best, least = plan, rank
     assert best is not None, "there is at least one candidate"
@@ -121,7 +137,7 @@ def make(
 
 
 def compare(
-    problem: Problem, *, device: Device = DEFAULT, **wishes: Unpack[Wishes]
+    problem: Problem, *, device: Target = DEFAULT, **wishes: Unpack[Wishes]
 ) -> Choice:
     """Returns what `make` would, with all that it was compared to.
 
@@ -133,8 +149,11 @@ def compare(
     Raises:
         ValueError: If no plan has these fields.
     """
+    if isinstance(device, CudaDevice):
+        return cuda.compare(problem, device, wishes)
+    _refuse_cuda(wishes)
     compared = [
-        Candidate(plan=plan, prediction=predict(plan, device))
+        Candidate(plan=plan, prediction=cost.predict(plan, device))
         for plan in candidates(problem, device, wishes)
     ]
     compared.sort(key=lambda each: _rank(each.plan, each.prediction))
@@ -149,7 +168,7 @@ def compare(
     )
 
 
-def experiments(problem: Problem, device: Device) -> list[Plan]:
+def experiments(problem: Problem, device: Target) -> list[Plan]:
     """Returns plans of `gemm_staged` for a tuner to try: nothing else asks for them.
 
     Where several simdgroups of the chosen plan decode the same weights, and the model
@@ -160,7 +179,7 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
         device: The chip to plan for.
     """
     best = choose(problem, device)
-    if best.simdgroups_m == 1 or problem.invariant:
+    if best.simdgroups_m == 1 or problem.invariant:  # nor any of "mma"
         return []
     most = HOPELESS * predict(best, device).seconds
     plans = []
@@ -198,8 +217,8 @@ def plan(
             "bfloat16" or "float32".
         layout: "mlx" or "marlin".
         batch: Products of this shape, each with rows and a weight of its own.
-        chip: Name such as "Apple M3 Max". Default: the chip here, or a conservative
-            stand-in where there is none.
+        chip: Name such as "Apple M3 Max" or "NVIDIA H200". Default: the chip here, or
+            a conservative stand-in where there is none.
 
     Returns:
         The choice: `explain()` says it in a line, `table()` what it was compared to.
@@ -207,7 +226,7 @@ def plan(
     Raises:
         ValueError: If the product or the chip is not one that we know.
     """
-    target = current() if chip is None else Device.named(chip)
+    target = current() if chip is None else named(chip)
     problem = problem_of(
         m,
         n,
@@ -220,6 +239,11 @@ def plan(
         batch=batch,
     )
     return compare(problem, device=target)
+
+
+def _refuse_cuda(wishes: Wishes) -> None:
+    if wishes.get("kernel") == "mma":
+        raise ValueError("kernel='mma' needs a CUDA device, such as 'NVIDIA H200'")
 
 
 def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, int, int, int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_marlin.device import Device
+from mlx_marlin.device import Target
 from mlx_marlin.plan import Plan
 from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.scheduler.stock import StockPrediction
@@ -33,24 +33,26 @@ class Choice:
         plan: The plan of our kernels that was chosen.
         device: The chip that it was chosen for.
         prediction: What the model says about the plan.
-        stock: What the model says about stock MLX's own product.
+        stock: What the model says about stock MLX's own product; None on CUDA, where
+            there is no model of it.
         reason: Why stock MLX serves the product all the same; None if our plan does.
         candidates: All plans that were compared, the chosen one first.
     """
 
     plan: Plan
-    device: Device
+    device: Target
     prediction: Prediction
-    stock: StockPrediction
+    stock: StockPrediction | None
     reason: str | None
     candidates: tuple[Candidate, ...]
 
     def explain(self) -> str:
         """Says in a line what runs, what it should cost, and who serves it."""
         served = "stock MLX" if self.reason else "our kernels"
+        stock = self.stock and f", stock MLX {_us(self.stock.seconds)} us"
         return (
             f"{self.plan.explain()}; predicted {_us(self.prediction.seconds)} us on "
-            f"{self.device.variant}, stock MLX {_us(self.stock.seconds)} us (model, "
+            f"{self.device.variant}{stock or ''} (model, "
             f"not measured); served by {served}"
         )
 
@@ -59,6 +61,8 @@ class Choice:
         heads = ["strategy", "threadgroups", "simdgroups", "slots", "busy", "us"]
         rows = [[*heads, "bound by", ""], *map(self._row, self.candidates)]
         stock = self.stock
+        if stock is None:
+            return aligned(rows)
         call = [stock.call.kernel, f"{stock.call.threadgroups}", "", ""]
         times = ["", _us(stock.seconds), stock.bound]
         rows.append([*call, *times, self.reason or "stock MLX, slower by the model"])
@@ -75,7 +79,7 @@ class Choice:
             "splits": work.slots,
             "busy": round(self.prediction.busy, 4),
             "predicted_us": round(self.prediction.seconds * 1e6, 2),
-            "stock_us": round(self.stock.seconds * 1e6, 2),
+            "stock_us": self.stock and round(self.stock.seconds * 1e6, 2),
             "bytes": plan.problem.bytes,
             "workspace_bytes": plan.workspace_bytes,
             "dispatches": plan.dispatches,
@@ -116,7 +120,7 @@ class Choice:
         causes = {
             "cores less evenly busy": best.busy / ours.busy,
             "too few simdgroups to hide latency": best.fill / ours.fill,
-            "more to read, issue or store": _longest(ours) / _longest(best),
+            "more to read, issue or store": ours.longest / best.longest,
             "further dispatches": 1 + (ours.dispatch - best.dispatch) / best.seconds,
         }
         return f"{more:.1%} slower: {max(causes, key=causes.__getitem__)}"
@@ -138,10 +142,6 @@ def aligned(rows: list[list[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return cell.replace(".", "", 1).isdecimal() or not cell
-
-
-def _longest(prediction: Prediction) -> float:
-    return max(prediction.memory, prediction.issue, prediction.loads)
 
 
 def _us(seconds: float) -> str:

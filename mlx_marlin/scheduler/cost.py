@@ -90,7 +90,9 @@ class Prediction:
         loads: To return the loaded bytes to the lanes, all cores alike.
         busy: The mean core's share of the work over the fullest core's, 0 to 1.
         fill: How well a busy core hides latency, 0 to 1.
-        dispatch: For the dispatches after the first, 0 without one.
+        dispatch: For the dispatches after the first, 0 without one; on CUDA to begin
+            and end pieces of work too.
+        matrix: To multiply, where matrix units work beside the others; else 0.
     """
 
     memory: float
@@ -99,6 +101,7 @@ class Prediction:
     busy: float
     fill: float
     dispatch: float
+    matrix: float = 0.0
 
     @property
     def stretch(self) -> float:
@@ -108,13 +111,18 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """The whole product."""
-        return max(self.memory, self.issue, self.loads) * self.stretch + self.dispatch
+        return self.longest * self.stretch + self.dispatch
+
+    @property
+    def longest(self) -> float:
+        """The longest of the times that overlap."""
+        return max(self.memory, self.issue, self.loads, self.matrix)
 
     @property
     def bound(self) -> str:
-        """What takes longest: "memory", "issue" or "loads"."""
-        times = {"memory": self.memory, "issue": self.issue, "loads": self.loads}
-        return max(times, key=times.__getitem__)
+        """What takes longest: "memory", "issue", "loads" or "matrix"."""
+        names = ("memory", "issue", "loads", "matrix")
+        return max(names, key=lambda name: float(getattr(self, name)))
 
     def explain(self) -> str:
         """Says the prediction in a line, as a prediction."""

@@ -1,0 +1,163 @@
+"""Which CUDA device this machine has: what MLX, the driver and a short probe say.
+
+A device of the table has its stated figures, so that plans are the same everywhere;
+the multiprocessors are those that the driver counts. Of any other device bandwidth and
+arithmetic are measured once, rounded, and kept as a file of the user's cache.
+"""
+
+import ctypes
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin import cache
+from mlx_marlin.cuda_device import DEFAULT, CudaDevice, gpus, key
+
+DRIVER = "libcuda.so.1"
+MULTIPROCESSORS = 16
+"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
+SHARED_BYTES = 97
+"""CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
+
+COPIED = 2**28
+"""float16 values that the probe reads: 512 MB, many times any second-level cache."""
+SIDE = 8192
+"""Rows, columns and k of the probe's product."""
+TRIES = 5
+"""Runs of each, of which the fastest counts: others had the device for a while."""
+DIGITS = 2
+"""Significant digits that are kept: plans must not follow the noise."""
+
+
+def here() -> CudaDevice | None:
+    """Returns the CUDA device that MLX computes on; None where it has none."""
+    driver = _driver()
+    if driver is None:
+        return None  # before MLX is imported, which takes long
+    import mlx.core as mx
+
+    if not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu):
+        return None
+    info = mx.device_info(mx.gpu)
+    name = str(info.get("device_name", "")) or DEFAULT.name
+    known = gpus().get(key(name))
+    device = known or _measured(name, str(info.get("architecture", "")), driver)
+    count = _attribute(driver, MULTIPROCESSORS)
+    shared = _attribute(driver, SHARED_BYTES) or device.shared_bytes
+    if count and count != device.multiprocessors:
+        device = device.with_multiprocessors(count)
+    return replace(device, shared_bytes=shared)
+
+
+def _driver() -> Any:
+    """Returns the driver's library, ready to be asked; None where there is none."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def _attribute(driver: Any, attribute: int) -> int:
+    """Returns what the driver says of its first device, 0 if it says nothing."""
+    value, device = ctypes.c_int(0), ctypes.c_int(0)
+    if driver.cuDeviceGet(ctypes.byref(device), 0):
+        return 0
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return 0 if failed else value.value
+
+
+def _version(driver: Any) -> int:
+    value = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(value))
+    return value.value
+
+
+def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
+    """Returns a device that is not in the table: measured, or the default."""
+    import mlx.core as mx
+
+    version = mx.__version__  # type: ignore[attr-defined]
+    file = _file(f"{name}, driver {_version(driver)}, MLX {version}")
+    found = _read(file)
+    if found is None:
+        try:
+            found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
+        except (RuntimeError, MemoryError):  # no room, say
+            return replace(DEFAULT, name=name, arch=arch or DEFAULT.arch)
+        _write(file, found)
+    return CudaDevice(
+        name=name,
+        variant=f"{name}, measured",
+        multiprocessors=DEFAULT.multiprocessors,
+        shared_bytes=DEFAULT.shared_bytes,
+        arch=arch or DEFAULT.arch,
+        **found,
+    )
+
+
+def _bandwidth_gbs() -> float:
+    """Returns the bandwidth at which MLX adds up a large array."""
+    import mlx.core as mx
+
+    values = mx.zeros((COPIED,), mx.float16)
+    return _rounded(values.nbytes / _seconds(lambda: values.max()) / 1e9)
+
+
+def _tflops() -> float:
+    """Returns the arithmetic of MLX's own product of halves."""
+    import mlx.core as mx
+
+    a = mx.zeros((SIDE, SIDE), mx.float16)
+    return _rounded(2 * SIDE**3 / _seconds(lambda: a @ a) / 1e12)
+
+
+def _seconds(make: Any) -> float:
+    """Returns the least time of some runs, after one that compiles."""
+    import time
+
+    import mlx.core as mx
+
+    mx.eval(make())
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        mx.eval(make())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _file(what: str) -> Path | None:
+    """Returns where the measured figures of a device are kept, if they can be."""
+    try:
+        folder = cache.folder("gpus")
+    except ImportError:
+        return None
+    return folder / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file: Path | None) -> dict[str, float] | None:
+    """Returns figures that were kept; None if there are none, or they are odd."""
+    try:
+        kept = json.loads(file.read_text("utf-8")) if file else {}
+        found = {name: float(kept[name]) for name in ("bandwidth_gbs", "tflops")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if min(found.values()) > 0 else None
+
+
+def _write(file: Path | None, figures: dict[str, float]) -> None:
+    """Keeps figures; where nothing can be written, the next process measures again."""
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(figures), "utf-8")
+    except OSError:
+        return
