@@ -103,7 +103,7 @@ DEFAULT = CudaDevice(
     shared_bytes=99 * 1024,
     arch="sm_80",
 )
-"""For unknown hardware: about what an L4 has, so that few devices have less."""
+"""For unknown hardware: a small one, so that no plan needs more than it has."""
 
 
 def key(name: str) -> str:

@@ -1,0 +1,374 @@
+"""Plans of "mma", the kernel for CUDA devices: any valid one, and those chosen."""
+
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
+
+from mlx_marlin import cuda_device, measurement, mma, scheduler
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.plan import Plan, k_tile
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler import cuda
+from mlx_marlin.work import STRATEGIES, Strategy, Tile, Work, data_parallel
+
+H200 = CudaDevice.named("NVIDIA H200")
+DEVICES = st.sampled_from((*cuda_device.gpus().values(), cuda_device.DEFAULT))
+OURS: tuple[Strategy, ...] = tuple(each for each in STRATEGIES if each != "hytis")
+HALVES = st.sampled_from(mma.DTYPES)
+
+SERVED = problems(
+    max_m=70,
+    formats=ANY_FORMAT,
+    dtypes=HALVES,
+    batches=ONE_WEIGHT | BATCHES,
+).filter(lambda problem: mma.why_not(problem) is None)
+SMALL = problems(max_m=40, max_n=300, max_k=768, dtypes=HALVES)
+
+
+@st.composite
+def mma_plans(draw: st.DrawFn, of: st.SearchStrategy[Problem] = SMALL) -> Plan:
+    """Draws any valid plan of "mma", sensible or not."""
+    problem = draw(of)
+    fragments_m = draw(st.sampled_from(mma.FRAGMENTS_M))
+    across = draw(st.integers(1, mma.MOST_SIMDGROUPS_N))
+    tile = Tile(m=8 * fragments_m, n=32 * across, k=k_tile(problem.group_size))
+    m_tiles, n_tiles = -(-problem.m // tile.m), -(-problem.n // tile.n)
+    work = draw(
+        works(
+            tiles=problem.batch * m_tiles * n_tiles,
+            k_tiles=-(-problem.k // tile.k),
+            strategies=OURS,
+        )
+    )
+    return Plan(
+        problem=problem,
+        kernel="mma",
+        tile=tile,
+        fragments_m=fragments_m,
+        simdgroups_n=across,
+        simdgroups_k=draw(st.integers(1, mma.MOST_SIMDGROUPS // across)),
+        work=work,
+        reduction="workspace" if work.is_split else "none",
+    )
+
+
+def covered(plan: Plan) -> Counter[tuple[int, int, int]]:
+    """Returns how often each (row, block of 32 columns, 32 of k) is multiplied."""
+    problem = plan.problem
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            row, col = plan.corner(split.tile)
+            last = min(col + plan.columns_of(split.tile), problem.n)
+            seen.update(
+                product(
+                    range(row, min(row + plan.tile.m, problem.m)),
+                    range(col, last),
+                    range(*plan.k_range(split), 32),
+                )
+            )
+    return seen
+
+
+@given(mma_plans())
+def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
+    problem = plan.problem
+
+    every = product(range(problem.m), range(problem.n), range(0, problem.k, 32))
+    assert covered(plan) == Counter(every)
+
+
+@given(mma_plans())
+def test_the_splits_of_a_tile_have_slots_in_ascending_k(plan: Plan) -> None:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            found.setdefault(split.tile, []).append((split.k_idx, split.slot))
+
+    for splits in found.values():
+        assert [slot for _, slot in sorted(splits)] == list(range(len(splits)))
+        assert len(splits) <= plan.workspace_shape[0]
+
+
+@given(mma_plans())
+def test_tiles_stand_side_by_side_and_are_of_one_width(plan: Plan) -> None:
+    at = 0
+    for tile in range(0, plan.m_tiles * plan.n_tiles, plan.m_tiles):
+        assert plan.corner(tile) == (0, at)
+        assert plan.columns_of(tile) == plan.tile.n == 32 * plan.simdgroups_n
+        at += plan.tile.n
+
+    assert plan.problem.n <= at < plan.problem.n + plan.tile.n
+
+
+@given(mma_plans())
+def test_a_block_fits_and_says_what_it_is(plan: Plan) -> None:
+    across, along = plan.simdgroups_n, plan.simdgroups_k
+
+    assert plan.threads == 32 * across * along <= 512
+    assert plan.threadgroup_bytes == across * along * plan.tile.m * 36 * 4
+    assert plan.threadgroup_bytes <= mma.SHARED_LIMIT
+    assert plan.variant == f"mma {plan.tile.m} rows, 1x{across}x{along} simdgroups"
+    assert plan.explain().startswith(
+        f"mma {plan.tile}, {across}x{along} simdgroups (n x k), "
+    )
+
+
+@given(mma_plans())
+def test_a_plan_survives_json(plan: Plan) -> None:
+    result = (
+        measurement.Result(
+            plan=plan,
+            stock=False,
+            medians_us={measurement.label(plan): 1.0},
+            clock="wall time",
+            date="2026-11-22",
+        )
+        if plan.num_threadgroups <= plan.work.total
+        else None
+    )
+
+    if result is not None:
+        assert measurement.result(measurement.row(result)) == result
+
+
+def plan_of(**fields: Any) -> Plan:
+    """Returns a plan of 8 x 64 columns, two tiles side by side, fields replaced."""
+    defaults = {
+        "problem": Problem(m=8, n=128, k=512),
+        "kernel": "mma",
+        "tile": Tile(m=8, n=64),
+        "fragments_m": 1,
+        "simdgroups_n": 2,
+        "simdgroups_k": 4,
+        "work": data_parallel(2, 8),
+    }
+    return Plan(**{**defaults, **fields})
+
+
+SPLIT = Work(strategy="split_k", tiles=2, k_tiles=8, threadgroups=4, slices=2)
+HYTIS = replace(data_parallel(2, 8), strategy="hytis", whole=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"fragments_m": 5, "tile": Tile(m=40, n=64)}, "fragments_m=5"),
+        ({"simdgroups_m": 2}, "simdgroups_m=1"),
+        ({"subtract": True}, "subtract=False"),
+        ({"simdgroups_k": 9}, "more than 16 simdgroups"),
+        ({"simdgroups_k": 0}, "simdgroups_k=0"),
+        (
+            {"simdgroups_n": 9, "tile": Tile(m=8, n=288)},
+            "simdgroups_n=9 must be 1 to 8",
+        ),
+        ({"tile": Tile(m=8, n=32)}, "make tiles of 8x64"),
+        ({"tile": Tile(m=16, n=64)}, "make tiles of 8x64"),
+        ({"tile": Tile(m=8, n=64, k=128)}, "64 and 64 for groups of 64"),
+        ({"buffers": 2}, "buffers=0"),
+        ({"work": data_parallel(4, 8)}, "2 tiles of 8 k tiles"),
+        ({"work": HYTIS}, "tiles of one width"),
+        ({"work": SPLIT, "reduction": "atomic"}, "no atomic sums"),
+        ({"work": SPLIT}, "are split"),
+        ({"problem": Problem(m=8, n=128, k=512, dtype="float32")}, "float32"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    assert plan_of().kernel == "mma"
+    with pytest.raises(ValueError, match=words):
+        plan_of(**fields)
+
+
+def test_an_invariant_plan_cuts_k_alike_for_all_rows() -> None:
+    problem = Problem(m=8, n=128, k=512, invariant=True)
+    stream = Work(strategy="stream_k", tiles=2, k_tiles=8, threadgroups=3, slices=8)
+
+    assert plan_of(problem=problem).problem.invariant
+    with pytest.raises(ValueError, match="invariant=True needs"):
+        plan_of(problem=problem, work=stream, reduction="workspace")
+
+
+@given(SERVED, DEVICES)
+def test_the_chosen_plan_is_right_for_the_device(
+    problem: Problem, gpu: CudaDevice
+) -> None:
+    plan = scheduler.choose(problem, gpu)
+
+    assert plan.problem == problem
+    assert plan.kernel == "mma"
+    assert plan.threadgroup_bytes <= gpu.shared_bytes
+    assert scheduler.predict(plan, gpu).seconds > 0
+    slices = plan.work.total // plan.work.pieces // plan.simdgroups_k
+    assert slices >= cuda.LEAST_K_TILES or plan.simdgroups_k == 1
+
+
+@given(SERVED, DEVICES, st.sampled_from(OURS))
+def test_every_strategy_can_be_had(
+    problem: Problem, gpu: CudaDevice, strategy: Strategy
+) -> None:
+    tiles = problem.batch * -(-problem.m // 32) * -(-problem.n // 256)
+    if strategy == "hybrid" and tiles < 2:
+        return
+
+    plan = scheduler.make(problem, device=gpu, strategy=strategy)
+
+    assert plan.strategy == strategy
+
+
+@given(SMALL, st.sampled_from(OURS), st.integers(1, 8), st.integers(1, 2))
+def test_wished_plans_cover_their_product(
+    problem: Problem, strategy: Strategy, across: int, along: int
+) -> None:
+    if strategy == "hybrid" and problem.n <= 32 * across:
+        return
+
+    plan = scheduler.make(
+        problem,
+        device=H200,
+        strategy=strategy,
+        simdgroups_n=across,
+        simdgroups_k=along,
+        fragments_m=2,
+    )
+
+    assert (plan.simdgroups_n, plan.simdgroups_k) == (across, along)
+    assert plan.tile.m == 16
+    every = product(range(problem.m), range(problem.n), range(0, problem.k, 32))
+    assert covered(plan) == Counter(every)
+
+
+def test_wishes_about_work_are_kept() -> None:
+    problem = Problem(m=8, n=4096, k=4096, group_size=128)
+
+    split = scheduler.make(problem, device=H200, strategy="split_k", k_parallel=4)
+    stream = scheduler.make(
+        problem, device=H200, strategy="stream_k", num_threadgroups=77
+    )
+
+    assert split.work.slices == 4
+    assert stream.num_threadgroups == 77
+    assert stream.finishes
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"kernel": "gemv"}, "kernel='gemv', expected 'mma'"),
+        ({"simdgroups_m": 2}, "simdgroups_m=2, expected 1"),
+        ({"strategy": "hytis"}, "two widths"),
+        ({"fragments_m": 8}, "fragments_m=8 is not one of"),
+        ({"simdgroups_n": 9}, "simdgroups_n=9"),
+        ({"simdgroups_n": 0}, "simdgroups_n=0"),
+        ({"reduction": "atomic", "strategy": "split_k"}, "no atomic sums"),
+    ],
+)
+def test_wishes_that_are_metals_are_refused(wishes: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scheduler.make(Problem(m=8, n=512, k=1024), device=H200, **wishes)
+
+
+def test_apples_chips_have_no_such_kernel() -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        scheduler.make(Problem(m=8, n=512, k=1024), kernel="mma")
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        scheduler.compare(Problem(m=8, n=512, k=1024), kernel="mma")
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "best"),
+    [(8192, 28672, (7, 2)), (5120, 17408, (5, 3)), (4096, 4096, (1, 12))],
+)
+@pytest.mark.parametrize("m", [1, 8])
+def test_few_rows_have_the_blocks_that_were_measured_to_be_best(
+    m: int, k: int, n: int, best: tuple[int, int]
+) -> None:
+    problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
+
+    plan = scheduler.choose(problem, H200)
+
+    assert plan.strategy == "data_parallel"
+    assert (plan.simdgroups_n, plan.simdgroups_k) == best
+
+
+@pytest.mark.parametrize(("m", "us"), [(8, 36.5), (16, 49.4), (32, 81.2), (64, 177.0)])
+def test_the_model_is_near_what_was_measured(m: int, us: float) -> None:
+    problem = Problem(m=m, n=28672, k=8192, group_size=128, layout="marlin")
+
+    plan = scheduler.choose(problem, H200)
+
+    assert scheduler.predict(plan, H200).seconds * 1e6 == pytest.approx(us, rel=0.2)
+
+
+def test_few_columns_of_long_k_are_split() -> None:
+    problem = Problem(m=8, n=1024, k=28672, group_size=128, layout="marlin")
+
+    plan = scheduler.choose(problem, H200)
+
+    assert plan.is_split
+    assert plan.num_threadgroups > 100
+
+
+@given(SERVED, DEVICES)
+def test_an_invariant_product_is_cut_alike_for_any_rows(
+    problem: Problem, gpu: CudaDevice
+) -> None:
+    asked = replace(problem, invariant=True)
+    cuts = set()
+    for m in (1, 8, 9, 24, 33, 64):
+        plan = scheduler.choose(replace(asked, m=m), gpu)
+        assert plan.problem.m == m
+        work = plan.work
+        splits = [
+            (split.k_idx, split.k_tile_count, split.slot)
+            for group in range(plan.num_threadgroups)
+            for split in work.splits(group)
+            if split.tile % plan.m_tiles == 0 and split.tile < plan.m_tiles
+        ]
+        cuts.add((plan.simdgroups_n, plan.simdgroups_k, *sorted(splits)))
+
+    assert len(cuts) == 1
+
+
+def test_beyond_the_served_rows_stock_serves_with_a_reason() -> None:
+    problem = Problem(m=cuda.MOST_ROWS, n=512, k=1024)
+    more = replace(problem, m=cuda.MOST_ROWS + 1)
+
+    assert scheduler.stock_reason(problem, H200) is None
+    assert "65 rows on NVIDIA H200" in str(scheduler.stock_reason(more, H200))
+    assert scheduler.stock_reason(replace(more, invariant=True), H200) is None
+    assert scheduler.choose_dense(more, H200) is None
+    assert scheduler.experiments(problem, H200) == []
+
+
+def test_a_comparison_begins_with_the_choice_and_can_be_shown() -> None:
+    problem = Problem(m=32, n=17408, k=5120, group_size=128)
+
+    choice = scheduler.compare(problem, device=H200)
+
+    assert choice.plan == scheduler.choose(problem, H200)
+    assert choice.candidates[0].plan == choice.plan
+    assert len({each.plan for each in choice.candidates}) == len(choice.candidates)
+    assert choice.stock is None
+    assert "NVIDIA H200 (model, not measured); served by our" in choice.explain()
+    assert choice.figures()["stock_us"] is None
+    assert choice.table().count("chosen") == 1
+
+
+def test_a_plan_is_made_within_a_few_milliseconds() -> None:
+    problem = Problem(m=8, n=17408, k=5120, group_size=128)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        scheduler.make(problem, device=H200)
+        times.append(time.perf_counter() - start)
+
+    assert min(times) < 5e-3  # alone 0.7 ms; other tests may run beside it
