@@ -1,0 +1,455 @@
+"""What MLX gets of a CUDA kernel, and who serves a call on the CUDA back end."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from arguments import activations, weight
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+import mlx_marlin
+from mlx_marlin import device, launch, repacking, scheduler, source
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.integrations.mlx_lm import default_layout
+from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.packing import pack
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.scheduler import cuda
+
+Choose = Callable[[str | None], None]
+H200 = CudaDevice.named("NVIDIA H200")
+N, K = 96, 512
+FUSED = Epilogue(bias=True, activation="silu", residual=True)
+
+
+class Recorder:
+    """Stands for `mx.fast.cuda_kernel`."""
+
+    def __init__(self) -> None:
+        self.built: list[dict[str, Any]] = []
+        self.called: list[dict[str, Any]] = []
+
+    def __call__(self, **options: Any) -> Callable[..., list[mx.array]]:
+        self.built.append(options)
+
+        def kernel(**call: Any) -> list[mx.array]:
+            self.called.append(call)
+            return [mx.zeros(call["output_shapes"][0], call["output_dtypes"][0])]
+
+        return kernel
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Puts a word in the place of every shader, by the file's name."""
+    changed: dict[str, str] = {}
+    cached = (source.product_source, source.reduce_source)
+
+    def forget() -> None:
+        for each in cached:
+            each.cache_clear()
+
+    forget()
+    monkeypatch.setattr(source, "_read", lambda file: changed.get(file, f"// {file}"))
+    yield changed
+    forget()
+
+
+@pytest.fixture
+def recorder(
+    backend: Choose, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Recorder:
+    """Makes a machine with CUDA, whose kernels are recorded and compute zeros."""
+    recorder = Recorder()
+    backend(None)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx.fast, "cuda_kernel", recorder)
+    monkeypatch.setattr(device, "current", lambda: H200)
+    assert launch.backend() == "cuda"
+    return recorder
+
+
+def plan_of(**options: Any) -> Plan:
+    """Returns a plan of "mma" of a small product with any options."""
+    fields = {"m": 9, "n": N, "k": K}
+    problem = Problem(
+        **fields | {name: options.pop(name) for name in list(options) if name in NAMES}
+    )
+    return scheduler.make(problem, device=H200, **options)
+
+
+NAMES = set(Problem.__dataclass_fields__)
+SPLIT = {"strategy": "split_k", "k_parallel": 2, "simdgroups_n": 2, "simdgroups_k": 4}
+WHOLE = {"strategy": "data_parallel", "simdgroups_n": 3, "simdgroups_k": 2}
+
+
+def blanks(plan: Plan, arrays: int = 4) -> list[mx.array]:
+    """Makes as many arguments of a product as wanted, of the right dtypes."""
+    problem = plan.problem
+    dtype, scale_dtype = (
+        getattr(mx, name) for name in (problem.dtype, problem.scale_dtype)
+    )
+    words, scales = mx.zeros((4,), mx.uint32), mx.zeros((2,), scale_dtype)
+    x = mx.zeros((problem.m, problem.k), dtype)
+    return [x, words, scales, scales, *[mx.zeros((3,), dtype)] * (arrays - 4)]
+
+
+def test_the_text_of_a_product_is_made_of_these_files(texts: dict[str, str]) -> None:
+    text = source.product_source("mma")
+    fused = source.product_source("mma", fused=True)
+
+    names = ("work", "decode", "words")
+    assert text.header.split("\n") == [
+        "// cuda/prelude.cuh",
+        *(f"// lib/{name}.metal" for name in names),
+        "// cuda/lane.cuh",
+        "// lib/epilogue.metal",
+        "// cuda/mma.cuh",
+    ]
+    assert (text.source, fused.source) == ("// cuda/mma.cu", "// cuda/mma_fused.cu")
+    assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
+    assert text.input_names == ("x", "w", "scales", "biases", "shape", "schedule")
+    finish = ("bias", "multiplier", "residual", "parts")
+    assert fused.input_names == (*text.input_names, *finish)
+
+
+def test_so_is_that_of_the_reduce_and_metals_is_another(texts: dict[str, str]) -> None:
+    metal, text = source.reduce_source(), source.reduce_source(cuda=True)
+
+    assert text.header == f"// cuda/prelude.cuh\n{metal.header}"
+    assert text.source == "// cuda/reduce.cu"
+    assert source.reduce_source(True, cuda=True).source == "// cuda/reduce_fused.cu"
+    assert metal.source == "// kernels/reduce.metal"
+    assert text.input_names == metal.input_names
+
+
+def test_template_arguments_are_in_order() -> None:
+    plan = plan_of(**WHOLE, group_size=128, layout="marlin", bits=8)
+
+    assert list(source.product_template(plan).items()) == [
+        ("FRAGMENTS_M", 2),
+        ("SIMDGROUPS_N", 3),
+        ("SIMDGROUPS_K", 2),
+        ("WHOLE", True),
+        ("BATCHED", False),
+        ("MODE", 0),
+        ("BITS", 8),
+        ("GROUP", 128),
+        ("PACKED", True),
+    ]
+
+
+def test_an_epilogue_is_the_products_or_the_reduces() -> None:
+    finish = {"T": "float16", "BIAS": True, "ACTIVATION": 1, "MULTIPLY": False}
+    finish |= {"RESIDUAL": True, "PARTS": 1}
+    whole = plan_of(**WHOLE, epilogue=FUSED)
+    split = plan_of(**SPLIT, epilogue=FUSED, batch=2)
+
+    template = source.product_template(whole)
+    assert list(template.items())[-6:] == list(finish.items())
+    assert "T" not in source.product_template(split)
+    assert source.product_template(split)["WHOLE"] is False
+    reduce = {"BATCHED": True, "SIMDGROUPS_N": 2}
+    assert source.reduce_template(split) == reduce | finish
+    plain = source.reduce_template(plan_of(**SPLIT))
+    assert plain == {"BATCHED": False, "SIMDGROUPS_N": 2, "T": "float16"}
+
+
+def test_metals_reduce_has_no_such_argument() -> None:
+    plan = scheduler.make(Problem(m=9, n=N, k=K), strategy="split_k", k_parallel=2)
+
+    assert "SIMDGROUPS_N" not in source.reduce_template(plan)
+
+
+def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
+    plan = plan_of(**WHOLE, layout="marlin")
+
+    y = launch.product(plan)(*blanks(plan))
+
+    assert (y.shape, y.dtype) == ((9, N), mx.float16)
+    (built,), (call,) = recorder.built, recorder.called
+    assert built["shared_memory"] == plan.threadgroup_bytes == 3 * 2 * 16 * 36 * 4
+    assert built["input_names"] == ["x", "w", "scales", "biases", "shape", "schedule"]
+    assert built["output_names"] == ["out"]
+    assert "atomic_outputs" not in built
+    threads = 32 * 3 * 2
+    assert call["grid"] == (plan.num_threadgroups * threads, 1, 1)
+    assert call["threadgroup"] == (threads, 1, 1)
+    assert call["output_shapes"] == ((9, N),)
+    assert "init_value" not in call
+    assert call["template"] == [*source.product_template(plan).items()]
+    # Small arrays go as they are: CUDA has no other address space for them.
+    _, w, scales, _, shape, schedule = call["inputs"]
+    assert (w.shape, scales.shape) == ((4,), (2,))
+    assert shape.tolist() == list(source.shape(plan))
+    assert schedule.tolist() == list(source.schedule(plan))
+
+
+def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> None:
+    plan = plan_of(**SPLIT, epilogue=FUSED)
+
+    y = launch.product(plan)(*blanks(plan, arrays=7))
+
+    assert (y.shape, y.dtype) == ((9, N), mx.float16)
+    product, reduce = recorder.called
+    assert product["output_shapes"] == ((2, 9, N),)
+    assert product["output_dtypes"] == (mx.float32,)
+    assert len(product["inputs"]) == 6
+    partials, _, _, *finish, _ = reduce["inputs"]
+    assert partials.shape == (2, 9, N)
+    assert [each.shape for each in finish] == [(3,)] * 3
+    assert reduce["grid"] == (3 * N, 1, 1)
+    assert ("SIMDGROUPS_N", 2) in reduce["template"]
+    assert [each["shared_memory"] for each in recorder.built] == [
+        plan.threadgroup_bytes,
+        0,
+    ]
+
+
+def test_the_name_says_text_and_dtypes(
+    recorder: Recorder, texts: dict[str, str]
+) -> None:
+    def name(**options: Any) -> str:
+        recorder.built.clear()
+        plan = plan_of(**options)
+        launch.product(plan)(*blanks(plan))
+        return str(recorder.built[0]["name"])
+
+    half = name(**WHOLE)
+    text = source.product_source("mma")
+    whole = f"{text.header}\0{text.source}".encode()
+    digest = hashlib.sha256(whole).hexdigest()[: launch.DIGEST]
+    assert half == f"marlin_mma_float16_float16_float16_{digest}"
+    # MLX's own name has the template's values, and neither these nor the text.
+    dtypes = {"dtype": "bfloat16", "scale_dtype": "bfloat16"}
+    assert name(**WHOLE, **dtypes).startswith("marlin_mma_bfloat16_bfloat16_bfloat16")
+    assert name(**SPLIT).startswith("marlin_mma_float16_float16_float32_")
+    assert name(strategy="stripe", simdgroups_n=3, k_parallel=1) == half
+
+    texts["cuda/mma.cuh"] = "// changed"
+    source.product_source.cache_clear()
+    assert name(**WHOLE) != half
+
+
+def test_another_block_is_another_kernel_and_the_same_is_built_once(
+    recorder: Recorder,
+) -> None:
+    plans = [plan_of(**WHOLE | {"simdgroups_k": along}) for along in (2, 5, 2)]
+
+    for plan in plans:
+        launch.product(plan)(*blanks(plan))
+
+    shared = [each["shared_memory"] for each in recorder.built]
+    assert shared == [plan.threadgroup_bytes for plan in plans[:2]]
+
+
+def test_without_cuda_a_kernel_is_an_error_when_it_runs(
+    backend: Choose, texts: dict[str, str]
+) -> None:
+    if mx.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    backend("cuda")
+    plan = plan_of(**WHOLE)
+    multiply = launch.product(plan)
+
+    with pytest.raises(ValueError, match="MLX_MARLIN_BACKEND='cuda' where MLX has no"):
+        multiply(*blanks(plan))
+
+
+def test_our_kernels_serve_few_rows_in_both_layouts(recorder: Recorder) -> None:
+    x, native = activations(3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
+
+    for arguments in (native, (pack(*native),)):
+        assert mlx_marlin.why_not(x, *arguments) is None
+        y = mlx_marlin.quantized_matmul(x, *arguments)
+        assert (y.shape, y.dtype) == ((3, N), mx.float16)
+
+    plans = launch.plans_built()
+    assert [plan.problem.layout for plan in plans] == ["mlx", "marlin"]
+    assert {plan.kernel for plan in plans} == {"mma"}
+    assert len(recorder.called) == sum(plan.dispatches for plan in plans)
+
+
+def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
+    x = activations(2, 3, K, dtype=mx.float16)
+    native = weight(N, K, dtype=mx.float16, batch=2)
+
+    y = mlx_marlin.quantized_matmul(x, *native)
+
+    assert y.shape == (2, 3, N)
+    assert launch.plans_built()[0].problem.batch == 2
+    assert ("BATCHED", True) in recorder.called[0]["template"]
+
+
+STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
+    "float32": (
+        lambda: (activations(3, K), *weight(N, K)),
+        {},
+        "multiply float16 and bfloat16, and dtype is float32",
+    ),
+    "transpose=False": (
+        lambda: (
+            activations(3, N, dtype=mx.float16),
+            pack(*weight(N, K, dtype=mx.float16)),
+        ),
+        {"transpose": False},
+        "our CUDA kernels multiply by the transposed weight only",
+    ),
+    "many rows": (
+        lambda: (
+            activations(cuda.MOST_ROWS + 1, K, dtype=mx.float16),
+            *weight(N, K, dtype=mx.float16),
+        ),
+        {},
+        "65 rows on NVIDIA H200",
+    ),
+    "many rows, packed": (
+        lambda: (
+            activations(cuda.MOST_ROWS + 1, K, dtype=mx.float16),
+            pack(*weight(N, K, dtype=mx.float16)),
+        ),
+        {},
+        "65 rows on NVIDIA H200",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_stock_serves_the_rest_and_says_why(recorder: Recorder, kind: str) -> None:
+    make, options, words = STOCK[kind]
+    arguments = make()
+
+    assert words in str(mlx_marlin.why_not(*arguments, **options))
+    y = mlx_marlin.quantized_matmul(*arguments, **options)
+
+    assert recorder.built == []
+    assert mx.isfinite(y).all()
+    assert mx.abs(y).max() > 0  # not the recorder's zeros
+
+
+def test_groups_of_16_integers_are_stocks(recorder: Recorder) -> None:
+    w = mx.random.normal((N, K)).astype(mx.float16)
+    packed = mlx_marlin.quantize(w, group_size=16)
+    x = activations(3, K, dtype=mx.float16)
+
+    assert "groups of 16 integers" in str(mlx_marlin.why_not(x, packed))
+    assert mx.abs(mlx_marlin.quantized_matmul(x, packed)).max() > 0
+    assert recorder.built == []
+
+
+def test_a_call_on_the_cpu_is_stocks(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, native = activations(3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+
+    assert mlx_marlin.why_not(x, *native) == "the call runs on the CPU"
+
+
+def test_who_forces_the_back_end_sees_it_run_for_any_rows(
+    recorder: Recorder, backend: Choose
+) -> None:
+    backend("cuda")
+    x = activations(cuda.MOST_ROWS + 1, K, dtype=mx.float16)
+
+    mlx_marlin.quantized_matmul(x, *weight(N, K, dtype=mx.float16))
+
+    assert recorder.called
+
+
+def test_invariance_is_refused_where_stock_would_serve(recorder: Recorder) -> None:
+    x, native = activations(3, K), weight(N, K)
+
+    with pytest.raises(ValueError, match="invariant=True cannot be kept"):
+        mlx_marlin.linear(x, *native, invariant=True)
+
+    half = activations(3, K, dtype=mx.float16), *weight(N, K, dtype=mx.float16)
+    mlx_marlin.linear(*half, invariant=True)
+    assert launch.plans_built()[-1].problem.invariant
+
+
+def test_gradients_are_those_of_mlx(recorder: Recorder) -> None:
+    x, native = activations(3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
+    packed = pack(*native)
+
+    def loss(product: Callable[..., mx.array], *w: Any) -> Callable[..., mx.array]:
+        return lambda x: product(x, *w).sum()
+
+    expected = mx.grad(loss(mx.quantized_matmul, *native))(x)
+    for arguments in (native, (packed,)):
+        gradient = mx.grad(loss(mlx_marlin.quantized_matmul, *arguments))(x)
+        assert mx.allclose(gradient, expected, rtol=1e-2, atol=1e-2)
+    assert {each["name"][:10] for each in recorder.built} == {"marlin_mma"}
+
+
+def test_experts_are_stocks(recorder: Recorder) -> None:
+    w = weight(N, K, dtype=mx.float16, batch=4)
+    x = activations(2, 1, K, dtype=mx.float16)
+    chosen = mx.array([3, 1])
+
+    y = mlx_marlin.gather_qmm(x, *w, rhs_indices=chosen)
+    packed = mlx_marlin.gather_qmm(x, pack(*w), rhs_indices=chosen)
+
+    expected = mx.gather_qmm(x, *w, rhs_indices=chosen)
+    assert mx.array_equal(y, expected)
+    assert mx.allclose(packed, expected, rtol=1e-2, atol=1e-2)
+    assert recorder.built == []
+
+
+def test_packing_needs_no_kernel(recorder: Recorder) -> None:
+    w = weight(N, K, dtype=mx.float16)[0]
+
+    tiles = repacking.to_tiles(w, N, K, bits=4, group_size=64)
+    rows = repacking.to_rows(tiles, N, K, bits=4, group_size=64)
+
+    assert mx.array_equal(rows, w)
+    assert recorder.built == []
+
+
+class Model(nn.Module):
+    """A model with a layer of each kind that `optimize` looks at."""
+
+    def __init__(self, dtype: mx.Dtype = mx.float16) -> None:
+        super().__init__()
+        self.linear = nn.QuantizedLinear(K, N)
+        self.embedding = nn.QuantizedEmbedding(N, K)
+        self.experts = SwitchLinear(K, N, 4, bias=False).to_quantized()
+        self.set_dtype(dtype)
+
+
+def test_optimize_packs_what_cuda_serves(recorder: Recorder) -> None:
+    model = mlx_marlin.optimize(Model())
+
+    assert type(model.linear) is MarlinLinear
+    assert model.linear.layout == "marlin"
+    assert type(model.experts) is QuantizedSwitchLinear
+    again = mlx_marlin.optimize(model)
+    assert again.linear.layout == "marlin"
+    mlx_marlin.restore(model)
+    assert type(model.linear) is nn.QuantizedLinear
+
+
+def test_optimize_keeps_float32_in_mlxs_layout_and_any_layout_asked_for(
+    recorder: Recorder,
+) -> None:
+    assert mlx_marlin.optimize(Model(mx.float32)).linear.layout == "mlx"
+    assert mlx_marlin.optimize(Model(), layout="mlx").linear.layout == "mlx"
+    asked = mlx_marlin.optimize(Model(mx.float32), layout="marlin")
+    assert asked.linear.layout == "marlin"
+
+
+def test_optimize_refuses_invariance_of_experts(recorder: Recorder) -> None:
+    with pytest.raises(ValueError, match="1 quantized layers are not in a format"):
+        mlx_marlin.optimize(Model(), invariant=True)
+
+
+def test_elsewhere_the_default_is_mlxs_layout(backend: Choose) -> None:
+    backend("emulator")
+
+    assert default_layout(Model().linear) == "mlx"
+    assert mlx_marlin.optimize(Model()).linear.layout == "mlx"
