@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mlx_marlin import cuda_detection, cuda_device, detection
+from mlx_marlin import cuda_device, detection
 from mlx_marlin.cuda_device import CudaDevice
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
@@ -215,6 +215,8 @@ def named(name: str, cores: int | None = None) -> Target:
 def _here() -> Target:
     """Returns this machine's chip, or what to plan for in its place."""
     if sys.platform != "darwin":
+        from mlx_marlin import cuda_detection
+
         return cuda_detection.here() or DEFAULT
     name, arch = _metal()
     if _key(name) not in chips():  # a virtual machine's GPU is called otherwise

@@ -4,7 +4,6 @@ Which implementation answers is one function, `backend`: Metal or CUDA where MLX
 the emulator on a CPU-only MLX, stock MLX where none can run.
 """
 
-import hashlib
 import math
 import os
 import warnings
@@ -324,6 +323,8 @@ def _cuda_kernel(
             f"{ENVIRONMENT}={forced_backend()!r} where MLX has no CUDA device, "
             f"expected another of {', '.join(BACKENDS)}"
         )
+    import hashlib  # where no CUDA kernel is built, nobody waits for it
+
     digest = hashlib.sha256(f"{text.header}\0{text.source}".encode()).hexdigest()
     return cast(
         KernelCall,
