@@ -246,6 +246,16 @@ def test_wished_plans_cover_their_product(
     assert covered(plan) == Counter(every)
 
 
+@pytest.mark.parametrize("along", [1, 3, 5, 9, 16])
+def test_wished_warps_along_k_leave_room_for_the_tiles(along: int) -> None:
+    problem = Problem(m=8, n=28672, k=8192)
+
+    plan = scheduler.make(problem, device=H200, simdgroups_k=along)
+
+    assert plan.simdgroups_k == along
+    assert 1 <= plan.simdgroups_n <= 16 // along
+
+
 def test_wishes_about_work_are_kept() -> None:
     problem = Problem(m=8, n=4096, k=4096, group_size=128)
 
@@ -268,6 +278,9 @@ def test_wishes_about_work_are_kept() -> None:
         ({"fragments_m": 8}, "fragments_m=8 is not one of"),
         ({"simdgroups_n": 9}, "simdgroups_n=9"),
         ({"simdgroups_n": 0}, "simdgroups_n=0"),
+        ({"simdgroups_k": 0}, "simdgroups_k=0"),
+        ({"simdgroups_k": 17}, "simdgroups_k=17"),
+        ({"simdgroups_n": 4, "simdgroups_k": 5}, "simdgroups_n=4 x simdgroups_k=5"),
         ({"reduction": "atomic", "strategy": "split_k"}, "no atomic sums"),
     ],
 )

@@ -7,7 +7,7 @@ a price for each piece of work and each further launch. Other devices are scaled
 multiprocessors, bandwidth and matrix units alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any, cast
@@ -129,18 +129,19 @@ def _prediction(
     problem: Problem, fragments_m: int, way: Way, device: CudaDevice
 ) -> Prediction:
     work, across, along = way
+    longest = work.longest  # where a minimum moves cuts, all of them are looked at
     busy = work.threadgroups - work.idle
     each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
     resident = min(each, mma.MOST_SIMDGROUPS // (across * along))
     turns = -(-each // resident)
     trips = k_tile(problem.group_size) // 64
     step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
-    read = each * across * work.longest * trips * WEIGHTS * step_bytes
+    read = each * across * longest * trips * WEIGHTS * step_bytes
     share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
     rate = 1 / (1 / share + 1 / (resident * across * along * WARP_BANDWIDTH))
-    steps = -(-work.longest // along) * trips
+    steps = -(-longest // along) * trips
     # All times are a mean multiprocessor's, which the fullest one's stretch.
-    mean = work.total / (device.multiprocessors * each * work.longest)
+    mean = work.total / (device.multiprocessors * each * longest)
     sums = 8 * problem.batch * problem.m * problem.n * work.pieces / work.tiles
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
     columns = work.tiles // -(-problem.m // (8 * fragments_m)) * across * TILE_N
@@ -176,12 +177,12 @@ def _ways(
 ) -> Iterator[Way]:
     """Yields the ways to cut a problem that have the wished fields."""
     columns = -(-problem.n // TILE_N)
-    widths = range(1, min(mma.MOST_SIMDGROUPS_N, columns) + 1)
+    room = mma.MOST_SIMDGROUPS // wishes.get("simdgroups_k", 1)
+    most = min(mma.MOST_SIMDGROUPS_N, columns, room)
+    widths: Iterable[int] = range(1, most + 1)
     if "simdgroups_n" in wishes:
-        widths = range(wishes["simdgroups_n"], wishes["simdgroups_n"] + 1)
+        widths = (wishes["simdgroups_n"],)
     for across in widths:
-        if across < 1:
-            raise ValueError(f"simdgroups_n={across} must be at least 1")
         for work in _works(problem, fragments_m, across, device, wishes):
             if not _can_meet(work, wishes):
                 continue
@@ -286,6 +287,12 @@ def _check(problem: Problem, wishes: Wishes) -> None:
             )
     if wishes.get("strategy") == "hytis":
         raise ValueError("strategy='hytis' has tiles of two widths, which mma has not")
+    across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
+    if min(across, along) < 1 or across * along > mma.MOST_SIMDGROUPS:
+        raise ValueError(
+            f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
+            f"{mma.MOST_SIMDGROUPS} simdgroups"
+        )
     if wishes.get("fragments_m", 1) not in mma.FRAGMENTS_M:
         raise ValueError(
             f"fragments_m={wishes['fragments_m']} is not one of {mma.FRAGMENTS_M}"
