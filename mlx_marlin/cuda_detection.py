@@ -46,9 +46,13 @@ def here() -> CudaDevice | None:
     device = known or _measured(name, str(info.get("architecture", "")), driver)
     count = _attribute(driver, MULTIPROCESSORS)
     shared = _attribute(driver, SHARED_BYTES) or device.shared_bytes
-    if count and count != device.multiprocessors:
-        device = device.with_multiprocessors(count)
-    return replace(device, shared_bytes=shared)
+    if known and count not in (0, known.multiprocessors):
+        device = known.with_multiprocessors(count)
+    return replace(
+        device,
+        multiprocessors=count or device.multiprocessors,
+        shared_bytes=shared,
+    )
 
 
 def _driver() -> Any:

@@ -30,6 +30,11 @@ def why_not(problem: Problem) -> str | None:
             f"our CUDA kernels multiply {' and '.join(DTYPES)}, and dtype is "
             f"{problem.dtype}"
         )
+    if problem.scale_dtype not in (problem.dtype, "uint8"):
+        return (
+            f"our CUDA kernels take bytes as scales or the dtype of x, "
+            f"{problem.dtype}, and not scales in {problem.scale_dtype}"
+        )
     # An integer times its scale is no half: it enters the sums of a longer group.
     if problem.group_size == 16 and problem.format.codes != "floating":
         return (

@@ -143,6 +143,7 @@ def test_the_driver_counts_the_multiprocessors(machine: Callable[..., None]) -> 
 
     assert isinstance(found, CudaDevice)
     assert (found.multiprocessors, found.shared_bytes) == (60, 100000)
+    assert found.variant == "NVIDIA H200 with 60 multiprocessors"
 
 
 def test_a_driver_that_says_nothing_leaves_the_table(
@@ -173,7 +174,7 @@ def test_an_unknown_device_is_measured_once(
     assert asked == ["memory", "matrix"]
     assert (first.bandwidth_gbs, first.tflops) == (700, 200)
     assert (first.multiprocessors, first.arch) == (50, "sm_90")
-    assert first.variant == "NVIDIA Q1 with 50 multiprocessors"
+    assert first.variant == "NVIDIA Q1, measured"
 
 
 def test_what_cannot_be_measured_is_planned_as_a_small_device(
@@ -278,6 +279,16 @@ def test_a_device_of_another_back_end_is_an_error(
 
     with pytest.raises(ValueError, match=words):
         serving.target()
+
+
+def test_tuning_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(device.ENVIRONMENT, "H200")
+
+    assert main(["tune", "8x4096x4096", "--dry-run"]) != 0
+
+    assert "NVIDIA H200: tune measures Apple GPUs only" in capsys.readouterr().err
 
 
 def test_a_plan_can_be_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:

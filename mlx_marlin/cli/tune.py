@@ -87,16 +87,13 @@ def run(args: argparse.Namespace) -> int:
     found = problems(args)
     for problem in found:
         operands.check(problem)
-    target = device.current()
-    if isinstance(target, CudaDevice):
-        raise ValueError(f"{target.variant}: tune measures Apple GPUs only")
     if args.dry_run:
-        print("\n\n".join(listing(each, target) for each in found))
+        print("\n\n".join(listing(each, _target()) for each in found))
         return 0
     place = _folder()
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
-    return _tune(found, target, args.seconds, place) if found else 0
+    return _tune(found, _target(), args.seconds, place) if found else 0
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -138,6 +135,18 @@ def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
     samples = max(each.samples for each in outcome.arms.values())
     how = f": medians of {samples}, +- half the interquartile range"
     return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
+
+
+def _target() -> Device:
+    """Returns the chip to plan for.
+
+    Raises:
+        ValueError: If it is not one of Apple's.
+    """
+    target = device.current()
+    if isinstance(target, CudaDevice):
+        raise ValueError(f"{target.variant}: tune measures Apple GPUs only")
+    return target
 
 
 def _tune(found: list[Problem], target: Device, seconds: float, place: Path) -> int:
