@@ -213,6 +213,15 @@ def test_the_chosen_plan_is_right_for_the_device(
     assert slices >= cuda.LEAST_K_TILES or plan.simdgroups_k == 1
 
 
+@pytest.mark.parametrize("m", [8, 32, 64])
+def test_little_shared_memory_leaves_fewer_warps(m: int) -> None:
+    gpu = replace(H200, shared_bytes=48 * 1024)  # what every CUDA device has
+
+    for n, k in ((4096, 4096), (28672, 8192)):
+        plan = scheduler.choose(Problem(m=m, n=n, k=k), gpu)
+        assert plan.threadgroup_bytes <= gpu.shared_bytes
+
+
 @given(SERVED, DEVICES, st.sampled_from(OURS))
 def test_every_strategy_can_be_had(
     problem: Problem, gpu: CudaDevice, strategy: Strategy
