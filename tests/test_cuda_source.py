@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
 from mlx_marlin import device, launch, repacking, scheduler, source
+from mlx_marlin.cli import demo_report
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.integrations.mlx_lm import default_layout
 from mlx_marlin.nn import MarlinLinear
@@ -446,6 +447,14 @@ def test_optimize_keeps_float32_in_mlxs_layout_and_any_layout_asked_for(
 def test_optimize_refuses_invariance_of_experts(recorder: Recorder) -> None:
     with pytest.raises(ValueError, match="1 quantized layers are not in a format"):
         mlx_marlin.optimize(Model(), invariant=True)
+
+
+def test_the_demo_complains_if_nothing_ran(recorder: Recorder) -> None:
+    x, native = activations(3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
+
+    assert "none of our kernels ran" in demo_report.complaints(8.0, 8.0)[0]
+    mlx_marlin.quantized_matmul(x, *native)
+    assert demo_report.complaints(8.0, 8.0) == []
 
 
 def test_elsewhere_the_default_is_mlxs_layout(backend: Choose) -> None:
