@@ -37,18 +37,19 @@ WARP_BANDWIDTH = 3.7e9
 STEP_SECONDS = (450e-9, 800e-9, 1050e-9, 1310e-9)
 """What a warp takes for 32 columns and 64 of k, by fragments_m: instructions and waits
 for its own products (measured, docs/cuda.md: 49.4 us for 16 rows and 81.2 us for 32
-with 14 warps and 64 steps each; the first is a bound, the third between its
-neighbours)."""
+with 14 warps and 64 steps each; the first is a guess, because there memory takes
+longer, and the third lies between its neighbours)."""
 PIECE_SECONDS = 1e-6
-"""To begin and end a piece of work: first loads, and the sums of a block's warps."""
+"""To begin and end a piece of work: first loads, and the sums of a block's warps (a
+guess)."""
 FURTHER_LAUNCH = 2.5e-6
-"""Seconds for each launch after the first (measured, docs/cuda.md)."""
+"""Seconds for each launch after the first (measured on the same device)."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
 MOST_SLICES = 12
-"""Warps that share a tile's k: the best number where one has a whole block (measured,
-docs/cuda.md, 4096→4096)."""
+"""Warps that share a tile's k: the best number where one tile has a whole block
+(measured on the same device, 4096→4096)."""
 LEAST_K_TILES = 2
 """K tiles that a warp's slice should have."""
 EVEN_ENOUGH = 0.9
@@ -66,10 +67,9 @@ def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
     Raises:
         ValueError: If no plan has these fields.
     """
-    if problem.invariant:
-        problem_of_all = replace(problem, m=INVARIANT_ROWS)
-        if problem.m != INVARIANT_ROWS:
-            return _with_rows(make(problem_of_all, device, wishes), problem, wishes)
+    if problem.invariant and problem.m != INVARIANT_ROWS:
+        of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
+        return _with_rows(of_all, problem, wishes)
     _check(problem, wishes)
     fragments_m = wishes.get("fragments_m", _fragments_m(problem))
     best: Way | None = None
@@ -115,7 +115,7 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
         return None
     return (
         f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to "
-        f"{MOST_ROWS}, beyond which MLX's own products are as fast"
+        f"{MOST_ROWS}"
     )
 
 
@@ -144,8 +144,13 @@ def _prediction(
     mean = work.total / (device.multiprocessors * each * longest)
     sums = 8 * problem.batch * problem.m * problem.n * work.pieces / work.tiles
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
-    columns = work.tiles // -(-problem.m // (8 * fragments_m)) * across * TILE_N
-    rows = -(-problem.m // 8) * 8
+    columns = (
+        work.tiles
+        // -(-problem.m // (mma.FRAGMENT_ROWS * fragments_m))
+        * across
+        * TILE_N
+    )
+    rows = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
     return Prediction(
         memory=mean * (read / rate + met),
