@@ -264,6 +264,8 @@ def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "complete": False,
     }
     progress.print(f"{heading(report)}\nbandwidth {bandwidth / 1e3:.0f} GB/s")
+    write_json(asked.json, report)
+    mx.clear_cache()  # of copies
     longest = 0.0
     for format, shape in product(asked.formats, asked.shapes):
         begun = time.monotonic()

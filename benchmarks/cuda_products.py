@@ -33,7 +33,8 @@ Call = Callable[[], mx.array]
 TOLERANCES = {"float16": 1e-3, "bfloat16": 6e-3}
 """Most relative Frobenius error against exactly decoded weights in float64."""
 CHECKED_COLUMNS = 256
-WARM_UPS = 2
+WARM_UPS, WARM_SECONDS = 2, 0.1
+"""Least rounds and time before those that count: an idle chip clocks low."""
 
 
 def microseconds(call: Call, calls: int) -> float:
@@ -50,11 +51,14 @@ def times_of(
 ) -> dict[str, list[float]]:
     """Returns the times of calls that take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for each in range(WARM_UPS + repeats):
+    warm, started = 0, time.monotonic()
+    while warm < WARM_UPS or time.monotonic() - started < WARM_SECONDS:
+        for call in calls.values():
+            microseconds(call, products)
+        warm += 1
+    for _ in range(repeats):
         for name, call in calls.items():
-            time_us = microseconds(call, products)
-            if each >= WARM_UPS:
-                times[name].append(time_us)
+            times[name].append(microseconds(call, products))
     return times
 
 
