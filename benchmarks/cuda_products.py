@@ -1,12 +1,14 @@
 """Checks and times one product: ours, stock MLX's and a float16 matmul.
 
 Correctness first: ours is compared with float64 on exactly decoded weights before it is
-timed. Times are the host's clock of products in one `mx.eval`, divided by their number.
+timed. Times are the host's clock of products in one `mx.eval`, divided by their number;
+what of it is building the graph is told apart.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -37,28 +39,43 @@ WARM_UPS, WARM_SECONDS = 2, 0.1
 """Least rounds and time before those that count: an idle chip clocks low."""
 
 
-def microseconds(call: Call, calls: int) -> float:
-    """Returns the time a call of some in one eval takes."""
+@dataclass(frozen=True)
+class Time:
+    """Microseconds of a call, its share of an eval of several.
+
+    Attributes:
+        whole: From before its graph is built to when it has run.
+        build: Of these, building the graph, before MLX starts anything.
+    """
+
+    whole: float
+    build: float
+
+
+def time_of(call: Call, calls: int) -> Time:
     mx.synchronize()
     start = time.perf_counter()
-    mx.eval([call() for _ in range(calls)])
+    graph = [call() for _ in range(calls)]
+    built = time.perf_counter()
+    mx.eval(graph)
     mx.synchronize()
-    return (time.perf_counter() - start) / calls * 1e6
+    end = time.perf_counter()
+    return Time(*((until - start) / calls * 1e6 for until in (end, built)))
 
 
 def times_of(
     calls: dict[str, Call], repeats: int, products: int
-) -> dict[str, list[float]]:
+) -> dict[str, list[Time]]:
     """Returns the times of calls that take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[Time]] = {name: [] for name in calls}
     warm, started = 0, time.monotonic()
     while warm < WARM_UPS or time.monotonic() - started < WARM_SECONDS:
         for call in calls.values():
-            microseconds(call, products)
+            time_of(call, products)
         warm += 1
     for _ in range(repeats):
         for name, call in calls.items():
-            times[name].append(microseconds(call, products))
+            times[name].append(time_of(call, products))
     return times
 
 
@@ -67,7 +84,7 @@ def measured_bandwidth(nbytes: int, repeats: int) -> float:
     array = mx.zeros(nbytes // 2, mx.float16)
     mx.eval(array)
     times = times_of({"copy": lambda: -array}, repeats, 4)["copy"]
-    return 2 * array.nbytes / statistics.median(times)
+    return 2 * array.nbytes / statistics.median(each.whole for each in times)
 
 
 class Weights:
@@ -91,9 +108,8 @@ class Weights:
         self.stock = [
             (*each[:2], biases_of_stock(format, each)) for each in self.native
         ]
-        shape = (self.n, self.k)
         self.floats = [
-            mx.random.normal(shape, mx.float16, scale=SPREAD)
+            mx.random.normal((self.n, self.k), mx.float16, scale=SPREAD)
             for _ in range(1 + -(-rotated // (2 * self.n * self.k)))
         ]
         for copies in (self.stock, self.floats):
@@ -230,8 +246,10 @@ def measure(
     if result["stock_wrong"] is not None:
         del calls["stock"]
     for name, times in times_of(calls, repeats, products).items():
-        result[f"{name}_us"] = statistics.median(times)
-        result[f"{name}_range_us"] = [min(times), max(times)]
+        whole = [each.whole for each in times]
+        result[f"{name}_us"] = statistics.median(whole)
+        result[f"{name}_range_us"] = [min(whole), max(whole)]
+        result[f"{name}_build_us"] = statistics.median(each.build for each in times)
     if "stock_us" in result:
         result["times_stock"] = result["stock_us"] / result["ours_us"]
     return result
