@@ -71,7 +71,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--formats",
         nargs="+",
-        type=Format.parse,
+        type=format_named,
         default=[TARGET_FORMAT],
         metavar="FORMAT",
         help="affine4g128 (the default), affine8g64, symmetric4g128, mxfp4, nvfp4 and "
@@ -123,6 +123,13 @@ def shapes(text: str) -> tuple[Shape, ...]:
             f"{text!r} is neither like 4096x14336 nor one of {', '.join(MODELS)}"
         )
     return ((int(match[1]), int(match[2])),)
+
+
+def format_named(text: str) -> Format:
+    try:
+        return Format.parse(text)
+    except ValueError as wrong:  # argparse keeps its text to itself
+        raise argparse.ArgumentTypeError(str(wrong)) from None
 
 
 def positive(text: str) -> int:
