@@ -1,0 +1,99 @@
+"""What the benchmarks of a CUDA device share: the machine's facts, progress, JSON."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_marlin import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine() -> dict[str, Any]:
+    """Returns device, driver, versions, commit, date and command of this run."""
+    driver = _output(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "device": str(mx.device_info().get("device_name", mx.default_device())),
+        "driver": driver,
+        "backend": launch.backend(),
+        "mlx": mx.__version__,
+        "python": sys.version.split()[0],
+        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+    }
+
+
+def _output(*command: str) -> str | None:
+    """Returns what a program prints; None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def heading(facts: dict[str, Any]) -> str:
+    return (
+        f"{facts['device']}, driver {facts['driver'] or 'unknown'}, "
+        f"MLX {facts['mlx']}, commit {facts['commit'] or 'unknown'}, {facts['date']}, "
+        f"back end {facts['backend']}\n$ {facts['command']}"
+    )
+
+
+class Progress:
+    """A bar on stderr, if that is a terminal and tqdm is installed."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self._bar = None
+        else:
+            self._bar = tqdm(total=total, unit=unit, file=sys.stderr, disable=None)
+
+    def step(self, what: str) -> None:
+        """Says what has been done."""
+        if self._bar is not None:
+            self._bar.set_description(what)
+            self._bar.update()
+
+    def print(self, text: str) -> None:
+        """Prints a line to stdout, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text)
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as lines, columns as wide as their widest cell, right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def write_json(path: Path | None, report: dict[str, Any]) -> None:
+    """Writes a report whole or not at all; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    part.replace(path)

@@ -1,0 +1,217 @@
+"""The benchmarks of a CUDA device run anywhere, and judge what they time."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+FACTS = {"date", "command", "device", "driver", "backend", "mlx", "commit", "complete"}
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return module
+
+
+def run(script: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """Runs a benchmark with stock MLX's products, which need no compiling."""
+    command = [sys.executable, str(BENCHMARKS / script), "--smoke", *options]
+    done = subprocess.run(
+        [*command, "--json", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MLX_MARLIN_BACKEND": "stock", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_products_are_checked_timed_and_told(tmp_path: Path) -> None:
+    formats = ("affine4g128:bfloat16", "symmetric8g64")
+    text, report = run("cuda.py", tmp_path / "out.json", "--formats", *formats)
+
+    assert report.keys() >= FACTS
+    assert report["complete"]
+    assert report["bandwidth_gb_s"] > 0
+    assert len(report["results"]) == 2 * 2 * 2
+    for each in report["results"]:
+        assert each["wrong"] is None
+        assert each["error"] <= each["limit"]
+        assert "stock" in each["served_by_stock"]
+        times = [each[f"{name}_us"] for name in ("ours", "stock", "matmul", "floor")]
+        assert min(times) > 0
+        assert 0 < each["ours_build_us"] < each["ours_us"]
+    assert "256→96, symmetric8g64:float16, layout marlin" in text
+    assert "8 products, 0 wrong" in text
+
+
+def test_a_time_limit_leaves_a_report(tmp_path: Path) -> None:
+    text, report = run("cuda.py", tmp_path / "out.json", "--time-limit", "0")
+
+    assert report.keys() >= FACTS
+    assert report["results"] == []
+    assert not report["complete"]
+    assert "NOT COMPLETE" in text
+
+
+def test_streams_are_generated_and_told(tmp_path: Path) -> None:
+    text, report = run("cuda_generation.py", tmp_path / "out.json", "--layers", "1")
+
+    assert report.keys() >= FACTS
+    assert report["complete"]
+    assert [each["streams"] for each in report["results"]] == [1, 3]
+    for each in report["results"]:
+        assert each["tokens_a_second"].keys() == {"stock", "marlin", "joined"}
+        assert min(each["tokens_a_second"].values()) > 0
+        assert 0 <= each["equal_tokens"]["marlin"] <= 1
+    assert "joined x stock" in text
+
+
+FORMATS = ["affine4g128", "affine5g32:bfloat16", "affine8g64", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_mean_what_mlx_takes_them_for(load: Any, name: str) -> None:
+    weights = load("cuda_weights")
+    format = weights.Format.parse(name)
+    words, scales, biases = native = weights.random_native(format, 40, 256)
+    rows = np.array([0, 7, 39])
+    wide = [each.astype(mx.float32) for each in (scales, biases) if each is not None]
+    told = mx.dequantize(
+        words,
+        *(wide if biases is not None else (scales,)),
+        group_size=format.group_size,
+        bits=format.bits,
+        mode=format.mode,
+    )
+
+    actual = weights.decoded(format, native, rows)
+
+    expected = np.array(told.astype(mx.float32))[rows]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
+    assert 0.01 < actual.std() < 0.3
+
+
+def test_symmetric_weights_have_biases_for_stock(load: Any) -> None:
+    weights = load("cuda_weights")
+    format = weights.Format.parse("symmetric4g64")
+    native = weights.random_native(format, 32, 128)
+    rows = np.arange(32)
+    affine = (*native[:2], weights.biases_of_stock(format, native))
+
+    np.testing.assert_array_equal(
+        weights.decoded(format, native, rows),
+        weights.decoded(weights.Format("affine", 4, 64), affine, rows),
+    )
+
+
+@pytest.mark.parametrize("name", ["affine7g64", "affine4g16", "mxfp4g32", "int4", ""])
+def test_unknown_formats_are_refused(load: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="is none of affine4g128"):
+        load("cuda_weights").Format.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1.0, None), (1.01, "relative error"), (None, "raised")]
+)
+def test_a_wrong_product_is_named(
+    load: Any, factor: float | None, expected: str | None
+) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    drawn = products.Weights((128, 64), weights.Format.parse("affine4g64"), "mlx", 1)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    oracle = products.Oracle(x, drawn)
+
+    def call() -> mx.array:
+        if factor is None:
+            raise RuntimeError("no such kernel")
+        w = mx.array(weights.decoded(drawn.format, drawn.native[0], np.arange(64)))
+        return (factor * (x.astype(mx.float32) @ w.astype(mx.float32).T)).astype(
+            mx.float16
+        )
+
+    wrong = products.check(call, call, oracle, 1e-3)["wrong"]
+
+    assert wrong is None if expected is None else expected in wrong
+
+
+def test_a_wrong_product_fails_the_run(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = load("cuda")
+    answer = {"error": 1.0, "wrong": "relative error 1"}
+    monkeypatch.setattr(load("cuda_products"), "check", lambda *_: answer)
+    monkeypatch.setattr(sys, "argv", ["cuda.py", "--smoke", "--rows", "3"])
+
+    assert cuda.main() == 1
+    said = capsys.readouterr().out
+    assert "WRONG 3 rows of 256→96, affine4g128:float16, layout marlin" in said
+    assert "2 products, 2 wrong" in said
+
+
+def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    format = weights.Format.parse("affine4g128")
+    drawn = products.Weights((256, 32), format, "marlin", 10_000)
+
+    for copies, nbytes in (
+        (drawn.ours, drawn.nbytes),
+        (drawn.stock, drawn.nbytes),
+        (drawn.floats, 2 * 256 * 32),
+    ):
+        assert (len(copies) - 1) * nbytes >= 10_000
+
+
+def test_what_the_issue_asks_is_judged(load: Any) -> None:
+    summary = load("cuda_summary")
+    row = {"k": 5120, "n": 17408, "format": str(summary.TARGET_FORMAT)}
+    results = [
+        {**row, "rows": 5, "ours_us": 21.0},
+        {**row, "rows": 16, "ours_us": 21.1},
+        {**row, "rows": 24, "ours_us": 99.0},
+        {**row, "rows": 64},
+        {**row, "rows": 32, "ours_us": 1.0, "format": "mxfp4:float16"},
+    ]
+
+    judged = summary.acceptance(results)
+
+    assert [(each["rows"], each["passed"]) for each in judged] == [
+        (5, True),
+        (16, False),
+        (64, False),
+    ]
+
+
+def test_slower_is_beyond_the_clocks_noise(load: Any) -> None:
+    summary = load("cuda_summary")
+
+    assert summary.is_slower({"ours_us": 10.3, "stock_us": 10.0})
+    assert not summary.is_slower({"ours_us": 10.1, "stock_us": 10.0})
+    assert not summary.is_slower({"ours_us": 10.1})
+
+
+def test_shapes_are_models_or_pairs(load: Any) -> None:
+    cuda = load("cuda")
+    asked = cuda.arguments(["--shapes", "64x32", "llama-70b", "8192→8192"])
+
+    assert asked.shapes == [(64, 32), (8192, 28672), (28672, 8192), (8192, 8192)]
+    with pytest.raises(SystemExit):
+        cuda.arguments(["--shapes", "64"])
+    with pytest.raises(SystemExit):
+        cuda.arguments(["--layout", "mlx", "--formats", "symmetric4g64"])
