@@ -28,8 +28,6 @@ ENVIRONMENT = "MLX_MARLIN_BACKEND"
 IN_CONSTANT = 8
 """MLX hands inputs of fewer elements over in Metal's `constant` address space, which
 our kernels' `device` pointers do not reach. CUDA has no such rule."""
-DIGEST = 12
-"""Hexadecimal digits of a text in the name of its CUDA kernel: 48 bits."""
 REPACK_THREADS = 256
 """Threads that move some tiles of a weight."""
 ROWS_OF_THREAD = 4
@@ -274,7 +272,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         is one, to y [m, n] in the problem's dtype.
     """
     problem = plan.problem
-    kernel = _kernel_of(plan, _reduce_source(plan), problem.dtype)
+    kernel = _kernel_of(plan, _reduce_source(plan))
     template = _template(source.reduce_template(plan))
     numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
     parts = _parts(plan)
@@ -296,17 +294,13 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
 _built: deque[Plan] = deque(maxlen=REMEMBERED)
 
 
-def _kernel_of(plan: Plan, text: source.Source, result: str) -> KernelCall:
-    """Returns a plan's kernel, given the dtype of what it writes."""
+def _kernel_of(plan: Plan, text: source.Source) -> KernelCall:
+    """Returns a plan's kernel."""
     if plan.kernel != "mma":
         return _kernel(text)
-    problem = plan.problem
-    # MLX finds what it compiled by name and template arguments, whatever the text and
-    # the arrays are: the name says both.
-    dtypes = problem.dtype, problem.scale_dtype, result
     shared = plan.threadgroup_bytes if "x" in text.input_names else 0
     # Only a machine with CUDA can have the kernel, and any machine may plan.
-    built = cache(partial(_cuda_kernel, text, dtypes, shared))
+    built = cache(partial(_cuda_kernel, text, shared))
 
     def call(**arguments: Any) -> list[mx.array]:
         return built()(**arguments)
@@ -315,21 +309,16 @@ def _kernel_of(plan: Plan, text: source.Source, result: str) -> KernelCall:
 
 
 @cache
-def _cuda_kernel(
-    text: source.Source, dtypes: tuple[str, ...], shared_memory: int
-) -> KernelCall:
+def _cuda_kernel(text: source.Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():
         raise ValueError(
             f"{ENVIRONMENT}={forced_backend()!r} where MLX has no CUDA device, "
             f"expected another of {', '.join(BACKENDS)}"
         )
-    import hashlib  # where no CUDA kernel is built, nobody waits for it
-
-    digest = hashlib.sha256(f"{text.header}\0{text.source}".encode()).hexdigest()
     return cast(
         KernelCall,
         mx.fast.cuda_kernel(
-            name="_".join((text.name, *dtypes, digest[:DIGEST])),
+            name=text.name,
             input_names=list(text.input_names),
             output_names=list(text.output_names),
             header=text.header,
@@ -366,9 +355,8 @@ def _multiply(plan: Plan) -> Product:
     problem = plan.problem
     fused = problem.epilogue != PLAIN and not plan.is_split
     atomic = plan.reduction == "atomic"
-    text = source.product_source(plan.kernel, fused, atomic)
-    result = "float32" if plan.is_split else problem.dtype
-    kernel, dtype = _kernel_of(plan, text, result), _dtype(result)
+    kernel = _kernel_of(plan, _product_source(plan, fused, atomic))
+    dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
     by_slots = plan.reduction == "workspace"
     shape = plan.workspace_shape if by_slots else problem.result_shape
     template = _template(source.product_template(plan))
@@ -399,6 +387,12 @@ def _multiply(plan: Plan) -> Product:
         )[0]
 
     return multiply
+
+
+def _product_source(plan: Plan, fused: bool, atomic: bool) -> source.Source:
+    if plan.kernel == "mma":
+        return source.mma_source(plan.threads, fused)
+    return source.product_source(plan.kernel, fused, atomic)
 
 
 def _reduce_source(plan: Plan) -> source.Source:

@@ -14,8 +14,8 @@ FRAGMENTS_M = (1, 2, 3, 4)
 """Fragments of x that a warp may hold."""
 MOST_SIMDGROUPS_N = 8
 """Tiles of 32 columns side by side."""
-MOST_SIMDGROUPS = 16
-"""Warps of a block: 512 threads leave each 128 registers."""
+MOST_SIMDGROUPS = 28
+"""Warps of a block: they leave each 72 registers."""
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a block may have where it has most (NVIDIA, CUDA C++
 Programming Guide, compute capability 9.0); the scheduler knows the device's own."""

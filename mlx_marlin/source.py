@@ -2,10 +2,11 @@
 
 The files under `shaders/` are ordinary Metal; nothing is pasted into them. A kernel is
 the body `kernels/NAME.metal` with the joined `lib` files as its header, configured by
-template arguments alone. Those of CUDA stand in `cuda/`; their headers are `lib` files
-too, behind `cuda/prelude.cuh`, which says Metal's words in CUDA.
+template arguments alone. Those of CUDA stand in `cuda/` and include `lib` files, behind
+`cuda/prelude.cuh`, which says Metal's words in CUDA.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -34,8 +35,6 @@ GLOBAL_FLOATING = len(CODES)
 """MODE of small floats that have a global scale too."""
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
-CUDA = "cuda/prelude.cuh"
-"""What lets CUDA read the files of `lib`."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
 """Further files that a kernel's own leans on."""
 
@@ -74,7 +73,7 @@ def shader_folder() -> Path:
 
 @cache
 def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> Source:
-    """Returns the text of the kernel "gemv", "gemm_register", "gemm_staged" or "mma".
+    """Returns the text of the kernel "gemv", "gemm_register" or "gemm_staged".
 
     Args:
         kernel: Its name.
@@ -82,20 +81,31 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
         atomic: Whether it adds to its output.
     """
     body = f"{kernel}_fused" if fused else kernel
-    if kernel == "mma":
-        weight = (CUDA, *map(_in_lib, WEIGHT[:-1]), "cuda/lane.cuh")
-        header = _joined(*weight, _in_lib("epilogue"), "cuda/mma.cuh")
-        text = f"cuda/{body}.cu"
-    else:
-        header = _lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel)
-        text = f"kernels/{body}.metal"
     return Source(
-        name=f"marlin_{kernel}" + "_fused" * fused + "_atomic" * atomic,
+        name=f"marlin_{body}" + "_atomic" * atomic,
         input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=header,
-        source=_read(text),
+        header=_lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel),
+        source=_read(f"kernels/{body}.metal"),
         atomic=atomic,
+    )
+
+
+@cache
+def mma_source(threads: int, fused: bool = False) -> Source:
+    """Returns the text of the CUDA kernel "mma".
+
+    Args:
+        threads: Threads of a block, which MLX has no place for in the signature.
+        fused: Whether it applies an epilogue, for which it reads four arrays more.
+    """
+    body = "mma_fused" if fused else "mma"
+    return Source(
+        name=f"marlin_{body}",
+        input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
+        output_names=("out",),
+        header=f"#define THREADS {threads}\n{_included('cuda/product.cuh')}",
+        source=_read(f"cuda/{body}.cu"),
     )
 
 
@@ -145,12 +155,12 @@ def reduce_source(fused: bool = False, cuda: bool = False) -> Source:
         cuda: Whether it is that of "mma".
     """
     body = "reduce_fused" if fused else "reduce"
-    lib = [_in_lib(name) for name in ("work", "epilogue", "reduce")]
+    metal = _lib("work", "epilogue", "reduce")
     return Source(
         name=f"marlin_{body}",
         input_names=("partials", *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=_joined(CUDA, *lib) if cuda else _joined(*lib),
+        header=_included("cuda/sums.cuh") if cuda else metal,
         source=_read(f"cuda/{body}.cu" if cuda else f"kernels/{body}.metal"),
     )
 
@@ -327,16 +337,28 @@ def _hexadecimal(digits: tuple[int, ...]) -> int:
     return sum(digit << 4 * i for i, digit in enumerate(digits))
 
 
-def _in_lib(name: str) -> str:
-    return f"lib/{name}.metal"
+@cache
+def _included(file: str) -> str:
+    """Returns a header that names a file of CUDA instead of holding its text.
+
+    MLX copies and hashes a kernel's text in every call: 50 KB cost 20 us (measured,
+    docs/cuda.md). What it compiled it finds by that hash, also on disk, so the name
+    comes with a digest of all that the file may include.
+    """
+    files = [*sorted(shader_folder().glob("lib/*")), *sorted(_cuda_folder().iterdir())]
+    digest = hashlib.sha256()
+    for each in files:
+        digest.update(each.read_bytes())
+    path = (shader_folder() / file).as_posix()
+    return f'// {digest.hexdigest()[:16]}\n#include "{path}"\n'
+
+
+def _cuda_folder() -> Path:
+    return shader_folder() / "cuda"
 
 
 def _lib(*names: str) -> str:
-    return _joined(*map(_in_lib, names))
-
-
-def _joined(*files: str) -> str:
-    return "\n".join(map(_read, files))
+    return "\n".join(_read(f"lib/{name}.metal") for name in names)
 
 
 def _read(file: str) -> str:

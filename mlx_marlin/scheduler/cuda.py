@@ -47,6 +47,8 @@ FURTHER_LAUNCH = 2.5e-6
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
+MOST_WARPS = 16
+"""Warps of a block that plans have unless they are asked for others."""
 MOST_SLICES = 12
 """Warps that share a tile's k: the best number where one tile has a whole block
 (measured on the same device, 4096→4096)."""
@@ -132,7 +134,7 @@ def _prediction(
     longest = work.longest  # where a minimum moves cuts, all of them are looked at
     busy = work.threadgroups - work.idle
     each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
-    resident = min(each, mma.MOST_SIMDGROUPS // (across * along))
+    resident = min(each, MOST_WARPS // (across * along))
     turns = -(-each // resident)
     trips = k_tile(problem.group_size) // 64
     step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
@@ -182,7 +184,7 @@ def _ways(
 ) -> Iterator[Way]:
     """Yields the ways to cut a problem that have the wished fields."""
     columns = -(-problem.n // TILE_N)
-    room = mma.MOST_SIMDGROUPS // wishes.get("simdgroups_k", 1)
+    room = MOST_WARPS // wishes.get("simdgroups_k", 1)
     most = min(mma.MOST_SIMDGROUPS_N, columns, room)
     widths: Iterable[int] = range(1, most + 1)
     if "simdgroups_n" in wishes:
@@ -251,7 +253,7 @@ def _slices(fragments_m: int, across: int, work: Work, device: CudaDevice) -> in
     """Returns as many warps along k as a block has room for and k tiles to give."""
     sums = across * mma.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
     room = min(
-        mma.MOST_SIMDGROUPS // across,
+        MOST_WARPS // across,
         MOST_SLICES,
         min(device.shared_bytes, mma.SHARED_LIMIT) // sums,
     )
@@ -293,10 +295,10 @@ def _check(problem: Problem, wishes: Wishes) -> None:
     if wishes.get("strategy") == "hytis":
         raise ValueError("strategy='hytis' has tiles of two widths, which mma has not")
     across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
-    if min(across, along) < 1 or across * along > mma.MOST_SIMDGROUPS:
+    if min(across, along) < 1 or across * along > MOST_WARPS:
         raise ValueError(
             f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
-            f"{mma.MOST_SIMDGROUPS} simdgroups"
+            f"{MOST_WARPS} simdgroups"
         )
     if wishes.get("fragments_m", 1) not in mma.FRAGMENTS_M:
         raise ValueError(

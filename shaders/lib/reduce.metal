@@ -10,8 +10,8 @@ METAL_FUNC float sum_of_splits(const device float* partials, uint place, uint sp
   return total;
 }
 
-// BATCHED: there are several products.
-template <bool BATCHED, typename O, typename E>
+// BATCHED: there are several products. WIDTH: columns of a tile, in units of TILE_N.
+template <bool BATCHED, typename O, int WIDTH = 1, typename E>
 METAL_FUNC void reduce(
     const device float* partials,
     const constant int32_t* shape,
@@ -25,7 +25,9 @@ METAL_FUNC void reduce(
   const uint part = thread_index / uint(work.n);
   const uint product = BATCHED ? part / parts : 0;
   const uint first = (part - product * parts) * ROWS_OF_THREAD;
-  const uint splits = splits_of_element(first, col, product, work);
+  Work tiles = work;
+  tiles.n = ceil_div(work.n, WIDTH);
+  const uint splits = splits_of_element(first, col / WIDTH, product, tiles);
   const uint end = min(first + ROWS_OF_THREAD, uint(work.m));
   const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
   for (uint row = first; row < end; ++row) {

@@ -3,7 +3,9 @@
 // the contiguous range [begin, end); what it does for one tile is a split. Several products of
 // one shape, each with a weight of its own, stand in the line one after the other.
 
+#ifndef UNROLL  // CUDA has its own
 #define UNROLL _Pragma("clang loop unroll(full)")
+#endif
 
 constant constexpr int TILE_N = 32;  // rows of w, columns of the output
 constant constexpr int TILE_K = 64;  // values of k that one trip of the main loop eats

@@ -1,0 +1,128 @@
+// The only file that knows which lane of a warp holds which element: its counterpart of Metal
+// is ../lib/lane.metal.
+//
+// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 16x8x16 products, w on
+// the left. Lane 4 g + t, with g = 0 to 7 and t = 0 to 3, holds in four registers of two values
+//
+//   rows g and g + 8 of w, slots 2 t and 2 t + 1; the same rows, slots 2 t + 8 and 2 t + 9
+//
+// and in two registers row g of x, the same slots. Which k a slot is, both sides agree on: a lane
+// has consecutive codes of its rows, as in Metal, and product j of a step multiplies its pairs
+// 2 j and 2 j + 1. The rows g, g + 8, g + 16, g + 24 of a packed tile and the t-th codes of a
+// step belong to one of Metal's lanes: so the packed layout serves as it is.
+
+struct Lane {
+  int row;   // g
+  int pair;  // t
+};
+
+METAL_FUNC Lane lane_of(int index) {
+  return Lane{index >> 2, index & 3};
+}
+
+// Metal's lane that owns the words which this lane reads.
+METAL_FUNC int packed_lane(Lane lane) {
+  return (lane.row >> 2) << 4 | (lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1);
+}
+
+// 16 bytes that are read often, or once and past the first-level cache.
+METAL_FUNC Registers load_kept(const void* from) {
+  return __ldg((const Registers*)from);
+}
+
+METAL_FUNC Registers load_once(const void* from) {
+  Registers v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// COUNT consecutive words, a power of two; where nothing is aligned, one by one.
+template <int COUNT, bool ALIGNED>
+METAL_FUNC void load_run(uint* words, const uint* from) {
+  if (COUNT == 4 && ALIGNED) {
+    const Registers v = load_once(from);
+    words[0] = v.x;
+    words[1] = v.y;
+    words[2] = v.z;
+    words[3] = v.w;
+  } else if (COUNT == 2 && ALIGNED) {
+    const ::uint2 v = __ldg((const ::uint2*)from);
+    words[0] = v.x;
+    words[1] = v.y;
+  } else {
+    UNROLL for (int i = 0; i < COUNT; ++i) {
+      words[i] = __ldg(from + i);
+    }
+  }
+}
+
+// A plane's words of one step: [chunk of four words][Metal's lane][word].
+template <int WORDS, bool ALIGNED>
+METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {
+  constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
+  UNROLL for (int i = 0; i < WORDS; i += 4) {
+    load_run<CHUNK, ALIGNED>(words + i, from + 32 * i + CHUNK * owner);
+  }
+}
+
+// Consecutive values of a row of x that a lane has in a step: half as many registers. Pair p are
+// the values `first_of_pair` and DISTANCE after it.
+template <typename W>
+struct Run {
+  static constexpr int REGISTERS = W::CODES / 2;
+  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;
+};
+
+template <typename W>
+METAL_FUNC constexpr int first_of_pair(int p) {
+  return p / Run<W>::DISTANCE * (2 * Run<W>::DISTANCE) + p % Run<W>::DISTANCE;
+}
+
+template <int REGISTERS, bool ALIGNED, typename T>
+METAL_FUNC void load_activations(uint* run, const T* from) {
+  if (ALIGNED) {
+    UNROLL for (int i = 0; i < REGISTERS; i += 4) {
+      const Registers v = load_kept(from + 2 * i);
+      run[i] = v.x;
+      run[i + 1] = v.y;
+      run[i + 2] = v.z;
+      run[i + 3] = v.w;
+    }
+  } else {
+    const ushort* values = (const ushort*)from;
+    UNROLL for (int i = 0; i < REGISTERS; ++i) {
+      run[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;
+    }
+  }
+}
+
+// The two registers of x for product j of a step.
+template <typename W>
+METAL_FUNC void columns_of_run(uint* columns, const uint* run, int j) {
+  const int first = first_of_pair<W>(2 * j) / 2;
+  const int second = first + Run<W>::DISTANCE / 2;
+  columns[0] = __byte_perm(run[first], run[second], 0x5410);
+  columns[1] = __byte_perm(run[first], run[second], 0x7632);
+}
+
+METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
+}
+
+METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, bfloat) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
+}
+
+// Where sum i of a lane's four of row fragments 2 f and 2 f + 1 of w and fragment j of x lies in
+// the scratch of its warp, whose rows are those of x.
+METAL_FUNC int place_of_sum(Lane lane, int f, int j, int i) {
+  return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;
+}

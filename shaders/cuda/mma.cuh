@@ -1,0 +1,241 @@
+// Weights go from device memory to registers, ahead of their use, and from there into 16x8x16
+// products: no staging and no barrier in the main loop, so that every warp goes at its own pace.
+// What was measured on the way here stands in docs/cuda.md.
+//
+// FRAGMENTS_M   column fragments (of 8 rows of x) of a warp
+// SIMDGROUPS_N  packed tiles side by side in each tile
+// SIMDGROUPS_K  warps that share the k of a split, each a slice
+// WHOLE         every block has one whole tile
+// BATCHED       there are several products, each with a weight of its own
+// W             WeightFormat
+//
+// THREADS is the size of a block. It has to be known before the kernel's signature, which MLX
+// writes: a kernel without bounds could take more registers than a block of its size has.
+
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__(THREADS, 1)
+
+// Tiles whose words are on the way: registers set the limit.
+template <typename W>
+METAL_FUNC constexpr int tiles_ahead() {
+  return THREADS > 512 || W::BITS > 4 ? 1 : 2;
+}
+
+// Words of a lane for 64 values of k.
+template <typename W>
+METAL_FUNC constexpr int words_of_tile() {
+  return words_of_step<W>() * (TILE_K / W::STEP);
+}
+
+template <typename W, bool ALIGNED, typename S>
+METAL_FUNC void load_tile(uint* words, const WeightTile<S>& tile, int k, int k_stop, Work work) {
+  UNROLL for (int i = 0; i < TILE_K / W::STEP; ++i) {
+    if (W::STEP == TILE_K || k + i * W::STEP < k_stop) {
+      load_words<W, ALIGNED>(words + i * words_of_step<W>(), tile, k + i * W::STEP, work);
+    }
+  }
+}
+
+template <typename W, bool ALIGNED, typename T, typename S>
+METAL_FUNC void load_groups(
+    Quantizers<T>* quantizers, const WeightTile<S>& tile, int k, int k_stop, Work work) {
+  UNROLL for (int i = 0; i < groups_of_tile<W>(); ++i) {
+    if (i == 0 || k + i * W::STEP < k_stop) {
+      quantizers[i] = load_quantizers<W, ALIGNED, T>(tile, k + i * W::STEP, work);
+    }
+  }
+}
+
+// The products of one step: its words times the runs of x.
+template <int FRAGMENTS, typename W, typename T>
+METAL_FUNC void multiply_step(
+    float (*totals)[FRAGMENTS][4],
+    const uint* words,
+    const uint (*runs)[Run<W>::REGISTERS],
+    const Quantizers<T>& quantizers) {
+  UNROLL for (int j = 0; j < W::PAIRS / 2; ++j) {
+    uint rows[2][4];
+    UNROLL for (int i = 0; i < 8; ++i) {
+      rows[i / 4][i % 4] = weights<W>(words, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, quantizers);
+    }
+    UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+      uint columns[2];
+      columns_of_run<W>(columns, runs[i], j);
+      multiply(totals[0][i], rows[0], columns, T());
+      multiply(totals[1][i], rows[1], columns, T());
+    }
+  }
+}
+
+// The main loop of one warp: k from `k` to k_stop, both multiples of a k tile.
+template <int FRAGMENTS, typename W, bool ALIGNED, typename T, typename S>
+METAL_FUNC void accumulate(
+    float (*totals)[FRAGMENTS][4],
+    const T* const* x,
+    const WeightTile<S>& tile,
+    int k,
+    int k_stop,
+    Work work) {
+  constexpr int AHEAD = tiles_ahead<W>();
+  constexpr int STEPS = TILE_K / W::STEP;
+  // Groups of 128 are those of a k tile: their numbers serve two tiles.
+  constexpr int GROUP_TILES = W::GROUP == 128 ? 2 : 1;
+  constexpr int GROUPS = groups_of_tile<W>();
+  uint words[AHEAD][words_of_tile<W>()];
+  Quantizers<T> quantizers[GROUPS], next[GROUPS];
+  if (k < k_stop) {
+    load_groups<W, ALIGNED>(next, tile, k, k_stop, work);
+  }
+  UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
+    if (k + ahead * TILE_K < k_stop) {
+      load_tile<W, ALIGNED>(words[ahead], tile, k + ahead * TILE_K, k_stop, work);
+    }
+  }
+  for (; k < k_stop; k += 2 * TILE_K) {
+    UNROLL for (int nth = 0; nth < 2; ++nth) {
+      const int here = k + nth * TILE_K;
+      if (GROUP_TILES == 1 && here >= k_stop) {
+        break;
+      }
+      if (nth % GROUP_TILES == 0) {
+        UNROLL for (int i = 0; i < GROUPS; ++i) {
+          quantizers[i] = next[i];
+        }
+        if (here + GROUP_TILES * TILE_K < k_stop) {
+          load_groups<W, ALIGNED>(next, tile, here + GROUP_TILES * TILE_K, k_stop, work);
+        }
+      }
+      uint runs[STEPS][FRAGMENTS][Run<W>::REGISTERS];
+      UNROLL for (int step = 0; step < STEPS; ++step) {
+        if (STEPS == 1 || here + step * W::STEP < k_stop) {
+          UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+            load_activations<Run<W>::REGISTERS, ALIGNED>(runs[step][i], x[i] + here + step * W::STEP);
+          }
+        }
+      }
+      UNROLL for (int step = 0; step < STEPS; ++step) {
+        if (STEPS == 1 || here + step * W::STEP < k_stop) {
+          multiply_step<FRAGMENTS, W>(
+              totals,
+              words[nth % AHEAD] + step * words_of_step<W>(),
+              runs[step],
+              quantizers[GROUPS == 1 ? 0 : step]);
+        }
+      }
+      if (here + AHEAD * TILE_K < k_stop) {
+        load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + AHEAD * TILE_K, k_stop, work);
+      }
+    }
+  }
+}
+
+// One split of a tile, as far as one warp computes it, into its scratch.
+template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename T, typename S>
+METAL_FUNC void multiply_split(
+    float* scratch,
+    const T* x,
+    InOrder order,
+    const WeightTile<S>& tile,
+    Work work,
+    Split split,
+    int slice) {
+  constexpr int K_TILE = k_tile_of_group(W::GROUP);
+  const T* rows[FRAGMENTS];
+  UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+    // Rows past the end read the last row: their results are never stored.
+    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);
+    rows[i] = x + size_t(input_row(order, row)) * work.k + W::CODES * tile.lane.pair;
+  }
+  float totals[2][FRAGMENTS][4];
+  UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
+    totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4] = 0.0f;
+  }
+  const int k = split.k_start + split.k_tile_count * slice / SLICES * K_TILE;
+  const int k_stop = split.k_start + split.k_tile_count * (slice + 1) / SLICES * K_TILE;
+  accumulate<FRAGMENTS, W, ALIGNED>(totals, rows, tile, k, min(k_stop, split.k_stop), work);
+  const float weight_scale = W::GLOBAL ? global_scale(tile.biases) : 1.0f;
+  UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
+    const float total = totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4];
+    scratch[place_of_sum(tile.lane, i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4)] =
+        W::GLOBAL ? total * weight_scale : total;
+  }
+}
+
+// How ../lib/work.metal sees tiles that are WIDTH packed tiles wide: as if there were fewer
+// columns.
+template <int WIDTH>
+METAL_FUNC Work narrowed(Work work) {
+  work.n = ceil_div(work.n, WIDTH);
+  return work;
+}
+
+METAL_FUNC bool is_aligned(const void* array) {
+  return (size_t)array % 16 == 0;
+}
+
+template <
+    int FRAGMENTS_M,
+    int SIMDGROUPS_N,
+    int SIMDGROUPS_K,
+    bool WHOLE,
+    bool BATCHED,
+    typename W,
+    typename T,
+    typename S,
+    typename O,
+    typename E>
+METAL_FUNC void mma(
+    const T* x,
+    const uint* w,
+    const S* scales,
+    const S* biases,
+    const int* shape,
+    const int* schedule,
+    O* out,
+    E epilogue,
+    float* scratch) {
+  constexpr int TILE_M = 8 * FRAGMENTS_M;
+  constexpr int SIMDGROUPS = SIMDGROUPS_N * SIMDGROUPS_K;
+  const Work work = read_work(shape, schedule);
+  const Range range = range_of_threadgroup<WHOLE>(blockIdx.x, work);
+  const int warp = threadIdx.x / 32;
+  const int column = warp % SIMDGROUPS_N;
+  const int slice = warp / SIMDGROUPS_N;
+  const Lane lane = lane_of(threadIdx.x % 32);
+  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
+  for (uint position = range.begin; position < range.end;) {
+    Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(
+        position, range.end, blockIdx.x, narrowed<SIMDGROUPS_N>(work));
+    split.col *= SIMDGROUPS_N;
+    const InOrder order = rows_of_product<BATCHED>(split, work);
+    position += split.k_tile_count;
+    const int col = split.col + TILE_N * column;
+    if (col < work.n) {
+      const WeightTile<S> tile =
+          weight_tile<W>(w, scales, biases, col, work, lane, split.product);
+      if (aligned) {
+        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, true>(
+            own, x, order, tile, work, split, slice);
+      } else {
+        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, false>(
+            own, x, order, tile, work, split, slice);
+      }
+    }
+    __syncthreads();
+    store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
+        out,
+        epilogue,
+        order,
+        scratch,
+        work,
+        split,
+        SIMDGROUPS_K,
+        warp,
+        threadIdx.x % 32);
+    if (WHOLE) {
+      break;
+    }
+    __syncthreads();
+  }
+}

@@ -1,0 +1,16 @@
+// Everything that the bodies mma.cu and mma_fused.cu lean on. MLX reads a header's text in every
+// call, so it is handed this file's name instead.
+
+#include "prelude.cuh"
+
+namespace marlin {
+
+#include "../lib/work.metal"
+#include "../lib/decode.metal"
+#include "../lib/words.metal"
+#include "../lib/epilogue.metal"
+#include "lane.cuh"
+#include "weights.cuh"
+#include "mma.cuh"
+
+}  // namespace marlin

@@ -1,0 +1,17 @@
+// Everything that the bodies reduce.cu and reduce_fused.cu lean on.
+
+#include "prelude.cuh"
+
+namespace marlin {
+
+#include "../lib/work.metal"
+#include "../lib/epilogue.metal"
+#include "../lib/reduce.metal"
+
+// Metal's grid ends with the last thread; here the last block is whole.
+METAL_FUNC bool is_thread_of_reduce(uint index, const int* shape, const int* schedule) {
+  const Work work = read_work(shape, schedule);
+  return index < work.batch * ceil_div(work.m, ROWS_OF_THREAD) * work.n;
+}
+
+}  // namespace marlin
