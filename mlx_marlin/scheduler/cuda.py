@@ -134,7 +134,7 @@ def _prediction(
     longest = work.longest  # where a minimum moves cuts, all of them are looked at
     busy = work.threadgroups - work.idle
     each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
-    resident = min(each, MOST_WARPS // (across * along))
+    resident = max(min(each, MOST_WARPS // (across * along)), 1)
     turns = -(-each // resident)
     trips = k_tile(problem.group_size) // 64
     step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
@@ -184,7 +184,7 @@ def _ways(
 ) -> Iterator[Way]:
     """Yields the ways to cut a problem that have the wished fields."""
     columns = -(-problem.n // TILE_N)
-    room = MOST_WARPS // wishes.get("simdgroups_k", 1)
+    room = mma.MOST_SIMDGROUPS // wishes.get("simdgroups_k", 1)
     most = min(mma.MOST_SIMDGROUPS_N, columns, room)
     widths: Iterable[int] = range(1, most + 1)
     if "simdgroups_n" in wishes:
@@ -295,10 +295,10 @@ def _check(problem: Problem, wishes: Wishes) -> None:
     if wishes.get("strategy") == "hytis":
         raise ValueError("strategy='hytis' has tiles of two widths, which mma has not")
     across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
-    if min(across, along) < 1 or across * along > MOST_WARPS:
+    if min(across, along) < 1 or across * along > mma.MOST_SIMDGROUPS:
         raise ValueError(
             f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
-            f"{MOST_WARPS} simdgroups"
+            f"{mma.MOST_SIMDGROUPS} simdgroups"
         )
     if wishes.get("fragments_m", 1) not in mma.FRAGMENTS_M:
         raise ValueError(

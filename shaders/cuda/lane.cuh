@@ -25,19 +25,6 @@ METAL_FUNC int packed_lane(Lane lane) {
   return (lane.row >> 2) << 4 | (lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1);
 }
 
-// 16 bytes that are read often, or once and past the first-level cache.
-METAL_FUNC Registers load_kept(const void* from) {
-  return __ldg((const Registers*)from);
-}
-
-METAL_FUNC Registers load_once(const void* from) {
-  Registers v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
-
 // COUNT consecutive words, a power of two; where nothing is aligned, one by one.
 template <int COUNT, bool ALIGNED>
 METAL_FUNC void load_run(uint* words, const uint* from) {
@@ -105,20 +92,6 @@ METAL_FUNC void columns_of_run(uint* columns, const uint* run, int j) {
   const int second = first + Run<W>::DISTANCE / 2;
   columns[0] = __byte_perm(run[first], run[second], 0x5410);
   columns[1] = __byte_perm(run[first], run[second], 0x7632);
-}
-
-METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
-}
-
-METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, bfloat) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
 }
 
 // Where sum i of a lane's four of row fragments 2 f and 2 f + 1 of w and fragment j of x lies in

@@ -9,6 +9,7 @@ namespace marlin {
 #include "../lib/decode.metal"
 #include "../lib/words.metal"
 #include "../lib/epilogue.metal"
+#include "instructions.cuh"
 #include "lane.cuh"
 #include "weights.cuh"
 #include "mma.cuh"

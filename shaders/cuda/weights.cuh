@@ -9,12 +9,6 @@ struct Quantizers {
   T bias[4];  // where BIASED; a zero point where the mode is that
 };
 
-METAL_FUNC uint masked(uint word, uint mask, uint exponent) {
-  uint result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(exponent));
-  return result;
-}
-
 METAL_FUNC half2 twice(half value) {
   return __half2half2(value);
 }

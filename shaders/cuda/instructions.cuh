@@ -1,0 +1,36 @@
+// What CUDA C++ has no word for: everything here is one instruction.
+
+// 16 bytes that are read often, or once and past the first-level cache.
+METAL_FUNC Registers load_kept(const void* from) {
+  return __ldg((const Registers*)from);
+}
+
+METAL_FUNC Registers load_once(const void* from) {
+  Registers v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// (word & mask) | exponent, which the compiler would not fuse with two constants.
+METAL_FUNC uint masked(uint word, uint mask, uint exponent) {
+  uint result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(exponent));
+  return result;
+}
+
+// sums += rows of w times columns of x, 16x8x16: lane.cuh draws who holds what.
+METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
+}
+
+METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, bfloat) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1]));
+}
