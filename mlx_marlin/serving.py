@@ -277,14 +277,14 @@ def _planned(problem: Problem, measured: Result | None) -> Product:
 
 def _dense(problem: Problem) -> DensePlan | None:
     # A choice for speed, like handing over.
-    if launch.backend() != "metal" or launch.forced_backend() is not None:
+    if launch.backend() not in launch.ON_GPU or launch.forced_backend() is not None:
         return None
     return scheduler.choose_dense(problem, target())
 
 
 def _backward(problem: Problem) -> Product | None:
     """Returns the product with the weight as it is, for the gradient of x."""
-    if problem.epilogue != PLAIN or launch.backend() == "cuda":
+    if problem.epilogue != PLAIN:
         return None
     return launch.dense_product(dense_plan(problem, transposed=False))
 
@@ -343,8 +343,8 @@ def _not_ours(kind: Kind) -> str | None:
 def _not_on_cuda(problem: Problem, transpose: bool) -> str | None:
     if launch.backend() != "cuda":
         return None
-    if not transpose:
-        return "our CUDA kernels multiply by the transposed weight only"
+    if not transpose and problem.batch > 1:
+        return "our CUDA kernels multiply a batch by transposed weights only"
     return mma.why_not(problem)
 
 

@@ -122,14 +122,19 @@ def gather_source() -> Source:
 
 
 @cache
-def dequantize_source() -> Source:
-    """Returns the text of the kernel that decodes a block of a weight."""
+def dequantize_source(cuda: bool = False) -> Source:
+    """Returns the text of the kernel that decodes a block of a weight.
+
+    Args:
+        cuda: Whether it is CUDA's.
+    """
+    body = "cuda/dequantize.cu" if cuda else "kernels/dequantize.metal"
     return Source(
         name="marlin_dequantize",
         input_names=("w", "scales", "biases", "shape"),
         output_names=("out",),
-        header=_lib(*WEIGHT, "dequantize"),
-        source=_read("kernels/dequantize.metal"),
+        header=_included("cuda/decoding.cuh") if cuda else _lib(*WEIGHT, "dequantize"),
+        source=_read(body),
     )
 
 

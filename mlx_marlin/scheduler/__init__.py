@@ -74,7 +74,7 @@ def choose_dense(problem: Problem, device: Target) -> DensePlan | None:
         device: The chip to plan for.
     """
     if isinstance(device, CudaDevice):
-        return None  # the kernel that decodes is Metal's
+        return cuda.dense(problem)
     others = predict(choose(problem, device), device).seconds
     if problem.layout == "mlx":
         margin = margin_over_stock(problem, device)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from mlx_marlin import mma
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.plan import PADDED_COLUMNS, Plan, Reduction, k_tile
 from mlx_marlin.problem import Problem
@@ -24,9 +25,9 @@ from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.scheduler.decompositions import Space
 from mlx_marlin.work import STRATEGIES, Tile, Work, data_parallel
 
-MOST_ROWS = 64
-"""Rows up to which our kernels serve; beyond, stock MLX does. Not yet measured through
-MLX: the study (docs/cuda.md) ended there."""
+MOST_ROWS = {"mlx": 32, "marlin": 128}
+"""Rows up to which "mma" serves, by layout; beyond, stock MLX does, or a plain product
+of a packed weight that is decoded once."""
 
 STATED_BANDWIDTH = 1.13
 """Bandwidth in the stated one's terms that any number of warps would reach, and what
@@ -34,24 +35,29 @@ one warp of a multiprocessor can have: fitted to five times that reading 117 MB 
 with 8 to 32 warps, within 8 % (measured, docs/cuda.md)."""
 WARP_BANDWIDTH = 3.7e9
 """Bytes a second of one warp: the second half of that fit."""
-STEP_SECONDS = (450e-9, 800e-9, 1050e-9, 1310e-9)
+STEP_SECONDS = (450e-9, 730e-9, 880e-9, 1030e-9)
 """What a warp takes for 32 columns and 64 of k, by fragments_m: instructions and waits
-for its own products (measured, docs/cuda.md: 49.4 us for 16 rows and 81.2 us for 32
-with 14 warps and 64 steps each; the first is a guess, because there memory takes
-longer, and the third lies between its neighbours)."""
-PIECE_SECONDS = 1e-6
+for its own products (measured, docs/cuda.md: 46.7 us for 16 rows and 66 us for 32 with
+14 warps and 64 steps each; the first is a guess, because there memory takes longer, and
+the third lies between its neighbours)."""
+PIECE_SECONDS = 2.5e-6
 """To begin and end a piece of work: first loads, and the sums of a block's warps (a
 guess)."""
-FURTHER_LAUNCH = 2.5e-6
-"""Seconds for each launch after the first (measured on the same device)."""
+FURTHER_LAUNCH = 8e-6
+"""Seconds for each launch after the first, most of it MLX's own (measured,
+docs/cuda.md)."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
-MOST_WARPS = 16
-"""Warps of a block that plans have unless they are asked for others."""
-MOST_SLICES = 12
+MOST_WARPS = (28, 20, 16, 16)
+"""Warps of a block by fragments_m, unless others are asked for: more warps hide more
+waits, until their registers do not hold the sums (measured, docs/cuda.md)."""
+SCHEDULERS = 4
+"""Of a multiprocessor (NVIDIA, CUDA C++ Programming Guide): warps that they share
+evenly waste no registers."""
+MOST_SLICES = 16
 """Warps that share a tile's k: the best number where one tile has a whole block
-(measured on the same device, 4096→4096)."""
+(measured, docs/cuda.md, 4096→4096)."""
 LEAST_K_TILES = 2
 """K tiles that a warp's slice should have."""
 EVEN_ENOUGH = 0.9
@@ -113,12 +119,20 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
 
 def handover(problem: Problem, device: CudaDevice) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should."""
-    if problem.invariant or problem.m <= MOST_ROWS:
+    most = MOST_ROWS[problem.layout]
+    if problem.invariant or problem.m <= most:
         return None
     return (
-        f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to "
-        f"{MOST_ROWS}"
+        f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
+        f"with weights in the layout {problem.layout!r}"
     )
+
+
+def dense(problem: Problem) -> DensePlan | None:
+    """Returns the plain product of a weight decoded once, where that is faster."""
+    if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
+        return None
+    return dense_plan(problem) if problem.m > MOST_ROWS[problem.layout] else None
 
 
 def predict(plan: Plan, device: CudaDevice) -> Prediction:
@@ -134,7 +148,7 @@ def _prediction(
     longest = work.longest  # where a minimum moves cuts, all of them are looked at
     busy = work.threadgroups - work.idle
     each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
-    resident = max(min(each, MOST_WARPS // (across * along)), 1)
+    resident = max(min(each, MOST_WARPS[fragments_m - 1] // (across * along)), 1)
     turns = -(-each // resident)
     trips = k_tile(problem.group_size) // 64
     step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
@@ -195,7 +209,7 @@ def _ways(
                 continue
             along = wishes.get("simdgroups_k")
             if along is None:
-                along = _slices(fragments_m, across, work, device)
+                along = _slices(problem, fragments_m, across, work, device)
             yield work, across, along
 
 
@@ -249,16 +263,20 @@ def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
     )
 
 
-def _slices(fragments_m: int, across: int, work: Work, device: CudaDevice) -> int:
+def _slices(
+    problem: Problem, fragments_m: int, across: int, work: Work, device: CudaDevice
+) -> int:
     """Returns as many warps along k as a block has room for and k tiles to give."""
+    most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
     sums = across * mma.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
-    room = min(
-        MOST_WARPS // across,
-        MOST_SLICES,
-        min(device.shared_bytes, mma.SHARED_LIMIT) // sums,
-    )
+    shared = min(device.shared_bytes, mma.SHARED_LIMIT) // sums
     mean = work.total // work.pieces
-    return max(min(room, mean // LEAST_K_TILES), 1)
+    along = max(min(most // across, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
+    fewer = along - 1
+    # One fewer, where all schedulers then have as many warps, and not many fewer.
+    if across * along % SCHEDULERS and not across * fewer % SCHEDULERS:
+        return fewer if fewer >= 0.75 * along else along
+    return along
 
 
 def _fragments_m(problem: Problem) -> int:

@@ -9,6 +9,12 @@ struct Quantizers {
   T bias[4];  // where BIASED; a zero point where the mode is that
 };
 
+template <typename T>
+struct Pair {
+  T x;
+  T y;
+};
+
 METAL_FUNC half2 twice(half value) {
   return __half2half2(value);
 }

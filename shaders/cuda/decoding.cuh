@@ -1,0 +1,16 @@
+// Everything that the body dequantize.cu leans on.
+
+#include "prelude.cuh"
+
+namespace marlin {
+
+#include "../lib/work.metal"
+#include "../lib/decode.metal"
+#include "../lib/words.metal"
+#include "../lib/epilogue.metal"
+#include "instructions.cuh"
+#include "lane.cuh"
+#include "weights.cuh"
+#include "decode.cuh"
+
+}  // namespace marlin
