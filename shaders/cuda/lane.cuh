@@ -39,7 +39,7 @@ METAL_FUNC void load_run(uint* words, const uint* from) {
     words[0] = v.x;
     words[1] = v.y;
   } else {
-    UNROLL for (int i = 0; i < COUNT; ++i) {
+  UNROLL for (int i = 0; i < COUNT; ++i) {
       words[i] = __ldg(from + i);
     }
   }

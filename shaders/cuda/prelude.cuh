@@ -26,7 +26,8 @@ typedef __nv_bfloat162 bfloat2;
 struct ushort2 {
   ushort x;
   ushort y;
-  METAL_FUNC ushort2(ushort first, ushort second) : x(first), y(second) {}
+  METAL_FUNC ushort2(ushort first, ushort second) : x(first), y(second) {
+  }
 };
 
 // Vectors that may begin at any word, as packed ones of Metal do.
@@ -51,7 +52,8 @@ typedef packed_uint3 uint3;
 // What four registers of a lane are loaded into at once.
 typedef ::uint4 Registers;
 struct uint4 : packed_uint4 {
-  METAL_FUNC uint4(packed_uint4 other) : packed_uint4(other) {}
+  METAL_FUNC uint4(packed_uint4 other) : packed_uint4(other) {
+  }
 };
 
 template <typename To, typename From>
@@ -68,7 +70,8 @@ template <>
 struct vec<half, 2> {
   half x;
   half y;
-  METAL_FUNC vec(half first, half second) : x(first), y(second) {}
+  METAL_FUNC vec(half first, half second) : x(first), y(second) {
+  }
 };
 METAL_FUNC vec<half, 2> operator-(vec<half, 2> a, half b) {
   return vec<half, 2>(__hsub(a.x, b), __hsub(a.y, b));

@@ -123,10 +123,9 @@ METAL_FUNC WeightTile<S> weight_tile(
     const uint k_tiles = ceil_div(work.k, TILE_K);
     const size_t column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
     tile.words += column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
-    tile.scales += column * packed_groups<W>(k_tiles) * (FACTORS * TILE_N) +
-        4 * FACTORS * lane.row;
+    tile.scales += column * packed_groups<W>(k_tiles) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
   } else {
-    UNROLL for (int f = 0; f < 4; ++f) {
+  UNROLL for (int f = 0; f < 4; ++f) {
       // Rows past the end read the last row: their results are never stored.
       tile.rows[f] = product * work.n + min(col + lane.row + 8 * f, work.n - 1);
     }
