@@ -50,7 +50,7 @@ QUICK_ROWS = (1, 8, 16, 32, 64)
 SMOKE_SHAPES = ((256, 96), (128, 64))
 SMOKE_ROWS = (1, 3)
 PRODUCTS = 30
-"""Products an eval, as in issue 6's times of stock MLX and of Marlin."""
+"""Products an eval, as in the times of Marlin that docs/cuda.md has."""
 REPEATS = 9
 ROTATED = 240 << 20
 """Bytes of other weights between two uses of one: four times an H200's second-level

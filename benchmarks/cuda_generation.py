@@ -43,7 +43,7 @@ PROMPT, NEW, REPEATS = 64, 128, 3
 COMPARED = 16
 """Steps whose tokens are compared with stock's."""
 TARGET, TARGET_STREAMS = 2.0, 16
-"""Times stock's tokens a second that issue 6 asks for, and up to how many streams."""
+"""Times stock's tokens a second that are asked for, and up to how many streams."""
 
 VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
@@ -128,7 +128,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def lines(report: dict[str, Any], names: Sequence[str]) -> str:
-    """Returns the table of tokens a second and what it says of issue 6's bound."""
+    """Returns the table of tokens a second and what it says of the bound."""
     head = ["streams", *(f"{name} tok/s" for name in names)]
     ours = [name for name in names if name != "stock"] if "stock" in names else []
     head += [f"{name} x stock" for name in ours] + [f"{name} equal" for name in ours]
@@ -152,7 +152,7 @@ def lines(report: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def acceptance(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns whether the best of our variants keeps issue 6's bound."""
+    """Returns whether the best of our variants keeps the bound."""
     judged = []
     for each in results:
         ours = {

@@ -1,4 +1,4 @@
-"""What a report of products comes to: tables, what is slower, what issue 6 asks."""
+"""What a report of products comes to: tables, what is slower, what the targets say."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ TARGETS: dict[Shape, dict[int, float]] = {
     (8192, 28672): {16: 42.0, 32: 52.0, 64: 80.0},
     (5120, 17408): {16: 21.0, 32: 27.0, 64: 38.0},
 }
-"""Microseconds that issue 6 asks of `TARGET_FORMAT` on an H200, by rows; those of 16
+"""Microseconds that are asked of `TARGET_FORMAT` on an H200, by rows; those of 16
 rows for fewer too."""
 TARGET_FORMAT = Format("affine", 4, 128)
 
@@ -61,7 +61,7 @@ def is_slower(result: dict[str, Any]) -> bool:
 
 
 def acceptance(results: Results) -> Results:
-    """Returns what issue 6 asks of the rows that were timed, and whether it holds."""
+    """Returns what is asked of the rows that were timed, and whether it holds."""
     judged = []
     for each in results:
         targets = TARGETS.get((each["k"], each["n"]), {})
