@@ -3,16 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin.finishing import taken_apart
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.launch import Product
 from mlx_marlin.problem import PLAIN, Epilogue
 
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]
-"""From x, codes, scales, biases and an epilogue's arrays, as the caller has them."""
+"""From x, codes, scales, biases and an epilogue's arrays, as the caller has them. Where
+the epilogue has parts, the result is a tuple of arrays, and callers know it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,8 @@ def as_rows(product: Product, kind: Kind) -> Run:
             )
         return unfold(product(fold(x), w, scales, biases, *given))
 
-    if len(kind.x_shape) == 2 and kind.mode == "affine" and not kind.w_batch:
+    plain = not kind.w_batch and not kind.epilogue.parts
+    if len(kind.x_shape) == 2 and kind.mode == "affine" and plain:
         return product
     return run
 
@@ -126,7 +130,7 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
     """
     batch, m, _ = kind.sizes
     if not kind.w_batch:
-        return lambda x: x.reshape(m, x.shape[-1]), lambda y: y.reshape(kind.shape)
+        return lambda x: x.reshape(m, x.shape[-1]), _unfolding(kind)
     whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
     of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
     is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
@@ -145,6 +149,18 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
         return y.reshape(*ordered, kind.shape[-1]).transpose(*back).reshape(kind.shape)
 
     return fold, unfold
+
+
+def _unfolding(kind: Kind) -> Reshape:
+    """Returns what makes the caller's result, or results, of a matrix."""
+    parts = kind.epilogue.parts
+    if not parts:
+        return lambda y: y.reshape(kind.shape)
+
+    def unfold(y: mx.array) -> mx.array:
+        return cast(mx.array, taken_apart(y.reshape(kind.shape), parts))
+
+    return unfold
 
 
 def _converting(product: Product, kind: Kind, fold: Reshape) -> Product:

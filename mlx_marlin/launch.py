@@ -123,13 +123,6 @@ def product(plan: Plan) -> Product:
         With parts, y holds one result after the other.
     """
     _built.append(plan)
-    run = _multiplied_and_reduced(plan)
-    # A traced graph spares what MLX does with a CUDA kernel's template arguments and
-    # text in every call: 3 us of 9 (measured, docs/cuda.md).
-    return mx.compile(run) if plan.kernel == "mma" else run
-
-
-def _multiplied_and_reduced(plan: Plan) -> Product:
     multiply = _multiply(plan)
     if not plan.finishes:
         return multiply

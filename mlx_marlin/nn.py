@@ -7,7 +7,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
-from mlx_marlin.ops import linear, linears, packed_product, quantized_matmul
+from mlx_marlin.ops import (
+    linear,
+    linears,
+    packed_parts,
+    packed_product,
+    quantized_matmul,
+)
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
@@ -206,21 +212,9 @@ class MarlinLinear(nn.QuantizedLinear):
             x: Activations [..., k].
             sizes: Rows of each part, as for `linears`.
         """
-        weight = (
-            _native_weight(self) if self.packed is None else (self.packed, None, None)
-        )
         bias: mx.array | None = self.get("bias")
         fused = bias is None or self._keeps_dtype(x, bias)
-        results = linears(
-            x,
-            *weight,
-            parts=sizes,
-            bias=bias if fused else None,
-            invariant=self.invariant,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        results = self._parts(x, sizes, bias if fused else None)
         if fused or bias is None:
             return results
         biases = mx.split(bias, [*accumulate(sizes)][:-1])
@@ -251,6 +245,34 @@ class MarlinLinear(nn.QuantizedLinear):
             self.mode,
             bias,
             self.invariant,
+        )
+
+    def _parts(
+        self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
+    ) -> tuple[mx.array, ...]:
+        if self.layout == "marlin":
+            return packed_parts(
+                x,
+                self["words"],
+                self["quantizers"],
+                self.output_dims,
+                self.input_dims,
+                self.group_size,
+                self.bits,
+                self.mode,
+                sizes,
+                bias,
+                self.invariant,
+            )
+        return linears(
+            x,
+            *_native_weight(self),
+            parts=sizes,
+            bias=bias,
+            invariant=self.invariant,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
         )
 
     def native(self) -> tuple[mx.array, mx.array, mx.array | None]:

@@ -7,11 +7,11 @@ remains for every call is a look-up, a kernel call and perhaps a reshape.
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import mlx.core as mx
 
-from mlx_marlin.finishing import check_operands, taken_apart
+from mlx_marlin.finishing import check_operands
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.problem import PLAIN, Epilogue
 from mlx_marlin.serving import Served, serve_native, serve_packed
@@ -229,10 +229,8 @@ def linears(
         return tuple(mx.split(y, [*accumulate(epilogue.parts)][:-1], axis=-1))
     given = [] if bias is None else [bias]
     if isinstance(w, PackedWeight):
-        y = served.run(x, w.words, w.scales, w.scales, *given)
-    else:
-        y = served.run(x, w, scales, biases, *given)
-    return taken_apart(y, epilogue.parts)
+        return _results(served.run(x, w.words, w.scales, w.scales, *given))
+    return _results(served.run(x, w, scales, biases, *given))
 
 
 def packed_product(
@@ -290,6 +288,60 @@ def packed_product(
     return served.run(x, words, scales, scales, bias)
 
 
+def packed_parts(
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    parts: tuple[int, ...],
+    bias: mx.array | None = None,
+    invariant: bool = False,
+) -> tuple[mx.array, ...]:
+    """Multiplies x [..., k] by a packed weight's arrays, as `linears` does.
+
+    Args:
+        x: Activations [..., k].
+        words: Codes of all weights, as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of all weights.
+        k: Columns of a weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        parts: Rows of each weight, which add up to n.
+        bias: Biases [n] of all layers.
+        invariant: As for `linear`.
+
+    Returns:
+        A product [..., rows] for each weight.
+    """
+    served = serve_packed(
+        x.shape,
+        x.dtype,
+        n,
+        k,
+        group_size,
+        bits,
+        mode,
+        scales.dtype,
+        True,
+        mx.default_device() == CPU,
+        _parted(bias is not None, parts),
+        invariant,
+    )
+    if served.reason is not None:
+        y = packed_product(
+            x, words, scales, n, k, group_size, bits, mode, bias, invariant
+        )
+        return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
+    given = [] if bias is None else [bias]
+    return _results(served.run(x, words, scales, scales, *given))
+
+
 def why_not(
     x: mx.array,
     w: mx.array | PackedWeight,
@@ -311,6 +363,11 @@ def why_not(
         with mx.stream(stream):
             return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
     return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
+
+
+def _results(parts: object) -> tuple[mx.array, ...]:
+    """Returns what a call with parts ran, which is several arrays."""
+    return cast(tuple[mx.array, ...], parts)
 
 
 def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:
