@@ -22,6 +22,7 @@ from format_cases import Weight
 from oracles import exact
 
 from mlx_marlin import launch, mma
+from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.plan import Plan
@@ -74,7 +75,8 @@ def facts(case: Case) -> set[object]:
     }
 
 
-def covering() -> list[Case]:
+def covering(facts: Callable[[Case], set[object]] = facts) -> list[Case]:
+    """Returns few cases that meet every fact."""
     cases = [*every_case()]
     chosen = format_cases.covering(range(len(cases)), lambda i: facts(cases[i]))
     return [cases[i] for i in chosen]
@@ -161,6 +163,37 @@ def test_a_global_scale(layout: str) -> None:
     weight = replace(drawn, global_scale=mx.array(5.0))
     y = run(plan_of(case, global_scale=True), x, weight)
     cuda_cases.assert_right(y, x, weight.decoded, "float16")
+
+
+def decoding_facts(case: Case) -> set[object]:
+    mode, bits, group_size, layout, dtype, _, _ = case
+    group = group_size if group_size == 16 else group_size == 32
+    return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
+
+
+@pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
+def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
+    weight, _ = cuda_cases.draw(case)
+    plan = dense_plan(plan_of(case).problem)
+    arrays = format_cases.arguments(weight, case[3])
+    y, expected = exact(launch.dequantized(plan)(*arrays)), weight.decoded
+    rounding = oracles.ROUNDING[case[4]] * np.abs(expected)
+    assert np.all(np.abs(y - expected) <= rounding + oracles.SMALLEST[case[4]])
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
+    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, WHOLE)
+    drawn, x = cuda_cases.draw(case)
+    weight = replace(drawn, global_scale=mx.array(5.0))
+    problem = plan_of(case, global_scale=True).problem
+    plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
+    assert len(plan.chunks) > 1
+    matrix = weight.decoded if transposed else weight.decoded.T
+    x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
+    y = launch.dense_product(plan)(x, *format_cases.arguments(weight, layout))
+    cuda_cases.assert_right(y, x, matrix, "float16")
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
