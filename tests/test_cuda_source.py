@@ -1,7 +1,9 @@
 """What MLX gets of a CUDA kernel, and who serves a call on the CUDA back end."""
 
-import hashlib
+import re
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -45,25 +47,23 @@ class Recorder:
 
 
 @pytest.fixture
-def texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Puts a word in the place of every shader, by the file's name."""
-    changed: dict[str, str] = {}
-    cached = (source.product_source, source.reduce_source)
+def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Lets all texts be found in a copy of the shaders, which may be changed."""
+    folder = tmp_path / "shaders"
+    shutil.copytree(source.shader_folder(), folder)
+    monkeypatch.setattr(source, "shader_folder", lambda: folder)
+    forget_texts()
+    yield folder
+    forget_texts()
 
-    def forget() -> None:
-        for each in cached:
-            each.cache_clear()
 
-    forget()
-    monkeypatch.setattr(source, "_read", lambda file: changed.get(file, f"// {file}"))
-    yield changed
-    forget()
+def forget_texts() -> None:
+    for each in (source._included, source.mma_source, source.reduce_source):
+        each.cache_clear()
 
 
 @pytest.fixture
-def recorder(
-    backend: Choose, texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> Recorder:
+def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Makes a machine with CUDA, whose kernels are recorded and compute zeros."""
     recorder = Recorder()
     backend(None)
@@ -100,33 +100,67 @@ def blanks(plan: Plan, arrays: int = 4) -> list[mx.array]:
     return [x, words, scales, scales, *[mx.zeros((3,), dtype)] * (arrays - 4)]
 
 
-def test_the_text_of_a_product_is_made_of_these_files(texts: dict[str, str]) -> None:
-    text = source.product_source("mma")
-    fused = source.product_source("mma", fused=True)
+def included(file: str) -> str:
+    """Returns the last line of a header that names a file."""
+    return f'#include "{(source.shader_folder() / file).as_posix()}"\n'
 
-    names = ("work", "decode", "words")
-    assert text.header.split("\n") == [
-        "// cuda/prelude.cuh",
-        *(f"// lib/{name}.metal" for name in names),
-        "// cuda/lane.cuh",
-        "// lib/epilogue.metal",
-        "// cuda/mma.cuh",
-    ]
-    assert (text.source, fused.source) == ("// cuda/mma.cu", "// cuda/mma_fused.cu")
+
+def text_of(file: str) -> str:
+    return (source.shader_folder() / file).read_text()
+
+
+def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
+    text, fused = source.mma_source(448), source.mma_source(448, fused=True)
+
+    threads, digest, include = text.header.splitlines(keepends=True)
+    assert threads == "#define THREADS 448\n"
+    assert re.fullmatch("// [0-9a-f]{16}\n", digest)
+    assert include == included("cuda/product.cuh")
+    assert fused.header == text.header
+    assert text.source == text_of("cuda/mma.cu")
+    assert fused.source == text_of("cuda/mma_fused.cu")
     assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
     assert text.input_names == ("x", "w", "scales", "biases", "shape", "schedule")
     finish = ("bias", "multiplier", "residual", "parts")
     assert fused.input_names == (*text.input_names, *finish)
 
 
-def test_so_is_that_of_the_reduce_and_metals_is_another(texts: dict[str, str]) -> None:
+def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     metal, text = source.reduce_source(), source.reduce_source(cuda=True)
 
-    assert text.header == f"// cuda/prelude.cuh\n{metal.header}"
-    assert text.source == "// cuda/reduce.cu"
-    assert source.reduce_source(True, cuda=True).source == "// cuda/reduce_fused.cu"
-    assert metal.source == "// kernels/reduce.metal"
+    digest = source.mma_source(448).header.splitlines()[1]
+    assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
+    assert text.source == text_of("cuda/reduce.cu")
+    fused = source.reduce_source(True, cuda=True)
+    assert fused.source == text_of("cuda/reduce_fused.cu")
+    assert metal.source == text_of("kernels/reduce.metal")
+    assert "#include" not in metal.header
     assert text.input_names == metal.input_names
+
+
+def test_and_that_of_what_decodes() -> None:
+    metal, text = source.dequantize_source(), source.dequantize_source(cuda=True)
+
+    assert text.header.endswith(included("cuda/decoding.cuh"))
+    assert text.source == text_of("cuda/dequantize.cu")
+    assert metal.source == text_of("kernels/dequantize.metal")
+    assert text.input_names == metal.input_names
+
+
+@pytest.mark.parametrize("file", ["cuda/instructions.cuh", "lib/words.metal"])
+def test_a_header_changes_with_any_file_that_it_may_include(
+    copied: Path, file: str
+) -> None:
+    def headers() -> list[str]:
+        forget_texts()
+        return [source.mma_source(32).header, source.reduce_source(cuda=True).header]
+
+    before = headers()
+    assert headers() == before
+
+    (copied / file).write_text(text_of(file) + "// changed\n")
+
+    assert not {*headers()} & {*before}
 
 
 def test_template_arguments_are_in_order() -> None:
@@ -212,29 +246,18 @@ def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> Non
     ]
 
 
-def test_the_name_says_text_and_dtypes(
-    recorder: Recorder, texts: dict[str, str]
-) -> None:
-    def name(**options: Any) -> str:
+def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
+    def built(**options: Any) -> tuple[str, str, str]:
         recorder.built.clear()
         plan = plan_of(**options)
         launch.product(plan)(*blanks(plan))
-        return str(recorder.built[0]["name"])
+        first = recorder.built[0]
+        return first["name"], first["header"], first["source"]
 
-    half = name(**WHOLE)
-    text = source.product_source("mma")
-    whole = f"{text.header}\0{text.source}".encode()
-    digest = hashlib.sha256(whole).hexdigest()[: launch.DIGEST]
-    assert half == f"marlin_mma_float16_float16_float16_{digest}"
-    # MLX's own name has the template's values, and neither these nor the text.
-    dtypes = {"dtype": "bfloat16", "scale_dtype": "bfloat16"}
-    assert name(**WHOLE, **dtypes).startswith("marlin_mma_bfloat16_bfloat16_bfloat16")
-    assert name(**SPLIT).startswith("marlin_mma_float16_float16_float32_")
-    assert name(strategy="stripe", simdgroups_n=3, k_parallel=1) == half
-
-    texts["cuda/mma.cuh"] = "// changed"
-    source.product_source.cache_clear()
-    assert name(**WHOLE) != half
+    threads = 32 * 3 * 2
+    text = source.mma_source(threads)
+    assert built(**WHOLE) == ("marlin_mma", text.header, text.source)
+    assert built(**SPLIT)[1] == source.mma_source(32 * 2 * 4).header
 
 
 def test_another_block_is_another_kernel_and_the_same_is_built_once(
@@ -250,7 +273,7 @@ def test_another_block_is_another_kernel_and_the_same_is_built_once(
 
 
 def test_without_cuda_a_kernel_is_an_error_when_it_runs(
-    backend: Choose, texts: dict[str, str]
+    backend: Choose,
 ) -> None:
     if mx.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -287,6 +310,7 @@ def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
     assert ("BATCHED", True) in recorder.called[0]["template"]
 
 
+MANY_ROWS = {layout: most + 1 for layout, most in cuda.MOST_ROWS.items()}
 STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "float32": (
         lambda: (activations(3, K), *weight(N, K)),
@@ -295,27 +319,27 @@ STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     ),
     "transpose=False": (
         lambda: (
-            activations(3, N, dtype=mx.float16),
-            pack(*weight(N, K, dtype=mx.float16)),
+            activations(2, 3, N, dtype=mx.float16),
+            pack(*weight(N, K, dtype=mx.float16, batch=2)),
         ),
         {"transpose": False},
-        "our CUDA kernels multiply by the transposed weight only",
+        "our CUDA kernels multiply a batch by transposed weights only",
     ),
     "many rows": (
         lambda: (
-            activations(cuda.MOST_ROWS + 1, K, dtype=mx.float16),
+            activations(MANY_ROWS["mlx"], K, dtype=mx.float16),
             *weight(N, K, dtype=mx.float16),
         ),
         {},
-        "65 rows on NVIDIA H200",
+        "33 rows on NVIDIA H200",
     ),
-    "many rows, packed": (
+    "many rows, packed, in a batch": (
         lambda: (
-            activations(cuda.MOST_ROWS + 1, K, dtype=mx.float16),
-            pack(*weight(N, K, dtype=mx.float16)),
+            activations(2, MANY_ROWS["marlin"], K, dtype=mx.float16),
+            pack(*weight(N, K, dtype=mx.float16, batch=2)),
         ),
         {},
-        "65 rows on NVIDIA H200",
+        "129 rows on NVIDIA H200",
     ),
 }
 
@@ -356,11 +380,33 @@ def test_who_forces_the_back_end_sees_it_run_for_any_rows(
     recorder: Recorder, backend: Choose
 ) -> None:
     backend("cuda")
-    x = activations(cuda.MOST_ROWS + 1, K, dtype=mx.float16)
+    for layout, m in MANY_ROWS.items():
+        native = weight(N, K, dtype=mx.float16)
+        x = activations(m, K, dtype=mx.float16)
+        recorder.called.clear()
 
-    mlx_marlin.quantized_matmul(x, *weight(N, K, dtype=mx.float16))
+        mlx_marlin.quantized_matmul(x, *native if layout == "mlx" else [pack(*native)])
 
-    assert recorder.called
+        assert "FRAGMENTS_M" in dict(recorder.called[0]["template"])
+
+
+@pytest.mark.parametrize(
+    ("m", "columns", "transpose"), [(MANY_ROWS["marlin"], N, True), (3, K, False)]
+)
+def test_a_packed_weight_is_decoded_once(
+    recorder: Recorder, m: int, columns: int, transpose: bool
+) -> None:
+    x = activations(m, K if transpose else N, dtype=mx.float16)
+    packed = pack(*weight(N, K, dtype=mx.float16))
+
+    assert mlx_marlin.why_not(x, packed, transpose=transpose) is None
+    y = mlx_marlin.quantized_matmul(x, packed, transpose=transpose)
+
+    assert y.shape == (m, columns)
+    (built,), (call,) = recorder.built, recorder.called
+    assert (built["name"], built["shared_memory"]) == ("marlin_dequantize", 0)
+    assert call["output_shapes"] == ((N, K),)
+    assert call["output_dtypes"] == (mx.float16,)
 
 
 def test_invariance_is_refused_where_stock_would_serve(recorder: Recorder) -> None:
@@ -374,18 +420,19 @@ def test_invariance_is_refused_where_stock_would_serve(recorder: Recorder) -> No
     assert launch.plans_built()[-1].problem.invariant
 
 
-def test_gradients_are_those_of_mlx(recorder: Recorder) -> None:
+def test_gradients_are_mlxs_or_from_a_decoded_weight(recorder: Recorder) -> None:
     x, native = activations(3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
-    packed = pack(*native)
 
     def loss(product: Callable[..., mx.array], *w: Any) -> Callable[..., mx.array]:
         return lambda x: product(x, *w).sum()
 
     expected = mx.grad(loss(mx.quantized_matmul, *native))(x)
-    for arguments in (native, (packed,)):
-        gradient = mx.grad(loss(mlx_marlin.quantized_matmul, *arguments))(x)
-        assert mx.allclose(gradient, expected, rtol=1e-2, atol=1e-2)
-    assert {each["name"][:10] for each in recorder.built} == {"marlin_mma"}
+    gradient = mx.grad(loss(mlx_marlin.quantized_matmul, *native))(x)
+    assert mx.allclose(gradient, expected, rtol=1e-2, atol=1e-2)
+    assert {each["name"] for each in recorder.built} == {"marlin_mma"}
+
+    mx.eval(mx.grad(loss(mlx_marlin.quantized_matmul, pack(*native)))(x))
+    assert recorder.built[-1]["name"] == "marlin_dequantize"
 
 
 def test_experts_are_stocks(recorder: Recorder) -> None:

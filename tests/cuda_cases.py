@@ -1,0 +1,166 @@
+"""Cases of the CUDA kernel and what they must give, on a GPU and on the CPU.
+
+Integer cases are compared bit for bit, floats with exactly decoded weights in float64
+and with the same product in plain numbers of the same dtype.
+"""
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import format_cases
+import mlx.core as mx
+import numpy as np
+import oracles
+from format_cases import GROUPED, Weight, layouts_of, step_of
+from oracles import Floats, exact
+
+from mlx_marlin import mma, scheduler
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.device import named
+from mlx_marlin.plan import Plan, k_tile
+from mlx_marlin.problem import PLAIN, Epilogue, Problem
+
+N, TILES_K = 200, 7
+"""Columns that fill no tile, and k tiles that no number of slices divides."""
+Case = tuple[str, int, int, str, str, int, dict[str, Any]]
+WAYS: tuple[dict[str, Any], ...] = (
+    {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3},
+    {"strategy": "stripe", "num_threadgroups": 3, "simdgroups_n": 3},
+    {"strategy": "split_k", "k_parallel": 3, "simdgroups_n": 1, "simdgroups_k": 2},
+    {"strategy": "stream_k", "num_threadgroups": 5, "simdgroups_n": 2},
+    {"strategy": "hybrid", "num_threadgroups": 6, "whole": 4, "simdgroups_n": 1},
+    {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2},
+    {"strategy": "stream_k", "num_threadgroups": 40, "simdgroups_k": 1},
+)
+ROWS = (1, 9, 17, 32, 8, 33, 16, 25)
+EPILOGUES = (
+    Epilogue(bias=True),
+    Epilogue(activation="silu", multiply=True),
+    Epilogue(bias=True, activation="gelu", residual=True),
+    Epilogue(activation="gelu_approx", multiply=True, residual=True),
+    Epilogue(bias=True, parts=(40, 70, 90)),
+)
+
+
+def h200() -> CudaDevice:
+    device = named("NVIDIA H200")
+    assert isinstance(device, CudaDevice)
+    return device
+
+
+def cases() -> Iterator[Case]:
+    """Yields every format once, and with each the next of all else."""
+    dtypes, ways, rows = cycle(mma.DTYPES), cycle(WAYS), cycle(ROWS)
+    layouts = cycle((0, 0, -1))
+    for mode, bits, group_size in GROUPED:
+        here = layouts_of(mode, bits, group_size)[::-1]
+        k = step_of(mode, bits, group_size)
+        problem = Problem(
+            m=1,
+            n=N,
+            k=k,
+            mode=mode,
+            bits=bits,
+            group_size=group_size or k,
+            scale_dtype="uint8" if mode[:2] in ("mx", "nv") else "float16",
+            layout="marlin",
+        )
+        if mma.why_not(problem) is None:
+            yield (
+                mode,
+                bits,
+                group_size,
+                here[next(layouts)],
+                next(dtypes),
+                next(rows),
+                next(ways),
+            )
+
+
+def plan_of(
+    case: Case,
+    *,
+    epilogue: Epilogue = PLAIN,
+    batch: int = 1,
+    global_scale: bool = False,
+    **more: Any,
+) -> Plan:
+    mode, bits, group_size, layout, dtype, m, way = case
+    k = k_of(mode, bits, group_size)
+    problem = Problem(
+        m=m,
+        n=N,
+        k=k,
+        batch=batch,
+        mode=mode,
+        bits=bits,
+        group_size=group_size or k,
+        dtype=dtype,
+        scale_dtype="uint8" if mode[:2] in ("mx", "nv") else dtype,
+        layout=layout,
+        epilogue=epilogue,
+        global_scale=global_scale,
+    )
+    plan = scheduler.make(problem, device=h200(), **(way | more))
+    assert plan.kernel == "mma"
+    return plan
+
+
+def k_of(mode: str, bits: int, group_size: int) -> int:
+    """Returns a k that fills no pair of tiles, and where groups let it, no tile."""
+    step = step_of(mode, bits, group_size)
+    if group_size == 0:
+        return step
+    return max(TILES_K * k_tile(group_size) // step, 1) * step - (
+        step if group_size == 32 else 0
+    )
+
+
+def draw(case: Case, seed: int = 1) -> tuple[Weight, mx.array]:
+    mode, bits, group_size, _, dtype, m, _ = case
+    k = k_of(mode, bits, group_size)
+    weight = format_cases.any_weight(
+        mode, bits, group_size, N, k, dtype=dtype, seed=seed
+    )
+    x = mx.random.normal((m, k), key=mx.random.key(seed))
+    return weight, x.astype(getattr(mx, dtype))
+
+
+def integers(dtype: str, m: int) -> tuple[Weight, mx.array, Floats]:
+    """Returns a weight of integers [N, 448], x and what their product is stored as."""
+    rng = np.random.default_rng(m)
+    k = 448
+    codes = rng.integers(0, 16, (N, k))
+    ones = np.ones((N, k // 64), np.float32)
+    native = [mx.array(each).astype(getattr(mx, dtype)) for each in (ones, -8 * ones)]
+    weight = Weight("affine", 4, 64, (format_cases.write_codes(codes, 4), *native))
+    x = mx.array(rng.integers(-1, 2, (m, k)).astype(np.float32))
+    expected = format_cases.rounded(exact(x) @ weight.decoded.T, dtype)
+    return weight, x.astype(getattr(mx, dtype)), expected
+
+
+def operands(m: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns a bias [N], a multiplier [m, N] and a residual [m, N]."""
+    keys = mx.random.split(mx.random.key(5), 3)
+    shapes = ((N,), (m, N), (m, N))
+    drawn = [mx.random.normal(s, key=k) for s, k in zip(shapes, keys, strict=True)]
+    bias, multiplier, residual = (each.astype(mx.float16) for each in drawn)
+    return bias, multiplier, residual
+
+
+def moved(array: mx.array) -> mx.array:
+    """Returns an array that begins an element after its buffer does."""
+    longer = mx.concatenate([array.flatten()[:1], array.flatten()])
+    mx.eval(longer)
+    return longer[1:].reshape(array.shape)
+
+
+def assert_right(y: mx.array, x: mx.array, weight: Floats, dtype: str) -> None:
+    expected = exact(x) @ weight.T
+    assert y.shape == expected.shape
+    off = oracles.error(y, expected)
+    assert off < oracles.TOLERANCES[dtype]
+    plain = mx.array(weight.astype(np.float32)).astype(x.dtype)
+    if expected.size >= oracles.MANY:
+        assert off <= 2 * oracles.error(x @ plain.T, expected)

@@ -1,0 +1,111 @@
+"""CUDA kernels on the emulator: what stands for `mx.fast.cuda_kernel` without a GPU.
+
+The text is compiled as it is, but for one file: `cuda_host/instructions.cuh` takes the
+place of that of the shaders, whose functions are single instructions. CUDA's headers
+are those of `cuda_host/`. A block is one of the emulator's threadgroups, a warp one of
+its simdgroups, and shared memory is threadgroup memory: so the emulator finds races,
+reads of what was never written, accesses out of bounds and misaligned ones here too.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import cache
+from mlx_marlin.emulator import metal_kernel
+
+HOST = Path(__file__).parent / "cuda_host"
+_INCLUDE = re.compile(r'#include [<"](?P<file>[^>"]+)[>"]')
+_SHARED = re.compile(r"extern __shared__ (?P<type>\w+) (?P<name>\w+)\[\];")
+BYTES = {"float": 4}
+SHARED_LIMIT = 32 * 1024
+"""Bytes of threadgroup memory that the emulator gives, as Metal does."""
+
+Changes = dict[str, tuple[str, str]]
+"""By a file's name, what to replace there and by what: planted bugs."""
+
+
+def flattened(text: str, folder: Path, changes: Changes) -> Iterator[str]:
+    """Yields the lines of a text, included files in their place.
+
+    Args:
+        text: With `#include`.
+        folder: Where quoted names are looked for, after `cuda_host/`.
+        changes: What is replaced in files.
+    """
+    for line in text.splitlines():
+        found = _INCLUDE.fullmatch(line)
+        if not found:
+            yield line
+            continue
+        name = found["file"]
+        path = HOST / Path(name).name
+        path = path if path.exists() else folder / name
+        content = path.read_text(encoding="ascii")
+        if path.name in changes:
+            old, new = changes[path.name]
+            assert old in content
+            content = content.replace(old, new)
+        yield f'#line 1 "{path.parent.name}/{path.name}"'
+        yield from flattened(content, path.parent, changes)
+
+
+def _written(text: str) -> Path:
+    """Returns a file of a text: raw C++, which no one is to take for Metal."""
+    folder = cache.folder("cuda_host")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.h"
+    if not path.exists():
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(text)
+        own.replace(path)
+    return path
+
+
+def cuda_kernel(
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    header: str,
+    source: str,
+    shared_memory: int,
+    changes: Changes | None = None,
+) -> Callable[..., list[mx.array]]:
+    """Makes a kernel as `mx.fast.cuda_kernel` does, but on the CPU."""
+    text = "\n".join(flattened(header, Path(), changes or {}))
+    body = _SHARED.sub(
+        lambda found: (
+            f"threadgroup {found['type']} {found['name']}"
+            f"[{shared_memory // BYTES[found['type']]}];"
+        ),
+        source,
+    )
+    kernel = metal_kernel(
+        name, input_names, output_names, body, f'#include "{_written(text)}"\n'
+    )
+
+    def call(
+        *, grid: tuple[int, int, int], threadgroup: tuple[int, int, int], **rest: Any
+    ) -> list[mx.array]:
+        # MLX rounds CUDA's grid up to whole blocks.
+        whole = [-(-a // b) * b for a, b in zip(grid, threadgroup, strict=True)]
+        return kernel(grid=tuple(whole), threadgroup=threadgroup, **rest)
+
+    return call
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> None:
+    """Makes a machine whose CUDA kernels run on the CPU, for a forced back end."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    kernel = partial(cuda_kernel, changes=changes)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
+    # The emulator computes at once and cannot be traced.
+    monkeypatch.setattr(mx, "compile", lambda function: function)

@@ -1,0 +1,206 @@
+"""The CUDA kernels' text on the CPU, where there is neither a GPU nor a CUDA compiler.
+
+What runs is `shaders/cuda` as it is launched, less single instructions: see
+`cuda_on_cpu.py`. A covering set of formats; `pytest -m exhaustive` runs all of them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any
+
+import cuda_cases
+import cuda_on_cpu
+import epilogues
+import format_cases
+import mlx.core as mx
+import numpy as np
+import oracles
+import pytest
+from cuda_cases import EPILOGUES, ROWS, WAYS, Case
+from format_cases import Weight
+from oracles import exact
+
+from mlx_marlin import launch, mma
+from mlx_marlin.dense_plan import DensePlan, dense_plan
+from mlx_marlin.emulator import emulated, unavailable
+from mlx_marlin.formats import FORMATS
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Epilogue
+
+pytestmark = [
+    pytest.mark.skipif(
+        unavailable() is not None, reason="the emulator does not run here"
+    ),
+    pytest.mark.usefixtures("on_cpu"),
+]
+
+MOST_ALONG = 4
+"""Warps along k where a way of dividing the work names none."""
+WHOLE, SPLIT = WAYS[0], WAYS[3]
+EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
+PARTS = EPILOGUES[-1]
+
+
+@pytest.fixture
+def on_cpu(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.serve(monkeypatch)
+    backend("cuda")
+
+
+def every_case() -> Iterator[Case]:
+    """Yields every format in every layout and dtype, and with each the next of rest."""
+    rows, ways = cycle(ROWS), cycle(WAYS)
+    formats = dict.fromkeys(case[:3] for case in cuda_cases.cases())
+    for (mode, bits, group_size), dtype in product(formats, mma.DTYPES):
+        for layout in format_cases.layouts_of(mode, bits, group_size):
+            yield mode, bits, group_size, layout, dtype, next(rows), next(ways)
+
+
+def facts(case: Case) -> set[object]:
+    """Returns what a covering set has to meet: all that chooses another text."""
+    mode, bits, group_size, layout, dtype, m, way = case
+    codes = FORMATS[mode, bits].codes
+    group = {32: "step 32", 128: "pairs of tiles"}.get(group_size, "step 64")
+    return {
+        (mode, bits, layout),
+        (codes, bits, dtype),
+        (codes, group_size, layout),
+        (bits, group, layout),
+        (group_size, dtype),
+        ("fragments", -(-m // 8), layout),
+        ("way", WAYS.index(way), dtype),
+    }
+
+
+def covering(facts: Callable[[Case], set[object]] = facts) -> list[Case]:
+    """Returns few cases that meet every fact."""
+    cases = [*every_case()]
+    chosen = format_cases.covering(range(len(cases)), lambda i: facts(cases[i]))
+    return [cases[i] for i in chosen]
+
+
+def plan_of(case: Case, **more: Any) -> Plan:
+    """Returns a plan with as many warps along k as the emulator has memory for."""
+    *format, way = case
+    for along in range(way.get("simdgroups_k", MOST_ALONG), 0, -1):
+        plan = cuda_cases.plan_of((*format, way | {"simdgroups_k": along}), **more)
+        if plan.threadgroup_bytes <= cuda_on_cpu.SHARED_LIMIT:
+            break
+    return plan
+
+
+def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
+    arrays = format_cases.arguments(weight, plan.problem.layout)
+    return launch.product(plan)(x, *arrays, *finish)
+
+
+def check_format(case: Case) -> None:
+    weight, x = cuda_cases.draw(case)
+    y = run(plan_of(case), x, weight)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+@pytest.mark.parametrize("case", covering(), ids=str)
+def test_formats(case: Case) -> None:
+    check_format(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [*every_case()], ids=str)
+def test_every_format(case: Case) -> None:
+    check_format(case)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("dtype", "m"), [("float16", 7), ("bfloat16", 40)])
+def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
+    weight, x, expected = cuda_cases.integers(dtype, m)
+    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
+    assert np.array_equal(exact(y), expected)
+
+
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
+def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
+    case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
+    weight, x = cuda_cases.draw(case)
+    finish = cuda_cases.operands(19)
+    y = run(plan_of(case, epilogue=epilogue), x, weight, *finish)
+    expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
+    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+def test_batches(layout: str, way: dict[str, Any]) -> None:
+    case: Case = ("affine", 4, 64, layout, "float16", 5, way)
+    drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
+    each = (format_cases.arguments(weight, layout) for weight, _ in drawn)
+    arrays = [mx.stack(parts) for parts in zip(*each, strict=True)]
+    x = mx.stack([x for _, x in drawn])
+    y = launch.product(plan_of(case, batch=3))(x, *arrays)
+    for i, (weight, own) in enumerate(drawn):
+        cuda_cases.assert_right(y[i], own, weight.decoded, "float16")
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+def test_arrays_may_begin_anywhere(layout: str, bits: int) -> None:
+    case: Case = ("affine", bits, 64, layout, "float16", 6, WHOLE)
+    weight, x = cuda_cases.draw(case)
+    arrays = map(cuda_cases.moved, format_cases.arguments(weight, layout))
+    y = launch.product(plan_of(case))(cuda_cases.moved(x), *arrays)
+    cuda_cases.assert_right(y, x, weight.decoded, "float16")
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+def test_a_global_scale(layout: str) -> None:
+    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, SPLIT)
+    drawn, x = cuda_cases.draw(case)
+    weight = replace(drawn, global_scale=mx.array(5.0))
+    y = run(plan_of(case, global_scale=True), x, weight)
+    cuda_cases.assert_right(y, x, weight.decoded, "float16")
+
+
+def decoding_facts(case: Case) -> set[object]:
+    mode, bits, group_size, layout, dtype, _, _ = case
+    group = group_size if group_size == 16 else group_size == 32
+    return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
+
+
+@pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
+def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
+    weight, _ = cuda_cases.draw(case)
+    plan = dense_plan(plan_of(case).problem)
+    arrays = format_cases.arguments(weight, case[3])
+    y, expected = exact(launch.dequantized(plan)(*arrays)), weight.decoded
+    rounding = oracles.ROUNDING[case[4]] * np.abs(expected)
+    assert np.all(np.abs(y - expected) <= rounding + oracles.SMALLEST[case[4]])
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
+    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, WHOLE)
+    drawn, x = cuda_cases.draw(case)
+    weight = replace(drawn, global_scale=mx.array(5.0))
+    problem = plan_of(case, global_scale=True).problem
+    plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
+    assert len(plan.chunks) > 1
+    matrix = weight.decoded if transposed else weight.decoded.T
+    x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
+    y = launch.dense_product(plan)(x, *format_cases.arguments(weight, layout))
+    cuda_cases.assert_right(y, x, matrix, "float16")
+
+
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+def test_no_race_and_nothing_read_that_is_not_there(
+    layout: str, way: dict[str, Any]
+) -> None:
+    case: Case = ("affine", 4, 32, layout, "float16", 12, way)
+    with emulated(trace=True):
+        check_format(case)
