@@ -362,7 +362,7 @@ def test_an_invariant_product_is_cut_alike_for_any_rows(
     assert len(cuts) == 1
 
 
-@pytest.mark.parametrize(("layout", "most"), [("mlx", 32), ("marlin", 128)])
+@pytest.mark.parametrize(("layout", "most"), [("mlx", 5), ("marlin", 128)])
 def test_beyond_the_served_rows_stock_serves_with_a_reason(
     layout: str, most: int
 ) -> None:
@@ -392,7 +392,7 @@ def test_many_rows_of_a_packed_weight_are_a_plain_product() -> None:
 
 
 def test_a_comparison_begins_with_the_choice_and_can_be_shown() -> None:
-    problem = Problem(m=32, n=17408, k=5120, group_size=128)
+    problem = Problem(m=32, n=17408, k=5120, group_size=128, layout="marlin")
 
     choice = scheduler.compare(problem, device=H200)
 

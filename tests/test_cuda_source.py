@@ -331,7 +331,7 @@ STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
             *weight(N, K, dtype=mx.float16),
         ),
         {},
-        "33 rows on NVIDIA H200",
+        f"{MANY_ROWS['mlx']} rows on NVIDIA H200",
     ),
     "many rows, packed, in a batch": (
         lambda: (
@@ -339,7 +339,7 @@ STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
             pack(*weight(N, K, dtype=mx.float16, batch=2)),
         ),
         {},
-        "129 rows on NVIDIA H200",
+        f"{MANY_ROWS['marlin']} rows on NVIDIA H200",
     ),
 }
 

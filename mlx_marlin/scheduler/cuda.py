@@ -25,9 +25,10 @@ from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.scheduler.decompositions import Space
 from mlx_marlin.work import STRATEGIES, Tile, Work, data_parallel
 
-MOST_ROWS = {"mlx": 32, "marlin": 128}
+MOST_ROWS = {"mlx": 5, "marlin": 128}
 """Rows up to which "mma" serves, by layout; beyond, stock MLX does, or a plain product
-of a packed weight that is decoded once."""
+of a packed weight that is decoded once. Ours is not timed yet in MLX's layout: there it
+has the rows for which stock MLX takes longer than for 8 (docs/cuda.md)."""
 
 STATED_BANDWIDTH = 1.13
 """Bandwidth in the stated one's terms that any number of warps would reach, and what
