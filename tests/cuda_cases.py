@@ -24,14 +24,22 @@ from mlx_marlin.problem import PLAIN, Epilogue, Problem
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""
 Case = tuple[str, int, int, str, str, int, dict[str, Any]]
+STREAMS = {"strategy": "stream_k", "minimum": 1}
+"""Of products as small as these, the usual minimum of k tiles leaves no split."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3},
-    {"strategy": "stripe", "num_threadgroups": 3, "simdgroups_n": 3},
+    {"strategy": "stripe", "num_threadgroups": 2, "k_parallel": 3, "simdgroups_n": 3},
     {"strategy": "split_k", "k_parallel": 3, "simdgroups_n": 1, "simdgroups_k": 2},
-    {"strategy": "stream_k", "num_threadgroups": 5, "simdgroups_n": 2},
-    {"strategy": "hybrid", "num_threadgroups": 6, "whole": 4, "simdgroups_n": 1},
+    {**STREAMS, "num_threadgroups": 7, "simdgroups_n": 2, "simdgroups_k": 2},
+    {
+        "strategy": "hybrid",
+        "minimum": 1,
+        "num_threadgroups": 6,
+        "whole": 2,
+        "simdgroups_n": 1,
+    },
     {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2},
-    {"strategy": "stream_k", "num_threadgroups": 40, "simdgroups_k": 1},
+    {**STREAMS, "num_threadgroups": 40, "simdgroups_n": 1, "simdgroups_k": 1},
 )
 ROWS = (1, 9, 17, 32, 8, 33, 16, 25)
 EPILOGUES = (

@@ -10,16 +10,22 @@ reads of what was never written, accesses out of bounds and misaligned ones here
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cuda_cases
+import format_cases
 import mlx.core as mx
 import pytest
+from cuda_cases import Case
+from format_cases import Weight
 
-from mlx_marlin import cache
+from mlx_marlin import cache, launch
 from mlx_marlin.emulator import metal_kernel
+from mlx_marlin.plan import Plan
+from mlx_marlin.source import OPERANDS
 
 HOST = Path(__file__).parent / "cuda_host"
 _INCLUDE = re.compile(r'#include [<"](?P<file>[^>"]+)[>"]')
@@ -27,34 +33,41 @@ _SHARED = re.compile(r"extern __shared__ (?P<type>\w+) (?P<name>\w+)\[\];")
 BYTES = {"float": 4}
 SHARED_LIMIT = 32 * 1024
 """Bytes of threadgroup memory that the emulator gives, as Metal does."""
+MOST_ALONG = 4
+"""Warps along k where a way of dividing the work names none."""
 
 Changes = dict[str, tuple[str, str]]
 """By a file's name, what to replace there and by what: planted bugs."""
 
 
-def flattened(text: str, folder: Path, changes: Changes) -> Iterator[str]:
+def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
     """Yields the lines of a text, included files in their place.
 
     Args:
         text: With `#include`.
-        folder: Where quoted names are looked for, after `cuda_host/`.
+        own: Its file: beside it quoted names are looked for, after `cuda_host/`.
         changes: What is replaced in files.
     """
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), start=1):
         found = _INCLUDE.fullmatch(line)
         if not found:
             yield line
             continue
         name = found["file"]
         path = HOST / Path(name).name
-        path = path if path.exists() else folder / name
+        path = path if path.exists() else own.parent / name
         content = path.read_text(encoding="ascii")
         if path.name in changes:
             old, new = changes[path.name]
-            assert old in content
+            assert content.count(old) == 1
             content = content.replace(old, new)
-        yield f'#line 1 "{path.parent.name}/{path.name}"'
-        yield from flattened(content, path.parent, changes)
+        yield _line(1, path)
+        yield from flattened(content, path, changes)
+        yield _line(number + 1, own)
+
+
+def _line(number: int, file: Path) -> str:
+    return f'#line {number} "{file.parent.name}/{file.name}"'
 
 
 def _written(text: str) -> Path:
@@ -80,7 +93,7 @@ def cuda_kernel(
     changes: Changes | None = None,
 ) -> Callable[..., list[mx.array]]:
     """Makes a kernel as `mx.fast.cuda_kernel` does, but on the CPU."""
-    text = "\n".join(flattened(header, Path(), changes or {}))
+    text = "\n".join(flattened(header, Path("header"), changes or {}))
     body = _SHARED.sub(
         lambda found: (
             f"threadgroup {found['type']} {found['name']}"
@@ -109,3 +122,37 @@ def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> No
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
     # The emulator computes at once and cannot be traced.
     monkeypatch.setattr(mx, "compile", lambda function: function)
+
+
+def plan_of(case: Case, **more: Any) -> Plan:
+    """Returns a plan with as many warps along k as the emulator has memory for."""
+    *format, way = case
+    for along in range(way.get("simdgroups_k", MOST_ALONG), 0, -1):
+        plan = cuda_cases.plan_of((*format, way | {"simdgroups_k": along}), **more)
+        if plan.threadgroup_bytes <= SHARED_LIMIT:
+            break
+    return plan
+
+
+def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
+    arrays = format_cases.arguments(weight, plan.problem.layout)
+    return launch.product(plan)(x, *arrays, *finish)
+
+
+def check(case: Case) -> None:
+    """Compares a product of drawn arrays with float64."""
+    weight, x = cuda_cases.draw(case)
+    y = run(plan_of(case), x, weight)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_moved(case: Case, names: Collection[str]) -> None:
+    """Likewise where these arrays begin an element after their buffers do."""
+    weight, x = cuda_cases.draw(case)
+    arrays = (x, *format_cases.arguments(weight, case[3]))
+    given = [
+        cuda_cases.moved(each) if name in names else each
+        for name, each in zip(OPERANDS, arrays, strict=True)
+    ]
+    y = launch.product(plan_of(case))(*given)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])

@@ -4,6 +4,7 @@ What runs is `shaders/cuda` as it is launched, less single instructions: see
 `cuda_on_cpu.py`. A covering set of formats; `pytest -m exhaustive` runs all of them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -18,15 +19,15 @@ import numpy as np
 import oracles
 import pytest
 from cuda_cases import EPILOGUES, ROWS, WAYS, Case
-from format_cases import Weight
+from cuda_on_cpu import check, check_moved, plan_of, run
 from oracles import exact
 
 from mlx_marlin import launch, mma
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.formats import FORMATS
-from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Epilogue
+from mlx_marlin.source import OPERANDS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -35,8 +36,6 @@ pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
 ]
 
-MOST_ALONG = 4
-"""Warps along k where a way of dividing the work names none."""
 WHOLE, SPLIT = WAYS[0], WAYS[3]
 EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
 PARTS = EPILOGUES[-1]
@@ -82,36 +81,26 @@ def covering(facts: Callable[[Case], set[object]] = facts) -> list[Case]:
     return [cases[i] for i in chosen]
 
 
-def plan_of(case: Case, **more: Any) -> Plan:
-    """Returns a plan with as many warps along k as the emulator has memory for."""
-    *format, way = case
-    for along in range(way.get("simdgroups_k", MOST_ALONG), 0, -1):
-        plan = cuda_cases.plan_of((*format, way | {"simdgroups_k": along}), **more)
-        if plan.threadgroup_bytes <= cuda_on_cpu.SHARED_LIMIT:
-            break
-    return plan
-
-
-def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
-    arrays = format_cases.arguments(weight, plan.problem.layout)
-    return launch.product(plan)(x, *arrays, *finish)
-
-
-def check_format(case: Case) -> None:
-    weight, x = cuda_cases.draw(case)
-    y = run(plan_of(case), x, weight)
-    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
+    plan = plan_of(("affine", 4, 64, "marlin", "float16", 12, way))
+    splits = Counter(
+        split.tile
+        for threadgroup in range(plan.num_threadgroups)
+        for split in plan.work.splits(threadgroup)
+    )
+    assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
 
 
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
-    check_format(case)
+    check(case)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [*every_case()], ids=str)
 def test_every_format(case: Case) -> None:
-    check_format(case)
+    check(case)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -128,7 +117,9 @@ def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
     weight, x = cuda_cases.draw(case)
     finish = cuda_cases.operands(19)
-    y = run(plan_of(case, epilogue=epilogue), x, weight, *finish)
+    plan = plan_of(case, epilogue=epilogue)
+    assert plan.finishes == (way is SPLIT)
+    y = run(plan, x, weight, *finish)
     expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
@@ -141,19 +132,20 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
     each = (format_cases.arguments(weight, layout) for weight, _ in drawn)
     arrays = [mx.stack(parts) for parts in zip(*each, strict=True)]
     x = mx.stack([x for _, x in drawn])
-    y = launch.product(plan_of(case, batch=3))(x, *arrays)
+    plan = plan_of(case, batch=3)
+    assert plan.finishes == (way is SPLIT)
+    y = launch.product(plan)(x, *arrays)
     for i, (weight, own) in enumerate(drawn):
         cuda_cases.assert_right(y[i], own, weight.decoded, "float16")
 
 
+@pytest.mark.parametrize("moved", [OPERANDS, *zip(OPERANDS, strict=True)], ids=str)
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
-def test_arrays_may_begin_anywhere(layout: str, bits: int) -> None:
-    case: Case = ("affine", bits, 64, layout, "float16", 6, WHOLE)
-    weight, x = cuda_cases.draw(case)
-    arrays = map(cuda_cases.moved, format_cases.arguments(weight, layout))
-    y = launch.product(plan_of(case))(cuda_cases.moved(x), *arrays)
-    cuda_cases.assert_right(y, x, weight.decoded, "float16")
+def test_arrays_may_begin_anywhere(
+    layout: str, bits: int, moved: tuple[str, ...]
+) -> None:
+    check_moved(("affine", bits, 64, layout, "float16", 6, WHOLE), moved)
 
 
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
@@ -203,4 +195,4 @@ def test_no_race_and_nothing_read_that_is_not_there(
 ) -> None:
     case: Case = ("affine", 4, 32, layout, "float16", 12, way)
     with emulated(trace=True):
-        check_format(case)
+        check(case)

@@ -174,21 +174,22 @@ METAL_FUNC Quantizers<T> load_quantizers(const WeightTile<S>& tile, int k, Work 
   constexpr int FACTORS = W::BIASED ? 2 : 1;
   if (W::PACKED) {
     const S* from = tile.scales + group * (FACTORS * TILE_N);
-    S numbers[4 * FACTORS];
+    // As many bytes as they are, at a multiple of that.
+    struct alignas(4 * FACTORS * sizeof(S)) Together {
+      S numbers[4 * FACTORS];
+    };
+    Together own;
     if (ALIGNED) {
-      // As many bytes as they are, at a multiple of that.
-      struct alignas(sizeof(numbers)) Together {
-        S numbers[4 * FACTORS];
-      };
-      *(Together*)numbers = *(const Together*)from;
+      const Together& theirs = *(const Together*)from;
+      own = theirs;
     } else {
       UNROLL for (int i = 0; i < 4 * FACTORS; ++i) {
-        numbers[i] = from[i];
+        own.numbers[i] = from[i];
       }
     }
     UNROLL for (int f = 0; f < 4; ++f) {
-      result.scale[f] = scale_of<W::GROUP, T>(numbers[FACTORS * f]);
-      result.bias[f] = W::BIASED ? T(numbers[FACTORS * f + FACTORS - 1]) : T(0.0f);
+      result.scale[f] = scale_of<W::GROUP, T>(own.numbers[FACTORS * f]);
+      result.bias[f] = W::BIASED ? T(own.numbers[FACTORS * f + FACTORS - 1]) : T(0.0f);
     }
   } else {
     UNROLL for (int f = 0; f < 4; ++f) {

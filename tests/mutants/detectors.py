@@ -26,8 +26,8 @@ Verdict = str | None
 
 def detect(detector: Detector, case: Case) -> Verdict:
     """Asks one detector about the shaders as they are now."""
-    if detector in _REPORTS:
-        return _reported(_REPORTS[detector], case)
+    if detector in REPORTS:
+        return _reported(REPORTS[detector], case)
     return _JUDGES[detector](case)
 
 
@@ -35,7 +35,7 @@ TIME_LIMIT = 5.0
 """Seconds that a threadgroup of a case may take; it takes hundredths."""
 _RACE = "race between"
 _UNWRITTEN = "read of a value that was never written"
-_REPORTS = {
+REPORTS = {
     Detector.OUTSIDE: (" outside ",),
     Detector.RACE: (_RACE,),
     Detector.UNWRITTEN: (_UNWRITTEN,),

@@ -1,0 +1,187 @@
+"""Bugs in the CUDA kernels: who holds what, borders, barriers and alignment.
+
+Their files are named with suffixes: `test_cuda_mutants.py` plants them.
+"""
+
+from mutant import Detector, Mutant
+
+PACKED = "packed, two tiles side by side, three slices, whole k"
+PACKED_STREAM = "packed, streams, four slices"
+PACKED_ODD = "packed, odd offsets"
+NATIVE = "native bfloat16, two tiles side by side, three slices, whole k"
+TAIL = "packed groups of 32, k tail"
+PAIRS = "packed groups of 128, slices"
+SYMMETRIC = "packed symmetric codes, bfloat16"
+ZERO_POINT = "packed zero points of 3 bits"
+NVFP4 = "packed nvfp4"
+ODD_X = "packed, odd offset of x"
+ODD_WORDS = "packed, odd offset of words"
+ODD_SCALES = "packed, odd offset of scales"
+
+_LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
+_BEFORE_STORE = "    __syncthreads();\n    store_tile"
+_BREAK = "    if (WHOLE) {\n      break;\n    }\n"
+_ALIGNED = "is_aligned(x) && is_aligned(w) && is_aligned(scales)"
+
+MUTANTS = (
+    Mutant(
+        "cuda: two bits of a packed lane are swapped",
+        _LANE,
+        "(lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1)",
+        "(lane.pair & 1) << 3 | (lane.row & 3) << 1 | (lane.pair >> 1)",
+        PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: lower halves of x stand where upper ones belong",
+        _LANE,
+        "0x7632);",
+        "0x5410);",
+        NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: pairs of native 4-bit codes are those of the packed layout",
+        _LANE,
+        "!W::PACKED && W::BITS == 4 ? 4 : W::PAIRS",
+        "W::PAIRS",
+        NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: sums of rows g and g + 8 change places",
+        _LANE,
+        "8 * (i >> 1)",
+        "8 * (1 - (i >> 1))",
+        PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: odd x is read twice",
+        _LANE,
+        "uint(values[2 * i + 1]) << 16",
+        "uint(values[2 * i]) << 16",
+        PACKED_ODD,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a slice begins before the one above it ends",
+        _MMA,
+        "split.k_tile_count * slice / SLICES",
+        "split.k_tile_count * slice / (SLICES + 1)",
+        PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: the numbers of groups of 128 change every 64",
+        _MMA,
+        "if (nth % GROUP_TILES == 0) {",
+        "{",
+        PAIRS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a step beyond k is multiplied",
+        _MMA,
+        "here + step * W::STEP < k_stop) {\n          multiply_step",
+        "here < k_stop) {\n          multiply_step",
+        TAIL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: the next words come a tile too early",
+        _MMA,
+        "load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + AHEAD * TILE_K",
+        "load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + TILE_K",
+        PAIRS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: x is not looked at for alignment",
+        _MMA,
+        _ALIGNED,
+        "is_aligned(w) && is_aligned(scales)",
+        ODD_X,
+        Detector.MISALIGNED,
+    ),
+    Mutant(
+        "cuda: words are not looked at for alignment",
+        _MMA,
+        _ALIGNED,
+        "is_aligned(x) && is_aligned(scales)",
+        ODD_WORDS,
+        Detector.MISALIGNED,
+    ),
+    Mutant(
+        "cuda: scales are not looked at for alignment",
+        _MMA,
+        _ALIGNED,
+        "is_aligned(x) && is_aligned(w)",
+        ODD_SCALES,
+        Detector.MISALIGNED,
+    ),
+    Mutant(
+        "cuda: no barrier before the store",
+        _MMA,
+        _BEFORE_STORE,
+        "    store_tile",
+        PACKED,
+        Detector.TOO_EARLY,
+    ),
+    Mutant(
+        "cuda: no barrier after the store",
+        _MMA,
+        f"{_BREAK}    __syncthreads();\n",
+        _BREAK,
+        PACKED_STREAM,
+        Detector.RACE,
+    ),
+    Mutant(
+        "cuda: the last block's warps all have columns",
+        _WEIGHTS,
+        "min(col + lane.row + 8 * f, work.n - 1)",
+        "(col + lane.row + 8 * f)",
+        NATIVE,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: codes under the exponent of 64 read as under that of 1024",
+        _WEIGHTS,
+        "0x54005400u",
+        "0x64006400u",
+        PACKED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: symmetric codes in bfloat16 keep their surplus",
+        _WEIGHTS,
+        "bfloat(float(128 + SURPLUS))",
+        "bfloat(float(128))",
+        SYMMETRIC,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a zero point is added",
+        _WEIGHTS,
+        "if (W::MODE == ZERO_POINT) {",
+        "if (W::MODE == ZERO_POINT && W::BITS == 4) {",
+        ZERO_POINT,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: lanes of nvfp4 share a scale",
+        _WEIGHTS,
+        "group_at<W>(k) + (W::SCALED ? tile.lane.pair : 0)",
+        "group_at<W>(k)",
+        NVFP4,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: the reduce sees tiles of one width only",
+        "lib/reduce.metal",
+        "col / WIDTH",
+        "col",
+        PACKED_STREAM,
+        Detector.WRONG_RESULT,
+    ),
+)

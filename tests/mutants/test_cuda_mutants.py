@@ -1,0 +1,101 @@
+"""Bugs planted in the CUDA kernels are noticed, on the CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import cuda_on_cpu
+import planted_cuda
+import pytest
+from cuda_cases import WAYS, Case
+from cuda_on_cpu import check_moved
+from detectors import REPORTS, TIME_LIMIT
+from mutant import Detector, Mutant
+
+from mlx_marlin import emulator
+from mlx_marlin.source import OPERANDS
+
+pytestmark = [
+    pytest.mark.mutant,
+    pytest.mark.skipif(
+        emulator.unavailable() is not None, reason="the emulator does not run here"
+    ),
+]
+
+WHOLE, SLICED, STREAM = WAYS[0], WAYS[2], WAYS[3]
+CASES: dict[str, Case] = {
+    planted_cuda.PACKED: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
+    planted_cuda.PACKED_STREAM: ("affine", 4, 64, "marlin", "float16", 12, STREAM),
+    planted_cuda.NATIVE: ("affine", 4, 64, "mlx", "bfloat16", 12, WHOLE),
+    planted_cuda.TAIL: ("affine", 4, 32, "marlin", "float16", 9, SLICED),
+    planted_cuda.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, SLICED),
+    planted_cuda.SYMMETRIC: ("symmetric", 4, 64, "marlin", "bfloat16", 9, STREAM),
+    planted_cuda.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
+    planted_cuda.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
+}
+MOVED = {
+    planted_cuda.PACKED_ODD: OPERANDS,
+    planted_cuda.ODD_X: ("x",),
+    planted_cuda.ODD_WORDS: ("w",),
+    planted_cuda.ODD_SCALES: ("scales",),
+}
+CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
+
+
+@pytest.fixture
+def plant(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Mutant | None], None]:
+    """Returns what serves calls by the CUDA kernels, with a bug or without."""
+
+    def put(mutant: Mutant | None) -> None:
+        change = {Path(mutant.file).name: (mutant.old, mutant.new)} if mutant else {}
+        cuda_on_cpu.serve(monkeypatch, change)
+        backend("cuda")
+
+    return put
+
+
+def detect(detector: Detector, case: str) -> str | None:
+    """Asks one detector about the kernels as they are now."""
+    try:
+        with emulator.emulated(
+            workers=1, trace=detector in REPORTS, time_limit=TIME_LIMIT
+        ):
+            check_moved(CASES[case], MOVED.get(case, ()))
+    except AssertionError:
+        return "wrong" if detector == Detector.WRONG_RESULT else None
+    except emulator.EmulatorError as error:
+        first_line, *_ = str(error).splitlines()
+        if any(sentence in first_line for sentence in REPORTS.get(detector, ())):
+            return str(error)
+        raise
+    return None
+
+
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(each, id=each.name) for each in planted_cuda.MUTANTS]
+)
+def test_a_planted_bug_is_noticed(
+    mutant: Mutant,
+    plant: Callable[[Mutant | None], None],
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("mutant", f"{mutant.file}: {mutant.name}")
+    record_property("caught_by", str(mutant.caught_by))
+    plant(mutant)
+
+    assert detect(mutant.caught_by, mutant.case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_said_of_our_own_kernels(
+    case: str, plant: Callable[[Mutant | None], None]
+) -> None:
+    plant(None)
+
+    assert detect(Detector.WRONG_RESULT, case) is None
+    assert detect(Detector.RACE, case) is None
+
+
+def test_every_case_is_needed() -> None:
+    assert {mutant.case for mutant in planted_cuda.MUTANTS} == set(CASES)
