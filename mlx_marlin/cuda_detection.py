@@ -104,18 +104,23 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
 
 def _bandwidth_gbs() -> float:
     """Returns the bandwidth at which MLX adds up a large array."""
-    import mlx.core as mx
 
-    values = mx.zeros((COPIED,), mx.float16)
+    values = _drawn(COPIED)
     return _rounded(values.nbytes / _seconds(lambda: values.max()) / 1e9)
 
 
 def _tflops() -> float:
     """Returns the arithmetic of MLX's own product of halves."""
+
+    a = _drawn(SIDE, SIDE)
+    return _rounded(2 * SIDE**3 / _seconds(lambda: a @ a) / 1e12)
+
+
+def _drawn(*shape: int) -> Any:
+    """Returns numbers to compute with: of zeros a device may be faster."""
     import mlx.core as mx
 
-    a = mx.zeros((SIDE, SIDE), mx.float16)
-    return _rounded(2 * SIDE**3 / _seconds(lambda: a @ a) / 1e12)
+    return mx.random.uniform(-1, 1, shape, mx.float16, key=mx.random.key(0))
 
 
 def _seconds(make: Any) -> float:

@@ -19,6 +19,8 @@ MOST_SIMDGROUPS = 28
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a block may have where it has most (NVIDIA, CUDA C++
 Programming Guide, compute capability 9.0); the scheduler knows the device's own."""
+CAPABILITY = (8, 0)
+"""What has these matrix products of bfloat16 too (NVIDIA, PTX ISA, mma.m16n8k16)."""
 DTYPES = ("float16", "bfloat16")
 """Activations that a fragment holds as they are."""
 

@@ -354,6 +354,12 @@ def _not_ours(kind: Kind) -> str | None:
 def _not_on_cuda(problem: Problem, transpose: bool) -> str | None:
     if launch.backend() != "cuda":
         return None
+    here = target()
+    if isinstance(here, CudaDevice) and here.capability < mma.CAPABILITY:
+        needed = ".".join(map(str, mma.CAPABILITY))
+        return (
+            f"our CUDA kernels need compute capability {needed}, {here.name} has less"
+        )
     if not transpose and problem.batch > 1:
         return "our CUDA kernels multiply a batch by transposed weights only"
     return mma.why_not(problem)

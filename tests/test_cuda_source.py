@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from arguments import activations, weight
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin import device, launch, repacking, scheduler, source
+from mlx_marlin import cuda_device, device, launch, repacking, scheduler, source
 from mlx_marlin.cli import demo_report
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.integrations.mlx_lm import default_layout
@@ -363,6 +364,20 @@ def test_groups_of_16_integers_are_stocks(recorder: Recorder) -> None:
     x = activations(3, K, dtype=mx.float16)
 
     assert "groups of 16 integers" in str(mlx_marlin.why_not(x, packed))
+    assert mx.abs(mlx_marlin.quantized_matmul(x, packed)).max() > 0
+    assert recorder.built == []
+
+
+def test_an_old_device_is_stocks(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = replace(cuda_device.DEFAULT, name="an old device", arch="sm_75")
+    monkeypatch.setattr(device, "current", lambda: old)
+    packed = pack(*weight(N, K, dtype=mx.float16))
+    x = activations(3, K, dtype=mx.float16)
+
+    needed = "need compute capability 8.0, an old device has less"
+    assert needed in str(mlx_marlin.why_not(x, packed))
     assert mx.abs(mlx_marlin.quantized_matmul(x, packed)).max() > 0
     assert recorder.built == []
 
