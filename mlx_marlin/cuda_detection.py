@@ -103,7 +103,7 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
 
 
 def _bandwidth_gbs() -> float:
-    """Returns the bandwidth at which MLX adds up a large array."""
+    """Returns the bandwidth at which MLX reads a large array."""
 
     values = _drawn(COPIED)
     return _rounded(values.nbytes / _seconds(lambda: values.max()) / 1e9)

@@ -113,8 +113,11 @@ def as_rows(product: Product, kind: Kind) -> Run:
             )
         return unfold(product(fold(x), w, scales, biases, *given))
 
-    plain = not kind.w_batch and not kind.epilogue.parts
-    if len(kind.x_shape) == 2 and kind.mode == "affine" and plain:
+    if kind.epilogue.parts:
+        return lambda *arrays: cast(
+            mx.array, taken_apart(run(*arrays), kind.epilogue.parts)
+        )
+    if len(kind.x_shape) == 2 and kind.mode == "affine" and not kind.w_batch:
         return product
     return run
 
@@ -130,7 +133,7 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
     """
     batch, m, _ = kind.sizes
     if not kind.w_batch:
-        return lambda x: x.reshape(m, x.shape[-1]), _unfolding(kind)
+        return lambda x: x.reshape(m, x.shape[-1]), lambda y: y.reshape(kind.shape)
     whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
     of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
     is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
@@ -149,18 +152,6 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
         return y.reshape(*ordered, kind.shape[-1]).transpose(*back).reshape(kind.shape)
 
     return fold, unfold
-
-
-def _unfolding(kind: Kind) -> Reshape:
-    """Returns what makes the caller's result, or results, of a matrix."""
-    parts = kind.epilogue.parts
-    if not parts:
-        return lambda y: y.reshape(kind.shape)
-
-    def unfold(y: mx.array) -> mx.array:
-        return cast(mx.array, taken_apart(y.reshape(kind.shape), parts))
-
-    return unfold
 
 
 def _converting(product: Product, kind: Kind, fold: Reshape) -> Product:

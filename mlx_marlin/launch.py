@@ -314,8 +314,9 @@ def _kernel_of(plan: Plan, text: source.Source) -> KernelCall:
 def _cuda_kernel(text: source.Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():
         raise ValueError(
-            f"{ENVIRONMENT}={forced_backend()!r} where MLX has no CUDA device, "
-            f"expected another of {', '.join(BACKENDS)}"
+            f"the kernel {text.name} needs a CUDA device, and MLX has none here: "
+            f"{ENVIRONMENT}={os.environ.get(ENVIRONMENT)!r}, expected another of "
+            f"{', '.join(BACKENDS)}"
         )
     return cast(
         KernelCall,

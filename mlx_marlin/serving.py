@@ -263,7 +263,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
     reason = None if dense else _faster_elsewhere(problem, measured)
     if reason:
         return Served(stock, reason)
-    product = launch.dense_product(dense) if dense else _planned(problem, measured)
+    product = _decoded(dense) if dense else _planned(problem, measured)
     back = _backward(problem) if kind.layout == "marlin" else None
     run = as_rows(differentiable(product, stock, back), kind)
     return Served(_traced(run) if launch.backend() == "cuda" else run)
@@ -273,7 +273,7 @@ def _traced(run: Run) -> Run:
     """Returns a call whose graph is built once.
 
     A traced graph spares what MLX does with a CUDA kernel's template arguments and text
-    in every call, 3 us of 9 (measured, docs/cuda.md), and Python between its parts.
+    in every call (measured, docs/cuda.md), and Python between its parts.
     """
     return cast(Run, mx.compile(run))
 
@@ -284,6 +284,12 @@ def _planned(problem: Problem, measured: Result | None) -> Product:
     if problem.epilogue == PLAIN:
         return product
     return with_all_operands(product, problem.epilogue)
+
+
+def _decoded(plan: DensePlan) -> Product:
+    product = launch.dense_product(plan)
+    epilogue = plan.problem.epilogue
+    return product if epilogue == PLAIN else then_finished(product, epilogue)
 
 
 def _dense(problem: Problem) -> DensePlan | None:
@@ -354,15 +360,18 @@ def _not_ours(kind: Kind) -> str | None:
 def _not_on_cuda(problem: Problem, transpose: bool) -> str | None:
     if launch.backend() != "cuda":
         return None
-    here = target()
-    if isinstance(here, CudaDevice) and here.capability < mma.CAPABILITY:
-        needed = ".".join(map(str, mma.CAPABILITY))
-        return (
-            f"our CUDA kernels need compute capability {needed}, {here.name} has less"
-        )
     if not transpose and problem.batch > 1:
         return "our CUDA kernels multiply a batch by transposed weights only"
-    return mma.why_not(problem)
+    return too_old() or mma.why_not(problem)
+
+
+def too_old() -> str | None:
+    """Says why no kernel of ours runs on the device here; None if they do."""
+    here = target()
+    if not isinstance(here, CudaDevice) or here.capability >= mma.CAPABILITY:
+        return None
+    needed = ".".join(map(str, mma.CAPABILITY))
+    return f"our CUDA kernels need compute capability {needed}, {here.name} has less"
 
 
 def target() -> Target:

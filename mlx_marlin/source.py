@@ -1,4 +1,4 @@
-"""Finds the Metal text of a plan's kernels and names their template arguments.
+"""Finds the Metal or CUDA text of a plan's kernels and names their template arguments.
 
 The files under `shaders/` are ordinary Metal; nothing is pasted into them. A kernel is
 the body `kernels/NAME.metal` with the joined `lib` files as its header, configured by

@@ -41,6 +41,15 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 40, "simdgroups_n": 1, "simdgroups_k": 1},
 )
+WIDE = {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 4}
+"""The block of 896 threads that few rows of large weights have."""
+LARGE: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, WIDE),
+    (8, WIDE),
+    (16, {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 4}),
+    (32, {"strategy": "data_parallel", "simdgroups_n": 8, "simdgroups_k": 2}),
+)
+"""Rows and blocks of many threads or much shared memory, as in plans of models."""
 ROWS = (1, 9, 17, 32, 8, 33, 16, 25)
 EPILOGUES = (
     Epilogue(bias=True),

@@ -121,7 +121,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> No
     kernel = partial(cuda_kernel, changes=changes)
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
     # The emulator computes at once and cannot be traced.
-    monkeypatch.setattr(mx, "compile", lambda function: function)
+    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
 
 
 def plan_of(case: Case, **more: Any) -> Plan:

@@ -178,7 +178,7 @@ def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
         assert (len(copies) - 1) * nbytes >= 10_000
 
 
-def test_what_the_issue_asks_is_judged(load: Any) -> None:
+def test_what_is_asked_for_is_judged(load: Any) -> None:
     summary = load("cuda_summary")
     row = {"k": 5120, "n": 17408, "format": str(summary.TARGET_FORMAT)}
     results = [

@@ -15,6 +15,7 @@ import oracles
 import pytest
 from cuda_cases import (
     EPILOGUES,
+    LARGE,
     WAYS,
     Case,
     N,
@@ -66,6 +67,16 @@ def test_every_format(case: Case) -> None:
     arrays = arguments(weight, case[3])
     y = same_bits(lambda: run(x, *arrays))
     assert_right(y, x, weight.decoded, case[4])
+
+
+@pytest.mark.parametrize(("m", "way"), LARGE, ids=str)
+def test_blocks_that_models_have(m: int, way: dict[str, Any]) -> None:
+    case: Case = ("affine", 4, 128, "marlin", "float16", m, way)
+    weight, x = draw(case)
+    run = launch.product(cuda_cases.plan_of(case))
+    arrays = arguments(weight, "marlin")
+    y = same_bits(lambda: run(x, *arrays))
+    assert_right(y, x, weight.decoded, "float16")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -366,7 +366,9 @@ def test_an_invariant_product_is_cut_alike_for_any_rows(
 def test_beyond_the_served_rows_stock_serves_with_a_reason(
     layout: str, most: int
 ) -> None:
-    problem = Problem(m=most, n=512, k=1024, layout=layout)
+    # A packed weight alone is decoded then; several of them are not.
+    batch = 2 if layout == "marlin" else 1
+    problem = Problem(m=most, n=512, k=1024, layout=layout, batch=batch)
     more = replace(problem, m=most + 1)
 
     assert scheduler.stock_reason(problem, H200) is None
@@ -389,6 +391,22 @@ def test_many_rows_of_a_packed_weight_are_a_plain_product() -> None:
         replace(many, invariant=True),
     )
     assert [scheduler.choose_dense(each, H200) for each in others] == [None] * 4
+
+
+def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
+    many = Problem(m=200, n=4096, k=4096, layout="marlin")
+
+    assert scheduler.stock_reason(many, H200) is None
+    assert scheduler.compare(many, device=H200).reason is None
+    assert scheduler.stock_reason(replace(many, layout="mlx"), H200) is not None
+
+
+def test_a_block_that_a_device_has_no_memory_for_is_refused() -> None:
+    problem = Problem(m=32, n=4096, k=4096, layout="marlin")
+    small = CudaDevice.named("RTX 4090")
+
+    with pytest.raises(ValueError, match=r"110592 bytes.*more than the 101376 of"):
+        scheduler.make(problem, device=small, simdgroups_n=8, simdgroups_k=3)
 
 
 def test_a_comparison_begins_with_the_choice_and_can_be_shown() -> None:

@@ -282,7 +282,9 @@ def test_without_cuda_a_kernel_is_an_error_when_it_runs(
     plan = plan_of(**WHOLE)
     multiply = launch.product(plan)
 
-    with pytest.raises(ValueError, match="MLX_MARLIN_BACKEND='cuda' where MLX has no"):
+    with pytest.raises(
+        ValueError, match=r"marlin_mma needs a CUDA device.*='cuda', expected"
+    ):
         multiply(*blanks(plan))
 
 
@@ -380,6 +382,8 @@ def test_an_old_device_is_stocks(
     assert needed in str(mlx_marlin.why_not(x, packed))
     assert mx.abs(mlx_marlin.quantized_matmul(x, packed)).max() > 0
     assert recorder.built == []
+    linear = nn.Linear(K, N)
+    assert default_layout(nn.QuantizedLinear.from_linear(linear)) == "mlx"
 
 
 def test_a_call_on_the_cpu_is_stocks(

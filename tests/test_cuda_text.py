@@ -20,12 +20,14 @@ import oracles
 import pytest
 from cuda_cases import EPILOGUES, ROWS, WAYS, Case
 from cuda_on_cpu import check, check_moved, plan_of, run
-from oracles import exact
+from oracles import Floats, exact
 
-from mlx_marlin import launch, mma
+import mlx_marlin
+from mlx_marlin import device, launch, mma, scheduler
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.formats import FORMATS
+from mlx_marlin.packing import pack
 from mlx_marlin.problem import Epilogue
 from mlx_marlin.source import OPERANDS
 
@@ -109,6 +111,65 @@ def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
     weight, x, expected = cuda_cases.integers(dtype, m)
     y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
     assert np.array_equal(exact(y), expected)
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_the_largest_block(m: int) -> None:
+    case: Case = ("affine", 4, 128, "marlin", "float16", m, cuda_cases.WIDE)
+    assert plan_of(case).threads == 896
+    check(case)
+
+
+@pytest.fixture
+def chosen(
+    on_cpu: None,
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serves as on a machine with CUDA where nobody forces a back end."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(device, "current", cuda_cases.h200)
+    backend(None)
+    assert launch.backend() == "cuda"
+
+
+MANY = scheduler.cuda.MOST_ROWS["marlin"] + 1
+FINISHED: dict[str, tuple[dict[str, Any], Callable[[Floats, Floats], Floats]]] = {
+    "nothing": ({}, lambda y, _: y),
+    "bias": ({"bias": True}, lambda y, bias: y + bias),
+    "silu": ({"activation": "silu"}, lambda y, _: y / (1 + np.exp(-y))),
+}
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("m", [12, MANY])
+@pytest.mark.parametrize("finish", FINISHED)
+def test_who_asks_for_nothing_gets_the_numbers(m: int, finish: str) -> None:
+    weight, x = cuda_cases.draw(("affine", 4, 64, "marlin", "float16", m, {}))
+    packed = pack(*weight.native, **weight.options)
+    bias = mx.random.normal((cuda_cases.N,), key=mx.random.key(3)).astype(mx.float16)
+    options, expected = FINISHED[finish]
+    given = options | ({"bias": bias} if "bias" in options else {})
+
+    assert mlx_marlin.why_not(x, packed) is None
+    y = mlx_marlin.linear(x, packed, **given)
+
+    right = expected(exact(x) @ weight.decoded.T, exact(bias))
+    assert oracles.error(y, right) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("m", [12, MANY])
+def test_results_of_several_weights_are_apart(m: int) -> None:
+    weight, x = cuda_cases.draw(("affine", 4, 64, "marlin", "float16", m, {}))
+    packed = pack(*weight.native, **weight.options)
+
+    results = mlx_marlin.linears(x, packed, parts=(72, 128))
+
+    right = np.split(exact(x) @ weight.decoded.T, [72], axis=1)
+    assert len(results) == 2
+    for y, own in zip(results, right, strict=True):
+        assert oracles.error(y, own) < oracles.TOLERANCES["float16"]
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)

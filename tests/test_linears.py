@@ -162,3 +162,15 @@ def test_a_problems_parts_are_its_columns() -> None:
     with pytest.raises(ValueError, match=r"parts=\(1, 2\) do not add up to n=4"):
         Problem(m=1, n=4, k=64, epilogue=Epilogue(parts=(1, 2)))
     assert Epilogue(parts=(1, 2)).explain() == "y in parts of 1, 2"
+
+
+def test_a_weight_in_a_batch_of_one_has_parts_too() -> None:
+    x = mx.random.normal((3, 64), key=mx.random.key(1)).astype(mx.float16)
+    native = mx.quantize(mx.random.normal((1, 96, 64), key=mx.random.key(2)))
+    native = [each.astype(mx.float16) if i else each for i, each in enumerate(native)]
+
+    results = mlx_marlin.linears(x, *native, parts=(32, 64))
+
+    y = mlx_marlin.quantized_matmul(x, *native)
+    assert [each.shape for each in results] == [(1, 3, 32), (1, 3, 64)]
+    assert mx.allclose(mx.concatenate(results, axis=-1), y, rtol=1e-2, atol=1e-2)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import launch
+from mlx_marlin import launch, serving
 from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
@@ -142,9 +142,10 @@ def default_layout(layer: nn.Module) -> str:
 
     On CUDA "marlin" where our kernels multiply: experts, heads that also want products
     with weights as they are, and activations in float32 are stock MLX's, which would
-    have to unpack them.
+    have to unpack them. Scales that are bytes do not tell the activations' dtype: such
+    a layer is packed, and a model in float32 should be given `layout="mlx"`.
     """
-    if launch.backend() != "cuda":
+    if launch.backend() != "cuda" or serving.too_old() is not None:
         return "mlx"
     if type(layer) is nn.Linear:
         scales = layer.weight

@@ -28,7 +28,7 @@ from mlx_marlin.work import STRATEGIES, Tile, Work, data_parallel
 MOST_ROWS = {"mlx": 5, "marlin": 128}
 """Rows up to which "mma" serves, by layout; beyond, stock MLX does, or a plain product
 of a packed weight that is decoded once. Ours is not timed yet in MLX's layout: there it
-has the rows for which stock MLX takes longer than for 8 (docs/cuda.md)."""
+has few rows, for which stock MLX takes longer than for 8 (docs/cuda.md)."""
 
 STATED_BANDWIDTH = 1.13
 """Bandwidth in the stated one's terms that any number of warps would reach, and what
@@ -38,15 +38,15 @@ WARP_BANDWIDTH = 3.7e9
 """Bytes a second of one warp: the second half of that fit."""
 STEP_SECONDS = (450e-9, 730e-9, 880e-9, 1030e-9)
 """What a warp takes for 32 columns and 64 of k, by fragments_m: instructions and waits
-for its own products (measured, docs/cuda.md: 46.7 us for 16 rows and 66 us for 32 with
-14 warps and 64 steps each; the first is a guess, because there memory takes longer, and
-the third lies between its neighbours)."""
+for its own products (measured, docs/cuda.md: 45.8 us for 16 rows and 66.3 us for 32
+with 14 warps and 64 steps each; the first is a guess, because there memory takes
+longer, and the third lies between its neighbours)."""
 PIECE_SECONDS = 2.5e-6
 """To begin and end a piece of work: first loads, and the sums of a block's warps (a
 guess)."""
 FURTHER_LAUNCH = 8e-6
-"""Seconds for each launch after the first, most of it MLX's own (measured,
-docs/cuda.md)."""
+"""Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
+and 2 of the device (a guess)."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
@@ -78,7 +78,7 @@ def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
     """
     if problem.invariant and problem.m != INVARIANT_ROWS:
         of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
-        return _with_rows(of_all, problem, wishes)
+        return _with_rows(of_all, problem, device, wishes)
     _check(problem, wishes)
     fragments_m = wishes.get("fragments_m", _fragments_m(problem))
     best: Way | None = None
@@ -92,7 +92,7 @@ def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
             f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
             f"worth comparing; name a strategy too, such as 'split_k'"
         )
-    return _plan(problem, fragments_m, best, wishes)
+    return _plan(problem, fragments_m, best, device, wishes)
 
 
 def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
@@ -102,7 +102,7 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
     if not problem.invariant:
         fragments_m = chosen.fragments_m
         for way in _ways(problem, fragments_m, device, wishes):
-            plans[_plan(problem, fragments_m, way, wishes)] = None
+            plans[_plan(problem, fragments_m, way, device, wishes)] = None
     compared = [
         Candidate(plan=each, prediction=predict(each, device)) for each in plans
     ]
@@ -121,7 +121,7 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
 def handover(problem: Problem, device: CudaDevice) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should."""
     most = MOST_ROWS[problem.layout]
-    if problem.invariant or problem.m <= most:
+    if problem.invariant or problem.m <= most or dense(problem) is not None:
         return None
     return (
         f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
@@ -325,10 +325,16 @@ def _check(problem: Problem, wishes: Wishes) -> None:
         )
 
 
-def _plan(problem: Problem, fragments_m: int, way: Way, wishes: Wishes) -> Plan:
+def _plan(
+    problem: Problem,
+    fragments_m: int,
+    way: Way,
+    device: CudaDevice,
+    wishes: Wishes,
+) -> Plan:
     work, across, along = way
     natural: Reduction = "workspace" if work.is_split else "none"
-    return Plan(
+    plan = Plan(
         problem=problem,
         kernel="mma",
         tile=Tile(
@@ -342,9 +348,18 @@ def _plan(problem: Problem, fragments_m: int, way: Way, wishes: Wishes) -> Plan:
         work=work,
         reduction=wishes.get("reduction", natural),
     )
+    if plan.threadgroup_bytes > device.shared_bytes:
+        raise ValueError(
+            f"simdgroups_n={across}, simdgroups_k={along}, fragments_m={fragments_m} "
+            f"need {plan.threadgroup_bytes} bytes of shared memory, more than the "
+            f"{device.shared_bytes} of {device.name}"
+        )
+    return plan
 
 
-def _with_rows(plan: Plan, problem: Problem, wishes: Wishes) -> Plan:
+def _with_rows(
+    plan: Plan, problem: Problem, device: CudaDevice, wishes: Wishes
+) -> Plan:
     """Returns an invariant plan for another number of rows: k is cut as it was."""
     fragments_m = wishes.get("fragments_m", _fragments_m(problem))
     m_tiles = -(-problem.m // (mma.FRAGMENT_ROWS * fragments_m))
@@ -356,4 +371,4 @@ def _with_rows(plan: Plan, problem: Problem, wishes: Wishes) -> Plan:
             plan.work, tiles=tiles, threadgroups=tiles * slices, slices=slices
         )
     way = work, plan.simdgroups_n, plan.simdgroups_k
-    return _plan(problem, fragments_m, way, wishes)
+    return _plan(problem, fragments_m, way, device, wishes)

@@ -343,8 +343,8 @@ _SUMS = (
     Mutant(
         "row and column change places in the reduce",
         _REDUCE,
-        "splits_of_element(first, col, product, work)",
-        "splits_of_element(col, first, product, work)",
+        "splits_of_element(first, col / WIDTH, product, tiles)",
+        "splits_of_element(col / WIDTH, first, product, tiles)",
         STREAM,
         Detector.WRONG_RESULT,
     ),
