@@ -242,7 +242,7 @@ def _decoder(
     problem = plan.problem
     on_cuda = backend() == "cuda"
     text = source.dequantize_source(on_cuda)
-    kernel = _cuda_kernel(text, 0) if on_cuda else _kernel(text)
+    kernel = _lazily(text, 0) if on_cuda else _kernel(text)
     template = _template(source.weight_template(problem))
     _, rows, _, length = block
     steps = length // (32 if problem.group_size == 32 else TILE_K)
@@ -300,9 +300,15 @@ def _kernel_of(plan: Plan, text: source.Source) -> KernelCall:
     """Returns a plan's kernel."""
     if plan.kernel != "mma":
         return _kernel(text)
-    shared = plan.threadgroup_bytes if "x" in text.input_names else 0
-    # Only a machine with CUDA can have the kernel, and any machine may plan.
-    built = cache(partial(_cuda_kernel, text, shared))
+    return _lazily(text, plan.threadgroup_bytes if "x" in text.input_names else 0)
+
+
+def _lazily(text: source.Source, shared_memory: int) -> KernelCall:
+    """Returns a CUDA kernel that its first call builds.
+
+    Only a machine with CUDA can have it, and any machine may plan.
+    """
+    built = cache(partial(_cuda_kernel, text, shared_memory))
 
     def call(**arguments: Any) -> list[mx.array]:
         return built()(**arguments)
@@ -313,10 +319,10 @@ def _kernel_of(plan: Plan, text: source.Source) -> KernelCall:
 @cache
 def _cuda_kernel(text: source.Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():
+        others = ", ".join(each for each in BACKENDS if each != "cuda")
         raise ValueError(
             f"the kernel {text.name} needs a CUDA device, and MLX has none here: "
-            f"{ENVIRONMENT}={os.environ.get(ENVIRONMENT)!r}, expected another of "
-            f"{', '.join(BACKENDS)}"
+            f"{ENVIRONMENT}={os.environ.get(ENVIRONMENT)!r}, expected one of {others}"
         )
     return cast(
         KernelCall,

@@ -44,7 +44,7 @@ def _run(argv: list[str]) -> int:
     wanted = next((word for word in argv if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(
         prog="mlx-marlin",
-        description="Quantized matrix products for MLX on Apple GPUs.",
+        description="Quantized matrix products for MLX on Apple GPUs, and on NVIDIA's.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, text) in COMMANDS.items():
