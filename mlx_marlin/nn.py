@@ -7,13 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
-from mlx_marlin.ops import (
-    linear,
-    linears,
-    packed_parts,
-    packed_product,
-    quantized_matmul,
-)
+from mlx_marlin.ops import linear, linears, quantized_matmul
+from mlx_marlin.packed_calls import packed_parts, packed_product
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 

@@ -204,7 +204,7 @@ def linears(
                 bits=bits,
                 mode=mode,
             )
-    epilogue = _parted(bias is not None, tuple(parts))
+    epilogue = parted(bias is not None, tuple(parts))
     n = w.shape[-2]
     if isinstance(w, PackedWeight) and w.batch:
         raise ValueError(f"w is a batch {w.batch} of packed weights, expected one")
@@ -226,120 +226,11 @@ def linears(
             bits=bits,
             mode=mode,
         )
-        return tuple(mx.split(y, [*accumulate(epilogue.parts)][:-1], axis=-1))
+        return split_apart(y, epilogue.parts)
     given = [] if bias is None else [bias]
     if isinstance(w, PackedWeight):
-        return _results(served.run(x, w.words, w.scales, w.scales, *given))
-    return _results(served.run(x, w, scales, biases, *given))
-
-
-def packed_product(
-    x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-    bias: mx.array | None = None,
-    invariant: bool = False,
-    transpose: bool = True,
-    batch: tuple[int, ...] = (),
-) -> mx.array:
-    """Multiplies x [..., k] by a packed weight's arrays, for callers that hold them.
-
-    Args:
-        x: Activations [..., k].
-        words: Codes, as in `PackedWeight`.
-        scales: Scales and biases, likewise.
-        n: Rows of the weight.
-        k: Columns of the weight.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
-        bias: Bias [n] of the layer.
-        invariant: As for `linear`.
-        transpose: Whether the product is x @ w.T or x [..., n] @ w; if the latter,
-            there is no bias.
-        batch: Leading axes of the arrays, as in `PackedWeight`.
-
-    Returns:
-        The product [..., n] or [..., k], plus the bias if there is one.
-    """
-    served = serve_packed(
-        x.shape,
-        x.dtype,
-        n,
-        k,
-        group_size,
-        bits,
-        mode,
-        scales.dtype,
-        transpose,
-        mx.default_device() == CPU,
-        PLAIN if bias is None else _epilogue(True, None, False, False),
-        invariant,
-        False,
-        batch,
-    )
-    if bias is None:
-        return served.run(x, words, scales, scales)
-    return served.run(x, words, scales, scales, bias)
-
-
-def packed_parts(
-    x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-    parts: tuple[int, ...],
-    bias: mx.array | None = None,
-    invariant: bool = False,
-) -> tuple[mx.array, ...]:
-    """Multiplies x [..., k] by a packed weight's arrays, as `linears` does.
-
-    Args:
-        x: Activations [..., k].
-        words: Codes of all weights, as in `PackedWeight`.
-        scales: Scales and biases, likewise.
-        n: Rows of all weights.
-        k: Columns of a weight.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
-        parts: Rows of each weight, which add up to n.
-        bias: Biases [n] of all layers.
-        invariant: As for `linear`.
-
-    Returns:
-        A product [..., rows] for each weight.
-    """
-    served = serve_packed(
-        x.shape,
-        x.dtype,
-        n,
-        k,
-        group_size,
-        bits,
-        mode,
-        scales.dtype,
-        True,
-        mx.default_device() == CPU,
-        _parted(bias is not None, parts),
-        invariant,
-    )
-    if served.reason is not None:
-        y = packed_product(
-            x, words, scales, n, k, group_size, bits, mode, bias, invariant
-        )
-        return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
-    given = [] if bias is None else [bias]
-    return _results(served.run(x, words, scales, scales, *given))
+        return several(served.run(x, w.words, w.scales, w.scales, *given))
+    return several(served.run(x, w, scales, biases, *given))
 
 
 def why_not(
@@ -365,9 +256,14 @@ def why_not(
     return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
 
 
-def _results(parts: object) -> tuple[mx.array, ...]:
-    """Returns what a call with parts ran, which is several arrays."""
-    return cast(tuple[mx.array, ...], parts)
+def several(results: mx.array) -> tuple[mx.array, ...]:
+    """Returns what a call with parts gave as what it is: several arrays."""
+    return cast(tuple[mx.array, ...], results)
+
+
+def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
+    """Returns the columns of each part of stock MLX's product [..., n]."""
+    return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
 
 
 def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:
@@ -388,7 +284,8 @@ def _epilogue(
 
 
 @lru_cache
-def _parted(bias: bool, parts: tuple[int, ...]) -> Epilogue:
+def parted(bias: bool, parts: tuple[int, ...]) -> Epilogue:
+    """Returns the epilogue of several weights with the same x, remembered."""
     return Epilogue(bias=bias, parts=parts)
 
 

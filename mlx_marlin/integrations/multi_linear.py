@@ -6,7 +6,8 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from mlx_marlin.integrations.batch_layer import BatchLayer, twin_of
-from mlx_marlin.ops import packed_product, quantized_matmul
+from mlx_marlin.ops import quantized_matmul
+from mlx_marlin.packed_calls import packed_product
 
 
 # mlx-lm's layer has weight and scales as plain attributes, which it never sets again.

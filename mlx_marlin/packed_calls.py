@@ -1,0 +1,116 @@
+"""Products with a packed weight's arrays, for layers that hold them themselves."""
+
+import mlx.core as mx
+
+from mlx_marlin.ops import CPU, parted, several, split_apart
+from mlx_marlin.problem import PLAIN, Epilogue
+from mlx_marlin.serving import Served, serve_packed
+
+BIASED = Epilogue(bias=True)
+"""A layer's bias, and nothing else."""
+
+
+def packed_product(
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    bias: mx.array | None = None,
+    invariant: bool = False,
+    transpose: bool = True,
+    batch: tuple[int, ...] = (),
+) -> mx.array:
+    """Multiplies x [..., k] by a packed weight's arrays.
+
+    Args:
+        x: Activations [..., k].
+        words: Codes, as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of the weight.
+        k: Columns of the weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        bias: Bias [n] of the layer.
+        invariant: As for `linear`.
+        transpose: Whether the product is x @ w.T or x [..., n] @ w; if the latter,
+            there is no bias.
+        batch: Leading axes of the arrays, as in `PackedWeight`.
+
+    Returns:
+        The product [..., n] or [..., k], plus the bias if there is one.
+    """
+    format = n, k, group_size, bits, mode
+    epilogue = PLAIN if bias is None else BIASED
+    served = _served(x, scales, format, epilogue, invariant, transpose, batch)
+    if bias is None:
+        return served.run(x, words, scales, scales)
+    return served.run(x, words, scales, scales, bias)
+
+
+def packed_parts(
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    parts: tuple[int, ...],
+    bias: mx.array | None = None,
+    invariant: bool = False,
+) -> tuple[mx.array, ...]:
+    """Multiplies x [..., k] by the arrays of several packed weights, as `linears`.
+
+    Args:
+        x: Activations [..., k].
+        words: Codes of all weights, as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of all weights.
+        k: Columns of a weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        parts: Rows of each weight, which add up to n.
+        bias: Biases [n] of all layers.
+        invariant: As for `linear`.
+
+    Returns:
+        A product [..., rows] for each weight.
+    """
+    format = n, k, group_size, bits, mode
+    epilogue = parted(bias is not None, parts)
+    served = _served(x, scales, format, epilogue, invariant)
+    if served.reason is not None:
+        y = packed_product(x, words, scales, *format, bias, invariant)
+        return split_apart(y, parts)
+    given = [] if bias is None else [bias]
+    return several(served.run(x, words, scales, scales, *given))
+
+
+def _served(
+    x: mx.array,
+    scales: mx.array,
+    format: tuple[int, int, int, int, str],
+    epilogue: Epilogue,
+    invariant: bool,
+    transpose: bool = True,
+    batch: tuple[int, ...] = (),
+) -> Served:
+    return serve_packed(
+        x.shape,
+        x.dtype,
+        *format,
+        scales.dtype,
+        transpose,
+        mx.default_device() == CPU,
+        epilogue,
+        invariant,
+        False,
+        batch,
+    )
