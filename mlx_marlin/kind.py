@@ -1,4 +1,4 @@
-"""A kind of call, and how its arrays become the matrices that a product takes."""
+"""A kind of call, and how its arrays become those that a product takes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,46 +83,58 @@ class Kind:
         return weights, m, self.n
 
 
-def as_rows(product: Product, kind: Kind) -> Run:
-    """Lets a product of matrices take arrays as the caller has them.
+def as_called(product: Product, kind: Kind) -> Run:
+    """Lets a product take arrays as the caller has them.
 
     Args:
-        product: From x [m, k] and a weight's arrays in one dtype to y [m, n], or, of
-            several weights, from x [batch, m, k] to y [batch, m, n].
+        product: From x [..., k] and a weight's arrays in one dtype to y [..., n], or,
+            of several weights, from x [batch, m, k] to y [batch, m, n].
         kind: What the caller has.
+    """
+    # MLX has no gradient of a quantized product with a vector.
+    if kind.w_batch or len(kind.x_shape) == 1:
+        product = _of_matrices(product, kind)
+    if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
+        product = _converting(product, kind)
+    if kind.epilogue.parts:
+        return lambda *arrays: cast(
+            mx.array, taken_apart(product(*arrays), kind.epilogue.parts)
+        )
+    if kind.layout == "marlin" or kind.mode == "affine":
+        return product
+
+    def run(
+        x: mx.array, w: mx.array, scales: mx.array, _: None, *given: mx.array
+    ) -> mx.array:
+        return product(x, w, scales, scales, *given)  # no biases: not read
+
+    return run
+
+
+Reshape = Callable[[mx.array], mx.array]
+
+
+def _of_matrices(product: Product, kind: Kind) -> Product:
+    """Makes matrices of a batch: weights [batch, n, ...] and rows [batch, m, ...].
+
+    Also of one vector.
     """
     fold, unfold = _folding(kind)
     batch = kind.sizes[0]
     rows = (-1,) if batch == 1 else (batch, -1)
     first = len(kind.w_batch) + 1  # of the dimensions after rows, or tiles of them
-    if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
-        product = _converting(product, kind, fold)
+    bias = int(kind.epilogue.bias)
 
     def run(
-        x: mx.array,
-        w: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        *given: mx.array,
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
-        if biases is None:
-            biases = scales  # not read
-        if kind.w_batch:
-            w, scales, biases = (
-                each.reshape(*rows, *each.shape[first:]) for each in (w, scales, biases)
-            )
-        return unfold(product(fold(x), w, scales, biases, *given))
-
-    if kind.epilogue.parts:
-        return lambda *arrays: cast(
-            mx.array, taken_apart(run(*arrays), kind.epilogue.parts)
+        w, scales, biases = (
+            each.reshape(*rows, *each.shape[first:]) for each in (w, scales, biases)
         )
-    if len(kind.x_shape) == 2 and kind.mode == "affine" and not kind.w_batch:
-        return product
+        finish = *given[:bias], *map(fold, given[bias:])
+        return unfold(product(fold(x), w, scales, biases, *finish))
+
     return run
-
-
-Reshape = Callable[[mx.array], mx.array]
 
 
 def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
@@ -132,8 +144,6 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
     and no weight is copied. In the others x is broadcast, if not in all of them.
     """
     batch, m, _ = kind.sizes
-    if not kind.w_batch:
-        return lambda x: x.reshape(m, x.shape[-1]), lambda y: y.reshape(kind.shape)
     whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
     of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
     is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
@@ -154,19 +164,14 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
     return fold, unfold
 
 
-def _converting(product: Product, kind: Kind, fold: Reshape) -> Product:
-    bias = kind.epilogue.bias
-
+def _converting(product: Product, kind: Kind) -> Product:
     def run(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
         if not kind.scales_alike:
             scales = scales.astype(kind.scale_dtype)
             biases = biases.astype(kind.scale_dtype)
-        finish = (
-            array.flatten() if bias and not i else fold(array)
-            for i, array in enumerate(each.astype(kind.dtype) for each in given)
-        )
+        finish = (each.astype(kind.dtype) for each in given)
         return product(x.astype(kind.dtype), w, scales, biases, *finish)
 
     return run

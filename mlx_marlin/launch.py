@@ -36,9 +36,10 @@ REMEMBERED = 4096
 """Plans that `plans_built` tells of."""
 
 Product = Callable[..., mx.array]
-"""From x [m, k], codes, scales and biases to y [m, n]; with an epilogue, bias [n],
-multiplier [m, n] and residual [m, n] follow, those that it has not as any array. Of a
-batch of products, all but the bias have its size as a first dimension."""
+"""From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
+epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
+not as any array. Of a batch of products x is [batch, m, k], y [batch, m, n], and a
+weight's arrays have the batch as a first dimension."""
 
 
 class KernelCall(Protocol):
@@ -115,9 +116,9 @@ def product(plan: Plan) -> Product:
     """Builds the call that runs a plan.
 
     Returns:
-        A function from x [m, k] in the problem's dtype, codes, scales and biases in
+        A function from x [..., k] in the problem's dtype, codes, scales and biases in
         the problem's layout (packed: biases are interleaved with the scales, and the
-        argument is not read, unless it is a global scale, float32 [2]) to y [m, n] in
+        argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
         the problem's dtype. If the problem has an epilogue, bias, multiplier and
         residual follow, in the problem's dtype; those that it leaves out are not read.
         With parts, y holds one result after the other.
@@ -128,7 +129,7 @@ def product(plan: Plan) -> Product:
         return multiply
     reduce = reduction(plan)
     return lambda x, w, scales, biases, *finish: reduce(
-        multiply(x, w, scales, biases), *finish
+        multiply(x, w, scales, biases), *finish, shape=_result_shape(plan, x)
     )
 
 
@@ -271,7 +272,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
 
     Returns:
         A function from float32 of `workspace_shape`, and the epilogue's arrays if there
-        is one, to y [m, n] in the problem's dtype.
+        is one, to y [m, n] in the problem's dtype, or of `shape`.
     """
     problem = plan.problem
     kernel = _kernel_of(plan, _reduce_source(plan))
@@ -280,13 +281,17 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     parts = _parts(plan)
     threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
 
-    def reduce(partials: mx.array, *finish: mx.array) -> mx.array:
+    def reduce(
+        partials: mx.array,
+        *finish: mx.array,
+        shape: tuple[int, ...] = problem.result_shape,
+    ) -> mx.array:
         return kernel(
             inputs=(_readable(partials), *numbers, *map(_readable, finish), *parts),
             template=template,
             grid=(threads, 1, 1),
             threadgroup=(min(threads, 256), 1, 1),
-            output_shapes=(problem.result_shape,),
+            output_shapes=(shape,),
             output_dtypes=(_dtype(problem.dtype),),
         )[0]
 
@@ -367,7 +372,7 @@ def _multiply(plan: Plan) -> Product:
     kernel = _kernel_of(plan, _product_source(plan, fused, atomic))
     dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
     by_slots = plan.reduction == "workspace"
-    shape = plan.workspace_shape if by_slots else problem.result_shape
+    slots = plan.workspace_shape if by_slots else None
     template = _template(source.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
@@ -390,12 +395,17 @@ def _multiply(plan: Plan) -> Product:
             template=template,
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=(shape,),
+            output_shapes=(slots or _result_shape(plan, x),),
             output_dtypes=(dtype,),
             **start,
         )[0]
 
     return multiply
+
+
+def _result_shape(plan: Plan, x: mx.array) -> tuple[int, ...]:
+    """Returns the shape [..., n] of a product of x [..., k]: rows are rows."""
+    return *x.shape[:-1], plan.problem.n
 
 
 def _product_source(plan: Plan, fused: bool, atomic: bool) -> source.Source:

@@ -1,7 +1,7 @@
 """The product that users call: checks, plans, runs ours or hands over to stock MLX.
 
 What a call's shapes and dtypes decide is decided once and remembered (`serving`); what
-remains for every call is a look-up, a kernel call and perhaps a reshape.
+remains for every call is a look-up and a kernel call.
 """
 
 from collections.abc import Sequence

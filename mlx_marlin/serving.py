@@ -19,7 +19,7 @@ from mlx_marlin.derivatives import differentiable
 from mlx_marlin.device import Target
 from mlx_marlin.finishing import then_finished, with_all_operands
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
-from mlx_marlin.kind import Kind, Run, Shape, as_rows
+from mlx_marlin.kind import Kind, Run, Shape, as_called
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
 from mlx_marlin.packing import PackedWeight, dtype_name
@@ -257,7 +257,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         product = launch.dense_product(dense_plan(problem, transposed=False))
         product = differentiable(product, stock)
         # Plain products are broadcast by MLX, which repeats no x.
-        return Served(product if batch > 1 else as_rows(product, kind))
+        return Served(product if batch > 1 else as_called(product, kind))
     measured = _measured(problem)
     dense = None if measured else _dense(problem)
     reason = None if dense else _faster_elsewhere(problem, measured)
@@ -265,7 +265,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         return Served(stock, reason)
     product = _decoded(dense) if dense else _planned(problem, measured)
     back = _backward(problem) if kind.layout == "marlin" else None
-    run = as_rows(differentiable(product, stock, back), kind)
+    run = as_called(differentiable(product, stock, back), kind)
     return Served(_traced(run) if launch.backend() == "cuda" else run)
 
 

@@ -86,10 +86,12 @@ def ran(
                         group_size=problem.group_size,
                     )
                 )
-            y = oracles.product(x, *native, group_size=problem.group_size)
+            rows = x.reshape(-1, problem.k) if problem.batch == 1 else x
+            y = oracles.product(rows, *native, group_size=problem.group_size)
             if problem.epilogue != PLAIN:  # the layers' own; no others come here
                 assert problem.epilogue == Epilogue(bias=True)
                 y = y + oracles.exact(finish[0])
+            y = y.reshape(*x.shape[:-1], problem.n)
             return mx.array(y.astype("float32")).astype(x.dtype)
 
         return run
@@ -117,7 +119,10 @@ def _check(
     """Checks that arguments are what `launch.product` asks for."""
     problem = plan.problem
     several = (problem.batch,) if problem.batch > 1 else ()
-    assert x.shape == (*several, problem.m, problem.k)
+    if several:
+        assert x.shape == (*several, problem.m, problem.k)
+    assert x.size == problem.batch * problem.m * problem.k
+    assert x.shape[-1] == problem.k
     assert x.dtype == getattr(mx, problem.dtype)
     assert w.dtype == mx.uint32
     assert scales.dtype == biases.dtype == getattr(mx, problem.scale_dtype)

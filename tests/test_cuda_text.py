@@ -185,6 +185,21 @@ def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
+    case: Case = ("affine", 4, 64, "marlin", "float16", 12, way)
+    weight, x = cuda_cases.draw(case)
+    bias, *matrices = cuda_cases.operands(12)
+    plan = plan_of(case, epilogue=EVERYTHING)
+
+    several = [each.reshape(2, 6, -1) for each in (x, *matrices)]
+    y = run(plan, several[0], weight, bias, *several[1:])
+
+    assert y.shape == (2, 6, cuda_cases.N)
+    expected = run(plan, x, weight, bias, *matrices)
+    assert mx.array_equal(y.reshape(expected.shape), expected)
+
+
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 def test_batches(layout: str, way: dict[str, Any]) -> None:

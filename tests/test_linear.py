@@ -118,6 +118,27 @@ def test_an_epilogue_costs_no_dispatch(backend: Choose, recorded: Record) -> Non
     assert recorded(finished, x) == ["CustomKernel"]
 
 
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_stand_in_any_shape_without_a_reshape(
+    backend: Choose, recorded: Record, shape: tuple[int, ...], packed: bool
+) -> None:
+    backend("stock")
+    x, native = activations(*shape, K), weight()
+    whole = pack(*native)
+    given = operands(*shape, dtype=mx.float32)
+    mx.eval(given, native, whole.words, whole.scales)
+    arguments = (whole,) if packed else native
+    backend("metal")
+
+    def finished(x: mx.array) -> mx.array:
+        y = mlx_marlin.linear(x, *arguments, activation="silu", **given)
+        assert y.shape == (*shape, N)
+        return y
+
+    assert {*recorded(finished, x)} == {"CustomKernel"}
+
+
 def test_where_stock_serves_the_same_operations_follow(backend: Choose) -> None:
     backend("stock")
     x, native, given = activations(8, K), weight(), operands(8, dtype=mx.float32)
