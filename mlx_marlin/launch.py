@@ -242,21 +242,21 @@ def _decoder(
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
     on_cuda = backend() == "cuda"
-    text = source.dequantize_source(on_cuda)
+    text = source.decoding_source(problem) if on_cuda else source.dequantize_source()
     kernel = _lazily(text, 0) if on_cuda else _kernel(text)
     template = _template(source.weight_template(problem))
     _, rows, _, length = block
     steps = length // (32 if problem.group_size == 32 else TILE_K)
     threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
     shape = mx.array((plan.rows, problem.k, *block), mx.int32)
+    inputs = _inputs(text, source.OPERANDS[1:], {"shape": shape, "numbers": shape})
     dtype = _dtype(problem.dtype)
 
     def decode(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         if problem.global_scale:
             biases = biases.view(mx.uint8)
-        arrays = (_readable(w), _readable(scales), _readable(biases))
         return kernel(
-            inputs=(*arrays, shape),
+            inputs=inputs(_readable(w), _readable(scales), _readable(biases)),
             template=template,
             grid=(threads, 1, 1),
             threadgroup=(min(threads, 128), 1, 1),
@@ -275,10 +275,11 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         is one, to y [m, n] in the problem's dtype, or of `shape`.
     """
     problem = plan.problem
-    kernel = _kernel_of(plan, _reduce_source(plan))
+    text = _reduce_source(plan)
+    kernel = _kernel_of(plan, text)
     template = _template(source.reduce_template(plan))
-    numbers = _numbers(source.shape(plan), source.finishing_schedule(plan))
-    parts = _parts(plan)
+    numbers = _numbers(plan, source.finishing_schedule(plan))
+    inputs = _inputs(text, ("partials", *source.FINISHING), numbers)
     threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
 
     def reduce(
@@ -287,7 +288,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         shape: tuple[int, ...] = problem.result_shape,
     ) -> mx.array:
         return kernel(
-            inputs=(_readable(partials), *numbers, *map(_readable, finish), *parts),
+            inputs=inputs(_readable(partials), *map(_readable, finish)),
             template=template,
             grid=(threads, 1, 1),
             threadgroup=(min(threads, 256), 1, 1),
@@ -369,15 +370,16 @@ def _multiply(plan: Plan) -> Product:
     problem = plan.problem
     fused = problem.epilogue != PLAIN and not plan.is_split
     atomic = plan.reduction == "atomic"
-    kernel = _kernel_of(plan, _product_source(plan, fused, atomic))
+    text = _product_source(plan, fused, atomic)
+    kernel = _kernel_of(plan, text)
     dtype = mx.float32 if plan.is_split else _dtype(problem.dtype)
     by_slots = plan.reduction == "workspace"
     slots = plan.workspace_shape if by_slots else None
     template = _template(source.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
-    numbers = _numbers(source.shape(plan), source.schedule(plan))
-    parts = _parts(plan) if fused else []
+    arrays = (*source.OPERANDS, *source.FINISHING)
+    inputs = _inputs(text, arrays, _numbers(plan, source.schedule(plan)))
     words = problem.n * problem.k * problem.bits // 32
     least = problem.batch * min(problem.n * problem.groups, words)
     small = least < IN_CONSTANT
@@ -391,7 +393,7 @@ def _multiply(plan: Plan) -> Product:
         if small:
             w, scales, biases = _readable(w), _readable(scales), _readable(biases)
         return kernel(
-            inputs=(x, w, scales, biases, *numbers, *map(_readable, finish), *parts),
+            inputs=inputs(x, w, scales, biases, *map(_readable, finish)),
             template=template,
             grid=grid,
             threadgroup=threadgroup,
@@ -410,22 +412,40 @@ def _result_shape(plan: Plan, x: mx.array) -> tuple[int, ...]:
 
 def _product_source(plan: Plan, fused: bool, atomic: bool) -> source.Source:
     if plan.kernel == "mma":
-        return source.mma_source(plan.threads, fused)
+        return source.mma_source(plan)
     return source.product_source(plan.kernel, fused, atomic)
 
 
 def _reduce_source(plan: Plan) -> source.Source:
-    fused = plan.problem.epilogue != PLAIN
-    return source.reduce_source(fused, cuda=plan.kernel == "mma")
+    if plan.kernel == "mma":
+        return source.sums_source(plan)
+    return source.reduce_source(plan.problem.epilogue != PLAIN)
 
 
-def _numbers(*tuples: tuple[int, ...]) -> list[mx.array]:
-    return [mx.array(each, mx.int32) for each in tuples]
+def _numbers(plan: Plan, schedule: tuple[int, ...]) -> dict[str, mx.array]:
+    """Returns a plan's numbers by the names that texts have for them.
+
+    On Metal they arrive in `constant`, where they belong: they are never padded.
+    """
+    named = {
+        "shape": source.shape(plan),
+        "schedule": schedule,
+        "parts": source.parts(plan),
+        "numbers": source.numbers(plan),
+    }
+    return {name: mx.array(each, mx.int32) for name, each in named.items()}
 
 
-def _parts(plan: Plan) -> list[mx.array]:
-    """Returns where a fused product's results begin: in `constant`, so never padded."""
-    return [] if plan.problem.epilogue == PLAIN else _numbers(source.parts(plan))
+def _inputs(
+    text: source.Source, names: Sequence[str], numbers: dict[str, mx.array]
+) -> Callable[..., list[mx.array]]:
+    """Returns what picks a kernel's inputs from arrays of these names and numbers."""
+
+    def inputs(*arrays: mx.array) -> list[mx.array]:
+        given = numbers | dict(zip(names, arrays, strict=False))
+        return [given[name] for name in text.input_names]
+
+    return inputs
 
 
 def _readable(array: mx.array) -> mx.array:

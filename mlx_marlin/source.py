@@ -30,7 +30,16 @@ TemplateValue = str | int | bool
 
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
-FINISH = ("bias", "multiplier", "residual", "parts")
+SECTION = 7
+"""Numbers of each but the last of those, where CUDA has all of them in one array."""
+FINISHING = ("bias", "multiplier", "residual")
+FINISH = (*FINISHING, "parts")
+ABSENT = {
+    "biases": "const auto* biases = scales;\n",
+    **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
+}
+"""What a CUDA body calls an array that its kernel does not read: each costs MLX 0.3 us
+a call (measured, docs/cuda.md)."""
 GLOBAL_FLOATING = len(CODES)
 """MODE of small floats that have a global scale too."""
 WEIGHT = ("work", "decode", "words", "lane")
@@ -91,22 +100,14 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
     )
 
 
-@cache
-def mma_source(threads: int, fused: bool = False) -> Source:
-    """Returns the text of the CUDA kernel "mma".
+def mma_source(plan: Plan) -> Source:
+    """Returns the text of the CUDA kernel "mma", which has a block's size in it.
 
-    Args:
-        threads: Threads of a block, which MLX has no place for in the signature.
-        fused: Whether it applies an epilogue, for which it reads four arrays more.
+    MLX has no place for that in the signature.
     """
-    body = "mma_fused" if fused else "mma"
-    return Source(
-        name=f"marlin_{body}",
-        input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
-        output_names=("out",),
-        header=f"#define THREADS {threads}\n{_included('cuda/product.cuh')}",
-        source=_read(f"cuda/{body}.cu"),
-    )
+    header = f"#define THREADS {plan.threads}\n{_included('cuda/product.cuh')}"
+    fused = plan.problem.epilogue != PLAIN and not plan.is_split
+    return _of_cuda("mma", header, OPERANDS, NUMBERS, plan.problem, fused)
 
 
 @cache
@@ -122,20 +123,21 @@ def gather_source() -> Source:
 
 
 @cache
-def dequantize_source(cuda: bool = False) -> Source:
-    """Returns the text of the kernel that decodes a block of a weight.
-
-    Args:
-        cuda: Whether it is CUDA's.
-    """
-    body = "cuda/dequantize.cu" if cuda else "kernels/dequantize.metal"
+def dequantize_source() -> Source:
+    """Returns the text of the kernel that decodes a block of a weight."""
     return Source(
         name="marlin_dequantize",
         input_names=("w", "scales", "biases", "shape"),
         output_names=("out",),
-        header=_included("cuda/decoding.cuh") if cuda else _lib(*WEIGHT, "dequantize"),
-        source=_read(body),
+        header=_lib(*WEIGHT, "dequantize"),
+        source=_read("kernels/dequantize.metal"),
     )
+
+
+def decoding_source(problem: Problem) -> Source:
+    """Returns the text of the CUDA kernel that decodes a block of a weight."""
+    header = _included("cuda/decoding.cuh")
+    return _of_cuda("dequantize", header, OPERANDS[1:], NUMBERS[:1], problem)
 
 
 @cache
@@ -152,22 +154,70 @@ def repack_source(layout: str) -> Source:
 
 
 @cache
-def reduce_source(fused: bool = False, cuda: bool = False) -> Source:
+def reduce_source(fused: bool = False) -> Source:
     """Returns the text of the kernel that adds the splits of each tile.
 
     Args:
         fused: Whether it applies an epilogue.
-        cuda: Whether it is that of "mma".
     """
     body = "reduce_fused" if fused else "reduce"
-    metal = _lib("work", "epilogue", "reduce")
     return Source(
         name=f"marlin_{body}",
         input_names=("partials", *NUMBERS, *(FINISH if fused else ())),
         output_names=("out",),
-        header=_included("cuda/sums.cuh") if cuda else metal,
-        source=_read(f"cuda/{body}.cu" if cuda else f"kernels/{body}.metal"),
+        header=_lib("work", "epilogue", "reduce"),
+        source=_read(f"kernels/{body}.metal"),
     )
+
+
+def sums_source(plan: Plan) -> Source:
+    """Returns the text of the CUDA kernel that adds the splits of each tile."""
+    fused = plan.problem.epilogue != PLAIN
+    header = _included("cuda/sums.cuh")
+    return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, fused)
+
+
+def _of_cuda(
+    body: str,
+    header: str,
+    operands: tuple[str, ...],
+    numbers: tuple[str, ...],
+    problem: Problem,
+    fused: bool = False,
+) -> Source:
+    """Returns the text of a CUDA kernel, which has no input that it does not read.
+
+    The body names all arrays that there may be, and a plan's numbers as Metal has them.
+    Before it stands what takes the place of arrays that it does not read, and where in
+    one array the numbers lie.
+    """
+    file = f"{body}_fused" if fused else body
+    arrays = (*operands, *(FINISHING if fused else ()))
+    read = tuple(name for name in arrays if _is_read(name, problem))
+    lines = [ABSENT[name] for name in arrays if name not in read]
+    for i, name in enumerate((*numbers, *(FINISH[-1:] if fused else ()))):
+        lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
+    return Source(
+        name=f"marlin_{file}",
+        input_names=(*read, "numbers"),
+        output_names=("out",),
+        header=header,
+        source="".join(lines) + _read(f"cuda/{file}.cu"),
+    )
+
+
+def _is_read(name: str, problem: Problem) -> bool:
+    """Returns whether a CUDA kernel reads an array that its body names."""
+    epilogue = problem.epilogue
+    # Packed, biases lie between the scales; a global scale stands in their place.
+    apart = problem.layout == "mlx" and problem.format.parameters > 1
+    there = {
+        "biases": apart or problem.global_scale,
+        "bias": epilogue.bias,
+        "multiplier": epilogue.multiply,
+        "residual": epilogue.residual,
+    }
+    return there.get(name, True)
 
 
 def product_template(plan: Plan) -> dict[str, TemplateValue]:
@@ -310,6 +360,12 @@ def schedule(plan: Plan) -> tuple[int, ...]:
 def parts(plan: Plan) -> tuple[int, ...]:
     """Returns the first column of each result that the product holds, and the end."""
     return (0, *accumulate(plan.problem.epilogue.parts or (plan.problem.n,)))
+
+
+def numbers(plan: Plan) -> tuple[int, ...]:
+    """Returns all that CUDA's kernels read of a plan, in one array."""
+    several = plan.problem.epilogue.parts
+    return (*shape(plan), *schedule(plan), *(parts(plan) if several else ()))
 
 
 def finishing_schedule(plan: Plan) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget_texts() -> None:
-    for each in (source._included, source.mma_source, source.reduce_source):
-        each.cache_clear()
+    source._included.cache_clear()
 
 
 @pytest.fixture
@@ -83,6 +83,11 @@ def plan_of(**options: Any) -> Plan:
         **fields | {name: options.pop(name) for name in list(options) if name in NAMES}
     )
     return scheduler.make(problem, device=H200, **options)
+
+
+def powerset(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for size in range(len(names) + 1):
+        yield from combinations(names, size)
 
 
 NAMES = set(Problem.__dataclass_fields__)
@@ -110,42 +115,98 @@ def text_of(file: str) -> str:
     return (source.shader_folder() / file).read_text()
 
 
+def body_of(text: source.Source, file: str) -> str:
+    """Returns what stands before a body in a kernel's source."""
+    body = text_of(file)
+    assert text.source.endswith(body)
+    return text.source[: -len(body)]
+
+
+PLACES = "const int* shape = numbers + 0;\nconst int* schedule = numbers + 7;\n"
+
+
 def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
-    text, fused = source.mma_source(448), source.mma_source(448, fused=True)
+    plan = plan_of(**WHOLE, layout="marlin")
+    text = source.mma_source(plan)
+    fused = source.mma_source(plan_of(**WHOLE, layout="marlin", epilogue=FUSED))
 
     threads, digest, include = text.header.splitlines(keepends=True)
-    assert threads == "#define THREADS 448\n"
+    assert threads == f"#define THREADS {plan.threads}\n"
     assert re.fullmatch("// [0-9a-f]{16}\n", digest)
     assert include == included("cuda/product.cuh")
     assert fused.header == text.header
-    assert text.source == text_of("cuda/mma.cu")
-    assert fused.source == text_of("cuda/mma_fused.cu")
+    biases = "const auto* biases = scales;\n"
+    assert body_of(text, "cuda/mma.cu") == biases + PLACES
+    assert body_of(fused, "cuda/mma_fused.cu") == (
+        f"{biases}const T* multiplier = nullptr;\n{PLACES}"
+        "const int* parts = numbers + 14;\n"
+    )
     assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
-    assert text.input_names == ("x", "w", "scales", "biases", "shape", "schedule")
-    finish = ("bias", "multiplier", "residual", "parts")
-    assert fused.input_names == (*text.input_names, *finish)
 
 
 def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
-    metal, text = source.reduce_source(), source.reduce_source(cuda=True)
+    plan, fused = plan_of(**SPLIT), plan_of(**SPLIT, epilogue=FUSED)
+    metal, text = source.reduce_source(), source.sums_source(plan)
 
-    digest = source.mma_source(448).header.splitlines()[1]
+    digest = source.mma_source(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
-    assert text.source == text_of("cuda/reduce.cu")
-    fused = source.reduce_source(True, cuda=True)
-    assert fused.source == text_of("cuda/reduce_fused.cu")
+    assert body_of(text, "cuda/reduce.cu") == PLACES
+    own = body_of(source.sums_source(fused), "cuda/reduce_fused.cu")
+    assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
     assert metal.source == text_of("kernels/reduce.metal")
     assert "#include" not in metal.header
-    assert text.input_names == metal.input_names
 
 
 def test_and_that_of_what_decodes() -> None:
-    metal, text = source.dequantize_source(), source.dequantize_source(cuda=True)
+    plan = plan_of(**WHOLE, layout="marlin")
+    metal, text = source.dequantize_source(), source.decoding_source(plan.problem)
 
     assert text.header.endswith(included("cuda/decoding.cuh"))
-    assert text.source == text_of("cuda/dequantize.cu")
+    before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
+    assert body_of(text, "cuda/dequantize.cu") == before
+    assert text.input_names == ("w", "scales", "numbers")
     assert metal.source == text_of("kernels/dequantize.metal")
-    assert text.input_names == metal.input_names
+
+
+NVFP4 = {"mode": "nvfp4", "group_size": 16, "scale_dtype": "uint8"}
+READ: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    ({"layout": "marlin"}, ()),
+    ({"layout": "mlx"}, ("biases",)),
+    ({"mode": "mxfp4", "group_size": 32, "scale_dtype": "uint8"}, ()),
+    ({**NVFP4, "layout": "marlin", "global_scale": True}, ("biases",)),
+    ({**NVFP4, "global_scale": True}, ("biases",)),
+)
+
+
+@pytest.mark.parametrize(("format", "biases"), READ, ids=str)
+def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
+    format: dict[str, Any], biases: tuple[str, ...]
+) -> None:
+    plan = plan_of(**WHOLE, **format)
+
+    read = (*("w", "scales"), *biases, "numbers")
+    assert source.mma_source(plan).input_names == ("x", *read)
+    assert source.decoding_source(plan.problem).input_names == read
+
+
+@pytest.mark.parametrize("names", [*powerset(source.FINISHING)], ids=str)
+def test_an_epilogues_arrays_are_inputs_where_there_are_any(
+    names: tuple[str, ...],
+) -> None:
+    epilogue = Epilogue(
+        activation="silu",
+        bias="bias" in names,
+        multiply="multiplier" in names,
+        residual="residual" in names,
+    )
+    whole = plan_of(**WHOLE, layout="marlin", epilogue=epilogue)
+    split = plan_of(**SPLIT, layout="marlin", epilogue=epilogue)
+
+    finish = (*names, "numbers")
+    product = ("x", "w", "scales")
+    assert source.mma_source(whole).input_names == (*product, *finish)
+    assert source.mma_source(split).input_names == (*product, "numbers")
+    assert source.sums_source(split).input_names == ("partials", *finish)
 
 
 @pytest.mark.parametrize("file", ["cuda/instructions.cuh", "lib/words.metal"])
@@ -154,7 +215,8 @@ def test_a_header_changes_with_any_file_that_it_may_include(
 ) -> None:
     def headers() -> list[str]:
         forget_texts()
-        return [source.mma_source(32).header, source.reduce_source(cuda=True).header]
+        plan = plan_of(**SPLIT)
+        return [source.mma_source(plan).header, source.sums_source(plan).header]
 
     before = headers()
     assert headers() == before
@@ -210,7 +272,7 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     (built,), (call,) = recorder.built, recorder.called
     assert built["shared_memory"] == plan.threadgroup_bytes == 3 * 2 * 16 * 36 * 4
-    assert built["input_names"] == ["x", "w", "scales", "biases", "shape", "schedule"]
+    assert built["input_names"] == ["x", "w", "scales", "numbers"]
     assert built["output_names"] == ["out"]
     assert "atomic_outputs" not in built
     threads = 32 * 3 * 2
@@ -220,10 +282,19 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     assert "init_value" not in call
     assert call["template"] == [*source.product_template(plan).items()]
     # Small arrays go as they are: CUDA has no other address space for them.
-    _, w, scales, _, shape, schedule = call["inputs"]
+    _, w, scales, numbers = call["inputs"]
     assert (w.shape, scales.shape) == ((4,), (2,))
-    assert shape.tolist() == list(source.shape(plan))
-    assert schedule.tolist() == list(source.schedule(plan))
+    assert numbers.tolist() == [*source.shape(plan), *source.schedule(plan)]
+
+
+def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
+    plan = plan_of(**WHOLE, epilogue=Epilogue(parts=(40, N - 40)))
+
+    launch.product(plan)(*blanks(plan, arrays=7))
+
+    assert len(source.shape(plan)) == len(source.schedule(plan)) == source.SECTION
+    *_, numbers = recorder.called[0]["inputs"]
+    assert numbers[2 * source.SECTION :].tolist() == [0, 40, N]
 
 
 def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> None:
@@ -235,10 +306,10 @@ def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> Non
     product, reduce = recorder.called
     assert product["output_shapes"] == ((2, 9, N),)
     assert product["output_dtypes"] == (mx.float32,)
-    assert len(product["inputs"]) == 6
-    partials, _, _, *finish, _ = reduce["inputs"]
+    assert len(product["inputs"]) == 5
+    partials, *finish, _ = reduce["inputs"]
     assert partials.shape == (2, 9, N)
-    assert [each.shape for each in finish] == [(3,)] * 3
+    assert [each.shape for each in finish] == [(3,)] * 2  # no multiplier
     assert reduce["grid"] == (3 * N, 1, 1)
     assert ("SIMDGROUPS_N", 2) in reduce["template"]
     assert [each["shared_memory"] for each in recorder.built] == [
@@ -255,10 +326,9 @@ def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
         first = recorder.built[0]
         return first["name"], first["header"], first["source"]
 
-    threads = 32 * 3 * 2
-    text = source.mma_source(threads)
+    text = source.mma_source(plan_of(**WHOLE))
     assert built(**WHOLE) == ("marlin_mma", text.header, text.source)
-    assert built(**SPLIT)[1] == source.mma_source(32 * 2 * 4).header
+    assert built(**SPLIT)[1] == source.mma_source(plan_of(**SPLIT)).header
 
 
 def test_another_block_is_another_kernel_and_the_same_is_built_once(
