@@ -7,6 +7,9 @@ import mlx.core as mx
 
 from mlx_marlin.launch import Product
 
+Results = mx.array | tuple[mx.array, ...]
+"""Of an epilogue with parts there are several."""
+
 
 def differentiable(
     ours: Product, stock: Product, backward_of_x: Product | None = None
@@ -28,17 +31,18 @@ def differentiable(
 
     @product.vjp
     def backward(
-        primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
+        primals: tuple[mx.array, ...], cotangent: Results, _: Results
     ) -> tuple[mx.array, ...]:
         moving = [i for i, each in enumerate(primals) if _is_float(each)]
 
-        def of_floats(*values: mx.array) -> mx.array:
+        def of_floats(*values: mx.array) -> Results:
             moved = dict(zip(moving, values, strict=True))
             return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
 
-        grads = mx.vjp(of_floats, [primals[i] for i in moving], [cotangent])[1]
+        grads = mx.vjp(of_floats, [primals[i] for i in moving], _each(cotangent))[1]
         known = dict(zip(moving, grads, strict=True))
         if backward_of_x is not None:
+            (cotangent,) = _each(cotangent)  # no parts have this way
             known[0] = backward_of_x(cotangent, *primals[1:])
         # Codes, and scales that are bytes, have no gradient. MLX raises where one is
         # asked for, which cannot be seen from here; a zero would pass for an answer.
@@ -50,18 +54,22 @@ def differentiable(
     @product.jvp
     def forward(
         primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
-    ) -> mx.array:
+    ) -> Results:
         moving = {i: each for i, each in enumerate(tangents) if each is not None}
 
-        def of_moving(*values: mx.array) -> mx.array:
+        def of_moving(*values: mx.array) -> Results:
             moved = dict(zip(moving, values, strict=True))
             return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
 
         starts = [primals[i] for i in moving]
-        _, along = mx.jvp(of_moving, starts, list(moving.values()))
-        return along[0]
+        results, along = mx.jvp(of_moving, starts, list(moving.values()))
+        return tuple(along) if len(results) > 1 else along[0]
 
     return cast(Product, product)
+
+
+def _each(results: Results) -> list[mx.array]:
+    return [results] if isinstance(results, mx.array) else [*results]
 
 
 def _is_float(array: mx.array) -> bool:

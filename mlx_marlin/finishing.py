@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from math import prod
+from typing import cast
 
 import mlx.core as mx
 
@@ -28,7 +28,8 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
         epilogue: What follows.
 
     Returns:
-        A function that takes the epilogue's arrays too, only those that it has.
+        A function that takes the epilogue's arrays too, only those that it has. Where
+        there are parts, it returns a tuple of them.
     """
     activate = activation(epilogue.activation)
 
@@ -40,25 +41,16 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
         y = activate(y + next(arrays) if epilogue.bias else y)
         y = y * next(arrays) if epilogue.multiply else y
         y = y + next(arrays) if epilogue.residual else y
-        return in_parts(y, epilogue.parts) if epilogue.parts else y
+        if not epilogue.parts:
+            return y
+        return cast(mx.array, split_apart(y, epilogue.parts))
 
     return finished
 
 
-def in_parts(y: mx.array, parts: Sequence[int]) -> mx.array:
-    """Arranges a result [..., n] as the kernels do: part after part, each whole."""
-    each = mx.split(y, [*accumulate(parts)][:-1], axis=-1)
-    return mx.concatenate([part.flatten() for part in each]).reshape(y.shape)
-
-
-def taken_apart(y: mx.array, parts: Sequence[int]) -> tuple[mx.array, ...]:
-    """Returns the results [..., columns] that `in_parts` arranged, without a copy."""
-    flat, rows = y.flatten(), prod(y.shape[:-1])
-    ends = [rows * end for end in accumulate(parts)]
-    return tuple(
-        flat[end - rows * columns : end].reshape(*y.shape[:-1], columns)
-        for end, columns in zip(ends, parts, strict=True)
-    )
+def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
+    """Returns the columns of each part of a product [..., n] of MLX's."""
+    return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
 
 
 def with_all_operands(product: Product, epilogue: Epilogue) -> Product:

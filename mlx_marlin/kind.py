@@ -7,7 +7,6 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.finishing import taken_apart
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.launch import Product
 from mlx_marlin.problem import PLAIN, Epilogue
@@ -96,10 +95,6 @@ def as_called(product: Product, kind: Kind) -> Run:
         product = _of_matrices(product, kind)
     if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
         product = _converting(product, kind)
-    if kind.epilogue.parts:
-        return lambda *arrays: cast(
-            mx.array, taken_apart(product(*arrays), kind.epilogue.parts)
-        )
     if kind.layout == "marlin" or kind.mode == "affine":
         return product
 
@@ -132,7 +127,10 @@ def _of_matrices(product: Product, kind: Kind) -> Product:
             each.reshape(*rows, *each.shape[first:]) for each in (w, scales, biases)
         )
         finish = *given[:bias], *map(fold, given[bias:])
-        return unfold(product(fold(x), w, scales, biases, *finish))
+        y = product(fold(x), w, scales, biases, *finish)
+        if kind.epilogue.parts:
+            return cast(mx.array, tuple(map(unfold, y)))
+        return unfold(y)
 
     return run
 
@@ -159,7 +157,13 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
         return x.transpose(*order, -1).reshape(batch, m, x.shape[-1])
 
     def unfold(y: mx.array) -> mx.array:
-        return y.reshape(*ordered, kind.shape[-1]).transpose(*back).reshape(kind.shape)
+        # Of a batch's product, or of a part.
+        columns = y.size // prod(whole)
+        return (
+            y.reshape(*ordered, columns)
+            .transpose(*back)
+            .reshape(*kind.shape[:-1], columns)
+        )
 
     return fold, unfold
 

@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.plan import SIMD_WIDTH, Plan
-from mlx_marlin.problem import PLAIN
+from mlx_marlin.problem import PLAIN, Problem
 
 BACKENDS = ("metal", "cuda", "emulator", "stock")
 ON_GPU = ("metal", "cuda")
@@ -39,7 +40,8 @@ Product = Callable[..., mx.array]
 """From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
 epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
 not as any array. Of a batch of products x is [batch, m, k], y [batch, m, n], and a
-weight's arrays have the batch as a first dimension."""
+weight's arrays have the batch as a first dimension. With parts, there is a tuple of y
+[..., columns], and callers know it."""
 
 
 class KernelCall(Protocol):
@@ -121,7 +123,7 @@ def product(plan: Plan) -> Product:
         argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
         the problem's dtype. If the problem has an epilogue, bias, multiplier and
         residual follow, in the problem's dtype; those that it leaves out are not read.
-        With parts, y holds one result after the other.
+        With parts, there is a tuple of results, [..., columns] each.
     """
     _built.append(plan)
     multiply = _multiply(plan)
@@ -129,7 +131,7 @@ def product(plan: Plan) -> Product:
         return multiply
     reduce = reduction(plan)
     return lambda x, w, scales, biases, *finish: reduce(
-        multiply(x, w, scales, biases), *finish, shape=_result_shape(plan, x)
+        multiply(x, w, scales, biases), *finish, rows=x.shape[:-1]
     )
 
 
@@ -272,7 +274,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
 
     Returns:
         A function from float32 of `workspace_shape`, and the epilogue's arrays if there
-        is one, to y [m, n] in the problem's dtype, or of `shape`.
+        is one, to y [m, n] in the problem's dtype, or [*rows, n].
     """
     problem = plan.problem
     text = _reduce_source(plan)
@@ -281,20 +283,22 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     numbers = _numbers(plan, source.finishing_schedule(plan))
     inputs = _inputs(text, ("partials", *source.FINISHING), numbers)
     threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
+    columns = _columns(text, problem)
 
     def reduce(
         partials: mx.array,
         *finish: mx.array,
-        shape: tuple[int, ...] = problem.result_shape,
+        rows: tuple[int, ...] = problem.result_shape[:-1],
     ) -> mx.array:
-        return kernel(
+        results = kernel(
             inputs=inputs(_readable(partials), *map(_readable, finish)),
             template=template,
             grid=(threads, 1, 1),
             threadgroup=(min(threads, 256), 1, 1),
-            output_shapes=(shape,),
-            output_dtypes=(_dtype(problem.dtype),),
-        )[0]
+            output_shapes=[(*rows, n) for n in columns],
+            output_dtypes=[_dtype(problem.dtype)] * len(columns),
+        )
+        return _in_parts(results, problem)
 
     return reduce
 
@@ -384,6 +388,7 @@ def _multiply(plan: Plan) -> Product:
     least = problem.batch * min(problem.n * problem.groups, words)
     small = least < IN_CONSTANT
     start: dict[str, float] = {"init_value": 0.0} if atomic else {}
+    columns = _columns(text, problem)
 
     def multiply(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
@@ -392,22 +397,42 @@ def _multiply(plan: Plan) -> Product:
             biases = biases.view(mx.uint8)
         if small:
             w, scales, biases = _readable(w), _readable(scales), _readable(biases)
-        return kernel(
+        rows = x.shape[:-1]
+        results = kernel(
             inputs=inputs(x, w, scales, biases, *map(_readable, finish)),
             template=template,
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=(slots or _result_shape(plan, x),),
-            output_dtypes=(dtype,),
+            output_shapes=[slots] if slots else [(*rows, n) for n in columns],
+            output_dtypes=[dtype] * len(columns),
             **start,
-        )[0]
+        )
+        return results[0] if plan.is_split else _in_parts(results, problem)
 
     return multiply
 
 
-def _result_shape(plan: Plan, x: mx.array) -> tuple[int, ...]:
-    """Returns the shape [..., n] of a product of x [..., k]: rows are rows."""
-    return *x.shape[:-1], plan.problem.n
+def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
+    """Returns the columns of each array that a kernel writes."""
+    return (problem.n,) if text.output_names == ("out",) else problem.epilogue.parts
+
+
+def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
+    """Returns a result, or with parts all of them: a tuple, as callers know.
+
+    Where a kernel wrote them one after the other, they are taken apart without a copy.
+    """
+    parts = problem.epilogue.parts
+    if not parts:
+        return results[0]
+    if len(results) == 1:
+        flat, rows = results[0].flatten(), results[0].shape[:-1]
+        ends = [math.prod(rows) * end for end in accumulate(parts)]
+        results = [
+            flat[end - math.prod(rows) * columns : end].reshape(*rows, columns)
+            for end, columns in zip(ends, parts, strict=True)
+        ]
+    return cast(mx.array, tuple(results))
 
 
 def _product_source(plan: Plan, fused: bool, atomic: bool) -> source.Source:

@@ -6,12 +6,11 @@ remains for every call is a look-up and a kernel call.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NoReturn, cast
 
 import mlx.core as mx
 
-from mlx_marlin.finishing import check_operands
+from mlx_marlin.finishing import check_operands, split_apart
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.problem import PLAIN, Epilogue
 from mlx_marlin.serving import Served, serve_native, serve_packed
@@ -259,11 +258,6 @@ def why_not(
 def several(results: mx.array) -> tuple[mx.array, ...]:
     """Returns what a call with parts gave as what it is: several arrays."""
     return cast(tuple[mx.array, ...], results)
-
-
-def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
-    """Returns the columns of each part of stock MLX's product [..., n]."""
-    return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
 
 
 def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 import mlx.core as mx
 
-from mlx_marlin.ops import CPU, parted, several, split_apart
+from mlx_marlin.finishing import split_apart
+from mlx_marlin.ops import CPU, parted, several
 from mlx_marlin.problem import PLAIN, Epilogue
 from mlx_marlin.serving import Served, serve_packed
 

@@ -189,7 +189,7 @@ def _of_cuda(
 
     The body names all arrays that there may be, and a plan's numbers as Metal has them.
     Before it stands what takes the place of arrays that it does not read, and where in
-    one array the numbers lie.
+    one array the numbers lie. Parts are arrays of their own, in one object.
     """
     file = f"{body}_fused" if fused else body
     arrays = (*operands, *(FINISHING if fused else ()))
@@ -197,10 +197,15 @@ def _of_cuda(
     lines = [ABSENT[name] for name in arrays if name not in read]
     for i, name in enumerate((*numbers, *(FINISH[-1:] if fused else ()))):
         lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
+    several = problem.epilogue.parts if fused else ()
+    outputs = tuple(f"out{i}" for i in range(len(several))) or ("out",)
+    if several:
+        results = f"{{{{{', '.join(outputs)}}}, parts, shape[0]}}"
+        lines.append(f"const marlin::Apart<T, PARTS> out = {results};\n")
     return Source(
         name=f"marlin_{file}",
         input_names=(*read, "numbers"),
-        output_names=("out",),
+        output_names=outputs,
         header=header,
         source="".join(lines) + _read(f"cuda/{file}.cu"),
     )

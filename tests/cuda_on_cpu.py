@@ -25,6 +25,7 @@ from format_cases import Weight
 from mlx_marlin import cache, launch
 from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Epilogue
 from mlx_marlin.source import OPERANDS
 
 HOST = Path(__file__).parent / "cuda_host"
@@ -143,6 +144,14 @@ def check(case: Case) -> None:
     """Compares a product of drawn arrays with float64."""
     weight, x = cuda_cases.draw(case)
     y = run(plan_of(case), x, weight)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_parts(case: Case, parts: tuple[int, ...]) -> None:
+    """Likewise of a product whose results are several arrays."""
+    weight, x = cuda_cases.draw(case)
+    results = run(plan_of(case, epilogue=Epilogue(parts=parts)), x, weight)
+    y = mx.concatenate([*results], axis=-1)
     cuda_cases.assert_right(y, x, weight.decoded, case[4])
 
 

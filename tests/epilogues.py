@@ -44,15 +44,12 @@ def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Fl
     bias, multiplier, residual = map(oracles.exact, finish)
     y = activated(total + bias if epilogue.bias else total, epilogue.activation)
     y = y * multiplier if epilogue.multiply else y
-    return in_parts(y + residual if epilogue.residual else y, epilogue)
+    return y + residual if epilogue.residual else y
 
 
-def in_parts(y: Floats, epilogue: Epilogue) -> Floats:
-    """Returns results of several weights as they are stored: one after the other."""
-    if not epilogue.parts:
-        return y
-    each = np.split(y, np.cumsum(epilogue.parts)[:-1], axis=1)
-    return np.concatenate([part.ravel() for part in each]).reshape(y.shape)
+def whole(y: mx.array) -> mx.array:
+    """Returns what a product gave, parts side by side."""
+    return y if isinstance(y, mx.array) else mx.concatenate([*y], axis=-1)
 
 
 def allowed(
@@ -73,5 +70,5 @@ def allowed(
     last = argument * factor + (residual if epilogue.residual else 0)
     expected = finished(total, finish, epilogue)
     rounding = oracles.ROUNDING[problem.dtype] * np.abs(expected)
-    sums = in_parts(steps * factor + 2.0**-23 * last, epilogue)
+    sums = steps * factor + 2.0**-23 * last
     return sums + rounding + oracles.SMALLEST[problem.dtype]

@@ -43,7 +43,8 @@ class Recorder:
 
         def kernel(**call: Any) -> list[mx.array]:
             self.called.append(call)
-            return [mx.zeros(call["output_shapes"][0], call["output_dtypes"][0])]
+            outputs = zip(call["output_shapes"], call["output_dtypes"], strict=True)
+            return [mx.zeros(*each) for each in outputs]
 
         return kernel
 
@@ -278,7 +279,7 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     threads = 32 * 3 * 2
     assert call["grid"] == (plan.num_threadgroups * threads, 1, 1)
     assert call["threadgroup"] == (threads, 1, 1)
-    assert call["output_shapes"] == ((9, N),)
+    assert call["output_shapes"] == [(9, N)]
     assert "init_value" not in call
     assert call["template"] == [*source.product_template(plan).items()]
     # Small arrays go as they are: CUDA has no other address space for them.
@@ -287,10 +288,40 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     assert numbers.tolist() == [*source.shape(plan), *source.schedule(plan)]
 
 
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+def test_each_part_is_an_array_of_its_own(
+    recorder: Recorder, way: dict[str, Any]
+) -> None:
+    parts = 40, 6, N - 46
+    plan = plan_of(**way, epilogue=Epilogue(parts=parts))
+
+    results = launch.product(plan)(*blanks(plan))
+
+    assert isinstance(results, tuple)
+    assert [each.shape for each in results] == [(9, columns) for columns in parts]
+    built, call = recorder.built[-1], recorder.called[-1]
+    assert built["output_names"] == ["out0", "out1", "out2"]
+    declared = "marlin::Apart<T, PARTS> out = {{out0, out1, out2}, parts, shape[0]};"
+    assert f"const {declared}\n" in built["source"]
+    assert call["output_dtypes"] == [mx.float16] * 3
+
+
+def test_layers_that_share_x_are_kernels_and_no_views(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, native = activations(2, 3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
+
+    packed = pack(*native)
+    results = mlx_marlin.linears(x, packed, parts=(32, N - 32))
+
+    assert [each.shape for each in results] == [(2, 3, 32), (2, 3, N - 32)]
+    assert recorder.called[-1]["output_shapes"] == [each.shape for each in results]
+
+
 def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
     plan = plan_of(**WHOLE, epilogue=Epilogue(parts=(40, N - 40)))
 
-    launch.product(plan)(*blanks(plan, arrays=7))
+    launch.product(plan)(*blanks(plan))
 
     assert len(source.shape(plan)) == len(source.schedule(plan)) == source.SECTION
     *_, numbers = recorder.called[0]["inputs"]
@@ -304,8 +335,8 @@ def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> Non
 
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     product, reduce = recorder.called
-    assert product["output_shapes"] == ((2, 9, N),)
-    assert product["output_dtypes"] == (mx.float32,)
+    assert product["output_shapes"] == [(2, 9, N)]
+    assert product["output_dtypes"] == [mx.float32]
     assert len(product["inputs"]) == 5
     partials, *finish, _ = reduce["inputs"]
     assert partials.shape == (2, 9, N)

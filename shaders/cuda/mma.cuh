@@ -191,7 +191,7 @@ METAL_FUNC void mma(
     const S* biases,
     const int* shape,
     const int* schedule,
-    O* out,
+    O out,
     E epilogue,
     float* scratch) {
   constexpr int TILE_M = 8 * FRAGMENTS_M;

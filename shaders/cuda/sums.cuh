@@ -6,6 +6,7 @@ namespace marlin {
 
 #include "../lib/work.metal"
 #include "../lib/epilogue.metal"
+#include "apart.cuh"
 #include "../lib/reduce.metal"
 
 // Metal's grid ends with the last thread; here the last block is whole.

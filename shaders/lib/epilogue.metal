@@ -142,7 +142,7 @@ template <
     typename E,
     typename R>
 METAL_FUNC void store_tile(
-    device O* out,
+    O out,
     E epilogue,
     R order,
     const threadgroup float* scratch,

@@ -10,13 +10,14 @@ METAL_FUNC float sum_of_splits(const device float* partials, uint place, uint sp
   return total;
 }
 
-// BATCHED: there are several products. WIDTH: columns of a tile, in units of TILE_N.
-template <bool BATCHED, typename O, int WIDTH = 1, typename E>
+// BATCHED: there are several products. T: dtype of the results. WIDTH: columns of a tile, in
+// units of TILE_N.
+template <bool BATCHED, typename T, int WIDTH = 1, typename O, typename E>
 METAL_FUNC void reduce(
     const device float* partials,
     const constant int32_t* shape,
     const constant int32_t* schedule,
-    device O* out,
+    O out,
     E epilogue,
     uint thread_index) {
   const Work work = read_work(shape, schedule);
@@ -34,6 +35,6 @@ METAL_FUNC void reduce(
     const uint whole_row = product * work.m + row;
     const uint place = whole_row * work.n + col;
     const float total = sum_of_splits(partials, place, splits, size);
-    out[output_place(epilogue, whole_row, col, work)] = O(finished(total, epilogue, place, col));
+    out[output_place(epilogue, whole_row, col, work)] = T(finished(total, epilogue, place, col));
   }
 }

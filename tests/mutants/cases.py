@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import epilogues
 import format_cases
 import mlx.core as mx
 import strategies
@@ -119,7 +120,8 @@ class Case:
         else:
             stored = format_cases.arguments(self.weight(native), problem.layout)
         arrays = (x, *stored, *finish)
-        y = self._product()(*(strategies.shifted(each, self.offset) for each in arrays))
+        shifted = (strategies.shifted(each, self.offset) for each in arrays)
+        y = epilogues.whole(self._product()(*shifted))
         mx.eval(y)
         return y
 

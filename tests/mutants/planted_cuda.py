@@ -14,11 +14,13 @@ PAIRS = "packed groups of 128, slices"
 SYMMETRIC = "packed symmetric codes, bfloat16"
 ZERO_POINT = "packed zero points of 3 bits"
 NVFP4 = "packed nvfp4"
+PARTS = "packed, three results"
 ODD_X = "packed, odd offset of x"
 ODD_WORDS = "packed, odd offset of words"
 ODD_SCALES = "packed, odd offset of scales"
 
 _LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
+_APART = "cuda/apart.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
 _BREAK = "    if (WHOLE) {\n      break;\n    }\n"
 _ALIGNED = "is_aligned(x) && is_aligned(w) && is_aligned(scales)"
@@ -175,6 +177,30 @@ MUTANTS = (
         "group_at<W>(k)",
         NVFP4,
         Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: the first element of a part is written past the one before",
+        _APART,
+        "place >= uint(",
+        "place > uint(",
+        PARTS,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: a part begins after as many elements as columns",
+        _APART,
+        "begin = rows * first[i]",
+        "begin = first[i]",
+        PARTS,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: parts change places",
+        _APART,
+        "array = arrays[i];",
+        "array = arrays[PARTS - i];",
+        PARTS,
+        Detector.OUTSIDE,
     ),
     Mutant(
         "cuda: the reduce sees tiles of one width only",

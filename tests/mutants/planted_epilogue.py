@@ -351,7 +351,7 @@ _SUMS = (
     Mutant(
         "the reduce converts without being asked",
         _REDUCE,
-        "O(finished(total, epilogue, place, col))",
+        "T(finished(total, epilogue, place, col))",
         "finished(total, epilogue, place, col)",
         GEMV_NATIVE,
         Detector.STATIC_CHECK,

@@ -7,7 +7,7 @@ import cuda_on_cpu
 import planted_cuda
 import pytest
 from cuda_cases import WAYS, Case
-from cuda_on_cpu import check_moved
+from cuda_on_cpu import check_moved, check_parts
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
 
@@ -30,6 +30,7 @@ CASES: dict[str, Case] = {
     planted_cuda.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, SLICED),
     planted_cuda.SYMMETRIC: ("symmetric", 4, 64, "marlin", "bfloat16", 9, STREAM),
     planted_cuda.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
+    planted_cuda.PARTS: ("affine", 4, 64, "marlin", "float16", 9, WHOLE),
     planted_cuda.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
 }
 MOVED = {
@@ -61,7 +62,10 @@ def detect(detector: Detector, case: str) -> str | None:
         with emulator.emulated(
             workers=1, trace=detector in REPORTS, time_limit=TIME_LIMIT
         ):
-            check_moved(CASES[case], MOVED.get(case, ()))
+            if case == planted_cuda.PARTS:
+                check_parts(CASES[case], (40, 70, 90))
+            else:
+                check_moved(CASES[case], MOVED.get(case, ()))
     except AssertionError:
         return "wrong" if detector == Detector.WRONG_RESULT else None
     except emulator.EmulatorError as error:
