@@ -30,7 +30,8 @@ METAL_FUNC void dequantize(
   const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
   uint words[words_of_step<W>()];
   load_words<W, false>(words, tile, first_k + k, work);
-  const Quantizers<T> quantizers = load_quantizers<W, false, T>(tile, first_k + k, work);
+  const Quantizers<T> quantizers =
+      quantizers_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;
     if (inside < rows) {

@@ -45,6 +45,24 @@ METAL_FUNC void load_run(uint* words, const uint* from) {
   }
 }
 
+// Likewise of what is read again: 1, 2 or 4 words.
+template <int COUNT>
+METAL_FUNC void load_kept_run(uint* words, const void* from) {
+  if (COUNT == 4) {
+    const Registers v = load_kept(from);
+    words[0] = v.x;
+    words[1] = v.y;
+    words[2] = v.z;
+    words[3] = v.w;
+  } else if (COUNT == 2) {
+    const ::uint2 v = __ldg((const ::uint2*)from);
+    words[0] = v.x;
+    words[1] = v.y;
+  } else {
+    words[0] = __ldg((const uint*)from);
+  }
+}
+
 // A plane's words of one step: [chunk of four words][Metal's lane][word].
 template <int WORDS, bool ALIGNED>
 METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {

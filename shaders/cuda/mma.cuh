@@ -36,12 +36,12 @@ METAL_FUNC void load_tile(uint* words, const WeightTile<S>& tile, int k, int k_s
   }
 }
 
-template <typename W, bool ALIGNED, typename T, typename S>
+template <typename W, bool ALIGNED, typename S>
 METAL_FUNC void load_groups(
-    Quantizers<T>* quantizers, const WeightTile<S>& tile, int k, int k_stop, Work work) {
+    Numbers<W, S>* numbers, const WeightTile<S>& tile, int k, int k_stop, Work work) {
   UNROLL for (int i = 0; i < groups_of_tile<W>(); ++i) {
     if (i == 0 || k + i * W::STEP < k_stop) {
-      quantizers[i] = load_quantizers<W, ALIGNED, T>(tile, k + i * W::STEP, work);
+      numbers[i] = load_numbers<W, ALIGNED>(tile, k + i * W::STEP, work);
     }
   }
 }
@@ -82,7 +82,8 @@ METAL_FUNC void accumulate(
   constexpr int GROUP_TILES = W::GROUP == 128 ? 2 : 1;
   constexpr int GROUPS = groups_of_tile<W>();
   uint words[AHEAD][words_of_tile<W>()];
-  Quantizers<T> quantizers[GROUPS], next[GROUPS];
+  Quantizers<T> quantizers[GROUPS];
+  Numbers<W, S> next[GROUPS];
   if (k < k_stop) {
     load_groups<W, ALIGNED>(next, tile, k, k_stop, work);
   }
@@ -99,7 +100,7 @@ METAL_FUNC void accumulate(
       }
       if (nth % GROUP_TILES == 0) {
         UNROLL for (int i = 0; i < GROUPS; ++i) {
-          quantizers[i] = next[i];
+          quantizers[i] = quantizers_of<W, T>(next[i]);
         }
         if (here + GROUP_TILES * TILE_K < k_stop) {
           load_groups<W, ALIGNED>(next, tile, here + GROUP_TILES * TILE_K, k_stop, work);
@@ -129,6 +130,18 @@ METAL_FUNC void accumulate(
   }
 }
 
+// What a warp has added up, into its scratch.
+template <int FRAGMENTS, typename W, typename S>
+METAL_FUNC void store_sums(
+    float* scratch, const float (*totals)[FRAGMENTS][4], const WeightTile<S>& tile) {
+  const float weight_scale = W::GLOBAL ? global_scale(tile.biases) : 1.0f;
+  UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
+    const float total = totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4];
+    scratch[place_of_sum(tile.lane, i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4)] =
+        W::GLOBAL ? total * weight_scale : total;
+  }
+}
+
 // One split of a tile, as far as one warp computes it, into its scratch.
 template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename T, typename S>
 METAL_FUNC void multiply_split(
@@ -153,12 +166,7 @@ METAL_FUNC void multiply_split(
   const int k = split.k_start + split.k_tile_count * slice / SLICES * K_TILE;
   const int k_stop = split.k_start + split.k_tile_count * (slice + 1) / SLICES * K_TILE;
   accumulate<FRAGMENTS, W, ALIGNED>(totals, rows, tile, k, min(k_stop, split.k_stop), work);
-  const float weight_scale = W::GLOBAL ? global_scale(tile.biases) : 1.0f;
-  UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
-    const float total = totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4];
-    scratch[place_of_sum(tile.lane, i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4)] =
-        W::GLOBAL ? total * weight_scale : total;
-  }
+  store_sums<FRAGMENTS, W>(scratch, totals, tile);
 }
 
 // How ../lib/work.metal sees tiles that are WIDTH packed tiles wide: as if there were fewer

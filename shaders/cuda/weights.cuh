@@ -166,37 +166,74 @@ METAL_FUNC constexpr int groups_of_tile() {
   return W::GROUP == 32 ? 2 : 1;
 }
 
-// Packed, the numbers of a lane's four rows lie together: scale and bias in turn.
-template <typename W, bool ALIGNED, typename T, typename S>
-METAL_FUNC Quantizers<T> load_quantizers(const WeightTile<S>& tile, int k, Work work) {
-  Quantizers<T> result;
+// Scales and biases of a lane's four rows in turn, as they were loaded: only use tells them apart,
+// because whoever looks at a number waits for it.
+template <typename W, typename S>
+struct Numbers {
+  static constexpr int FACTORS = W::BIASED ? 2 : 1;
+  static constexpr int WORDS = FACTORS * sizeof(S);
+  uint words[WORDS];
+
+  METAL_FUNC void set(int i, uint bits) {
+    constexpr int EACH = 4 / sizeof(S);
+    const uint moved = bits << i % EACH * (8 * sizeof(S));
+    words[i / EACH] = i % EACH == 0 ? moved : words[i / EACH] | moved;
+  }
+};
+
+METAL_FUNC uchar number_of(const uint* words, int i, uchar) {
+  return words[i / 4] >> i % 4 * 8;
+}
+
+template <typename S>
+METAL_FUNC S number_of(const uint* words, int i, S) {
+  return as_type<S>(ushort(words[i / 2] >> i % 2 * 16));
+}
+
+METAL_FUNC uint bits_of(uchar number) {
+  return number;
+}
+
+template <typename S>
+METAL_FUNC uint bits_of(S number) {
+  return as_type<ushort>(number);
+}
+
+// The numbers of the group that k is in; packed, they lie together.
+template <typename W, bool ALIGNED, typename S>
+METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work work) {
+  Numbers<W, S> result;
+  constexpr int FACTORS = Numbers<W, S>::FACTORS;
   const uint group = group_at<W>(k) + (W::SCALED ? tile.lane.pair : 0);
-  constexpr int FACTORS = W::BIASED ? 2 : 1;
   if (W::PACKED) {
     const S* from = tile.scales + group * (FACTORS * TILE_N);
-    // As many bytes as they are, at a multiple of that.
-    struct alignas(4 * FACTORS * sizeof(S)) Together {
-      S numbers[4 * FACTORS];
-    };
-    Together own;
     if (ALIGNED) {
-      const Together& theirs = *(const Together*)from;
-      own = theirs;
+      load_kept_run<Numbers<W, S>::WORDS>(result.words, from);
     } else {
       UNROLL for (int i = 0; i < 4 * FACTORS; ++i) {
-        own.numbers[i] = from[i];
+        result.set(i, bits_of(from[i]));
       }
-    }
-    UNROLL for (int f = 0; f < 4; ++f) {
-      result.scale[f] = scale_of<W::GROUP, T>(own.numbers[FACTORS * f]);
-      result.bias[f] = W::BIASED ? T(own.numbers[FACTORS * f + FACTORS - 1]) : T(0.0f);
     }
   } else {
     UNROLL for (int f = 0; f < 4; ++f) {
       const uint place = tile.rows[f] * group_at<W>(work.k) + group;
-      result.scale[f] = scale_of<W::GROUP, T>(tile.scales[place]);
-      result.bias[f] = W::BIASED ? T(tile.biases[place]) : T(0.0f);
+      result.set(FACTORS * f, bits_of(tile.scales[place]));
+      if (W::BIASED) {
+        result.set(FACTORS * f + FACTORS - 1, bits_of(tile.biases[place]));
+      }
     }
+  }
+  return result;
+}
+
+template <typename W, typename T, typename S>
+METAL_FUNC Quantizers<T> quantizers_of(const Numbers<W, S>& numbers) {
+  constexpr int FACTORS = Numbers<W, S>::FACTORS;
+  Quantizers<T> result;
+  UNROLL for (int f = 0; f < 4; ++f) {
+    result.scale[f] = scale_of<W::GROUP, T>(number_of(numbers.words, FACTORS * f, S()));
+    result.bias[f] =
+        W::BIASED ? T(number_of(numbers.words, FACTORS * f + FACTORS - 1, S())) : T(0.0f);
   }
   return result;
 }

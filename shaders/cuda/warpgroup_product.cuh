@@ -1,0 +1,10 @@
+// Everything that the bodies wgmma.cu and wgmma_fused.cu lean on.
+
+#include "product.cuh"
+
+namespace marlin {
+
+#include "warpgroup.cuh"
+#include "wgmma.cuh"
+
+}  // namespace marlin
