@@ -308,7 +308,7 @@ _built: deque[Plan] = deque(maxlen=REMEMBERED)
 
 def _kernel_of(plan: Plan, text: source.Source) -> KernelCall:
     """Returns a plan's kernel."""
-    if plan.kernel != "mma":
+    if not plan.on_cuda:
         return _kernel(text)
     return _lazily(text, plan.threadgroup_bytes if "x" in text.input_names else 0)
 
@@ -436,13 +436,13 @@ def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
 
 
 def _product_source(plan: Plan, fused: bool, atomic: bool) -> source.Source:
-    if plan.kernel == "mma":
-        return source.mma_source(plan)
+    if plan.on_cuda:
+        return source.cuda_product_source(plan)
     return source.product_source(plan.kernel, fused, atomic)
 
 
 def _reduce_source(plan: Plan) -> source.Source:
-    if plan.kernel == "mma":
+    if plan.on_cuda:
         return source.sums_source(plan)
     return source.reduce_source(plan.problem.epilogue != PLAIN)
 

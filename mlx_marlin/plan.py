@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from mlx_marlin import mma
+from mlx_marlin import mma, wgmma
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
 from mlx_marlin.staging import BUFFERS, buffer_bytes
 from mlx_marlin.work import Split, Tile, Work, tile_position
 
-Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma"]
+Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma", "wgmma"]
 Reduction = Literal["none", "workspace", "atomic"]
 
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", "mma")
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", "mma", "wgmma")
+OF_CUDA: tuple[Kernel, ...] = ("mma", "wgmma")
+"""Those that run on CUDA devices; the others are Metal's."""
 REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
 
 FRAGMENT = 8
@@ -67,7 +69,7 @@ class Plan:
         problem: The product.
         kernel: "gemv" (dot products, few rows), "gemm_register" (8x8 matrices),
             "gemm_staged" (8x8 matrices out of threadgroup memory) or, on CUDA, "mma"
-            (16x8x16 matrices).
+            (16x8x16 matrices) or "wgmma" (64x16 by 16x64, x out of shared memory).
         tile: Rows, columns and k of a tile.
         fragments_m: 8-row fragments of x that one simdgroup holds; 0 for gemv.
         simdgroups_m: Simdgroups side by side along the rows.
@@ -79,9 +81,10 @@ class Plan:
         reduction: How splits of a tile meet: "none" where there are none, "workspace"
             (the same bits every time) or "atomic" (in whatever order they come).
         subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
-        buffers: Stages that threadgroup memory holds in `gemm_staged`, else 0.
-        loaders: Simdgroups there that only load and decode, while the others only
-            multiply; with 0 all do both.
+        buffers: Stages that threadgroup memory holds in `gemm_staged` and, of x alone,
+            in `wgmma`, else 0.
+        loaders: Simdgroups there that only load, in `gemm_staged` also decode, while
+            the others only multiply; with 0 all do both.
     """
 
     problem: Problem
@@ -105,6 +108,8 @@ class Plan:
             self._check_gemv()
         elif self.kernel == "mma":
             self._check_mma()
+        elif self.kernel == "wgmma":
+            self._check_wgmma()
         else:
             self._check_gemm()
         self._check_threadgroup()
@@ -113,6 +118,8 @@ class Plan:
         self._check_invariant()
 
     def _check_staging(self) -> None:
+        if self.kernel == "wgmma":
+            return
         if self.kernel != "gemm_staged":
             if (self.buffers, self.loaders) != (0, 0):
                 raise ValueError(
@@ -175,9 +182,23 @@ class Plan:
             subtract=self.subtract,
         )
 
+    def _check_wgmma(self) -> None:
+        wgmma.check(
+            self.problem,
+            fragments_m=self.fragments_m,
+            simdgroups_m=self.simdgroups_m,
+            simdgroups_n=self.simdgroups_n,
+            simdgroups_k=self.simdgroups_k,
+            buffers=self.buffers,
+            loaders=self.loaders,
+            tile_m=self.tile.m,
+            tile_n=self.tile.n,
+            subtract=self.subtract,
+        )
+
     def _check_threadgroup(self) -> None:
-        is_mma = self.kernel == "mma"
-        columns = TILE_N * self.simdgroups_n if is_mma else TILE_N
+        on_cuda = self.on_cuda
+        columns = TILE_N * self.simdgroups_n if on_cuda else TILE_N
         sides = columns, k_tile(self.problem.group_size)
         if (self.tile.n, self.tile.k) != sides:
             raise ValueError(
@@ -189,13 +210,13 @@ class Plan:
                 f"simdgroups_m={self.simdgroups_m} and simdgroups_k="
                 f"{self.simdgroups_k} must be at least 1"
             )
-        if self.simdgroups > MAX_SIMDGROUPS and not is_mma:
+        if self.simdgroups > MAX_SIMDGROUPS and not on_cuda:
             further = f" and loaders={self.loaders}" if self.loaders else ""
             raise ValueError(
                 f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k}"
                 f"{further} is more than {MAX_SIMDGROUPS} simdgroups in a threadgroup"
             )
-        limit = mma.SHARED_LIMIT if is_mma else THREADGROUP_LIMIT
+        limit = mma.SHARED_LIMIT if on_cuda else THREADGROUP_LIMIT
         if self.threadgroup_bytes > limit:
             each = f"buffers={self.buffers} of {self.stage_bytes} bytes make "
             raise ValueError(
@@ -205,9 +226,11 @@ class Plan:
 
     def _check_work(self) -> None:
         wide = self.has_wide_tiles
-        if self.kernel == "mma":
+        if self.on_cuda:
             if wide:
-                raise ValueError("mma has tiles of one width, got strategy='hytis'")
+                raise ValueError(
+                    f"{self.kernel} has tiles of one width, got strategy='hytis'"
+                )
         elif wide != (self.simdgroups_n > 1) or self.simdgroups_k % self.simdgroups_n:
             raise ValueError(
                 f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
@@ -238,8 +261,10 @@ class Plan:
     def _check_reduction(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
-        if self.kernel == "mma" and self.reduction == "atomic":
-            raise ValueError("mma has no atomic sums, got reduction='atomic'")
+        if self.on_cuda and self.reduction == "atomic":
+            raise ValueError(
+                f"{self.kernel} has no atomic sums, got reduction='atomic'"
+            )
         if (self.reduction == "none") == self.work.is_split:
             raise ValueError(
                 f"reduction={self.reduction!r} does not fit work whose tiles "
@@ -270,6 +295,11 @@ class Plan:
             )
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether the kernel is one of CUDA's."""
+        return self.kernel in OF_CUDA
+
+    @property
     def strategy(self) -> str:
         """How the work is cut."""
         return self.work.strategy
@@ -291,6 +321,8 @@ class Plan:
         """Simdgroups of a threadgroup."""
         if self.kernel == "mma":
             return self.simdgroups_n * self.simdgroups_k
+        if self.kernel == "wgmma":
+            return wgmma.simdgroups(self.simdgroups_n, self.simdgroups_k)
         return self.simdgroups_m * self.simdgroups_k + self.loaders
 
     @property
@@ -369,23 +401,28 @@ class Plan:
     def threadgroup_bytes(self) -> int:
         """Bytes of threadgroup memory: the epilogue's scratch, float32.
 
-        It takes turns with the buffers of `gemm_staged`. In `mma` every warp has its
-        own.
+        It takes turns with the buffers of `gemm_staged` and `wgmma`. On CUDA every
+        packed tile and slice of k has its own.
         """
-        sums = self.simdgroups if self.kernel == "mma" else self.simdgroups_k
+        sums = self.simdgroups_k * (self.simdgroups_n if self.on_cuda else 1)
         scratch = sums * self.tile.m * PADDED_COLUMNS * 4
         if not self.buffers:
             return scratch
-        return max(scratch, self.buffers * self.stage_bytes)
+        barriers = wgmma.BARRIER_BYTES if self.kernel == "wgmma" else 0
+        return barriers + max(scratch, self.buffers * self.stage_bytes)
 
     @property
     def stage_k(self) -> int:
-        """Values of k of a stage, a step for each simdgroup along k."""
+        """Values of k of a stage: in `gemm_staged` a step of each slice of k."""
+        if self.kernel == "wgmma":
+            return wgmma.STAGE_K
         return step_k(self.problem.group_size) * self.simdgroups_k
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
+        if self.kernel == "wgmma":
+            return wgmma.stage_bytes(self.tile.m)
         element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 
@@ -428,7 +465,7 @@ class Plan:
         return ", ".join(parts)
 
     def _simdgroups(self) -> str:
-        if self.kernel == "mma":
+        if self.on_cuda:
             return f"{self.simdgroups_n}x{self.simdgroups_k} simdgroups (n x k)"
         return f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
 

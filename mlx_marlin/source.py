@@ -100,14 +100,15 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
     )
 
 
-def mma_source(plan: Plan) -> Source:
-    """Returns the text of the CUDA kernel "mma", which has a block's size in it.
+def cuda_product_source(plan: Plan) -> Source:
+    """Returns the text of the CUDA kernel of a plan, which has a block's size in it.
 
     MLX has no place for that in the signature.
     """
-    header = f"#define THREADS {plan.threads}\n{_included('cuda/product.cuh')}"
+    leaning = {"mma": "product", "wgmma": "warpgroup_product"}[plan.kernel]
+    header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
     fused = plan.problem.epilogue != PLAIN and not plan.is_split
-    return _of_cuda("mma", header, OPERANDS, NUMBERS, plan.problem, fused)
+    return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, fused)
 
 
 @cache
@@ -228,8 +229,8 @@ def _is_read(name: str, problem: Problem) -> bool:
 def product_template(plan: Plan) -> dict[str, TemplateValue]:
     """Returns the template arguments of a plan's first kernel."""
     problem = plan.problem
-    if plan.kernel == "mma":
-        return _mma_template(plan)
+    if plan.on_cuda:
+        return _cuda_template(plan)
     shared: dict[str, TemplateValue] = {
         "SIMDGROUPS_K": plan.simdgroups_k,
         "WIDE": plan.simdgroups_n,
@@ -253,11 +254,12 @@ def product_template(plan: Plan) -> dict[str, TemplateValue]:
     }
 
 
-def _mma_template(plan: Plan) -> dict[str, TemplateValue]:
+def _cuda_template(plan: Plan) -> dict[str, TemplateValue]:
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_N": plan.simdgroups_n,
         "SIMDGROUPS_K": plan.simdgroups_k,
+        **({"STAGES": plan.buffers} if plan.buffers else {}),
         "WHOLE": plan.is_whole,
         "BATCHED": plan.problem.batch > 1,
         **weight_template(plan.problem),
@@ -325,7 +327,7 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
 def reduce_template(plan: Plan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the reduce that follows a split plan."""
     shared: dict[str, TemplateValue] = {"BATCHED": plan.problem.batch > 1}
-    if plan.kernel == "mma":
+    if plan.on_cuda:
         shared["SIMDGROUPS_N"] = plan.simdgroups_n
     return shared | (_epilogue_template(plan) or {"T": plan.problem.dtype})
 

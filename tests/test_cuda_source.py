@@ -128,8 +128,10 @@ PLACES = "const int* shape = numbers + 0;\nconst int* schedule = numbers + 7;\n"
 
 def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     plan = plan_of(**WHOLE, layout="marlin")
-    text = source.mma_source(plan)
-    fused = source.mma_source(plan_of(**WHOLE, layout="marlin", epilogue=FUSED))
+    text = source.cuda_product_source(plan)
+    fused = source.cuda_product_source(
+        plan_of(**WHOLE, layout="marlin", epilogue=FUSED)
+    )
 
     threads, digest, include = text.header.splitlines(keepends=True)
     assert threads == f"#define THREADS {plan.threads}\n"
@@ -149,7 +151,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     plan, fused = plan_of(**SPLIT), plan_of(**SPLIT, epilogue=FUSED)
     metal, text = source.reduce_source(), source.sums_source(plan)
 
-    digest = source.mma_source(plan).header.splitlines()[1]
+    digest = source.cuda_product_source(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
     assert body_of(text, "cuda/reduce.cu") == PLACES
     own = body_of(source.sums_source(fused), "cuda/reduce_fused.cu")
@@ -186,7 +188,7 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
     plan = plan_of(**WHOLE, **format)
 
     read = (*("w", "scales"), *biases, "numbers")
-    assert source.mma_source(plan).input_names == ("x", *read)
+    assert source.cuda_product_source(plan).input_names == ("x", *read)
     assert source.decoding_source(plan.problem).input_names == read
 
 
@@ -205,8 +207,8 @@ def test_an_epilogues_arrays_are_inputs_where_there_are_any(
 
     finish = (*names, "numbers")
     product = ("x", "w", "scales")
-    assert source.mma_source(whole).input_names == (*product, *finish)
-    assert source.mma_source(split).input_names == (*product, "numbers")
+    assert source.cuda_product_source(whole).input_names == (*product, *finish)
+    assert source.cuda_product_source(split).input_names == (*product, "numbers")
     assert source.sums_source(split).input_names == ("partials", *finish)
 
 
@@ -217,7 +219,10 @@ def test_a_header_changes_with_any_file_that_it_may_include(
     def headers() -> list[str]:
         forget_texts()
         plan = plan_of(**SPLIT)
-        return [source.mma_source(plan).header, source.sums_source(plan).header]
+        return [
+            source.cuda_product_source(plan).header,
+            source.sums_source(plan).header,
+        ]
 
     before = headers()
     assert headers() == before
@@ -357,9 +362,9 @@ def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
         first = recorder.built[0]
         return first["name"], first["header"], first["source"]
 
-    text = source.mma_source(plan_of(**WHOLE))
+    text = source.cuda_product_source(plan_of(**WHOLE))
     assert built(**WHOLE) == ("marlin_mma", text.header, text.source)
-    assert built(**SPLIT)[1] == source.mma_source(plan_of(**SPLIT)).header
+    assert built(**SPLIT)[1] == source.cuda_product_source(plan_of(**SPLIT)).header
 
 
 def test_another_block_is_another_kernel_and_the_same_is_built_once(

@@ -10,7 +10,7 @@ from typing import Unpack
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.device import DEFAULT, Target, current, named
-from mlx_marlin.plan import Plan
+from mlx_marlin.plan import OF_CUDA, Plan
 from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler import cost, cuda
 from mlx_marlin.scheduler.candidates import Wishes, candidates
@@ -179,7 +179,7 @@ def experiments(problem: Problem, device: Target) -> list[Plan]:
         device: The chip to plan for.
     """
     best = choose(problem, device)
-    if best.simdgroups_m == 1 or problem.invariant:  # nor any of "mma"
+    if best.simdgroups_m == 1 or problem.invariant:  # nor any of CUDA's
         return []
     most = HOPELESS * predict(best, device).seconds
     plans = []
@@ -242,8 +242,10 @@ def plan(
 
 
 def _refuse_cuda(wishes: Wishes) -> None:
-    if wishes.get("kernel") == "mma":
-        raise ValueError("kernel='mma' needs a CUDA device, such as 'NVIDIA H200'")
+    if wishes.get("kernel") in OF_CUDA:
+        raise ValueError(
+            f"kernel={wishes['kernel']!r} needs a CUDA device, such as 'NVIDIA H200'"
+        )
 
 
 def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, int, int, int]:

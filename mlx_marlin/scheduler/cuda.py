@@ -1,58 +1,37 @@
-"""Plans for CUDA devices: candidates of the kernel "mma", what each should cost.
-
-A model, with constants out of the study that docs/cuda.md has: one NVIDIA H200, 4-bit
-weights with groups of 128. A plan takes the longest of three times (memory traffic as
-far as its warps can ask for it, what a warp issues and waits for, matrix products), and
-a price for each piece of work and each further launch. Other devices are scaled by
-multiprocessors, bandwidth and matrix units alone.
-"""
+"""Plans for CUDA devices: candidates of the kernels "mma" and "wgmma", and the best."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
-from mlx_marlin import mma
+from mlx_marlin import mma, wgmma
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.formats import TILE_N
-from mlx_marlin.plan import PADDED_COLUMNS, Plan, Reduction, k_tile
+from mlx_marlin.plan import OF_CUDA, PADDED_COLUMNS, Kernel, Plan, Reduction, k_tile
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import decompositions
 from mlx_marlin.scheduler.candidates import INVARIANT_ROWS, Wishes
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction
+from mlx_marlin.scheduler.cuda_cost import MOST_WARPS, Way, prediction
 from mlx_marlin.scheduler.decompositions import Space
 from mlx_marlin.work import STRATEGIES, Tile, Work, data_parallel
 
 MOST_ROWS = {"mlx": 5, "marlin": 128}
-"""Rows up to which "mma" serves, by layout; beyond, stock MLX does, or a plain product
-of a packed weight that is decoded once. Ours is not timed yet in MLX's layout: there it
-has few rows, for which stock MLX takes longer than for 8 (docs/cuda.md)."""
-
-STATED_BANDWIDTH = 1.13
-"""Bandwidth in the stated one's terms that any number of warps would reach, and what
-one warp of a multiprocessor can have: fitted to five times that reading 117 MB took
-with 8 to 32 warps, within 8 % (measured, docs/cuda.md)."""
-WARP_BANDWIDTH = 3.7e9
-"""Bytes a second of one warp: the second half of that fit."""
-STEP_SECONDS = (450e-9, 730e-9, 880e-9, 1030e-9)
-"""What a warp takes for 32 columns and 64 of k, by fragments_m: instructions and waits
-for its own products (measured, docs/cuda.md: 45.8 us for 16 rows and 66.3 us for 32
-with 14 warps and 64 steps each; the first is a guess, because there memory takes
-longer, and the third lies between its neighbours)."""
-PIECE_SECONDS = 2.5e-6
-"""To begin and end a piece of work: first loads, and the sums of a block's warps (a
-guess)."""
-FURTHER_LAUNCH = 8e-6
-"""Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
-and 2 of the device (a guess)."""
+"""Rows up to which our kernels serve, by layout; beyond, stock MLX does, or a plain
+product of a packed weight that is decoded once. Ours is not timed yet in MLX's layout:
+there it has few rows, for which stock MLX takes longer than for 8 (docs/cuda.md)."""
+FRAGMENTS_M: dict[Kernel, tuple[int, ...]] = {
+    "mma": mma.FRAGMENTS_M,
+    "wgmma": wgmma.FRAGMENTS_M,
+}
+LEAST_ROWS = 9
+"""Rows from which "wgmma" is compared: for 8, "mma" reads as fast as memory is."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
-MOST_WARPS = (28, 20, 16, 16)
-"""Warps of a block by fragments_m, unless others are asked for: more warps hide more
-waits, until their registers do not hold the sums (measured, docs/cuda.md)."""
 SCHEDULERS = 4
 """Of a multiprocessor (NVIDIA, CUDA C++ Programming Guide): warps that they share
 evenly waste no registers."""
@@ -63,11 +42,14 @@ LEAST_K_TILES = 2
 """K tiles that a warp's slice should have."""
 EVEN_ENOUGH = 0.9
 """Mean load over the fullest multiprocessor's with which whole tiles are not split."""
-WEIGHTS = TILE_N * 64
-"""Weights of a step."""
-
-Way = tuple[Work, int, int]
-"""Work, simdgroups_n and simdgroups_k."""
+MOST_MULTIPLIERS = {False: 16, True: 8}
+"""Warps of "wgmma" that multiply; the second where sums of more than 32 rows or words
+of more than 4 bits take more registers (measured, docs/cuda.md, for 4 bits)."""
+WIDE_FRAGMENTS = 4
+"""Fragments of x beyond which sums are that many."""
+BUFFER_BYTES = 96 * 1024
+"""What the stages of "wgmma" may take: 8 stages of up to 48 rows, 6 of 64 (measured:
+more stages were no faster, docs/cuda.md)."""
 
 
 def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
@@ -79,12 +61,11 @@ def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
     if problem.invariant and problem.m != INVARIANT_ROWS:
         of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
         return _with_rows(of_all, problem, device, wishes)
-    _check(problem, wishes)
-    fragments_m = wishes.get("fragments_m", _fragments_m(problem))
+    _check(problem, device, wishes)
     best: Way | None = None
     least: tuple[float, ...] = (inf,)
-    for way in _ways(problem, fragments_m, device, wishes):
-        rank = _rank(problem, fragments_m, way, device)
+    for way in _ways(problem, device, wishes):
+        rank = _rank(problem, way, device)
         if rank < least:
             best, least = way, rank
     if best is None:
@@ -92,7 +73,7 @@ def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
             f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
             f"worth comparing; name a strategy too, such as 'split_k'"
         )
-    return _plan(problem, fragments_m, best, device, wishes)
+    return _plan(problem, best, device, wishes)
 
 
 def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
@@ -100,9 +81,8 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
     chosen = make(problem, device, wishes)
     plans = {chosen: None}
     if not problem.invariant:
-        fragments_m = chosen.fragments_m
-        for way in _ways(problem, fragments_m, device, wishes):
-            plans[_plan(problem, fragments_m, way, device, wishes)] = None
+        for way in _ways(problem, device, wishes):
+            plans[_plan(problem, way, device, wishes)] = None
     compared = [
         Candidate(plan=each, prediction=predict(each, device)) for each in plans
     ]
@@ -137,81 +117,64 @@ def dense(problem: Problem) -> DensePlan | None:
 
 
 def predict(plan: Plan, device: CudaDevice) -> Prediction:
-    """Returns what the model says about a plan of "mma"."""
-    way = plan.work, plan.simdgroups_n, plan.simdgroups_k
-    return _prediction(plan.problem, plan.fragments_m, way, device)
-
-
-def _prediction(
-    problem: Problem, fragments_m: int, way: Way, device: CudaDevice
-) -> Prediction:
-    work, across, along = way
-    longest = work.longest  # where a minimum moves cuts, all of them are looked at
-    busy = work.threadgroups - work.idle
-    each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
-    resident = max(min(each, MOST_WARPS[fragments_m - 1] // (across * along)), 1)
-    turns = -(-each // resident)
-    trips = k_tile(problem.group_size) // 64
-    step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
-    read = each * across * longest * trips * WEIGHTS * step_bytes
-    share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
-    rate = 1 / (1 / share + 1 / (resident * across * along * WARP_BANDWIDTH))
-    steps = -(-longest // along) * trips
-    # All times are a mean multiprocessor's, which the fullest one's stretch.
-    mean = work.total / (device.multiprocessors * each * longest)
-    sums = 8 * problem.batch * problem.m * problem.n * work.pieces / work.tiles
-    met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
-    columns = (
-        work.tiles
-        // -(-problem.m // (mma.FRAGMENT_ROWS * fragments_m))
-        * across
-        * TILE_N
+    """Returns what the model says about a plan."""
+    way = Way(
+        plan.kernel,
+        plan.fragments_m,
+        plan.work,
+        plan.simdgroups_n,
+        plan.simdgroups_k,
     )
-    rows = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
-    pieces = -(-work.pieces // busy)
-    return Prediction(
-        memory=mean * (read / rate + met),
-        issue=mean * turns * steps * STEP_SECONDS[fragments_m - 1],
-        loads=0.0,
-        matrix=2 * rows * columns * problem.k / (device.tflops * 1e12),
-        busy=mean,
-        fill=1.0,
-        dispatch=turns * pieces * PIECE_SECONDS + FURTHER_LAUNCH * work.is_split,
-    )
+    return prediction(plan.problem, way, device)
 
 
-def _rank(
-    problem: Problem, fragments_m: int, way: Way, device: CudaDevice
-) -> tuple[float, ...]:
+def _rank(problem: Problem, way: Way, device: CudaDevice) -> tuple[float, ...]:
     """Returns what ways are compared by: time first, then the simpler one."""
-    work, across, _ = way
-    found = _prediction(problem, fragments_m, way, device)
+    found = prediction(problem, way, device)
     return (
-        found.seconds * (1 + MODEL_ERROR * work.is_split),
+        found.seconds * (1 + MODEL_ERROR * way.work.is_split),
         found.memory,
-        STRATEGIES.index(work.strategy),
-        across,
+        OF_CUDA.index(way.kernel),
+        STRATEGIES.index(way.work.strategy),
+        way.across,
     )
 
 
-def _ways(
-    problem: Problem, fragments_m: int, device: CudaDevice, wishes: Wishes
-) -> Iterator[Way]:
+def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Kernel]:
+    if "kernel" in wishes:
+        yield wishes["kernel"]
+        return
+    yield "mma"
+    fits = wishes.get("fragments_m", 2) in wgmma.FRAGMENTS_M
+    here = device.capability == wgmma.CAPABILITY and problem.m >= LEAST_ROWS
+    if here and fits and wgmma.why_not(problem) is None:
+        yield "wgmma"
+
+
+def _ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
     """Yields the ways to cut a problem that have the wished fields."""
-    columns = -(-problem.n // TILE_N)
-    room = mma.MOST_SIMDGROUPS // wishes.get("simdgroups_k", 1)
-    most = min(mma.MOST_SIMDGROUPS_N, columns, room)
-    widths: Iterable[int] = range(1, most + 1)
+    for kernel in _kernels(problem, device, wishes):
+        fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel))
+        for across in _widths(problem, kernel, wishes):
+            for work in _works(problem, fragments_m, across, device, wishes):
+                if not _can_meet(work, wishes):
+                    continue
+                along = wishes.get("simdgroups_k")
+                if along is None:
+                    slices = _slices if kernel == "mma" else _warpgroups
+                    along = slices(problem, fragments_m, across, work, device)
+                yield Way(kernel, fragments_m, work, across, along)
+
+
+def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
     if "simdgroups_n" in wishes:
-        widths = (wishes["simdgroups_n"],)
-    for across in widths:
-        for work in _works(problem, fragments_m, across, device, wishes):
-            if not _can_meet(work, wishes):
-                continue
-            along = wishes.get("simdgroups_k")
-            if along is None:
-                along = _slices(problem, fragments_m, across, work, device)
-            yield work, across, along
+        return (wishes["simdgroups_n"],)
+    along = wishes.get("simdgroups_k", 1)
+    room = mma.MOST_SIMDGROUPS // along
+    if kernel == "wgmma":
+        room = (wgmma.MOST_SIMDGROUPS - wgmma.LOADERS) // along
+    most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
+    return range(1, most + 1)
 
 
 def _works(
@@ -280,11 +243,29 @@ def _slices(
     return along
 
 
-def _fragments_m(problem: Problem) -> int:
+def _warpgroups(
+    problem: Problem, fragments_m: int, across: int, work: Work, device: CudaDevice
+) -> int:
+    """Returns as many slices of k of "wgmma" as a block has room for and stages."""
+    many = fragments_m > WIDE_FRAGMENTS or problem.bits > 4
+    columns = wgmma.WARPGROUP * -(-across // wgmma.WARPGROUP)
+    trips = wgmma.STAGE_K // k_tile(problem.group_size)
+    stages = -(-(work.total // work.pieces) // trips)
+    return max(min(MOST_MULTIPLIERS[many] // columns, stages), 1)
+
+
+def _buffers(fragments_m: int, along: int) -> int:
+    """Returns the stages of "wgmma"."""
+    each = wgmma.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    return max(min(wgmma.BUFFERS[-1], BUFFER_BYTES // each), along + 1)
+
+
+def _fragments_m(problem: Problem, kernel: Kernel) -> int:
     """Returns the fewest fragments of 8 rows with the fewest tiles down the rows."""
     fragments = -(-problem.m // mma.FRAGMENT_ROWS)
-    tiles = -(-fragments // mma.FRAGMENTS_M[-1])
-    return -(-fragments // tiles)
+    known = FRAGMENTS_M[kernel]
+    least = -(-fragments // -(-fragments // known[-1]))
+    return next(each for each in known if each >= least)
 
 
 def _can_meet(work: Work, wishes: Wishes) -> bool:
@@ -293,18 +274,20 @@ def _can_meet(work: Work, wishes: Wishes) -> bool:
     return not wished or work.is_split == (wishes["reduction"] != "none")
 
 
-def _check(problem: Problem, wishes: Wishes) -> None:
+def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
     """Refuses a problem and wishes that are other kernels'."""
     reason = mma.why_not(problem)
     if reason is not None:
         raise ValueError(reason)
-    expected: dict[str, Any] = {
-        "kernel": "mma",
-        "simdgroups_m": 1,
-        "subtract": False,
-        "buffers": 0,
-        "loaders": 0,
-    }
+    kernel = wishes.get("kernel", "mma")
+    if kernel not in OF_CUDA:
+        raise ValueError(f"kernel={kernel!r} is not one of CUDA's, {OF_CUDA}")
+    of_x = (
+        {"loaders": wgmma.LOADERS}
+        if kernel == "wgmma"
+        else {"buffers": 0, "loaders": 0}
+    )
+    expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **of_x}
     given = cast(dict[str, Any], wishes)
     for name, value in expected.items():
         if given.get(name, value) != value:
@@ -312,45 +295,56 @@ def _check(problem: Problem, wishes: Wishes) -> None:
                 f"{name}={given[name]!r}, expected {value!r} on a CUDA device"
             )
     if wishes.get("strategy") == "hytis":
-        raise ValueError("strategy='hytis' has tiles of two widths, which mma has not")
+        raise ValueError(
+            f"strategy='hytis' has tiles of two widths, which {kernel} has not"
+        )
     across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
     if min(across, along) < 1 or across * along > mma.MOST_SIMDGROUPS:
         raise ValueError(
             f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
             f"{mma.MOST_SIMDGROUPS} simdgroups"
         )
-    if wishes.get("fragments_m", 1) not in mma.FRAGMENTS_M:
+    known = FRAGMENTS_M[kernel]
+    if wishes.get("fragments_m", known[0]) not in known:
+        raise ValueError(f"fragments_m={wishes['fragments_m']} is not one of {known}")
+    if kernel == "wgmma":
+        _check_device(device)
+
+
+def _check_device(device: CudaDevice) -> None:
+    if device.capability != wgmma.CAPABILITY:
+        needed = ".".join(map(str, wgmma.CAPABILITY))
         raise ValueError(
-            f"fragments_m={wishes['fragments_m']} is not one of {mma.FRAGMENTS_M}"
+            f"kernel='wgmma' needs compute capability {needed}, and {device.name} has "
+            f"{'.'.join(map(str, device.capability))}"
         )
 
 
-def _plan(
-    problem: Problem,
-    fragments_m: int,
-    way: Way,
-    device: CudaDevice,
-    wishes: Wishes,
-) -> Plan:
-    work, across, along = way
+def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Plan:
+    work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
+    staged = way.kernel == "wgmma"
+    buffers = wishes.get("buffers", _buffers(fragments_m, way.along)) if staged else 0
     plan = Plan(
         problem=problem,
-        kernel="mma",
+        kernel=way.kernel,
         tile=Tile(
             m=mma.FRAGMENT_ROWS * fragments_m,
-            n=TILE_N * across,
+            n=TILE_N * way.across,
             k=k_tile(problem.group_size),
         ),
         fragments_m=fragments_m,
-        simdgroups_n=across,
-        simdgroups_k=along,
+        simdgroups_n=way.across,
+        simdgroups_k=way.along,
         work=work,
         reduction=wishes.get("reduction", natural),
+        buffers=buffers,
+        loaders=wgmma.LOADERS if staged else 0,
     )
     if plan.threadgroup_bytes > device.shared_bytes:
         raise ValueError(
-            f"simdgroups_n={across}, simdgroups_k={along}, fragments_m={fragments_m} "
+            f"simdgroups_n={way.across}, simdgroups_k={way.along}, "
+            f"fragments_m={fragments_m}, buffers={buffers} "
             f"need {plan.threadgroup_bytes} bytes of shared memory, more than the "
             f"{device.shared_bytes} of {device.name}"
         )
@@ -361,7 +355,7 @@ def _with_rows(
     plan: Plan, problem: Problem, device: CudaDevice, wishes: Wishes
 ) -> Plan:
     """Returns an invariant plan for another number of rows: k is cut as it was."""
-    fragments_m = wishes.get("fragments_m", _fragments_m(problem))
+    fragments_m = wishes.get("fragments_m", _fragments_m(problem, "mma"))
     m_tiles = -(-problem.m // (mma.FRAGMENT_ROWS * fragments_m))
     tiles = problem.batch * m_tiles * plan.n_tiles
     work = data_parallel(tiles, plan.k_tiles)
@@ -370,5 +364,5 @@ def _with_rows(
         work = replace(
             plan.work, tiles=tiles, threadgroups=tiles * slices, slices=slices
         )
-    way = work, plan.simdgroups_n, plan.simdgroups_k
-    return _plan(problem, fragments_m, way, device, wishes)
+    way = Way("mma", fragments_m, work, plan.simdgroups_n, plan.simdgroups_k)
+    return _plan(problem, way, device, wishes)

@@ -1,0 +1,107 @@
+"""What a plan for a CUDA device should cost.
+
+A model, with constants out of the study that docs/cuda.md has: one NVIDIA H200, 4-bit
+weights with groups of 128. A plan takes the longest of three times (memory traffic as
+far as its warps can ask for it, what a multiprocessor issues and waits for, matrix
+products), and a price for each piece of work and each further launch. Other devices are
+scaled by multiprocessors, bandwidth and matrix units alone.
+"""
+
+from typing import NamedTuple
+
+from mlx_marlin import mma, wgmma
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.formats import TILE_N
+from mlx_marlin.plan import Kernel, k_tile
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler.cost import Prediction
+from mlx_marlin.work import Work
+
+STATED_BANDWIDTH = 1.13
+"""Bandwidth in the stated one's terms that any number of warps would reach, and what
+one warp of a multiprocessor can have: fitted to five times that reading 117 MB took
+with 8 to 32 warps, within 8 % (measured, docs/cuda.md)."""
+WARP_BANDWIDTH = 3.7e9
+"""Bytes a second of one warp: the second half of that fit."""
+STEP_SECONDS = (450e-9, 730e-9, 880e-9, 1030e-9)
+"""What a warp of "mma" takes for 32 columns and 64 of k, by fragments_m: instructions
+and waits for its own products (measured, docs/cuda.md: 45.8 us for 16 rows and 66.3 us
+for 32 with 14 warps and 64 steps each; the first is a guess, because there memory takes
+longer, and the third lies between its neighbours)."""
+STAGE_SECONDS = {2: 315e-9, 3: 340e-9, 4: 365e-9, 6: 440e-9, 8: 510e-9}
+"""What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
+fragments_m: decoding and matrix products, which hide each other little (measured,
+docs/cuda.md, 8192→28672 and 5120→17408 at 16, 32 and 64 rows; the others lie between
+their neighbours)."""
+PIECE_SECONDS = 2.5e-6
+"""To begin and end a piece of work: first loads, and the sums of a block's warps (a
+guess)."""
+FURTHER_LAUNCH = 8e-6
+"""Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
+and 2 of the device (a guess)."""
+MOST_WARPS = (28, 20, 16, 16)
+"""Warps of a block of "mma" by fragments_m, unless others are asked for: more warps
+hide more waits, until their registers do not hold the sums (measured, docs/cuda.md)."""
+WEIGHTS = TILE_N * 64
+"""Weights of a step."""
+
+
+class Way(NamedTuple):
+    """A plan before it is one: which are compared are many."""
+
+    kernel: Kernel
+    fragments_m: int
+    work: Work
+    across: int
+    """simdgroups_n"""
+    along: int
+    """simdgroups_k"""
+
+
+def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
+    """Returns what the model says about a way to compute a product."""
+    work, across = way.work, way.across
+    longest = work.longest  # where a minimum moves cuts, all of them are looked at
+    busy = work.threadgroups - work.idle
+    each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
+    resident = _resident(way, each)
+    turns = -(-each // resident)
+    trips = k_tile(problem.group_size) // 64
+    step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
+    read = each * across * longest * trips * WEIGHTS * step_bytes
+    share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
+    warps = resident * across * way.along
+    rate = 1 / (1 / share + 1 / (warps * WARP_BANDWIDTH))
+    # All times are a mean multiprocessor's, which the fullest one's stretch.
+    mean = work.total / (device.multiprocessors * each * longest)
+    sums = 8 * problem.batch * problem.m * problem.n * work.pieces / work.tiles
+    met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
+    rows = mma.FRAGMENT_ROWS * way.fragments_m
+    columns = work.tiles // -(-problem.m // rows) * across * TILE_N
+    padded = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
+    pieces = -(-work.pieces // busy)
+    return Prediction(
+        memory=mean * (read / rate + met),
+        issue=mean * turns * _issue(way, longest * trips),
+        loads=0.0,
+        matrix=2 * padded * columns * problem.k / (device.tflops * 1e12),
+        busy=mean,
+        fill=1.0,
+        dispatch=turns * pieces * PIECE_SECONDS + FURTHER_LAUNCH * work.is_split,
+    )
+
+
+def _resident(way: Way, each: int) -> int:
+    """Returns how many of a multiprocessor's blocks it has at a time."""
+    if way.kernel == "wgmma":
+        return 1
+    most = MOST_WARPS[way.fragments_m - 1]
+    return max(min(each, most // (way.across * way.along)), 1)
+
+
+def _issue(way: Way, steps: int) -> float:
+    """Returns the seconds of a block's `steps` of 64 values of k."""
+    if way.kernel == "mma":
+        return -(-steps // way.along) * STEP_SECONDS[way.fragments_m - 1]
+    warpgroups = -(-way.across // wgmma.WARPGROUP)
+    return warpgroups * -(-steps // 2) * STAGE_SECONDS[way.fragments_m]
