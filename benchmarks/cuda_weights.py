@@ -105,10 +105,22 @@ def biases_of_stock(format: Format, native: Native) -> mx.array | None:
     return -(2 ** (format.bits - 1)) * scales if format.mode == "symmetric" else biases
 
 
+def taken(array: mx.array, places: NDArray[np.int64], axis: int = 0) -> mx.array:
+    """Returns some rows or columns of a matrix, without MLX's gather.
+
+    MLX's CUDA back end compiles a gather at its first use, for every number of
+    dimensions at once; slices and their concatenation come with it.
+    """
+    ends = [(int(place), int(place) + 1) for place in places]
+    if axis == 0:
+        return mx.concatenate([array[start:stop] for start, stop in ends])
+    return mx.concatenate([array[:, start:stop] for start, stop in ends], axis=1)
+
+
 def decoded(format: Format, native: Native, rows: NDArray[np.int64]) -> Floats:
     """Returns some rows of a weight in float64, exactly."""
     words, scales, biases = (
-        None if each is None else each[mx.array(rows)] for each in native
+        None if each is None else taken(each, rows) for each in native
     )
     codes = _codes(np.array(words), format.bits)
     if format.mode in FLOATING:
