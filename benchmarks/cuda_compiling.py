@@ -30,7 +30,9 @@ Task = Callable[[], object]
 """What a worker does, for the kernels that it makes MLX compile."""
 
 
-def compile_ahead(tasks: Sequence[Task], say: Callable[[str], None]) -> None:
+def compile_ahead(
+    tasks: Sequence[Task], say: Callable[[str], None], most: int = WORKERS
+) -> None:
     """Runs tasks in other processes and keeps what MLX compiled for them.
 
     A task that fails is told and left out: what it should have compiled is compiled
@@ -39,12 +41,13 @@ def compile_ahead(tasks: Sequence[Task], say: Callable[[str], None]) -> None:
     Args:
         tasks: Functions that can be pickled, the longest first.
         say: Prints a line.
+        most: Processes at a time.
     """
     if not tasks:
         return
     started = time.monotonic()
     shared = shared_folder()
-    workers = min(len(tasks), os.cpu_count() or 1, WORKERS)
+    workers = min(len(tasks), os.cpu_count() or 1, most)
     with (
         tempfile.TemporaryDirectory(dir=shared, prefix=PRIVATE) as private,
         ProcessPoolExecutor(

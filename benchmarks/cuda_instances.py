@@ -14,7 +14,7 @@ from cuda_products import (
     product_of_ours,
     product_of_stock,
 )
-from cuda_weights import FLOATING, Format, Native, biases_of_stock
+from cuda_weights import Format, biases_of_stock, zero_native
 
 import mlx_marlin
 from mlx_marlin import launch, source
@@ -70,7 +70,7 @@ def evaluate(name: str, format: Format, layout: str, shape: Shape, rows: int) ->
     if name == "ours":
         mx.eval(product_of_ours(x, weight, format))
         return
-    native = zeros(format, n, k)
+    native = zero_native(format, n, k)
     weight = (*native[:2], biases_of_stock(format, native))
     mx.eval(product_of_stock(x, weight, format))
 
@@ -80,17 +80,10 @@ def of_zeros(
 ) -> tuple[mx.array, tuple[object, ...]]:
     """Returns x and what a product of ours takes as its weight, not evaluated."""
     k, n = shape
-    x, native = mx.zeros((rows, k), format.type), zeros(format, n, k)
+    x, native = mx.zeros((rows, k), format.type), zero_native(format, n, k)
     if layout == "mlx":
         return x, native
     packed = mlx_marlin.pack(*native, **options(format, format.mode))
     # Its shapes are all that is asked of it: nothing is moved.
     words, scales = (mx.zeros_like(each) for each in (packed.words, packed.scales))
     return x, (replace(packed, words=words, scales=scales),)
-
-
-def zeros(format: Format, n: int, k: int) -> Native:
-    words = mx.zeros((n, k * format.bits // 32), mx.uint32)
-    dtype = mx.uint8 if format.mode in FLOATING else format.type
-    scales = mx.zeros((n, k // format.group_size), dtype)
-    return words, scales, scales if format.mode == "affine" else None

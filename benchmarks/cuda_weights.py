@@ -80,6 +80,14 @@ def random_native(format: Format, n: int, k: int) -> Native:
     return words, scales, random_biases(scales, format.bits)
 
 
+def zero_native(format: Format, n: int, k: int) -> Native:
+    """Returns a weight of zeros, as large as a random one."""
+    words = mx.zeros((n, k * format.bits // 32), mx.uint32)
+    dtype = mx.uint8 if format.mode in FLOATING else format.type
+    scales = mx.zeros((n, k // format.group_size), dtype)
+    return words, scales, scales if format.mode == "affine" else None
+
+
 def random_words(n: int, words: int) -> mx.array:
     # Halves: all 32 bits of a word are beyond what `randint` draws in one go.
     halves = mx.random.randint(0, 1 << 16, (n, 2 * words), dtype=mx.uint32)

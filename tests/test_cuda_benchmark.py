@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -100,6 +101,41 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
         assert min(each["tokens_a_second"].values()) > 0
         assert 0 <= each["equal_tokens"]["marlin"] <= 1
     assert "joined x stock" in text
+
+
+def test_variants_share_the_arrays_that_they_do_not_change(load: Any) -> None:
+    generation, decoding = load("cuda_generation"), load("cuda_decoding")
+    asked = generation.arguments(["--smoke", "--variants", "stock", "mlx", "marlin"])
+    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+
+    models = dict(generation.built(asked, format))
+
+    prompts = decoding.random_prompts(2, 5, asked.sizes["vocab_size"])
+    tokens = [decoding.decode(model, prompts, 4)[1] for model in models.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+    stock, mlx, _ = (dict(tree_flatten(each.parameters())) for each in models.values())
+    assert stock.keys() == mlx.keys()
+    assert all(stock[name] is mlx[name] for name in stock)
+
+
+def test_every_variant_and_number_of_streams_is_compiled_for(
+    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Callable[[str | None], None]
+) -> None:
+    generation = load("cuda_generation")
+    asked = generation.arguments(["--smoke", "--variants", "stock", "joined"])
+    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+    backend("stock")
+    assert generation.to_compile(asked, format) == []
+    monkeypatch.setattr(generation.launch, "backend", lambda: "cuda")
+
+    tasks = generation.to_compile(asked, format)
+
+    monkeypatch.undo()
+    assert {(task.args[0], task.args[-1]) for task in tasks} == {
+        (name, streams) for name in ("stock", "joined") for streams in (1, 3)
+    }
+    for task in tasks:
+        task()
 
 
 FORMATS = ["affine4g128", "affine5g32:bfloat16", "affine8g64", "mxfp4", "nvfp4"]
