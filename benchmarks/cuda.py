@@ -1,14 +1,22 @@
 """Products on a CUDA device: ours, stock MLX, a float16 matmul, the bandwidth's floor.
 
-Each product of ours is compared with float64 on exactly decoded weights, at most 256
-random columns, before it is timed. Times are medians by the host's clock of 30 products
-in one `mx.eval`, divided by 30. Building their graph is part of that and told apart.
-Each product has another copy of the weight, so that none is read from cache, and none
-waits for another, so MLX may overlap them. Ours, stock MLX and the matmul take turns.
-The floor is the bytes of codes, scales, biases, x and y by the bandwidth of negating an
-array of 1 GiB, read and written, which is timed first.
+Each product of ours is compared with float64 on exactly decoded weights, all rows of
+256 random columns, before it is timed. Each is timed in two ways, both by the host's
+clock, medians, and divided by the number of products:
 
-Runs on any back end; times of a CPU say nothing. Exits 1 if a product of ours is wrong.
+eval    30 products in one `mx.eval` that is waited for, building their graph included,
+        which is told apart. What is asked for is judged by it.
+stream  the same evaluations by `mx.async_eval`, one after the other, waiting for the
+        last only: host and GPU overlap, as in decoding.
+
+Each product has another copy of the weight, so that none is read from cache, and none
+waits for another, so MLX may overlap those of an evaluation. Ours, stock MLX and the
+matmul take turns. The floor is the bytes of codes, scales, biases, x and y by the
+bandwidth of negating an array of 1 GiB, read and written, which is timed first.
+
+All kernels are compiled before, by several processes. A line is printed, and the JSON
+written, after each product. Runs on any back end; times of a CPU say nothing. Exits 1
+if a product of ours is wrong.
 
 Usage: python benchmarks/cuda.py [--quick | --smoke] [--json OUT.json]
 """
@@ -17,24 +25,27 @@ import argparse
 import math
 import re
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from cuda_products import Oracle, Shape, Weights, measure, measured_bandwidth
-from cuda_report import Progress, heading, machine, write_json
+from cuda_compiling import compile_ahead
+from cuda_instances import needed
+from cuda_products import Oracle, Shape, Weights, checked, timed
+from cuda_report import Laps, Progress, heading, machine, write_json
 from cuda_summary import (
     NOISE,
     TARGET_FORMAT,
     Results,
     acceptance,
-    block,
+    line,
     named,
     summary,
+    title,
 )
+from cuda_timing import Clock, measured_bandwidth
 from cuda_weights import Format
 
 MODELS: dict[str, tuple[Shape, ...]] = {
@@ -51,7 +62,8 @@ SMOKE_SHAPES = ((256, 96), (128, 64))
 SMOKE_ROWS = (1, 3)
 PRODUCTS = 30
 """Products an eval, as in the times of Marlin that docs/cuda.md has."""
-REPEATS = 9
+REPEATS, STREAMS, EVALS = 7, 5, 5
+"""Times that a product is timed by "eval" and by "stream", evaluations of a stream."""
 ROTATED = 240 << 20
 """Bytes of other weights between two uses of one: four times an H200's second-level
 cache and more, as caches do not always drop what is oldest."""
@@ -86,7 +98,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="stop between shapes before this has passed",
+        help="stop between products before this has passed",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="3 shapes, 5 row counts")
@@ -110,6 +122,8 @@ def with_defaults(asked: argparse.Namespace) -> argparse.Namespace:
     asked.shapes = list(dict.fromkeys(given)) or [*default_shapes]
     asked.rows = sorted(set(asked.rows or default_rows))
     asked.rotated, asked.copied = (1, 1 << 20) if asked.smoke else (ROTATED, COPIED)
+    streams, evals = (1, 2) if asked.smoke else (STREAMS, EVALS)
+    asked.clock = Clock(asked.products, asked.repeats, streams, evals)
     return asked
 
 
@@ -144,71 +158,79 @@ def measure_shape(
     format: Format,
     asked: argparse.Namespace,
     bandwidth: float,
-    progress: Progress,
-) -> Results:
-    """Returns the rows of the report of one shape; its weights are drawn once."""
+    laps: Laps,
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the report of one shape; its weights are drawn once."""
     mx.random.seed(0)
-    k, n = shape
-    weights = Weights(shape, format, asked.layout, asked.rotated)
-    every = mx.random.normal((asked.rows[-1], k)).astype(format.type)
-    oracle = Oracle(every, weights)
-    results = []
+    with laps("drawing"):
+        weights = Weights(shape, format, asked.layout, asked.rotated)
+        every = mx.random.normal((asked.rows[-1], shape[0])).astype(format.type)
+        oracle = Oracle(every, weights)
     for rows in asked.rows:
         x = mx.array(every[:rows])
         mx.eval(x)
-        result = measure(
-            weights,
-            x,
-            oracle,
-            repeats=asked.repeats,
-            products=asked.products,
-            bandwidth=bandwidth,
-        )
-        results.append(result)
-        if result["wrong"] is not None:
-            progress.print(f"WRONG {named(result)}: {result['wrong']}")
-        progress.step(f"{k}→{n} {format}, {rows} rows")
-    return results
+        with laps("checking"):
+            result = checked(weights, x, oracle)
+        with laps("timing"):
+            result |= timed(weights, x, result, asked.clock, bandwidth)
+        yield result
 
 
 def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    started = time.monotonic()
-    bandwidth = measured_bandwidth(asked.copied, asked.repeats)
+    laps = Laps()
     results: Results = []
     report = machine() | {
-        "bandwidth_gb_s": bandwidth / 1e3,
+        "bandwidth_gb_s": None,
         "bandwidth_how": f"negating {asked.copied} bytes of float16, read and written",
         "products_an_eval": asked.products,
         "repeats": asked.repeats,
+        "streams": asked.clock.streams,
+        "evals_a_stream": asked.clock.evals,
         "noise": NOISE,
+        "seconds": laps.seconds,
         "results": results,
         "acceptance": [],
         "complete": False,
     }
-    progress.print(f"{heading(report)}\nbandwidth {bandwidth / 1e3:.0f} GB/s")
+    progress.print(heading(report))
+    with laps("compiling"):
+        ahead = needed(asked.formats, asked.shapes, asked.rows, asked.layout)
+        compile_ahead(ahead, progress.print)
+    with laps("bandwidth"):
+        bandwidth = measured_bandwidth(asked.copied, asked.repeats)
+        mx.clear_cache()  # of copies
+    report["bandwidth_gb_s"] = bandwidth / 1e3
+    progress.print(f"bandwidth {bandwidth / 1e3:.0f} GB/s")
     write_json(asked.json, report)
-    mx.clear_cache()  # of copies
     longest = 0.0
     for format, shape in product(asked.formats, asked.shapes):
-        begun = time.monotonic()
-        if begun - started + longest > asked.time_limit:
-            return report  # the next shape may take as long as the longest
-        found = measure_shape(shape, format, asked, bandwidth, progress)
-        results += found
-        report["acceptance"] = acceptance(results)
-        write_json(asked.json, report)
-        progress.print(block(found))
+        begun = laps.total()
+        if begun + longest > asked.time_limit:
+            return report  # the next product may take as long as the longest
+        progress.print(title(shape, format, asked.layout))
+        for result in measure_shape(shape, format, asked, bandwidth, laps):
+            results.append(result)
+            report["acceptance"] = acceptance(results)
+            write_json(asked.json, report)
+            progress.step(named(result), line(result))
+            longest = max(longest, laps.total() - begun)
+            begun = laps.total()
+            if begun + longest > asked.time_limit:
+                break
         mx.clear_cache()
-        longest = max(longest, time.monotonic() - begun)
-    report["complete"] = True
+        progress.print(laps.told())
+    report["complete"] = len(results) == products(asked)
     write_json(asked.json, report)
     return report
 
 
+def products(asked: argparse.Namespace) -> int:
+    return len(asked.formats) * len(asked.shapes) * len(asked.rows)
+
+
 def main() -> int:
     asked = arguments()
-    total = len(asked.formats) * len(asked.shapes) * len(asked.rows)
-    progress = Progress(total, "product")
+    progress = Progress(products(asked), "product")
     try:
         report = run(asked, progress)
     finally:

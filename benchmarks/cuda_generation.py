@@ -7,6 +7,11 @@ Timed is decoding alone, by the host's clock, after the first two new tokens; th
 variants take turns, and the medians count. Random weights make near ties, so equal
 tokens are told, not asked for.
 
+All kernels are compiled before, in several processes, by generating a few tokens with
+one layer of zeros for every variant and number of streams; a few tokens of the whole
+model go before those that count. Variants share the arrays that they do not change. A
+line is printed, and the JSON written, after each number of streams.
+
 Runs on any back end; rates of a CPU say nothing.
 
 Usage: python benchmarks/cuda_generation.py [--smoke] [--json OUT.json]
@@ -16,30 +21,37 @@ import argparse
 import math
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from cuda_compiling import Task, compile_ahead
 from cuda_decoding import (
     LLAMA_8B,
     PREPARED,
     TINY,
     Tokens,
     decode,
-    random_model,
+    of_same_arrays,
+    quantized_model,
     random_prompts,
 )
-from cuda_report import Progress, heading, machine, table, write_json
-from cuda_weights import Format
+from cuda_report import Laps, Progress, heading, machine, table, write_json
+from cuda_weights import Format, zero_native
 
 import mlx_marlin
+from mlx_marlin import launch
 
 STREAMS = (1, 4, 8, 16, 32)
-PROMPT, NEW, REPEATS = 64, 128, 3
+PROMPT, NEW, REPEATS = 64, 64, 3
+WARM = PREPARED + 6
+"""New tokens of a run that does not count: memory is asked for, the clock goes up."""
+WORKERS = 8
+"""Processes that compile: each has an output head, and while it packs it, 8 GB."""
 COMPARED = 16
 """Steps whose tokens are compared with stock's."""
 TARGET, TARGET_STREAMS = 2.0, 16
@@ -66,12 +78,13 @@ def measure(
     prompts = random_prompts(streams, asked.prompt, asked.sizes["vocab_size"])
     rates: dict[str, list[float]] = {name: [] for name in models}
     tokens: dict[str, Tokens] = {}
-    for repeat in range(-1, asked.repeats):  # the first one compiles, allocates
+    for model in models.values():
+        decode(model, prompts, WARM)
+    for _ in range(asked.repeats):
         for name, model in models.items():
             rate, tokens[name] = decode(model, prompts, asked.new)
             progress.step(f"{streams} streams, {name}")
-            if repeat >= 0:
-                rates[name].append(rate)
+            rates[name].append(rate)
     medians = {name: statistics.median(of) for name, of in rates.items()}
     result: dict[str, Any] = {
         "streams": streams,
@@ -85,6 +98,46 @@ def measure(
             name: equal(tokens[name], tokens["stock"]) for name in models
         }
     return result
+
+
+def told(result: dict[str, Any]) -> str:
+    """Returns one line on some streams."""
+    ratios = result.get("times_stock", {})
+    parts = [
+        f"{name} {rate:.1f}" + (f" ({ratios[name]:.2f} x stock)" if ratios else "")
+        for name, rate in result["tokens_a_second"].items()
+    ]
+    return f"{result['streams']} streams, tokens a second: {', '.join(parts)}"
+
+
+def generate_once(
+    name: str, sizes: dict[str, int], format: Format, prompt: int, streams: int
+) -> None:
+    """Generates with one layer of zeros what compiles the kernels of all layers."""
+    model = quantized_model(sizes | {"num_hidden_layers": 1}, format, zero_native)
+    prompts = random_prompts(streams, prompt, sizes["vocab_size"])
+    decode(VARIANTS[name](model), prompts, WARM)
+
+
+def to_compile(asked: argparse.Namespace, format: Format) -> list[Task]:
+    """Returns what compiles the kernels of a run; nothing without a CUDA device."""
+    if launch.backend() != "cuda":
+        return []
+    return [
+        partial(generate_once, name, asked.sizes, format, asked.prompt, streams)
+        for streams in sorted(asked.streams, reverse=True)
+        for name in asked.variants
+    ]
+
+
+def built(asked: argparse.Namespace, format: Format) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the variants of one model, which share what they do not change."""
+    drawn = quantized_model(asked.sizes, format)
+    for name in asked.variants:
+        model = VARIANTS[name](of_same_arrays(drawn, asked.sizes, format))
+        mx.eval(model.parameters())
+        mx.clear_cache()
+        yield name, model
 
 
 def equal(ours: Tokens, stock: Tokens) -> float:
@@ -175,7 +228,7 @@ def acceptance(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    started = time.monotonic()
+    laps = Laps()
     format = Format("affine", 4, asked.group_size)
     results: list[dict[str, Any]] = []
     report = machine() | {
@@ -184,30 +237,30 @@ def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "prompt_tokens": asked.prompt,
         "new_tokens": asked.new,
         "repeats": asked.repeats,
+        "seconds": laps.seconds,
         "results": results,
         "acceptance": [],
         "complete": False,
     }
     progress.print(f"{heading(report)}\n{asked.sizes}, {format}")
-    models = {}
-    for name in asked.variants:
-        models[name] = VARIANTS[name](random_model(asked.sizes, format))
-        mx.eval(models[name].parameters())
-        mx.clear_cache()
-        progress.print(f"model {name}: {time.monotonic() - started:.0f} s after start")
+    with laps("compiling"):
+        compile_ahead(to_compile(asked, format), progress.print, WORKERS)
+    with laps("building"):
+        models = dict(built(asked, format))
+    progress.print(laps.told())
     longest = 0.0
     for streams in asked.streams:
-        begun = time.monotonic()
-        if begun - started + longest > asked.time_limit:
+        begun = laps.total()
+        if begun + longest > asked.time_limit:
             break  # the next may take as long as the longest
-        results.append(measure(models, streams, asked, progress))
+        with laps("generating"):
+            results.append(measure(models, streams, asked, progress))
         if asked.sizes == LLAMA_8B:
             report["acceptance"] = acceptance(results)
         write_json(asked.json, report)
-        rates = results[-1]["tokens_a_second"].items()
-        told = ", ".join(f"{name} {rate:.1f}" for name, rate in rates)
-        progress.print(f"{streams} streams, tokens a second: {told}")
-        longest = max(longest, time.monotonic() - begun)
+        progress.print(told(results[-1]))
+        longest = max(longest, laps.total() - begun)
+    progress.print(laps.told())
     report["complete"] = len(results) == len(asked.streams)
     write_json(asked.json, report)
     return report
@@ -216,7 +269,7 @@ def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def main() -> int:
     asked = arguments()
     asked.variants = list(dict.fromkeys(asked.variants))
-    runs = len(asked.streams) * len(asked.variants) * (asked.repeats + 1)
+    runs = len(asked.streams) * len(asked.variants) * asked.repeats
     progress = Progress(runs, "run")
     try:
         report = run(asked, progress)

@@ -1,19 +1,17 @@
 """Checks and times one product: ours, stock MLX's and a float16 matmul.
 
 Correctness first: ours is compared with float64 on exactly decoded weights before it is
-timed. Times are the host's clock of products in one `mx.eval`, divided by their number;
-what of it is building the graph is told apart.
+timed, all rows of some columns. These are put together on the device: MLX compiles its
+gather for seconds, and an array that the host has read stays in memory of both.
 """
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from cuda_timing import Call, Clock, times_of
 from cuda_weights import (
     SPREAD,
     Format,
@@ -22,69 +20,36 @@ from cuda_weights import (
     decoded,
     exact,
     random_native,
+    taken,
 )
 
 import mlx_marlin
 from mlx_marlin import launch
 from mlx_marlin.measurement import label
+from mlx_marlin.plan import Plan
 
 Shape = tuple[int, int]
 """k, n."""
-Call = Callable[[], mx.array]
 
 TOLERANCES = {"float16": 1e-3, "bfloat16": 6e-3}
 """Most relative Frobenius error against exactly decoded weights in float64."""
 CHECKED_COLUMNS = 256
-WARM_UPS, WARM_SECONDS = 2, 0.1
-"""Least rounds and time before those that count: an idle chip clocks low."""
 
 
-@dataclass(frozen=True)
-class Time:
-    """Microseconds of a call, its share of an eval of several.
-
-    Attributes:
-        whole: From before its graph is built to when it has run.
-        build: Of these, building the graph, before MLX starts anything.
-    """
-
-    whole: float
-    build: float
+def product_of_ours(x: mx.array, weight: tuple[Any, ...], format: Format) -> mx.array:
+    """Multiplies by a packed weight, or by codes, scales and biases."""
+    return mlx_marlin.quantized_matmul(x, *weight, **options(format, format.mode))
 
 
-def time_of(call: Call, calls: int) -> Time:
-    mx.synchronize()
-    start = time.perf_counter()
-    graph = [call() for _ in range(calls)]
-    built = time.perf_counter()
-    mx.eval(graph)
-    mx.synchronize()
-    end = time.perf_counter()
-    return Time(*((until - start) / calls * 1e6 for until in (end, built)))
+def product_of_stock(x: mx.array, weight: Native, format: Format) -> mx.array:
+    """Multiplies as stock MLX does; biases as `biases_of_stock` gives them."""
+    return mx.quantized_matmul(
+        x, *weight, transpose=True, **options(format, format.of_stock)
+    )
 
 
-def times_of(
-    calls: dict[str, Call], repeats: int, products: int
-) -> dict[str, list[Time]]:
-    """Returns the times of calls that take turns."""
-    times: dict[str, list[Time]] = {name: [] for name in calls}
-    warm, started = 0, time.monotonic()
-    while warm < WARM_UPS or time.monotonic() - started < WARM_SECONDS:
-        for call in calls.values():
-            time_of(call, products)
-        warm += 1
-    for _ in range(repeats):
-        for name, call in calls.items():
-            times[name].append(time_of(call, products))
-    return times
-
-
-def measured_bandwidth(nbytes: int, repeats: int) -> float:
-    """Returns the bytes a microsecond that negating a large array reads and writes."""
-    array = mx.zeros(nbytes // 2, mx.float16)
-    mx.eval(array)
-    times = times_of({"copy": lambda: -array}, repeats, 4)["copy"]
-    return 2 * array.nbytes / statistics.median(each.whole for each in times)
+def options(format: Format, mode: str) -> dict[str, Any]:
+    return {"group_size": format.group_size, "bits": format.bits, "mode": mode}
 
 
 class Weights:
@@ -119,35 +84,31 @@ class Weights:
     def _ours(self, native: Native) -> tuple[Any, ...]:
         if self.layout == "mlx":
             return native
-        packed = mlx_marlin.pack(*native, **self.options(self.format.mode))
+        packed = mlx_marlin.pack(*native, **options(self.format, self.format.mode))
         mx.eval(packed.words, packed.scales)
         return (packed,)
 
-    def options(self, mode: str) -> dict[str, Any]:
-        format = self.format
-        return {"group_size": format.group_size, "bits": format.bits, "mode": mode}
-
     def calls(self, x: mx.array) -> dict[str, Call]:
         """Returns what is compared; each call takes the next copy of the weight."""
-        options = self.options(self.format.mode)
-        of_stock = self.options(self.format.of_stock)
         wide, turns = x.astype(mx.float16), [count() for _ in range(3)]
 
         def next_of(copies: list[Any], turn: Iterator[int]) -> Any:
             return copies[next(turn) % len(copies)]
 
         return {
-            "ours": lambda: mlx_marlin.quantized_matmul(
-                x, *next_of(self.ours, turns[0]), **options
+            "ours": lambda: product_of_ours(
+                x, next_of(self.ours, turns[0]), self.format
             ),
-            "stock": lambda: mx.quantized_matmul(
-                x, *next_of(self.stock, turns[1]), transpose=True, **of_stock
+            "stock": lambda: product_of_stock(
+                x, next_of(self.stock, turns[1]), self.format
             ),
             "matmul": lambda: wide @ next_of(self.floats, turns[2]).T,
         }
 
     def why_not(self, x: mx.array) -> str | None:
-        return mlx_marlin.why_not(x, *self.ours[0], **self.options(self.format.mode))
+        return mlx_marlin.why_not(
+            x, *self.ours[0], **options(self.format, self.format.mode)
+        )
 
     def floor_bytes(self, rows: int) -> int:
         """Returns what a product must read and write: weight, x and y."""
@@ -166,7 +127,7 @@ class Oracle:
     def error(self, y: mx.array) -> float:
         """Returns y's relative Frobenius error; NaN if anything is not a number."""
         expected = self.expected[: y.shape[0]]
-        difference = exact(y[:, mx.array(self.columns)]) - expected
+        difference = exact(taken(y, self.columns, axis=1)) - expected
         return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
 
@@ -199,57 +160,79 @@ def error_of_stock(call: Call, oracle: Oracle) -> dict[str, Any]:
         return {"stock_error": None, "stock_wrong": str(raised)}
 
 
-def measure(
-    weights: Weights,
-    x: mx.array,
-    oracle: Oracle,
-    *,
-    repeats: int,
-    products: int,
-    bandwidth: float,
-) -> dict[str, Any]:
-    """Checks and times the products of one shape and row count.
+def plan_of(rows: int, shape: Shape, format: Format, layout: str) -> Plan | None:
+    """Returns the plan of ours that was prepared last for a product, if any."""
+    sought = (rows, *shape, str(format), layout)
+    for plan in reversed(launch.plans_built()):
+        problem = plan.problem
+        own = Format(problem.mode, problem.bits, problem.group_size, problem.dtype)
+        if (problem.m, problem.k, problem.n, str(own), problem.layout) == sought:
+            return plan
+    return None
+
+
+def checked(weights: Weights, x: mx.array, oracle: Oracle) -> dict[str, Any]:
+    """Checks the products of one shape and row count.
 
     Args:
         weights: What to multiply by.
         x: Activations [rows, k].
         oracle: What these and perhaps more rows should come to.
-        repeats: Times that each product is timed.
-        products: Products an eval.
-        bandwidth: Bytes a microsecond, for the floor.
 
     Returns:
-        The row of the report; without times if the product of ours is wrong.
+        The row of the report, still without times.
     """
-    rows, format = x.shape[0], weights.format
     result: dict[str, Any] = {
-        "format": str(format),
+        "format": str(weights.format),
         "layout": weights.layout,
         "k": weights.k,
         "n": weights.n,
-        "rows": rows,
+        "rows": x.shape[0],
         "served_by_stock": weights.why_not(x),
     }
-    calls = weights.calls(x)
     result |= error_of_stock(weights.calls(x)["stock"], oracle)
-    limit = TOLERANCES[format.dtype]
+    limit = TOLERANCES[weights.format.dtype]
     if result["served_by_stock"] is not None and result["stock_error"] is not None:
         limit = max(limit, 2 * result["stock_error"])  # no better than who serves it
-    result |= check(calls["ours"], weights.calls(x)["ours"], oracle, limit)
-    result["limit"] = limit
-    result["plan"] = None
-    if result["served_by_stock"] is None and (plans := launch.plans_built()):
-        result["plan"] = label(plans[-1])
-    result["floor_us"] = weights.floor_bytes(rows) / bandwidth
+    ours, again = (weights.calls(x)["ours"] for _ in range(2))
+    result |= check(ours, again, oracle, limit) | {"limit": limit, "plan": None}
+    shape = weights.k, weights.n
+    plan = plan_of(x.shape[0], shape, weights.format, weights.layout)
+    if result["served_by_stock"] is None and plan is not None:
+        result["plan"] = label(plan)
+    return result
+
+
+def timed(
+    weights: Weights,
+    x: mx.array,
+    result: dict[str, Any],
+    clock: Clock,
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Times the products of one shape and row count that was checked.
+
+    Args:
+        weights: What to multiply by.
+        x: Activations [rows, k].
+        result: What `checked` returned.
+        clock: How often.
+        bandwidth: Bytes a microsecond, for the floor.
+
+    Returns:
+        The rest of the row of the report: the floor alone if ours is wrong.
+    """
+    row: dict[str, Any] = {"floor_us": weights.floor_bytes(x.shape[0]) / bandwidth}
     if result["wrong"] is not None:
-        return result
+        return row
+    calls = weights.calls(x)
     if result["stock_wrong"] is not None:
         del calls["stock"]
-    for name, times in times_of(calls, repeats, products).items():
-        whole = [each.whole for each in times]
-        result[f"{name}_us"] = statistics.median(whole)
-        result[f"{name}_range_us"] = [min(whole), max(whole)]
-        result[f"{name}_build_us"] = statistics.median(each.build for each in times)
-    if "stock_us" in result:
-        result["times_stock"] = result["stock_us"] / result["ours_us"]
-    return result
+    # What the host has read is in memory of both: no result may be put there.
+    mx.clear_cache()
+    row |= times_of(calls, clock)
+    if "stock" in calls:
+        for name in ("", "_stream"):
+            ratio = row[f"stock{name}_us"] / row[f"ours{name}_us"]
+            row[f"times_stock{name}"] = ratio
+    return row

@@ -4,7 +4,9 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,8 +63,10 @@ class Progress:
         else:
             self._bar = tqdm(total=total, unit=unit, file=sys.stderr, disable=None)
 
-    def step(self, what: str) -> None:
-        """Says what has been done."""
+    def step(self, what: str, line: str | None = None) -> None:
+        """Says what has been done, in the bar, and prints a line about it."""
+        if line is not None:
+            self.print(line)
         if self._bar is not None:
             self._bar.set_description(what)
             self._bar.update()
@@ -78,6 +82,30 @@ class Progress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class Laps:
+    """Seconds of a run since its beginning, by what they were spent on."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            spent = time.monotonic() - begun
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+
+    def total(self) -> float:
+        return time.monotonic() - self._started
+
+    def told(self) -> str:
+        parts = (f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return f"{self.total():.1f} s since the start: {', '.join(parts)}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

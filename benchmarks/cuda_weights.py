@@ -80,6 +80,14 @@ def random_native(format: Format, n: int, k: int) -> Native:
     return words, scales, random_biases(scales, format.bits)
 
 
+def zero_native(format: Format, n: int, k: int) -> Native:
+    """Returns a weight of zeros, as large as a random one."""
+    words = mx.zeros((n, k * format.bits // 32), mx.uint32)
+    dtype = mx.uint8 if format.mode in FLOATING else format.type
+    scales = mx.zeros((n, k // format.group_size), dtype)
+    return words, scales, scales if format.mode == "affine" else None
+
+
 def random_words(n: int, words: int) -> mx.array:
     # Halves: all 32 bits of a word are beyond what `randint` draws in one go.
     halves = mx.random.randint(0, 1 << 16, (n, 2 * words), dtype=mx.uint32)
@@ -105,10 +113,22 @@ def biases_of_stock(format: Format, native: Native) -> mx.array | None:
     return -(2 ** (format.bits - 1)) * scales if format.mode == "symmetric" else biases
 
 
+def taken(array: mx.array, places: NDArray[np.int64], axis: int = 0) -> mx.array:
+    """Returns some rows or columns of a matrix, without MLX's gather.
+
+    MLX's CUDA back end compiles a gather at its first use, for every number of
+    dimensions at once; slices and their concatenation come with it.
+    """
+    ends = [(int(place), int(place) + 1) for place in places]
+    if axis == 0:
+        return mx.concatenate([array[start:stop] for start, stop in ends])
+    return mx.concatenate([array[:, start:stop] for start, stop in ends], axis=1)
+
+
 def decoded(format: Format, native: Native, rows: NDArray[np.int64]) -> Floats:
     """Returns some rows of a weight in float64, exactly."""
     words, scales, biases = (
-        None if each is None else each[mx.array(rows)] for each in native
+        None if each is None else taken(each, rows) for each in native
     )
     codes = _codes(np.array(words), format.bits)
     if format.mode in FLOATING:

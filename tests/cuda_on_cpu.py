@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cuda_cases import Case
 from format_cases import Weight
 
 from mlx_marlin import cache, launch
+from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Epilogue
@@ -165,3 +167,31 @@ def check_moved(case: Case, names: Collection[str]) -> None:
     ]
     y = launch.product(plan_of(case))(*given)
     cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_batch(case: Case) -> None:
+    """Likewise for three weights, each with an x of its own."""
+    drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
+    each = (format_cases.arguments(weight, case[3]) for weight, _ in drawn)
+    arrays = [mx.stack(parts) for parts in zip(*each, strict=True)]
+    x = mx.stack([x for _, x in drawn])
+    plan = plan_of(case, batch=3)
+    # What is split is finished by the reduce.
+    assert plan.finishes == plan.is_split
+    y = launch.product(plan)(x, *arrays)
+    for i, (weight, own) in enumerate(drawn):
+        cuda_cases.assert_right(y[i], own, weight.decoded, case[4])
+
+
+def check_decoded(case: Case, transposed: bool) -> None:
+    """Likewise for a weight that is decoded in blocks; of nvfp4 with a global scale."""
+    drawn, x = cuda_cases.draw(case)
+    has_scale = case[0] == "nvfp4"
+    weight = replace(drawn, global_scale=mx.array(5.0)) if has_scale else drawn
+    problem = plan_of(case, global_scale=has_scale).problem
+    plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
+    assert len(plan.chunks) > 1
+    matrix = weight.decoded if transposed else weight.decoded.T
+    x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
+    y = launch.dense_product(plan)(x, *format_cases.arguments(weight, case[3]))
+    cuda_cases.assert_right(y, x, matrix, case[4])

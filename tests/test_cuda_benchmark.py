@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +14,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+COMPARED = ("ours", "stock", "matmul")
 FACTS = {"date", "command", "device", "driver", "backend", "mlx", "commit", "complete"}
 
 
@@ -54,11 +58,12 @@ def test_products_are_checked_timed_and_told(tmp_path: Path) -> None:
         assert each["wrong"] is None
         assert each["error"] <= each["limit"]
         assert "stock" in each["served_by_stock"]
-        times = [each[f"{name}_us"] for name in ("ours", "stock", "matmul", "floor")]
-        assert min(times) > 0
+        names = [f"{name}{way}" for name in COMPARED for way in ("", "_stream")]
+        assert min(each[f"{name}_us"] for name in ("floor", *names)) > 0
         assert 0 < each["ours_build_us"] < each["ours_us"]
     assert "256→96, symmetric8g64:float16, layout marlin" in text
     assert "8 products, 0 wrong" in text
+    assert report["seconds"].keys() >= {"compiling", "drawing", "checking", "timing"}
 
 
 def test_a_time_limit_leaves_a_report(tmp_path: Path) -> None:
@@ -68,6 +73,21 @@ def test_a_time_limit_leaves_a_report(tmp_path: Path) -> None:
     assert report["results"] == []
     assert not report["complete"]
     assert "NOT COMPLETE" in text
+
+
+def test_a_time_limit_may_end_within_a_shape(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = load("cuda")
+    passed = iter([0.0, 10.0, 12.0])  # 10 for the first product, and 20 are allowed
+    monkeypatch.setattr(load("cuda_report").Laps, "total", lambda _: next(passed, 21.0))
+    options = ["cuda.py", "--smoke", "--rows", "1", "2", "3", "--time-limit", "20"]
+    monkeypatch.setattr(sys, "argv", options)
+
+    assert cuda.main() == 0
+    said = capsys.readouterr().out
+    assert "1 products, 0 wrong" in said
+    assert "NOT COMPLETE" in said
 
 
 def test_streams_are_generated_and_told(tmp_path: Path) -> None:
@@ -81,6 +101,41 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
         assert min(each["tokens_a_second"].values()) > 0
         assert 0 <= each["equal_tokens"]["marlin"] <= 1
     assert "joined x stock" in text
+
+
+def test_variants_share_the_arrays_that_they_do_not_change(load: Any) -> None:
+    generation, decoding = load("cuda_generation"), load("cuda_decoding")
+    asked = generation.arguments(["--smoke", "--variants", "stock", "mlx", "marlin"])
+    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+
+    models = dict(generation.built(asked, format))
+
+    prompts = decoding.random_prompts(2, 5, asked.sizes["vocab_size"])
+    tokens = [decoding.decode(model, prompts, 4)[1] for model in models.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+    stock, mlx, _ = (dict(tree_flatten(each.parameters())) for each in models.values())
+    assert stock.keys() == mlx.keys()
+    assert all(stock[name] is mlx[name] for name in stock)
+
+
+def test_every_variant_and_number_of_streams_is_compiled_for(
+    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Callable[[str | None], None]
+) -> None:
+    generation = load("cuda_generation")
+    asked = generation.arguments(["--smoke", "--variants", "stock", "joined"])
+    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+    backend("stock")
+    assert generation.to_compile(asked, format) == []
+    monkeypatch.setattr(generation.launch, "backend", lambda: "cuda")
+
+    tasks = generation.to_compile(asked, format)
+
+    monkeypatch.undo()
+    assert {(task.args[0], task.args[-1]) for task in tasks} == {
+        (name, streams) for name in ("stock", "joined") for streams in (1, 3)
+    }
+    for task in tasks:
+        task()
 
 
 FORMATS = ["affine4g128", "affine5g32:bfloat16", "affine8g64", "mxfp4", "nvfp4"]
@@ -156,13 +211,92 @@ def test_a_wrong_product_fails_the_run(
 ) -> None:
     cuda = load("cuda")
     answer = {"error": 1.0, "wrong": "relative error 1"}
-    monkeypatch.setattr(load("cuda_products"), "check", lambda *_: answer)
+    products = load("cuda_products")
+    monkeypatch.setattr(products, "check", lambda *_: dict(answer))
     monkeypatch.setattr(sys, "argv", ["cuda.py", "--smoke", "--rows", "3"])
 
     assert cuda.main() == 1
     said = capsys.readouterr().out
     assert "WRONG 3 rows of 256→96, affine4g128:float16, layout marlin" in said
     assert "2 products, 2 wrong" in said
+
+
+def test_columns_are_taken_as_numpy_takes_them(load: Any) -> None:
+    matrix = np.arange(35, dtype=np.uint32).reshape(5, 7)
+    places = np.array([4, 0, 3])
+
+    for axis in (0, 1):
+        actual = load("cuda_weights").taken(mx.array(matrix), places, axis)
+        np.testing.assert_array_equal(np.array(actual), matrix.take(places, axis))
+
+
+def of_zeros(
+    *, output_shapes: list[list[int]], output_dtypes: list[mx.Dtype], **_: Any
+) -> list[mx.array]:
+    """Stands in for a CUDA kernel."""
+    return [*map(mx.zeros, output_shapes, output_dtypes)]
+
+
+def test_each_kernel_is_compiled_once(
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Callable[[str | None], None],
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: of_zeros)
+    backend("cuda")
+    instances, weights = load("cuda_instances"), load("cuda_weights")
+    formats = [weights.Format.parse(name) for name in ("affine4g128", "mxfp4")]
+
+    tasks = instances.needed(formats, [(8192, 28672)], [1, 2, 8, 16], "marlin")
+
+    given = [task.args for task in tasks]
+    stock = [(str(format), m) for name, format, _, _, m in given if name == "stock"]
+    ours = [(str(format), m) for name, format, _, _, m in given if name == "ours"]
+    of_each = [(str(format), m) for format in formats for m in (1, 2, 8, 16)]
+    assert stock == of_each
+    # One to 8 rows have the same kernel.
+    assert ours == [(str(format), m) for format in formats for m in (8, 16)]
+
+
+def test_a_task_that_fails_does_not_stop_what_follows(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiling, instances = load("cuda_compiling"), load("cuda_instances")
+    monkeypatch.setenv(compiling.FOLDER, str(tmp_path))
+    format = load("cuda_weights").Format.parse("affine4g64")
+    tasks = [
+        partial(instances.evaluate, "stock", format, "marlin", (k, 32), 2)
+        for k in (64, 63)
+    ]
+    said: list[str] = []
+
+    compiling.compile_ahead(tasks, said.append)
+
+    failed, done = said
+    assert failed.startswith("not compiled ahead: ValueError")
+    assert "2 tasks" in done
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_was_compiled_is_handed_over_whole(load: Any, tmp_path: Path) -> None:
+    compiling = load("cuda_compiling")
+    own = tmp_path / f"{compiling.PRIVATE}1" / "worker"
+    (own / "long").mkdir(parents=True)
+    for name in ("new.ptx", "new.txt", "long/name.ptx", "old.ptx"):
+        (own / name).write_text(f"own {name}")
+    (tmp_path / "old.ptx").write_text("shared")
+
+    compiling.publish(own, tmp_path)
+
+    files = compiling._files(tmp_path)
+    kept = {str(file): (tmp_path / file).read_text() for file in files}
+    assert kept == {
+        "old.ptx": "shared",
+        "new.ptx": "own new.ptx",
+        "new.txt": "own new.txt",
+        "long/name.ptx": "own long/name.ptx",
+    }
 
 
 def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
@@ -204,6 +338,21 @@ def test_slower_is_beyond_the_clocks_noise(load: Any) -> None:
     assert summary.is_slower({"ours_us": 10.3, "stock_us": 10.0})
     assert not summary.is_slower({"ours_us": 10.1, "stock_us": 10.0})
     assert not summary.is_slower({"ours_us": 10.1})
+    assert summary.is_slower({"ours_stream_us": 10.3, "stock_stream_us": 10}, "_stream")
+
+
+def test_a_line_says_what_is_asked_for(load: Any) -> None:
+    summary = load("cuda_summary")
+    format = summary.TARGET_FORMAT
+    row = {"k": 5120, "n": 17408, "format": str(format), "rows": 3, "wrong": None}
+    row |= {"ours_us": 20.5, "served_by_stock": None}
+
+    head = summary.title((5120, 17408), format, "marlin").splitlines()[-1]
+    line = summary.line(row)
+
+    end = head.index("at most") + len("at most")
+    assert line[:end].endswith(" 21.0")
+    assert line[: head.index("ours eval") + len("ours eval")].endswith(" 20.5")
 
 
 def test_shapes_are_models_or_pairs(load: Any) -> None:

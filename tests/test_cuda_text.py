@@ -19,12 +19,19 @@ import numpy as np
 import oracles
 import pytest
 from cuda_cases import EPILOGUES, ROWS, WAYS, Case
-from cuda_on_cpu import check, check_moved, plan_of, run
+from cuda_on_cpu import (
+    check,
+    check_batch,
+    check_decoded,
+    check_moved,
+    plan_of,
+    run,
+)
 from oracles import Floats, exact
 
 import mlx_marlin
 from mlx_marlin import device, launch, mma, scheduler
-from mlx_marlin.dense_plan import DensePlan, dense_plan
+from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.packing import pack
@@ -204,15 +211,8 @@ def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 def test_batches(layout: str, way: dict[str, Any]) -> None:
     case: Case = ("affine", 4, 64, layout, "float16", 5, way)
-    drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
-    each = (format_cases.arguments(weight, layout) for weight, _ in drawn)
-    arrays = [mx.stack(parts) for parts in zip(*each, strict=True)]
-    x = mx.stack([x for _, x in drawn])
-    plan = plan_of(case, batch=3)
-    assert plan.finishes == (way is SPLIT)
-    y = launch.product(plan)(x, *arrays)
-    for i, (weight, own) in enumerate(drawn):
-        cuda_cases.assert_right(y[i], own, weight.decoded, "float16")
+    assert plan_of(case, batch=3).finishes == (way is SPLIT)
+    check_batch(case)
 
 
 @pytest.mark.parametrize("moved", [OPERANDS, *zip(OPERANDS, strict=True)], ids=str)
@@ -252,16 +252,7 @@ def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
-    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, WHOLE)
-    drawn, x = cuda_cases.draw(case)
-    weight = replace(drawn, global_scale=mx.array(5.0))
-    problem = plan_of(case, global_scale=True).problem
-    plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
-    assert len(plan.chunks) > 1
-    matrix = weight.decoded if transposed else weight.decoded.T
-    x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
-    y = launch.dense_product(plan)(x, *format_cases.arguments(weight, layout))
-    cuda_cases.assert_right(y, x, matrix, "float16")
+    check_decoded(("nvfp4", 4, 16, layout, "float16", 10, WHOLE), transposed)
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)

@@ -15,12 +15,17 @@ SYMMETRIC = "packed symmetric codes, bfloat16"
 ZERO_POINT = "packed zero points of 3 bits"
 NVFP4 = "packed nvfp4"
 PARTS = "packed, three results"
+BATCH = "packed batch, streams"
+ROWS_DECODED = "nvfp4 with a global scale, rows decoded in blocks"
+K_DECODED = "nvfp4 with a global scale, k decoded in blocks"
+NATIVE_DECODED = "native bfloat16, decoded in blocks of k"
 ODD_X = "packed, odd offset of x"
 ODD_WORDS = "packed, odd offset of words"
 ODD_SCALES = "packed, odd offset of scales"
 
 _LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
 _APART = "cuda/apart.cuh"
+_DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
 _BREAK = "    if (WHOLE) {\n      break;\n    }\n"
 _ALIGNED = "is_aligned(x) && is_aligned(w) && is_aligned(scales)"
@@ -208,6 +213,94 @@ MUTANTS = (
         "col / WIDTH",
         "col",
         PACKED_STREAM,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: rows past the end of x are read",
+        _MMA,
+        "min(split.row + 8 * i + tile.lane.row, work.m - 1)",
+        "(split.row + 8 * i + tile.lane.row)",
+        PACKED,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: threads of the reduce's last block have a product of their own",
+        _SUMS,
+        "index < work.batch *",
+        "index < (work.batch + 1) *",
+        BATCH,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: the reduce finishes the first product only",
+        _SUMS,
+        "index < work.batch *",
+        "index <",
+        BATCH,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: warps of decoding's last block have rows",
+        _DECODE,
+        "if (tile_row >= rows) {",
+        "if (tile_row >= work.n) {",
+        ROWS_DECODED,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: decoding stores a row too many",
+        _DECODE,
+        "if (inside < rows) {",
+        "if (inside <= rows) {",
+        ROWS_DECODED,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: every block of decoded rows is the first",
+        _DECODE,
+        "biases, row + tile_row, work",
+        "biases, tile_row, work",
+        ROWS_DECODED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: words of every decoded block of k are the first",
+        _DECODE,
+        "(words, tile, first_k + k, work)",
+        "(words, tile, k, work)",
+        K_DECODED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: scales of every decoded block of k are the first",
+        _DECODE,
+        "(tile, first_k + k, work)",
+        "(tile, k, work)",
+        K_DECODED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: every other decoded weight has no global scale",
+        _DECODE,
+        "T(float(pair.y) * weight_scale) : pair.y",
+        "pair.y : pair.y",
+        K_DECODED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: lanes decode over each other",
+        _DECODE,
+        "k + W::CODES * lane.pair",
+        "k + lane.pair",
+        NATIVE_DECODED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: pairs of native decoded codes are neighbours",
+        _DECODE,
+        "first_of_pair<W>(p) + Run<W>::DISTANCE]",
+        "first_of_pair<W>(p) + 1]",
+        NATIVE_DECODED,
         Detector.WRONG_RESULT,
     ),
 )

@@ -1,13 +1,14 @@
 """Bugs planted in the CUDA kernels are noticed, on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import cuda_on_cpu
 import planted_cuda
 import pytest
 from cuda_cases import WAYS, Case
-from cuda_on_cpu import check_moved, check_parts
+from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
 
@@ -40,6 +41,21 @@ MOVED = {
     planted_cuda.ODD_SCALES: ("scales",),
 }
 CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
+CHECKS: dict[str, Callable[[Case], None]] = {
+    planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
+    planted_cuda.BATCH: cuda_on_cpu.check_batch,
+    planted_cuda.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
+    planted_cuda.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
+    planted_cuda.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
+}
+"""What compares a case with float64; a product with arrays that are moved if it has
+none."""
+CASES |= {
+    planted_cuda.BATCH: ("affine", 4, 64, "marlin", "float16", 5, STREAM),
+    planted_cuda.ROWS_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
+    planted_cuda.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
+    planted_cuda.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
+}
 
 
 @pytest.fixture
@@ -62,10 +78,8 @@ def detect(detector: Detector, case: str) -> str | None:
         with emulator.emulated(
             workers=1, trace=detector in REPORTS, time_limit=TIME_LIMIT
         ):
-            if case == planted_cuda.PARTS:
-                check_parts(CASES[case], (40, 70, 90))
-            else:
-                check_moved(CASES[case], MOVED.get(case, ()))
+            judge = CHECKS.get(case, partial(check_moved, names=MOVED.get(case, ())))
+            judge(CASES[case])
     except AssertionError:
         return "wrong" if detector == Detector.WRONG_RESULT else None
     except emulator.EmulatorError as error:
