@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
-from operator import getitem, is_
+from operator import getitem
 from typing import Any
 
 import mlx.core as mx
@@ -55,13 +54,13 @@ class Contents:
     """What a block was made of when it was looked at.
 
     Attributes:
-        modules: All of its modules, and those of its attention and of its MLP.
+        modules: The modules that its code calls.
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
     """
 
-    modules: list[Any]
+    modules: tuple[Any, ...]
     kind: Kind | None
     before: Slots = ((), ())
     after: Slots = ((), ())
@@ -87,9 +86,7 @@ class TracedBlock(nn.Module):
     ) -> mx.array:
         """Returns what the block makes of x [streams, tokens, features]."""
         contents = self._contents
-        attention = self["self_attn"]
-        modules = chain(self.values(), attention.values(), self["mlp"].values())
-        if contents is None or not all(map(is_, contents.modules, modules)):
+        if contents is None or not _is_made_of(contents.modules, self):
             contents = self._contents = look(self)
         kind = contents.kind
         if kind is None or cache is None:
@@ -111,7 +108,12 @@ class TracedBlock(nn.Module):
         rows, queries, keys, values = before(x, offset, *map(getitem, *contents.before))
         keys, values = cache.update_and_fetch(keys, values)
         attended = scaled_dot_product_attention(
-            queries, keys, values, cache=cache, scale=attention.scale, mask=mask
+            queries,
+            keys,
+            values,
+            cache=cache,
+            scale=self["self_attn"].scale,
+            mask=mask,
         )
         y: mx.array = after(rows, attended, *map(getitem, *contents.after))
         return y
@@ -139,13 +141,46 @@ def untrace_blocks(model: nn.Module) -> None:
 
 def look(block: nn.Module) -> Contents:
     """Returns what a block is made of now."""
-    attention, mlp = block["self_attn"], block["mlp"]
-    modules = [*block.values(), *attention.values(), *mlp.values()]
+    modules = _modules(block)
     try:
         kind, before, after = _kind(block)
     except (UnknownError, KeyError):
         return Contents(modules, None)
     return Contents(modules, _kinds.setdefault(kind, kind), before, after)
+
+
+def _modules(block: nn.Module) -> tuple[Any, ...]:
+    attention, mlp = block["self_attn"], block["mlp"]
+    return (
+        attention,
+        mlp,
+        *(block.get(name) for name in ("input_layernorm", "post_attention_layernorm")),
+        *(attention.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+        *(attention.get(name) for name in ("rope", "q_norm", "k_norm")),
+        *(mlp.get(name) for name in ("gate_proj", "up_proj", "down_proj")),
+    )
+
+
+def _is_made_of(modules: tuple[Any, ...], block: nn.Module) -> bool:
+    """Returns whether `_modules` would be the same: every call asks."""
+    attention, mlp, norm, after, q, k, v, o, rope, q_norm, k_norm, *of_mlp = modules
+    gate, up, down = of_mlp
+    return (
+        block["self_attn"] is attention
+        and block["mlp"] is mlp
+        and block["input_layernorm"] is norm
+        and block["post_attention_layernorm"] is after
+        and attention["q_proj"] is q
+        and attention["k_proj"] is k
+        and attention["v_proj"] is v
+        and attention["o_proj"] is o
+        and attention["rope"] is rope
+        and (q_norm is None or attention["q_norm"] is q_norm)
+        and (k_norm is None or attention["k_norm"] is k_norm)
+        and mlp["gate_proj"] is gate
+        and mlp["up_proj"] is up
+        and mlp["down_proj"] is down
+    )
 
 
 _kinds: dict[Kind, Kind] = {}
