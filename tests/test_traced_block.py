@@ -198,6 +198,17 @@ def test_a_block_answers_as_mlx_lms_code(
     assert {shape_of(key)[:2] for key in graphs(model)} >= {(streams, 1), (streams, 3)}
 
 
+@pytest.mark.usefixtures("stock")
+def test_a_cache_grows_as_mlx_lms_code_lets_it() -> None:
+    own, model = tiny("llama"), traced(tiny("llama"), join=True)
+    room = caches.KVCache.step
+
+    expected = decoded(own, one_stream, prompt=room - 6)
+
+    # Single tokens fill it to the last place and beyond.
+    assert_equal(decoded(model, one_stream, prompt=room - 6), expected)
+
+
 def shape_of(key: Any) -> tuple[int, ...]:
     """Returns the shape of x in a key of graphs."""
     shape: tuple[int, ...] = key if isinstance(key[0], int) else key[0]
