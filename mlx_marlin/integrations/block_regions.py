@@ -107,28 +107,36 @@ def _before(
     modules = _filled(kind.before, arrays)
     rows = x.reshape(-1, x.shape[-1])
     y, rope = modules["norm"](rows), modules["rope"]
-    if kind.qkv and "q_norm" not in modules and _is_one(rows, modules["joined"]):
-        # q and k stay one array.
-        last = kind.heads + kind.kv_heads
+    norms = modules.get("q_norm"), modules.get("k_norm")
+    heads, last = kind.heads, kind.heads + kind.kv_heads
+    if kind.qkv and _is_one(rows, modules["joined"]):
         joined = modules["joined"](y).reshape(1, last + kind.kv_heads, 1, -1)
-        q_and_k, v = mx.split(joined, [last], axis=1)
-        q, k = mx.split(rope(q_and_k, offset=offset), [kind.heads], axis=1)
-        return rows, q, k, v
-    q, k, v = _products(modules, ("q_proj", "k_proj", "v_proj"), kind.qkv, y)
-    shape = x.shape[:2]
-    q = _by_heads(q, shape, kind.heads, modules.get("q_norm"))
-    k = _by_heads(k, shape, kind.kv_heads, modules.get("k_norm"))
-    v = _by_heads(v, shape, kind.kv_heads)
-    return rows, rope(q, offset=offset), rope(k, offset=offset), v
+        if norms == (None, None):  # q and k stay one array
+            q_and_k, v = mx.split(joined, [last], axis=1)
+            q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
+            return rows, q, k, v
+        q, k, v = mx.split(joined, [heads, last], axis=1)
+    else:
+        q, k, v = _products(modules, ("q_proj", "k_proj", "v_proj"), kind.qkv, y)
+    streams, tokens, _ = x.shape
+    q = rope(_by_heads(q, (streams, tokens, heads), norms[0]), offset=offset)
+    k = rope(_by_heads(k, (streams, tokens, kind.kv_heads), norms[1]), offset=offset)
+    return rows, q, k, _by_heads(v, (streams, tokens, kind.kv_heads))
 
 
-def _by_heads(y: mx.array, shape: Shape, heads: int, norm: Any = None) -> mx.array:
-    streams, tokens = shape
-    if tokens == 1:  # nothing to transpose
-        y = y.reshape(streams, heads, 1, -1)
-        return y if norm is None else norm(y)
-    y = y.reshape(streams, tokens, heads, -1)
-    return (y if norm is None else norm(y)).transpose(0, 2, 1, 3)
+def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
+    """Returns rows as [streams, heads, tokens, features], after their norm if any.
+
+    Args:
+        y: Rows of all heads, streams and tokens.
+        shape: Streams, tokens and heads.
+        norm: The norm of a head's features.
+    """
+    streams, tokens, heads = shape
+    first = (streams, tokens, heads) if tokens > 1 else (streams, heads, 1)
+    y = y.reshape(*first, -1)
+    y = y if norm is None else norm(y)
+    return y.transpose(0, 2, 1, 3) if tokens > 1 else y
 
 
 def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx.array:
