@@ -61,11 +61,15 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
     "marlin": lambda model: mlx_marlin.optimize(model, layout="marlin"),
     "joined": lambda model: mlx_marlin.optimize(model, layout="marlin", join=True),
+    "traced": lambda model: mlx_marlin.optimize(
+        model, layout="marlin", join=True, trace=True
+    ),
     "mlx": lambda model: mlx_marlin.optimize(model, layout="mlx"),
 }
 """What is done to a model before it is timed: "joined" has q, k, v and gate, up in one
-launch each, "mlx" leaves the weights as MLX stores them."""
-DEFAULT_VARIANTS = ("stock", "marlin", "joined")
+launch each, "traced" also its blocks as traced graphs, "mlx" leaves the weights as MLX
+stores them."""
+DEFAULT_VARIANTS = ("stock", "marlin", "joined", "traced")
 
 
 def measure(

@@ -1,6 +1,9 @@
 """Derivatives of our products: those of stock MLX, and never a silent zero."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import mlx.core as mx
@@ -65,7 +68,31 @@ def differentiable(
         results, along = mx.jvp(of_moving, starts, list(moving.values()))
         return tuple(along) if len(results) > 1 else along[0]
 
-    return cast(Product, product)
+    def run(*arrays: mx.array) -> mx.array:
+        return ours(*arrays) if _left_out.now else cast(mx.array, product(*arrays))
+
+    return run
+
+
+class _LeftOut(threading.local):
+    now = False
+
+
+_left_out = _LeftOut()
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Spares products their derivatives, which are nodes of their own in a graph.
+
+    For tracing what nobody differentiates: in a transformation MLX does not run a
+    traced graph but the function that it was traced from.
+    """
+    before, _left_out.now = _left_out.now, True
+    try:
+        yield
+    finally:
+        _left_out.now = before
 
 
 def _each(results: Results) -> list[mx.array]:

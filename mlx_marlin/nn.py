@@ -200,6 +200,17 @@ class MarlinLinear(nn.QuantizedLinear):
         y: mx.array = self._product(x, None) + bias
         return y
 
+    def added(self, x: mx.array, residual: mx.array) -> mx.array:
+        """Returns the layer's result plus a residual [..., n].
+
+        Our kernels round the sum once, where calling the layer and adding rounds twice.
+        """
+        bias: mx.array | None = self.get("bias")
+        given = [residual] if bias is None else [residual, bias]
+        if all(self._keeps_dtype(x, each) for each in given):
+            return self._product(x, bias, residual)
+        return residual + self(x)
+
     def parts(self, x: mx.array, sizes: tuple[int, ...]) -> tuple[mx.array, ...]:
         """Returns the product in parts, for a layer with the rows of several.
 
@@ -224,9 +235,11 @@ class MarlinLinear(nn.QuantizedLinear):
         scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
         return bias.dtype in (scales.dtype, x.dtype)
 
-    def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
+    def _product(
+        self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
+    ) -> mx.array:
         if self.layout == "mlx":
-            return _native_product(self, x, bias, self.invariant)
+            return _native_product(self, x, bias, self.invariant, residual)
         words, quantizers = self["words"], self["quantizers"]
         n, k = self.output_dims, self.input_dims
         return packed_product(
@@ -240,6 +253,7 @@ class MarlinLinear(nn.QuantizedLinear):
             self.mode,
             bias,
             self.invariant,
+            residual=residual,
         )
 
     def _parts(
@@ -343,16 +357,21 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 
 
 def _native_product(
-    layer: nn.Module, x: mx.array, bias: mx.array | None, invariant: bool
+    layer: nn.Module,
+    x: mx.array,
+    bias: mx.array | None,
+    invariant: bool,
+    residual: mx.array | None = None,
 ) -> mx.array:
     weight = _native_weight(layer)
     group_size, bits, mode = layer.group_size, layer.bits, layer.mode
-    if bias is None and not invariant:
+    if bias is None and residual is None and not invariant:
         return quantized_matmul(x, *weight, True, group_size, bits, mode)
     return linear(
         x,
         *weight,
         bias=bias,
+        residual=residual,
         invariant=invariant,
         group_size=group_size,
         bits=bits,

@@ -4,11 +4,15 @@ import mlx.core as mx
 
 from mlx_marlin.finishing import split_apart
 from mlx_marlin.ops import CPU, parted, several
-from mlx_marlin.problem import PLAIN, Epilogue
+from mlx_marlin.problem import Epilogue
 from mlx_marlin.serving import Served, serve_packed
 
-BIASED = Epilogue(bias=True)
-"""A layer's bias, and nothing else."""
+EPILOGUES = {
+    (bias, residual): Epilogue(bias=bias, residual=residual)
+    for bias in (False, True)
+    for residual in (False, True)
+}
+"""What a layer has: by whether there is a bias, and whether there are summands."""
 
 
 def packed_product(
@@ -24,6 +28,7 @@ def packed_product(
     invariant: bool = False,
     transpose: bool = True,
     batch: tuple[int, ...] = (),
+    residual: mx.array | None = None,
 ) -> mx.array:
     """Multiplies x [..., k] by a packed weight's arrays.
 
@@ -39,18 +44,20 @@ def packed_product(
         bias: Bias [n] of the layer.
         invariant: As for `linear`.
         transpose: Whether the product is x @ w.T or x [..., n] @ w; if the latter,
-            there is no bias.
+            there is no bias and no residual.
         batch: Leading axes of the arrays, as in `PackedWeight`.
+        residual: Summands, of the result's shape.
 
     Returns:
-        The product [..., n] or [..., k], plus the bias if there is one.
+        The product [..., n] or [..., k], plus the bias and the residual if there are.
     """
     format = n, k, group_size, bits, mode
-    epilogue = PLAIN if bias is None else BIASED
+    epilogue = EPILOGUES[bias is not None, residual is not None]
     served = _served(x, scales, format, epilogue, invariant, transpose, batch)
-    if bias is None:
+    if bias is None and residual is None:
         return served.run(x, words, scales, scales)
-    return served.run(x, words, scales, scales, bias)
+    given = [each for each in (bias, residual) if each is not None]
+    return served.run(x, words, scales, scales, *given)
 
 
 def packed_parts(

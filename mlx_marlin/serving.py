@@ -5,6 +5,7 @@ that is wrong raises here, in MLX's own words where MLX has them.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -221,6 +222,16 @@ def forget() -> None:
     serve_packed.cache_clear()
     launch.forget()
     tuned.forget()
+    for drop in _built_on_decisions:
+        drop()
+
+
+def when_forgetting(drop: Callable[[], None]) -> None:
+    """Has something called that drops what was built on decisions."""
+    _built_on_decisions.append(drop)
+
+
+_built_on_decisions: list[Callable[[], None]] = []
 
 
 def _decide(kind: Kind, stock: Product) -> Served:

@@ -97,7 +97,12 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     assert report["complete"]
     assert [each["streams"] for each in report["results"]] == [1, 3]
     for each in report["results"]:
-        assert each["tokens_a_second"].keys() == {"stock", "marlin", "joined"}
+        assert each["tokens_a_second"].keys() == {
+            "stock",
+            "marlin",
+            "joined",
+            "traced",
+        }
         assert min(each["tokens_a_second"].values()) > 0
         assert 0 <= each["equal_tokens"]["marlin"] <= 1
     assert "joined x stock" in text

@@ -30,6 +30,7 @@ def optimize(
     bits: int = 4,
     invariant: bool = False,
     join: bool = False,
+    trace: bool = False,
     progress: bool = False,
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
@@ -56,6 +57,9 @@ def optimize(
         join: Compute layers that share x in one launch: q, k and v, gate and up, where
             their formats are the same. Such a model can be saved for stock MLX only
             after `restore`.
+        trace: Compute the decoder blocks of mlx-lm that we know as two traced graphs
+            each when there are few rows and a cache, which spares the host work: for
+            CUDA. Sums of a product and a residual are rounded once.
         progress: Show a progress bar; needs tqdm.
 
     Returns:
@@ -134,6 +138,7 @@ def optimize(
             separate_layers(model)
             _turn_back(done)
             raise
+    _trace(model, trace)
     return model
 
 
@@ -167,9 +172,18 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     Returns:
         The same model, with every code, scale and bias as it was.
     """
+    _trace(model, False)
     separate_layers(model)
     _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
     return model
+
+
+def _trace(model: nn.Module, trace: bool) -> None:
+    if "mlx_lm.models.base" not in sys.modules:
+        return  # and so no block of mlx-lm's is here
+    from mlx_marlin.integrations.traced_block import trace_blocks, untrace_blocks
+
+    (trace_blocks if trace else untrace_blocks)(model)
 
 
 def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> None:

@@ -1,0 +1,183 @@
+"""What a decoder block computes before its cache and after its attention.
+
+Both are functions of arrays alone, the weights among them, so that layers of the same
+kind share what is traced.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from mlx_marlin import launch
+from mlx_marlin.derivatives import left_out
+from mlx_marlin.nn import MarlinLinear
+
+Shape = tuple[int, ...]
+Graph = Callable[..., Any]
+"""From two arrays of the call, then those of the modules, to the results."""
+Graphs = tuple[Graph, Graph]
+Arrays = tuple[list[mx.array], list[mx.array]]
+"""Those of the modules before the cache, and of those after attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mold:
+    """A module without its arrays: what a traced graph knows of it."""
+
+    cls: type[nn.Module]
+    settings: tuple[tuple[str, object], ...]
+    names: tuple[str, ...]
+
+    def filled(self, arrays: Iterator[mx.array]) -> Any:
+        """Returns a module of this kind with the next of some arrays."""
+        module: Any = self.cls.__new__(self.cls)
+        nn.Module.__init__(module)
+        vars(module).update(self.settings)
+        for name in self.names:
+            module[name] = next(arrays)
+        return module
+
+
+Molds = tuple[tuple[str, Mold], ...]
+"""A region's modules, by the names that its code has for them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers have in common that share their graphs.
+
+    Attributes:
+        heads: Heads of q.
+        kv_heads: Heads of k and v.
+        before: Modules before the cache.
+        after: Modules after attention.
+        qkv: Features of q, k and v that are joined; empty if they are not.
+        gate_up: Features of gate and up, likewise.
+        graphs: Both graphs by the shape of x.
+    """
+
+    heads: int
+    kv_heads: int
+    before: Molds
+    after: Molds
+    qkv: Shape
+    gate_up: Shape
+    graphs: dict[object, Graphs] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def trace(
+        self, key: object, x: mx.array, offset: mx.array, arrays: Arrays
+    ) -> Graphs:
+        """Makes both graphs for such arrays, and remembers them.
+
+        A function that is traced for all shapes would be slow: MLX searches the traces
+        of a function one by one.
+        """
+        before: Graph = partial(_before, self)
+        after: Graph = partial(_after, self)
+        if launch.backend() != "emulator":  # which computes at once
+            before, after = mx.compile(before), mx.compile(after)
+            with left_out():
+                rows, attended, *_ = before(*_like(x, offset, *arrays[0]))
+                after(*_like(rows, attended, *arrays[1]))
+        self.graphs[key] = before, after
+        return before, after
+
+
+def _like(*arrays: mx.array) -> list[mx.array]:
+    return [mx.zeros(each.shape, each.dtype) for each in arrays]
+
+
+def _filled(molds: Molds, arrays: Iterable[mx.array]) -> dict[str, Any]:
+    each = iter(arrays)
+    return {name: mold.filled(each) for name, mold in molds}
+
+
+def _before(
+    kind: Kind, x: mx.array, offset: mx.array, *arrays: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Returns the rows of x, and q, k and v [streams, heads, tokens, features]."""
+    modules = _filled(kind.before, arrays)
+    rows = x.reshape(-1, x.shape[-1])
+    y, rope = modules["norm"](rows), modules["rope"]
+    norms = modules.get("q_norm"), modules.get("k_norm")
+    heads, last = kind.heads, kind.heads + kind.kv_heads
+    if kind.qkv and _is_one(rows, modules["joined"]):
+        joined = modules["joined"](y).reshape(1, last + kind.kv_heads, 1, -1)
+        if norms == (None, None):  # q and k stay one array
+            q_and_k, v = mx.split(joined, [last], axis=1)
+            q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
+            return rows, q, k, v
+        q, k, v = mx.split(joined, [heads, last], axis=1)
+    else:
+        q, k, v = _products(modules, ("q_proj", "k_proj", "v_proj"), kind.qkv, y)
+    streams, tokens, _ = x.shape
+    q = rope(_by_heads(q, (streams, tokens, heads), norms[0]), offset=offset)
+    k = rope(_by_heads(k, (streams, tokens, kind.kv_heads), norms[1]), offset=offset)
+    return rows, q, k, _by_heads(v, (streams, tokens, kind.kv_heads))
+
+
+def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
+    """Returns rows as [streams, heads, tokens, features], after their norm if any.
+
+    Args:
+        y: Rows of all heads, streams and tokens.
+        shape: Streams, tokens and heads.
+        norm: The norm of a head's features.
+    """
+    streams, tokens, heads = shape
+    first = (streams, tokens, heads) if tokens > 1 else (streams, heads, 1)
+    y = y.reshape(*first, -1)
+    y = y if norm is None else norm(y)
+    return y.transpose(0, 2, 1, 3) if tokens > 1 else y
+
+
+def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx.array:
+    """Returns the block's result for rows x and their attention, shaped as q."""
+    modules = _filled(kind.after, arrays)
+    streams, _, tokens, _ = attended.shape
+    if tokens > 1:
+        attended = attended.transpose(0, 2, 1, 3)
+    h = _added(modules["o_proj"], attended.reshape(len(x), -1), x)
+    names = ("gate_proj", "up_proj")
+    gate, up = _products(modules, names, kind.gate_up, modules["norm"](h))
+    y = _added(modules["down_proj"], swiglu(gate, up), h)
+    return y.reshape(streams, tokens, -1)
+
+
+def _products(
+    modules: dict[str, Any], names: tuple[str, ...], sizes: Shape, x: mx.array
+) -> Iterable[mx.array]:
+    """Multiplies x [rows, k] by several weights, joined or not."""
+    if not sizes:
+        return [modules[name](x) for name in names]
+    layer: MarlinLinear = modules["joined"]
+    if _is_one(x, layer):
+        return mx.split(layer(x), [*accumulate(sizes)][:-1], axis=-1)
+    return layer.parts(x, sizes)
+
+
+def _is_one(x: mx.array, layer: MarlinLinear) -> bool:
+    """Returns whether a product's parts are contiguous as they are.
+
+    An invariant product is the same call for one row as for many.
+    """
+    return len(x) == 1 and not layer.invariant
+
+
+def _added(layer: Any, x: mx.array, residual: mx.array) -> mx.array:
+    """Adds a product to a residual; not inside the product if it is invariant.
+
+    Calls with many rows, which are not traced, round twice.
+    """
+    if type(layer) is MarlinLinear and not layer.invariant:
+        return layer.added(x, residual)
+    y: mx.array = residual + layer(x)
+    return y

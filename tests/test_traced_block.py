@@ -1,0 +1,537 @@
+"""Blocks as traced graphs compute what mlx-lm's own code does."""
+
+import copy
+from collections.abc import Callable
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as caches
+from mlx_lm.models import rope_utils
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from models import LAYOUTS, arrays, assert_same_model
+
+import mlx_marlin
+from mlx_marlin import launch, serving
+from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin.finishing import in_parts
+from mlx_marlin.integrations import block_regions, traced_block
+from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
+from mlx_marlin.packing import PackedWeight
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Problem
+from mlx_marlin.stock_weight import plain
+
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "num_nextn_predict_layers": 0,
+}
+Caches = list[Any]
+
+
+def tiny(family: str, dtype: mx.Dtype = mx.float32, **options: Any) -> nn.Module:
+    """Returns a small model whose norms and biases are not ones and zeros."""
+    module = import_module(f"mlx_lm.models.{family}")
+    given = {"model_type": family, **SIZES, **options}
+    mx.random.seed(3)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(given))
+    nn.quantize(model, group_size=32, bits=4)
+    for path, array in arrays(model).items():
+        if path.endswith("norm.weight") or path.endswith("proj.bias"):
+            model.load_weights(
+                [(path, array + 0.2 * mx.random.normal(array.shape))], strict=False
+            )
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def one_stream(model: nn.Module) -> Caches:
+    return [caches.KVCache() for _ in model.layers]
+
+
+def with_left_padding(model: nn.Module) -> Caches:
+    return [caches.BatchKVCache([0, 2, 1]) for _ in model.layers]
+
+
+def rotating(model: nn.Module) -> Caches:
+    return [caches.RotatingKVCache(max_size=8, keep=2) for _ in model.layers]
+
+
+def rotating_batch(model: nn.Module) -> Caches:
+    return [caches.BatchRotatingKVCache(8, [0, 2, 1]) for _ in model.layers]
+
+
+def quantized(model: nn.Module) -> Caches:
+    return [caches.QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+
+
+ALL_CACHES = [one_stream, with_left_padding, rotating, rotating_batch, quantized]
+
+
+def decoded(
+    model: nn.Module, make: Callable[[nn.Module], Caches], prompt: int = 11
+) -> list[mx.array]:
+    """Returns logits of a prompt, of a few tokens at once, and of single ones."""
+    cache = make(model)
+    batch = 3 if "atch" in type(cache[0]).__name__ else 1
+    mx.random.seed(5)
+    tokens = mx.random.randint(0, 100, (batch, prompt + 9))
+    ends = [0, prompt, prompt + 3, *range(prompt + 4, prompt + 10)]
+    outputs = []
+    for start, end in pairwise(ends):
+        outputs.append(model(tokens[:, start:end], cache=cache))
+        mx.eval(outputs[-1])
+    return outputs
+
+
+ALL = pytest.mark.parametrize("make", ALL_CACHES, ids=lambda make: make.__name__)
+
+
+def traced(model: nn.Module, **options: Any) -> nn.Module:
+    """Returns the model with blocks that are traced, which it must have."""
+    mlx_marlin.optimize(model, trace=True, **options)
+    assert all(isinstance(block, TracedBlock) for block in model.layers)
+    return model
+
+
+def graphs(model: nn.Module) -> dict[Any, Any]:
+    """Returns the graphs of a model's blocks, which must all share them."""
+    contents = [block._contents for block in model.layers]
+    assert len({id(each.kind) for each in contents}) == 1
+    found: dict[Any, Any] = contents[0].kind.graphs
+    return found
+
+
+def assert_equal(actual: list[mx.array], expected: list[mx.array]) -> None:
+    for ours, own in zip(actual, expected, strict=True):
+        assert ours.dtype == own.dtype
+        assert mx.array_equal(ours, own)
+
+
+def assert_close(actual: list[mx.array], expected: list[mx.array], most: float) -> None:
+    for ours, own in zip(actual, expected, strict=True):
+        assert ours.dtype == own.dtype
+        ours, own = ours.astype(mx.float32), own.astype(mx.float32)
+        assert mx.linalg.norm(ours - own) <= most * mx.linalg.norm(own)
+
+
+@pytest.fixture
+def stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+@pytest.fixture
+def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Puts MLX's operations in the place of CUDA's kernels, and lists their plans.
+
+    They can be traced, and round once.
+    """
+    plans: list[Plan] = []
+
+    def decoded(problem: Problem, w: mx.array, scales: mx.array) -> mx.array:
+        sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
+        return plain(PackedWeight(words=w, scales=scales, **sizes), mx.float32)
+
+    def dense_product(plan: DensePlan) -> launch.Product:
+        def run(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
+            y = x.astype(mx.float32) @ decoded(plan.problem, w, scales)
+            return y.astype(x.dtype)
+
+        assert not plan.transposed
+        return run
+
+    def product(plan: Plan) -> launch.Product:
+        problem = plan.problem
+        epilogue = problem.epilogue
+
+        def run(
+            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *finish: mx.array
+        ) -> mx.array:
+            plans.append(plan)
+            y = x.astype(mx.float32) @ decoded(problem, w, scales).T
+            y = y + finish[0] if epilogue.bias else y
+            y = y + finish[2] if epilogue.residual else y
+            y = mx.stop_gradient(y.astype(x.dtype))  # to MLX a kernel is opaque
+            return in_parts(y, epilogue.parts) if epilogue.parts else y
+
+        return run
+
+    backend("cuda")
+    monkeypatch.setattr(launch, "product", product)
+    monkeypatch.setattr(launch, "dense_product", dense_product)
+    return plans
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@ALL
+def test_a_block_answers_as_mlx_lms_code(
+    make: Callable[[nn.Module], Caches], family: str, layout: str, join: bool
+) -> None:
+    model = traced(tiny(family), layout=layout, join=join)
+
+    outputs = decoded(model, make)
+
+    # Stock MLX's products round as mlx-lm's code does, also before a sum.
+    assert_equal(outputs, decoded(tiny(family), make))
+    streams = outputs[0].shape[0]
+    assert {shape_of(key)[:2] for key in graphs(model)} >= {(streams, 1), (streams, 3)}
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_cache_grows_as_mlx_lms_code_lets_it() -> None:
+    own, model = tiny("llama"), traced(tiny("llama"), join=True)
+    room = caches.KVCache.step
+
+    expected = decoded(own, one_stream, prompt=room - 6)
+
+    # Single tokens fill it to the last place and beyond.
+    assert_equal(decoded(model, one_stream, prompt=room - 6), expected)
+
+
+def shape_of(key: Any) -> tuple[int, ...]:
+    """Returns the shape of x in a key of graphs."""
+    shape: tuple[int, ...] = key if isinstance(key[0], int) else key[0]
+    return shape
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("make", [one_stream, with_left_padding])
+def test_kernels_that_are_traced_answer_as_mlx_lms_code(
+    cuda: list[Plan], make: Callable[[nn.Module], Caches], family: str, join: bool
+) -> None:
+    options = {"layout": "marlin", "join": join}
+    own = mlx_marlin.optimize(tiny(family, mx.float16), **options)
+    expected = decoded(own, make)
+    assert not any(plan.problem.epilogue.residual for plan in cuda)
+
+    outputs = decoded(traced(tiny(family, mx.float16), **options), make)
+
+    # A sum in an epilogue rounds once, in mlx-lm's code twice.
+    assert_close(outputs, expected, 2e-3)
+    sums = [plan for plan in cuda if plan.problem.epilogue.residual]
+    assert {plan.problem.k for plan in sums} == {128, 96}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kernels_themselves_answer_as_mlx_lms_code(layout: str) -> None:
+    model = traced(tiny("llama"), layout=layout, join=True)
+
+    outputs = decoded(model, one_stream, prompt=2)
+
+    assert_close(outputs, decoded(tiny("llama"), one_stream, prompt=2), 1e-5)
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.5] * 16,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+def test_every_rope_is_computed(scaling: dict[str, Any], join: bool) -> None:
+    model = traced(tiny("llama", rope_scaling=scaling), join=join)
+
+    outputs = decoded(model, one_stream)
+
+    assert_close(
+        outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream), 1e-6
+    )
+    assert graphs(model)
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_rope_that_needs_a_number_runs_in_mlx_lms_code() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = traced(tiny("llama", rope_scaling=scaling))
+    assert type(model.layers[0].self_attn.rope) is rope_utils.DynamicNTKScalingRoPE
+
+    outputs = decoded(model, one_stream)
+
+    assert_equal(outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream))
+    assert model.layers[0]._contents.kind is None
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists the regions that Python runs: traced ones once for each trace."""
+    found: list[str] = []
+
+    def listed(name: str) -> None:
+        own = getattr(block_regions, name)
+
+        def region(*arguments: Any) -> Any:
+            found.append(name)
+            return own(*arguments)
+
+        monkeypatch.setattr(block_regions, name, region)
+
+    listed("_before")
+    listed("_after")
+    serving.forget()
+    return found
+
+
+@pytest.mark.parametrize("make", [one_stream, with_left_padding, rotating])
+def test_tokens_and_layers_share_one_trace(
+    cuda: list[Plan], runs: list[str], make: Callable[[nn.Module], Caches]
+) -> None:
+    model = traced(tiny("llama", mx.float16, num_hidden_layers=3), join=True)
+    cache = make(model)
+    streams = 3 if make is with_left_padding else 1
+
+    with mx.stream(mx.new_stream(mx.default_device())):
+        for token in range(20):
+            mx.eval(model(mx.full((streams, 1), token), cache=cache))
+
+    assert runs == ["_before", "_after"]
+    # And each product is in it once.
+    assert len([plan for plan in cuda if plan.problem.n != 100]) == 4
+
+
+@pytest.mark.usefixtures("stock")
+def test_only_few_rows_of_a_cache_are_traced(runs: list[str]) -> None:
+    model = traced(tiny("llama"))
+    own = tiny("llama")
+
+    for shape in ((1, 9), (17, 8), (129, 1)):
+        tokens = mx.zeros(shape, mx.int32)
+        y = model(tokens, cache=one_stream(model))
+        assert mx.array_equal(y, own(tokens, cache=one_stream(own)))
+    assert mx.array_equal(model(mx.array([[1]])), own(mx.array([[1]])))
+    assert not runs
+
+    mx.eval(model(mx.zeros((16, 8), mx.int32), cache=one_stream(model)))
+    assert runs == ["_before", "_after"]
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+def test_weights_that_change_are_seen(join: bool) -> None:
+    own, model = tiny("qwen2"), traced(tiny("qwen2"), join=join)
+    decoded(model, one_stream)
+
+    for each in (own, model):
+        layer = each.layers[1]
+        layer.input_layernorm.weight = layer.input_layernorm.weight * 2
+        layer.self_attn.o_proj["scales"] = layer.self_attn.o_proj["scales"] * 3
+        layer.mlp.down_proj.update({"scales": layer.mlp.down_proj["scales"] * 2})
+
+    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+
+
+@pytest.mark.usefixtures("stock")
+def test_layers_that_are_replaced_are_seen() -> None:
+    def replaced(model: nn.Module) -> nn.Module:
+        mx.random.seed(9)
+        model.layers[0].mlp.up_proj = nn.Linear(128, 96)
+        model.layers[1].input_layernorm = nn.RMSNorm(128, eps=0.5)
+        linear_to_lora_layers(model, 1, {"rank": 2, "scale": 9.0, "dropout": 0.0})
+        for path, array in arrays(model).items():
+            if "lora" in path:
+                own = mx.random.normal(array.shape)
+                model.load_weights([(path, own)], strict=False)
+        return model
+
+    model = traced(tiny("llama"))
+    before = decoded(model, one_stream)
+
+    outputs = decoded(replaced(model), one_stream)
+
+    assert_equal(outputs, decoded(replaced(tiny("llama")), one_stream))
+    assert not mx.allclose(outputs[-1], before[-1], rtol=0.1)
+    # One is of another kind now, and LoRA's is none.
+    assert model.layers[0]._contents.kind is not None
+    assert model.layers[1]._contents.kind is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("stock")
+def test_gradients_go_through_a_traced_block(layout: str) -> None:
+    def gradient(model: nn.Module) -> mx.array:
+        def loss(x: mx.array) -> mx.array:
+            cache = caches.KVCache()
+            model.layers[0](x[:, :2], None, cache)
+            y: mx.array = model.layers[0](x[:, 2:], None, cache)
+            return (y**2).mean()
+
+        return mx.grad(loss)(mx.random.normal((1, 3, 128), key=mx.random.key(0)))
+
+    expected = gradient(tiny("llama"))
+
+    found = gradient(traced(tiny("llama"), layout=layout, join=True))
+
+    assert mx.abs(expected).min() > 0
+    assert_close([found], [expected], 1e-5)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_gradients_do_not_lack_what_a_trace_left_out(tmp_path: Path) -> None:
+    model, own = (tiny("llama", mx.float16) for _ in range(2))
+    traced(model, layout="marlin", join=True)
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(0)).astype(mx.float16)
+
+    def gradient(block: nn.Module) -> mx.array:
+        def loss(x: mx.array) -> mx.array:
+            y: mx.array = block(x, None, caches.KVCache())
+            return (y.astype(mx.float32) ** 2).mean()
+
+        return mx.grad(loss)(x)
+
+    block = model.layers[0]
+    y = block(x, None, caches.KVCache())
+    mx.export_to_dot(str(tmp_path / "graph"), y)
+    graph = (tmp_path / "graph").read_text()
+    assert "Matmul" in graph
+    assert "CustomTransforms" not in graph
+
+    assert_close([gradient(block)], [gradient(own.layers[0])], 1e-2)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_invariant_rows_have_the_bits_of_the_blocks_own_code() -> None:
+    options = {"layout": "marlin", "join": True, "invariant": True}
+    model = traced(tiny("llama", mx.float16), **options)
+    untraced = mlx_marlin.optimize(tiny("llama", mx.float16), **options)
+
+    outputs = decoded(model, one_stream, prompt=2)
+
+    assert_equal(outputs, decoded(untraced, one_stream, prompt=2))
+    assert graphs(model)
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+def test_restore_gives_back_the_blocks(join: bool) -> None:
+    model = traced(tiny("qwen3"), layout="marlin", join=join)
+    decoded(model, one_stream)
+
+    mlx_marlin.restore(model)
+
+    assert_same_model(model, tiny("qwen3"))
+    assert all(vars(ours).keys() == vars(own).keys() for ours, own in both(model))
+
+
+def both(model: nn.Module) -> Any:
+    return zip(model.layers, tiny("qwen3").layers, strict=True)
+
+
+@pytest.mark.usefixtures("stock")
+def test_optimizing_again_traces_or_not_as_it_is_asked() -> None:
+    model = traced(tiny("llama"))
+    names = [*arrays(model)]
+    decoded(model, one_stream)
+
+    traced(model, layout="marlin", join=True)  # already traced
+    assert_equal(decoded(model, one_stream), decoded(tiny("llama"), one_stream))
+    mlx_marlin.optimize(model, layout="mlx")
+
+    assert not any(isinstance(block, TracedBlock) for block in model.layers)
+    assert [*arrays(model)] == names
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_failure_leaves_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class BreakError(Exception):
+        pass
+
+    def fail(_: Any) -> None:
+        raise BreakError
+
+    model = tiny("llama")
+    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.join_layers", fail)
+
+    with pytest.raises(BreakError):
+        mlx_marlin.optimize(model, join=True, trace=True)
+
+    assert_same_model(model, tiny("llama"))
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_copy_of_a_traced_model_is_one() -> None:
+    model = traced(tiny("llama"))
+    expected = decoded(model, one_stream)
+
+    other = copy.deepcopy(model)
+
+    assert other.layers[0]._contents is None
+    assert_equal(decoded(other, one_stream), expected)
+    assert other.layers[0]._contents.kind is model.layers[0]._contents.kind
+
+
+@pytest.mark.usefixtures("stock")
+def test_blocks_that_we_do_not_know_stay() -> None:
+    from mlx_lm.models import gemma, llama
+
+    class OwnBlock(llama.TransformerBlock):
+        pass
+
+    model = tiny("llama")
+    model.layers[0].__class__ = OwnBlock
+    other = tiny("gemma")
+
+    for each in (model, other):
+        mlx_marlin.optimize(each, trace=True)
+
+    assert type(model.layers[0]) is OwnBlock
+    assert isinstance(model.layers[1], TracedBlock)
+    assert {type(block) for block in other.layers} == {gemma.TransformerBlock}
+
+
+@pytest.mark.usefixtures("stock")
+def test_an_attention_that_we_do_not_know_runs_as_it_is() -> None:
+    model, own = tiny("llama"), tiny("llama")
+
+    class Attention(type(own.layers[0].self_attn)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> mx.array:
+            return 2 * super().__call__(*arguments)
+
+    for each in (model, own):
+        each.layers[0].self_attn.__class__ = Attention
+    traced(model)
+
+    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+    assert model.layers[0]._contents.kind is None
+
+
+def test_offsets_are_arrays_once_a_token() -> None:
+    first = traced_block._array_of(70)
+
+    assert traced_block._array_of(70) is first
+    assert first.item() == 70
+    assert first.dtype == mx.int32
+    assert traced_block._array_of(71).item() == 71
