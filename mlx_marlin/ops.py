@@ -12,8 +12,14 @@ import mlx.core as mx
 
 from mlx_marlin.finishing import check_operands, split_apart
 from mlx_marlin.packing import PackedWeight
-from mlx_marlin.problem import PLAIN, Epilogue
-from mlx_marlin.serving import Served, serve_native, serve_packed
+from mlx_marlin.problem import Epilogue
+from mlx_marlin.serving import (
+    Served,
+    memory,
+    remembered,
+    serve_native,
+    serve_packed,
+)
 
 CPU = mx.Device(mx.cpu)
 Stream = mx.Stream | mx.Device | None
@@ -134,11 +140,9 @@ def linear(
                 bits=bits,
                 mode=mode,
             )
-    epilogue = _epilogue(
-        bias is not None, activation, multiply is not None, residual is not None
-    )
+    finish = bias is not None, activation, multiply is not None, residual is not None
     served = _served(
-        x, w, scales, biases, True, group_size, bits, mode, epilogue, invariant
+        x, w, scales, biases, True, group_size, bits, mode, (*finish, ()), invariant
     )
     check_operands(_result_shape(x, w), bias, multiply, residual)
     given = [each for each in (bias, multiply, residual) if each is not None]
@@ -203,14 +207,15 @@ def linears(
                 bits=bits,
                 mode=mode,
             )
-    epilogue = parted(bias is not None, tuple(parts))
+    finish = bias is not None, None, False, False, tuple(parts)
+    _epilogue(*finish)  # refuses parts that cannot be
     n = w.shape[-2]
     if isinstance(w, PackedWeight) and w.batch:
         raise ValueError(f"w is a batch {w.batch} of packed weights, expected one")
     if sum(parts) != n:
         raise ValueError(f"parts={tuple(parts)} do not add up to the weight's {n} rows")
     served = _served(
-        x, w, scales, biases, True, group_size, bits, mode, epilogue, invariant
+        x, w, scales, biases, True, group_size, bits, mode, finish, invariant
     )
     check_operands((*x.shape[:-1], n), bias, None, None)
     if served.reason is not None:
@@ -225,7 +230,7 @@ def linears(
             bits=bits,
             mode=mode,
         )
-        return split_apart(y, epilogue.parts)
+        return split_apart(y, tuple(parts))
     given = [] if bias is None else [bias]
     if isinstance(w, PackedWeight):
         return several(served.run(x, w.words, w.scales, w.scales, *given))
@@ -261,26 +266,35 @@ def several(results: mx.array) -> tuple[mx.array, ...]:
 
 
 def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:
-    batch = mx.broadcast_shapes(x.shape[:-2], w.shape[:-2])
-    return (*batch, *x.shape[-2:-1], w.shape[-2])
+    before, batch = x.shape[:-1], w.shape[:-2]
+    if batch:
+        before = (*mx.broadcast_shapes(before[:-1], batch), *before[-1:])
+    return (*before, w.shape[-2])
+
+
+Finish = tuple[bool, str | None, bool, bool, tuple[int, ...]]
+"""Bias?, activation, multiplier?, residual?, parts: an epilogue, quick to look up."""
+UNFINISHED: Finish = (False, None, False, False, ())
 
 
 @lru_cache
 def _epilogue(
-    bias: bool, activation: str | None, multiply: bool, residual: bool
+    bias: bool,
+    activation: str | None,
+    multiply: bool,
+    residual: bool,
+    parts: tuple[int, ...],
 ) -> Epilogue:
     return Epilogue(
         bias=bias,
         activation=activation or "none",
         multiply=multiply,
         residual=residual,
+        parts=parts,
     )
 
 
-@lru_cache
-def parted(bias: bool, parts: tuple[int, ...]) -> Epilogue:
-    """Returns the epilogue of several weights with the same x, remembered."""
-    return Epilogue(bias=bias, parts=parts)
+_known = memory()
 
 
 def _served(
@@ -292,33 +306,23 @@ def _served(
     group_size: int | None,
     bits: int | None,
     mode: str,
-    epilogue: Epilogue = PLAIN,
+    finish: Finish = UNFINISHED,
     invariant: bool = False,
 ) -> Served:
     if not isinstance(x, mx.array):
         _refuse_types(x, w, scales, biases)
+    on_cpu = mx.default_device() == CPU
+    key: tuple[object, ...]
     if isinstance(w, PackedWeight):
         check_packed(w, scales, biases, group_size, bits, mode)
-        return serve_packed(
-            x.shape,
-            x.dtype,
-            w.n,
-            w.k,
-            w.group_size,
-            w.bits,
-            w.mode,
-            w.scales.dtype,
-            transpose,
-            mx.default_device() == CPU,
-            epilogue,
-            invariant,
-            w.global_scale is not None,
-            w.batch,
+        key = (w.kind, x.shape, x.dtype, transpose, finish, invariant, on_cpu)
+        return _known.get(key) or remembered(
+            _known, key, _packed(x, w, transpose, on_cpu, finish, invariant)
         )
     is_odd = biases is not None and not isinstance(biases, mx.array)
     if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):
         _refuse_types(x, w, scales, biases)
-    return serve_native(
+    call = (
         x.shape,
         x.dtype,
         w.shape,
@@ -331,9 +335,34 @@ def _served(
         group_size,
         bits,
         mode,
-        mx.default_device() == CPU,
-        epilogue,
+        on_cpu,
+    )
+    key = (*call, finish, invariant)
+    return _known.get(key) or remembered(
+        _known, key, serve_native(*call, _epilogue(*finish), invariant)
+    )
+
+
+def _packed(
+    x: mx.array,
+    w: PackedWeight,
+    transpose: bool,
+    on_cpu: bool,
+    finish: Finish,
+    invariant: bool,
+) -> Served:
+    *format, scale_dtype, global_scale, batch = w.kind
+    return serve_packed(
+        x.shape,
+        x.dtype,
+        *format,
+        scale_dtype,
+        transpose,
+        on_cpu,
+        _epilogue(*finish),
         invariant,
+        global_scale,
+        batch,
     )
 
 
@@ -356,10 +385,12 @@ def check_packed(
     """Raises a ValueError if a call says other things than its packed weight."""
     if scales is not None or biases is not None:
         raise ValueError("a packed weight carries its scales and biases; pass none")
+    if group_size is None and bits is None and mode == "affine":
+        return  # says nothing
     wished = (
         w.group_size if group_size is None else group_size,
         w.bits if bits is None else bits,
-        w.mode if mode == "affine" else mode,  # what a call says that says nothing
+        w.mode if mode == "affine" else mode,
     )
     packed = (w.group_size, w.bits, w.mode)
     if wished != packed:

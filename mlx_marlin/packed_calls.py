@@ -3,10 +3,11 @@
 import mlx.core as mx
 
 from mlx_marlin.finishing import split_apart
-from mlx_marlin.ops import CPU, parted, several
+from mlx_marlin.ops import CPU, several
 from mlx_marlin.problem import Epilogue
-from mlx_marlin.serving import Served, serve_packed
+from mlx_marlin.serving import Served, memory, remembered, serve_packed
 
+_products, _parts = memory(), memory()
 EPILOGUES = {
     (bias, residual): Epilogue(bias=bias, residual=residual)
     for bias in (False, True)
@@ -51,9 +52,23 @@ def packed_product(
     Returns:
         The product [..., n] or [..., k], plus the bias and the residual if there are.
     """
-    format = n, k, group_size, bits, mode
-    epilogue = EPILOGUES[bias is not None, residual is not None]
-    served = _served(x, scales, format, epilogue, invariant, transpose, batch)
+    key = (
+        x.shape,
+        x.dtype,
+        n,
+        k,
+        group_size,
+        bits,
+        mode,
+        scales.dtype,
+        transpose,
+        mx.default_device() == CPU,
+        invariant,
+        batch,
+        bias is not None,
+        residual is not None,
+    )
+    served = _products.get(key) or remembered(_products, key, _product(*key))
     if bias is None and residual is None:
         return served.run(x, words, scales, scales)
     given = [each for each in (bias, residual) if each is not None]
@@ -91,34 +106,66 @@ def packed_parts(
     Returns:
         A product [..., rows] for each weight.
     """
-    format = n, k, group_size, bits, mode
-    epilogue = parted(bias is not None, parts)
-    served = _served(x, scales, format, epilogue, invariant)
+    key = (
+        x.shape,
+        x.dtype,
+        n,
+        k,
+        group_size,
+        bits,
+        mode,
+        scales.dtype,
+        mx.default_device() == CPU,
+        invariant,
+        bias is None,
+        parts,
+    )
+    served = _parts.get(key) or remembered(_parts, key, _in_parts(*key))
     if served.reason is not None:
+        format = n, k, group_size, bits, mode
         y = packed_product(x, words, scales, *format, bias, invariant)
         return split_apart(y, parts)
     given = [] if bias is None else [bias]
     return several(served.run(x, words, scales, scales, *given))
 
 
-def _served(
-    x: mx.array,
-    scales: mx.array,
-    format: tuple[int, int, int, int, str],
-    epilogue: Epilogue,
+def _product(
+    x_shape: tuple[int, ...],
+    x_dtype: mx.Dtype,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    scale_dtype: mx.Dtype,
+    transpose: bool,
+    on_cpu: bool,
     invariant: bool,
-    transpose: bool = True,
-    batch: tuple[int, ...] = (),
+    batch: tuple[int, ...],
+    biased: bool,
+    summed: bool,
 ) -> Served:
-    return serve_packed(
-        x.shape,
-        x.dtype,
-        *format,
-        scales.dtype,
-        transpose,
-        mx.default_device() == CPU,
-        epilogue,
-        invariant,
-        False,
-        batch,
-    )
+    format = n, k, group_size, bits, mode
+    epilogue = EPILOGUES[biased, summed]
+    call = x_shape, x_dtype, *format, scale_dtype, transpose, on_cpu
+    return serve_packed(*call, epilogue, invariant, False, batch)
+
+
+def _in_parts(
+    x_shape: tuple[int, ...],
+    x_dtype: mx.Dtype,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    scale_dtype: mx.Dtype,
+    on_cpu: bool,
+    invariant: bool,
+    unbiased: bool,
+    parts: tuple[int, ...],
+) -> Served:
+    format = n, k, group_size, bits, mode
+    epilogue = Epilogue(bias=not unbiased, parts=parts)
+    call = x_shape, x_dtype, *format, scale_dtype, True, on_cpu
+    return serve_packed(*call, epilogue, invariant)

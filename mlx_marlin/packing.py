@@ -33,6 +33,8 @@ class PackedWeight:
         global_scale: For "nvfp4" perhaps one scale more, of all of the weight: float32
             of one element, as MLX means it. A weight is 1/2688 of it too.
         third: What kernels take in the place of biases.
+        kind: All that decides who multiplies by it: n, k, group_size, bits, mode, dtype
+            of the scales, whether there is a global scale, batch.
     """
 
     words: mx.array
@@ -44,15 +46,18 @@ class PackedWeight:
     mode: str = "affine"
     global_scale: mx.array | None = None
     third: mx.array = field(init=False, repr=False)
+    kind: tuple[int, int, int, int, str, mx.Dtype, bool, tuple[int, ...]] = field(
+        init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
-        format = format_of(self.mode, self.bits)
-        _check_groups("PackedWeight", self.k, format, self.group_size)
+        known = format_of(self.mode, self.bits)
+        _check_groups("PackedWeight", self.k, known, self.group_size)
         _check_global(self.global_scale, self.mode)
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
         words = (*self.batch, *tiles, layout.tile_words(self.bits))
-        stored = format.parameters * layout.TILE_N
+        stored = known.parameters * layout.TILE_N
         scales = (*self.batch, tiles[0], -(-k // self.group_size), stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
@@ -60,15 +65,18 @@ class PackedWeight:
                 f"got {dtype_name(self.words.dtype)} {self.words.shape}"
             )
         dtype = dtype_name(self.scales.dtype)
-        if self.scales.shape != scales or dtype not in format.scale_dtypes:
+        if self.scales.shape != scales or dtype not in known.scale_dtypes:
             raise ValueError(
-                f"scales must be one of {[*format.scale_dtypes]} with shape {scales}, "
+                f"scales must be one of {[*known.scale_dtypes]} with shape {scales}, "
                 f"got {dtype} {self.scales.shape}"
             )
         scale = self.global_scale
         # Twice: MLX hands arrays under eight bytes over in another address space.
         third = self.scales if scale is None else mx.repeat(scale.reshape(1), 2)
         object.__setattr__(self, "third", third)
+        format = self.n, self.k, self.group_size, self.bits, self.mode
+        kind = *format, self.scales.dtype, scale is not None, self.batch
+        object.__setattr__(self, "kind", kind)
 
     @property
     def batch(self) -> tuple[int, ...]:

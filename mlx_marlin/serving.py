@@ -45,6 +45,31 @@ class Served:
     reason: str | None = None
 
 
+Memory = dict[tuple[object, ...], Served]
+"""What was decided, by all that decides it."""
+
+_memories: list[Memory] = []
+
+
+def memory() -> Memory:
+    """Makes a memory of decisions, which `forget` empties.
+
+    A dictionary with a flat key is a third of the way through `serve_packed`: no call
+    of Python's, and no hash of an epilogue.
+    """
+    made: Memory = {}
+    _memories.append(made)
+    return made
+
+
+def remembered(known: Memory, key: tuple[object, ...], served: Served) -> Served:
+    """Keeps a decision, and returns it."""
+    if len(known) >= KINDS:
+        known.clear()
+    known[key] = served
+    return served
+
+
 @lru_cache(KINDS)
 def serve_native(
     x_shape: Shape,
@@ -220,6 +245,8 @@ def forget() -> None:
     """Drops every decision, so that the next call asks for its back end again."""
     serve_native.cache_clear()
     serve_packed.cache_clear()
+    for each in _memories:
+        each.clear()
     launch.forget()
     tuned.forget()
     for drop in _built_on_decisions:

@@ -15,7 +15,15 @@ from arguments import activations, weight
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin import cuda_device, device, launch, repacking, scheduler, source
+from mlx_marlin import (
+    cuda_device,
+    device,
+    launch,
+    repacking,
+    scheduler,
+    serving,
+    source,
+)
 from mlx_marlin.cli import demo_report
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.integrations.mlx_lm import default_layout
@@ -311,12 +319,12 @@ def test_each_part_is_an_array_of_its_own(
     assert call["output_dtypes"] == [mx.float16] * 3
 
 
-def test_layers_that_share_x_are_kernels_and_no_views(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, native = activations(2, 3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
+def test_layers_that_share_x_are_a_kernels_outputs(recorder: Recorder) -> None:
+    x, packed = (
+        activations(2, 3, K, dtype=mx.float16),
+        pack(*weight(N, K, dtype=mx.float16)),
+    )
 
-    packed = pack(*native)
     results = mlx_marlin.linears(x, packed, parts=(32, N - 32))
 
     assert [each.shape for each in results] == [(2, 3, 32), (2, 3, N - 32)]
@@ -499,6 +507,38 @@ def test_a_call_on_the_cpu_is_stocks(
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
 
     assert mlx_marlin.why_not(x, *native) == "the call runs on the CPU"
+
+
+def test_what_a_layer_remembers_ends_with_what_decided_it(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = mlx_marlin.optimize(Model()).linear
+    x = activations(3, K, dtype=mx.float16)
+
+    def is_ours() -> bool:
+        y = layer(x)
+        assert mx.array_equal(y, layer(x))
+        return not mx.abs(y).max()  # the recorder's zeros
+
+    assert is_ours()
+    del layer["bias"]
+    assert is_ours()
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+        assert not is_ours()
+    assert is_ours()
+    layer.set_dtype(mx.bfloat16)
+    assert not is_ours()  # promoted to float32
+    layer.set_dtype(mx.float16)
+    assert is_ours()
+    layer.invariant = True
+    layer(x)
+    assert launch.plans_built()[-1].problem.invariant
+    monkeypatch.setenv(launch.ENVIRONMENT, "stock")
+    layer.invariant = False
+    assert is_ours()
+    serving.forget()
+    assert not is_ours()
 
 
 def test_who_forces_the_back_end_sees_it_run_for_any_rows(

@@ -225,6 +225,28 @@ def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> 
     assert mlx_marlin.why_not(x, pack(*native)) == "the call runs on the CPU"
 
 
+@pytest.mark.usefixtures("ran")
+def test_no_more_kinds_are_remembered_than_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "KINDS", 2)
+    x, native = activations(4, K), weight()
+    packed = pack(*native)
+    layer = mlx_marlin.MarlinLinear(K, N, False, layout="marlin")
+
+    for m in (1, 2, 3, 4, 1):
+        for y in (
+            mlx_marlin.quantized_matmul(x[:m], *native),
+            mlx_marlin.quantized_matmul(x[:m], packed),
+            layer(x[:m]),
+            mlx_marlin.linear(x[:m], packed, bias=mx.zeros((N,))),
+        ):
+            assert y.shape == (m, N)
+
+    sizes = [len(each) for each in serving._memories]
+    assert 0 < max(sizes) <= 2
+
+
 def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
     backend("stock")
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is not None
