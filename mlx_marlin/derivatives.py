@@ -1,6 +1,9 @@
 """Derivatives of our products: those of stock MLX, and never a silent zero."""
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import mlx.core as mx
@@ -9,6 +12,28 @@ from mlx_marlin.launch import Product
 
 Results = mx.array | tuple[mx.array, ...]
 """Of an epilogue with parts there are several."""
+
+
+class _Wish(threading.local):
+    left_out = False
+
+
+_wish = _Wish()
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Makes products without derivatives of all that is called in this thread."""
+    before, _wish.left_out = _wish.left_out, True
+    try:
+        yield
+    finally:
+        _wish.left_out = before
+
+
+def are_left_out() -> bool:
+    """Returns whether products are called without derivatives."""
+    return _wish.left_out
 
 
 def differentiable(
@@ -24,7 +49,7 @@ def differentiable(
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow.
+        for all arrays that follow; under `left_out` it is just `ours`.
     """
 
     product = mx.custom_function(ours)
@@ -65,7 +90,10 @@ def differentiable(
         results, along = mx.jvp(of_moving, starts, list(moving.values()))
         return tuple(along) if len(results) > 1 else along[0]
 
-    return cast(Product, product)
+    def chosen(*arrays: mx.array) -> mx.array:
+        return (ours if _wish.left_out else cast(Product, product))(*arrays)
+
+    return chosen
 
 
 def _each(results: Results) -> list[mx.array]:
