@@ -14,6 +14,32 @@ Results = mx.array | tuple[mx.array, ...]
 """Of an epilogue with parts there are several."""
 
 
+class _Wish(threading.local):
+    left_out = False
+
+
+_wish = _Wish()
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Spares products their derivatives, which are nodes of their own in a graph.
+
+    For tracing, in this thread, what nobody differentiates: in a transformation MLX
+    does not run a traced graph but the function that it was traced from.
+    """
+    before, _wish.left_out = _wish.left_out, True
+    try:
+        yield
+    finally:
+        _wish.left_out = before
+
+
+def are_left_out() -> bool:
+    """Returns whether products are called without derivatives."""
+    return _wish.left_out
+
+
 def differentiable(
     ours: Product, stock: Product, backward_of_x: Product | None = None
 ) -> Product:
@@ -27,7 +53,7 @@ def differentiable(
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow.
+        for all arrays that follow; under `left_out` it is just `ours`.
     """
 
     product = mx.custom_function(ours)
@@ -68,31 +94,10 @@ def differentiable(
         results, along = mx.jvp(of_moving, starts, list(moving.values()))
         return tuple(along) if len(results) > 1 else along[0]
 
-    def run(*arrays: mx.array) -> mx.array:
-        return ours(*arrays) if _left_out.now else cast(mx.array, product(*arrays))
+    def chosen(*arrays: mx.array) -> mx.array:
+        return (ours if _wish.left_out else cast(Product, product))(*arrays)
 
-    return run
-
-
-class _LeftOut(threading.local):
-    now = False
-
-
-_left_out = _LeftOut()
-
-
-@contextmanager
-def left_out() -> Iterator[None]:
-    """Spares products their derivatives, which are nodes of their own in a graph.
-
-    For tracing what nobody differentiates: in a transformation MLX does not run a
-    traced graph but the function that it was traced from.
-    """
-    before, _left_out.now = _left_out.now, True
-    try:
-        yield
-    finally:
-        _left_out.now = before
+    return chosen
 
 
 def _each(results: Results) -> list[mx.array]:

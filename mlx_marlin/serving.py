@@ -7,9 +7,8 @@ that is wrong raises here, in MLX's own words where MLX has them.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
-from typing import cast
 
 import mlx.core as mx
 
@@ -32,14 +31,18 @@ from mlx_marlin.problem import (
     largest_array,
 )
 from mlx_marlin.stock_weight import native_product, stock_product
+from mlx_marlin.traced import traced
 
 KINDS = 4096
 """Kinds of call that are remembered."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Served:
-    """Who serves a kind of call, ready to run; `reason` says why if it is stock MLX."""
+    """Who serves a kind of call, ready to run; `reason` says why if it is stock MLX.
+
+    `run` may become a quicker one after a call: ask for it each time.
+    """
 
     run: Run
     reason: str | None = None
@@ -304,16 +307,18 @@ def _decide(kind: Kind, stock: Product) -> Served:
     product = _decoded(dense) if dense else _planned(problem, measured)
     back = _backward(problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, back), kind)
-    return Served(_traced(run) if launch.backend() == "cuda" else run)
+    return _traced(run) if launch.backend() == "cuda" else Served(run)
 
 
-def _traced(run: Run) -> Run:
-    """Returns a call whose graph is built once.
+def _traced(run: Run) -> Served:
+    """Serves by a call whose graph is built once.
 
     A traced graph spares what MLX does with a CUDA kernel's template arguments and text
     in every call (measured, docs/cuda.md), and Python between its parts.
     """
-    return cast(Run, mx.compile(run))
+    served = Served(run)
+    served.run = traced(run, partial(setattr, served, "run"))
+    return served
 
 
 def _planned(problem: Problem, measured: Result | None) -> Product:

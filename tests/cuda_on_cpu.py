@@ -23,7 +23,7 @@ import pytest
 from cuda_cases import Case
 from format_cases import Weight
 
-from mlx_marlin import cache, launch
+from mlx_marlin import cache, launch, serving
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.plan import Plan
@@ -124,7 +124,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> No
     kernel = partial(cuda_kernel, changes=changes)
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
     # The emulator computes at once and cannot be traced.
-    monkeypatch.setattr(mx, "compile", lambda function, **_: function)
+    monkeypatch.setattr(serving, "traced", lambda run, _: run)
 
 
 def plan_of(case: Case, **more: Any) -> Plan:

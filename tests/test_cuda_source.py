@@ -81,6 +81,8 @@ def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx.fast, "cuda_kernel", recorder)
     monkeypatch.setattr(device, "current", lambda: H200)
+    # Once, and not again without derivatives.
+    monkeypatch.setattr(serving, "traced", lambda run, _: mx.compile(run))
     assert launch.backend() == "cuda"
     return recorder
 
