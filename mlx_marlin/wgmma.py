@@ -18,8 +18,10 @@ LOADERS = 4
 """Warps that fill stages."""
 STAGE_K = 128
 """Values of k of a stage."""
-BUFFERS = range(2, 9)
-"""Stages that shared memory may hold; the shader has room for barriers of so many."""
+MOST_BUFFERS = 8
+"""Stages that shared memory may hold: the shader has room for barriers of so many."""
+WHOLE_FRAGMENTS = 3
+"""Most fragments of which a loader brings a whole stage; of more, half of one."""
 BARRIER_BYTES = 128
 MOST_SIMDGROUPS_N = 8
 """Tiles of 32 columns side by side."""
@@ -41,6 +43,12 @@ def why_not(problem: Problem) -> str | None:
 def simdgroups(simdgroups_n: int, simdgroups_k: int) -> int:
     """Returns the warps of a block."""
     return WARPGROUP * -(-simdgroups_n // WARPGROUP) * simdgroups_k + LOADERS
+
+
+def buffers_of(fragments_m: int) -> range:
+    """Returns the stages that there may be: a loader always fills the same ones."""
+    pieces = 1 if fragments_m <= WHOLE_FRAGMENTS else 2
+    return range(LOADERS // pieces, MOST_BUFFERS + 1, LOADERS // pieces)
 
 
 def stage_bytes(tile_m: int) -> int:
@@ -77,10 +85,11 @@ def check(
             f"simdgroups_m={simdgroups_m}, subtract={subtract}, loaders={loaders}"
         )
     # A slice gives a stage back when it has begun with its next one.
-    if buffers not in BUFFERS or buffers <= simdgroups_k:
+    if buffers not in buffers_of(fragments_m) or buffers <= simdgroups_k:
         raise ValueError(
-            f"buffers={buffers} must be {BUFFERS.start} to {BUFFERS.stop - 1} and more "
-            f"than simdgroups_k={simdgroups_k}, whose slices take them in turn"
+            f"buffers={buffers} must be one of {[*buffers_of(fragments_m)]} for "
+            f"fragments_m={fragments_m}, and more than simdgroups_k={simdgroups_k}, "
+            f"whose slices take them in turn"
         )
     if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
         raise ValueError(

@@ -119,8 +119,9 @@ def plan_of(
         epilogue=epilogue,
         global_scale=global_scale,
     )
-    plan = scheduler.make(problem, device=h200(), **(way | more))
-    assert plan.kernel == "mma"
+    wishes = {"kernel": "mma"} | way | more
+    plan = scheduler.make(problem, device=h200(), **wishes)
+    assert plan.kernel == wishes["kernel"]
     return plan
 
 

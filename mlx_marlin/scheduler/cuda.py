@@ -42,11 +42,11 @@ LEAST_K_TILES = 2
 """K tiles that a warp's slice should have."""
 EVEN_ENOUGH = 0.9
 """Mean load over the fullest multiprocessor's with which whole tiles are not split."""
-MOST_MULTIPLIERS = {False: 16, True: 8}
-"""Warps of "wgmma" that multiply; the second where sums of more than 32 rows or words
-of more than 4 bits take more registers (measured, docs/cuda.md, for 4 bits)."""
-WIDE_FRAGMENTS = 4
-"""Fragments of x beyond which sums are that many."""
+MOST_MULTIPLIERS = {2: 24, 3: 16, 4: 16, 6: 8, 8: 8}
+"""Warps of "wgmma" that multiply, by fragments_m: as many as leave each the registers
+for its sums (measured, docs/cuda.md)."""
+FEW_MULTIPLIERS = 8
+"""Likewise where words of more than 4 bits take twice the registers (a guess)."""
 BUFFER_BYTES = 96 * 1024
 """What the stages of "wgmma" may take: 8 stages of up to 48 rows, 6 of 64 (measured:
 more stages were no faster, docs/cuda.md)."""
@@ -129,10 +129,17 @@ def predict(plan: Plan, device: CudaDevice) -> Prediction:
 
 
 def _rank(problem: Problem, way: Way, device: CudaDevice) -> tuple[float, ...]:
-    """Returns what ways are compared by: time first, then the simpler one."""
+    """Returns what ways are compared by: time first, then the simpler one.
+
+    Where a product leaves multiprocessors idle, others that do not wait for it fill
+    them, such as those of q, k and v: a time counts half as it is and half as the share
+    of the device that it takes.
+    """
     found = prediction(problem, way, device)
+    busy = way.work.threadgroups - way.work.idle
+    share = min(busy / device.multiprocessors, 1.0)
     return (
-        found.seconds * (1 + MODEL_ERROR * way.work.is_split),
+        found.seconds * (1 + share) / 2 * (1 + MODEL_ERROR * way.work.is_split),
         found.memory,
         OF_CUDA.index(way.kernel),
         STRATEGIES.index(way.work.strategy),
@@ -247,17 +254,18 @@ def _warpgroups(
     problem: Problem, fragments_m: int, across: int, work: Work, device: CudaDevice
 ) -> int:
     """Returns as many slices of k of "wgmma" as a block has room for and stages."""
-    many = fragments_m > WIDE_FRAGMENTS or problem.bits > 4
+    most = MOST_MULTIPLIERS[fragments_m] if problem.bits <= 4 else FEW_MULTIPLIERS
     columns = wgmma.WARPGROUP * -(-across // wgmma.WARPGROUP)
     trips = wgmma.STAGE_K // k_tile(problem.group_size)
     stages = -(-(work.total // work.pieces) // trips)
-    return max(min(MOST_MULTIPLIERS[many] // columns, stages), 1)
+    return max(min(most // columns, stages, _buffers(fragments_m) - 1), 1)
 
 
-def _buffers(fragments_m: int, along: int) -> int:
-    """Returns the stages of "wgmma"."""
+def _buffers(fragments_m: int) -> int:
+    """Returns the stages of "wgmma": as many as may be and are worth their memory."""
     each = wgmma.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
-    return max(min(wgmma.BUFFERS[-1], BUFFER_BYTES // each), along + 1)
+    fitting = wgmma.buffers_of(fragments_m)
+    return max(count for count in fitting if count * each <= BUFFER_BYTES)
 
 
 def _fragments_m(problem: Problem, kernel: Kernel) -> int:
@@ -324,7 +332,7 @@ def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Pla
     work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
     staged = way.kernel == "wgmma"
-    buffers = wishes.get("buffers", _buffers(fragments_m, way.along)) if staged else 0
+    buffers = wishes.get("buffers", _buffers(fragments_m)) if staged else 0
     plan = Plan(
         problem=problem,
         kernel=way.kernel,

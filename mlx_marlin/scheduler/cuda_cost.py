@@ -28,17 +28,19 @@ STEP_SECONDS = (450e-9, 730e-9, 880e-9, 1030e-9)
 and waits for its own products (measured, docs/cuda.md: 45.8 us for 16 rows and 66.3 us
 for 32 with 14 warps and 64 steps each; the first is a guess, because there memory takes
 longer, and the third lies between its neighbours)."""
-STAGE_SECONDS = {2: 315e-9, 3: 340e-9, 4: 365e-9, 6: 440e-9, 8: 510e-9}
+STAGE_SECONDS = {2: 355e-9, 3: 390e-9, 4: 420e-9, 6: 545e-9, 8: 580e-9}
 """What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
 fragments_m: decoding and matrix products, which hide each other little (measured,
-docs/cuda.md, 8192→28672 and 5120→17408 at 16, 32 and 64 rows; the others lie between
-their neighbours)."""
+docs/cuda.md: 8192→28672 and 5120→17408 agree within 3 %)."""
 PIECE_SECONDS = 2.5e-6
 """To begin and end a piece of work: first loads, and the sums of a block's warps (a
 guess)."""
 FURTHER_LAUNCH = 8e-6
 """Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
 and 2 of the device (a guess)."""
+MEETING_SECONDS = 25e-12
+"""Seconds for each element of a result whose tiles are split: so much of the 50 us that
+streams cost more than whole tiles at 64 rows of 5120→17408 (measured, docs/cuda.md)."""
 MOST_WARPS = (28, 20, 16, 16)
 """Warps of a block of "mma" by fragments_m, unless others are asked for: more warps
 hide more waits, until their registers do not hold the sums (measured, docs/cuda.md)."""
@@ -74,8 +76,10 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
     rate = 1 / (1 / share + 1 / (warps * WARP_BANDWIDTH))
     # All times are a mean multiprocessor's, which the fullest one's stretch.
     mean = work.total / (device.multiprocessors * each * longest)
-    sums = 8 * problem.batch * problem.m * problem.n * work.pieces / work.tiles
+    elements = problem.batch * problem.m * problem.n
+    sums = 8 * elements * work.pieces / work.tiles
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
+    further = work.is_split * (FURTHER_LAUNCH + elements * MEETING_SECONDS)
     rows = mma.FRAGMENT_ROWS * way.fragments_m
     columns = work.tiles // -(-problem.m // rows) * across * TILE_N
     padded = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
@@ -87,7 +91,7 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
         matrix=2 * padded * columns * problem.k / (device.tflops * 1e12),
         busy=mean,
         fill=1.0,
-        dispatch=turns * pieces * PIECE_SECONDS + FURTHER_LAUNCH * work.is_split,
+        dispatch=turns * pieces * PIECE_SECONDS + further,
     )
 
 

@@ -72,7 +72,7 @@ METAL_FUNC void products_wait() {
 
 // How products find x: matrices of 8 rows and 16 bytes lie together, those of 8 rows more follow
 // them, and those of 8 values of k more come FRAGMENTS matrices later (no swizzle).
-typedef ulong Columns;
+typedef unsigned long long Columns;
 
 template <int FRAGMENTS>
 METAL_FUNC Columns columns_at(Shared place) {

@@ -6,7 +6,7 @@
 // FRAGMENTS_M   fragments of 8 rows of x in a tile: 2, 3, 4, 6 or 8
 // SIMDGROUPS_N  packed tiles side by side in each tile
 // SIMDGROUPS_K  slices of k: the stages of a split go to them in turn
-// STAGES        of x that shared memory holds
+// STAGES        of x that shared memory holds: a multiple of 4, or of 2 from 4 fragments on
 // WHOLE, BATCHED, W as in mma.cuh; weights are packed
 
 constexpr int FRAGMENT_ROWS = 8;
@@ -56,41 +56,57 @@ struct Ring {
   }
 };
 
-// What a lane loads of x for one fragment and 64 values of k, in the order of its codes; beyond
-// the end of a row zeros, which what pads a weight is multiplied by.
+// The values that a lane has of a row in one step, and whether they are in the row: what pads a
+// weight is multiplied by zeros.
+template <typename W>
+METAL_FUNC int first_of_step(int k, int step, Lane lane) {
+  return k + step * W::STEP + W::CODES * lane.pair;
+}
+
+template <typename W>
+METAL_FUNC bool is_inside(int k, int step, Work work, Lane lane) {
+  return first_of_step<W>(k, step, lane) + W::CODES <= work.k;
+}
+
+// What a lane loads of x for one fragment and 64 values of k, in the order of its codes. Beyond the
+// end of a row it loads others: a load that depends on something would wait.
 template <typename W, bool ALIGNED, typename T>
 METAL_FUNC void load_tile_of_x(uint* run, const T* row, int k, Work work, Lane lane) {
   constexpr int REGISTERS = Run<W>::REGISTERS;
   UNROLL for (int step = 0; step < TILE_K / W::STEP; ++step) {
-    const int own = k + step * W::STEP + W::CODES * lane.pair;
-    if (own + W::CODES <= work.k) {
-      load_activations<REGISTERS, ALIGNED>(run + step * REGISTERS, row + own);
-    } else {
-      UNROLL for (int i = 0; i < REGISTERS; ++i) {
-        run[step * REGISTERS + i] = 0;
-      }
-    }
+    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);
+    load_activations<REGISTERS, ALIGNED>(run + step * REGISTERS, row + own);
   }
 }
 
 // Stores it as matrices of 8 rows and 8 slots, 128 bytes each, those of a product's other
 // fragments beside it.
 template <int FRAGMENTS, typename W>
-METAL_FUNC void store_tile_of_x(Shared stage, const uint* run, int half, int fragment, Lane lane) {
+METAL_FUNC void store_tile_of_x(
+    Shared stage, const uint* run, int k, int half, int fragment, Work work, Lane lane) {
   constexpr int PRODUCTS = W::PAIRS / 2;
   UNROLL for (int product = 0; product < TILE_K / 16; ++product) {
+    const int step = product / PRODUCTS;
+    const bool inside = is_inside<W>(k, step, work, lane);
     uint columns[2];
-    columns_of_run<W>(
-        columns, run + product / PRODUCTS * Run<W>::REGISTERS, product % PRODUCTS);
+    columns_of_run<W>(columns, run + step * Run<W>::REGISTERS, product % PRODUCTS);
     UNROLL for (int i = 0; i < 2; ++i) {
       const int matrix = (half * (TILE_K / 8) + 2 * product + i) * FRAGMENTS + fragment;
-      store_word(stage, matrix * 32 + 4 * lane.row + lane.pair, columns[i]);
+      store_word(stage, matrix * 32 + 4 * lane.row + lane.pair, inside ? columns[i] : 0);
     }
   }
 }
 
-// One split's x, as far as one loader brings it: its warp takes fragments and halves of a stage
-// in turn.
+// Pieces of a stage, which loaders take in turn. Of so many rows that the registers of a whole one
+// would not do, halves.
+template <int FRAGMENTS>
+METAL_FUNC constexpr int pieces_of_stage() {
+  return FRAGMENTS <= 3 ? 1 : HALVES;
+}
+
+// One split's x, as far as one loader brings it. It has one piece on the way: of several, it would
+// wait for the last one's loads as well. A place in shared memory is always the same loader's, so
+// that none can be a turn ahead of another.
 template <int FRAGMENTS, int STAGES, typename W, bool ALIGNED, typename T>
 METAL_FUNC void fill_stages(
     Ring<FRAGMENTS, STAGES> ring,
@@ -101,58 +117,41 @@ METAL_FUNC void fill_stages(
     Split split,
     int loader,
     int lane_index) {
-  constexpr int UNITS = HALVES * FRAGMENTS;
-  constexpr int OWN = (UNITS + LOADERS - 1) / LOADERS;
-  constexpr int AHEAD = FRAGMENTS <= 2 ? 4 : 2;
+  constexpr int PIECES = pieces_of_stage<FRAGMENTS>();
+  constexpr int PIECE_HALVES = HALVES / PIECES;
+  static_assert(STAGES * PIECES % LOADERS == 0, "a place has one loader");
   const Lane lane = lane_of(lane_index);
   const int stages = ceil_div(split.k_stop - split.k_start, STAGE_K);
-  const T* rows[OWN];
-  UNROLL for (int i = 0; i < OWN; ++i) {
-    const int fragment = (i * LOADERS + loader) / HALVES;
+  uint rows[FRAGMENTS];
+  UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const uint row = min(split.row + FRAGMENT_ROWS * fragment + lane.row, work.m - 1);
-    rows[i] = x + size_t(input_row(order, row)) * work.k;
+    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);
+    rows[i] = input_row(order, row) * work.k;
   }
-  uint runs[AHEAD][OWN][TILE_K / 8];
-  UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
-    UNROLL for (int i = 0; i < OWN; ++i) {
-      const int unit = i * LOADERS + loader;
-      if (unit < UNITS && ahead < stages) {
-        const int k = split.k_start + ahead * STAGE_K + unit % HALVES * TILE_K;
-        load_tile_of_x<W, ALIGNED>(runs[ahead][i], rows[i], k, work, lane);
+  for (int piece = loader; piece < stages * PIECES; piece += LOADERS) {
+    const int nth = piece / PIECES;
+    const int half = piece % PIECES * PIECE_HALVES;
+    const int k = split.k_start + nth * STAGE_K + half * TILE_K;
+    uint runs[PIECE_HALVES][FRAGMENTS][TILE_K / 8];
+    UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
+      UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+        load_tile_of_x<W, ALIGNED>(runs[h][i], x + rows[i], k + h * TILE_K, work, lane);
       }
     }
-  }
-  Turn<STAGES> turn(first);
-  for (int begin = 0; begin < stages; begin += AHEAD) {
-    UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
-      const int nth = begin + ahead;
-      if (nth >= stages) {
-        break;
+    const Turn<STAGES> turn(first + nth);
+    if (first + nth >= STAGES) {
+      barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
+    }
+    UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
+      UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+        store_tile_of_x<FRAGMENTS, W>(
+            ring.at(turn.stage), runs[h][i], k + h * TILE_K, half + h, i, work, lane);
       }
-      if (first + nth >= STAGES) {
-        barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
-      }
-      UNROLL for (int i = 0; i < OWN; ++i) {
-        const int unit = i * LOADERS + loader;
-        if (unit < UNITS) {
-          store_tile_of_x<FRAGMENTS, W>(
-              ring.at(turn.stage), runs[ahead][i], unit % HALVES, unit / HALVES, lane);
-        }
-      }
-      stores_visible();
-      warp_sync();
-      if (lane_index == 0) {
-        barrier_arrive(ring.full(turn.stage));
-      }
-      turn.advance(1);
-      UNROLL for (int i = 0; i < OWN; ++i) {
-        const int unit = i * LOADERS + loader;
-        if (unit < UNITS && nth + AHEAD < stages) {
-          const int k = split.k_start + (nth + AHEAD) * STAGE_K + unit % HALVES * TILE_K;
-          load_tile_of_x<W, ALIGNED>(runs[ahead][i], rows[i], k, work, lane);
-        }
-      }
+    }
+    stores_visible();
+    warp_sync();
+    if (lane_index == 0) {
+      barrier_arrive(ring.full(turn.stage));
     }
   }
 }
@@ -161,6 +160,12 @@ METAL_FUNC void fill_stages(
 // there are registers for it.
 METAL_FUNC constexpr int fragment_sets() {
   return THREADS > 512 ? 1 : 2;
+}
+
+// Stages whose words are on the way: fewer warps need more, and have the registers.
+template <typename W>
+METAL_FUNC constexpr int stages_ahead() {
+  return THREADS > 512 || W::BITS > 4 ? 1 : 2;
 }
 
 // One split of a tile, as far as one warp computes it: every SLICES-th stage from `slice` on.
@@ -177,87 +182,94 @@ METAL_FUNC void multiply_stages(
     int slice,
     int lane_index) {
   constexpr int SETS = fragment_sets();
+  constexpr int AHEAD = stages_ahead<W>();
   constexpr int PRODUCTS = W::PAIRS / 2;
   constexpr int STEPS = TILE_K / W::STEP;
   constexpr int GROUPS = groups_of_tile<W>();
   // Groups of 128 are a stage's.
   constexpr int SETS_OF_NUMBERS = W::GROUP == 128 ? 1 : HALVES;
   const int stages = ceil_div(split.k_stop - split.k_start, STAGE_K);
-  uint words[HALVES][words_of_tile<W>()] = {};
-  Numbers<W, S> numbers[SETS_OF_NUMBERS][GROUPS] = {};
+  uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
+  Numbers<W, S> numbers[AHEAD][SETS_OF_NUMBERS][GROUPS] = {};
   uint rows[SETS][4][4];
   const int k_own = has_columns ? split.k_stop : 0;  // before it there is something to load
   int k = split.k_start + slice * STAGE_K;
-  UNROLL for (int half = 0; half < HALVES; ++half) {
-    if (k + half * TILE_K < k_own) {
-      load_tile<W, ALIGNED>(words[half], tile, k + half * TILE_K, k_own, work);
-      if (half < SETS_OF_NUMBERS) {
-        load_groups<W, ALIGNED>(numbers[half], tile, k + half * TILE_K, k_own, work);
+  UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
+    UNROLL for (int half = 0; half < HALVES; ++half) {
+      const int here = k + ahead * SLICES * STAGE_K + half * TILE_K;
+      if (here < k_own) {
+        load_tile<W, ALIGNED>(words[ahead][half], tile, here, k_own, work);
+        if (half < SETS_OF_NUMBERS) {
+          load_groups<W, ALIGNED>(numbers[ahead][half], tile, here, k_own, work);
+        }
       }
     }
   }
   Turn<STAGES> turn(first + slice);
   int read = -1;  // a stage whose last products may be unfinished
-  for (int nth = slice; nth < stages; nth += SLICES) {
-    barrier_wait(ring.full(turn.stage), turn.parity);
-    const Columns stage = columns_at<FRAGMENTS>(ring.at(turn.stage));
-    UNROLL for (int half = 0; half < HALVES; ++half) {
-      if (half > 0 && k + half * TILE_K >= split.k_stop) {
+  for (int nth = slice; nth < stages;) {
+    UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
+      if (nth >= stages) {
         break;
       }
-      Quantizers<T> quantizers[STEPS];
-      UNROLL for (int step = 0; step < STEPS; ++step) {
-        quantizers[step] = quantizers_of<W, T>(
-            numbers[SETS_OF_NUMBERS == 1 ? 0 : half][GROUPS == 1 ? 0 : step]);
+      barrier_wait(ring.full(turn.stage), turn.parity);
+      const Columns stage = columns_at<FRAGMENTS>(ring.at(turn.stage));
+      UNROLL for (int half = 0; half < HALVES; ++half) {
+        if (half > 0 && k + half * TILE_K >= split.k_stop) {
+          break;
+        }
+        Numbers<W, S>* own_numbers = numbers[ahead][SETS_OF_NUMBERS == 1 ? 0 : half];
+        Quantizers<T> quantizers[STEPS];
+        UNROLL for (int step = 0; step < STEPS; ++step) {
+          quantizers[step] = quantizers_of<W, T>(own_numbers[GROUPS == 1 ? 0 : step]);
+        }
+        UNROLL for (int j = 0; j < STEPS * PRODUCTS; j += 2) {
+          uint (*own)[4] = rows[j / 2 % SETS];
+          const int step = j / PRODUCTS;
+          UNROLL for (int i = 0; i < 16; ++i) {
+            // Row fragments 2 f and 2 f + 1 of products j and j + 1.
+            const int f = i / 4 % 2;
+            own[i / 4][i % 4] = weights<W>(
+                words[ahead][half] + step * words_of_step<W>(),
+                2 * f + i % 2,
+                2 * (j % PRODUCTS + i / 8) + i % 4 / 2,
+                quantizers[step]);
+          }
+          // Of this half, nothing is needed any more.
+          const int later = k + AHEAD * SLICES * STAGE_K + half * TILE_K;
+          if (j + 2 == STEPS * PRODUCTS && later < k_own) {
+            load_tile<W, ALIGNED>(words[ahead][half], tile, later, k_own, work);
+            if (half + 1 == HALVES || SETS_OF_NUMBERS > 1) {
+              const int group_k = SETS_OF_NUMBERS == 1 ? later - half * TILE_K : later;
+              load_groups<W, ALIGNED>(own_numbers, tile, group_k, k_own, work);
+            }
+          }
+          products_begin();
+          UNROLL for (int i = 0; i < 4; ++i) {
+            const int matrix = (half * (TILE_K / 8) + 2 * (j + i / 2)) * FRAGMENTS;
+            multiply_by_shared(
+                totals[i % 2],
+                own[i],
+                after(stage, matrix * 128),
+                T(),
+                Fragments<FRAGMENTS>());
+          }
+          products_commit();
+          products_wait<SETS - 1>();
+          if (SETS > 1 && half == 0 && j == 0 && read >= 0 && lane_index == 0) {
+            barrier_arrive(ring.empty(read));
+          }
+        }
       }
-      UNROLL for (int j = 0; j < STEPS * PRODUCTS; j += 2) {
-        uint (*own)[4] = rows[j / 2 % SETS];
-        const int step = j / PRODUCTS;
-        UNROLL for (int i = 0; i < 16; ++i) {
-          // Row fragments 2 f and 2 f + 1 of products j and j + 1.
-          const int f = i / 4 % 2;
-          own[i / 4][i % 4] = weights<W>(
-              words[half] + step * words_of_step<W>(),
-              2 * f + i % 2,
-              2 * (j % PRODUCTS + i / 8) + i % 4 / 2,
-              quantizers[step]);
-        }
-        products_begin();
-        UNROLL for (int i = 0; i < 4; ++i) {
-          const int matrix = (half * (TILE_K / 8) + 2 * (j + i / 2)) * FRAGMENTS;
-          multiply_by_shared(
-              totals[i % 2],
-              own[i],
-              after(stage, matrix * 128),
-              T(),
-              Fragments<FRAGMENTS>());
-        }
-        products_commit();
-        products_wait<SETS - 1>();
-        if (SETS > 1 && half == 0 && j == 0 && read >= 0 && lane_index == 0) {
-          barrier_arrive(ring.empty(read));
-        }
+      if (SETS > 1) {
+        read = turn.stage;
+      } else if (lane_index == 0) {
+        barrier_arrive(ring.empty(turn.stage));
       }
-      const int later = k + SLICES * STAGE_K + half * TILE_K;
-      if (later < k_own) {
-        load_tile<W, ALIGNED>(words[half], tile, later, k_own, work);
-        if (half + 1 == HALVES || SETS_OF_NUMBERS > 1) {
-          load_groups<W, ALIGNED>(
-              numbers[SETS_OF_NUMBERS == 1 ? 0 : half],
-              tile,
-              SETS_OF_NUMBERS == 1 ? later - half * TILE_K : later,
-              k_own,
-              work);
-        }
-      }
+      nth += SLICES;
+      k += SLICES * STAGE_K;
+      turn.advance(SLICES);
     }
-    if (SETS > 1) {
-      read = turn.stage;
-    } else if (lane_index == 0) {
-      barrier_arrive(ring.empty(turn.stage));
-    }
-    k += SLICES * STAGE_K;
-    turn.advance(SLICES);
   }
   products_wait<0>();
   if (SETS > 1 && read >= 0 && lane_index == 0) {
@@ -304,7 +316,7 @@ METAL_FUNC void wgmma(
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
   if (threadIdx.x == 0) {
     UNROLL for (int i = 0; i < STAGES; ++i) {
-      barrier_init(ring.full(i), LOADERS);
+      barrier_init(ring.full(i), pieces_of_stage<FRAGMENTS_M>());
       barrier_init(ring.empty(i), WARPGROUP * COLUMNS);
     }
     barriers_ready();
