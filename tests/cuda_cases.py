@@ -1,4 +1,4 @@
-"""Cases of the CUDA kernel and what they must give, on a GPU and on the CPU.
+"""Cases of the CUDA kernels and what they must give, on a GPU and on the CPU.
 
 Integer cases are compared bit for bit, floats with exactly decoded weights in float64
 and with the same product in plain numbers of the same dtype.
@@ -23,6 +23,8 @@ from mlx_marlin.problem import PLAIN, Epilogue, Problem
 
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""
+RING_K = 1216
+"""Values of k of "wgmma": more stages than it may have, and the last one half."""
 Case = tuple[str, int, int, str, str, int, dict[str, Any]]
 STREAMS = {"strategy": "stream_k", "minimum": 1}
 """Of products as small as these, the usual minimum of k tiles leaves no split."""
@@ -41,16 +43,52 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 40, "simdgroups_n": 1, "simdgroups_k": 1},
 )
+RING_WAYS: tuple[dict[str, Any], ...] = tuple(
+    {"kernel": "wgmma", "buffers": 4, "simdgroups_k": 1} | way
+    for way in (
+        {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3},
+        {
+            "strategy": "stripe",
+            "num_threadgroups": 2,
+            "k_parallel": 3,
+            "simdgroups_n": 3,
+        },
+        {
+            "strategy": "split_k",
+            "k_parallel": 2,
+            "simdgroups_n": 1,
+            "simdgroups_k": 2,
+        },
+        {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 2, "simdgroups_k": 2},
+        {
+            "strategy": "hybrid",
+            "minimum": 1,
+            "num_threadgroups": 4,
+            "whole": 2,
+            "simdgroups_n": 1,
+            "buffers": 8,
+        },
+        {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 2},
+        {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 6},
+    )
+)
+"""Ways of "wgmma"; where a tile is not cut in three, its stages pass the ring's end."""
 WIDE = {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 4}
 """The block of 896 threads that few rows of large weights have."""
+RING_WIDE = {"kernel": "wgmma", "strategy": "data_parallel", "simdgroups_n": 7}
 LARGE: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, WIDE),
     (8, WIDE),
     (16, {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 4}),
     (32, {"strategy": "data_parallel", "simdgroups_n": 8, "simdgroups_k": 2}),
+    (16, RING_WIDE | {"simdgroups_k": 3, "buffers": 8}),
+    (32, RING_WIDE | {"simdgroups_k": 2, "buffers": 6}),
+    (48, RING_WIDE | {"simdgroups_k": 1, "buffers": 2}),
+    (64, RING_WIDE | {"simdgroups_k": 1, "buffers": 6}),
 )
 """Rows and blocks of many threads or much shared memory, as in plans of models."""
 ROWS = (1, 9, 17, 32, 8, 33, 16, 25)
+RING_ROWS = (9, 24, 30, 48, 64, 16, 17, 33, 70)
+"""Rows of "wgmma": of each of its tiles full and ragged ones, and two such tiles."""
 EPILOGUES = (
     Epilogue(bias=True),
     Epilogue(activation="silu", multiply=True),
@@ -66,12 +104,9 @@ def h200() -> CudaDevice:
     return device
 
 
-def cases() -> Iterator[Case]:
-    """Yields every format once, and with each the next of all else."""
-    dtypes, ways, rows = cycle(mma.DTYPES), cycle(WAYS), cycle(ROWS)
-    layouts = cycle((0, 0, -1))
+def formats() -> Iterator[tuple[str, int, int]]:
+    """Yields every format that the kernels know: mode, bits and group size."""
     for mode, bits, group_size in GROUPED:
-        here = layouts_of(mode, bits, group_size)[::-1]
         k = step_of(mode, bits, group_size)
         problem = Problem(
             m=1,
@@ -84,15 +119,25 @@ def cases() -> Iterator[Case]:
             layout="marlin",
         )
         if mma.why_not(problem) is None:
-            yield (
-                mode,
-                bits,
-                group_size,
-                here[next(layouts)],
-                next(dtypes),
-                next(rows),
-                next(ways),
-            )
+            yield mode, bits, group_size
+
+
+def cases() -> Iterator[Case]:
+    """Yields every format once, and with each the next of all else.
+
+    Of the group sizes of a mode's bits every other one has "wgmma", and of floats,
+    which have one only, both kernels have it.
+    """
+    of_mma = zip(cycle(mma.DTYPES), cycle(ROWS), cycle(WAYS), strict=True)
+    of_wgmma = zip(cycle(mma.DTYPES), cycle(RING_ROWS), cycle(RING_WAYS), strict=True)
+    layouts, turns = cycle((0, 0, -1)), cycle((of_mma, of_wgmma))
+    for mode, bits, group_size in formats():
+        layout = layouts_of(mode, bits, group_size)[::-1][next(layouts)]
+        turn = next(turns) if layout == "marlin" else of_mma
+        if mode[:2] in ("mx", "nv"):
+            turn = of_mma
+            yield mode, bits, group_size, "marlin", *next(of_wgmma)
+        yield mode, bits, group_size, layout, *next(turn)
 
 
 def plan_of(
@@ -104,7 +149,7 @@ def plan_of(
     **more: Any,
 ) -> Plan:
     mode, bits, group_size, layout, dtype, m, way = case
-    k = k_of(mode, bits, group_size)
+    k = k_of(mode, bits, group_size, way)
     problem = Problem(
         m=m,
         n=N,
@@ -125,19 +170,21 @@ def plan_of(
     return plan
 
 
-def k_of(mode: str, bits: int, group_size: int) -> int:
+def k_of(mode: str, bits: int, group_size: int, way: dict[str, Any]) -> int:
     """Returns a k that fills no pair of tiles, and where groups let it, no tile."""
     step = step_of(mode, bits, group_size)
-    if group_size == 0:
+    if way.get("kernel") == "wgmma":
+        most = RING_K
+    elif group_size == 0:
         return step
-    return max(TILES_K * k_tile(group_size) // step, 1) * step - (
-        step if group_size == 32 else 0
-    )
+    else:
+        most = TILES_K * k_tile(group_size)
+    return max(most // step, 1) * step - (step if group_size == 32 else 0)
 
 
 def draw(case: Case, seed: int = 1) -> tuple[Weight, mx.array]:
-    mode, bits, group_size, _, dtype, m, _ = case
-    k = k_of(mode, bits, group_size)
+    mode, bits, group_size, _, dtype, m, way = case
+    k = k_of(mode, bits, group_size, way)
     weight = format_cases.any_weight(
         mode, bits, group_size, N, k, dtype=dtype, seed=seed
     )
@@ -145,10 +192,12 @@ def draw(case: Case, seed: int = 1) -> tuple[Weight, mx.array]:
     return weight, x.astype(getattr(mx, dtype))
 
 
-def integers(dtype: str, m: int) -> tuple[Weight, mx.array, Floats]:
-    """Returns a weight of integers [N, 448], x and what their product is stored as."""
+def integers(
+    dtype: str, m: int, way: dict[str, Any]
+) -> tuple[Weight, mx.array, Floats]:
+    """Returns a weight of integers [N, k], x and what their product is stored as."""
     rng = np.random.default_rng(m)
-    k = 448
+    k = k_of("affine", 4, 64, way)
     codes = rng.integers(0, 16, (N, k))
     ones = np.ones((N, k // 64), np.float32)
     native = [mx.array(each).astype(getattr(mx, dtype)) for each in (ones, -8 * ones)]

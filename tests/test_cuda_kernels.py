@@ -1,10 +1,12 @@
 """The CUDA kernels on a GPU: a covering set, each case against NumPy and 100 times.
 
-`pytest -m cuda`; without a CUDA device all are skipped. No more than 150 kernels are
-compiled.
+`pytest -m cuda`; without a CUDA device all are skipped. There are no more than 150
+cases; on devices without "wgmma", fewer.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import cuda_cases
@@ -16,6 +18,7 @@ import pytest
 from cuda_cases import (
     EPILOGUES,
     LARGE,
+    RING_WAYS,
     WAYS,
     Case,
     N,
@@ -29,7 +32,8 @@ from format_cases import arguments
 from oracles import exact
 
 import mlx_marlin
-from mlx_marlin import launch, mma
+from mlx_marlin import device, launch, wgmma
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Epilogue
 
@@ -42,6 +46,20 @@ pytestmark = [
 ]
 
 REPEATS = 100
+WHOLE, SPLIT = WAYS[0], WAYS[3]
+RING_WHOLE, RING_SPLIT = RING_WAYS[0], RING_WAYS[3]
+TURNS = cycle((("float16", 7), ("bfloat16", 40), ("float16", 40), ("bfloat16", 7)))
+RING_TURNS = cycle((("float16", 13), ("bfloat16", 64), ("bfloat16", 24)))
+
+
+def product_of(case: Case, **more: Any) -> launch.Product:
+    """Returns what computes a case, if this device can."""
+    plan = cuda_cases.plan_of(case, **more)
+    here = device.current()
+    capability = here.capability if isinstance(here, CudaDevice) else None
+    if plan.kernel == "wgmma" and capability != wgmma.CAPABILITY:
+        pytest.skip(f"wgmma is Hopper's, and this is {capability}")
+    return launch.product(plan)
 
 
 def same_bits(run: Callable[[], mx.array]) -> mx.array:
@@ -62,8 +80,7 @@ def same_bits(run: Callable[[], mx.array]) -> mx.array:
 @pytest.mark.parametrize("case", [*cuda_cases.cases()], ids=str)
 def test_every_format(case: Case) -> None:
     weight, x = draw(case)
-    plan = cuda_cases.plan_of(case)
-    run = launch.product(plan)
+    run = product_of(case)
     arrays = arguments(weight, case[3])
     y = same_bits(lambda: run(x, *arrays))
     assert_right(y, x, weight.decoded, case[4])
@@ -73,30 +90,42 @@ def test_every_format(case: Case) -> None:
 def test_blocks_that_models_have(m: int, way: dict[str, Any]) -> None:
     case: Case = ("affine", 4, 128, "marlin", "float16", m, way)
     weight, x = draw(case)
-    run = launch.product(cuda_cases.plan_of(case))
+    run = product_of(case)
     arrays = arguments(weight, "marlin")
     y = same_bits(lambda: run(x, *arrays))
     assert_right(y, x, weight.decoded, "float16")
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("dtype", mma.DTYPES)
-@pytest.mark.parametrize("m", [7, 40])
+@pytest.mark.parametrize(
+    ("way", "dtype", "m"),
+    [
+        *((way, *next(TURNS)) for way in WAYS),
+        *((way, *next(RING_TURNS)) for way in RING_WAYS),
+    ],
+    ids=str,
+)
 def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
-    weight, x, expected = integers(dtype, m)
+    weight, x, expected = integers(dtype, m, way)
     case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
-    run = launch.product(cuda_cases.plan_of(case))
+    run = product_of(case)
     arrays = arguments(weight, "marlin")
     y = same_bits(lambda: run(x, *arrays))
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
-@pytest.mark.parametrize("epilogue", EPILOGUES, ids=Epilogue.explain)
-def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
+# A split tile's is the reduce's, whose products have none.
+@pytest.mark.parametrize(
+    ("epilogue", "way"),
+    [
+        *product(EPILOGUES, (WHOLE, RING_WHOLE)),
+        *zip(EPILOGUES, cycle((SPLIT, RING_SPLIT)), strict=False),
+    ],
+    ids=str,
+)
+def test_epilogues(epilogue: Epilogue, way: dict[str, Any]) -> None:
     case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
     weight, x = draw(case)
-    run = launch.product(cuda_cases.plan_of(case, epilogue=epilogue))
+    run = product_of(case, epilogue=epilogue)
     arrays = arguments(weight, "marlin")
     finish = operands(19)
     y = same_bits(lambda: epilogues.whole(run(x, *arrays, *finish)))
@@ -104,12 +133,20 @@ def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
-@pytest.mark.parametrize("layout", ["marlin", "mlx"])
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [
+        ("marlin", WHOLE),
+        ("mlx", SPLIT),
+        ("marlin", RING_WHOLE),
+        ("marlin", RING_SPLIT),
+    ],
+    ids=str,
+)
 def test_batches(layout: str, way: dict[str, Any]) -> None:
     case: Case = ("affine", 4, 64, layout, "float16", 5, way)
     drawn = [draw(case, seed) for seed in (1, 2, 3)]
-    run = launch.product(cuda_cases.plan_of(case, batch=3))
+    run = product_of(case, batch=3)
     each = zip(*(arguments(weight, layout) for weight, _ in drawn), strict=True)
     arrays = [mx.stack(parts) for parts in each]
     x = mx.stack([x for _, x in drawn])
@@ -118,13 +155,34 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
         assert_right(y[i], own, weight.decoded, "float16")
 
 
-@pytest.mark.parametrize("layout", ["marlin", "mlx"])
-def test_arrays_may_begin_anywhere(layout: str) -> None:
-    case: Case = ("affine", 4, 64, layout, "float16", 6, WAYS[0])
+@pytest.mark.parametrize(
+    ("layout", "bits", "m", "way"),
+    [
+        ("marlin", 4, 6, WHOLE),
+        ("mlx", 4, 6, WHOLE),
+        ("marlin", 4, 20, RING_WHOLE),
+        ("marlin", 3, 50, RING_WHOLE),
+    ],
+    ids=str,
+)
+def test_arrays_may_begin_anywhere(
+    layout: str, bits: int, m: int, way: dict[str, Any]
+) -> None:
+    case: Case = ("affine", bits, 64, layout, "float16", m, way)
     weight, x = draw(case)
-    run = launch.product(cuda_cases.plan_of(case))
+    run = product_of(case)
     arrays = [moved(each) for each in arguments(weight, layout)]
     y = run(moved(x), *arrays)
+    assert_right(y, x, weight.decoded, "float16")
+
+
+def test_a_global_scale() -> None:
+    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 20, RING_SPLIT)
+    drawn, x = draw(case)
+    weight = replace(drawn, global_scale=mx.array(5.0))
+    run = product_of(case, global_scale=True)
+    arrays = arguments(weight, "marlin")
+    y = same_bits(lambda: run(x, *arrays))
     assert_right(y, x, weight.decoded, "float16")
 
 

@@ -21,13 +21,13 @@ def test_every_format_way_and_epilogue_is_watched() -> None:
 
     for case in cases:
         assert f"format {case}" in NAMES
-    for way in cuda_cases.WAYS:
+    for way in (*cuda_cases.WAYS, *cuda_cases.RING_WAYS):
         for dtype in mma.DTYPES:
             assert any(str(way) in name and dtype in name for name in NAMES)
     for kind in ("large block", "epilogue", "batch", "anywhere", "decode"):
         assert any(name.startswith(kind) for name in NAMES)
     epilogues = [name for name in NAMES if name.startswith("epilogue")]
-    assert len(epilogues) == 2 * len(cuda_cases.EPILOGUES)
+    assert len(epilogues) == 3 * len(cuda_cases.EPILOGUES)
 
 
 @pytest.mark.parametrize("shards", [1, 3, 8])

@@ -93,7 +93,7 @@ def plan_of(**options: Any) -> Plan:
     problem = Problem(
         **fields | {name: options.pop(name) for name in list(options) if name in NAMES}
     )
-    return scheduler.make(problem, device=H200, **options)
+    return scheduler.make(problem, device=H200, **{"kernel": "mma"} | options)
 
 
 def powerset(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -256,6 +256,53 @@ def test_template_arguments_are_in_order() -> None:
         ("GROUP", 128),
         ("PACKED", True),
     ]
+
+
+RING = {"kernel": "wgmma", "strategy": "data_parallel", "simdgroups_n": 3}
+RING |= {"simdgroups_k": 2, "buffers": 4, "layout": "marlin"}
+
+
+def test_hoppers_kernel_has_another_header_and_body() -> None:
+    plan = plan_of(**RING)
+    text = source.cuda_product_source(plan)
+    fused = source.cuda_product_source(plan_of(**RING, epilogue=FUSED))
+
+    threads, _, include = text.header.splitlines(keepends=True)
+    assert threads == f"#define THREADS {32 * (2 * 4 + 4)}\n"
+    assert include == included("cuda/warpgroup_product.cuh")
+    assert fused.header == text.header
+    assert body_of(text, "cuda/wgmma.cu")
+    assert body_of(fused, "cuda/wgmma_fused.cu")
+    assert (text.name, fused.name) == ("marlin_wgmma", "marlin_wgmma_fused")
+    assert text.input_names == ("x", "w", "scales", "numbers")
+
+
+def test_hoppers_template_arguments_have_the_stages() -> None:
+    found = [*source.product_template(plan_of(**RING, m=40, bits=3)).items()]
+
+    assert found == [
+        ("FRAGMENTS_M", 6),
+        ("SIMDGROUPS_N", 3),
+        ("SIMDGROUPS_K", 2),
+        ("STAGES", 4),
+        ("WHOLE", True),
+        ("BATCHED", False),
+        ("MODE", 0),
+        ("BITS", 3),
+        ("GROUP", 64),
+        ("PACKED", True),
+    ]
+
+
+def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None:
+    plan = plan_of(**RING)
+
+    launch.product(plan)(*blanks(plan))
+
+    (built,), (call,) = recorder.built, recorder.called
+    assert built["shared_memory"] == plan.threadgroup_bytes == 128 + 4 * 16 * 128 * 2
+    assert call["threadgroup"] == (plan.threads, 1, 1) == (384, 1, 1)
+    assert call["grid"] == (plan.num_threadgroups * 384, 1, 1)
 
 
 def test_an_epilogue_is_the_products_or_the_reduces() -> None:

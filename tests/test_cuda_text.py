@@ -115,7 +115,7 @@ def test_every_format(case: Case) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("dtype", "m"), [("float16", 7), ("bfloat16", 40)])
 def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
-    weight, x, expected = cuda_cases.integers(dtype, m)
+    weight, x, expected = cuda_cases.integers(dtype, m, way)
     y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
     assert np.array_equal(exact(y), expected)
 

@@ -152,10 +152,19 @@ def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[K
         yield wishes["kernel"]
         return
     yield "mma"
-    fits = wishes.get("fragments_m", 2) in wgmma.FRAGMENTS_M
     here = device.capability == wgmma.CAPABILITY and problem.m >= LEAST_ROWS
-    if here and fits and wgmma.why_not(problem) is None:
+    if here and wgmma.why_not(problem) is None and _fits_wgmma(problem, wishes):
         yield "wgmma"
+
+
+def _fits_wgmma(problem: Problem, wishes: Wishes) -> bool:
+    """Returns whether "wgmma" could have what is wished of any kernel."""
+    fragments_m = wishes.get("fragments_m", _fragments_m(problem, "wgmma"))
+    if fragments_m not in wgmma.FRAGMENTS_M or {"buffers", "loaders"} & wishes.keys():
+        return False
+    across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
+    warps = wgmma.simdgroups(across, along)
+    return warps <= wgmma.MOST_SIMDGROUPS and along < _buffers(fragments_m)
 
 
 def _ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
@@ -179,7 +188,9 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
     along = wishes.get("simdgroups_k", 1)
     room = mma.MOST_SIMDGROUPS // along
     if kernel == "wgmma":
-        room = (wgmma.MOST_SIMDGROUPS - wgmma.LOADERS) // along
+        warpgroups = (wgmma.MOST_SIMDGROUPS - wgmma.LOADERS) // wgmma.WARPGROUP
+        # One at least, whose plan says what is wrong.
+        room = wgmma.WARPGROUP * max(warpgroups // along, 1)
     most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
     return range(1, most + 1)
 

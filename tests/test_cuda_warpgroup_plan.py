@@ -1,0 +1,288 @@
+"""What "wgmma" refuses, and who gets plans of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin import cuda_device, scheduler, wgmma
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.plan import OF_CUDA, Kernel, Plan
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler import cuda
+from mlx_marlin.work import Tile, Work, data_parallel
+
+H200 = CudaDevice.named("NVIDIA H200")
+PACKED = Problem(m=32, n=128, k=1024, layout="marlin")
+
+
+def plan_of(**fields: Any) -> Plan:
+    """Returns a plan of 32 x 64 columns, two tiles side by side, fields replaced."""
+    defaults = {
+        "problem": PACKED,
+        "kernel": "wgmma",
+        "tile": Tile(m=32, n=64),
+        "fragments_m": 4,
+        "simdgroups_n": 2,
+        "simdgroups_k": 1,
+        "work": data_parallel(2, 16),
+        "buffers": 2,
+        "loaders": 4,
+    }
+    return Plan(**{**defaults, **fields})
+
+
+SPLIT = Work(strategy="split_k", tiles=2, k_tiles=16, threadgroups=4, slices=2)
+HYTIS = replace(data_parallel(2, 16), strategy="hytis", whole=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"problem": replace(PACKED, layout="mlx")}, "packed weights, and layout is m"),
+        ({"problem": replace(PACKED, invariant=True)}, "in another order than mma"),
+        ({"problem": replace(PACKED, dtype="float32")}, "and dtype is float32"),
+        ({"problem": replace(PACKED, scale_dtype="float32")}, "scales in float32"),
+        ({"problem": replace(PACKED, group_size=16)}, "no groups of 16 integers"),
+        ({"fragments_m": 1, "tile": Tile(m=8, n=64)}, "fragments_m=1 is not one of"),
+        ({"fragments_m": 5, "tile": Tile(m=40, n=64)}, "fragments_m=5 is not one of"),
+        ({"simdgroups_m": 2}, "got simdgroups_m=2, subtract=False, loaders=4"),
+        ({"subtract": True}, "got simdgroups_m=1, subtract=True, loaders=4"),
+        ({"loaders": 0}, "loaders=4, got .*loaders=0"),
+        ({"loaders": 8}, "loaders=4, got .*loaders=8"),
+        ({"buffers": 0}, "buffers=0 must be one of .2, 4, 6, 8. for fragments_m=4"),
+        ({"buffers": 3}, "buffers=3 must be one of"),
+        ({"buffers": 10}, "buffers=10 must be one of"),
+        (
+            {"fragments_m": 3, "tile": Tile(m=24, n=64)},
+            "buffers=2 must be one of .4, 8. for fragments_m=3",
+        ),
+        ({"simdgroups_k": 2}, "and more than simdgroups_k=2"),
+        ({"simdgroups_k": 0}, "simdgroups_k=0 at least 1"),
+        ({"simdgroups_n": 0}, "simdgroups_n=0 must be 1 to 8"),
+        ({"simdgroups_n": 9, "tile": Tile(m=32, n=288)}, "simdgroups_n=9 must be 1"),
+        (
+            {"simdgroups_k": 7, "buffers": 8},
+            "simdgroups_n=2 x simdgroups_k=7 make 32 simdgroups .* at most 28",
+        ),
+        (
+            {"simdgroups_n": 5, "simdgroups_k": 4, "buffers": 6},
+            "simdgroups_n=5 x simdgroups_k=4 make 36 simdgroups",
+        ),
+        ({"tile": Tile(m=16, n=64)}, "make tiles of 32x64, got tile.m=16, tile.n=64"),
+        ({"tile": Tile(m=32, n=32)}, "make tiles of 32x64, got tile.m=32, tile.n=32"),
+        ({"tile": Tile(m=32, n=64, k=128)}, "64 and 64 for groups of 64"),
+        ({"work": data_parallel(4, 16)}, "2 tiles of 16 k tiles"),
+        ({"work": HYTIS}, "wgmma has tiles of one width"),
+        ({"work": SPLIT, "reduction": "atomic"}, "wgmma has no atomic sums"),
+        ({"work": SPLIT}, "are split"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    assert plan_of().kernel == "wgmma"
+    with pytest.raises(ValueError, match=words):
+        plan_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "simdgroups"),
+    [
+        ({}, 4 + 4),
+        (
+            {"simdgroups_n": 1, "tile": Tile(m=32, n=32), "work": data_parallel(4, 16)},
+            8,
+        ),
+        ({"simdgroups_k": 3, "buffers": 4}, 12 + 4),
+        (
+            {
+                "simdgroups_n": 5,
+                "tile": Tile(m=32, n=160),
+                "work": data_parallel(1, 16),
+            },
+            12,
+        ),
+    ],
+)
+def test_warps_are_whole_warpgroups_and_loaders(
+    fields: dict[str, Any], simdgroups: int
+) -> None:
+    assert plan_of(**fields).simdgroups == simdgroups
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({}, 128 + 2 * 32 * 128 * 2),
+        ({"buffers": 8}, 128 + 8 * 32 * 128 * 2),
+        # The sums take the stages' place, here more than that.
+        ({"simdgroups_k": 5, "buffers": 6}, 128 + 6 * 32 * 128 * 2),
+        (
+            {
+                "simdgroups_n": 8,
+                "simdgroups_k": 3,
+                "buffers": 4,
+                "tile": Tile(m=32, n=256),
+                "work": data_parallel(1, 16),
+            },
+            128 + 8 * 3 * 32 * 36 * 4,
+        ),
+    ],
+)
+def test_sums_and_stages_take_turns_in_shared_memory(
+    fields: dict[str, Any], size: int
+) -> None:
+    assert plan_of(**fields).threadgroup_bytes == size
+
+
+HAVE = {gpu for gpu in cuda_device.gpus().values() if gpu.arch == "sm_90"}
+LARGE = Problem(m=64, n=28672, k=8192, group_size=128, layout="marlin")
+
+
+def kernels(problem: Problem, gpu: CudaDevice = H200, **wishes: Any) -> set[str]:
+    """Returns the kernels that plans are compared of."""
+    compared = scheduler.compare(problem, device=gpu, **wishes).candidates
+    return {each.plan.kernel for each in compared}
+
+
+@pytest.mark.parametrize("gpu", cuda_device.gpus().values(), ids=lambda gpu: gpu.name)
+def test_only_hopper_has_it(gpu: CudaDevice) -> None:
+    has = gpu in HAVE
+    assert kernels(LARGE, gpu) == ({"mma", "wgmma"} if has else {"mma"})
+    if has:
+        assert scheduler.make(LARGE, device=gpu, kernel="wgmma").kernel == "wgmma"
+        return
+    with pytest.raises(ValueError, match=r"needs compute capability 9\.0, and .* has"):
+        scheduler.make(LARGE, device=gpu, kernel="wgmma")
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120"]
+)
+def test_neither_older_nor_newer_devices_have_it(arch: str) -> None:
+    gpu = replace(H200, arch=arch)
+
+    assert kernels(LARGE, gpu) == {"mma"}
+    assert scheduler.choose(LARGE, gpu).kernel == "mma"
+    digits = f"{arch[3:-1]}.{arch[-1]}"
+    with pytest.raises(ValueError, match=f"NVIDIA H200 has {digits}"):
+        scheduler.make(LARGE, device=gpu, kernel="wgmma")
+
+
+OTHERS = {
+    "few rows": {"m": cuda.LEAST_ROWS - 1},
+    "layout": {"layout": "mlx"},
+    "invariant": {"invariant": True},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_it_is_offered_for_more_rows_of_packed_weights_that_may_vary(
+    other: str,
+) -> None:
+    assert "wgmma" in kernels(replace(LARGE, m=cuda.LEAST_ROWS))
+    assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [("layout", "packed weights, and layout is mlx"), ("invariant", "another order")],
+)
+def test_asked_for_it_says_why_it_cannot(other: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        scheduler.make(replace(LARGE, **OTHERS[other]), device=H200, kernel="wgmma")
+
+
+@pytest.mark.parametrize("kernel", OF_CUDA)
+@pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 100])
+def test_either_kernel_can_be_asked_for(kernel: Kernel, m: int) -> None:
+    problem = replace(LARGE, m=m)
+
+    assert kernels(problem, kernel=kernel) == {kernel}
+    assert scheduler.make(problem, device=H200, kernel=kernel).kernel == kernel
+
+
+@pytest.mark.parametrize("m", [9, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 128])
+def test_tiles_have_the_fewest_fragments_that_need_no_more_of_them(m: int) -> None:
+    plan = scheduler.make(replace(LARGE, m=m), device=H200, kernel="wgmma")
+
+    tiles = -(-m // 64)
+    assert plan.m_tiles == tiles
+    fewer = [each for each in wgmma.FRAGMENTS_M if each < plan.fragments_m]
+    assert all(-(-m // (8 * each)) > tiles for each in fewer)
+
+
+@given(
+    st.sampled_from([9, 16, 32, 48, 64]),
+    st.sampled_from([(28672, 8192), (512, 1024)]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "simdgroups_n": st.integers(1, 8),
+            "simdgroups_k": st.integers(1, 28),
+            "fragments_m": st.integers(1, 4),
+            "buffers": st.just(0),
+            "loaders": st.just(0),
+        },
+    ).filter(
+        lambda wishes: (
+            wishes.get("simdgroups_n", 1) * wishes.get("simdgroups_k", 1) <= 28
+        )
+    ),
+)
+def test_what_it_cannot_have_it_is_not_compared_with(
+    m: int, sides: tuple[int, int], wishes: dict[str, Any]
+) -> None:
+    problem = replace(LARGE, m=m, n=sides[0], k=sides[1])
+
+    compared = scheduler.compare(problem, device=H200, **wishes).candidates
+
+    for each in compared:
+        assert {name: getattr(each.plan, name) for name in wishes} == wishes
+
+
+@pytest.mark.parametrize("along", [1, 2, 3, 4, 5, 6])
+def test_wished_slices_leave_room_for_whole_warpgroups(along: int) -> None:
+    plan = scheduler.make(
+        replace(LARGE, m=16), device=H200, kernel="wgmma", simdgroups_k=along
+    )
+
+    assert plan.simdgroups_k == along
+    assert plan.simdgroups <= wgmma.MOST_SIMDGROUPS
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"kernel": "wgmma", "loaders": 2}, "loaders=2, expected 4"),
+        ({"kernel": "mma", "loaders": 4}, "loaders=4, expected 0"),
+        ({"kernel": "mma", "buffers": 4}, "buffers=4, expected 0"),
+        ({"buffers": 4}, "buffers=4, expected 0"),
+        ({"kernel": "wgmma", "buffers": 3}, "buffers=3 must be one of"),
+        ({"kernel": "wgmma", "fragments_m": 1}, "fragments_m=1 is not one of"),
+        ({"kernel": "mma", "fragments_m": 6}, "fragments_m=6 is not one of"),
+        ({"kernel": "wgmma", "simdgroups_m": 2}, "simdgroups_m=2, expected 1"),
+        ({"kernel": "wgmma", "strategy": "hytis"}, "which wgmma has not"),
+        ({"kernel": "wgmma", "simdgroups_k": 7}, "more than simdgroups_k=7|at most 28"),
+        (
+            {"kernel": "wgmma", "simdgroups_n": 5, "simdgroups_k": 4},
+            "make 36 simdgroups",
+        ),
+    ],
+)
+def test_wishes_that_it_cannot_have_are_refused(
+    wishes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        scheduler.make(LARGE, device=H200, **wishes)
+
+
+def test_buffers_can_be_asked_for() -> None:
+    for buffers in wgmma.buffers_of(8):
+        plan = scheduler.make(
+            LARGE, device=H200, kernel="wgmma", buffers=buffers, simdgroups_k=1
+        )
+        assert plan.buffers == buffers
