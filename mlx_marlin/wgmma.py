@@ -6,6 +6,8 @@ warps fill stage by stage, and so pay from more rows on than "mma" does. A tile 
 of those; `buffers` stages of 128 values of k wait in shared memory.
 """
 
+from math import lcm
+
 from mlx_marlin import mma
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.problem import Problem
@@ -18,11 +20,11 @@ LOADERS = 4
 """Warps that fill stages."""
 STAGE_K = 128
 """Values of k of a stage."""
-MOST_BUFFERS = 8
+MOST_BUFFERS = 16
 """Stages that shared memory may hold: the shader has room for barriers of so many."""
 WHOLE_FRAGMENTS = 3
 """Most fragments of which a loader brings a whole stage; of more, half of one."""
-BARRIER_BYTES = 128
+BARRIER_BYTES = 256
 MOST_SIMDGROUPS_N = 8
 """Tiles of 32 columns side by side."""
 MOST_SIMDGROUPS = 28
@@ -45,10 +47,18 @@ def simdgroups(simdgroups_n: int, simdgroups_k: int) -> int:
     return WARPGROUP * -(-simdgroups_n // WARPGROUP) * simdgroups_k + LOADERS
 
 
-def buffers_of(fragments_m: int) -> range:
-    """Returns the stages that there may be: a loader always fills the same ones."""
+def buffers_of(fragments_m: int, simdgroups_k: int) -> tuple[int, ...]:
+    """Returns the stages that there may be.
+
+    A stage's place is always the same loader's and the same slice's: barriers tell one
+    turn from the next only. And a slice gives a stage back when it has begun with its
+    next one.
+    """
     pieces = 1 if fragments_m <= WHOLE_FRAGMENTS else 2
-    return range(LOADERS // pieces, MOST_BUFFERS + 1, LOADERS // pieces)
+    step = lcm(LOADERS // pieces, simdgroups_k)
+    return tuple(
+        each for each in range(step, MOST_BUFFERS + 1, step) if each > simdgroups_k
+    )
 
 
 def stage_bytes(tile_m: int) -> int:
@@ -84,12 +94,12 @@ def check(
             f"wgmma has simdgroups_m=1, subtract=False and loaders={LOADERS}, got "
             f"simdgroups_m={simdgroups_m}, subtract={subtract}, loaders={loaders}"
         )
-    # A slice gives a stage back when it has begun with its next one.
-    if buffers not in buffers_of(fragments_m) or buffers <= simdgroups_k:
+    fitting = buffers_of(fragments_m, simdgroups_k)
+    if buffers not in fitting:
         raise ValueError(
-            f"buffers={buffers} must be one of {[*buffers_of(fragments_m)]} for "
-            f"fragments_m={fragments_m}, and more than simdgroups_k={simdgroups_k}, "
-            f"whose slices take them in turn"
+            f"buffers={buffers} is not one of {fitting} for fragments_m={fragments_m} "
+            f"and simdgroups_k={simdgroups_k}: each stage is always the same loader's "
+            f"and the same slice's"
         )
     if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
         raise ValueError(

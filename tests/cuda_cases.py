@@ -46,7 +46,12 @@ WAYS: tuple[dict[str, Any], ...] = (
 RING_WAYS: tuple[dict[str, Any], ...] = tuple(
     {"kernel": "wgmma", "buffers": 4, "simdgroups_k": 1} | way
     for way in (
-        {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3},
+        {
+            "strategy": "data_parallel",
+            "simdgroups_n": 2,
+            "simdgroups_k": 3,
+            "buffers": 12,
+        },
         {
             "strategy": "stripe",
             "num_threadgroups": 2,
@@ -80,7 +85,7 @@ LARGE: tuple[tuple[int, dict[str, Any]], ...] = (
     (8, WIDE),
     (16, {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 4}),
     (32, {"strategy": "data_parallel", "simdgroups_n": 8, "simdgroups_k": 2}),
-    (16, RING_WIDE | {"simdgroups_k": 3, "buffers": 8}),
+    (16, RING_WIDE | {"simdgroups_k": 3, "buffers": 12}),
     (32, RING_WIDE | {"simdgroups_k": 2, "buffers": 6}),
     (48, RING_WIDE | {"simdgroups_k": 1, "buffers": 2}),
     (64, RING_WIDE | {"simdgroups_k": 1, "buffers": 6}),

@@ -143,7 +143,7 @@ def _smaller(way: dict[str, Any]) -> Iterator[dict[str, int]]:
         yield {"simdgroups_k": along}
     if way.get("kernel") == "wgmma":
         # Few enough for 48 rows, which then have one slice.
-        for along in range(min(way.get("simdgroups_k", 1), 3), 0, -1):
+        for along in range(min(way.get("simdgroups_k", 1), 2), 0, -1):
             yield {"simdgroups_k": along, "buffers": 4}
         yield {"simdgroups_k": 1, "buffers": 2}
 

@@ -47,9 +47,9 @@ MOST_MULTIPLIERS = {2: 24, 3: 16, 4: 16, 6: 8, 8: 8}
 for its sums (measured, docs/cuda.md)."""
 FEW_MULTIPLIERS = 8
 """Likewise where words of more than 4 bits take twice the registers (a guess)."""
-BUFFER_BYTES = 96 * 1024
-"""What the stages of "wgmma" may take: 8 stages of up to 48 rows, 6 of 64 (measured:
-more stages were no faster, docs/cuda.md)."""
+BUFFER_BYTES, MOST_BUFFERS = 96 * 1024, 12
+"""What the stages of "wgmma" may take, and how many there are: 12 of up to 32 rows, 8
+of 48, 6 of 64 (measured: more were no faster, docs/cuda.md)."""
 
 
 def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
@@ -164,7 +164,8 @@ def _fits_wgmma(problem: Problem, wishes: Wishes) -> bool:
         return False
     across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
     warps = wgmma.simdgroups(across, along)
-    return warps <= wgmma.MOST_SIMDGROUPS and along < _buffers(fragments_m)
+    stages = wgmma.buffers_of(fragments_m, along)
+    return warps <= wgmma.MOST_SIMDGROUPS and bool(stages)
 
 
 def _ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
@@ -269,14 +270,18 @@ def _warpgroups(
     columns = wgmma.WARPGROUP * -(-across // wgmma.WARPGROUP)
     trips = wgmma.STAGE_K // k_tile(problem.group_size)
     stages = -(-(work.total // work.pieces) // trips)
-    return max(min(most // columns, stages, _buffers(fragments_m) - 1), 1)
+    along = max(min(most // columns, stages), 1)
+    while not wgmma.buffers_of(fragments_m, along):
+        along -= 1
+    return along
 
 
-def _buffers(fragments_m: int) -> int:
+def _buffers(fragments_m: int, along: int) -> int:
     """Returns the stages of "wgmma": as many as may be and are worth their memory."""
     each = wgmma.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
-    fitting = wgmma.buffers_of(fragments_m)
-    return max(count for count in fitting if count * each <= BUFFER_BYTES)
+    fitting = wgmma.buffers_of(fragments_m, along)
+    worth = (count for count in fitting if count * each <= BUFFER_BYTES)
+    return max((count for count in worth if count <= MOST_BUFFERS), default=fitting[0])
 
 
 def _fragments_m(problem: Problem, kernel: Kernel) -> int:
@@ -343,7 +348,7 @@ def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Pla
     work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
     staged = way.kernel == "wgmma"
-    buffers = wishes.get("buffers", _buffers(fragments_m)) if staged else 0
+    buffers = wishes.get("buffers", _buffers(fragments_m, way.along)) if staged else 0
     plan = Plan(
         problem=problem,
         kernel=way.kernel,

@@ -6,7 +6,8 @@
 // FRAGMENTS_M   fragments of 8 rows of x in a tile: 2, 3, 4, 6 or 8
 // SIMDGROUPS_N  packed tiles side by side in each tile
 // SIMDGROUPS_K  slices of k: the stages of a split go to them in turn
-// STAGES        of x that shared memory holds: a multiple of 4, or of 2 from 4 fragments on
+// STAGES        of x that shared memory holds: a multiple of SIMDGROUPS_K, and of 4, or of 2 from
+//               4 fragments on
 // WHOLE, BATCHED, W as in mma.cuh; weights are packed
 
 constexpr int FRAGMENT_ROWS = 8;
@@ -15,8 +16,8 @@ constexpr int HALVES = STAGE_K / TILE_K;
 constexpr int LOADERS = 4;    // warps that fill stages
 constexpr int WARPGROUP = 4;  // warps
 constexpr int BARRIER_BYTES = 8;
-// Of the barriers, at the beginning of shared memory: room for 8 stages.
-constexpr int BARRIERS_BYTES = 128;
+// Of the barriers, at the beginning of shared memory: room for 16 stages.
+constexpr int BARRIERS_BYTES = 256;
 
 template <int FRAGMENTS>
 METAL_FUNC constexpr int stage_bytes() {
@@ -188,6 +189,8 @@ METAL_FUNC void multiply_stages(
   constexpr int GROUPS = groups_of_tile<W>();
   // Groups of 128 are a stage's.
   constexpr int SETS_OF_NUMBERS = W::GROUP == 128 ? 1 : HALVES;
+  // Else a slice could be a turn ahead of another that has the place before it.
+  static_assert(STAGES % SLICES == 0, "a place has one slice");
   const int stages = ceil_div(split.k_stop - split.k_start, STAGE_K);
   uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
   Numbers<W, S> numbers[AHEAD][SETS_OF_NUMBERS][GROUPS] = {};
