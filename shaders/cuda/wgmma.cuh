@@ -107,8 +107,10 @@ METAL_FUNC constexpr int pieces_of_stage() {
 
 // One split's x, as far as one loader brings it. It has one piece on the way: of several, it would
 // wait for the last one's loads as well. A place in shared memory is always the same loader's, so
-// that none can be a turn ahead of another.
-template <int FRAGMENTS, int STAGES, typename W, bool ALIGNED, typename T>
+// that none can be a turn ahead of another. Nor must a slice be a turn ahead of a place that it
+// takes over from another slice, because a parity tells only neighbouring turns apart: stages are
+// full one after the other then.
+template <int FRAGMENTS, int SLICES, int STAGES, typename W, bool ALIGNED, typename T>
 METAL_FUNC void fill_stages(
     Ring<FRAGMENTS, STAGES> ring,
     uint first,
@@ -150,6 +152,10 @@ METAL_FUNC void fill_stages(
       }
     }
     stores_visible();
+    if (STAGES % SLICES != 0 && nth > 0) {
+      const Turn<STAGES> before(first + nth - 1);
+      barrier_wait(ring.full(before.stage), before.parity);
+    }
     warp_sync();
     if (lane_index == 0) {
       barrier_arrive(ring.full(turn.stage));
@@ -340,10 +346,10 @@ METAL_FUNC void wgmma(
     if (warp >= MULTIPLIERS) {
       const int loader = warp - MULTIPLIERS;
       if (aligned) {
-        fill_stages<FRAGMENTS_M, STAGES, W, true>(
+        fill_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, true>(
             ring, first, x, order, work, split, loader, lane_index);
       } else {
-        fill_stages<FRAGMENTS_M, STAGES, W, false>(
+        fill_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, false>(
             ring, first, x, order, work, split, loader, lane_index);
       }
     } else if (aligned) {

@@ -35,16 +35,18 @@ TIME_LIMIT = 5.0
 """Seconds that a threadgroup of a case may take; it takes hundredths."""
 _RACE = "race between"
 _UNWRITTEN = "read of a value that was never written"
+_ENDLESS = "a loop that does not end"
 REPORTS = {
     Detector.OUTSIDE: (" outside ",),
     Detector.RACE: (_RACE,),
     Detector.UNWRITTEN: (_UNWRITTEN,),
     # Which one it is depends on who comes first.
     Detector.TOO_EARLY: (_RACE, _UNWRITTEN),
+    Detector.OUT_OF_STEP: (_RACE, _UNWRITTEN, "livelock", _ENDLESS),
     Detector.BARRIER_SITES: ("simdgroups wait at different barriers",),
     Detector.MISSING_THREADS: ("barrier not reached by all threads",),
     Detector.MISALIGNED: ("misaligned access",),
-    Detector.ENDLESS: ("a loop that does not end",),
+    Detector.ENDLESS: (_ENDLESS,),
 }
 """What the emulator's report says in its first line, by detector."""
 

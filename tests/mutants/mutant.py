@@ -18,6 +18,7 @@ class Detector(StrEnum):
     BARRIER_SITES = "simdgroups at different barriers"
     MISSING_THREADS = "barrier that some threads miss"
     MISALIGNED = "misaligned access"
+    OUT_OF_STEP = "race, or threads that wait for ever"
     ENDLESS = "loop that does not end"
     STATIC_CHECK = "static check"
     OPERANDS = "operand types"

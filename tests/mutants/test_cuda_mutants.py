@@ -6,8 +6,9 @@ from pathlib import Path
 
 import cuda_on_cpu
 import planted_cuda
+import planted_cuda_warpgroup as planted_ring
 import pytest
-from cuda_cases import WAYS, Case
+from cuda_cases import RING_WAYS, WAYS, Case
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
@@ -56,6 +57,27 @@ CASES |= {
     planted_cuda.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
     planted_cuda.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
 }
+RING_WHOLE, RING_STREAM = RING_WAYS[0], RING_WAYS[3]
+RING_MOVED = {
+    planted_ring.ODD_X: ("x",),
+    planted_ring.ODD_WORDS: ("w",),
+    planted_ring.ODD_SCALES: ("scales",),
+}
+MOVED |= RING_MOVED
+CASES |= {
+    planted_ring.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE),
+    planted_ring.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, RING_STREAM),
+    planted_ring.SLICED: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[2]),
+    planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, RING_STREAM),
+    planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[5]),
+    planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, RING_WHOLE),
+    planted_ring.BATCH: ("affine", 4, 64, "marlin", "float16", 9, RING_WHOLE),
+}
+CASES |= dict.fromkeys(
+    RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE)
+)
+CHECKS[planted_ring.BATCH] = cuda_on_cpu.check_batch
+MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS)
 
 
 @pytest.fixture
@@ -91,7 +113,7 @@ def detect(detector: Detector, case: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(each, id=each.name) for each in planted_cuda.MUTANTS]
+    "mutant", [pytest.param(each, id=each.name) for each in MUTANTS]
 )
 def test_a_planted_bug_is_noticed(
     mutant: Mutant,
@@ -116,4 +138,4 @@ def test_nothing_is_said_of_our_own_kernels(
 
 
 def test_every_case_is_needed() -> None:
-    assert {mutant.case for mutant in planted_cuda.MUTANTS} == set(CASES)
+    assert {mutant.case for mutant in MUTANTS} == set(CASES)
