@@ -119,6 +119,7 @@ def finish(case: Case, epilogue: Epilogue) -> float:
     operands = cuda_cases.operands(case[5])
     arrays = map(at_end, (x, *arguments(weight, case[3]), *operands))
     y = launch.product(cuda_cases.plan_of(case, epilogue=epilogue))(*arrays)
+    y = mx.concatenate([*y], axis=-1) if epilogue.parts else y
     expected = epilogues.finished(exact(x) @ weight.decoded.T, operands, epilogue)
     return judged(y, expected, case)
 

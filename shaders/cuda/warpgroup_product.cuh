@@ -5,6 +5,7 @@
 namespace marlin {
 
 #include "warpgroup.cuh"
+#include "stages.cuh"
 #include "wgmma.cuh"
 
 }  // namespace marlin

@@ -7,23 +7,22 @@ kind here.
 
 from mutant import Detector, Mutant
 
-WHOLE = "wgmma, three slices, whole k"
+WHOLE = "wgmma, two slices, whole k"
 STREAM = "wgmma, streams, two slices"
 SLICED = "wgmma, k cut inside a stage"
 HALVES = "wgmma, loaders bring half stages"
 MANY_WARPS = "wgmma, two warpgroups side by side, two slices, whole k"
 TAIL = "wgmma, groups of 32, k tail"
-BATCH = "wgmma batch, three slices, whole k"
 ODD_X = "wgmma, odd offset of x"
 ODD_WORDS = "wgmma, odd offset of words"
 ODD_SCALES = "wgmma, odd offset of scales"
 
-_WGMMA = "cuda/wgmma.cuh"
+_STAGES, _WGMMA = "cuda/stages.cuh", "cuda/wgmma.cuh"
 
 MUTANTS = (
     Mutant(
         "cuda: wgmma: a turn's parity never changes",
-        _WGMMA,
+        _STAGES,
         "      parity ^= 1;\n",
         "",
         WHOLE,
@@ -31,7 +30,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: nobody waits until a place is free",
-        _WGMMA,
+        _STAGES,
         "if (first + nth >= STAGES) {",
         "if (false) {",
         WHOLE,
@@ -39,21 +38,13 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: a stage is said to be full before it is",
-        _WGMMA,
+        _STAGES,
         "        store_tile_of_x<FRAGMENTS, W>(\n",
         "        if (h + i == 0 && lane_index == 0) {\n"
         "          barrier_arrive(ring.full(turn.stage));\n"
         "        }\n"
         "        store_tile_of_x<FRAGMENTS, W>(\n",
         WHOLE,
-        Detector.OUT_OF_STEP,
-    ),
-    Mutant(
-        "cuda: wgmma: stages are full in any order, three slices",
-        _WGMMA,
-        "STAGES % SLICES != 0 && nth > 0",
-        "false",
-        BATCH,
         Detector.OUT_OF_STEP,
     ),
     Mutant(
@@ -91,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: loaders stop when half of all pieces are there",
-        _WGMMA,
+        _STAGES,
         "piece < stages * PIECES",
         "piece < stages",
         HALVES,
@@ -99,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: every loader of halves brings the first",
-        _WGMMA,
+        _STAGES,
         "piece % PIECES * PIECE_HALVES",
         "0",
         HALVES,
@@ -107,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: matrices of x lie in another order",
-        _WGMMA,
+        _STAGES,
         "(half * (TILE_K / 8) + 2 * product + i) * FRAGMENTS + fragment",
         "half * (TILE_K / 8) * FRAGMENTS + fragment * (TILE_K / 8) + 2 * product + i",
         WHOLE,
@@ -123,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: rows past the end of x are read",
-        _WGMMA,
+        _STAGES,
         "min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1)",
         "(split.row + FRAGMENT_ROWS * i + lane.row)",
         WHOLE,
@@ -131,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: values past the end of a row are read",
-        _WGMMA,
+        _STAGES,
         "min(first_of_step<W>(k, step, lane), work.k - W::CODES)",
         "first_of_step<W>(k, step, lane)",
         TAIL,
@@ -139,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: what pads a weight is not multiplied by zeros",
-        _WGMMA,
+        _STAGES,
         "inside ? columns[i] : 0",
         "columns[i]",
         TAIL,
@@ -179,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: later splits are filled in from the ring's beginning",
-        _WGMMA,
+        _STAGES,
         "const Turn<STAGES> turn(first + nth);",
         "const Turn<STAGES> turn(nth);",
         STREAM,

@@ -71,12 +71,10 @@ CASES |= {
     planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, RING_STREAM),
     planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[5]),
     planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, RING_WHOLE),
-    planted_ring.BATCH: ("affine", 4, 64, "marlin", "float16", 9, RING_WHOLE),
 }
 CASES |= dict.fromkeys(
     RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE)
 )
-CHECKS[planted_ring.BATCH] = cuda_on_cpu.check_batch
 MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS)
 
 

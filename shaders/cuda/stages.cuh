@@ -1,0 +1,149 @@
+// Stages of x in shared memory, for wgmma.cuh: what both sides know of them, and the warps that
+// fill them. A stage is 128 values of k of all rows of a tile.
+
+constexpr int FRAGMENT_ROWS = 8;
+constexpr int STAGE_K = 128;
+constexpr int HALVES = STAGE_K / TILE_K;
+constexpr int LOADERS = 4;    // warps that fill stages
+constexpr int WARPGROUP = 4;  // warps
+constexpr int BARRIER_BYTES = 8;
+// Of the barriers, at the beginning of shared memory: room for 16 stages.
+constexpr int BARRIERS_BYTES = 256;
+
+template <int FRAGMENTS>
+METAL_FUNC constexpr int stage_bytes() {
+  return FRAGMENTS * FRAGMENT_ROWS * STAGE_K * 2;
+}
+
+// A place in the ring of stages, and how often it was passed.
+template <int STAGES>
+struct Turn {
+  int stage;
+  uint parity;
+
+  METAL_FUNC Turn(uint first) : stage(first % STAGES), parity(first / STAGES & 1) {
+  }
+  METAL_FUNC void advance(int stages) {
+    stage += stages;
+    if (stage >= STAGES) {
+      stage -= STAGES;
+      parity ^= 1;
+    }
+  }
+};
+
+// The ring as both sides see it.
+template <int FRAGMENTS, int STAGES>
+struct Ring {
+  Shared barriers;
+
+  METAL_FUNC Shared full(int stage) const {
+    return barriers + stage * BARRIER_BYTES;
+  }
+  METAL_FUNC Shared empty(int stage) const {
+    return barriers + (STAGES + stage) * BARRIER_BYTES;
+  }
+  METAL_FUNC Shared at(int stage) const {
+    return barriers + BARRIERS_BYTES + stage * stage_bytes<FRAGMENTS>();
+  }
+};
+
+// The values that a lane has of a row in one step, and whether they are in the row: what pads a
+// weight is multiplied by zeros.
+template <typename W>
+METAL_FUNC int first_of_step(int k, int step, Lane lane) {
+  return k + step * W::STEP + W::CODES * lane.pair;
+}
+
+template <typename W>
+METAL_FUNC bool is_inside(int k, int step, Work work, Lane lane) {
+  return first_of_step<W>(k, step, lane) + W::CODES <= work.k;
+}
+
+// What a lane loads of x for one fragment and 64 values of k, in the order of its codes. Beyond the
+// end of a row it loads others: a load that depends on something would wait.
+template <typename W, bool ALIGNED, typename T>
+METAL_FUNC void load_tile_of_x(uint* run, const T* row, int k, Work work, Lane lane) {
+  constexpr int REGISTERS = Run<W>::REGISTERS;
+  UNROLL for (int step = 0; step < TILE_K / W::STEP; ++step) {
+    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);
+    load_activations<REGISTERS, ALIGNED>(run + step * REGISTERS, row + own);
+  }
+}
+
+// Stores it as matrices of 8 rows and 8 slots, 128 bytes each, those of a product's other
+// fragments beside it.
+template <int FRAGMENTS, typename W>
+METAL_FUNC void store_tile_of_x(
+    Shared stage, const uint* run, int k, int half, int fragment, Work work, Lane lane) {
+  constexpr int PRODUCTS = W::PAIRS / 2;
+  UNROLL for (int product = 0; product < TILE_K / 16; ++product) {
+    const int step = product / PRODUCTS;
+    const bool inside = is_inside<W>(k, step, work, lane);
+    uint columns[2];
+    columns_of_run<W>(columns, run + step * Run<W>::REGISTERS, product % PRODUCTS);
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const int matrix = (half * (TILE_K / 8) + 2 * product + i) * FRAGMENTS + fragment;
+      store_word(stage, matrix * 32 + 4 * lane.row + lane.pair, inside ? columns[i] : 0);
+    }
+  }
+}
+
+// Pieces of a stage, which loaders take in turn. Of so many rows that the registers of a whole one
+// would not do, halves.
+template <int FRAGMENTS>
+METAL_FUNC constexpr int pieces_of_stage() {
+  return FRAGMENTS <= 3 ? 1 : HALVES;
+}
+
+// One split's x, as far as one loader brings it. It has one piece on the way: of several, it would
+// wait for the last one's loads as well. A place in shared memory is always the same loader's, so
+// that none can be a turn ahead of another.
+template <int FRAGMENTS, int STAGES, typename W, bool ALIGNED, typename T>
+METAL_FUNC void fill_stages(
+    Ring<FRAGMENTS, STAGES> ring,
+    uint first,
+    const T* x,
+    InOrder order,
+    Work work,
+    Split split,
+    int loader,
+    int lane_index) {
+  constexpr int PIECES = pieces_of_stage<FRAGMENTS>();
+  constexpr int PIECE_HALVES = HALVES / PIECES;
+  static_assert(STAGES * PIECES % LOADERS == 0, "a place has one loader");
+  const Lane lane = lane_of(lane_index);
+  const int stages = ceil_div(split.k_stop - split.k_start, STAGE_K);
+  uint rows[FRAGMENTS];
+  UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+    // Rows past the end read the last row: their results are never stored.
+    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);
+    rows[i] = input_row(order, row) * work.k;
+  }
+  for (int piece = loader; piece < stages * PIECES; piece += LOADERS) {
+    const int nth = piece / PIECES;
+    const int half = piece % PIECES * PIECE_HALVES;
+    const int k = split.k_start + nth * STAGE_K + half * TILE_K;
+    uint runs[PIECE_HALVES][FRAGMENTS][TILE_K / 8];
+    UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
+      UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+        load_tile_of_x<W, ALIGNED>(runs[h][i], x + rows[i], k + h * TILE_K, work, lane);
+      }
+    }
+    const Turn<STAGES> turn(first + nth);
+    if (first + nth >= STAGES) {
+      barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
+    }
+    UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
+      UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+        store_tile_of_x<FRAGMENTS, W>(
+            ring.at(turn.stage), runs[h][i], k + h * TILE_K, half + h, i, work, lane);
+      }
+    }
+    stores_visible();
+    warp_sync();
+    if (lane_index == 0) {
+      barrier_arrive(ring.full(turn.stage));
+    }
+  }
+}
