@@ -94,13 +94,6 @@ def check(
             f"wgmma has simdgroups_m=1, subtract=False and loaders={LOADERS}, got "
             f"simdgroups_m={simdgroups_m}, subtract={subtract}, loaders={loaders}"
         )
-    fitting = buffers_of(fragments_m, simdgroups_k)
-    if buffers not in fitting:
-        raise ValueError(
-            f"buffers={buffers} is not one of {fitting} for fragments_m={fragments_m} "
-            f"and simdgroups_k={simdgroups_k}: each stage is always the same loader's "
-            f"and the same slice's"
-        )
     if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
         raise ValueError(
             f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
@@ -111,6 +104,13 @@ def check(
             f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} make "
             f"{simdgroups(simdgroups_n, simdgroups_k)} simdgroups in a threadgroup, "
             f"expected at most {MOST_SIMDGROUPS}"
+        )
+    fitting = buffers_of(fragments_m, simdgroups_k)
+    if buffers not in fitting:
+        raise ValueError(
+            f"buffers={buffers} is not one of {fitting} for fragments_m={fragments_m} "
+            f"and simdgroups_k={simdgroups_k}: each stage is always the same loader's "
+            f"and the same slice's"
         )
     sides = mma.FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
     if (tile_m, tile_n) != sides:

@@ -57,12 +57,18 @@ def wgmma_plans(draw: st.DrawFn) -> Plan:
     fragments_m = draw(st.sampled_from(wgmma.FRAGMENTS_M))
     across = draw(st.integers(1, wgmma.MOST_SIMDGROUPS_N))
     columns = 4 if across <= 4 else 8
-    buffers = draw(st.sampled_from(wgmma.buffers_of(fragments_m)))
-    most = min(MULTIPLIERS // columns, buffers - 1)
+    slices = [each for each in range(1, 7) if wgmma.buffers_of(fragments_m, each)]
+    most = MULTIPLIERS // columns
+    along = draw(st.sampled_from([each for each in slices if each <= most]))
+    room = (mma.SHARED_LIMIT - wgmma.BARRIER_BYTES) // wgmma.stage_bytes(
+        8 * fragments_m
+    )
+    fitting = wgmma.buffers_of(fragments_m, along)
+    buffers = draw(st.sampled_from([each for each in fitting if each <= room]))
     fields = {
         "fragments_m": fragments_m,
         "simdgroups_n": across,
-        "simdgroups_k": draw(st.integers(1, most)),
+        "simdgroups_k": along,
         "buffers": buffers,
         "loaders": 4,
     }
@@ -169,8 +175,8 @@ def test_a_block_of_wgmma_fits_and_says_what_it_is(plan: Plan) -> None:
 
     assert plan.threads == 32 * (columns * along + 4) <= 896
     sums, stages = across * along * rows * 36 * 4, plan.buffers * rows * 128 * 2
-    assert plan.threadgroup_bytes == 128 + max(sums, stages) <= mma.SHARED_LIMIT
-    assert 2 * 8 * plan.buffers <= 128  # barriers
+    assert plan.threadgroup_bytes == 256 + max(sums, stages) <= mma.SHARED_LIMIT
+    assert 2 * 8 * plan.buffers <= 256  # barriers
     staging = f"{plan.buffers} buffers, 4 loaders"
     block = f"wgmma {rows} rows, 1x{across}x{along} simdgroups"
     assert plan.variant == f"{block}, {staging}"

@@ -300,7 +300,7 @@ def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None
     launch.product(plan)(*blanks(plan))
 
     (built,), (call,) = recorder.built, recorder.called
-    assert built["shared_memory"] == plan.threadgroup_bytes == 128 + 4 * 16 * 128 * 2
+    assert built["shared_memory"] == plan.threadgroup_bytes == 256 + 4 * 16 * 128 * 2
     assert call["threadgroup"] == (plan.threads, 1, 1) == (384, 1, 1)
     assert call["grid"] == (plan.num_threadgroups * 384, 1, 1)
 

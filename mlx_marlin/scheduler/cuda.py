@@ -281,7 +281,8 @@ def _buffers(fragments_m: int, along: int) -> int:
     each = wgmma.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
     fitting = wgmma.buffers_of(fragments_m, along)
     worth = (count for count in fitting if count * each <= BUFFER_BYTES)
-    return max((count for count in worth if count <= MOST_BUFFERS), default=fitting[0])
+    least = next(iter(fitting), 0)  # none: the plan says why
+    return max((count for count in worth if count <= MOST_BUFFERS), default=least)
 
 
 def _fragments_m(problem: Problem, kernel: Kernel) -> int:
