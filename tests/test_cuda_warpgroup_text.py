@@ -111,7 +111,8 @@ def test_what_the_emulator_has_memory_for_is_nearly_everything() -> None:
     assert {plan.fragments_m for plan in BLOCKS.values()} == {2, 3, 4, 6}
     assert {i for _, i in BLOCKS} == {*range(len(RING_WAYS))}
     assert {plan.threads > 512 for plan in BLOCKS.values()} == {True, False}
-    assert {plan.simdgroups_k for plan in BLOCKS.values()} == {1, 2, 3}
+    # Three slices have twelve stages, and these no room.
+    assert {plan.simdgroups_k for plan in BLOCKS.values()} == {1, 2}
 
 
 @pytest.mark.parametrize("way", RING_WAYS, ids=str)
