@@ -135,7 +135,9 @@ def chosen(
 ) -> None:
     """Serves as on a machine with CUDA where nobody forces a back end."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(device, "current", cuda_cases.h200)
+    # Not Hopper: what its kernel has in shared memory is more than the emulator's.
+    older = replace(cuda_cases.h200(), arch="sm_80")
+    monkeypatch.setattr(device, "current", lambda: older)
     backend(None)
     assert launch.backend() == "cuda"
 
