@@ -18,7 +18,7 @@ from models import LAYOUTS, arrays, assert_same_model
 import mlx_marlin
 from mlx_marlin import launch, serving
 from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.finishing import in_parts
+from mlx_marlin.finishing import split_apart
 from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
 from mlx_marlin.packing import PackedWeight
@@ -171,7 +171,7 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
             y = y + finish[0] if epilogue.bias else y
             y = y + finish[2] if epilogue.residual else y
             y = mx.stop_gradient(y.astype(x.dtype))  # to MLX a kernel is opaque
-            return in_parts(y, epilogue.parts) if epilogue.parts else y
+            return split_apart(y, epilogue.parts) if epilogue.parts else y
 
         return run
 
