@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from mlx_marlin import mma, wgmma
+from mlx_marlin import mma, staged_x
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
 from mlx_marlin.staging import BUFFERS, buffer_bytes
 from mlx_marlin.work import Split, Tile, Work, tile_position
 
-Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma", "wgmma"]
+Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma", "mma_staged", "wgmma"]
 Reduction = Literal["none", "workspace", "atomic"]
 
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", "mma", "wgmma")
-OF_CUDA: tuple[Kernel, ...] = ("mma", "wgmma")
+OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", *OF_CUDA)
 """Those that run on CUDA devices; the others are Metal's."""
 REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
 
@@ -69,7 +69,8 @@ class Plan:
         problem: The product.
         kernel: "gemv" (dot products, few rows), "gemm_register" (8x8 matrices),
             "gemm_staged" (8x8 matrices out of threadgroup memory) or, on CUDA, "mma"
-            (16x8x16 matrices) or "wgmma" (64x16 by 16x64, x out of shared memory).
+            (16x8x16 matrices), "mma_staged" (likewise, x out of shared memory) or
+            "wgmma" (64x16 by 16x64, x out of shared memory).
         tile: Rows, columns and k of a tile.
         fragments_m: 8-row fragments of x that one simdgroup holds; 0 for gemv.
         simdgroups_m: Simdgroups side by side along the rows.
@@ -82,7 +83,7 @@ class Plan:
             (the same bits every time) or "atomic" (in whatever order they come).
         subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
         buffers: Stages that threadgroup memory holds in `gemm_staged` and, of x alone,
-            in `wgmma`, else 0.
+            in `mma_staged` and `wgmma`, else 0.
         loaders: Simdgroups there that only load, in `gemm_staged` also decode, while
             the others only multiply; with 0 all do both.
     """
@@ -108,8 +109,8 @@ class Plan:
             self._check_gemv()
         elif self.kernel == "mma":
             self._check_mma()
-        elif self.kernel == "wgmma":
-            self._check_wgmma()
+        elif self.has_staged_x:
+            self._check_staged_x()
         else:
             self._check_gemm()
         self._check_threadgroup()
@@ -118,7 +119,7 @@ class Plan:
         self._check_invariant()
 
     def _check_staging(self) -> None:
-        if self.kernel == "wgmma":
+        if self.has_staged_x:
             return
         if self.kernel != "gemm_staged":
             if (self.buffers, self.loaders) != (0, 0):
@@ -182,9 +183,10 @@ class Plan:
             subtract=self.subtract,
         )
 
-    def _check_wgmma(self) -> None:
-        wgmma.check(
+    def _check_staged_x(self) -> None:
+        staged_x.check(
             self.problem,
+            kernel=self.kernel,
             fragments_m=self.fragments_m,
             simdgroups_m=self.simdgroups_m,
             simdgroups_n=self.simdgroups_n,
@@ -300,6 +302,11 @@ class Plan:
         return self.kernel in OF_CUDA
 
     @property
+    def has_staged_x(self) -> bool:
+        """Whether warps of their own fill stages of x, and of nothing else."""
+        return self.kernel in staged_x.KERNELS
+
+    @property
     def strategy(self) -> str:
         """How the work is cut."""
         return self.work.strategy
@@ -321,8 +328,10 @@ class Plan:
         """Simdgroups of a threadgroup."""
         if self.kernel == "mma":
             return self.simdgroups_n * self.simdgroups_k
-        if self.kernel == "wgmma":
-            return wgmma.simdgroups(self.simdgroups_n, self.simdgroups_k)
+        if self.has_staged_x:
+            return staged_x.simdgroups(
+                self.kernel, self.simdgroups_n, self.simdgroups_k
+            )
         return self.simdgroups_m * self.simdgroups_k + self.loaders
 
     @property
@@ -401,28 +410,28 @@ class Plan:
     def threadgroup_bytes(self) -> int:
         """Bytes of threadgroup memory: the epilogue's scratch, float32.
 
-        It takes turns with the buffers of `gemm_staged` and `wgmma`. On CUDA every
+        It takes turns with stages, where there are any. On CUDA every
         packed tile and slice of k has its own.
         """
         sums = self.simdgroups_k * (self.simdgroups_n if self.on_cuda else 1)
         scratch = sums * self.tile.m * PADDED_COLUMNS * 4
         if not self.buffers:
             return scratch
-        barriers = wgmma.BARRIER_BYTES if self.kernel == "wgmma" else 0
+        barriers = staged_x.BARRIER_BYTES if self.has_staged_x else 0
         return barriers + max(scratch, self.buffers * self.stage_bytes)
 
     @property
     def stage_k(self) -> int:
         """Values of k of a stage: in `gemm_staged` a step of each slice of k."""
-        if self.kernel == "wgmma":
-            return wgmma.STAGE_K
+        if self.has_staged_x:
+            return staged_x.STAGE_K
         return step_k(self.problem.group_size) * self.simdgroups_k
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
-        if self.kernel == "wgmma":
-            return wgmma.stage_bytes(self.tile.m)
+        if self.has_staged_x:
+            return staged_x.stage_bytes(self.tile.m)
         element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 

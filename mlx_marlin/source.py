@@ -105,7 +105,7 @@ def cuda_product_source(plan: Plan) -> Source:
 
     MLX has no place for that in the signature.
     """
-    leaning = {"mma": "product", "wgmma": "warpgroup_product"}[plan.kernel]
+    leaning = "staged_product" if plan.has_staged_x else "product"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
     fused = plan.problem.epilogue != PLAIN and not plan.is_split
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, fused)

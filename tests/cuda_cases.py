@@ -24,7 +24,7 @@ from mlx_marlin.problem import PLAIN, Epilogue, Problem
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""
 RING_K = 1216
-"""Values of k of "wgmma": more stages than it may have, and the last one half."""
+"""Values of k where x comes in stages: more than there may be, and the last one half."""
 Case = tuple[str, int, int, str, str, int, dict[str, Any]]
 STREAMS = {"strategy": "stream_k", "minimum": 1}
 """Of products as small as these, the usual minimum of k tiles leaves no split."""
@@ -43,57 +43,70 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 40, "simdgroups_n": 1, "simdgroups_k": 1},
 )
-RING_WAYS: tuple[dict[str, Any], ...] = tuple(
-    {"kernel": "wgmma", "buffers": 4, "simdgroups_k": 1} | way
-    for way in (
-        {
-            "strategy": "data_parallel",
-            "simdgroups_n": 2,
-            "simdgroups_k": 3,
-            "buffers": 12,
-        },
-        {
-            "strategy": "stripe",
-            "num_threadgroups": 2,
-            "k_parallel": 3,
-            "simdgroups_n": 3,
-        },
-        {
-            "strategy": "split_k",
-            "k_parallel": 2,
-            "simdgroups_n": 1,
-            "simdgroups_k": 2,
-        },
-        {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 2, "simdgroups_k": 2},
-        {
-            "strategy": "hybrid",
-            "minimum": 1,
-            "num_threadgroups": 4,
-            "whole": 2,
-            "simdgroups_n": 1,
-            "buffers": 8,
-        },
-        {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 2},
-        {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 6},
-    )
+_RING_WAYS: tuple[dict[str, Any], ...] = (
+    {
+        "strategy": "data_parallel",
+        "simdgroups_n": 2,
+        "simdgroups_k": 3,
+        "buffers": 12,
+    },
+    {
+        "strategy": "stripe",
+        "num_threadgroups": 2,
+        "k_parallel": 3,
+        "simdgroups_n": 3,
+    },
+    {
+        "strategy": "split_k",
+        "k_parallel": 2,
+        "simdgroups_n": 1,
+        "simdgroups_k": 2,
+    },
+    {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 2, "simdgroups_k": 2},
+    {
+        "strategy": "hybrid",
+        "minimum": 1,
+        "num_threadgroups": 4,
+        "whole": 2,
+        "simdgroups_n": 1,
+        "buffers": 8,
+    },
+    {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 2},
+    {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 6},
 )
-"""Ways of "wgmma"; where a tile is not cut in three, its stages pass the ring's end."""
+
+
+def ring_ways(kernel: str) -> tuple[dict[str, Any], ...]:
+    """Returns ways of a kernel with stages of x.
+
+    Where a tile is not cut in three, its stages pass the ring's end.
+    """
+    shared = {"kernel": kernel, "buffers": 4, "simdgroups_k": 1}
+    return tuple(shared | way for way in _RING_WAYS)
+
+
+WGMMA_WAYS, STAGED_WAYS = ring_ways("wgmma"), ring_ways("mma_staged")
+RING_WAYS = (*WGMMA_WAYS, *STAGED_WAYS)
 WIDE = {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 4}
 """The block of 896 threads that few rows of large weights have."""
+STAGED = {"kernel": "mma_staged", "strategy": "data_parallel"}
 RING_WIDE = {"kernel": "wgmma", "strategy": "data_parallel", "simdgroups_n": 7}
 LARGE: tuple[tuple[int, dict[str, Any]], ...] = (
     (8, WIDE),
-    (16, {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 4}),
+    (16, STAGED | {"simdgroups_n": 7, "simdgroups_k": 4, "buffers": 12}),
+    (16, STAGED | {"simdgroups_n": 2, "simdgroups_k": 14, "buffers": 28}),
+    (32, STAGED | {"simdgroups_n": 5, "simdgroups_k": 4, "buffers": 12}),
     (32, {"strategy": "data_parallel", "simdgroups_n": 8, "simdgroups_k": 2}),
-    (16, RING_WIDE | {"simdgroups_k": 3, "buffers": 12}),
-    (32, RING_WIDE | {"simdgroups_k": 2, "buffers": 6}),
     (48, RING_WIDE | {"simdgroups_k": 1, "buffers": 2}),
     (64, RING_WIDE | {"simdgroups_k": 1, "buffers": 6}),
 )
 """Rows and blocks of many threads or much shared memory, as in plans of models."""
 ROWS = (1, 9, 17, 32, 8, 33, 16, 25)
-RING_ROWS = (9, 24, 30, 48, 64, 16, 17, 33, 70)
-"""Rows of "wgmma": of each of its tiles full and ragged ones, and two such tiles."""
+RING_ROWS = {
+    "wgmma": (9, 24, 30, 48, 64, 16, 17, 33, 70),
+    "mma_staged": (1, 16, 24, 30, 8, 9, 32, 17, 40),
+}
+"""Rows of kernels with stages: of each tile full and ragged ones, and two such tiles."""
 EPILOGUES = (
     Epilogue(bias=True),
     Epilogue(activation="silu", multiply=True),
@@ -130,18 +143,22 @@ def formats() -> Iterator[tuple[str, int, int]]:
 def cases() -> Iterator[Case]:
     """Yields every format once, and with each the next of all else.
 
-    Of the group sizes of a mode's bits every other one has "wgmma", and of floats,
-    which have one only, both kernels have it.
+    Of packed weights every third one has each kernel; floats, which have one group size
+    only, have two.
     """
     of_mma = zip(cycle(mma.DTYPES), cycle(ROWS), cycle(WAYS), strict=True)
-    of_wgmma = zip(cycle(mma.DTYPES), cycle(RING_ROWS), cycle(RING_WAYS), strict=True)
-    layouts, turns = cycle((0, 0, -1)), cycle((of_mma, of_wgmma))
+    of_ring = [
+        zip(cycle(mma.DTYPES), cycle(rows), cycle(ring_ways(kernel)), strict=True)
+        for kernel, rows in RING_ROWS.items()
+    ]
+    layouts, turns = cycle((0, 0, -1)), cycle((of_mma, *of_ring))
+    rings = cycle(of_ring)
     for mode, bits, group_size in formats():
         layout = layouts_of(mode, bits, group_size)[::-1][next(layouts)]
         turn = next(turns) if layout == "marlin" else of_mma
         if mode[:2] in ("mx", "nv"):
             turn = of_mma
-            yield mode, bits, group_size, "marlin", *next(of_wgmma)
+            yield mode, bits, group_size, "marlin", *next(next(rings))
         yield mode, bits, group_size, layout, *next(turn)
 
 
@@ -178,7 +195,7 @@ def plan_of(
 def k_of(mode: str, bits: int, group_size: int, way: dict[str, Any]) -> int:
     """Returns a k that fills no pair of tiles, and where groups let it, no tile."""
     step = step_of(mode, bits, group_size)
-    if way.get("kernel") == "wgmma":
+    if way.get("kernel") in RING_ROWS:
         most = RING_K
     elif group_size == 0:
         return step

@@ -141,7 +141,7 @@ def _smaller(way: dict[str, Any]) -> Iterator[dict[str, int]]:
     """Yields what a way's block could have instead, from most to least."""
     for along in range(way.get("simdgroups_k", MOST_ALONG), 0, -1):
         yield {"simdgroups_k": along}
-    if way.get("kernel") == "wgmma":
+    if way.get("kernel") in cuda_cases.RING_ROWS:
         # Few enough for 48 rows, which then have one slice.
         for along in range(min(way.get("simdgroups_k", 1), 2), 0, -1):
             yield {"simdgroups_k": along, "buffers": 4}

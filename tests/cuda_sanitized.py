@@ -30,7 +30,14 @@ import cuda_cases
 import epilogues
 import mlx.core as mx
 import oracles
-from cuda_cases import EPILOGUES, LARGE, RING_WAYS, WAYS, Case
+from cuda_cases import (
+    EPILOGUES,
+    LARGE,
+    STAGED_WAYS,
+    WAYS,
+    WGMMA_WAYS,
+    Case,
+)
 from format_cases import arguments
 from oracles import exact
 
@@ -45,7 +52,8 @@ PAGE = 16 * 1024
 """From this on MLX's memory is whole pages (mlx/backend/cuda/allocator.cpp, 0.32)."""
 FORMAT = ("affine", 4, 64)
 WHOLE, SPLIT = WAYS[0], WAYS[3]
-RING_WHOLE, RING_SPLIT = RING_WAYS[0], RING_WAYS[3]
+RING_WHOLES = (WGMMA_WAYS[0], STAGED_WAYS[0])
+RING_SPLITS = (WGMMA_WAYS[3], STAGED_WAYS[3])
 DECODED = (("affine", 3, 32), ("symmetric", 8, 128), ("mxfp4", 4, 32), ("nvfp4", 4, 16))
 
 
@@ -60,19 +68,25 @@ def runs() -> dict[str, Run]:
     for way, (dtype, m) in product(WAYS, (("float16", 7), ("bfloat16", 40))):
         case = (*FORMAT, "marlin", dtype, m, way)
         found[f"way {case}"] = partial(multiply, case)
-    for way, (dtype, m) in product(RING_WAYS, (("float16", 13), ("bfloat16", 64))):
+    of_wgmma = product(WGMMA_WAYS, (("float16", 13), ("bfloat16", 64)))
+    of_staged = product(STAGED_WAYS, (("float16", 7), ("bfloat16", 32)))
+    for way, (dtype, m) in (*of_wgmma, *of_staged):
         case = (*FORMAT, "marlin", dtype, m, way)
         found[f"way {case}"] = partial(multiply, case)
-    for way, epilogue in product((WHOLE, SPLIT, RING_WHOLE), EPILOGUES):
+    for way, epilogue in product((WHOLE, SPLIT, *RING_WHOLES), EPILOGUES):
         case = (*FORMAT, "marlin", "float16", 19, way)
         found[f"epilogue {epilogue.explain()} {case}"] = partial(finish, case, epilogue)
     for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
         case = (*FORMAT, layout, "float16", 5, way)
         found[f"batch {case}"] = partial(multiply_batch, case)
-    for way in (RING_WHOLE, RING_SPLIT):
+    for way in (*RING_WHOLES, *RING_SPLITS):
         case = (*FORMAT, "marlin", "float16", 30, way)
         found[f"batch {case}"] = partial(multiply_batch, case)
-    for layout, way in (("marlin", WHOLE), ("mlx", WHOLE), ("marlin", RING_WHOLE)):
+    for layout, way in (
+        ("marlin", WHOLE),
+        ("mlx", WHOLE),
+        *(("marlin", way) for way in RING_WHOLES),
+    ):
         case = (*FORMAT, layout, "float16", 6, way)
         found[f"anywhere {case}"] = partial(multiply, case, cuda_cases.moved)
     for format, dtype in product(DECODED, ("float16", "bfloat16")):

@@ -1,12 +1,12 @@
 """The CUDA kernels on a GPU: a covering set, each case against NumPy and 100 times.
 
 `pytest -m cuda`; without a CUDA device all are skipped. There are no more than 150
-cases; on devices without "wgmma", fewer.
+cases; on devices other than Hopper, fewer.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any
 
 import cuda_cases
@@ -18,8 +18,9 @@ import pytest
 from cuda_cases import (
     EPILOGUES,
     LARGE,
-    RING_WAYS,
+    STAGED_WAYS,
     WAYS,
+    WGMMA_WAYS,
     Case,
     N,
     assert_right,
@@ -32,7 +33,7 @@ from format_cases import arguments
 from oracles import exact
 
 import mlx_marlin
-from mlx_marlin import device, launch, wgmma
+from mlx_marlin import device, launch, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Epilogue
@@ -47,9 +48,11 @@ pytestmark = [
 
 REPEATS = 100
 WHOLE, SPLIT = WAYS[0], WAYS[3]
-RING_WHOLE, RING_SPLIT = RING_WAYS[0], RING_WAYS[3]
+WHOLES = (WHOLE, WGMMA_WAYS[0], STAGED_WAYS[0])
+SPLITS = (SPLIT, WGMMA_WAYS[3], STAGED_WAYS[3])
 TURNS = cycle((("float16", 7), ("bfloat16", 40), ("float16", 40), ("bfloat16", 7)))
-RING_TURNS = cycle((("float16", 13), ("bfloat16", 64), ("bfloat16", 24)))
+WGMMA_TURNS = cycle((("float16", 13), ("bfloat16", 64), ("bfloat16", 24)))
+STAGED_TURNS = cycle((("float16", 13), ("bfloat16", 32), ("bfloat16", 7)))
 
 
 def product_of(case: Case, **more: Any) -> launch.Product:
@@ -57,8 +60,8 @@ def product_of(case: Case, **more: Any) -> launch.Product:
     plan = cuda_cases.plan_of(case, **more)
     here = device.current()
     capability = here.capability if isinstance(here, CudaDevice) else None
-    if plan.kernel == "wgmma" and capability != wgmma.CAPABILITY:
-        pytest.skip(f"wgmma is Hopper's, and this is {capability}")
+    if plan.has_staged_x and capability != staged_x.CAPABILITY:
+        pytest.skip(f"{plan.kernel} is Hopper's, and this is {capability}")
     return launch.product(plan)
 
 
@@ -100,7 +103,8 @@ def test_blocks_that_models_have(m: int, way: dict[str, Any]) -> None:
     ("way", "dtype", "m"),
     [
         *((way, *next(TURNS)) for way in WAYS),
-        *((way, *next(RING_TURNS)) for way in RING_WAYS),
+        *((way, *next(WGMMA_TURNS)) for way in WGMMA_WAYS[:3]),
+        *((way, *next(STAGED_TURNS)) for way in STAGED_WAYS[1:5]),
     ],
     ids=str,
 )
@@ -117,8 +121,8 @@ def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
 @pytest.mark.parametrize(
     ("epilogue", "way"),
     [
-        *product(EPILOGUES, (WHOLE, RING_WHOLE)),
-        *zip(EPILOGUES, cycle((SPLIT, RING_SPLIT)), strict=False),
+        *zip(EPILOGUES * 2, cycle(WHOLES), strict=False),
+        *zip(EPILOGUES, cycle(SPLITS), strict=False),
     ],
     ids=str,
 )
@@ -138,8 +142,8 @@ def test_epilogues(epilogue: Epilogue, way: dict[str, Any]) -> None:
     [
         ("marlin", WHOLE),
         ("mlx", SPLIT),
-        ("marlin", RING_WHOLE),
-        ("marlin", RING_SPLIT),
+        ("marlin", WGMMA_WAYS[0]),
+        ("marlin", STAGED_WAYS[3]),
     ],
     ids=str,
 )
@@ -160,8 +164,8 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
     [
         ("marlin", 4, 6, WHOLE),
         ("mlx", 4, 6, WHOLE),
-        ("marlin", 4, 20, RING_WHOLE),
-        ("marlin", 3, 50, RING_WHOLE),
+        ("marlin", 4, 20, STAGED_WAYS[0]),
+        ("marlin", 3, 50, WGMMA_WAYS[0]),
     ],
     ids=str,
 )
@@ -177,7 +181,7 @@ def test_arrays_may_begin_anywhere(
 
 
 def test_a_global_scale() -> None:
-    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 20, RING_SPLIT)
+    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 20, STAGED_WAYS[3])
     drawn, x = draw(case)
     weight = replace(drawn, global_scale=mx.array(5.0))
     run = product_of(case, global_scale=True)

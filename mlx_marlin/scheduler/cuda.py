@@ -1,11 +1,11 @@
-"""Plans for CUDA devices: candidates of the kernels "mma" and "wgmma", and the best."""
+"""Plans for CUDA devices: candidates of all CUDA's kernels, and the best of them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
-from mlx_marlin import mma, wgmma
+from mlx_marlin import mma, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.formats import TILE_N
@@ -23,12 +23,12 @@ MOST_ROWS = {"mlx": 5, "marlin": 128}
 """Rows up to which our kernels serve, by layout; beyond, stock MLX does, or a plain
 product of a packed weight that is decoded once. Ours is not timed yet in MLX's layout:
 there it has few rows, for which stock MLX takes longer than for 8 (docs/cuda.md)."""
-FRAGMENTS_M: dict[Kernel, tuple[int, ...]] = {
+FRAGMENTS_M: dict[str, tuple[int, ...]] = {
     "mma": mma.FRAGMENTS_M,
-    "wgmma": wgmma.FRAGMENTS_M,
+    **{kernel: traits.fragments_m for kernel, traits in staged_x.KERNELS.items()},
 }
-LEAST_ROWS = 9
-"""Rows from which "wgmma" is compared: for 8, "mma" reads as fast as memory is."""
+LEAST_ROWS: dict[Kernel, int] = {"mma_staged": 1, "wgmma": 9}
+"""Rows from which kernels with stages of x are compared: "wgmma" has tiles of 16."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
@@ -42,14 +42,20 @@ LEAST_K_TILES = 2
 """K tiles that a warp's slice should have."""
 EVEN_ENOUGH = 0.9
 """Mean load over the fullest multiprocessor's with which whole tiles are not split."""
-MOST_MULTIPLIERS = {2: 24, 3: 16, 4: 16, 6: 8, 8: 8}
-"""Warps of "wgmma" that multiply, by fragments_m: as many as leave each the registers
-for its sums (measured, docs/cuda.md)."""
-FEW_MULTIPLIERS = 8
+MOST_MULTIPLIERS: dict[str, dict[int, int]] = {
+    "mma_staged": {1: 28, 2: 28, 3: 24, 4: 20},
+    "wgmma": {2: 24, 3: 16, 4: 16, 6: 8, 8: 8},
+}
+"""Warps that multiply out of stages, by fragments_m: as many as leave each the
+registers for its sums (measured, docs/cuda.md)."""
+FEW_MULTIPLIERS = {"mma_staged": 20, "wgmma": 8}
 """Likewise where words of more than 4 bits take twice the registers (a guess)."""
 BUFFER_BYTES, MOST_BUFFERS = 96 * 1024, 12
-"""What the stages of "wgmma" may take, and how many there are: 12 of up to 32 rows, 8
-of 48, 6 of 64 (measured: more were no faster, docs/cuda.md)."""
+"""What stages of x may take, and how many there are: 12 of up to 32 rows, 8 of 48, 6 of
+64 (measured: more were no faster, docs/cuda.md), and more only where slices of k need
+them."""
+MOST_BUFFER_BYTES = 128 * 1024
+"""What these may take: the sums of a block's warps and other blocks want room too."""
 
 
 def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
@@ -152,20 +158,22 @@ def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[K
         yield wishes["kernel"]
         return
     yield "mma"
-    here = device.capability == wgmma.CAPABILITY and problem.m >= LEAST_ROWS
-    if here and wgmma.why_not(problem) is None and _fits_wgmma(problem, wishes):
-        yield "wgmma"
+    if device.capability != staged_x.CAPABILITY or staged_x.why_not(problem):
+        return
+    for kernel, least in LEAST_ROWS.items():
+        if problem.m >= least and _fits_stages(problem, kernel, wishes):
+            yield kernel
 
 
-def _fits_wgmma(problem: Problem, wishes: Wishes) -> bool:
-    """Returns whether "wgmma" could have what is wished of any kernel."""
-    fragments_m = wishes.get("fragments_m", _fragments_m(problem, "wgmma"))
-    if fragments_m not in wgmma.FRAGMENTS_M or {"buffers", "loaders"} & wishes.keys():
+def _fits_stages(problem: Problem, kernel: Kernel, wishes: Wishes) -> bool:
+    """Returns whether such a kernel could have what is wished of any kernel."""
+    traits = staged_x.KERNELS[kernel]
+    fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel))
+    if fragments_m not in traits.fragments_m or {"buffers", "loaders"} & wishes.keys():
         return False
     across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
-    warps = wgmma.simdgroups(across, along)
-    stages = wgmma.buffers_of(fragments_m, along)
-    return warps <= wgmma.MOST_SIMDGROUPS and bool(stages)
+    warps = staged_x.simdgroups(kernel, across, along)
+    return warps <= traits.most_simdgroups and bool(_stages(fragments_m, along))
 
 
 def _ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
@@ -178,8 +186,12 @@ def _ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]
                     continue
                 along = wishes.get("simdgroups_k")
                 if along is None:
-                    slices = _slices if kernel == "mma" else _warpgroups
-                    along = slices(problem, fragments_m, across, work, device)
+                    if kernel == "mma":
+                        along = _slices(problem, fragments_m, across, work, device)
+                    else:
+                        along = _staged_slices(
+                            problem, kernel, fragments_m, across, work
+                        )
                 yield Way(kernel, fragments_m, work, across, along)
 
 
@@ -188,10 +200,11 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
         return (wishes["simdgroups_n"],)
     along = wishes.get("simdgroups_k", 1)
     room = mma.MOST_SIMDGROUPS // along
-    if kernel == "wgmma":
-        warpgroups = (wgmma.MOST_SIMDGROUPS - wgmma.LOADERS) // wgmma.WARPGROUP
+    if kernel in staged_x.KERNELS:
+        traits = staged_x.KERNELS[kernel]
+        multipliers = traits.most_simdgroups - staged_x.LOADERS
         # One at least, whose plan says what is wrong.
-        room = wgmma.WARPGROUP * max(warpgroups // along, 1)
+        room = traits.together * max(multipliers // traits.together // along, 1)
     most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
     return range(1, most + 1)
 
@@ -255,31 +268,46 @@ def _slices(
     shared = min(device.shared_bytes, mma.SHARED_LIMIT) // sums
     mean = work.total // work.pieces
     along = max(min(most // across, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
+    return _even(across, along)
+
+
+def _even(across: int, along: int) -> int:
+    """Returns one slice fewer where all schedulers then have as many warps.
+
+    Not where that is many fewer.
+    """
     fewer = along - 1
-    # One fewer, where all schedulers then have as many warps, and not many fewer.
     if across * along % SCHEDULERS and not across * fewer % SCHEDULERS:
         return fewer if fewer >= 0.75 * along else along
     return along
 
 
-def _warpgroups(
-    problem: Problem, fragments_m: int, across: int, work: Work, device: CudaDevice
+def _staged_slices(
+    problem: Problem, kernel: Kernel, fragments_m: int, across: int, work: Work
 ) -> int:
-    """Returns as many slices of k of "wgmma" as a block has room for and stages."""
-    most = MOST_MULTIPLIERS[fragments_m] if problem.bits <= 4 else FEW_MULTIPLIERS
-    columns = wgmma.WARPGROUP * -(-across // wgmma.WARPGROUP)
-    trips = wgmma.STAGE_K // k_tile(problem.group_size)
+    """Returns as many slices of k as a block has room for and stages."""
+    few = problem.bits > 4
+    most = FEW_MULTIPLIERS[kernel] if few else MOST_MULTIPLIERS[kernel][fragments_m]
+    trips = staged_x.STAGE_K // k_tile(problem.group_size)
     stages = -(-(work.total // work.pieces) // trips)
-    along = max(min(most // columns, stages), 1)
-    while not wgmma.buffers_of(fragments_m, along):
+    columns = staged_x.columns(kernel, across)
+    along = _even(columns, max(min(most // columns, stages), 1))
+    while along > 1 and not _stages(fragments_m, along):
         along -= 1
     return along
 
 
+def _stages(fragments_m: int, along: int) -> list[int]:
+    """Returns how many stages of x slices of k may have, as far as there is memory."""
+    each = staged_x.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    fitting = staged_x.buffers_of(fragments_m, along)
+    return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
+
+
 def _buffers(fragments_m: int, along: int) -> int:
-    """Returns the stages of "wgmma": as many as may be and are worth their memory."""
-    each = wgmma.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
-    fitting = wgmma.buffers_of(fragments_m, along)
+    """Returns the stages: as many as may be and are worth their memory."""
+    each = staged_x.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    fitting = staged_x.buffers_of(fragments_m, along)
     worth = (count for count in fitting if count * each <= BUFFER_BYTES)
     least = next(iter(fitting), 0)  # none: the plan says why
     return max((count for count in worth if count <= MOST_BUFFERS), default=least)
@@ -308,8 +336,8 @@ def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
     if kernel not in OF_CUDA:
         raise ValueError(f"kernel={kernel!r} is not one of CUDA's, {OF_CUDA}")
     of_x = (
-        {"loaders": wgmma.LOADERS}
-        if kernel == "wgmma"
+        {"loaders": staged_x.LOADERS}
+        if kernel in staged_x.KERNELS
         else {"buffers": 0, "loaders": 0}
     )
     expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **of_x}
@@ -332,23 +360,23 @@ def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
     known = FRAGMENTS_M[kernel]
     if wishes.get("fragments_m", known[0]) not in known:
         raise ValueError(f"fragments_m={wishes['fragments_m']} is not one of {known}")
-    if kernel == "wgmma":
-        _check_device(device)
+    if kernel in staged_x.KERNELS:
+        _check_device(kernel, device)
 
 
-def _check_device(device: CudaDevice) -> None:
-    if device.capability != wgmma.CAPABILITY:
-        needed = ".".join(map(str, wgmma.CAPABILITY))
+def _check_device(kernel: Kernel, device: CudaDevice) -> None:
+    if device.capability != staged_x.CAPABILITY:
+        needed = ".".join(map(str, staged_x.CAPABILITY))
         raise ValueError(
-            f"kernel='wgmma' needs compute capability {needed}, and {device.name} has "
-            f"{'.'.join(map(str, device.capability))}"
+            f"kernel={kernel!r} needs compute capability {needed}, and {device.name} "
+            f"has {'.'.join(map(str, device.capability))}"
         )
 
 
 def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Plan:
     work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
-    staged = way.kernel == "wgmma"
+    staged = way.kernel in staged_x.KERNELS
     buffers = wishes.get("buffers", _buffers(fragments_m, way.along)) if staged else 0
     plan = Plan(
         problem=problem,
@@ -364,7 +392,7 @@ def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Pla
         work=work,
         reduction=wishes.get("reduction", natural),
         buffers=buffers,
-        loaders=wgmma.LOADERS if staged else 0,
+        loaders=staged_x.LOADERS if staged else 0,
     )
     if plan.threadgroup_bytes > device.shared_bytes:
         raise ValueError(

@@ -9,7 +9,7 @@ scaled by multiprocessors, bandwidth and matrix units alone.
 
 from typing import NamedTuple
 
-from mlx_marlin import mma, wgmma
+from mlx_marlin import mma, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.plan import Kernel, k_tile
@@ -23,15 +23,22 @@ one warp of a multiprocessor can have: fitted to five times that reading 117 MB 
 with 8 to 32 warps, within 8 % (measured, docs/cuda.md)."""
 WARP_BANDWIDTH = 3.7e9
 """Bytes a second of one warp: the second half of that fit."""
-STEP_SECONDS = (450e-9, 730e-9, 880e-9, 1030e-9)
+STEP_SECONDS = (450e-9, 860e-9, 1040e-9, 1225e-9)
 """What a warp of "mma" takes for 32 columns and 64 of k, by fragments_m: instructions
-and waits for its own products (measured, docs/cuda.md: 45.8 us for 16 rows and 66.3 us
-for 32 with 14 warps and 64 steps each; the first is a guess, because there memory takes
-longer, and the third lies between its neighbours)."""
-STAGE_SECONDS = {2: 355e-9, 3: 390e-9, 4: 420e-9, 6: 545e-9, 8: 580e-9}
+and waits for its own products (measured, docs/cuda.md, step 29: 20.2 us for 16 rows of
+5120→17408 with 20 warps, 13.7 us and 19.6 for 16 and 32 rows of 14336→4096 with 16; the
+first is a guess, because there memory takes longer, and the third lies between)."""
+TILE_SECONDS = (58e-9, 78e-9, 97e-9, 116e-9)
+"""What a multiprocessor takes in "mma_staged" for a packed tile and 128 of k, by
+fragments_m: what its warps issue, and their products (measured, docs/cuda.md, step 29:
+8192→28672, 5120→17408 and 4096→14336 agree within 8 %)."""
+FILL_SECONDS = (105e-9, 130e-9, 195e-9, 260e-9)
+"""What filling a stage takes its four warps, which few tiles side by side wait for
+(measured, docs/cuda.md, step 29: 14336→4096; the third lies between)."""
+STAGE_SECONDS = {2: 320e-9, 3: 355e-9, 4: 385e-9, 6: 485e-9, 8: 535e-9}
 """What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
-fragments_m: decoding and matrix products, which hide each other little (measured,
-docs/cuda.md: 8192→28672 and 5120→17408 agree within 3 %)."""
+fragments_m: decoding and matrix products, which do not hide each other (measured,
+docs/cuda.md, step 29: 8192→28672 and 5120→17408 agree within 3 %)."""
 PIECE_SECONDS = 2.5e-6
 """To begin and end a piece of work: first loads, and the sums of a block's warps (a
 guess)."""
@@ -97,7 +104,7 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
 
 def _resident(way: Way, each: int) -> int:
     """Returns how many of a multiprocessor's blocks it has at a time."""
-    if way.kernel == "wgmma":
+    if way.kernel in staged_x.KERNELS:
         return 1
     most = MOST_WARPS[way.fragments_m - 1]
     return max(min(each, most // (way.across * way.along)), 1)
@@ -107,5 +114,9 @@ def _issue(way: Way, steps: int) -> float:
     """Returns the seconds of a block's `steps` of 64 values of k."""
     if way.kernel == "mma":
         return -(-steps // way.along) * STEP_SECONDS[way.fragments_m - 1]
-    warpgroups = -(-way.across // wgmma.WARPGROUP)
-    return warpgroups * -(-steps // 2) * STAGE_SECONDS[way.fragments_m]
+    stages = -(-steps // 2)
+    if way.kernel == "wgmma":
+        warps = staged_x.columns("wgmma", way.across)
+        return warps // 4 * stages * STAGE_SECONDS[way.fragments_m]
+    tiles = way.across * TILE_SECONDS[way.fragments_m - 1]
+    return stages * max(tiles, FILL_SECONDS[way.fragments_m - 1])

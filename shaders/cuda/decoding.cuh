@@ -11,6 +11,7 @@ namespace marlin {
 #include "instructions.cuh"
 #include "lane.cuh"
 #include "weights.cuh"
+#include "weight_tile.cuh"
 #include "decode.cuh"
 
 }  // namespace marlin

@@ -13,6 +13,13 @@ METAL_FUNC Registers load_once(const void* from) {
   return v;
 }
 
+// Keeps a number in its register: in a loop the assembler would rather compute it anew, out of the
+// index of a thread. It does not see through a shuffle, of a lane with itself, in which all lanes
+// of a warp take part.
+METAL_FUNC uint kept(uint number) {
+  return __shfl_sync(0xffffffffu, number, threadIdx.x % 32);
+}
+
 // (word & mask) | exponent, which the compiler would not fuse with two constants.
 METAL_FUNC uint masked(uint word, uint mask, uint exponent) {
   uint result;

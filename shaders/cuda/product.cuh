@@ -13,6 +13,7 @@ namespace marlin {
 #include "instructions.cuh"
 #include "lane.cuh"
 #include "weights.cuh"
+#include "weight_tile.cuh"
 #include "mma.cuh"
 
 }  // namespace marlin

@@ -1,14 +1,14 @@
-// Stages of x in shared memory, for wgmma.cuh: what both sides know of them, and the warps that
-// fill them. A stage is 128 values of k of all rows of a tile.
+// Stages of x in shared memory: what both sides know of them, and the warps that fill them. A
+// stage is 128 values of k of all rows of a tile, in the order of those that multiply.
 
 constexpr int FRAGMENT_ROWS = 8;
 constexpr int STAGE_K = 128;
 constexpr int HALVES = STAGE_K / TILE_K;
-constexpr int LOADERS = 4;    // warps that fill stages
-constexpr int WARPGROUP = 4;  // warps
+constexpr int STAGE_PRODUCTS = STAGE_K / 16;
+constexpr int LOADERS = 4;  // warps that fill stages
 constexpr int BARRIER_BYTES = 8;
-// Of the barriers, at the beginning of shared memory: room for 16 stages.
-constexpr int BARRIERS_BYTES = 256;
+// Of the barriers, at the beginning of shared memory: room for 32 stages.
+constexpr int BARRIERS_BYTES = 512;
 
 template <int FRAGMENTS>
 METAL_FUNC constexpr int stage_bytes() {
@@ -71,21 +71,22 @@ METAL_FUNC void load_tile_of_x(uint* run, const T* row, int k, Work work, Lane l
   }
 }
 
-// Stores it as matrices of 8 rows and 8 slots, 128 bytes each, those of a product's other
-// fragments beside it.
-template <int FRAGMENTS, typename W>
+// Stores 64 values of k of all fragments: ORDER says where the columns of a product lie.
+template <int FRAGMENTS, typename ORDER, typename W>
 METAL_FUNC void store_tile_of_x(
-    Shared stage, const uint* run, int k, int half, int fragment, Work work, Lane lane) {
+    Shared stage, const uint (*runs)[TILE_K / 8], int k, int half, Work work, Lane lane) {
   constexpr int PRODUCTS = W::PAIRS / 2;
   UNROLL for (int product = 0; product < TILE_K / 16; ++product) {
     const int step = product / PRODUCTS;
     const bool inside = is_inside<W>(k, step, work, lane);
-    uint columns[2];
-    columns_of_run<W>(columns, run + step * Run<W>::REGISTERS, product % PRODUCTS);
-    UNROLL for (int i = 0; i < 2; ++i) {
-      const int matrix = (half * (TILE_K / 8) + 2 * product + i) * FRAGMENTS + fragment;
-      store_word(stage, matrix * 32 + 4 * lane.row + lane.pair, inside ? columns[i] : 0);
+    uint columns[FRAGMENTS][2];
+    UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
+      columns_of_run<W>(columns[i], runs[i] + step * Run<W>::REGISTERS, product % PRODUCTS);
+      UNROLL for (int j = 0; j < 2; ++j) {
+        columns[i][j] = inside ? columns[i][j] : 0;
+      }
     }
+    ORDER::template store<FRAGMENTS>(stage, half * (TILE_K / 16) + product, columns, lane);
   }
 }
 
@@ -99,7 +100,7 @@ METAL_FUNC constexpr int pieces_of_stage() {
 // One split's x, as far as one loader brings it. It has one piece on the way: of several, it would
 // wait for the last one's loads as well. A place in shared memory is always the same loader's, so
 // that none can be a turn ahead of another.
-template <int FRAGMENTS, int STAGES, typename W, bool ALIGNED, typename T>
+template <int FRAGMENTS, int STAGES, typename ORDER, typename W, bool ALIGNED, typename T>
 METAL_FUNC void fill_stages(
     Ring<FRAGMENTS, STAGES> ring,
     uint first,
@@ -135,12 +136,10 @@ METAL_FUNC void fill_stages(
       barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
     }
     UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
-      UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-        store_tile_of_x<FRAGMENTS, W>(
-            ring.at(turn.stage), runs[h][i], k + h * TILE_K, half + h, i, work, lane);
-      }
+      store_tile_of_x<FRAGMENTS, ORDER, W>(
+          ring.at(turn.stage), runs[h], k + h * TILE_K, half + h, work, lane);
     }
-    stores_visible();
+    ORDER::stored();
     warp_sync();
     if (lane_index == 0) {
       barrier_arrive(ring.full(turn.stage));

@@ -1,5 +1,6 @@
-// What a warpgroup, four warps, has on Hopper (sm_90a) and CUDA C++ has no word for: everything
-// here is one instruction, or what one of them takes for an address.
+// What Hopper (sm_90a) has for stages in shared memory and for warpgroups, four warps, and CUDA
+// C++ has no word for: everything here is one instruction, or what one of them takes for an
+// address.
 
 // A place in shared memory as instructions name it, the same number in all lanes of a warp: so that
 // what is computed from it stays in registers of the whole warp.
@@ -20,6 +21,28 @@ METAL_FUNC void warp_sync() {
 
 METAL_FUNC void store_word(Shared place, int offset, uint word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(place + 4 * offset), "r"(word) : "memory");
+}
+
+// Places of four words begin at multiples of 16 bytes, of two at multiples of 8.
+METAL_FUNC void store_two(Shared place, const uint* words) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(words[0]), "r"(words[1])
+               : "memory");
+}
+
+METAL_FUNC void store_four(Shared place, const uint* words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(place),
+               "r"(words[0]),
+               "r"(words[1]),
+               "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
+METAL_FUNC void load_four(uint* words, Shared place) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(place)
+               : "memory");
 }
 
 // Barriers in shared memory, 8 bytes each: `count` arrivals complete a phase.

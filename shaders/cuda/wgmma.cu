@@ -1,7 +1,8 @@
 // Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or into the split's
 // slot of a workspace.
 extern __shared__ float scratch[];
-marlin::wgmma<
+marlin::staged<
+    marlin::Warpgroups,
     FRAGMENTS_M,
     SIMDGROUPS_N,
     SIMDGROUPS_K,

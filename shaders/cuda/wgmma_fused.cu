@@ -1,7 +1,8 @@
 // Body of the kernel: x[m, k] times the transpose of w[n, k], finished by an epilogue, into
 // out[m, n]. No tile may be split.
 extern __shared__ float scratch[];
-marlin::wgmma<
+marlin::staged<
+    marlin::Warpgroups,
     FRAGMENTS_M,
     SIMDGROUPS_N,
     SIMDGROUPS_K,

@@ -12,6 +12,14 @@ __forceinline__ __half2 __half2half2(__half value) {
   return {value, value};
 }
 
+__forceinline__ __half __low2half(__half2 pair) {
+  return pair.x;
+}
+
+__forceinline__ __half __high2half(__half2 pair) {
+  return pair.y;
+}
+
 __forceinline__ __half2 __halves2half2(__half x, __half y) {
   return {x, y};
 }

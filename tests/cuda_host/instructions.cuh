@@ -8,6 +8,11 @@ METAL_FUNC Registers load_once(const void* from) {
   return *(const Registers*)from;
 }
 
+template <typename T>
+METAL_FUNC T kept(T number) {
+  return number;
+}
+
 METAL_FUNC uint masked(uint word, uint mask, uint exponent) {
   return (word & mask) | exponent;
 }

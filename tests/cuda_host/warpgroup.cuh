@@ -25,6 +25,24 @@ METAL_FUNC void store_word(Shared shared, int offset, uint word) {
   ((uint*)shared.place)[offset] = word;
 }
 
+METAL_FUNC void store_two(Shared shared, const uint* words) {
+  for (int i = 0; i < 2; ++i) {
+    store_word(shared, i, words[i]);
+  }
+}
+
+METAL_FUNC void store_four(Shared shared, const uint* words) {
+  for (int i = 0; i < 4; ++i) {
+    store_word(shared, i, words[i]);
+  }
+}
+
+METAL_FUNC void load_four(uint* words, Shared shared) {
+  for (int i = 0; i < 4; ++i) {
+    words[i] = ((const uint*)shared.place)[i];
+  }
+}
+
 // Arrivals so far, and how many complete a phase.
 struct Barrier {
   ::metal::atomic<uint> arrivals;

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cuda_on_cpu
 import planted_cuda
-import planted_cuda_warpgroup as planted_ring
+import planted_cuda_staged as planted_ring
 import pytest
 from cuda_cases import RING_WAYS, WAYS, Case
 from cuda_on_cpu import check_moved

@@ -1,4 +1,4 @@
-// Everything that the bodies wgmma.cu and wgmma_fused.cu lean on.
+// Everything that the bodies wgmma.cu, mma_staged.cu and their fused ones lean on.
 
 #include "product.cuh"
 
@@ -6,6 +6,8 @@ namespace marlin {
 
 #include "warpgroup.cuh"
 #include "stages.cuh"
+#include "staged.cuh"
 #include "wgmma.cuh"
+#include "mma_staged.cuh"
 
 }  // namespace marlin

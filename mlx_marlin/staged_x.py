@@ -1,50 +1,74 @@
-"""What the CUDA kernel "wgmma" can compute, and what a plan of it must look like.
+"""CUDA kernels whose x waits in shared memory: what they compute, how plans of them look.
 
-Hopper's matrix products of four warps take x from shared memory, which four further
-warps fill stage by stage, and so pay from more rows on than "mma" does. A tile has
-`simdgroups_n` packed tiles side by side, four to four warps, and each `simdgroups_k`
-of those; `buffers` stages of 128 values of k wait in shared memory.
+In "mma_staged" and "wgmma", four warps fill stages of x and all others multiply. A tile
+has `simdgroups_n` packed tiles side by side, each `simdgroups_k` warps, and `buffers`
+stages of 128 values of k. "mma_staged" has the products of "mma", and reads x from
+memory once a block instead of once a warp; in "wgmma", Hopper's matrix products, four
+warps go together.
 """
 
 from math import lcm
+from typing import NamedTuple
 
 from mlx_marlin import mma
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.problem import Problem
 
-FRAGMENTS_M = (2, 3, 4, 6, 8)
-"""Fragments of 8 rows of x in a tile."""
-WARPGROUP = 4
-"""Warps that multiply together, each its own packed tile (NVIDIA, PTX ISA, wgmma)."""
+
+class Traits(NamedTuple):
+    """Where the two differ."""
+
+    fragments_m: tuple[int, ...]
+    """Fragments of 8 rows of x in a tile."""
+    together: int
+    """Warps that multiply together, each its own packed tile."""
+    most_simdgroups: int
+    """Warps of a block, loaders among them."""
+
+
+KERNELS = {
+    # 32 warps leave each 64 registers, 28 leave 72.
+    "mma_staged": Traits(fragments_m=(1, 2, 3, 4), together=1, most_simdgroups=32),
+    # A warpgroup is four warps (NVIDIA, PTX ISA, wgmma).
+    "wgmma": Traits(fragments_m=(2, 3, 4, 6, 8), together=4, most_simdgroups=28),
+}
 LOADERS = 4
 """Warps that fill stages."""
 STAGE_K = 128
 """Values of k of a stage."""
-MOST_BUFFERS = 16
+MOST_BUFFERS = 32
 """Stages that shared memory may hold: the shader has room for barriers of so many."""
 WHOLE_FRAGMENTS = 3
 """Most fragments of which a loader brings a whole stage; of more, half of one."""
-BARRIER_BYTES = 256
+BARRIER_BYTES = 512
 MOST_SIMDGROUPS_N = 8
 """Tiles of 32 columns side by side."""
-MOST_SIMDGROUPS = 28
-"""Warps of a block, loaders among them: they leave each 72 registers."""
 CAPABILITY = (9, 0)
-"""What has these products, and nothing newer (NVIDIA, PTX ISA, sm_90a)."""
+"""What has these barriers and products, and nothing newer, which has no wgmma (NVIDIA,
+PTX ISA, sm_90a); "mma_staged" ran nowhere else."""
 
 
 def why_not(problem: Problem) -> str | None:
-    """Says why the kernel cannot compute a problem; None if it can."""
+    """Says why the kernels cannot compute a problem; None if they can."""
     if problem.layout != "marlin":
-        return f"wgmma reads packed weights, and layout is {problem.layout}"
+        return (
+            f"kernels with stages of x read packed weights, and layout is "
+            f"{problem.layout}"
+        )
     if problem.invariant:
-        return "wgmma adds in another order than mma, which serves invariant products"
+        return "stages are added in another order than mma's, which serves all rows"
     return mma.why_not(problem)
 
 
-def simdgroups(simdgroups_n: int, simdgroups_k: int) -> int:
+def columns(kernel: str, simdgroups_n: int) -> int:
+    """Returns the warps side by side, those without a packed tile among them."""
+    together = KERNELS[kernel].together
+    return together * -(-simdgroups_n // together)
+
+
+def simdgroups(kernel: str, simdgroups_n: int, simdgroups_k: int) -> int:
     """Returns the warps of a block."""
-    return WARPGROUP * -(-simdgroups_n // WARPGROUP) * simdgroups_k + LOADERS
+    return columns(kernel, simdgroups_n) * simdgroups_k + LOADERS
 
 
 def buffers_of(fragments_m: int, simdgroups_k: int) -> tuple[int, ...]:
@@ -69,6 +93,7 @@ def stage_bytes(tile_m: int) -> int:
 def check(
     problem: Problem,
     *,
+    kernel: str,
     fragments_m: int,
     simdgroups_m: int,
     simdgroups_n: int,
@@ -86,12 +111,13 @@ def check(
     """
     reason = why_not(problem)
     if reason is not None:
-        raise ValueError(f"kernel='wgmma': {reason}")
-    if fragments_m not in FRAGMENTS_M:
-        raise ValueError(f"fragments_m={fragments_m} is not one of {FRAGMENTS_M}")
+        raise ValueError(f"kernel={kernel!r}: {reason}")
+    known = KERNELS[kernel].fragments_m
+    if fragments_m not in known:
+        raise ValueError(f"fragments_m={fragments_m} is not one of {known}")
     if simdgroups_m != 1 or subtract or loaders != LOADERS:
         raise ValueError(
-            f"wgmma has simdgroups_m=1, subtract=False and loaders={LOADERS}, got "
+            f"{kernel} has simdgroups_m=1, subtract=False and loaders={LOADERS}, got "
             f"simdgroups_m={simdgroups_m}, subtract={subtract}, loaders={loaders}"
         )
     if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
@@ -99,11 +125,14 @@ def check(
             f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
             f"simdgroups_k={simdgroups_k} at least 1"
         )
-    if simdgroups(simdgroups_n, simdgroups_k) > MOST_SIMDGROUPS:
+    warps, most = (
+        simdgroups(kernel, simdgroups_n, simdgroups_k),
+        KERNELS[kernel].most_simdgroups,
+    )
+    if warps > most:
         raise ValueError(
-            f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} make "
-            f"{simdgroups(simdgroups_n, simdgroups_k)} simdgroups in a threadgroup, "
-            f"expected at most {MOST_SIMDGROUPS}"
+            f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} make {warps} "
+            f"simdgroups in a threadgroup, expected at most {most}"
         )
     fitting = buffers_of(fragments_m, simdgroups_k)
     if buffers not in fitting:

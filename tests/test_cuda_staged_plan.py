@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import cuda_device, scheduler, wgmma
+from mlx_marlin import cuda_device, scheduler, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.plan import OF_CUDA, Kernel, Plan
 from mlx_marlin.problem import Problem

@@ -1,4 +1,4 @@
-"""Hopper's kernel on the CPU: `cuda_on_cpu.py` says what stands for a GPU.
+"""Hopper's kernels on the CPU: `cuda_on_cpu.py` says what stands for a GPU.
 
 A stage of 64 rows has no room there: these tiles run on a GPU only, as do several
 slices of more than 24 rows.
@@ -18,11 +18,18 @@ import mlx.core as mx
 import numpy as np
 import oracles
 import pytest
-from cuda_cases import EPILOGUES, RING_ROWS, RING_WAYS, Case
+from cuda_cases import (
+    EPILOGUES,
+    RING_ROWS,
+    RING_WAYS,
+    STAGED_WAYS,
+    WGMMA_WAYS,
+    Case,
+)
 from cuda_on_cpu import SHARED_LIMIT, check, check_batch, check_moved, plan_of, run
 from oracles import exact
 
-from mlx_marlin import mma, wgmma
+from mlx_marlin import mma, staged_x
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.plan import Plan
@@ -36,10 +43,10 @@ pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
 ]
 
-WHOLE, SPLIT = RING_WAYS[0], RING_WAYS[3]
+WHOLES, SPLITS = (WGMMA_WAYS[0], STAGED_WAYS[0]), (WGMMA_WAYS[3], STAGED_WAYS[3])
 EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
 PARTS = EPILOGUES[-1]
-BLOCKS_EACH = 5
+BLOCKS_EACH = 8
 """Blocks beside which a format in a dtype may be tested: enough to choose from."""
 
 
@@ -58,7 +65,8 @@ def block_of(m: int, way: dict[str, Any]) -> Plan:
 
 BLOCKS = {
     (m, i): plan
-    for m, (i, way) in product(RING_ROWS, enumerate(RING_WAYS))
+    for i, way in enumerate(RING_WAYS)
+    for m in RING_ROWS[way["kernel"]]
     if (plan := block_of(m, way)).threadgroup_bytes <= SHARED_LIMIT
 }
 """By rows and way, those that the emulator has memory for."""
@@ -78,15 +86,15 @@ def facts(case: Case) -> set[object]:
     codes = FORMATS[mode, bits].codes
     group = {32: "step 32", 128: "a stage's"}.get(group_size, "step 64")
     plan = BLOCKS[m, RING_WAYS.index(way)]
-    in_halves = plan.fragments_m > wgmma.WHOLE_FRAGMENTS
+    in_halves = plan.fragments_m > staged_x.WHOLE_FRAGMENTS
     return {
         (codes, bits, dtype),
         (codes, group_size),
         (bits, group),
         (group_size, dtype),
-        (group, plan.threads > 512, bits > 4),
-        ("fragments", plan.fragments_m, dtype),
-        ("fragments", plan.fragments_m, group),
+        (plan.kernel, group, plan.threads > 512, bits > 4),
+        (plan.kernel, plan.fragments_m, dtype),
+        (plan.kernel, plan.fragments_m, group),
         ("way", RING_WAYS.index(way), in_halves),
     }
 
@@ -108,11 +116,13 @@ def stages_of(plan: Plan) -> list[list[int]]:
 
 
 def test_what_the_emulator_has_memory_for_is_nearly_everything() -> None:
-    assert {plan.fragments_m for plan in BLOCKS.values()} == {2, 3, 4, 6}
+    fragments = {(plan.kernel, plan.fragments_m) for plan in BLOCKS.values()}
+    of_wgmma = {("wgmma", each) for each in (2, 3, 4, 6)}
+    assert fragments == of_wgmma | {("mma_staged", each) for each in (1, 2, 3, 4)}
     assert {i for _, i in BLOCKS} == {*range(len(RING_WAYS))}
     assert {plan.threads > 512 for plan in BLOCKS.values()} == {True, False}
-    # Three slices have twelve stages, and these no room.
-    assert {plan.simdgroups_k for plan in BLOCKS.values()} == {1, 2}
+    # Three slices have twelve stages, for which only those of 8 rows are small enough.
+    assert {plan.simdgroups_k for plan in BLOCKS.values()} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("way", RING_WAYS, ids=str)
@@ -126,7 +136,7 @@ def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
     assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
 
 
-@pytest.mark.parametrize("m", [12, 20, 30, 40])
+@pytest.mark.parametrize("m", [12, 20, 30])
 @pytest.mark.parametrize("way", RING_WAYS, ids=str)
 def test_stages_pass_the_rings_end(way: dict[str, Any], m: int) -> None:
     plan = block_of(m, way)
@@ -134,8 +144,9 @@ def test_stages_pass_the_rings_end(way: dict[str, Any], m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [12, 20])
-def test_also_with_slices_and_after_a_first_split(m: int) -> None:
-    plan = block_of(m, SPLIT)
+@pytest.mark.parametrize("way", SPLITS, ids=str)
+def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -> None:
+    plan = block_of(m, way)
     assert plan.simdgroups_k > 1
     assert any(later > plan.buffers for _, *rest in stages_of(plan) for later in rest)
     # The second one begins somewhere in the ring.
@@ -161,39 +172,57 @@ def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.parametrize(("dtype", "m"), [("float16", 40), ("bfloat16", 26)])
-def test_integers_of_more_rows_are_exact(dtype: str, m: int) -> None:
-    weight, x, expected = cuda_cases.integers(dtype, m, SPLIT)
-    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, SPLIT)), x, weight)
+@pytest.mark.parametrize(
+    ("way", "dtype", "m"),
+    [
+        (SPLITS[0], "float16", 40),
+        (SPLITS[0], "bfloat16", 26),
+        (SPLITS[1], "float16", 30),
+        (SPLITS[1], "bfloat16", 7),
+    ],
+    ids=str,
+)
+def test_integers_of_other_tiles_are_exact(
+    way: dict[str, Any], dtype: str, m: int
+) -> None:
+    weight, x, expected = cuda_cases.integers(dtype, m, way)
+    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 @pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
 def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
     weight, x = cuda_cases.draw(case)
     finish = cuda_cases.operands(19)
     plan = plan_of(case, epilogue=epilogue)
-    assert plan.finishes == (way is SPLIT)
+    assert plan.finishes == (way in SPLITS)
     y = epilogues.whole(run(plan, x, weight, *finish))
     expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
-@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 def test_batches(way: dict[str, Any]) -> None:
     check_batch(("affine", 4, 64, "marlin", "float16", 10, way))
 
 
 @pytest.mark.parametrize("moved", [OPERANDS, *zip(OPERANDS, strict=True)], ids=str)
-@pytest.mark.parametrize(("bits", "m"), [(3, 12), (4, 20), (8, 36)])
-def test_arrays_may_begin_anywhere(bits: int, m: int, moved: tuple[str, ...]) -> None:
-    check_moved(("affine", bits, 64, "marlin", "float16", m, WHOLE), moved)
+@pytest.mark.parametrize(
+    ("bits", "m", "way"),
+    [(3, 12, WHOLES[0]), (8, 36, WHOLES[0]), (4, 20, WHOLES[1])],
+    ids=str,
+)
+def test_arrays_may_begin_anywhere(
+    bits: int, m: int, way: dict[str, Any], moved: tuple[str, ...]
+) -> None:
+    check_moved(("affine", bits, 64, "marlin", "float16", m, way), moved)
 
 
-def test_a_global_scale() -> None:
-    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 10, SPLIT)
+@pytest.mark.parametrize("way", SPLITS, ids=str)
+def test_a_global_scale(way: dict[str, Any]) -> None:
+    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 10, way)
     drawn, x = cuda_cases.draw(case)
     weight = replace(drawn, global_scale=mx.array(5.0))
     y = run(plan_of(case, global_scale=True), x, weight)
@@ -202,7 +231,7 @@ def test_a_global_scale() -> None:
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_few_rows_are_served_too(m: int) -> None:
-    check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLE))
+    check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLES[0]))
 
 
 @pytest.mark.parametrize("way", RING_WAYS, ids=str)
@@ -217,6 +246,6 @@ def test_no_race_and_nothing_read_that_is_not_there(
 
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_no_race_where_loaders_bring_halves(group_size: int) -> None:
-    case: Case = ("affine", 4, group_size, "marlin", "bfloat16", 40, SPLIT)
+    case: Case = ("affine", 4, group_size, "marlin", "bfloat16", 40, SPLITS[0])
     with emulated(trace=True):
         check(case)

@@ -1,0 +1,13 @@
+// Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or into the split's
+// slot of a workspace.
+extern __shared__ float scratch[];
+marlin::staged<
+    marlin::Warps,
+    FRAGMENTS_M,
+    SIMDGROUPS_N,
+    SIMDGROUPS_K,
+    STAGES,
+    WHOLE,
+    BATCHED,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
+    x, w, scales, biases, shape, schedule, out, marlin::Plain{}, scratch);

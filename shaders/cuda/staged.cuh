@@ -1,0 +1,173 @@
+// Products whose x waits in shared memory: four warps fill that, ahead, a stage of 128 values of k
+// after the other, and all others multiply. Barriers in shared memory say which stage is full and
+// which is free. What was measured on the way here stands in docs/cuda.md.
+//
+// MULTIPLIER    who multiplies: wgmma.cuh and mma_staged.cuh have one each, which knows how many
+//               warps go TOGETHER, in which Order they want x, and what to do with a split
+// FRAGMENTS_M   fragments of 8 rows of x in a tile
+// SIMDGROUPS_N  packed tiles side by side in each tile
+// SIMDGROUPS_K  slices of k: the stages of a split go to them in turn
+// STAGES        of x that shared memory holds: a multiple of SIMDGROUPS_K, and of 4, or of 2 from
+//               4 fragments on
+// WHOLE, BATCHED, W as in mma.cuh; weights are packed
+
+// Stages whose words are on the way: fewer warps need more, and have the registers.
+template <typename W>
+METAL_FUNC constexpr int stages_ahead() {
+  return THREADS > 512 || W::BITS > 4 ? 1 : 2;
+}
+
+// A warp's weights of the next stages of its slice, on their way into registers. Each half of a
+// stage takes the place of that which was used up last.
+template <int SLICES, typename W, bool ALIGNED, typename S>
+struct Incoming {
+  static constexpr int AHEAD = stages_ahead<W>();
+  static constexpr int GROUPS = groups_of_tile<W>();
+  static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // a group of 128 is a stage's
+  static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;
+  uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
+  Numbers<W, S> numbers[AHEAD][SETS][GROUPS] = {};
+  WeightTile<S> tile;  // from the stage on that is loaded next
+  int k;               // where it begins
+  int k_stop;  // before it there is something to load
+
+  METAL_FUNC Incoming(WeightTile<S> tile, int k, int k_stop, Work work)
+      : tile(tile), k(k), k_stop(k_stop) {
+    advance(k);
+    UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
+      UNROLL for (int half = 0; half < HALVES; ++half) {
+        load(ahead, half, work);
+      }
+      pass();
+    }
+  }
+
+  METAL_FUNC void load(int ahead, int half, Work work) {
+    if (k + half * TILE_K < k_stop) {
+      load_tile<W, ALIGNED>(words[ahead][half], tile, half * TILE_K, STAGE_K, work);
+      if (half + 1 == HALVES || SETS > 1) {
+        const int first = (SETS == 1 ? 0 : half * TILE_K) + (LONG_GROUPS ? k : 0);
+        load_groups<W, ALIGNED>(numbers_of(ahead, half), tile, first, first + TILE_K, work);
+      }
+    }
+  }
+
+  METAL_FUNC void pass() {
+    advance(SLICES * STAGE_K);
+    k += SLICES * STAGE_K;
+  }
+
+  METAL_FUNC void advance(int distance) {
+    advance_words<W>(tile, distance);
+    if (!LONG_GROUPS) {
+      advance_numbers<W>(tile, distance);
+    }
+  }
+
+  METAL_FUNC Numbers<W, S>* numbers_of(int ahead, int half) {
+    return numbers[ahead][SETS == 1 ? 0 : half];
+  }
+
+  // What there is to say of the weights of step `step`, and weights `pair` of row fragment f.
+  template <typename T>
+  METAL_FUNC Quantizers<T> quantizers(int ahead, int half, int step) {
+    return quantizers_of<W, T>(numbers_of(ahead, half)[GROUPS == 1 ? 0 : step]);
+  }
+
+  template <typename T>
+  METAL_FUNC uint weights(int ahead, int half, int f, int pair, const Quantizers<T>* quantizers) {
+    const int step = pair / W::PAIRS;
+    const uint* own = words[ahead][half] + step * words_of_step<W>();
+    return marlin::weights<W>(own, f, pair % W::PAIRS, quantizers[step]);
+  }
+};
+
+template <
+    typename MULTIPLIER,
+    int FRAGMENTS_M,
+    int SIMDGROUPS_N,
+    int SIMDGROUPS_K,
+    int STAGES,
+    bool WHOLE,
+    bool BATCHED,
+    typename W,
+    typename T,
+    typename S,
+    typename O,
+    typename E>
+METAL_FUNC void staged(
+    const T* x,
+    const uint* w,
+    const S* scales,
+    const S* biases,
+    const int* shape,
+    const int* schedule,
+    O out,
+    E epilogue,
+    float* shared) {
+  constexpr int TILE_M = FRAGMENT_ROWS * FRAGMENTS_M;
+  constexpr int TOGETHER = MULTIPLIER::TOGETHER;
+  constexpr int COLUMNS = (SIMDGROUPS_N + TOGETHER - 1) / TOGETHER * TOGETHER;  // of warps
+  constexpr int MULTIPLIERS = COLUMNS * SIMDGROUPS_K;
+  constexpr int SIMDGROUPS = MULTIPLIERS + LOADERS;
+  const Work work = read_work(shape, schedule);
+  const Range range = range_of_threadgroup<WHOLE>(blockIdx.x, work);
+  const int warp = warp_of_thread(threadIdx.x);
+  const int lane_index = threadIdx.x % 32;
+  const Lane lane = lane_of(lane_index);
+  const int column = warp % COLUMNS;
+  const int slice = warp / COLUMNS;
+  const Ring<FRAGMENTS_M, STAGES> ring = {shared_at(shared)};
+  float* scratch = shared + BARRIERS_BYTES / 4;  // takes turns with the stages
+  float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
+  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  if (threadIdx.x == 0) {
+    UNROLL for (int i = 0; i < STAGES; ++i) {
+      barrier_init(ring.full(i), pieces_of_stage<FRAGMENTS_M>());
+      barrier_init(ring.empty(i), COLUMNS);
+    }
+    barriers_ready();
+  }
+  __syncthreads();
+  uint first = 0;  // stages of the splits before
+  for (uint position = range.begin; position < range.end;) {
+    Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(
+        position, range.end, blockIdx.x, narrowed<SIMDGROUPS_N>(work));
+    split.col *= SIMDGROUPS_N;
+    const InOrder order = rows_of_product<BATCHED>(split, work);
+    position += split.k_tile_count;
+    const int col = split.col + TILE_N * column;
+    const bool has_columns = column < SIMDGROUPS_N && col < work.n;
+    const WeightTile<S> tile = weight_tile<W>(
+        w, scales, biases, has_columns ? col : split.col, work, lane, split.product);
+    float totals[2][FRAGMENTS_M][4] = {};
+    if (warp >= MULTIPLIERS) {
+      const int loader = warp - MULTIPLIERS;
+      if (aligned) {
+        fill_stages<FRAGMENTS_M, STAGES, typename MULTIPLIER::Order, W, true>(
+            ring, first, x, order, work, split, loader, lane_index);
+      } else {
+        fill_stages<FRAGMENTS_M, STAGES, typename MULTIPLIER::Order, W, false>(
+            ring, first, x, order, work, split, loader, lane_index);
+      }
+    } else if (aligned) {
+      MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, true, T>(
+          totals, ring, first, tile, has_columns, work, split, slice, lane_index);
+    } else {
+      MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, false, T>(
+          totals, ring, first, tile, has_columns, work, split, slice, lane_index);
+    }
+    first += ceil_div(split.k_stop - split.k_start, STAGE_K);
+    __syncthreads();
+    if (warp < MULTIPLIERS && has_columns) {
+      store_sums<FRAGMENTS_M, W>(own, totals, tile);
+    }
+    __syncthreads();
+    store_tile<TILE_M, SIMDGROUPS_N * SIMDGROUPS_K, SIMDGROUPS_N, SIMDGROUPS>(
+        out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+    if (WHOLE) {
+      break;
+    }
+    __syncthreads();
+  }
+}
