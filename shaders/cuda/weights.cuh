@@ -38,7 +38,7 @@ METAL_FUNC uint scaled(T2 codes, T scale, T bias) {
 // converted is converted again and again.
 template <typename W>
 METAL_FUNC half2 codes_of_word(uint word, int slot, half) {
-  constexpr uint SURPLUS = W::ZERO - W::OFFSET;  // 8 of symmetric codes
+  constexpr uint SURPLUS = uint(W::ZERO - W::OFFSET);  // 8 of symmetric codes
   const uint shifted = slot < 2 ? word : word >> 8;
   if (slot % 2 == 0) {
     const uint codes = masked(shifted, 0x000F000Fu, 0x64006400u);
@@ -50,7 +50,7 @@ METAL_FUNC half2 codes_of_word(uint word, int slot, half) {
 
 template <typename W>
 METAL_FUNC bfloat2 codes_of_word(uint word, int slot, bfloat) {
-  constexpr uint SURPLUS = W::ZERO - W::OFFSET;
+  constexpr uint SURPLUS = uint(W::ZERO - W::OFFSET);
   const uint codes = masked(word >> 4 * slot, 0x000F000Fu, 0x43004300u);
   return __hsub2(as_type<bfloat2>(codes), as_type<bfloat2>(0x43004300u + SURPLUS * 0x00010001u));
 }
