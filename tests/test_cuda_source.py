@@ -262,18 +262,23 @@ RING = {"kernel": "wgmma", "strategy": "data_parallel", "simdgroups_n": 3}
 RING |= {"simdgroups_k": 2, "buffers": 4, "layout": "marlin"}
 
 
-def test_hoppers_kernel_has_another_header_and_body() -> None:
-    plan = plan_of(**RING)
+@pytest.mark.parametrize(("kernel", "across"), [("wgmma", 4), ("mma_staged", 3)])
+def test_hoppers_kernels_have_another_header_and_bodies(
+    kernel: str, across: int
+) -> None:
+    plan = plan_of(**RING | {"kernel": kernel})
     text = source.cuda_product_source(plan)
-    fused = source.cuda_product_source(plan_of(**RING, epilogue=FUSED))
+    fused = source.cuda_product_source(
+        plan_of(**RING | {"kernel": kernel}, epilogue=FUSED)
+    )
 
     threads, _, include = text.header.splitlines(keepends=True)
-    assert threads == f"#define THREADS {32 * (2 * 4 + 4)}\n"
-    assert include == included("cuda/warpgroup_product.cuh")
+    assert threads == f"#define THREADS {32 * (2 * across + 4)}\n"
+    assert include == included("cuda/staged_product.cuh")
     assert fused.header == text.header
-    assert body_of(text, "cuda/wgmma.cu")
-    assert body_of(fused, "cuda/wgmma_fused.cu")
-    assert (text.name, fused.name) == ("marlin_wgmma", "marlin_wgmma_fused")
+    assert body_of(text, f"cuda/{kernel}.cu")
+    assert body_of(fused, f"cuda/{kernel}_fused.cu")
+    assert (text.name, fused.name) == (f"marlin_{kernel}", f"marlin_{kernel}_fused")
     assert text.input_names == ("x", "w", "scales", "numbers")
 
 
@@ -300,7 +305,7 @@ def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None
     launch.product(plan)(*blanks(plan))
 
     (built,), (call,) = recorder.built, recorder.called
-    assert built["shared_memory"] == plan.threadgroup_bytes == 256 + 4 * 16 * 128 * 2
+    assert built["shared_memory"] == plan.threadgroup_bytes == 512 + 4 * 16 * 128 * 2
     assert call["threadgroup"] == (plan.threads, 1, 1) == (384, 1, 1)
     assert call["grid"] == (plan.num_threadgroups * 384, 1, 1)
 

@@ -1,4 +1,4 @@
-"""What "wgmma" refuses, and who gets plans of it."""
+"""What kernels with stages of x refuse, and who gets plans of them."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from mlx_marlin.scheduler import cuda
 from mlx_marlin.work import Tile, Work, data_parallel
 
 H200 = CudaDevice.named("NVIDIA H200")
+STAGED: tuple[Kernel, ...] = ("mma_staged", "wgmma")
 PACKED = Problem(m=32, n=128, k=1024, layout="marlin")
 
 
@@ -42,7 +43,7 @@ HYTIS = replace(data_parallel(2, 16), strategy="hytis", whole=1)
     ("fields", "words"),
     [
         ({"problem": replace(PACKED, layout="mlx")}, "packed weights, and layout is m"),
-        ({"problem": replace(PACKED, invariant=True)}, "in another order than mma"),
+        ({"problem": replace(PACKED, invariant=True)}, "another order than mma's"),
         ({"problem": replace(PACKED, dtype="float32")}, "and dtype is float32"),
         ({"problem": replace(PACKED, scale_dtype="float32")}, "scales in float32"),
         ({"problem": replace(PACKED, group_size=16)}, "no groups of 16 integers"),
@@ -54,13 +55,13 @@ HYTIS = replace(data_parallel(2, 16), strategy="hytis", whole=1)
         ({"loaders": 8}, "loaders=4, got .*loaders=8"),
         ({"buffers": 0}, "buffers=0 is not one of .2, 4, 6, 8, .* fragments_m=4"),
         ({"buffers": 3}, "buffers=3 is not one of"),
-        ({"buffers": 18}, "buffers=18 is not one of"),
+        ({"buffers": 34}, "buffers=34 is not one of"),
         (
             {"fragments_m": 3, "tile": Tile(m=24, n=64)},
-            "buffers=2 is not one of .4, 8, 12, 16. for fragments_m=3",
+            "buffers=2 is not one of .4, 8, 12, .*32. for fragments_m=3",
         ),
         ({"simdgroups_k": 2}, "buffers=2 is not one of .4, 6, .* simdgroups_k=2"),
-        ({"simdgroups_k": 3, "buffers": 8}, "is not one of .6, 12. .* simdgroups_k=3"),
+        ({"simdgroups_k": 3, "buffers": 8}, "is not one of .6, 12, .*simdgroups_k=3"),
         ({"simdgroups_k": 0}, "simdgroups_k=0 at least 1"),
         ({"simdgroups_n": 0}, "simdgroups_n=0 must be 1 to 8"),
         ({"simdgroups_n": 9, "tile": Tile(m=32, n=288)}, "simdgroups_n=9 must be 1"),
@@ -117,10 +118,10 @@ def test_warps_are_whole_warpgroups_and_loaders(
 @pytest.mark.parametrize(
     ("fields", "size"),
     [
-        ({}, 256 + 2 * 32 * 128 * 2),
-        ({"buffers": 8}, 256 + 8 * 32 * 128 * 2),
+        ({}, 512 + 2 * 32 * 128 * 2),
+        ({"buffers": 8}, 512 + 8 * 32 * 128 * 2),
         # The sums take the stages' place, here more than that.
-        ({"simdgroups_k": 5, "buffers": 10}, 256 + 10 * 32 * 128 * 2),
+        ({"simdgroups_k": 5, "buffers": 10}, 512 + 10 * 32 * 128 * 2),
         (
             {
                 "simdgroups_n": 8,
@@ -129,7 +130,7 @@ def test_warps_are_whole_warpgroups_and_loaders(
                 "tile": Tile(m=32, n=256),
                 "work": data_parallel(1, 16),
             },
-            256 + 8 * 3 * 32 * 36 * 4,
+            512 + 8 * 3 * 32 * 36 * 4,
         ),
     ],
 )
@@ -152,12 +153,13 @@ def kernels(problem: Problem, gpu: CudaDevice = H200, **wishes: Any) -> set[str]
 @pytest.mark.parametrize("gpu", cuda_device.gpus().values(), ids=lambda gpu: gpu.name)
 def test_only_hopper_has_it(gpu: CudaDevice) -> None:
     has = gpu in HAVE
-    assert kernels(LARGE, gpu) == ({"mma", "wgmma"} if has else {"mma"})
-    if has:
-        assert scheduler.make(LARGE, device=gpu, kernel="wgmma").kernel == "wgmma"
-        return
-    with pytest.raises(ValueError, match=r"needs compute capability 9\.0, and .* has"):
-        scheduler.make(LARGE, device=gpu, kernel="wgmma")
+    assert kernels(LARGE, gpu) == ({*OF_CUDA} if has else {"mma"})
+    for kernel in STAGED:
+        if has:
+            assert scheduler.make(LARGE, device=gpu, kernel=kernel).kernel == kernel
+            continue
+        with pytest.raises(ValueError, match=r"compute capability 9\.0, and .* has"):
+            scheduler.make(LARGE, device=gpu, kernel=kernel)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +171,9 @@ def test_neither_older_nor_newer_devices_have_it(arch: str) -> None:
     assert kernels(LARGE, gpu) == {"mma"}
     assert scheduler.choose(LARGE, gpu).kernel == "mma"
     digits = f"{arch[3:-1]}.{arch[-1]}"
-    with pytest.raises(ValueError, match=f"NVIDIA H200 has {digits}"):
-        scheduler.make(LARGE, device=gpu, kernel="wgmma")
+    for kernel in STAGED:
+        with pytest.raises(ValueError, match=f"NVIDIA H200 has {digits}"):
+            scheduler.make(LARGE, device=gpu, kernel=kernel)
 
 
 OTHERS = {
@@ -181,20 +184,23 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_it_is_offered_for_more_rows_of_packed_weights_that_may_vary(
+def test_they_are_offered_for_packed_weights_whose_sums_may_vary(
     other: str,
 ) -> None:
-    assert "wgmma" in kernels(replace(LARGE, m=cuda.LEAST_ROWS))
+    assert kernels(replace(LARGE, m=cuda.LEAST_ROWS)) == {*OF_CUDA}
     assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
 
 
+@pytest.mark.parametrize("kernel", STAGED)
 @pytest.mark.parametrize(
     ("other", "words"),
     [("layout", "packed weights, and layout is mlx"), ("invariant", "another order")],
 )
-def test_asked_for_it_says_why_it_cannot(other: str, words: str) -> None:
+def test_asked_for_one_says_why_it_cannot(
+    other: str, words: str, kernel: Kernel
+) -> None:
     with pytest.raises(ValueError, match=words):
-        scheduler.make(replace(LARGE, **OTHERS[other]), device=H200, kernel="wgmma")
+        scheduler.make(replace(LARGE, **OTHERS[other]), device=H200, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)
@@ -206,13 +212,17 @@ def test_either_kernel_can_be_asked_for(kernel: Kernel, m: int) -> None:
     assert scheduler.make(problem, device=H200, kernel=kernel).kernel == kernel
 
 
+@pytest.mark.parametrize("kernel", STAGED)
 @pytest.mark.parametrize("m", [9, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 128])
-def test_tiles_have_the_fewest_fragments_that_need_no_more_of_them(m: int) -> None:
-    plan = scheduler.make(replace(LARGE, m=m), device=H200, kernel="wgmma")
+def test_tiles_have_the_fewest_fragments_that_need_no_more_of_them(
+    m: int, kernel: Kernel
+) -> None:
+    plan = scheduler.make(replace(LARGE, m=m), device=H200, kernel=kernel)
 
-    tiles = -(-m // 64)
+    known = staged_x.KERNELS[kernel].fragments_m
+    tiles = -(-m // (8 * known[-1]))
     assert plan.m_tiles == tiles
-    fewer = [each for each in wgmma.FRAGMENTS_M if each < plan.fragments_m]
+    fewer = [each for each in known if each < plan.fragments_m]
     assert all(-(-m // (8 * each)) > tiles for each in fewer)
 
 
@@ -245,14 +255,25 @@ def test_what_it_cannot_have_it_is_not_compared_with(
         assert {name: getattr(each.plan, name) for name in wishes} == wishes
 
 
+@pytest.mark.parametrize("kernel", STAGED)
 @pytest.mark.parametrize("along", [1, 2, 3, 4, 6])
-def test_wished_slices_leave_room_for_whole_warpgroups(along: int) -> None:
+def test_wished_slices_leave_room_for_the_others(along: int, kernel: Kernel) -> None:
     plan = scheduler.make(
-        replace(LARGE, m=16), device=H200, kernel="wgmma", simdgroups_k=along
+        replace(LARGE, m=16), device=H200, kernel=kernel, simdgroups_k=along
     )
 
     assert plan.simdgroups_k == along
-    assert plan.simdgroups <= wgmma.MOST_SIMDGROUPS
+    assert plan.simdgroups <= staged_x.KERNELS[kernel].most_simdgroups
+
+
+@pytest.mark.parametrize("m", [1, 16, 32, 64])
+@pytest.mark.parametrize("size", [(4096, 4096), (28672, 8192), (17408, 5120)])
+def test_little_shared_memory_leaves_other_plans(m: int, size: tuple[int, int]) -> None:
+    gpu = replace(H200, shared_bytes=48 * 1024)
+
+    plan = scheduler.choose(replace(LARGE, m=m, n=size[0], k=size[1]), gpu)
+
+    assert plan.threadgroup_bytes <= gpu.shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -264,6 +285,10 @@ def test_wished_slices_leave_room_for_whole_warpgroups(along: int) -> None:
         ({"buffers": 4}, "buffers=4, expected 0"),
         ({"kernel": "wgmma", "buffers": 3}, "buffers=3 is not one of"),
         ({"kernel": "wgmma", "fragments_m": 1}, "fragments_m=1 is not one of"),
+        ({"kernel": "mma_staged", "fragments_m": 6}, "fragments_m=6 is not one of"),
+        ({"kernel": "mma_staged", "buffers": 3}, "buffers=3 is not one of"),
+        ({"kernel": "mma_staged", "loaders": 0}, "loaders=0, expected 4"),
+        ({"kernel": "mma_staged", "strategy": "hytis"}, "which mma_staged has not"),
         ({"kernel": "mma", "fragments_m": 6}, "fragments_m=6 is not one of"),
         ({"kernel": "wgmma", "simdgroups_m": 2}, "simdgroups_m=2, expected 1"),
         ({"kernel": "wgmma", "strategy": "hytis"}, "which wgmma has not"),
@@ -282,7 +307,7 @@ def test_wishes_that_it_cannot_have_are_refused(
 
 
 def test_buffers_can_be_asked_for() -> None:
-    for buffers in wgmma.buffers_of(8, 1)[:6]:
+    for buffers in staged_x.buffers_of(8, 1)[:6]:
         plan = scheduler.make(
             LARGE, device=H200, kernel="wgmma", buffers=buffers, simdgroups_k=1
         )

@@ -27,8 +27,9 @@ FRAGMENTS_M: dict[str, tuple[int, ...]] = {
     "mma": mma.FRAGMENTS_M,
     **{kernel: traits.fragments_m for kernel, traits in staged_x.KERNELS.items()},
 }
-LEAST_ROWS: dict[Kernel, int] = {"mma_staged": 1, "wgmma": 9}
-"""Rows from which kernels with stages of x are compared: "wgmma" has tiles of 16."""
+LEAST_ROWS = 9
+"""Rows from which kernels with stages of x are compared: for 8, "mma" reads about as
+fast as memory is."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
@@ -158,10 +159,12 @@ def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[K
         yield wishes["kernel"]
         return
     yield "mma"
-    if device.capability != staged_x.CAPABILITY or staged_x.why_not(problem):
+    here = device.capability == staged_x.CAPABILITY and problem.m >= LEAST_ROWS
+    room = device.shared_bytes - staged_x.BARRIER_BYTES
+    if not here or room < MOST_BUFFER_BYTES or staged_x.why_not(problem):
         return
-    for kernel, least in LEAST_ROWS.items():
-        if problem.m >= least and _fits_stages(problem, kernel, wishes):
+    for kernel in OF_CUDA[1:]:
+        if _fits_stages(problem, kernel, wishes):
             yield kernel
 
 
