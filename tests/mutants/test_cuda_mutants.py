@@ -8,7 +8,7 @@ import cuda_on_cpu
 import planted_cuda
 import planted_cuda_staged as planted_ring
 import pytest
-from cuda_cases import RING_WAYS, WAYS, Case
+from cuda_cases import WAYS, WGMMA_WAYS, Case
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
@@ -48,6 +48,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     planted_cuda.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
     planted_cuda.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
     planted_cuda.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
+    planted_ring.INFINITE: cuda_on_cpu.check_infinite,
 }
 """What compares a case with float64; a product with arrays that are moved if it has
 none."""
@@ -57,7 +58,7 @@ CASES |= {
     planted_cuda.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
     planted_cuda.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
 }
-RING_WHOLE, RING_STREAM = RING_WAYS[0], RING_WAYS[3]
+WGMMA_WHOLE, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[3]
 RING_MOVED = {
     planted_ring.ODD_X: ("x",),
     planted_ring.ODD_WORDS: ("w",),
@@ -65,15 +66,16 @@ RING_MOVED = {
 }
 MOVED |= RING_MOVED
 CASES |= {
-    planted_ring.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE),
-    planted_ring.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, RING_STREAM),
-    planted_ring.SLICED: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[2]),
-    planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, RING_STREAM),
-    planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[5]),
-    planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, RING_WHOLE),
+    planted_ring.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE),
+    planted_ring.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, WGMMA_STREAM),
+    planted_ring.SLICED: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[2]),
+    planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, WGMMA_STREAM),
+    planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[5]),
+    planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
+    planted_ring.INFINITE: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
 }
 CASES |= dict.fromkeys(
-    RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE)
+    RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE)
 )
 MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS)
 
