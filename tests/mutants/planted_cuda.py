@@ -169,6 +169,22 @@ MUTANTS = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
+        "cuda: every plane of a packed tile has four words of a lane together",
+        _TILE,
+        "Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0",
+        "Planes<W>::LOW_WORDS >= 4",
+        ZERO_POINT,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: numbers that come one by one change places",
+        _TILE,
+        "bits << i % EACH",
+        "bits << (i + 1) % EACH",
+        PACKED_ODD,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
         "cuda: a zero point is added",
         _WEIGHTS,
         "if (W::MODE == ZERO_POINT) {",

@@ -2,7 +2,7 @@
 
 That products are complete only when somebody has waited for them, and that they see
 stored values only behind a fence, the CPU does not show: there are no bugs of that
-kind here.
+kind here. What "mma_staged" has of its own is in planted_cuda_mma_staged.py.
 """
 
 from mutant import Detector, Mutant

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import cuda_on_cpu
 import planted_cuda
+import planted_cuda_mma_staged as planted_mma_staged
 import planted_cuda_staged as planted_ring
 import pytest
-from cuda_cases import WAYS, WGMMA_WAYS, Case
+from cuda_cases import STAGED_WAYS, WAYS, WGMMA_WAYS, Case
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
@@ -59,6 +60,7 @@ CASES |= {
     planted_cuda.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
 }
 WGMMA_WHOLE, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[3]
+STAGED_WHOLE, STAGED_STRIPE, STAGED_SLICED, *_ = STAGED_WAYS
 RING_MOVED = {
     planted_ring.ODD_X: ("x",),
     planted_ring.ODD_WORDS: ("w",),
@@ -77,7 +79,15 @@ CASES |= {
 CASES |= dict.fromkeys(
     RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE)
 )
-MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS)
+CASES |= {
+    planted_mma_staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, STAGED_WHOLE),
+    planted_mma_staged.ODD: ("affine", 4, 64, "marlin", "bfloat16", 20, STAGED_WHOLE),
+    planted_mma_staged.FOUR: ("affine", 4, 64, "marlin", "float16", 30, STAGED_WHOLE),
+    planted_mma_staged.SLICED: ("affine", 4, 64, "marlin", "float16", 9, STAGED_SLICED),
+    planted_mma_staged.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, STAGED_WHOLE),
+    planted_mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
+}
+MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS, *planted_mma_staged.MUTANTS)
 
 
 @pytest.fixture
