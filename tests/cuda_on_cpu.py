@@ -19,6 +19,8 @@ from typing import Any
 import cuda_cases
 import format_cases
 import mlx.core as mx
+import numpy as np
+import oracles
 import pytest
 from cuda_cases import Case
 from format_cases import Weight
@@ -178,6 +180,17 @@ def check_moved(case: Case, names: Collection[str]) -> None:
     ]
     y = launch.product(plan_of(case))(*given)
     cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_infinite(case: Case) -> None:
+    """Checks a row of x that ends in an infinity: what pads a weight leaves it one."""
+    weight, x = cuda_cases.draw(case)
+    x[0, -1] = mx.inf
+    y = run(plan_of(case), x, weight)
+    with np.errstate(invalid="ignore"):  # times 0 it is no number
+        expected = np.inf * weight.decoded[:, -1]
+    np.testing.assert_array_equal(oracles.exact(y[0]), expected)
+    cuda_cases.assert_right(y[1:], x[1:], weight.decoded, case[4])
 
 
 def check_batch(case: Case) -> None:

@@ -24,6 +24,7 @@ ODD_WORDS = "packed, odd offset of words"
 ODD_SCALES = "packed, odd offset of scales"
 
 _LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
+_TILE = "cuda/weight_tile.cuh"
 _APART = "cuda/apart.cuh"
 _DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
@@ -145,7 +146,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: the last block's warps all have columns",
-        _WEIGHTS,
+        _TILE,
         "min(col + lane.row + 8 * f, work.n - 1)",
         "(col + lane.row + 8 * f)",
         NATIVE,
@@ -154,17 +155,33 @@ MUTANTS = (
     Mutant(
         "cuda: codes under the exponent of 64 read as under that of 1024",
         _WEIGHTS,
-        "0x54005400u",
-        "0x64006400u",
+        "masked(shifted, 0x00F000F0u, 0x54005400u)",
+        "masked(shifted, 0x00F000F0u, 0x64006400u)",
         PACKED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: symmetric codes in bfloat16 keep their surplus",
         _WEIGHTS,
-        "bfloat(float(128 + SURPLUS))",
-        "bfloat(float(128))",
+        "0x43004300u + SURPLUS * 0x00010001u",
+        "0x43004300u",
         SYMMETRIC,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: every plane of a packed tile has four words of a lane together",
+        _TILE,
+        "Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0",
+        "Planes<W>::LOW_WORDS >= 4",
+        ZERO_POINT,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: numbers that come one by one change places",
+        _TILE,
+        "bits << i % EACH",
+        "bits << (i + 1) % EACH",
+        PACKED_ODD,
         Detector.WRONG_RESULT,
     ),
     Mutant(
@@ -177,9 +194,9 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: lanes of nvfp4 share a scale",
-        _WEIGHTS,
-        "group_at<W>(k) + (W::SCALED ? tile.lane.pair : 0)",
-        "group_at<W>(k)",
+        _TILE,
+        "tile.scales += lane.pair * (FACTORS * TILE_N);",
+        "",
         NVFP4,
         Detector.WRONG_RESULT,
     ),

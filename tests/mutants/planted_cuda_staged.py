@@ -1,8 +1,8 @@
-"""Bugs in Hopper's kernel: turns of the ring, who waits for whom, and borders.
+"""Bugs in the ring of stages and in wgmma: turns, who waits for whom, and borders.
 
 That products are complete only when somebody has waited for them, and that they see
 stored values only behind a fence, the CPU does not show: there are no bugs of that
-kind here.
+kind here. What "mma_staged" has of its own is in planted_cuda_mma_staged.py.
 """
 
 from mutant import Detector, Mutant
@@ -13,11 +13,13 @@ SLICED = "wgmma, k cut inside a stage"
 HALVES = "wgmma, loaders bring half stages"
 MANY_WARPS = "wgmma, two warpgroups side by side, two slices, whole k"
 TAIL = "wgmma, groups of 32, k tail"
+INFINITE = "wgmma, groups of 32, k tail, x ends in an infinity"
 ODD_X = "wgmma, odd offset of x"
 ODD_WORDS = "wgmma, odd offset of words"
 ODD_SCALES = "wgmma, odd offset of scales"
 
-_STAGES, _WGMMA = "cuda/stages.cuh", "cuda/wgmma.cuh"
+_STAGES, _STAGED = "cuda/stages.cuh", "cuda/staged.cuh"
+_WGMMA = "cuda/wgmma.cuh"
 
 MUTANTS = (
     Mutant(
@@ -39,19 +41,19 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: a stage is said to be full before it is",
         _STAGES,
-        "        store_tile_of_x<FRAGMENTS, W>(\n",
-        "        if (h + i == 0 && lane_index == 0) {\n"
-        "          barrier_arrive(ring.full(turn.stage));\n"
-        "        }\n"
-        "        store_tile_of_x<FRAGMENTS, W>(\n",
+        "      store_tile_of_x<FRAGMENTS, ORDER, W>(\n",
+        "      if (h == 0 && lane_index == 0) {\n"
+        "        barrier_arrive(ring.full(turn.stage));\n"
+        "      }\n"
+        "      store_tile_of_x<FRAGMENTS, ORDER, W>(\n",
         WHOLE,
         Detector.OUT_OF_STEP,
     ),
     Mutant(
         "cuda: wgmma: the stage that is being read is given back",
         _WGMMA,
-        "barrier_arrive(ring.empty(read));\n          }\n        }",
-        "barrier_arrive(ring.empty(turn.stage));\n          }\n        }",
+        "barrier_arrive(ring.empty(read));\n            }\n          }",
+        "barrier_arrive(ring.empty(turn.stage));\n            }\n          }",
         WHOLE,
         Detector.OUT_OF_STEP,
     ),
@@ -59,22 +61,22 @@ MUTANTS = (
         "cuda: wgmma: many warps never give a stage back",
         _WGMMA,
         "} else if (lane_index == 0) {\n"
-        "        barrier_arrive(ring.empty(turn.stage));",
-        "} else if (false) {\n        barrier_arrive(ring.empty(turn.stage));",
+        "          barrier_arrive(ring.empty(turn.stage));",
+        "} else if (false) {\n          barrier_arrive(ring.empty(turn.stage));",
         MANY_WARPS,
         Detector.OUT_OF_STEP,
     ),
     Mutant(
         "cuda: wgmma: one column of warpgroups gives stages back for both",
-        _WGMMA,
-        "barrier_init(ring.empty(i), WARPGROUP * COLUMNS)",
-        "barrier_init(ring.empty(i), WARPGROUP)",
+        _STAGED,
+        "barrier_init(ring.empty(i), COLUMNS)",
+        "barrier_init(ring.empty(i), TOGETHER)",
         MANY_WARPS,
         Detector.OUT_OF_STEP,
     ),
     Mutant(
         "cuda: wgmma: a stage is full when half of it is",
-        _WGMMA,
+        _STAGED,
         "barrier_init(ring.full(i), pieces_of_stage<FRAGMENTS_M>())",
         "barrier_init(ring.full(i), 1)",
         HALVES,
@@ -98,17 +100,17 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: matrices of x lie in another order",
-        _STAGES,
-        "(half * (TILE_K / 8) + 2 * product + i) * FRAGMENTS + fragment",
-        "half * (TILE_K / 8) * FRAGMENTS + fragment * (TILE_K / 8) + 2 * product + i",
+        _WGMMA,
+        "(2 * product + i % 2) * FRAGMENTS + i / 2",
+        "i / 2 * (2 * STAGE_PRODUCTS) + 2 * product + i % 2",
         WHOLE,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: wgmma: a product reads another one's matrices",
         _WGMMA,
-        "2 * (j + i / 2)) * FRAGMENTS",
-        "2 * j + i / 2) * FRAGMENTS",
+        "2 * (half * PRODUCTS + j + i / 2) * FRAGMENTS",
+        "(2 * (half * PRODUCTS + j) + i / 2) * FRAGMENTS",
         WHOLE,
         Detector.WRONG_RESULT,
     ),
@@ -131,9 +133,9 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: what pads a weight is not multiplied by zeros",
         _STAGES,
-        "inside ? columns[i] : 0",
-        "columns[i]",
-        TAIL,
+        "inside ? columns[i][j] : 0",
+        "columns[i][j]",
+        INFINITE,
         Detector.WRONG_RESULT,
     ),
     Mutant(
@@ -178,7 +180,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: later splits do not know of those before",
-        _WGMMA,
+        _STAGED,
         "    first += ceil_div(split.k_stop - split.k_start, STAGE_K);\n",
         "",
         STREAM,
@@ -186,7 +188,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: only whole stages of a split before count",
-        _WGMMA,
+        _STAGED,
         "first += ceil_div(split.k_stop - split.k_start, STAGE_K)",
         "first += (split.k_stop - split.k_start) / STAGE_K",
         STREAM,
@@ -194,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: sums are stored while stages are read",
-        _WGMMA,
+        _STAGED,
         "STAGE_K);\n    __syncthreads();\n    if (warp < MULTIPLIERS",
         "STAGE_K);\n    if (warp < MULTIPLIERS",
         WHOLE,
@@ -202,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: no barrier before the store",
-        _WGMMA,
+        _STAGED,
         "    __syncthreads();\n    store_tile",
         "    store_tile",
         WHOLE,
@@ -210,31 +212,31 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: no barrier after the store",
-        _WGMMA,
+        _STAGED,
         "    if (WHOLE) {\n      break;\n    }\n    __syncthreads();\n",
         "    if (WHOLE) {\n      break;\n    }\n",
         STREAM,
         Detector.RACE,
     ),
     Mutant(
-        "cuda: wgmma: the next words are those of the next slice's stage",
-        _WGMMA,
-        "k + AHEAD * SLICES * STAGE_K + half * TILE_K",
-        "k + AHEAD * STAGE_K + half * TILE_K",
+        "cuda: wgmma: the next weights are those of the next slice's stage",
+        _STAGED,
+        "advance(SLICES * STAGE_K);",
+        "advance(STAGE_K);",
         WHOLE,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: wgmma: the next numbers are those of another group",
-        _WGMMA,
-        "SETS_OF_NUMBERS == 1 ? later - half * TILE_K : later",
-        "later - half * TILE_K",
+        _STAGED,
+        "(SETS == 1 ? 0 : half * TILE_K)",
+        "0",
         STREAM,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: wgmma: x is not looked at for alignment",
-        _WGMMA,
+        _STAGED,
         "is_aligned(x) && is_aligned(w) && is_aligned(scales)",
         "is_aligned(w) && is_aligned(scales)",
         ODD_X,
@@ -242,7 +244,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: words are not looked at for alignment",
-        _WGMMA,
+        _STAGED,
         "is_aligned(x) && is_aligned(w) && is_aligned(scales)",
         "is_aligned(x) && is_aligned(scales)",
         ODD_WORDS,
@@ -250,7 +252,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: scales are not looked at for alignment",
-        _WGMMA,
+        _STAGED,
         "is_aligned(x) && is_aligned(w) && is_aligned(scales)",
         "is_aligned(x) && is_aligned(w)",
         ODD_SCALES,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import cuda_on_cpu
 import planted_cuda
+import planted_cuda_mma_staged as planted_mma_staged
 import planted_cuda_staged as planted_ring
 import pytest
-from cuda_cases import RING_WAYS, WAYS, Case
+from cuda_cases import STAGED_WAYS, WAYS, WGMMA_WAYS, Case
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
@@ -48,6 +49,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     planted_cuda.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
     planted_cuda.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
     planted_cuda.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
+    planted_ring.INFINITE: cuda_on_cpu.check_infinite,
 }
 """What compares a case with float64; a product with arrays that are moved if it has
 none."""
@@ -57,7 +59,8 @@ CASES |= {
     planted_cuda.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
     planted_cuda.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
 }
-RING_WHOLE, RING_STREAM = RING_WAYS[0], RING_WAYS[3]
+WGMMA_WHOLE, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[3]
+STAGED_WHOLE, STAGED_STRIPE, STAGED_SLICED, *_ = STAGED_WAYS
 RING_MOVED = {
     planted_ring.ODD_X: ("x",),
     planted_ring.ODD_WORDS: ("w",),
@@ -65,17 +68,26 @@ RING_MOVED = {
 }
 MOVED |= RING_MOVED
 CASES |= {
-    planted_ring.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE),
-    planted_ring.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, RING_STREAM),
-    planted_ring.SLICED: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[2]),
-    planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, RING_STREAM),
-    planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, RING_WAYS[5]),
-    planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, RING_WHOLE),
+    planted_ring.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE),
+    planted_ring.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, WGMMA_STREAM),
+    planted_ring.SLICED: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[2]),
+    planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, WGMMA_STREAM),
+    planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[5]),
+    planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
+    planted_ring.INFINITE: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
 }
 CASES |= dict.fromkeys(
-    RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, RING_WHOLE)
+    RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE)
 )
-MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS)
+CASES |= {
+    planted_mma_staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, STAGED_WHOLE),
+    planted_mma_staged.ODD: ("affine", 4, 64, "marlin", "bfloat16", 20, STAGED_WHOLE),
+    planted_mma_staged.FOUR: ("affine", 4, 64, "marlin", "float16", 30, STAGED_WHOLE),
+    planted_mma_staged.SLICED: ("affine", 4, 64, "marlin", "float16", 9, STAGED_SLICED),
+    planted_mma_staged.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, STAGED_WHOLE),
+    planted_mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
+}
+MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS, *planted_mma_staged.MUTANTS)
 
 
 @pytest.fixture
