@@ -1,4 +1,4 @@
-"""CUDA kernels whose x waits in shared memory: what they compute, how plans of them look.
+"""CUDA kernels whose x waits in shared memory: what they compute, how plans look.
 
 In "mma_staged" and "wgmma", four warps fill stages of x and all others multiply. A tile
 has `simdgroups_n` packed tiles side by side, each `simdgroups_k` warps, and `buffers`

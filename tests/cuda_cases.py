@@ -24,7 +24,7 @@ from mlx_marlin.problem import PLAIN, Epilogue, Problem
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""
 RING_K = 1216
-"""Values of k where x comes in stages: more than there may be, and the last one half."""
+"""Values of k where x comes in stages: more than there may be, the last one half."""
 Case = tuple[str, int, int, str, str, int, dict[str, Any]]
 STREAMS = {"strategy": "stream_k", "minimum": 1}
 """Of products as small as these, the usual minimum of k tiles leaves no split."""
@@ -106,7 +106,7 @@ RING_ROWS = {
     "wgmma": (9, 24, 30, 48, 64, 16, 17, 33, 70),
     "mma_staged": (1, 16, 24, 30, 8, 9, 32, 17, 40),
 }
-"""Rows of kernels with stages: of each tile full and ragged ones, and two such tiles."""
+"""Rows of kernels with stages: of each tile full and ragged ones, and two tiles."""
 EPILOGUES = (
     Epilogue(bias=True),
     Epilogue(activation="silu", multiply=True),
