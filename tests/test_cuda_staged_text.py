@@ -164,8 +164,16 @@ def test_every_format(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("way", RING_WAYS, ids=str)
-@pytest.mark.parametrize(("dtype", "m"), [("float16", 19), ("bfloat16", 12)])
+@pytest.mark.parametrize(
+    ("way", "dtype", "m"),
+    [
+        (way, *each)
+        for way, each in zip(
+            RING_WAYS, cycle((("float16", 19), ("bfloat16", 12))), strict=False
+        )
+    ],
+    ids=str,
+)
 def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
     weight, x, expected = cuda_cases.integers(dtype, m, way)
     y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
@@ -234,8 +242,16 @@ def test_few_rows_are_served_too(m: int) -> None:
     check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLES[0]))
 
 
-@pytest.mark.parametrize("way", RING_WAYS, ids=str)
-@pytest.mark.parametrize(("bits", "group_size", "m"), [(4, 32, 12), (6, 128, 28)])
+@pytest.mark.parametrize(
+    ("way", "bits", "group_size", "m"),
+    [
+        (way, *each)
+        for way, each in zip(
+            RING_WAYS, cycle(((4, 32, 12), (6, 128, 28), (4, 128, 20))), strict=False
+        )
+    ],
+    ids=str,
+)
 def test_no_race_and_nothing_read_that_is_not_there(
     bits: int, group_size: int, m: int, way: dict[str, Any]
 ) -> None:

@@ -24,7 +24,7 @@ struct Warpgroups {
     }
   };
 
-// One split of a tile, as far as one warp computes it: every SLICES-th stage from `slice` on.
+  // One split of a tile, as far as one warp computes it: every SLICES-th stage from `slice` on.
   // A warp without columns of its own goes along, because its three others need it.
   template <int FRAGMENTS, int SLICES, int STAGES, typename W, bool ALIGNED, typename T, typename S>
   static METAL_FUNC void multiply_stages(
