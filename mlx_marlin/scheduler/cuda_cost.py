@@ -17,11 +17,11 @@ from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.work import Work
 
-STATED_BANDWIDTH = 1.13
+STATED_BANDWIDTH = 1.05
 """Bandwidth in the stated one's terms that any number of warps would reach, and what
-one warp of a multiprocessor can have: fitted to five times that reading 117 MB took
-with 8 to 32 warps, within 8 % (measured, docs/cuda.md)."""
-WARP_BANDWIDTH = 3.7e9
+one warp of a multiprocessor can have: fitted to four times that reading 117 MB took
+with 14 to 32 warps, within 2 %; with 8, 15 % too fast (measured, docs/cuda.md)."""
+WARP_BANDWIDTH = 5.0e9
 """Bytes a second of one warp: the second half of that fit."""
 STEP_SECONDS = (450e-9, 860e-9, 1040e-9, 1225e-9)
 """What a warp of "mma" takes for 32 columns and 64 of k, by fragments_m: instructions
@@ -35,13 +35,16 @@ fragments_m: what its warps issue, and their products (measured, docs/cuda.md, s
 FILL_SECONDS = (105e-9, 130e-9, 195e-9, 260e-9)
 """What filling a stage takes its four warps, which few tiles side by side wait for
 (measured, docs/cuda.md, step 29: 14336→4096; the third lies between)."""
-STAGE_SECONDS = {2: 320e-9, 3: 355e-9, 4: 385e-9, 6: 485e-9, 8: 535e-9}
+STAGE_SECONDS = {2: 305e-9, 3: 340e-9, 4: 367e-9, 6: 472e-9, 8: 523e-9}
 """What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
 fragments_m: decoding and matrix products, which do not hide each other (measured,
-docs/cuda.md, step 29: 8192→28672 and 5120→17408 agree within 3 %)."""
+docs/cuda.md, step 29: 8192→28672 and 5120→17408 agree within 6 %)."""
 PIECE_SECONDS = 2.5e-6
 """To begin and end a piece of work: first loads, and the sums of a block's warps (a
 guess)."""
+FIRST_STAGE_SECONDS = 1e-6
+"""Until the first stage of x is full, for which all others wait (fitted: with it one
+`TILE_SECONDS` of 16 rows serves 4096→4096 and 8192→28672, within 6 %)."""
 FURTHER_LAUNCH = 8e-6
 """Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
 and 2 of the device (a guess)."""
@@ -91,6 +94,7 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
     columns = work.tiles // -(-problem.m // rows) * across * TILE_N
     padded = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
+    begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (way.kernel in staged_x.KERNELS)
     return Prediction(
         memory=mean * (read / rate + met),
         issue=mean * turns * _issue(way, longest * trips),
@@ -98,7 +102,7 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
         matrix=2 * padded * columns * problem.k / (device.tflops * 1e12),
         busy=mean,
         fill=1.0,
-        dispatch=turns * pieces * PIECE_SECONDS + further,
+        dispatch=turns * pieces * begun + further,
     )
 
 
