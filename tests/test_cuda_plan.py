@@ -14,7 +14,8 @@ from strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 
 from mlx_marlin import cuda_device, measurement, mma, scheduler, staged_x
 from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.plan import OF_CUDA, Kernel, Plan, k_tile
+from mlx_marlin.kernels import OF_CUDA, Kernel, k_tile
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import cuda
 from mlx_marlin.work import STRATEGIES, Strategy, Tile, Work, data_parallel

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mlx_marlin import cuda_device, scheduler, staged_x
 from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.plan import OF_CUDA, Kernel, Plan
+from mlx_marlin.kernels import OF_CUDA, Kernel
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import cuda
 from mlx_marlin.work import Tile, Work, data_parallel

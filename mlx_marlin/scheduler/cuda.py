@@ -9,7 +9,8 @@ from mlx_marlin import mma, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.formats import TILE_N
-from mlx_marlin.plan import OF_CUDA, PADDED_COLUMNS, Kernel, Plan, Reduction, k_tile
+from mlx_marlin.kernels import OF_CUDA, PADDED_COLUMNS, Kernel, Reduction, k_tile
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import decompositions
 from mlx_marlin.scheduler.candidates import INVARIANT_ROWS, Wishes
