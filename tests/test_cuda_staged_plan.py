@@ -12,7 +12,7 @@ from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.kernels import OF_CUDA, Kernel
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import cuda
+from mlx_marlin.scheduler import cuda_ways
 from mlx_marlin.work import Tile, Work, data_parallel
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -178,7 +178,7 @@ def test_neither_older_nor_newer_devices_have_it(arch: str) -> None:
 
 
 OTHERS = {
-    "few rows": {"m": cuda.LEAST_ROWS - 1},
+    "few rows": {"m": cuda_ways.LEAST_ROWS - 1},
     "layout": {"layout": "mlx"},
     "invariant": {"invariant": True},
 }
@@ -188,7 +188,7 @@ OTHERS = {
 def test_they_are_offered_for_packed_weights_whose_sums_may_vary(
     other: str,
 ) -> None:
-    assert kernels(replace(LARGE, m=cuda.LEAST_ROWS)) == {*OF_CUDA}
+    assert kernels(replace(LARGE, m=cuda_ways.LEAST_ROWS)) == {*OF_CUDA}
     assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
 
 
