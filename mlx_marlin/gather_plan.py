@@ -12,7 +12,7 @@ Few rows of a tile are dot products, as in `gemv`: an expert that one row chose 
 from dataclasses import dataclass
 
 from mlx_marlin.formats import TILE_N
-from mlx_marlin.plan import (
+from mlx_marlin.kernels import (
     FRAGMENT,
     FRAGMENTS_M,
     MAX_SIMDGROUPS,

@@ -12,7 +12,8 @@ from itertools import product
 
 from mlx_marlin import source
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
-from mlx_marlin.plan import FRAGMENT, GEMV_ROWS, MAX_SIMDGROUPS, Kernel, Plan, k_tile
+from mlx_marlin.kernels import FRAGMENT, GEMV_ROWS, MAX_SIMDGROUPS, Kernel, k_tile
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import STAGED
 from mlx_marlin.scheduler.candidates import (

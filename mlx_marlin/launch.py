@@ -19,7 +19,8 @@ from mlx_marlin import layout, source
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.plan import SIMD_WIDTH, Plan
+from mlx_marlin.kernels import SIMD_WIDTH
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import PLAIN, Problem
 
 BACKENDS = ("metal", "cuda", "emulator", "stock")

@@ -15,50 +15,20 @@ Of a batch of products, the columns of tiles of each follow those of the one bef
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
-from mlx_marlin import mma, staged_x
-from mlx_marlin.formats import TILE_K, TILE_N
-from mlx_marlin.problem import MOST_ELEMENTS, PLAIN, Problem
-from mlx_marlin.staging import BUFFERS, buffer_bytes
+from mlx_marlin import plan_checks, staged_x
+from mlx_marlin.kernels import (
+    FRAGMENT,
+    OF_CUDA,
+    PADDED_COLUMNS,
+    SIMD_WIDTH,
+    Kernel,
+    Reduction,
+    step_k,
+)
+from mlx_marlin.problem import PLAIN, Problem
+from mlx_marlin.staging import buffer_bytes
 from mlx_marlin.work import Split, Tile, Work, tile_position
-
-Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma", "mma_staged", "wgmma"]
-Reduction = Literal["none", "workspace", "atomic"]
-
-OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", *OF_CUDA)
-"""Those that run on CUDA devices; the others are Metal's."""
-REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
-
-FRAGMENT = 8
-"""Rows and columns of a simdgroup matrix."""
-SIMD_WIDTH = 32
-"""Threads of a simdgroup."""
-FRAGMENTS_M = (1, 2)
-"""Row fragments of x a simdgroup may hold: with three, group sums spill registers."""
-MAX_SIMDGROUPS = 8
-"""256 threads, a size that leaves every kernel its registers."""
-THREADGROUP_LIMIT = 32768
-"""Bytes of threadgroup memory that one threadgroup may have."""
-PADDED_COLUMNS = TILE_N + 4
-"""Columns of a float32 row of the epilogue's scratch: the 4 spread rows over banks."""
-GEMV_ROWS = {"float16": 5, "bfloat16": 3, "float32": 3}
-"""Most rows of `gemv`, by dtype: beyond, 4-byte values of x take too many registers."""
-
-
-def k_tile(group_size: int) -> int:
-    """Returns the weights of a k tile, between which k may be cut.
-
-    Every trip applies its own group's scales, so a cut may fall inside a group: longer
-    groups than 128, and whole rows, are cut as finely as short ones.
-    """
-    return 128 if group_size == 128 else TILE_K
-
-
-def step_k(group_size: int) -> int:
-    """Returns the k of a step: a fragment of a step must not sit in two groups."""
-    return 32 if group_size == 32 else TILE_K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,199 +72,7 @@ class Plan:
     loaders: int = 0
 
     def __post_init__(self) -> None:
-        if self.kernel not in KERNELS:
-            raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
-        self._check_staging()
-        if self.kernel == "gemv":
-            self._check_gemv()
-        elif self.kernel == "mma":
-            self._check_mma()
-        elif self.has_staged_x:
-            self._check_staged_x()
-        else:
-            self._check_gemm()
-        self._check_threadgroup()
-        self._check_work()
-        self._check_reduction()
-        self._check_invariant()
-
-    def _check_staging(self) -> None:
-        if self.has_staged_x:
-            return
-        if self.kernel != "gemm_staged":
-            if (self.buffers, self.loaders) != (0, 0):
-                raise ValueError(
-                    f"{self.kernel} has buffers=0 and loaders=0, got "
-                    f"buffers={self.buffers}, loaders={self.loaders}"
-                )
-            return
-        if self.problem.batch > 1:
-            raise ValueError(
-                f"gemm_staged takes one weight, got batch={self.problem.batch}"
-            )
-        if self.buffers not in BUFFERS:
-            raise ValueError(f"buffers={self.buffers} is not one of {BUFFERS}")
-        if self.loaders < 0:
-            raise ValueError(f"loaders={self.loaders} must be at least 0")
-        if self.loaders and self.buffers == 1:
-            raise ValueError(
-                f"loaders={self.loaders} would wait with buffers=1 whenever the others "
-                f"multiply, expected 2 or 3 buffers"
-            )
-
-    def _check_gemv(self) -> None:
-        most = GEMV_ROWS[self.problem.dtype]
-        if self.problem.m > most:
-            raise ValueError(
-                f"gemv takes at most {most} rows of {self.problem.dtype}, "
-                f"got m={self.problem.m}"
-            )
-        if (self.fragments_m, self.simdgroups_m) != (0, 1):
-            raise ValueError(
-                "gemv has fragments_m=0 and simdgroups_m=1, got "
-                f"fragments_m={self.fragments_m}, simdgroups_m={self.simdgroups_m}"
-            )
-        if self.tile.m != self.problem.m:
-            raise ValueError(
-                f"a gemv tile has all m={self.problem.m} rows, got tile.m={self.tile.m}"
-            )
-
-    def _check_gemm(self) -> None:
-        if self.fragments_m not in FRAGMENTS_M:
-            raise ValueError(
-                f"fragments_m={self.fragments_m} is not one of {FRAGMENTS_M}"
-            )
-        rows = FRAGMENT * self.fragments_m * self.simdgroups_m
-        if self.tile.m != rows:
-            raise ValueError(
-                f"fragments_m={self.fragments_m} and simdgroups_m={self.simdgroups_m} "
-                f"make tiles of {rows} rows, got tile.m={self.tile.m}"
-            )
-
-    def _check_mma(self) -> None:
-        mma.check(
-            self.problem,
-            fragments_m=self.fragments_m,
-            simdgroups_m=self.simdgroups_m,
-            simdgroups_n=self.simdgroups_n,
-            simdgroups_k=self.simdgroups_k,
-            tile_m=self.tile.m,
-            tile_n=self.tile.n,
-            subtract=self.subtract,
-        )
-
-    def _check_staged_x(self) -> None:
-        staged_x.check(
-            self.problem,
-            kernel=self.kernel,
-            fragments_m=self.fragments_m,
-            simdgroups_m=self.simdgroups_m,
-            simdgroups_n=self.simdgroups_n,
-            simdgroups_k=self.simdgroups_k,
-            buffers=self.buffers,
-            loaders=self.loaders,
-            tile_m=self.tile.m,
-            tile_n=self.tile.n,
-            subtract=self.subtract,
-        )
-
-    def _check_threadgroup(self) -> None:
-        on_cuda = self.on_cuda
-        columns = TILE_N * self.simdgroups_n if on_cuda else TILE_N
-        sides = columns, k_tile(self.problem.group_size)
-        if (self.tile.n, self.tile.k) != sides:
-            raise ValueError(
-                f"tile.n and tile.k are {sides[0]} and {sides[1]} for groups of "
-                f"{self.problem.group_size}, got {self.tile.n} and {self.tile.k}"
-            )
-        if self.simdgroups_m < 1 or self.simdgroups_k < 1:
-            raise ValueError(
-                f"simdgroups_m={self.simdgroups_m} and simdgroups_k="
-                f"{self.simdgroups_k} must be at least 1"
-            )
-        if self.simdgroups > MAX_SIMDGROUPS and not on_cuda:
-            further = f" and loaders={self.loaders}" if self.loaders else ""
-            raise ValueError(
-                f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k}"
-                f"{further} is more than {MAX_SIMDGROUPS} simdgroups in a threadgroup"
-            )
-        limit = mma.SHARED_LIMIT if on_cuda else THREADGROUP_LIMIT
-        if self.threadgroup_bytes > limit:
-            each = f"buffers={self.buffers} of {self.stage_bytes} bytes make "
-            raise ValueError(
-                f"{each if self.buffers else ''}{self.threadgroup_bytes} bytes of "
-                f"threadgroup memory, more than {limit}"
-            )
-
-    def _check_work(self) -> None:
-        wide = self.has_wide_tiles
-        if self.on_cuda:
-            if wide:
-                raise ValueError(
-                    f"{self.kernel} has tiles of one width, got strategy='hytis'"
-                )
-        elif wide != (self.simdgroups_n > 1) or self.simdgroups_k % self.simdgroups_n:
-            raise ValueError(
-                f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
-                f"of simdgroups_k={self.simdgroups_k} above 1"
-            )
-        if wide and self.work.whole % self.m_tiles:
-            raise ValueError(
-                f"whole={self.work.whole} wide tiles do not make whole columns of "
-                f"{self.m_tiles} tiles"
-            )
-        if wide and self.wide_columns * self.wide_n >= self.problem.n:
-            raise ValueError(
-                f"whole={self.work.whole} wide tiles leave no column of "
-                f"n={self.problem.n} for narrow ones"
-            )
-        if wide and self.problem.batch > 1:
-            raise ValueError(
-                f"hytis takes one weight, got batch={self.problem.batch}: wide tiles "
-                f"would end in another product's"
-            )
-        expected = self.problem.batch * self.m_tiles * self.n_tiles, self.k_tiles
-        if (self.work.tiles, self.work.k_tiles) != expected:
-            raise ValueError(
-                f"the product has {expected[0]} tiles of {expected[1]} k tiles, got "
-                f"work with {self.work.tiles} of {self.work.k_tiles}"
-            )
-
-    def _check_reduction(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
-        if self.on_cuda and self.reduction == "atomic":
-            raise ValueError(
-                f"{self.kernel} has no atomic sums, got reduction='atomic'"
-            )
-        if (self.reduction == "none") == self.work.is_split:
-            raise ValueError(
-                f"reduction={self.reduction!r} does not fit work whose tiles "
-                f"{'are' if self.work.is_split else 'are not'} split"
-            )
-        if prod(self.workspace_shape) >= MOST_ELEMENTS:
-            raise ValueError(
-                f"k_parallel={self.work.slices} makes a workspace of "
-                f"{self.workspace_shape}, expected fewer than {MOST_ELEMENTS} elements"
-            )
-
-    def _check_invariant(self) -> None:
-        if not self.problem.invariant:
-            return
-        exact = self.kernel == "gemm_register" and self.subtract
-        kept = (
-            (exact or self.kernel == "mma")
-            and self.reduction != "atomic"
-            and self.work.strategy in ("data_parallel", "split_k")
-        )
-        if not kept:
-            raise ValueError(
-                "invariant=True needs gemm_register, subtract=True, and data_parallel "
-                "or split_k without atomics (or mma, likewise, without subtract), got "
-                f"kernel={self.kernel!r}, "
-                f"subtract={self.subtract}, strategy={self.work.strategy!r}, "
-                f"reduction={self.reduction!r}"
-            )
+        plan_checks.check(self)
 
     @property
     def on_cuda(self) -> bool:

@@ -16,8 +16,9 @@ from oracles import Floats, exact
 
 from mlx_marlin import launch
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
+from mlx_marlin.kernels import GEMV_ROWS, k_tile
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import GEMV_ROWS, Plan, k_tile
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.work import Tile, Work, data_parallel
 

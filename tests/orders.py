@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from strategies import Native
 
-from mlx_marlin.plan import Plan, step_k
+from mlx_marlin.kernels import step_k
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 
 Vector = NDArray[np.float32]

@@ -14,15 +14,15 @@ from mlx_marlin import device, scheduler, source
 from mlx_marlin.emulator import check
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.formats import WIDTHS as WIDTHS_OF_CODES
-from mlx_marlin.plan import (
+from mlx_marlin.kernels import (
     FRAGMENT,
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
-    Plan,
     Reduction,
     k_tile,
 )
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
 from mlx_marlin.scheduler.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
 from mlx_marlin.scheduler.decompositions import WIDTHS

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from mlx_marlin import device, launch
 from mlx_marlin.device import Device
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import (
+from mlx_marlin.kernels import (
     FRAGMENT,
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
-    Plan,
     Reduction,
     k_tile,
 )
+from mlx_marlin.packing import pack
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import (
     ACTIVATIONS,
     MOST_ELEMENTS,

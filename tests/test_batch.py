@@ -20,7 +20,8 @@ from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.device import Device
 from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.formats import CHANNEL, FORMATS
-from mlx_marlin.plan import Plan, Reduction
+from mlx_marlin.kernels import Reduction
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.scheduler import predict
 from mlx_marlin.scheduler.candidates import candidates

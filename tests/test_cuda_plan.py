@@ -14,9 +14,10 @@ from strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 
 from mlx_marlin import cuda_device, measurement, mma, scheduler, staged_x
 from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.plan import OF_CUDA, Kernel, Plan, k_tile
+from mlx_marlin.kernels import OF_CUDA, Kernel, k_tile
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import cuda
+from mlx_marlin.scheduler import cuda_ways
 from mlx_marlin.work import STRATEGIES, Strategy, Tile, Work, data_parallel
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -279,7 +280,7 @@ def test_the_chosen_plan_is_right_for_the_device(
     assert scheduler.predict(plan, gpu).seconds > 0
     along, k_tiles = plan.simdgroups_k, plan.work.total // plan.work.pieces
     if plan.kernel == "mma":
-        assert k_tiles // along >= cuda.LEAST_K_TILES or along == 1
+        assert k_tiles // along >= cuda_ways.LEAST_K_TILES or along == 1
     else:
         assert along <= -(-k_tiles * plan.tile.k // staged_x.STAGE_K)
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from mlx_marlin import cuda_device, scheduler, staged_x
 from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.plan import OF_CUDA, Kernel, Plan
+from mlx_marlin.kernels import OF_CUDA, Kernel
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import cuda
+from mlx_marlin.scheduler import cuda_ways
 from mlx_marlin.work import Tile, Work, data_parallel
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -177,7 +178,7 @@ def test_neither_older_nor_newer_devices_have_it(arch: str) -> None:
 
 
 OTHERS = {
-    "few rows": {"m": cuda.LEAST_ROWS - 1},
+    "few rows": {"m": cuda_ways.LEAST_ROWS - 1},
     "layout": {"layout": "mlx"},
     "invariant": {"invariant": True},
 }
@@ -187,7 +188,7 @@ OTHERS = {
 def test_they_are_offered_for_packed_weights_whose_sums_may_vary(
     other: str,
 ) -> None:
-    assert kernels(replace(LARGE, m=cuda.LEAST_ROWS)) == {*OF_CUDA}
+    assert kernels(replace(LARGE, m=cuda_ways.LEAST_ROWS)) == {*OF_CUDA}
     assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import launch, scheduler
+from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan, Reduction
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
 
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,8 @@ from test_formats import assert_close
 
 from mlx_marlin import launch, scheduler
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
-from mlx_marlin.plan import Plan, Reduction, step_k
+from mlx_marlin.kernels import Reduction, step_k
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.staging import barriers
 

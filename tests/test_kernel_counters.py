@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from mlx_marlin import launch, scheduler
 from mlx_marlin.emulator import Counters, emulated, trace
 from mlx_marlin.formats import FORMATS
+from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan, Reduction
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Epilogue, Problem
 
 pytestmark = pytest.mark.skipif(

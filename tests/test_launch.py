@@ -14,8 +14,9 @@ from hypothesis import given, settings
 
 import mlx_marlin
 from mlx_marlin import emulator, launch, layout, scheduler, serving, source
+from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan, Reduction
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import PLAIN, Epilogue, Problem
 
 Choose = Callable[[str | None], None]

@@ -13,7 +13,8 @@ from strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
 
 from mlx_marlin import scheduler
 from mlx_marlin.device import DEFAULT, Device
-from mlx_marlin.plan import GEMV_ROWS, Plan
+from mlx_marlin.kernels import GEMV_ROWS
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import candidates
 from mlx_marlin.scheduler.decompositions import ACCEPTED

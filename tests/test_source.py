@@ -9,7 +9,8 @@ from hypothesis import given
 
 from mlx_marlin import launch, source
 from mlx_marlin.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
-from mlx_marlin.plan import PADDED_COLUMNS, Plan
+from mlx_marlin.kernels import PADDED_COLUMNS
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN
 
 KERNELS = ("gemv", "gemm_register", "gemm_staged")

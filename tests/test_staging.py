@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mlx_marlin import scheduler
 from mlx_marlin.autotune import tuner
 from mlx_marlin.device import Device
-from mlx_marlin.plan import THREADGROUP_LIMIT, Plan
+from mlx_marlin.kernels import THREADGROUP_LIMIT
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import candidates
 from mlx_marlin.staging import BUFFERS, barriers, buffer_bytes, phases

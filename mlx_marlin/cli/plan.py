@@ -11,7 +11,7 @@ from mlx_marlin.cli import pictures
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.device import Target
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
-from mlx_marlin.plan import KERNELS, REDUCTIONS
+from mlx_marlin.kernels import KERNELS, REDUCTIONS
 from mlx_marlin.problem import ACTIVATIONS, Epilogue, Problem, problem_of
 from mlx_marlin.scheduler import Candidate, Choice, Wishes
 from mlx_marlin.scheduler.handover import handover, stock_seconds

@@ -10,7 +10,8 @@ from typing import Unpack
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.device import DEFAULT, Target, current, named
-from mlx_marlin.plan import OF_CUDA, Plan
+from mlx_marlin.kernels import OF_CUDA
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler import cost, cuda
 from mlx_marlin.scheduler.candidates import Wishes, candidates

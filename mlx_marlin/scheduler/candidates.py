@@ -7,18 +7,18 @@ from typing import Any, TypedDict
 
 from mlx_marlin.device import Device
 from mlx_marlin.formats import TILE_N
-from mlx_marlin.plan import (
+from mlx_marlin.kernels import (
     FRAGMENT,
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     THREADGROUP_LIMIT,
     Kernel,
-    Plan,
     Reduction,
     k_tile,
     step_k,
 )
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import decompositions
 from mlx_marlin.scheduler.cost import SIMDGROUPS_TO_FILL, predict

@@ -15,7 +15,8 @@ from functools import lru_cache
 
 from mlx_marlin.device import Device
 from mlx_marlin.formats import DTYPE_BYTES, SCALE_BYTES, TILE_K, TILE_N
-from mlx_marlin.plan import FRAGMENT, SIMD_WIDTH, Plan
+from mlx_marlin.kernels import FRAGMENT, SIMD_WIDTH
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.staged import THREADGROUP_BYTES_PER_CLOCK, staged_loop
 from mlx_marlin.scheduler.trips import Trip, trip_of

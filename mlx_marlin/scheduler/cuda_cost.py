@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mlx_marlin import mma, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.formats import TILE_N
-from mlx_marlin.plan import Kernel, k_tile
+from mlx_marlin.kernels import Kernel, k_tile
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.work import Work

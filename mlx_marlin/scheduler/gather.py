@@ -8,7 +8,7 @@ from math import exp, lgamma, log, sqrt
 from mlx_marlin.device import Device
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.gather_plan import MOST_DOT_ROWS, GatherPlan
-from mlx_marlin.plan import FRAGMENT, MAX_SIMDGROUPS, SIMD_WIDTH
+from mlx_marlin.kernels import FRAGMENT, MAX_SIMDGROUPS, SIMD_WIDTH
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import (
     SCHEDULERS_PER_CORE,

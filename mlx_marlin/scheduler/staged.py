@@ -8,7 +8,8 @@ was staged; all wait at barriers, and for the slowest of them.
 from dataclasses import dataclass
 
 from mlx_marlin.formats import SCALE_BYTES, TILE_K, TILE_N
-from mlx_marlin.plan import FRAGMENT, Plan, step_k
+from mlx_marlin.kernels import FRAGMENT, step_k
+from mlx_marlin.plan import Plan
 from mlx_marlin.scheduler.trips import Trip
 from mlx_marlin.staging import barriers
 
