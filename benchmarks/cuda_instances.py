@@ -17,7 +17,7 @@ from cuda_products import (
 from cuda_weights import Format, biases_of_stock, zero_native
 
 import mlx_marlin
-from mlx_marlin import launch, source
+from mlx_marlin import kernel_arguments, launch
 
 
 def needed(
@@ -53,8 +53,8 @@ def instance(format: Format, layout: str, shape: Shape, rows: int) -> Hashable:
     plan = plan_of(rows, shape, format, layout)
     if plan is None:
         return None
-    reduce = source.reduce_template(plan) if plan.finishes else {}
-    templates = (source.product_template(plan), reduce)
+    reduce = kernel_arguments.reduce_template(plan) if plan.finishes else {}
+    templates = (kernel_arguments.product_template(plan), reduce)
     return (
         str(format),
         plan.kernel,

@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import device, launch, repacking, scheduler, serving, source
+from mlx_marlin import (
+    device,
+    kernel_arguments,
+    launch,
+    repacking,
+    scheduler,
+    serving,
+)
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.device import Device
 from mlx_marlin.problem import Epilogue, Problem
@@ -137,7 +144,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
         grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
         assert [*grid] == [threads, 1, 1]
         assert [*threadgroup] == [min(threads, 128), 1, 1]
-        values = map(int, source.weight_template(problem).values())
+        values = map(int, kernel_arguments.weight_template(problem).values())
         assert ", ".join(map(str, values)) in call["arguments"][1]
 
 

@@ -13,7 +13,14 @@ import strategies
 from hypothesis import given, settings
 
 import mlx_marlin
-from mlx_marlin import emulator, launch, layout, scheduler, serving, source
+from mlx_marlin import (
+    emulator,
+    kernel_arguments,
+    launch,
+    layout,
+    scheduler,
+    serving,
+)
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan, Reduction
 from mlx_marlin.problem import PLAIN, Epilogue, Problem
@@ -181,7 +188,7 @@ def test_few_partial_sums_are_no_constants(
     assert spaces_of(finish)["partials"] == "device"
 
 
-def instance(values: Mapping[str, source.TemplateValue]) -> str:
+def instance(values: Mapping[str, kernel_arguments.TemplateValue]) -> str:
     """Returns how MLX spells template arguments."""
     metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
     return ", ".join(
@@ -196,7 +203,10 @@ def instance(values: Mapping[str, source.TemplateValue]) -> str:
 def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
     calls = kernel_calls(plan)
 
-    templates = [source.product_template(plan), source.reduce_template(plan)]
+    templates = [
+        kernel_arguments.product_template(plan),
+        kernel_arguments.reduce_template(plan),
+    ]
     for call, template in zip(calls, templates, strict=False):
         found = re.search(r"decltype\(\w+<(.*?)>\)", call.text)
         assert found is not None
