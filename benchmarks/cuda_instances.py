@@ -17,7 +17,7 @@ from cuda_products import (
 from cuda_weights import Format, biases_of_stock, zero_native
 
 import mlx_marlin
-from mlx_marlin import kernel_arguments, launch
+from mlx_marlin import backends, kernel_arguments
 
 
 def needed(
@@ -31,7 +31,7 @@ def needed(
     longer to compile each than we do: these come first. The most rows below each power
     of two stand for the others.
     """
-    if launch.backend() != "cuda":
+    if backends.backend() != "cuda":
         return []
     of_stock = {1 << (m - 1).bit_length(): m for m in sorted(rows)}
     tasks: list[Task] = [

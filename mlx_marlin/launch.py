@@ -9,37 +9,12 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_marlin import backends, kernel_arguments, source
-from mlx_marlin.backends import (
-    ENVIRONMENT,
-    IN_CONSTANT,
-    ON_GPU,
-    backend,
-    forced_backend,
-    lazily,
-    readable,
-)
+from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.plan import SIMD_WIDTH, Plan
 from mlx_marlin.problem import PLAIN, Problem
-
-__all__ = [
-    "ENVIRONMENT",
-    "IN_CONSTANT",
-    "ON_GPU",
-    "ROWS_OF_THREAD",
-    "Product",
-    "backend",
-    "dense_product",
-    "dequantized",
-    "forced_backend",
-    "forget",
-    "gather_product",
-    "plans_built",
-    "product",
-    "reduction",
-]
 
 ROWS_OF_THREAD = 4
 """Rows of a column that a thread of the reduce finishes; the shader says the same."""
@@ -153,7 +128,7 @@ def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
-    on_cuda = backend() == "cuda"
+    on_cuda = backends.backend() == "cuda"
     text = source.decoding_source(problem) if on_cuda else source.dequantize_source()
     kernel = lazily(text, 0) if on_cuda else backends.kernel(text)
     template = backends.template(kernel_arguments.weight_template(problem))

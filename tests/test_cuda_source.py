@@ -16,6 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
 from mlx_marlin import (
+    backends,
     cuda_device,
     device,
     kernel_arguments,
@@ -84,7 +85,7 @@ def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(device, "current", lambda: H200)
     # Once, and not again without derivatives.
     monkeypatch.setattr(serving, "traced", lambda run, _: mx.compile(run))
-    assert launch.backend() == "cuda"
+    assert backends.backend() == "cuda"
     return recorder
 
 
@@ -596,7 +597,7 @@ def test_what_a_layer_remembers_ends_with_what_decided_it(
     layer.invariant = True
     layer(x)
     assert launch.plans_built()[-1].problem.invariant
-    monkeypatch.setenv(launch.ENVIRONMENT, "stock")
+    monkeypatch.setenv(backends.ENVIRONMENT, "stock")
     layer.invariant = False
     assert is_ours()
     serving.forget()

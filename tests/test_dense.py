@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import (
+    backends,
     device,
     kernel_arguments,
     launch,
@@ -32,7 +33,7 @@ from mlx_marlin.scheduler.handover import margin_over_stock, stock_seconds
 Choose = Callable[[str | None], None]
 
 emulated = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 
 
@@ -108,7 +109,7 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
 @pytest.fixture(scope="module")
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, "metal")
+        patch.setenv(backends.ENVIRONMENT, "metal")
         serving.forget()
         yield
     serving.forget()

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 import mlx_marlin
 from mlx_marlin import (
+    backends,
     emulator,
     kernel_arguments,
     launch,
@@ -100,7 +101,7 @@ def arguments_of(node: Node) -> list[str]:
 @pytest.fixture(scope="module")
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, "metal")
+        patch.setenv(backends.ENVIRONMENT, "metal")
         serving.forget()
         yield
     serving.forget()
@@ -133,7 +134,7 @@ def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     assert [each[1:] for each in first.outputs] == [(sums, dtype)]
     assert len(calls) == 1 + plan.finishes
     if plan.finishes:
-        if prod(sums) >= launch.IN_CONSTANT:
+        if prod(sums) >= backends.IN_CONSTANT:
             assert last.inputs[0] == first.outputs[0]
         assert last.grid == (-(-problem.m // 4) * problem.n, 1, 1)
         assert prod(last.threadgroup) <= 256
@@ -381,7 +382,7 @@ def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
 def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> None:
     backend(name)
 
-    assert launch.backend() == launch.forced_backend() == name
+    assert backends.backend() == backends.forced_backend() == name
 
 
 def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) -> None:
@@ -432,17 +433,17 @@ def test_what_the_machine_has_decides_otherwise(
 ) -> None:
     machine(has_metal, default, None, has_cuda)
 
-    assert launch.backend() == expected
-    assert launch.forced_backend() is None
+    assert backends.backend() == expected
+    assert backends.forced_backend() is None
 
 
 def test_an_empty_environment_variable_is_no_wish(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(False, mx.cpu, None)
-    monkeypatch.setenv(launch.ENVIRONMENT, "")
+    monkeypatch.setenv(backends.ENVIRONMENT, "")
 
-    assert launch.backend() == "emulator"
+    assert backends.backend() == "emulator"
 
 
 def test_without_a_compiler_stock_answers_after_one_warning(

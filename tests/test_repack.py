@@ -14,7 +14,7 @@ from format_cases import GROUPED, Integers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator, kernel_arguments, launch, layout, repacking
+from mlx_marlin import backends, emulator, kernel_arguments, layout, repacking
 from mlx_marlin.formats import WIDTHS, planes_of
 from mlx_marlin.packing import PackedWeight, pack, unpack
 from mlx_marlin.repacking import to_rows, to_tiles
@@ -22,7 +22,7 @@ from mlx_marlin.repacking import to_rows, to_tiles
 Choose = Callable[[str | None], None]
 
 emulated = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 GROUP_SIZES = (16, 32, 64, 128)
 
