@@ -44,7 +44,7 @@ from cuda_report import Laps, Progress, heading, machine, table, write_json
 from cuda_weights import Format, zero_native
 
 import mlx_marlin
-from mlx_marlin import launch
+from mlx_marlin import backends
 
 STREAMS = (1, 4, 8, 16, 32)
 PROMPT, NEW, REPEATS = 64, 64, 3
@@ -125,7 +125,7 @@ def generate_once(
 
 def to_compile(asked: argparse.Namespace, format: Format) -> list[Task]:
     """Returns what compiles the kernels of a run; nothing without a CUDA device."""
-    if launch.backend() != "cuda":
+    if backends.backend() != "cuda":
         return []
     return [
         partial(generate_once, name, asked.sizes, format, asked.prompt, streams)

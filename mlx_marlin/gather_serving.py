@@ -7,7 +7,7 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.packing import PackedWeight, dtype_name
@@ -84,7 +84,7 @@ def product_of(kind: Kind) -> Product | None:
         layout=kind.layout,
         invariant=kind.invariant,
     )
-    free = launch.backend() == "metal" and launch.forced_backend() is None
+    free = backends.backend() == "metal" and backends.forced_backend() is None
     if free and scheduler.gather_reason(
         problem, kind.experts, kind.is_sorted, target()
     ):
@@ -95,7 +95,7 @@ def product_of(kind: Kind) -> Product | None:
 
 def why_not_gather(kind: Kind) -> str | None:
     """Says why stock MLX serves a kind of call; None if our kernels do."""
-    if launch.backend() == "cuda":
+    if backends.backend() == "cuda":
         return "our CUDA kernels do not choose among experts"
     known = FORMATS.get((kind.mode, kind.bits))
     if known is None:

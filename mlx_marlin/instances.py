@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
-from mlx_marlin import source
+from mlx_marlin import kernel_arguments, source
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.kernels import FRAGMENT, GEMV_ROWS, MAX_SIMDGROUPS, Kernel, k_tile
 from mlx_marlin.plan import Plan
@@ -42,7 +42,7 @@ class Variant:
 
     plan: Plan
     name: str
-    template: tuple[tuple[str, source.TemplateValue], ...]
+    template: tuple[tuple[str, kernel_arguments.TemplateValue], ...]
 
 
 def variants(
@@ -105,7 +105,7 @@ def _of_format(
 def variant_of(plan: Plan) -> Variant:
     """Returns the instance that a plan asks for, an epilogue left out."""
     text = source.product_source(plan.kernel)
-    template = source.product_template(plan)
+    template = kernel_arguments.product_template(plan)
     return Variant(plan=plan, name=text.name, template=(*template.items(),))
 
 

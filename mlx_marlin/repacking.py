@@ -1,10 +1,16 @@
 """Moves codes between MLX's rows of bits and packed tiles, exactly."""
 
+import math
+from collections.abc import Callable
+
 import mlx.core as mx
 
-from mlx_marlin import launch, layout
+from mlx_marlin import backends, kernel_arguments, layout, source
 from mlx_marlin.codes import codes_of_words, words_of_codes
 from mlx_marlin.formats import planes_of
+
+REPACK_THREADS = 256
+"""Threads that move some tiles of a weight."""
 
 
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
@@ -21,7 +27,7 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
         uint32 [..., n tiles, k tiles, 64 * bits], in the order of `layout`.
     """
     if _on_gpu():
-        move = launch.repack("marlin", n=n, k=k, bits=bits, group_size=group_size)
+        move = repack("marlin", n=n, k=k, bits=bits, group_size=group_size)
         return move(w)
     rows, columns = layout.padded(n, k)
     *batch, _, _ = w.shape
@@ -38,7 +44,7 @@ def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> m
     The inverse of `to_tiles`, whose arguments and result change places.
     """
     if _on_gpu():
-        move = launch.repack("mlx", n=n, k=k, bits=bits, group_size=group_size)
+        move = repack("mlx", n=n, k=k, bits=bits, group_size=group_size)
         return move(words)
     *batch, _, k_tiles, of_tile = words.shape
     order = layout.order_of_group(group_size)
@@ -47,13 +53,54 @@ def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> m
     return words_of_codes(whole[..., :n, :k], bits)
 
 
+def repack(
+    to: str, *, n: int, k: int, bits: int, group_size: int
+) -> Callable[[mx.array], mx.array]:
+    """Builds the call that moves codes from a layout to the other.
+
+    Args:
+        to: The layout that they come to, "mlx" or "marlin".
+        n: Rows of a weight.
+        k: Columns of a weight.
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale.
+
+    Returns:
+        A function from the codes of one weight or a batch, uint32 [..., n,
+        k * bits / 32] or [..., n tiles, k tiles, words], to the other of these.
+    """
+    kernel = backends.kernel(source.repack_source(to))
+    template = backends.template(
+        kernel_arguments.repack_template(bits, layout.order_of_group(group_size))
+    )
+    n_tiles, k_tiles = (-(-n // layout.TILE_N), -(-k // layout.TILE_K))
+    native = (n, k * bits // 32)
+    packed = (n_tiles, k_tiles, layout.tile_words(bits))
+    given, made = (native, packed) if to == "marlin" else (packed, native)
+    threads = REPACK_THREADS * -(-k_tiles // kernel_arguments.repack_tiles(bits))
+    shape = mx.array((n, k), mx.int32)
+
+    def move(w: mx.array) -> mx.array:
+        batch = w.shape[: w.ndim - len(given)]
+        return kernel(
+            inputs=(backends.readable(w), shape),
+            template=template,
+            grid=(threads, n_tiles, math.prod(batch)),
+            threadgroup=(REPACK_THREADS, 1, 1),
+            output_shapes=((*batch, *made),),
+            output_dtypes=(mx.uint32,),
+        )[0]
+
+    return move
+
+
 def _on_gpu() -> bool:
     # Elsewhere the same moves are MLX's operations: on a CPU they are compiled code,
     # and the emulator would run the kernels a thread at a time.
-    if launch.backend() != "metal":
+    if backends.backend() != "metal":
         return False
     here = mx.default_device() != mx.Device(mx.cpu)
-    return here or launch.forced_backend() is not None
+    return here or backends.forced_backend() is not None
 
 
 def _store(codes: mx.array, bits: int, order: str) -> mx.array:

@@ -12,7 +12,7 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import cuda_device, device, launch, mma, scheduler, tuned
+from mlx_marlin import backends, cuda_device, device, launch, mma, scheduler, tuned
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
@@ -307,7 +307,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
     product = _decoded(dense) if dense else _planned(problem, measured)
     back = _backward(problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, back), kind)
-    return _traced(run) if launch.backend() == "cuda" else Served(run)
+    return _traced(run) if backends.backend() == "cuda" else Served(run)
 
 
 def _traced(run: Run) -> Served:
@@ -337,7 +337,10 @@ def _decoded(plan: DensePlan) -> Product:
 
 def _dense(problem: Problem) -> DensePlan | None:
     # A choice for speed, like handing over.
-    if launch.backend() not in launch.ON_GPU or launch.forced_backend() is not None:
+    if (
+        backends.backend() not in backends.ON_GPU
+        or backends.forced_backend() is not None
+    ):
         return None
     return scheduler.choose_dense(problem, target())
 
@@ -369,10 +372,10 @@ def refuse_variance(invariant: bool, reason: str) -> None:
 
 def not_here(on_cpu: bool) -> str | None:
     """Says why no kernel of ours can run; None if they can."""
-    backend = launch.backend()
+    backend = backends.backend()
     if backend == "stock":
         return "no back end here runs our kernels, or MLX_MARLIN_BACKEND says stock"
-    if backend in launch.ON_GPU and on_cpu and launch.forced_backend() is None:
+    if backend in backends.ON_GPU and on_cpu and backends.forced_backend() is None:
         return "the call runs on the CPU"
     return None
 
@@ -401,7 +404,7 @@ def _not_ours(kind: Kind) -> str | None:
 
 
 def _not_on_cuda(problem: Problem, transpose: bool) -> str | None:
-    if launch.backend() != "cuda":
+    if backends.backend() != "cuda":
         return None
     if not transpose and problem.batch > 1:
         return "our CUDA kernels multiply a batch by transposed weights only"
@@ -424,7 +427,7 @@ def target() -> Target:
         ValueError: If MLX_MARLIN_DEVICE names one that it does not.
     """
     here = device.current()
-    on_cuda = launch.backend() == "cuda"
+    on_cuda = backends.backend() == "cuda"
     if isinstance(here, CudaDevice) == on_cuda:
         return here
     wish = os.environ.get(device.ENVIRONMENT)
@@ -432,19 +435,22 @@ def target() -> Target:
         expected = "a CUDA device" if on_cuda else "an Apple chip"
         raise ValueError(
             f"{device.ENVIRONMENT}={wish!r}: expected {expected}, because our kernels "
-            f"run on {launch.backend()}"
+            f"run on {backends.backend()}"
         )
     return cuda_device.DEFAULT if on_cuda else device.DEFAULT
 
 
 def _measured(problem: Problem) -> Result | None:
-    return tuned.find(problem, target(), launch.backend())
+    return tuned.find(problem, target(), backends.backend())
 
 
 def _faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
     # Only where stock runs on the same GPU is speed a reason; who forces a back end
     # wants to see it run.
-    if launch.backend() not in launch.ON_GPU or launch.forced_backend() is not None:
+    if (
+        backends.backend() not in backends.ON_GPU
+        or backends.forced_backend() is not None
+    ):
         return None
     if measured is not None:
         return measured.reason

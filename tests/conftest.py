@@ -8,7 +8,7 @@ import oracles
 import pytest
 from hypothesis import settings
 
-from mlx_marlin import gather_serving, launch, serving, tuned
+from mlx_marlin import backends, gather_serving, launch, serving, tuned
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import PLAIN, Epilogue
@@ -28,9 +28,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
 
     def choose(name: str | None) -> None:
         if name is None:
-            monkeypatch.delenv(launch.ENVIRONMENT, raising=False)
+            monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
         else:
-            monkeypatch.setenv(launch.ENVIRONMENT, name)
+            monkeypatch.setenv(backends.ENVIRONMENT, name)
         _forget()
 
     _forget()
@@ -47,7 +47,7 @@ def _forget() -> None:
 def kernels(backend: Callable[[str | None], None]) -> None:
     """Serves every call that is ours by the kernels, on whatever runs them here."""
     backend(None)
-    here = launch.backend()
+    here = backends.backend()
     if here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     backend(here)  # forced: none is handed over for speed

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import strategies
 
-from mlx_marlin import device, scheduler, source
+from mlx_marlin import device, kernel_arguments, scheduler, source
 from mlx_marlin.emulator import check
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.formats import WIDTHS as WIDTHS_OF_CODES
@@ -92,7 +92,7 @@ class Variant:
 
     kernel: str
     kind: str
-    values: tuple[tuple[str, source.TemplateValue], ...]
+    values: tuple[tuple[str, kernel_arguments.TemplateValue], ...]
 
     @property
     def source(self) -> source.Source:
@@ -159,10 +159,10 @@ def variants_of(plan: Plan) -> list[Variant]:
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": out}
     finished = "plain" if problem.epilogue == PLAIN else "fused"
     kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
-    values = {**source.product_template(plan), **dtypes}
+    values = {**kernel_arguments.product_template(plan), **dtypes}
     found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
     if plan.finishes:
-        values = {**source.reduce_template(plan), "out": problem.dtype}
+        values = {**kernel_arguments.reduce_template(plan), "out": problem.dtype}
         found.append(Variant("reduce", finished, tuple(values.items())))
     return found
 
@@ -170,7 +170,7 @@ def variants_of(plan: Plan) -> list[Variant]:
 def decoder_of(problem: Problem) -> Variant:
     """The instance that decodes a problem's weight."""
     dtypes = {"scales": problem.scale_dtype, "out": problem.dtype}
-    values = {**source.weight_template(problem), **dtypes}
+    values = {**kernel_arguments.weight_template(problem), **dtypes}
     return Variant("dequantize", "plain", tuple(values.items()))
 
 
@@ -183,14 +183,14 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
     for m, n, invariant in product((8, 512), (64, 63), (False, True)):
         each = replace(problem, m=m, n=n, invariant=invariant)
         plan = scheduler.choose_gather(each, experts=8)
-        values = {**source.gather_template(plan), **dtypes}
+        values = {**kernel_arguments.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 
 
 def repacks() -> Iterator[Variant]:
     """The instances that move codes of any width, to tiles and back."""
     for bits, order in product(WIDTHS_OF_CODES, ("k32", "k64")):
-        values = {**source.repack_template(bits, order), "out": "uint32"}
+        values = {**kernel_arguments.repack_template(bits, order), "out": "uint32"}
         for kernel in ("pack", "unpack"):
             yield Variant(kernel, "plain", tuple(values.items()))
 
@@ -404,7 +404,7 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
     )
 
 
-Pair = tuple[tuple[str, source.TemplateValue], ...]
+Pair = tuple[tuple[str, kernel_arguments.TemplateValue], ...]
 MOST_ABLE = 800
 """Instances with a pair among which the one with most other pairs is looked for."""
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from mlx_marlin import device, launch
+from mlx_marlin import backends, device
 from mlx_marlin.device import Device
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from mlx_marlin.kernels import (
@@ -461,7 +461,7 @@ def _cut(tiles: int, k_tiles: int) -> list[Work]:
 
 def another_schedule(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
-    if launch.backend() != "emulator":
+    if backends.backend() != "emulator":
         return nullcontext()
     from mlx_marlin import emulator
 

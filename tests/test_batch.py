@@ -15,7 +15,7 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.device import Device
 from mlx_marlin.emulator import emulated, trace
@@ -29,10 +29,10 @@ from mlx_marlin.scheduler.stock import stock_call, stock_prediction
 from mlx_marlin.work import STRATEGIES, Work, data_parallel
 
 needs_kernels = pytest.mark.skipif(
-    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+    backends.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 needs_emulator = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 
 RAGGED = {
@@ -303,7 +303,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
     )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, "metal")
+        patch.setenv(backends.ENVIRONMENT, "metal")
         launch.forget()
         mx.export_function(calls.append, launch.product(plan), *blanks)
     launch.forget()

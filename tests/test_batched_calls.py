@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import broadcast
 
 import mlx_marlin
-from mlx_marlin import device, launch, scheduler, serving
+from mlx_marlin import backends, device, scheduler, serving
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 
@@ -33,11 +33,11 @@ def weights(*batch: int, n: int = N, k: int = K, **options: Any) -> list[mx.arra
 @pytest.fixture(scope="module")
 def _kernels() -> Any:
     """Serves every call that is ours by the kernels."""
-    here = launch.backend()
+    here = backends.backend()
     if here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, here)
+        patch.setenv(backends.ENVIRONMENT, here)
         serving.forget()
         yield
     serving.forget()

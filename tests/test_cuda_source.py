@@ -16,8 +16,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
 from mlx_marlin import (
+    backends,
     cuda_device,
     device,
+    kernel_arguments,
     launch,
     repacking,
     scheduler,
@@ -83,7 +85,7 @@ def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(device, "current", lambda: H200)
     # Once, and not again without derivatives.
     monkeypatch.setattr(serving, "traced", lambda run, _: mx.compile(run))
-    assert launch.backend() == "cuda"
+    assert backends.backend() == "cuda"
     return recorder
 
 
@@ -245,7 +247,7 @@ def test_a_header_changes_with_any_file_that_it_may_include(
 def test_template_arguments_are_in_order() -> None:
     plan = plan_of(**WHOLE, group_size=128, layout="marlin", bits=8)
 
-    assert list(source.product_template(plan).items()) == [
+    assert list(kernel_arguments.product_template(plan).items()) == [
         ("FRAGMENTS_M", 2),
         ("SIMDGROUPS_N", 3),
         ("SIMDGROUPS_K", 2),
@@ -283,7 +285,7 @@ def test_hoppers_kernels_have_another_header_and_bodies(
 
 
 def test_hoppers_template_arguments_have_the_stages() -> None:
-    found = [*source.product_template(plan_of(**RING, m=40, bits=3)).items()]
+    found = [*kernel_arguments.product_template(plan_of(**RING, m=40, bits=3)).items()]
 
     assert found == [
         ("FRAGMENTS_M", 6),
@@ -316,20 +318,20 @@ def test_an_epilogue_is_the_products_or_the_reduces() -> None:
     whole = plan_of(**WHOLE, epilogue=FUSED)
     split = plan_of(**SPLIT, epilogue=FUSED, batch=2)
 
-    template = source.product_template(whole)
+    template = kernel_arguments.product_template(whole)
     assert list(template.items())[-6:] == list(finish.items())
-    assert "T" not in source.product_template(split)
-    assert source.product_template(split)["WHOLE"] is False
+    assert "T" not in kernel_arguments.product_template(split)
+    assert kernel_arguments.product_template(split)["WHOLE"] is False
     reduce = {"BATCHED": True, "SIMDGROUPS_N": 2}
-    assert source.reduce_template(split) == reduce | finish
-    plain = source.reduce_template(plan_of(**SPLIT))
+    assert kernel_arguments.reduce_template(split) == reduce | finish
+    plain = kernel_arguments.reduce_template(plan_of(**SPLIT))
     assert plain == {"BATCHED": False, "SIMDGROUPS_N": 2, "T": "float16"}
 
 
 def test_metals_reduce_has_no_such_argument() -> None:
     plan = scheduler.make(Problem(m=9, n=N, k=K), strategy="split_k", k_parallel=2)
 
-    assert "SIMDGROUPS_N" not in source.reduce_template(plan)
+    assert "SIMDGROUPS_N" not in kernel_arguments.reduce_template(plan)
 
 
 def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
@@ -348,11 +350,14 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     assert call["threadgroup"] == (threads, 1, 1)
     assert call["output_shapes"] == [(9, N)]
     assert "init_value" not in call
-    assert call["template"] == [*source.product_template(plan).items()]
+    assert call["template"] == [*kernel_arguments.product_template(plan).items()]
     # Small arrays go as they are: CUDA has no other address space for them.
     _, w, scales, numbers = call["inputs"]
     assert (w.shape, scales.shape) == ((4,), (2,))
-    assert numbers.tolist() == [*source.shape(plan), *source.schedule(plan)]
+    assert numbers.tolist() == [
+        *kernel_arguments.shape(plan),
+        *kernel_arguments.schedule(plan),
+    ]
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
@@ -390,7 +395,11 @@ def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
 
     launch.product(plan)(*blanks(plan))
 
-    assert len(source.shape(plan)) == len(source.schedule(plan)) == source.SECTION
+    assert (
+        len(kernel_arguments.shape(plan))
+        == len(kernel_arguments.schedule(plan))
+        == source.SECTION
+    )
     *_, numbers = recorder.called[0]["inputs"]
     assert numbers[2 * source.SECTION :].tolist() == [0, 40, N]
 
@@ -588,7 +597,7 @@ def test_what_a_layer_remembers_ends_with_what_decided_it(
     layer.invariant = True
     layer(x)
     assert launch.plans_built()[-1].problem.invariant
-    monkeypatch.setenv(launch.ENVIRONMENT, "stock")
+    monkeypatch.setenv(backends.ENVIRONMENT, "stock")
     layer.invariant = False
     assert is_ours()
     serving.forget()

@@ -30,7 +30,7 @@ from cuda_on_cpu import (
 from oracles import Floats, exact
 
 import mlx_marlin
-from mlx_marlin import device, launch, mma, scheduler
+from mlx_marlin import backends, device, launch, mma, scheduler
 from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.formats import FORMATS
@@ -139,7 +139,7 @@ def chosen(
     older = replace(cuda_cases.h200(), arch="sm_80")
     monkeypatch.setattr(device, "current", lambda: older)
     backend(None)
-    assert launch.backend() == "cuda"
+    assert backends.backend() == "cuda"
 
 
 MANY = scheduler.cuda.MOST_ROWS["marlin"] + 1

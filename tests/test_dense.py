@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import device, launch, repacking, scheduler, serving, source
+from mlx_marlin import (
+    backends,
+    device,
+    kernel_arguments,
+    launch,
+    repacking,
+    scheduler,
+    serving,
+)
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.device import Device
 from mlx_marlin.problem import Epilogue, Problem
@@ -25,7 +33,7 @@ from mlx_marlin.scheduler.handover import margin_over_stock, stock_seconds
 Choose = Callable[[str | None], None]
 
 emulated = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 
 
@@ -101,7 +109,7 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
 @pytest.fixture(scope="module")
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, "metal")
+        patch.setenv(backends.ENVIRONMENT, "metal")
         serving.forget()
         yield
     serving.forget()
@@ -137,7 +145,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
         grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
         assert [*grid] == [threads, 1, 1]
         assert [*threadgroup] == [min(threads, 128), 1, 1]
-        values = map(int, source.weight_template(problem).values())
+        values = map(int, kernel_arguments.weight_template(problem).values())
         assert ", ".join(map(str, values)) in call["arguments"][1]
 
 

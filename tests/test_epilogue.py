@@ -12,14 +12,14 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
 
 pytestmark = pytest.mark.skipif(
-    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+    backends.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.formats import format_of
 from mlx_marlin.gather_plan import GatherPlan
@@ -168,7 +168,7 @@ def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) ->
 
 
 @pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 @given(call=calls(), seed=st.integers(0, 99))
 @settings(max_examples=12)
@@ -216,7 +216,7 @@ def test_halves_keep_their_bits_with_one_fragment_and_with_more(layout: str) -> 
     y = few.run(invariant=True)
 
     assert mx.array_equal(y, call.run(invariant=True)[:4])
-    if launch.backend() == "emulator":  # of others' matrices we do not know
+    if backends.backend() == "emulator":  # of others' matrices we do not know
         assert not mx.array_equal(y, few.run())
 
 

@@ -16,7 +16,7 @@ from format_cases import Variant
 from test_epilogue import EVERYTHING, assert_finished
 from test_formats import assert_close
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, scheduler
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
 from mlx_marlin.kernels import Reduction, step_k
 from mlx_marlin.plan import Plan
@@ -24,10 +24,10 @@ from mlx_marlin.problem import Problem
 from mlx_marlin.staging import barriers
 
 pytestmark = pytest.mark.skipif(
-    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+    backends.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 emulated = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 STAGINGS = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
 """Buffers and loaders."""
@@ -36,7 +36,7 @@ by_staging = pytest.mark.parametrize(("buffers", "loaders"), STAGINGS)
 
 def traced(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator look for races and stray accesses; elsewhere does nothing."""
-    if launch.backend() != "emulator":
+    if backends.backend() != "emulator":
         return nullcontext()
     from mlx_marlin import emulator
 

@@ -14,7 +14,7 @@ import strategies
 from format_cases import Variant, Weight
 
 import mlx_marlin
-from mlx_marlin import launch
+from mlx_marlin import backends, launch
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.packing import quantize, unpack
 from mlx_marlin.problem import Problem
@@ -64,7 +64,7 @@ def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
-    if launch.backend() != "emulator":
+    if backends.backend() != "emulator":
         pytest.skip("only the emulator sees every access")
     from mlx_marlin import emulator
 

@@ -9,14 +9,14 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.device import DEFAULT, Device
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Epilogue, Problem
 
 pytestmark = pytest.mark.skipif(
-    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+    backends.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 ROWS = (1, 5, 8, 9, 31, 64)

@@ -9,7 +9,7 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.emulator import Counters, emulated, trace
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.kernels import Reduction
@@ -18,7 +18,7 @@ from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Epilogue, Problem
 
 pytestmark = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 
 

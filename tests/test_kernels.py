@@ -11,7 +11,7 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
@@ -19,7 +19,7 @@ from mlx_marlin.problem import Problem
 from mlx_marlin.work import STRATEGIES
 
 pytestmark = pytest.mark.skipif(
-    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+    backends.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 

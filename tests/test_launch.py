@@ -13,7 +13,15 @@ import strategies
 from hypothesis import given, settings
 
 import mlx_marlin
-from mlx_marlin import emulator, launch, layout, scheduler, serving, source
+from mlx_marlin import (
+    backends,
+    emulator,
+    kernel_arguments,
+    launch,
+    layout,
+    scheduler,
+    serving,
+)
 from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
@@ -94,7 +102,7 @@ def arguments_of(node: Node) -> list[str]:
 @pytest.fixture(scope="module")
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, "metal")
+        patch.setenv(backends.ENVIRONMENT, "metal")
         serving.forget()
         yield
     serving.forget()
@@ -127,7 +135,7 @@ def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     assert [each[1:] for each in first.outputs] == [(sums, dtype)]
     assert len(calls) == 1 + plan.finishes
     if plan.finishes:
-        if prod(sums) >= launch.IN_CONSTANT:
+        if prod(sums) >= backends.IN_CONSTANT:
             assert last.inputs[0] == first.outputs[0]
         assert last.grid == (-(-problem.m // 4) * problem.n, 1, 1)
         assert prod(last.threadgroup) <= 256
@@ -182,7 +190,7 @@ def test_few_partial_sums_are_no_constants(
     assert spaces_of(finish)["partials"] == "device"
 
 
-def instance(values: Mapping[str, source.TemplateValue]) -> str:
+def instance(values: Mapping[str, kernel_arguments.TemplateValue]) -> str:
     """Returns how MLX spells template arguments."""
     metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
     return ", ".join(
@@ -197,7 +205,10 @@ def instance(values: Mapping[str, source.TemplateValue]) -> str:
 def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
     calls = kernel_calls(plan)
 
-    templates = [source.product_template(plan), source.reduce_template(plan)]
+    templates = [
+        kernel_arguments.product_template(plan),
+        kernel_arguments.reduce_template(plan),
+    ]
     for call, template in zip(calls, templates, strict=False):
         found = re.search(r"decltype\(\w+<(.*?)>\)", call.text)
         assert found is not None
@@ -372,7 +383,7 @@ def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
 def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> None:
     backend(name)
 
-    assert launch.backend() == launch.forced_backend() == name
+    assert backends.backend() == backends.forced_backend() == name
 
 
 def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) -> None:
@@ -423,17 +434,17 @@ def test_what_the_machine_has_decides_otherwise(
 ) -> None:
     machine(has_metal, default, None, has_cuda)
 
-    assert launch.backend() == expected
-    assert launch.forced_backend() is None
+    assert backends.backend() == expected
+    assert backends.forced_backend() is None
 
 
 def test_an_empty_environment_variable_is_no_wish(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(False, mx.cpu, None)
-    monkeypatch.setenv(launch.ENVIRONMENT, "")
+    monkeypatch.setenv(backends.ENVIRONMENT, "")
 
-    assert launch.backend() == "emulator"
+    assert backends.backend() == "emulator"
 
 
 def test_without_a_compiler_stock_answers_after_one_warning(

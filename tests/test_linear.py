@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import launch, serving
+from mlx_marlin import backends, serving
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import ACTIVATIONS, Epilogue
 
@@ -267,7 +267,7 @@ def test_an_invariant_product_is_never_handed_over(
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(serving, "not_here", lambda _: None)
-    assert launch.backend() == "metal"
+    assert backends.backend() == "metal"
     x, native = activations(1, K), weight()
     mx.eval(native)
 

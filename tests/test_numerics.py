@@ -28,11 +28,11 @@ from format_cases import Variant, Weight
 from numpy.typing import NDArray
 
 import mlx_marlin
-from mlx_marlin import launch
+from mlx_marlin import backends
 from mlx_marlin.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(
-    launch.backend() == "stock", reason="nothing here runs Metal kernels"
+    backends.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 N, K = 40, 384

@@ -17,7 +17,7 @@ from oracles import Floats
 from strategies import ANY_FORMAT, Grouped, Shape, broadcast
 
 import mlx_marlin
-from mlx_marlin import launch, serving
+from mlx_marlin import backends, launch, serving
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.emulator import trace
 from mlx_marlin.packing import PackedWeight, pack
@@ -46,11 +46,11 @@ def plain(x: mx.array, decoded: Floats, transpose: bool) -> Floats:
 @pytest.fixture(scope="module", params=["kernels", "stock"])
 def _served_by(request: pytest.FixtureRequest) -> Any:
     """Serves every call by the kernels, then by stock MLX."""
-    here = launch.backend() if request.param == "kernels" else "stock"
+    here = backends.backend() if request.param == "kernels" else "stock"
     if request.param == "kernels" and here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(launch.ENVIRONMENT, here)
+        patch.setenv(backends.ENVIRONMENT, here)
         serving.forget()
         yield
     serving.forget()
@@ -158,7 +158,7 @@ def test_only_weights_of_whole_tiles_are_one_below_each_other(
 @BOTH_WAYS
 @pytest.mark.parametrize(("of_x", "n"), [((2, 3, 4), 40), ((4,), 40), ((4,), 64)])
 def test_all_that_is_read_was_given(of_x: Shape, n: int, transpose: bool) -> None:
-    if launch.backend() != "emulator":
+    if backends.backend() != "emulator":
         pytest.skip("only the emulator traces")
     packed, decoded = packed_weights(3, n=n)
     x = activations(*of_x, K if transpose else n)

@@ -14,7 +14,7 @@ from format_cases import GROUPED, Integers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator, launch, layout, repacking, source
+from mlx_marlin import backends, emulator, kernel_arguments, layout, repacking
 from mlx_marlin.formats import WIDTHS, planes_of
 from mlx_marlin.packing import PackedWeight, pack, unpack
 from mlx_marlin.repacking import to_rows, to_tiles
@@ -22,7 +22,7 @@ from mlx_marlin.repacking import to_rows, to_tiles
 Choose = Callable[[str | None], None]
 
 emulated = pytest.mark.skipif(
-    launch.backend() != "emulator", reason="the emulator does not run here"
+    backends.backend() != "emulator", reason="the emulator does not run here"
 )
 GROUP_SIZES = (16, 32, 64, 128)
 
@@ -91,10 +91,10 @@ def test_every_code_goes_to_its_place_and_comes_back(
     rows = any_words(*batch, n, width, seed=seed, offset=offset)
 
     with emulator.emulated(seed=order, trace=True):
-        tiles = launch.repack("marlin", **form)(rows)
+        tiles = repacking.repack("marlin", **form)(rows)
         stored = any_words(offset, seed=0).tolist() + tiles.flatten().tolist()
         moved = mx.array(stored, mx.uint32)[offset:].reshape(tiles.shape)
-        back = launch.repack("mlx", **form)(moved)
+        back = repacking.repack("mlx", **form)(moved)
 
     assert mx.array_equal(back, rows)
     codes = format_cases.read_codes(rows.reshape(-1, width), bits)
@@ -115,7 +115,7 @@ def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
 
     tiles = to_tiles(rows, **form)
 
-    by_kernel = launch.repack("marlin", **form)(rows)
+    by_kernel = repacking.repack("marlin", **form)(rows)
     assert (tiles.shape, tiles.dtype) == (by_kernel.shape, by_kernel.dtype)
     assert mx.array_equal(tiles, by_kernel)
     back = to_rows(tiles, **form)
@@ -136,7 +136,7 @@ def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
     around[:n, : k * bits // 32] = rows
     whole = {**form, "n": padded_n, "k": padded_k}
 
-    back = launch.repack("mlx", **form)(launch.repack("marlin", **whole)(around))
+    back = repacking.repack("mlx", **form)(repacking.repack("marlin", **whole)(around))
 
     assert mx.array_equal(back, rows)
 
@@ -200,7 +200,7 @@ def test_each_word_is_read_and_written_once_in_whole_lines(
     rows = any_words(64, 64 * bits, seed=3)
     words = rows if to == "marlin" else to_tiles(rows, **form)
 
-    move = launch.repack(to, **form)
+    move = repacking.repack(to, **form)
     found = emulator.trace(lambda: mx.eval(move(words)))[0]
 
     for memory, done in (("w", "read_bytes"), ("out", "written_bytes")):
@@ -218,7 +218,7 @@ def test_what_is_not_there_is_not_read() -> None:
     form = {"n": 33, "k": 2080, "bits": 4, "group_size": 32}
     rows = any_words(33, 260, seed=4)
 
-    found = emulator.trace(lambda: mx.eval(launch.repack("marlin", **form)(rows)))[0]
+    found = emulator.trace(lambda: mx.eval(repacking.repack("marlin", **form)(rows)))[0]
 
     assert found.of("w").read_bytes == rows.nbytes
     assert found.of("out").written_bytes == 2 * 33 * 1024
@@ -226,7 +226,7 @@ def test_what_is_not_there_is_not_read() -> None:
 
 def test_tiles_of_a_threadgroup_make_whole_lines_in_mlxs_layout() -> None:
     for bits in WIDTHS:
-        bytes_of_row = source.repack_tiles(bits) * 64 * bits // 8
+        bytes_of_row = kernel_arguments.repack_tiles(bits) * 64 * bits // 8
         assert bytes_of_row % 128 == 0
         assert bytes_of_row // 2 % 128 != 0
 
@@ -267,9 +267,11 @@ def test_packing_and_unpacking_are_one_dispatch_on_metal(
 
     assert len(calls) == 2
     order = layout.order_of_group(weight["group_size"])
-    template = ", ".join(map(str, source.repack_template(bits, order).values()))
-    of_threadgroup = source.repack_tiles(bits)
-    threads = launch.REPACK_THREADS * -(-k // (64 * of_threadgroup))
+    template = ", ".join(
+        map(str, kernel_arguments.repack_template(bits, order).values())
+    )
+    of_threadgroup = kernel_arguments.repack_tiles(bits)
+    threads = repacking.REPACK_THREADS * -(-k // (64 * of_threadgroup))
     for call, name, made in zip(calls, ("pack", "unpack"), (tiles, rows), strict=True):
         text = call["arguments"][1]
         assert f"marlin_{name}" in call["arguments"][0]
@@ -278,7 +280,7 @@ def test_packing_and_unpacking_are_one_dispatch_on_metal(
         assert space_of("shape", text) == "constant"
         grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
         assert [*grid] == [threads, -(-n // 32), int(np.prod(batch))]
-        assert [*threadgroup] == [launch.REPACK_THREADS, 1, 1]
+        assert [*threadgroup] == [repacking.REPACK_THREADS, 1, 1]
         assert [each[1:] for each in call["outputs"]] == [(made.shape, mx.uint32)]
 
 

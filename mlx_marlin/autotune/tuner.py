@@ -6,7 +6,7 @@ from datetime import date
 from functools import partial
 from itertools import cycle
 
-from mlx_marlin import launch, scheduler
+from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.autotune import counting, operands, timing
 from mlx_marlin.autotune.operands import Operands
 from mlx_marlin.autotune.timing import Spread
@@ -69,7 +69,7 @@ def clock(device: Device, seconds: float = SECONDS) -> Clock:
     Raises:
         ValueError: If no back end runs our kernels here.
     """
-    backend = launch.backend()
+    backend = backends.backend()
     if backend == "metal":
         return Clock(
             name="wall time",

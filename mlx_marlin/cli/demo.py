@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import launch, serving
+from mlx_marlin import backends, launch, serving
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _insist() -> None:
     """Makes every product ours on a GPU too, where stock MLX would be as fast."""
-    if launch.backend() in launch.ON_GPU:
-        os.environ[launch.ENVIRONMENT] = launch.backend()
+    if backends.backend() in backends.ON_GPU:
+        os.environ[backends.ENVIRONMENT] = backends.backend()
         serving.forget()
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import device, launch, scheduler, serving, tuned
+from mlx_marlin import backends, device, scheduler, serving, tuned
 from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
@@ -113,7 +113,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def listing(problem: Problem, target: Device) -> str:
     """Lists what would be measured for a problem, with what the model says of it."""
-    times_stock = launch.backend() == "metal"
+    times_stock = backends.backend() == "metal"
     rows = [["", "us by the model, not measured"]]
     for arm in tuner.arms(problem, target, times_stock=times_stock):
         seconds = (
@@ -151,13 +151,13 @@ def _target() -> Device:
 
 def _tune(found: list[Problem], target: Device, seconds: float, place: Path) -> int:
     """Measures problem after problem, and keeps each result at once."""
-    if tuned.stands_for_another(launch.backend()):
+    if tuned.stands_for_another(backends.backend()):
         raise ValueError(
             f"{device.ENVIRONMENT} names the chip to plan for, but the one here would "
             f"be measured: unset it"
         )
     clock = tuner.clock(target, seconds)
-    here = tuned.machine(target, launch.backend())
+    here = tuned.machine(target, backends.backend())
     _check_writable(place)  # before minutes are spent
     wrong = 0
     for problem in _shown(found):

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from mlx_marlin import launch
+from mlx_marlin import backends
 from mlx_marlin.derivatives import left_out
 from mlx_marlin.nn import MarlinLinear
 
@@ -82,7 +82,7 @@ class Kind:
         """
         before: Graph = partial(_before, self)
         after: Graph = partial(_after, self)
-        if launch.backend() != "emulator":  # which computes at once
+        if backends.backend() != "emulator":  # which computes at once
             before, after = mx.compile(before), mx.compile(after)
             with left_out():
                 rows, attended, *_ = before(*_like(x, offset, *arrays[0]))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import launch, serving
+from mlx_marlin import backends, serving
 from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
 from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
@@ -105,7 +105,7 @@ def optimize(
             return quantize and format.why_not(size, k, layout or "mlx") is None
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
-        experts_run = launch.backend() != "cuda"
+        experts_run = backends.backend() != "cuda"
         if _is_experts(layer):
             return experts_run and (
                 _is_our_format(layer) and getattr(layer, "global_scale", None) is None
@@ -150,7 +150,7 @@ def default_layout(layer: nn.Module) -> str:
     have to unpack them. Scales that are bytes do not tell the activations' dtype: such
     a layer is packed, and a model in float32 should be given `layout="mlx"`.
     """
-    if launch.backend() != "cuda" or serving.too_old() is not None:
+    if backends.backend() != "cuda" or serving.too_old() is not None:
         return "mlx"
     if type(layer) is nn.Linear:
         scales = layer.weight

@@ -9,12 +9,12 @@ from catalogue import MUTANTS
 from detectors import detect
 from mutant import Detector, Mutant
 
-from mlx_marlin import launch, source
+from mlx_marlin import backends, source
 
 pytestmark = [
     pytest.mark.mutant,
     pytest.mark.skipif(
-        launch.backend() != "emulator", reason="the emulator does not run here"
+        backends.backend() != "emulator", reason="the emulator does not run here"
     ),
 ]
 

@@ -1,0 +1,188 @@
+"""Makes kernels: the only file that asks MLX, or the emulator, for one.
+
+Which implementation answers is one function, `backend`: Metal or CUDA where MLX has it,
+the emulator on a CPU-only MLX, stock MLX where none can run.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+
+from mlx_marlin.kernel_arguments import TemplateValue
+from mlx_marlin.plan import Plan
+from mlx_marlin.source import Source
+
+BACKENDS = ("metal", "cuda", "emulator", "stock")
+ON_GPU = ("metal", "cuda")
+"""Those where stock MLX runs on the same GPU."""
+ENVIRONMENT = "MLX_MARLIN_BACKEND"
+IN_CONSTANT = 8
+"""MLX hands inputs of fewer elements over in Metal's `constant` address space, which
+our kernels' `device` pointers do not reach. CUDA has no such rule."""
+
+
+class KernelCall(Protocol):
+    """What `mx.fast.metal_kernel` and `cuda_kernel` return, to MLX an `object`."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, mx.Dtype | int | bool]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        init_value: float | None = None,
+    ) -> list[mx.array]:
+        """Adds one dispatch to the graph."""
+        ...
+
+
+@cache
+def backend() -> str:
+    """Returns what runs our kernels here: "metal", "cuda", "emulator" or "stock".
+
+    `MLX_MARLIN_BACKEND` overrides the choice. Asked once per process.
+    """
+    wish = forced_backend()
+    if wish is not None:
+        return wish
+    if mx.metal.is_available():
+        return "metal"
+    if mx.default_device() != mx.Device(mx.cpu):
+        return "cuda" if mx.cuda.is_available() else "stock"
+    from mlx_marlin import emulator
+
+    reason = emulator.unavailable()
+    if reason is None:
+        return "emulator"
+    warnings.warn(
+        f"mlx_marlin: stock MLX serves every call, because there is no Metal here and "
+        f"the emulator cannot run: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return "stock"
+
+
+@cache
+def forced_backend() -> str | None:
+    """Returns the back end that `MLX_MARLIN_BACKEND` asks for, if any.
+
+    Raises:
+        ValueError: If it names none of ours.
+    """
+    wish = os.environ.get(ENVIRONMENT)
+    if wish and wish not in BACKENDS:
+        raise ValueError(f"{ENVIRONMENT}={wish!r} is not one of {', '.join(BACKENDS)}")
+    return wish or None
+
+
+def forget() -> None:
+    """Drops what was asked once and built once: back end, kernels."""
+    for cached in (backend, forced_backend, kernel, _cuda_kernel):
+        cached.cache_clear()
+
+
+def kernel_of(plan: Plan, text: Source) -> KernelCall:
+    """Returns a plan's kernel."""
+    if not plan.on_cuda:
+        return kernel(text)
+    return lazily(text, plan.threadgroup_bytes if "x" in text.input_names else 0)
+
+
+def lazily(text: Source, shared_memory: int) -> KernelCall:
+    """Returns a CUDA kernel that its first call builds.
+
+    Only a machine with CUDA can have it, and any machine may plan.
+    """
+    built = cache(partial(_cuda_kernel, text, shared_memory))
+
+    def call(**arguments: Any) -> list[mx.array]:
+        return built()(**arguments)
+
+    return call
+
+
+@cache
+def kernel(text: Source) -> KernelCall:
+    """Returns the kernel of a Metal text, which is built once."""
+    return cast(
+        KernelCall,
+        _factory()(
+            name=text.name,
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            header=text.header,
+            source=text.source,
+            atomic_outputs=text.atomic,
+        ),
+    )
+
+
+def inputs_of(
+    text: Source, names: Sequence[str], numbers: dict[str, mx.array]
+) -> Callable[..., list[mx.array]]:
+    """Returns what picks a kernel's inputs from arrays of these names and numbers."""
+
+    def inputs(*arrays: mx.array) -> list[mx.array]:
+        given = numbers | dict(zip(names, arrays, strict=False))
+        return [given[name] for name in text.input_names]
+
+    return inputs
+
+
+def readable(array: mx.array) -> mx.array:
+    """Pads an array that MLX would hand over in `constant`."""
+    if array.size >= IN_CONSTANT or backend() == "cuda":
+        return array
+    return mx.pad(array.flatten(), (0, IN_CONSTANT - array.size))
+
+
+def template(
+    values: dict[str, TemplateValue],
+) -> list[tuple[str, mx.Dtype | int | bool]]:
+    """Returns template arguments as MLX takes them, with dtypes for their names."""
+    return [
+        (name, dtype(value) if isinstance(value, str) else value)
+        for name, value in values.items()
+    ]
+
+
+def dtype(name: str) -> mx.Dtype:
+    """Returns the dtype of a name."""
+    return cast(mx.Dtype, getattr(mx, name))
+
+
+@cache
+def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
+    if not mx.cuda.is_available():
+        others = ", ".join(each for each in BACKENDS if each != "cuda")
+        raise ValueError(
+            f"the kernel {text.name} needs a CUDA device, and MLX has none here: "
+            f"{ENVIRONMENT}={os.environ.get(ENVIRONMENT)!r}, expected one of {others}"
+        )
+    return cast(
+        KernelCall,
+        mx.fast.cuda_kernel(
+            name=text.name,
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            header=text.header,
+            source=text.source,
+            shared_memory=shared_memory,
+        ),
+    )
+
+
+def _factory() -> Callable[..., object]:
+    if backend() != "emulator":
+        return mx.fast.metal_kernel
+    from mlx_marlin.emulator import metal_kernel
+
+    return metal_kernel
