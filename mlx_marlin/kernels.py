@@ -8,8 +8,8 @@ Kernel = Literal["gemv", "gemm_register", "gemm_staged", "mma", "mma_staged", "w
 Reduction = Literal["none", "workspace", "atomic"]
 
 OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", *OF_CUDA)
 """Those that run on CUDA devices; the others are Metal's."""
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", *OF_CUDA)
 REDUCTIONS: tuple[Reduction, ...] = ("none", "workspace", "atomic")
 
 FRAGMENT = 8

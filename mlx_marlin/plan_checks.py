@@ -167,7 +167,11 @@ def _check_work(plan: "Plan") -> None:
             raise ValueError(
                 f"{plan.kernel} has tiles of one width, got strategy='hytis'"
             )
-    elif wide != (plan.simdgroups_n > 1) or plan.simdgroups_k % plan.simdgroups_n:
+    elif (
+        plan.simdgroups_n < 1
+        or wide != (plan.simdgroups_n > 1)
+        or plan.simdgroups_k % plan.simdgroups_n
+    ):
         raise ValueError(
             f"simdgroups_n={plan.simdgroups_n} must be 1, or for hytis a divisor "
             f"of simdgroups_k={plan.simdgroups_k} above 1"

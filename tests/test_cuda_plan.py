@@ -307,6 +307,18 @@ def test_every_strategy_can_be_had(
     assert plan.strategy == strategy
 
 
+def test_kernels_and_widths_with_too_few_tiles_leave_it_to_others() -> None:
+    one = Problem(m=64, n=64, k=1024, layout="marlin")  # of wgmma's
+
+    plan = scheduler.make(one, device=H200, strategy="hybrid")
+
+    assert (plan.kernel, plan.n_tiles * plan.m_tiles) != ("wgmma", 1)
+    with pytest.raises(ValueError, match="hybrid with 1 tiles"):
+        scheduler.make(
+            replace(one, n=32), device=H200, kernel="wgmma", strategy="hybrid"
+        )
+
+
 @given(SMALL, st.sampled_from(OURS), st.integers(1, 8), st.integers(1, 2))
 def test_wished_plans_cover_their_product(
     problem: Problem, strategy: Strategy, across: int, along: int

@@ -248,6 +248,7 @@ WIDE = replace(data_parallel(3, 2), strategy="hytis", whole=1)
         ({"reduction": "workspace"}, ["reduction='workspace'", "are not split"]),
         ({"work": TWO_SLICES}, ["reduction='none'", "tiles are split"]),
         ({"simdgroups_n": 2, "simdgroups_k": 2}, ["simdgroups_n=2", "must be 1"]),
+        ({"simdgroups_n": 0}, ["simdgroups_n=0", "must be 1"]),
         ({"work": WIDE}, ["simdgroups_n=1", "hytis"]),
         (
             {"work": WIDE, "simdgroups_n": 2, "simdgroups_k": 3},

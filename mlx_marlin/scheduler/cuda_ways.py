@@ -47,22 +47,46 @@ MOST_BUFFER_BYTES = 128 * 1024
 
 
 def ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
-    """Yields the ways to cut a problem that have the wished fields."""
+    """Yields the ways to cut a problem that have the wished fields.
+
+    Raises:
+        ValueError: If none of the kernels, however wide, can be cut as is wished.
+    """
+    refused: ValueError | None = None
+    found = False
     for kernel in _kernels(problem, device, wishes):
         fragments_m = wishes.get("fragments_m", fewest_fragments(problem, kernel))
         for across in _widths(problem, kernel, wishes):
-            for work in _works(problem, fragments_m, across, device, wishes):
-                if not _can_meet(work, wishes):
-                    continue
-                along = wishes.get("simdgroups_k")
-                if along is None:
-                    if kernel == "mma":
-                        along = _slices(problem, fragments_m, across, work, device)
-                    else:
-                        along = _staged_slices(
-                            problem, kernel, fragments_m, across, work
-                        )
-                yield Way(kernel, fragments_m, work, across, along)
+            try:
+                works = [*_works(problem, fragments_m, across, device, wishes)]
+            except ValueError as error:  # too few tiles, where narrower ones would do
+                refused = refused or error
+                continue
+            found = True
+            for work in works:
+                if _can_meet(work, wishes):
+                    along = _along(
+                        problem, kernel, fragments_m, across, work, device, wishes
+                    )
+                    yield Way(kernel, fragments_m, work, across, along)
+    if refused and not found:
+        raise refused
+
+
+def _along(
+    problem: Problem,
+    kernel: Kernel,
+    fragments_m: int,
+    across: int,
+    work: Work,
+    device: CudaDevice,
+    wishes: Wishes,
+) -> int:
+    if "simdgroups_k" in wishes:
+        return wishes["simdgroups_k"]
+    if kernel == "mma":
+        return _slices(problem, fragments_m, across, work, device)
+    return _staged_slices(problem, kernel, fragments_m, across, work)
 
 
 def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Kernel]:
