@@ -72,16 +72,26 @@ def check(
             f"mma has simdgroups_m=1 and subtract=False, got "
             f"simdgroups_m={simdgroups_m}, subtract={subtract}"
         )
-    if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
-        raise ValueError(
-            f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
-            f"simdgroups_k={simdgroups_k} at least 1"
-        )
+    check_counts(simdgroups_n, simdgroups_k)
     if simdgroups_n * simdgroups_k > MOST_SIMDGROUPS:
         raise ValueError(
             f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} is more than "
             f"{MOST_SIMDGROUPS} simdgroups in a threadgroup"
         )
+    check_sides(fragments_m, simdgroups_n, tile_m, tile_n)
+
+
+def check_counts(simdgroups_n: int, simdgroups_k: int) -> None:
+    """Raises a ValueError if a block cannot have so many tiles or slices."""
+    if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
+        raise ValueError(
+            f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
+            f"simdgroups_k={simdgroups_k} at least 1"
+        )
+
+
+def check_sides(fragments_m: int, simdgroups_n: int, tile_m: int, tile_n: int) -> None:
+    """Raises a ValueError if a tile is not what its fragments and columns make."""
     sides = FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
     if (tile_m, tile_n) != sides:
         raise ValueError(

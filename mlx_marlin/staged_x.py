@@ -11,7 +11,6 @@ from math import lcm
 from typing import NamedTuple
 
 from mlx_marlin import mma
-from mlx_marlin.formats import TILE_N
 from mlx_marlin.problem import Problem
 
 
@@ -41,8 +40,6 @@ MOST_BUFFERS = 32
 WHOLE_FRAGMENTS = 3
 """Most fragments of which a loader brings a whole stage; of more, half of one."""
 BARRIER_BYTES = 512
-MOST_SIMDGROUPS_N = 8
-"""Tiles of 32 columns side by side."""
 CAPABILITY = (9, 0)
 """What has these barriers and products, and nothing newer, which has no wgmma (NVIDIA,
 PTX ISA, sm_90a); "mma_staged" ran nowhere else."""
@@ -120,15 +117,9 @@ def check(
             f"{kernel} has simdgroups_m=1, subtract=False and loaders={LOADERS}, got "
             f"simdgroups_m={simdgroups_m}, subtract={subtract}, loaders={loaders}"
         )
-    if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
-        raise ValueError(
-            f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
-            f"simdgroups_k={simdgroups_k} at least 1"
-        )
-    warps, most = (
-        simdgroups(kernel, simdgroups_n, simdgroups_k),
-        KERNELS[kernel].most_simdgroups,
-    )
+    mma.check_counts(simdgroups_n, simdgroups_k)
+    warps = simdgroups(kernel, simdgroups_n, simdgroups_k)
+    most = KERNELS[kernel].most_simdgroups
     if warps > most:
         raise ValueError(
             f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} make {warps} "
@@ -141,9 +132,4 @@ def check(
             f"and simdgroups_k={simdgroups_k}: each stage is always the same loader's "
             f"and the same slice's"
         )
-    sides = mma.FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
-    if (tile_m, tile_n) != sides:
-        raise ValueError(
-            f"fragments_m={fragments_m} and simdgroups_n={simdgroups_n} make tiles of "
-            f"{sides[0]}x{sides[1]}, got tile.m={tile_m}, tile.n={tile_n}"
-        )
+    mma.check_sides(fragments_m, simdgroups_n, tile_m, tile_n)

@@ -57,7 +57,7 @@ def staged_plans(draw: st.DrawFn) -> Plan:
     kernel = draw(st.sampled_from(("mma_staged", "wgmma")))
     traits = staged_x.KERNELS[kernel]
     fragments_m = draw(st.sampled_from(traits.fragments_m))
-    across = draw(st.integers(1, staged_x.MOST_SIMDGROUPS_N))
+    across = draw(st.integers(1, mma.MOST_SIMDGROUPS_N))
     columns = -(-across // traits.together) * traits.together
     most = (traits.most_simdgroups - 4) // columns
     room = (mma.SHARED_LIMIT - staged_x.BARRIER_BYTES) // staged_x.stage_bytes(
@@ -450,24 +450,43 @@ def test_the_model_is_near_what_was_measured(
         simdgroups_k=along,
     )
 
-    assert scheduler.predict(plan, H200).seconds * 1e6 == pytest.approx(us, rel=0.16)
+    assert scheduler.predict(plan, H200).seconds * 1e6 == pytest.approx(us, rel=0.15)
 
 
-@pytest.mark.parametrize("shape", [LARGE, SMALLER], ids=str)
-@pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64])
+CHOSEN: dict[tuple[tuple[int, int], int], Kernel] = {
+    (LARGE, 8): "mma",
+    (LARGE, 16): "mma_staged",
+    (LARGE, 24): "wgmma",
+    (LARGE, 32): "wgmma",
+    (LARGE, 48): "wgmma",
+    (LARGE, 64): "wgmma",
+    (SMALLER, 8): "mma",
+    (SMALLER, 16): "mma_staged",
+    (SMALLER, 24): "mma_staged",
+    (SMALLER, 32): "mma_staged",
+    (SMALLER, 64): "wgmma",
+}
+"""The fastest where they were measured; for 8 rows "mma_staged" is not compared."""
+
+
+@pytest.mark.parametrize(("shape", "m"), CHOSEN, ids=str)
 def test_no_worse_block_is_chosen_than_was_measured(
-    m: int, shape: tuple[int, int]
+    shape: tuple[int, int], m: int
 ) -> None:
     n, k = shape
     problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
-    us = [us for _, sides, rows, *_, us in MEASURED if (sides, rows) == (shape, m)]
+    kernel = CHOSEN[shape, m]
+    least = min(
+        us
+        for name, sides, rows, *_, us in MEASURED
+        if (name, sides, rows) == (kernel, shape, m)
+    )
 
     plan = scheduler.choose(problem, H200)
 
-    # Half of the multiprocessors take twice as long, and two products as long as one.
-    share = min(plan.num_threadgroups / 132, 1.0)
+    assert plan.kernel == kernel
     predicted = scheduler.predict(plan, H200).seconds * 1e6
-    assert not us or predicted * (1 + share) / 2 <= 1.15 * min(us)
+    assert predicted == pytest.approx(least, rel=0.15)
 
 
 def test_few_columns_of_long_k_are_split() -> None:

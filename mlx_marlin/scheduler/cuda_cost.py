@@ -31,14 +31,15 @@ first is a guess, because there memory takes longer, and the third lies between)
 TILE_SECONDS = (58e-9, 78e-9, 97e-9, 116e-9)
 """What a multiprocessor takes in "mma_staged" for a packed tile and 128 of k, by
 fragments_m: what its warps issue, and their products (measured, docs/cuda.md, step 29:
-8192→28672, 5120→17408 and 4096→14336 agree within 8 %)."""
+8192→28672, 5120→17408 and 4096→14336 agree within 5 %, but 24 rows of the first, which
+take 12 % longer)."""
 FILL_SECONDS = (105e-9, 130e-9, 195e-9, 260e-9)
 """What filling a stage takes its four warps, which few tiles side by side wait for
 (measured, docs/cuda.md, step 29: 14336→4096; the third lies between)."""
-STAGE_SECONDS = {2: 305e-9, 3: 340e-9, 4: 367e-9, 6: 472e-9, 8: 523e-9}
+STAGE_SECONDS = {2: 315e-9, 3: 350e-9, 4: 376e-9, 6: 475e-9, 8: 526e-9}
 """What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
 fragments_m: decoding and matrix products, which do not hide each other (measured,
-docs/cuda.md, step 29: 8192→28672 and 5120→17408 agree within 6 %)."""
+docs/cuda.md, step 29: 8192→28672; 5120→17408 is up to 11 % faster)."""
 PIECE_SECONDS = 2.5e-6
 """To begin and end a piece of work: first loads, and the sums of a block's warps (a
 guess)."""
