@@ -85,8 +85,8 @@ class Kind:
         if backends.backend() != "emulator":  # which computes at once
             before, after = mx.compile(before), mx.compile(after)
             with left_out():
-                rows, attended, *_ = before(*_like(x, offset, *arrays[0]))
-                after(*_like(rows, attended, *arrays[1]))
+                attended, *_ = before(*_like(x, offset, *arrays[0]))
+                after(*_like(x, attended, *arrays[1]))
         self.graphs[key] = before, after
         return before, after
 
@@ -102,37 +102,33 @@ def _filled(molds: Molds, arrays: Iterable[mx.array]) -> dict[str, Any]:
 
 def _before(
     kind: Kind, x: mx.array, offset: mx.array, *arrays: mx.array
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Returns the rows of x, and q, k and v [streams, heads, tokens, features]."""
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns q, k and v [streams, heads, tokens, features] of x."""
     modules = _filled(kind.before, arrays)
-    rows = x.reshape(-1, x.shape[-1])
-    y, rope = modules["norm"](rows), modules["rope"]
+    y, rope = modules["norm"](x), modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
-    if kind.qkv and _is_one(rows, modules["joined"]):
+    if kind.qkv and norms == (None, None) and _is_one(x, modules["joined"]):
+        # q and k of one row stay one array until after their rope.
         joined = modules["joined"](y).reshape(1, last + kind.kv_heads, 1, -1)
-        if norms == (None, None):  # q and k stay one array
-            q_and_k, v = mx.split(joined, [last], axis=1)
-            q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
-            return rows, q, k, v
-        q, k, v = mx.split(joined, [heads, last], axis=1)
-    else:
-        q, k, v = _products(modules, ("q_proj", "k_proj", "v_proj"), kind.qkv, y)
-    streams, tokens, _ = x.shape
-    q = rope(_by_heads(q, (streams, tokens, heads), norms[0]), offset=offset)
-    k = rope(_by_heads(k, (streams, tokens, kind.kv_heads), norms[1]), offset=offset)
-    return rows, q, k, _by_heads(v, (streams, tokens, kind.kv_heads))
+        q_and_k, v = mx.split(joined, [last], axis=1)
+        q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
+        return q, k, v
+    q, k, v = _products(modules, ("q_proj", "k_proj", "v_proj"), kind.qkv, y)
+    q = rope(_by_heads(q, heads, norms[0]), offset=offset)
+    k = rope(_by_heads(k, kind.kv_heads, norms[1]), offset=offset)
+    return q, k, _by_heads(v, kind.kv_heads)
 
 
-def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
-    """Returns rows as [streams, heads, tokens, features], after their norm if any.
+def _by_heads(y: mx.array, heads: int, norm: Any = None) -> mx.array:
+    """Returns y [streams, tokens, n] as [streams, heads, tokens, features].
 
     Args:
-        y: Rows of all heads, streams and tokens.
-        shape: Streams, tokens and heads.
-        norm: The norm of a head's features.
+        y: Of all heads.
+        heads: How many.
+        norm: The norm of a head's features, if there is one.
     """
-    streams, tokens, heads = shape
+    streams, tokens, _ = y.shape
     first = (streams, tokens, heads) if tokens > 1 else (streams, heads, 1)
     y = y.reshape(*first, -1)
     y = y if norm is None else norm(y)
@@ -140,22 +136,20 @@ def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
 
 
 def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx.array:
-    """Returns the block's result for rows x and their attention, shaped as q."""
+    """Returns the block's result for x and what its attention is, shaped as q."""
     modules = _filled(kind.after, arrays)
-    streams, _, tokens, _ = attended.shape
-    if tokens > 1:
+    if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
-    h = _added(modules["o_proj"], attended.reshape(len(x), -1), x)
+    h = _added(modules["o_proj"], attended.reshape(*x.shape[:-1], -1), x)
     names = ("gate_proj", "up_proj")
     gate, up = _products(modules, names, kind.gate_up, modules["norm"](h))
-    y = _added(modules["down_proj"], swiglu(gate, up), h)
-    return y.reshape(streams, tokens, -1)
+    return _added(modules["down_proj"], swiglu(gate, up), h)
 
 
 def _products(
     modules: dict[str, Any], names: tuple[str, ...], sizes: Shape, x: mx.array
 ) -> Iterable[mx.array]:
-    """Multiplies x [rows, k] by several weights, joined or not."""
+    """Multiplies x [..., k] by several weights, joined or not."""
     if not sizes:
         return [modules[name](x) for name in names]
     layer: MarlinLinear = modules["joined"]
@@ -169,7 +163,7 @@ def _is_one(x: mx.array, layer: MarlinLinear) -> bool:
 
     An invariant product is the same call for one row as for many.
     """
-    return len(x) == 1 and not layer.invariant
+    return x.size == x.shape[-1] and not layer.invariant
 
 
 def _added(layer: Any, x: mx.array, residual: mx.array) -> mx.array:

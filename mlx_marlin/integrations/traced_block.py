@@ -106,7 +106,7 @@ class TracedBlock(nn.Module):
                 return self._own(x, mask, cache)
             graphs = kind.trace(key, x, offset, contents.arrays())
         before, after = graphs
-        rows, queries, keys, values = before(x, offset, *map(getitem, *contents.before))
+        queries, keys, values = before(x, offset, *map(getitem, *contents.before))
         keys, values = _updated(cache, keys, values)
         attended = scaled_dot_product_attention(
             queries,
@@ -116,7 +116,7 @@ class TracedBlock(nn.Module):
             scale=self["self_attn"].scale,
             mask=mask,
         )
-        y: mx.array = after(rows, attended, *map(getitem, *contents.after))
+        y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 
     def _own(self, x: mx.array, mask: Any, cache: Any | None) -> mx.array:
