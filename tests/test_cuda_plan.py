@@ -519,13 +519,22 @@ def test_an_invariant_product_is_cut_alike_for_any_rows(
     assert len(cuts) == 1
 
 
-@pytest.mark.parametrize(("layout", "most"), [("mlx", 5), ("marlin", 128)])
+# A packed weight alone is decoded beyond these rows; several of them are not.
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({"n": 512, "k": 1024, "layout": "marlin", "batch": 2}, 128),
+        ({"n": 512, "k": 1024}, 5),
+        ({"n": 14336, "k": 4096}, 8),
+        ({"n": 28672, "k": 8192}, 32),
+        ({"n": 28672, "k": 8192, "bits": 8}, 5),
+    ],
+    ids=["packed", "small", "large", "huge", "huge, 8 bits"],
+)
 def test_beyond_the_served_rows_stock_serves_with_a_reason(
-    layout: str, most: int
+    asked: dict[str, Any], most: int
 ) -> None:
-    # A packed weight alone is decoded then; several of them are not.
-    batch = 2 if layout == "marlin" else 1
-    problem = Problem(m=most, n=512, k=1024, layout=layout, batch=batch)
+    problem = Problem(m=most, **asked)
     more = replace(problem, m=most + 1)
 
     assert scheduler.stock_reason(problem, H200) is None

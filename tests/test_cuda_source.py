@@ -490,7 +490,7 @@ def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
     assert ("BATCHED", True) in recorder.called[0]["template"]
 
 
-MANY_ROWS = {layout: most + 1 for layout, most in cuda.MOST_ROWS.items()}
+MANY_ROWS = {"mlx": cuda.FEW_ROWS + 1, "marlin": cuda.MOST_ROWS + 1}
 STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "float32": (
         lambda: (activations(3, K), *weight(N, K)),

@@ -142,7 +142,7 @@ def chosen(
     assert backends.backend() == "cuda"
 
 
-MANY = scheduler.cuda.MOST_ROWS["marlin"] + 1
+MANY = scheduler.cuda.MOST_ROWS + 1
 FINISHED: dict[str, tuple[dict[str, Any], Callable[[Floats, Floats], Floats]]] = {
     "nothing": ({}, lambda y, _: y),
     "bias": ({"bias": True}, lambda y, bias: y + bias),

@@ -18,10 +18,15 @@ from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.scheduler.cuda_cost import Way, prediction
 from mlx_marlin.work import STRATEGIES, Tile, data_parallel
 
-MOST_ROWS = {"mlx": 5, "marlin": 128}
-"""Rows up to which our kernels serve, by layout; beyond, stock MLX does, or a plain
-product of a packed weight that is decoded once. Ours is not timed yet in MLX's layout:
-there it has few rows, for which stock MLX takes longer than for 8 (docs/cuda.md)."""
+MOST_ROWS = 128
+"""Rows up to which our kernels serve a packed weight; beyond, a plain product does, of
+the weight decoded once."""
+MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
+"""Rows up to which they serve one in MLX's layout, affine 4-bit, by its least size;
+beyond, stock MLX does (measured, docs/cuda.md)."""
+FEW_ROWS = 5
+"""The same in other formats of that layout, which have not been timed: for so few rows
+stock MLX takes longer than for 8."""
 MODEL_ERROR = 0.06
 """What a split must gain more, as on Apple's devices."""
 
@@ -74,20 +79,30 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
 
 def handover(problem: Problem, device: CudaDevice) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should."""
-    most = MOST_ROWS[problem.layout]
+    most = most_rows(problem)
     if problem.invariant or problem.m <= most or dense(problem) is not None:
         return None
     return (
         f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
-        f"with weights in the layout {problem.layout!r}"
+        f"with such a weight in the layout {problem.layout!r}"
     )
+
+
+def most_rows(problem: Problem) -> int:
+    """Returns the rows up to which our kernels serve a product's weight for speed."""
+    if problem.layout == "marlin":
+        return MOST_ROWS
+    if (problem.mode, problem.bits) != ("affine", 4):
+        return FEW_ROWS
+    size = problem.n * problem.k
+    return next(rows for least, rows in MOST_ROWS_OF_MLX if size >= least)
 
 
 def dense(problem: Problem) -> DensePlan | None:
     """Returns the plain product of a weight decoded once, where that is faster."""
     if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
         return None
-    return dense_plan(problem) if problem.m > MOST_ROWS[problem.layout] else None
+    return dense_plan(problem) if problem.m > MOST_ROWS else None
 
 
 def predict(plan: Plan, device: CudaDevice) -> Prediction:
