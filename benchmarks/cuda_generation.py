@@ -40,7 +40,15 @@ from cuda_decoding import (
     quantized_model,
     random_prompts,
 )
-from cuda_report import Laps, Progress, heading, machine, table, write_json
+from cuda_report import (
+    Laps,
+    Progress,
+    heading,
+    host_milliseconds,
+    machine,
+    table,
+    write_json,
+)
 from cuda_weights import Format, zero_native
 
 import mlx_marlin
@@ -82,10 +90,12 @@ def measure(
     prompts = random_prompts(streams, asked.prompt, asked.sizes["vocab_size"])
     rates: dict[str, list[float]] = {name: [] for name in models}
     tokens: dict[str, Tokens] = {}
+    host: list[float] = []
     for model in models.values():
         decode(model, prompts, WARM)
     for _ in range(asked.repeats):
         for name, model in models.items():
+            host.append(host_milliseconds())
             rate, tokens[name] = decode(model, prompts, asked.new)
             progress.step(f"{streams} streams, {name}")
             rates[name].append(rate)
@@ -94,6 +104,7 @@ def measure(
         "streams": streams,
         "tokens_a_second": medians,
         "range": {name: [min(of), max(of)] for name, of in rates.items()},
+        "host_ms": [min(host), max(host)],
     }
     if "stock" in models:
         stock = medians["stock"]
@@ -111,7 +122,11 @@ def told(result: dict[str, Any]) -> str:
         f"{name} {rate:.1f}" + (f" ({ratios[name]:.2f} x stock)" if ratios else "")
         for name, rate in result["tokens_a_second"].items()
     ]
-    return f"{result['streams']} streams, tokens a second: {', '.join(parts)}"
+    least, most = result["host_ms"]
+    return (
+        f"{result['streams']} streams, tokens a second: {', '.join(parts)}; the host "
+        f"took {least:.0f} to {most:.0f} ms for a million turns of an empty loop"
+    )
 
 
 def generate_once(
@@ -186,12 +201,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def lines(report: dict[str, Any], names: Sequence[str]) -> str:
     """Returns the table of tokens a second and what it says of the bound."""
-    head = ["streams", *(f"{name} tok/s" for name in names)]
+    head = ["streams", "host ms", *(f"{name} tok/s" for name in names)]
     ours = [name for name in names if name != "stock"] if "stock" in names else []
     head += [f"{name} x stock" for name in ours] + [f"{name} equal" for name in ours]
     rows = []
     for each in report["results"]:
-        row = [f"{each['streams']}"]
+        row = [f"{each['streams']}", "{:.0f} to {:.0f}".format(*each["host_ms"])]
         row += [f"{each['tokens_a_second'][name]:.1f}" for name in names]
         row += [f"{each['times_stock'][name]:.2f}" for name in ours]
         row += [f"{each['equal_tokens'][name]:.0%}" for name in ours]

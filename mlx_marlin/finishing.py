@@ -37,6 +37,9 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
         y = product(x, w, scales, biases)
+        if epilogue.gated:
+            gate, up = mx.split(y, 2, axis=-1)
+            return activate(gate) * up
         arrays = iter(array.astype(y.dtype) for array in given)
         y = activate(y + next(arrays) if epilogue.bias else y)
         y = y * next(arrays) if epilogue.multiply else y

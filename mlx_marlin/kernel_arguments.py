@@ -177,10 +177,13 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
     epilogue: Epilogue = plan.problem.epilogue
     if epilogue == PLAIN:
         return {}
+    activation = ACTIVATIONS.index(epilogue.activation)
+    if epilogue.gated:
+        return {"ACTIVATION": activation}
     return {
         "T": plan.problem.dtype,
         "BIAS": epilogue.bias,
-        "ACTIVATION": ACTIVATIONS.index(epilogue.activation),
+        "ACTIVATION": activation,
         "MULTIPLY": epilogue.multiply,
         "RESIDUAL": epilogue.residual,
         "PARTS": len(parts(plan)) - 1,

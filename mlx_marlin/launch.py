@@ -240,7 +240,9 @@ def _multiply(plan: Plan) -> Product:
 
 def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
     """Returns the columns of each array that a kernel writes."""
-    return (problem.n,) if text.output_names == ("out",) else problem.epilogue.parts
+    if text.output_names == ("out",):
+        return (problem.columns,)
+    return problem.epilogue.parts
 
 
 def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:

@@ -43,6 +43,11 @@ def why_not(problem: Problem) -> str | None:
             f"our CUDA kernels have no groups of 16 integers, and mode is "
             f"{problem.mode}"
         )
+    if problem.epilogue.gated and problem.n % (2 * TILE_N):
+        return (
+            f"gate and up need whole tiles of {TILE_N} columns each, and n is "
+            f"{problem.n}"
+        )
     return None
 
 

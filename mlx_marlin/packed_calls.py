@@ -2,12 +2,13 @@
 
 import mlx.core as mx
 
+from mlx_marlin.finishing import activation as activation_of
 from mlx_marlin.finishing import split_apart
 from mlx_marlin.ops import CPU, several
 from mlx_marlin.problem import Epilogue
 from mlx_marlin.serving import Served, memory, remembered, serve_packed
 
-_products, _parts = memory(), memory()
+_products, _parts, _gated = memory(), memory(), memory()
 EPILOGUES = {
     (bias, residual): Epilogue(bias=bias, residual=residual)
     for bias in (False, True)
@@ -129,6 +130,54 @@ def packed_parts(
     return several(served.run(x, words, scales, scales, *given))
 
 
+def packed_gated(
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    activation: str,
+) -> mx.array:
+    """Multiplies x [..., k] by two packed weights as one, of which one gates the other.
+
+    Args:
+        x: Activations [..., k].
+        words: Codes of gate and up, one after the other, as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of both weights, an even number.
+        k: Columns of a weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        activation: "silu", "gelu" or "gelu_approx".
+
+    Returns:
+        `activation(x @ gate.T) * (x @ up.T)`, [..., n / 2]: rounded once where our
+        kernels have such an epilogue, elsewhere three times.
+    """
+    key = (
+        x.shape,
+        x.dtype,
+        n,
+        k,
+        group_size,
+        bits,
+        mode,
+        scales.dtype,
+        mx.default_device() == CPU,
+        activation,
+    )
+    served = _gated.get(key) or remembered(_gated, key, _with_gate(*key))
+    if served.reason is None:
+        return served.run(x, words, scales, scales)
+    format = n, k, group_size, bits, mode
+    gate, up = packed_parts(x, words, scales, *format, (n // 2, n // 2))
+    return activation_of(activation)(gate) * up
+
+
 def _product(
     x_shape: tuple[int, ...],
     x_dtype: mx.Dtype,
@@ -169,3 +218,20 @@ def _in_parts(
     epilogue = Epilogue(bias=not unbiased, parts=parts)
     call = x_shape, x_dtype, *format, scale_dtype, True, on_cpu
     return serve_packed(*call, epilogue, invariant)
+
+
+def _with_gate(
+    x_shape: tuple[int, ...],
+    x_dtype: mx.Dtype,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    scale_dtype: mx.Dtype,
+    on_cpu: bool,
+    activation: str,
+) -> Served:
+    format = n, k, group_size, bits, mode
+    epilogue = Epilogue(activation=activation, gated=True)
+    return serve_packed(x_shape, x_dtype, *format, scale_dtype, True, on_cpu, epilogue)

@@ -45,6 +45,7 @@ def check(plan: "Plan") -> None:
     _check_threadgroup(plan)
     _check_work(plan)
     _check_reduction(plan)
+    _check_gated(plan)
     _check_invariant(plan)
 
 
@@ -213,6 +214,18 @@ def _check_reduction(plan: "Plan") -> None:
         raise ValueError(
             f"k_parallel={plan.work.slices} makes a workspace of "
             f"{plan.workspace_shape}, expected fewer than {MOST_ELEMENTS} elements"
+        )
+
+
+def _check_gated(plan: "Plan") -> None:
+    """Checks that both sums that make a result meet in a threadgroup."""
+    if not plan.problem.epilogue.gated:
+        return
+    if not plan.on_cuda or plan.simdgroups_n % 2 or plan.is_split:
+        raise ValueError(
+            "gated=True needs a CUDA kernel, an even simdgroups_n and "
+            f"reduction='none', got kernel={plan.kernel!r}, "
+            f"simdgroups_n={plan.simdgroups_n}, reduction={plan.reduction!r}"
         )
 
 

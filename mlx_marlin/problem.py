@@ -51,7 +51,9 @@ class Epilogue:
     `activation(product + bias) * multiplier + residual`
 
     Several weights with the same x are one weight with all their rows; `parts` then
-    stores each one's result as an array of its own, one after the other.
+    stores each one's result as an array of its own, one after the other. Of two whose
+    results are multiplied, `gated` stores the activation of the first one's times the
+    second one's.
 
     Attributes:
         bias: Whether a bias [n] is added.
@@ -59,6 +61,7 @@ class Epilogue:
         multiply: Whether the result is multiplied by an array [m, n].
         residual: Whether an array [m, n] is added at last.
         parts: Columns of each of several results; none where there is only one.
+        gated: Whether the first half of the columns gates the second, [m, n / 2].
     """
 
     bias: bool = False
@@ -66,11 +69,18 @@ class Epilogue:
     multiply: bool = False
     residual: bool = False
     parts: tuple[int, ...] = ()
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation={self.activation!r} is not one of {ACTIVATIONS}"
+            )
+        if self.gated and (self.bias or self.operands or self.parts):
+            raise ValueError(
+                f"gated=True has an activation only, got bias={self.bias}, "
+                f"multiply={self.multiply}, residual={self.residual}, "
+                f"parts={self.parts}"
             )
         if not self.parts:
             return
@@ -91,6 +101,9 @@ class Epilogue:
 
     def explain(self) -> str:
         """Says the epilogue as a formula; empty if there is none."""
+        if self.gated:
+            gate = "gate" if self.activation == "none" else f"{self.activation}(gate)"
+            return f"{gate} * up"
         text = "y + bias" if self.bias else "y"
         text = text if self.activation == "none" else f"{self.activation}({text})"
         text = f"({text})" if self.multiply and text == "y + bias" else text
@@ -177,6 +190,11 @@ class Problem:
                 f"parts={parts} do not add up to n={self.n} of one product, got "
                 f"batch={self.batch}"
             )
+        if self.epilogue.gated and (self.n % 2 or self.batch > 1):
+            raise ValueError(
+                f"gated=True needs one product with an even n, got n={self.n}, "
+                f"batch={self.batch}"
+            )
 
     @property
     def format(self) -> Format:
@@ -202,9 +220,14 @@ class Problem:
         return self.k // self.group_size
 
     @property
+    def columns(self) -> int:
+        """Columns of the result: n, or half of it where one half gates the other."""
+        return self.n // 2 if self.epilogue.gated else self.n
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of the result: (m, n), of several products (batch, m, n)."""
-        one = self.m, self.n
+        one = self.m, self.columns
         return one if self.batch == 1 else (self.batch, *one)
 
     @property
@@ -237,7 +260,7 @@ class Problem:
     @property
     def output_bytes(self) -> int:
         """Bytes of the result."""
-        return self.batch * self.m * self.n * DTYPE_BYTES[self.dtype]
+        return self.batch * self.m * self.columns * DTYPE_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:

@@ -207,7 +207,7 @@ def serve_packed(
     kind = Kind(
         x_shape=x_shape,
         x_dtype=x_dtype,
-        shape=(*before, *x_shape[-2:-1], outer),
+        shape=(*before, *x_shape[-2:-1], outer // (2 if epilogue.gated else 1)),
         dtype=x_dtype
         if scale_dtype == mx.uint8
         else mx.result_type(x_dtype, scale_dtype),
@@ -398,6 +398,8 @@ def _not_ours(kind: Kind) -> str | None:
     if dtype_name(kind.dtype) not in DTYPE_BYTES:
         return f"our kernels do not compute in {dtype_name(kind.dtype)}"
     batch, m, n = kind.sizes
+    if kind.epilogue.gated and backends.backend() != "cuda":
+        return "our Metal kernels have no gate in their epilogue"
     if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None

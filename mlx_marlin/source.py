@@ -10,9 +10,10 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Problem
+from mlx_marlin.problem import PLAIN, Epilogue, Problem
 
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
@@ -26,6 +27,34 @@ ABSENT = {
 }
 """What a CUDA body calls an array that its kernel does not read: each costs MLX 0.3 us
 a call (measured, docs/cuda.md)."""
+
+
+class Finish(NamedTuple):
+    """What a CUDA kernel's text says of the epilogue.
+
+    Attributes:
+        suffix: Of the kernel's name.
+        arrays: That the epilogue may read.
+        numbers: Of a plan that it reads.
+        declaration: What its body calls `epilogue`.
+    """
+
+    suffix: str = ""
+    arrays: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    declaration: str = ""
+
+
+UNSAID = Finish()
+AS_IT_IS = Finish(declaration="const marlin::Plain epilogue{};\n")
+FUSED = Finish(
+    "_fused",
+    FINISHING,
+    FINISH[-1:],
+    "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
+    "    bias, multiplier, residual, parts};\n",
+)
+GATED = Finish("_gated", declaration="const marlin::Gated<ACTIVATION> epilogue{};\n")
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
@@ -91,8 +120,8 @@ def cuda_product_source(plan: Plan) -> Source:
     """
     leaning = "staged_product" if plan.has_staged_x else "product"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
-    fused = plan.problem.epilogue != PLAIN and not plan.is_split
-    return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, fused)
+    finish = AS_IT_IS if plan.is_split else _finish(plan.problem.epilogue)
+    return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, finish)
 
 
 @cache
@@ -157,9 +186,15 @@ def reduce_source(fused: bool = False) -> Source:
 
 def sums_source(plan: Plan) -> Source:
     """Returns the text of the CUDA kernel that adds the splits of each tile."""
-    fused = plan.problem.epilogue != PLAIN
     header = _included("cuda/sums.cuh")
-    return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, fused)
+    finish = _finish(plan.problem.epilogue)
+    return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, finish)
+
+
+def _finish(epilogue: Epilogue) -> Finish:
+    if epilogue.gated:
+        return GATED
+    return AS_IT_IS if epilogue == PLAIN else FUSED
 
 
 def _of_cuda(
@@ -168,31 +203,32 @@ def _of_cuda(
     operands: tuple[str, ...],
     numbers: tuple[str, ...],
     problem: Problem,
-    fused: bool = False,
+    finish: Finish = UNSAID,
 ) -> Source:
     """Returns the text of a CUDA kernel, which has no input that it does not read.
 
     The body names all arrays that there may be, and a plan's numbers as Metal has them.
-    Before it stands what takes the place of arrays that it does not read, and where in
-    one array the numbers lie. Parts are arrays of their own, in one object.
+    Before it stands what takes the place of arrays that it does not read, where in one
+    array the numbers lie, and the epilogue. Parts are arrays of their own, in one
+    object.
     """
-    file = f"{body}_fused" if fused else body
-    arrays = (*operands, *(FINISHING if fused else ()))
+    arrays = (*operands, *finish.arrays)
     read = tuple(name for name in arrays if _is_read(name, problem))
     lines = [ABSENT[name] for name in arrays if name not in read]
-    for i, name in enumerate((*numbers, *(FINISH[-1:] if fused else ()))):
+    for i, name in enumerate((*numbers, *finish.numbers)):
         lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
-    several = problem.epilogue.parts if fused else ()
+    lines.append(finish.declaration)
+    several = problem.epilogue.parts if finish.numbers else ()
     outputs = tuple(f"out{i}" for i in range(len(several))) or ("out",)
     if several:
         results = f"{{{{{', '.join(outputs)}}}, parts, shape[0]}}"
         lines.append(f"const marlin::Apart<T, PARTS> out = {results};\n")
     return Source(
-        name=f"marlin_{file}",
+        name=f"marlin_{body}{finish.suffix}",
         input_names=(*read, "numbers"),
         output_names=outputs,
         header=header,
-        source="".join(lines) + _read(f"cuda/{file}.cu"),
+        source="".join(lines) + _read(f"cuda/{body}.cu"),
     )
 
 

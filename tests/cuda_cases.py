@@ -117,6 +117,20 @@ EPILOGUES = (
 )
 
 
+GATED = Epilogue(activation="silu", gated=True)
+GATED_N = 192
+"""Rows of gate and up together: three packed tiles each, no multiple of two."""
+GATED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3}),
+    (19, {"strategy": "data_parallel", "simdgroups_n": 4, "simdgroups_k": 2}),
+    (9, {"strategy": "data_parallel", "simdgroups_n": 6, "simdgroups_k": 1}),
+    (12, STAGED | {"simdgroups_n": 4, "simdgroups_k": 1, "buffers": 4}),
+    (19, RING_WIDE | {"simdgroups_n": 2, "simdgroups_k": 1, "buffers": 4}),
+    (12, RING_WIDE | {"simdgroups_n": 6, "simdgroups_k": 1, "buffers": 4}),
+)
+"""Rows and blocks with as many tiles of gate as of up, some more than there are."""
+
+
 def h200() -> CudaDevice:
     device = named("NVIDIA H200")
     assert isinstance(device, CudaDevice)
@@ -169,13 +183,14 @@ def plan_of(
     epilogue: Epilogue = PLAIN,
     batch: int = 1,
     global_scale: bool = False,
+    n: int = N,
     **more: Any,
 ) -> Plan:
     mode, bits, group_size, layout, dtype, m, way = case
     k = k_of(mode, bits, group_size, way)
     problem = Problem(
         m=m,
-        n=N,
+        n=n,
         k=k,
         batch=batch,
         mode=mode,
@@ -205,28 +220,30 @@ def k_of(mode: str, bits: int, group_size: int, way: dict[str, Any]) -> int:
     return max(most // step, 1) * step - (step if group_size == 32 else 0)
 
 
-def draw(case: Case, seed: int = 1) -> tuple[Weight, mx.array]:
+def draw(case: Case, seed: int = 1, n: int = N) -> tuple[Weight, mx.array]:
     mode, bits, group_size, _, dtype, m, way = case
     k = k_of(mode, bits, group_size, way)
     weight = format_cases.any_weight(
-        mode, bits, group_size, N, k, dtype=dtype, seed=seed
+        mode, bits, group_size, n, k, dtype=dtype, seed=seed
     )
     x = mx.random.normal((m, k), key=mx.random.key(seed))
     return weight, x.astype(getattr(mx, dtype))
 
 
 def integers(
-    dtype: str, m: int, way: dict[str, Any]
+    dtype: str, m: int, way: dict[str, Any], n: int = N, *, gated: bool = False
 ) -> tuple[Weight, mx.array, Floats]:
-    """Returns a weight of integers [N, k], x and what their product is stored as."""
+    """Returns a weight of integers [n, k], x and what their product is stored as."""
     rng = np.random.default_rng(m)
     k = k_of("affine", 4, 64, way)
-    codes = rng.integers(0, 16, (N, k))
-    ones = np.ones((N, k // 64), np.float32)
+    codes = rng.integers(0, 16, (n, k))
+    ones = np.ones((n, k // 64), np.float32)
     native = [mx.array(each).astype(getattr(mx, dtype)) for each in (ones, -8 * ones)]
     weight = Weight("affine", 4, 64, (format_cases.write_codes(codes, 4), *native))
     x = mx.array(rng.integers(-1, 2, (m, k)).astype(np.float32))
-    expected = format_cases.rounded(exact(x) @ weight.decoded.T, dtype)
+    total = exact(x) @ weight.decoded.T
+    total = total[:, : n // 2] * total[:, n // 2 :] if gated else total
+    expected = format_cases.rounded(total, dtype)
     return weight, x.astype(getattr(mx, dtype)), expected
 
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import cuda_cases
+import epilogues
 import format_cases
 import mlx.core as mx
 import numpy as np
 import oracles
 import pytest
-from cuda_cases import Case
+from cuda_cases import GATED, GATED_N, Case
 from format_cases import Weight
 
 from mlx_marlin import cache, launch, serving
@@ -168,6 +169,14 @@ def check_parts(case: Case, parts: tuple[int, ...]) -> None:
     results = run(plan_of(case, epilogue=Epilogue(parts=parts)), x, weight)
     y = mx.concatenate([*results], axis=-1)
     cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_gated(case: Case) -> None:
+    """Likewise of gate and up, whose results are multiplied."""
+    weight, x = cuda_cases.draw(case, n=GATED_N)
+    y = run(plan_of(case, epilogue=GATED, n=GATED_N), x, weight)
+    expected = epilogues.finished(oracles.exact(x) @ weight.decoded.T, (), GATED)
+    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
 
 
 def check_moved(case: Case, names: Collection[str]) -> None:

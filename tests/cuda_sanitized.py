@@ -32,6 +32,9 @@ import mlx.core as mx
 import oracles
 from cuda_cases import (
     EPILOGUES,
+    GATED,
+    GATED_N,
+    GATED_WAYS,
     LARGE,
     STAGED_WAYS,
     WAYS,
@@ -76,6 +79,9 @@ def runs() -> dict[str, Run]:
     for way, epilogue in product((WHOLE, SPLIT, *RING_WHOLES), EPILOGUES):
         case = (*FORMAT, "marlin", "float16", 19, way)
         found[f"epilogue {epilogue.explain()} {case}"] = partial(finish, case, epilogue)
+    for m, way in GATED_WAYS:
+        case = (*FORMAT, "marlin", "float16", m, way)
+        found[f"gated {case}"] = partial(multiply_gated, case)
     for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
         case = (*FORMAT, layout, "float16", 5, way)
         found[f"batch {case}"] = partial(multiply_batch, case)
@@ -115,6 +121,14 @@ def multiply(case: Case, place: Callable[[mx.array], mx.array] = at_end) -> floa
     arrays = map(place, (x, *arguments(weight, case[3])))
     y = launch.product(cuda_cases.plan_of(case))(*arrays)
     return judged(y, exact(x) @ weight.decoded.T, case)
+
+
+def multiply_gated(case: Case) -> float:
+    weight, x = cuda_cases.draw(case, n=GATED_N)
+    arrays = map(at_end, (x, *arguments(weight, case[3])))
+    y = launch.product(cuda_cases.plan_of(case, epilogue=GATED, n=GATED_N))(*arrays)
+    expected = epilogues.finished(exact(x) @ weight.decoded.T, (), GATED)
+    return judged(y, expected, case)
 
 
 def multiply_batch(case: Case) -> float:

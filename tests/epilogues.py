@@ -40,7 +40,11 @@ def activated(x: Floats, activation: str) -> Floats:
 
 
 def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Floats:
-    """Returns what bias, multiplier and residual make of a product."""
+    """Returns what bias, multiplier and residual, or a gate, make of a product."""
+    if epilogue.gated:
+        gate, up = np.split(total, 2, axis=-1)
+        gated: Floats = activated(gate, epilogue.activation) * up
+        return gated
     bias, multiplier, residual = map(oracles.exact, finish)
     y = activated(total + bias if epilogue.bias else total, epilogue.activation)
     y = y * multiplier if epilogue.multiply else y

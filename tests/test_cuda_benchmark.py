@@ -104,6 +104,7 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
             "traced",
         }
         assert min(each["tokens_a_second"].values()) > 0
+        assert 0 < each["host_ms"][0] <= each["host_ms"][1]
         assert 0 <= each["equal_tokens"]["marlin"] <= 1
     assert "joined x stock" in text
 

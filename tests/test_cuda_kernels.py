@@ -6,7 +6,7 @@ kernels of ours; on devices other than Hopper, fewer.
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import cuda_cases
@@ -17,6 +17,8 @@ import oracles
 import pytest
 from cuda_cases import (
     EPILOGUES,
+    GATED_N,
+    GATED_WAYS,
     LARGE,
     STAGED_WAYS,
     WAYS,
@@ -122,7 +124,7 @@ def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
 @pytest.mark.parametrize(
     ("epilogue", "way"),
     [
-        *zip(EPILOGUES * 2, cycle(WHOLES), strict=False),
+        *islice(zip(EPILOGUES * 2, cycle(WHOLES), strict=False), 7),
         *zip(EPILOGUES, cycle(SPLITS), strict=False),
     ],
     ids=str,
@@ -136,6 +138,18 @@ def test_epilogues(epilogue: Epilogue, way: dict[str, Any]) -> None:
     y = same_bits(lambda: epilogues.whole(run(x, *arrays, *finish)))
     expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize(
+    ("m", "way"), [GATED_WAYS[i] for i in (1, 3, 4)], ids=str
+)  # one for each kernel
+def test_gate_and_up(m: int, way: dict[str, Any]) -> None:
+    weight, x, expected = integers("bfloat16", m, way, GATED_N, gated=True)
+    case: Case = ("affine", 4, 64, "marlin", "bfloat16", m, way)
+    run = product_of(case, epilogue=Epilogue(gated=True), n=GATED_N)
+    arrays = arguments(weight, "marlin")
+    y = same_bits(lambda: run(x, *arrays))
+    assert np.array_equal(exact(y), expected)
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,11 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     assert include == included("cuda/product.cuh")
     assert fused.header == text.header
     biases = "const auto* biases = scales;\n"
-    assert body_of(text, "cuda/mma.cu") == biases + PLACES
-    assert body_of(fused, "cuda/mma_fused.cu") == (
+    plain = "const marlin::Plain epilogue{};\n"
+    assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain
+    assert body_of(fused, "cuda/mma.cu") == (
         f"{biases}const T* multiplier = nullptr;\n{PLACES}"
-        "const int* parts = numbers + 14;\n"
+        f"const int* parts = numbers + 14;\n{source.FUSED.declaration}"
     )
     assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
 
@@ -165,8 +166,8 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
 
     digest = source.cuda_product_source(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
-    assert body_of(text, "cuda/reduce.cu") == PLACES
-    own = body_of(source.sums_source(fused), "cuda/reduce_fused.cu")
+    assert body_of(text, "cuda/reduce.cu") == PLACES + source.AS_IT_IS.declaration
+    own = body_of(source.sums_source(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
     assert metal.source == text_of("kernels/reduce.metal")
     assert "#include" not in metal.header
@@ -279,7 +280,7 @@ def test_hoppers_kernels_have_another_header_and_bodies(
     assert include == included("cuda/staged_product.cuh")
     assert fused.header == text.header
     assert body_of(text, f"cuda/{kernel}.cu")
-    assert body_of(fused, f"cuda/{kernel}_fused.cu")
+    assert body_of(fused, f"cuda/{kernel}.cu")
     assert (text.name, fused.name) == (f"marlin_{kernel}", f"marlin_{kernel}_fused")
     assert text.input_names == ("x", "w", "scales", "numbers")
 

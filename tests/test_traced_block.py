@@ -170,6 +170,9 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
             y = x.astype(mx.float32) @ decoded(problem, w, scales).T
             y = y + finish[0] if epilogue.bias else y
             y = y + finish[2] if epilogue.residual else y
+            if epilogue.gated:
+                gate, up = mx.split(y, 2, axis=-1)
+                y = nn.silu(gate) * up
             y = mx.stop_gradient(y.astype(x.dtype))  # to MLX a kernel is opaque
             return split_apart(y, epilogue.parts) if epilogue.parts else y
 
@@ -233,6 +236,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
     assert {plan.problem.k for plan in sums} == {128, 96}
+    assert any(plan.problem.epilogue.gated for plan in cuda) == join
 
 
 @pytest.mark.usefixtures("kernels")

@@ -7,7 +7,6 @@ kind share what is traced.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -58,7 +57,6 @@ class Kind:
         before: Modules before the cache.
         after: Modules after attention.
         qkv: Features of q, k and v that are joined; empty if they are not.
-        gate_up: Features of gate and up, likewise.
         graphs: Both graphs by the shape of x.
     """
 
@@ -67,7 +65,6 @@ class Kind:
     before: Molds
     after: Molds
     qkv: Shape
-    gate_up: Shape
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -108,27 +105,32 @@ def _before(
     y, rope = modules["norm"](x), modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
-    if kind.qkv and norms == (None, None) and _is_one(x, modules["joined"]):
-        # q and k of one row stay one array until after their rope.
+    if kind.qkv and _is_one(x, modules["joined"]):
         joined = modules["joined"](y).reshape(1, last + kind.kv_heads, 1, -1)
-        q_and_k, v = mx.split(joined, [last], axis=1)
-        q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
-        return q, k, v
-    q, k, v = _products(modules, ("q_proj", "k_proj", "v_proj"), kind.qkv, y)
-    q = rope(_by_heads(q, heads, norms[0]), offset=offset)
-    k = rope(_by_heads(k, kind.kv_heads, norms[1]), offset=offset)
-    return q, k, _by_heads(v, kind.kv_heads)
+        if norms == (None, None):  # q and k stay one array
+            q_and_k, v = mx.split(joined, [last], axis=1)
+            q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
+            return q, k, v
+        q, k, v = mx.split(joined, [heads, last], axis=1)
+    elif kind.qkv:
+        q, k, v = modules["joined"].parts(y, kind.qkv)
+    else:
+        q, k, v = (modules[name](y) for name in ("q_proj", "k_proj", "v_proj"))
+    streams, tokens, _ = x.shape
+    q = rope(_by_heads(q, (streams, tokens, heads), norms[0]), offset=offset)
+    k = rope(_by_heads(k, (streams, tokens, kind.kv_heads), norms[1]), offset=offset)
+    return q, k, _by_heads(v, (streams, tokens, kind.kv_heads))
 
 
-def _by_heads(y: mx.array, heads: int, norm: Any = None) -> mx.array:
-    """Returns y [streams, tokens, n] as [streams, heads, tokens, features].
+def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
+    """Returns y as [streams, heads, tokens, features], after its norm if any.
 
     Args:
-        y: Of all heads.
-        heads: How many.
-        norm: The norm of a head's features, if there is one.
+        y: Of all streams, tokens and heads.
+        shape: Streams, tokens and heads.
+        norm: The norm of a head's features.
     """
-    streams, tokens, _ = y.shape
+    streams, tokens, heads = shape
     first = (streams, tokens, heads) if tokens > 1 else (streams, heads, 1)
     y = y.reshape(*first, -1)
     y = y if norm is None else norm(y)
@@ -141,21 +143,16 @@ def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     h = _added(modules["o_proj"], attended.reshape(*x.shape[:-1], -1), x)
-    names = ("gate_proj", "up_proj")
-    gate, up = _products(modules, names, kind.gate_up, modules["norm"](h))
-    return _added(modules["down_proj"], swiglu(gate, up), h)
+    return _added(modules["down_proj"], _gated(modules, modules["norm"](h)), h)
 
 
-def _products(
-    modules: dict[str, Any], names: tuple[str, ...], sizes: Shape, x: mx.array
-) -> Iterable[mx.array]:
-    """Multiplies x [..., k] by several weights, joined or not."""
-    if not sizes:
-        return [modules[name](x) for name in names]
-    layer: MarlinLinear = modules["joined"]
-    if _is_one(x, layer):
-        return mx.split(layer(x), [*accumulate(sizes)][:-1], axis=-1)
-    return layer.parts(x, sizes)
+def _gated(modules: dict[str, Any], x: mx.array) -> mx.array:
+    """Returns what the layers gate and up make of x, joined or not."""
+    if "joined" in modules:
+        layer: MarlinLinear = modules["joined"]
+        return layer.gated(x)
+    y: mx.array = swiglu(modules["gate_proj"](x), modules["up_proj"](x))
+    return y
 
 
 def _is_one(x: mx.array, layer: MarlinLinear) -> bool:

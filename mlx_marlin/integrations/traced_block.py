@@ -254,7 +254,7 @@ def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
     if (type(attention), type(mlp)) != (own.Attention, own.MLP):
         raise UnknownError
     qkv, q_k_v = _linears(attention, ("q_proj", "k_proj", "v_proj"))
-    gate_up, gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))
+    _, gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))
     before = {"norm": _as(block["input_layernorm"], nn.RMSNorm), **q_k_v}
     for name in ("q_norm", "k_norm"):
         if name in attention:
@@ -272,7 +272,6 @@ def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
         before=_molds(before),
         after=_molds(after),
         qkv=qkv,
-        gate_up=gate_up,
     )
     return kind, _slots(before.values()), _slots(after.values())
 

@@ -125,7 +125,8 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
         # One at least, whose plan says what is wrong.
         room = traits.together * max(multipliers // traits.together // along, 1)
     most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
-    return range(1, most + 1)
+    each = 2 if problem.epilogue.gated else 1  # as many tiles of gate as of up
+    return range(each, most + 1, each)
 
 
 def _works(
@@ -153,6 +154,8 @@ def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
     """Yields whole tiles, and splits where those leave multiprocessors idle."""
     tiles, cores = space.tiles, space.cores
     yield data_parallel(tiles, space.k_tiles)
+    if problem.epilogue.gated:  # what is split meets after the epilogue's turn
+        return
     if tiles >= EVEN_ENOUGH * cores * -(-tiles // cores):
         return
     most = space.k_tiles // LEAST_K_TILES

@@ -218,7 +218,7 @@ METAL_FUNC void mma(
     split.col *= SIMDGROUPS_N;
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
-    const int col = split.col + TILE_N * column;
+    const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
     if (col < work.n) {
       const WeightTile<S> tile =
           weight_tile<W>(w, scales, biases, col, work, lane, split.product);

@@ -1,5 +1,5 @@
-// Everything that the bodies mma.cu and mma_fused.cu lean on. MLX reads a header's text in every
-// call, so it is handed this file's name instead.
+// Everything that the body mma.cu leans on. MLX reads a header's text in every call, so it is
+// handed this file's name instead.
 
 #include "prelude.cuh"
 
@@ -10,6 +10,7 @@ namespace marlin {
 #include "../lib/words.metal"
 #include "../lib/epilogue.metal"
 #include "apart.cuh"
+#include "gated.cuh"
 #include "instructions.cuh"
 #include "lane.cuh"
 #include "weights.cuh"

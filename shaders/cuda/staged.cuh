@@ -136,7 +136,7 @@ METAL_FUNC void staged(
     split.col *= SIMDGROUPS_N;
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
-    const int col = split.col + TILE_N * column;
+    const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
     const bool has_columns = column < SIMDGROUPS_N && col < work.n;
     const WeightTile<S> tile = weight_tile<W>(
         w, scales, biases, has_columns ? col : split.col, work, lane, split.product);

@@ -1,4 +1,4 @@
-// Everything that the bodies wgmma.cu, mma_staged.cu and their fused ones lean on.
+// Everything that the bodies wgmma.cu and mma_staged.cu lean on.
 
 #include "product.cuh"
 

@@ -1,4 +1,4 @@
-// Everything that the bodies reduce.cu and reduce_fused.cu lean on.
+// Everything that the body reduce.cu leans on.
 
 #include "prelude.cuh"
 

@@ -15,6 +15,7 @@ SYMMETRIC = "packed symmetric codes, bfloat16"
 ZERO_POINT = "packed zero points of 3 bits"
 NVFP4 = "packed nvfp4"
 PARTS = "packed, three results"
+GATED = "packed, gate and up, two slices"
 BATCH = "packed batch, streams"
 ROWS_DECODED = "nvfp4 with a global scale, rows decoded in blocks"
 K_DECODED = "nvfp4 with a global scale, k decoded in blocks"
@@ -24,7 +25,7 @@ ODD_WORDS = "packed, odd offset of words"
 ODD_SCALES = "packed, odd offset of scales"
 
 _LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
-_TILE = "cuda/weight_tile.cuh"
+_TILE, _GATED = "cuda/weight_tile.cuh", "cuda/gated.cuh"
 _APART = "cuda/apart.cuh"
 _DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
@@ -223,6 +224,48 @@ MUTANTS = (
         "array = arrays[PARTS - i];",
         PARTS,
         Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: up is what gates",
+        _GATED,
+        "activate<ACTIVATION>(sum_of_slices(gate, slices, ROWS)) *\n"
+        "        sum_of_slices(up,",
+        "activate<ACTIVATION>(sum_of_slices(up, slices, ROWS)) *\n"
+        "        sum_of_slices(gate,",
+        GATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: up's tiles are those beside gate's",
+        _GATED,
+        "own + column / PAIRS * half : work.n",
+        "own + column / PAIRS * PAIRS * TILE_N : work.n",
+        GATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: gate and up store past the end of a row",
+        _GATED,
+        "if (row >= rows || col >= half) {",
+        "if (row >= rows) {",
+        GATED,
+        Detector.UNWRITTEN,
+    ),
+    Mutant(
+        "cuda: a row of gate and up is as long as both",
+        _GATED,
+        "output_row(order, split.row + row) * half + col",
+        "output_row(order, split.row + row) * work.n + col",
+        GATED,
+        Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: of gate and up the first slice alone counts",
+        _GATED,
+        "for (int slice = 1; slice < slices; ++slice) {",
+        "for (int slice = 1; slice < 1; ++slice) {",
+        GATED,
+        Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: the reduce sees tiles of one width only",

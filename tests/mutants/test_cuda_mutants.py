@@ -9,7 +9,7 @@ import planted_cuda
 import planted_cuda_mma_staged as planted_mma_staged
 import planted_cuda_staged as planted_ring
 import pytest
-from cuda_cases import STAGED_WAYS, WAYS, WGMMA_WAYS, Case
+from cuda_cases import GATED_WAYS, STAGED_WAYS, WAYS, WGMMA_WAYS, Case
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     planted_cuda.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
     planted_cuda.PARTS: ("affine", 4, 64, "marlin", "float16", 9, WHOLE),
     planted_cuda.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
+    planted_cuda.GATED: ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
 }
 MOVED = {
     planted_cuda.PACKED_ODD: OPERANDS,
@@ -45,6 +46,7 @@ MOVED = {
 CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
 CHECKS: dict[str, Callable[[Case], None]] = {
     planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
+    planted_cuda.GATED: cuda_on_cpu.check_gated,
     planted_cuda.BATCH: cuda_on_cpu.check_batch,
     planted_cuda.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
     planted_cuda.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
