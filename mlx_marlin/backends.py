@@ -54,8 +54,11 @@ def backend() -> str:
         return wish
     if mx.metal.is_available():
         return "metal"
+    # Whatever the default device is now: it may be another one at the next call.
+    if mx.cuda.is_available():
+        return "cuda"
     if mx.default_device() != mx.Device(mx.cpu):
-        return "cuda" if mx.cuda.is_available() else "stock"
+        return "stock"
     from mlx_marlin import emulator
 
     reason = emulator.unavailable()

@@ -38,7 +38,7 @@ def here() -> CudaDevice | None:
         return None  # before MLX is imported, which takes long
     import mlx.core as mx
 
-    if not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu):
+    if not mx.cuda.is_available():
         return None
     info = mx.device_info(mx.gpu)
     name = str(info.get("device_name", "")) or DEFAULT.name
@@ -88,8 +88,9 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
     found = _read(file)
     if found is None:
         try:
-            found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
-        except (RuntimeError, MemoryError):  # no room, say
+            with mx.stream(mx.gpu):
+                found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
+        except (RuntimeError, ValueError, MemoryError):  # no room, or while MLX traces
             return replace(DEFAULT, name=name, arch=arch or DEFAULT.arch)
         _write(file, found)
     return CudaDevice(

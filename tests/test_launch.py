@@ -420,7 +420,7 @@ def machine(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         (True, False, mx.gpu, "metal"),
         (True, False, mx.cpu, "metal"),
         (False, False, mx.cpu, "emulator"),
-        (False, True, mx.cpu, "emulator"),
+        (False, True, mx.cpu, "cuda"),  # another call may be the GPU's
         (False, True, mx.gpu, "cuda"),
         (False, False, mx.gpu, "stock"),
     ],

@@ -56,12 +56,14 @@ class Contents:
 
     Attributes:
         modules: The modules that its code calls.
+        counts: Of the modules that have arrays, how many: one more may be a bias.
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
     """
 
     modules: tuple[Any, ...]
+    counts: list[tuple[nn.Module, int]]
     kind: Kind | None
     before: Slots = ((), ())
     after: Slots = ((), ())
@@ -87,7 +89,7 @@ class TracedBlock(nn.Module):
     ) -> mx.array:
         """Returns what the block makes of x [streams, tokens, features]."""
         contents = self._contents
-        if contents is None or not _is_made_of(contents.modules, self):
+        if contents is None or not _is_as_it_was(self, contents):
             contents = self._contents = look(self)
         kind = contents.kind
         if kind is None or cache is None:
@@ -119,14 +121,24 @@ class TracedBlock(nn.Module):
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Nobody finds the class by its name: it is made again from mlx-lm's.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _blank, (type(self).__bases__[1],), *reduced[2:]
+
     def _own(self, x: mx.array, mask: Any, cache: Any | None) -> mx.array:
         y: mx.array = super().__call__(x, mask, cache)
         return y
 
 
 def trace_blocks(model: nn.Module) -> None:
-    """Lets the blocks of a model that we know run as traced graphs, in place."""
+    """Lets the blocks of a model that we know run as traced graphs, in place.
+
+    What was known of blocks that do so already is forgotten, such as their settings.
+    """
     for block in model.modules():
+        if isinstance(block, TracedBlock):
+            vars(block).pop("_contents", None)
         cls: Any = type(block)
         if cls in _known():
             block.__class__ = _traced(cls)
@@ -146,8 +158,10 @@ def look(block: nn.Module) -> Contents:
     try:
         kind, before, after = _kind(block)
     except (UnknownError, KeyError):
-        return Contents(modules, None)
-    return Contents(modules, _kinds.setdefault(kind, kind), before, after)
+        return Contents(modules, [], None)
+    owners = {id(each): each for each in (*before[0], *after[0])}
+    counts = [(each, len(each)) for each in owners.values()]
+    return Contents(modules, counts, _kinds.setdefault(kind, kind), before, after)
 
 
 def _modules(block: nn.Module) -> tuple[Any, ...]:
@@ -160,6 +174,13 @@ def _modules(block: nn.Module) -> tuple[Any, ...]:
         *(attention.get(name) for name in ("rope", "q_norm", "k_norm")),
         *(mlp.get(name) for name in ("gate_proj", "up_proj", "down_proj")),
     )
+
+
+def _is_as_it_was(block: nn.Module, contents: Contents) -> bool:
+    for module, count in contents.counts:
+        if len(module) != count:
+            return False
+    return _is_made_of(contents.modules, block)
 
 
 def _is_made_of(modules: tuple[Any, ...], block: nn.Module) -> bool:
@@ -240,6 +261,12 @@ def _known() -> set[type]:
 @cache
 def _traced(cls: type[nn.Module]) -> type[TracedBlock]:
     return type(f"Traced{cls.__name__}", (TracedBlock, cls), {})
+
+
+def _blank(cls: type[nn.Module]) -> TracedBlock:
+    """Returns a traced block of one of mlx-lm's classes, with nothing in it."""
+    traced = _traced(cls)
+    return traced.__new__(traced)
 
 
 def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:

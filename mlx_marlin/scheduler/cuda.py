@@ -1,7 +1,7 @@
 """Plans for CUDA devices: the best of all CUDA's kernels, and when stock MLX serves."""
 
+from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from typing import Any, cast
 
 from mlx_marlin import mma, staged_x
@@ -41,18 +41,23 @@ def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
         of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
         return _with_rows(of_all, problem, device, wishes)
     _check(problem, device, wishes)
-    best: Way | None = None
-    least: tuple[float, ...] = (inf,)
-    for way in cuda_ways.ways(problem, device, wishes):
-        rank = _rank(problem, way, device)
-        if rank < least:
-            best, least = way, rank
-    if best is None:
+    ranked = sorted(
+        cuda_ways.ways(problem, device, wishes),
+        key=lambda way: _rank(problem, way, device),
+    )
+    if not ranked:
         raise ValueError(
             f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
             f"worth comparing; name a strategy too, such as 'split_k'"
         )
-    return _plan(problem, best, device, wishes)
+    refused: ValueError | None = None
+    for way in ranked:
+        try:
+            return _plan(problem, way, device, wishes)
+        except ValueError as error:  # no room for what is wished, but perhaps elsewhere
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
@@ -61,7 +66,8 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
     plans = {chosen: None}
     if not problem.invariant:
         for way in cuda_ways.ways(problem, device, wishes):
-            plans[_plan(problem, way, device, wishes)] = None
+            with suppress(ValueError):  # as in make
+                plans[_plan(problem, way, device, wishes)] = None
     compared = [
         Candidate(plan=each, prediction=predict(each, device)) for each in plans
     ]

@@ -62,8 +62,8 @@ METAL_FUNC void store_tile(
     }
     const float* gate = scratch + column * slices * ROWS + row * SCRATCH_ROW + lane_index;
     const float* up = gate + PAIRS * slices * ROWS;
-    const float value = activate<ACTIVATION>(sum_of_slices(gate, slices, ROWS)) *
-        sum_of_slices(up, slices, ROWS);
+    const float value =
+        activate<ACTIVATION>(sum_of_slices(gate, slices, ROWS)) * sum_of_slices(up, slices, ROWS);
     store(out, 0, 0, output_row(order, split.row + row) * half + col, value);
   }
 }

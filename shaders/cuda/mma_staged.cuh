@@ -67,14 +67,14 @@ struct Warps {
     int k = split.k_start + slice * STAGE_K;
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);
     Turn<STAGES> turn(first + slice);
-    const Shared own = kept(ring.at(0) + Order::of_lane(lane_of(lane_index)));
+    // Moved on by hand: the assembler would multiply by a stage's bytes at each of its uses.
+    Shared stage = kept(ring.at(turn.stage) + Order::of_lane(lane_of(lane_index)));
     while (k < split.k_stop) {
       UNROLL for (int ahead = 0; ahead < incoming.AHEAD; ++ahead) {
         if (ahead > 0 && k >= split.k_stop) {
           break;
         }
         barrier_wait(ring.full(turn.stage), turn.parity);
-        const Shared stage = own + turn.stage * stage_bytes<FRAGMENTS>();
         UNROLL for (int half = 0; half < HALVES; ++half) {
           if (half > 0 && k + half * TILE_K >= split.k_stop) {
             break;
@@ -112,6 +112,8 @@ struct Warps {
         }
         incoming.pass();
         k += SLICES * STAGE_K;
+        const bool wraps = turn.stage + SLICES >= STAGES;
+        stage = stage + (wraps ? SLICES - STAGES : SLICES) * stage_bytes<FRAGMENTS>();
         turn.advance(SLICES);
       }
     }

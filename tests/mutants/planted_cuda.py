@@ -228,10 +228,8 @@ MUTANTS = (
     Mutant(
         "cuda: up is what gates",
         _GATED,
-        "activate<ACTIVATION>(sum_of_slices(gate, slices, ROWS)) *\n"
-        "        sum_of_slices(up,",
-        "activate<ACTIVATION>(sum_of_slices(up, slices, ROWS)) *\n"
-        "        sum_of_slices(gate,",
+        "(sum_of_slices(gate, slices, ROWS)) * sum_of_slices(up,",
+        "(sum_of_slices(up, slices, ROWS)) * sum_of_slices(gate,",
         GATED,
         Detector.WRONG_RESULT,
     ),
