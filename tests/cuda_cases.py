@@ -102,7 +102,7 @@ LARGE: tuple[tuple[int, dict[str, Any]], ...] = (
     (64, RING_WIDE | {"simdgroups_k": 1, "buffers": 6}),
 )
 """Rows and blocks of many threads or much shared memory, as in plans of models."""
-ROWS = (1, 9, 17, 32, 8, 33, 16, 25)
+ROWS = (1, 9, 17, 32, 8, 33, 16, 25, 30)
 RING_ROWS = {
     "wgmma": (9, 24, 30, 48, 64, 16, 17, 33, 70),
     "mma_staged": (1, 16, 24, 30, 8, 9, 32, 17, 40),

@@ -179,7 +179,7 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
     [
         ("marlin", 4, 6, WHOLE),
         ("mlx", 4, 6, WHOLE),
-        ("marlin", 4, 20, STAGED_WAYS[0]),
+        ("marlin", 4, 30, STAGED_WAYS[0]),
         ("marlin", 3, 50, WGMMA_WAYS[0]),
     ],
     ids=str,

@@ -567,6 +567,33 @@ def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
     assert scheduler.stock_reason(replace(many, layout="mlx"), H200) is not None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "name", "wishes", "found"),
+    [
+        ((100, 512, 512), "L40S", {"simdgroups_k": 3}, 3),
+        ((64, 4096, 4096), "RTX 4090", {"simdgroups_k": 14}, 14),
+        (
+            (100, 512, 1024),
+            "H200",
+            {"kernel": "mma_staged", "buffers": 8},
+            None,
+        ),
+    ],
+)
+def test_what_one_block_has_no_room_for_another_has(
+    sizes: tuple[int, int, int], name: str, wishes: dict[str, Any], found: int | None
+) -> None:
+    m, n, k = sizes
+    asked = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
+    gpu = CudaDevice.named(name)
+
+    plan = scheduler.make(asked, device=gpu, **wishes)
+
+    assert found in (None, plan.simdgroups_k)
+    assert plan.buffers == wishes.get("buffers", 0)
+    assert scheduler.compare(asked, device=gpu, **wishes).plan == plan
+
+
 def test_a_block_that_a_device_has_no_memory_for_is_refused() -> None:
     problem = Problem(m=32, n=4096, k=4096, layout="marlin")
     small = CudaDevice.named("RTX 4090")

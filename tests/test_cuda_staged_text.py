@@ -216,10 +216,15 @@ def test_batches(way: dict[str, Any]) -> None:
     check_batch(("affine", 4, 64, "marlin", "float16", 10, way))
 
 
-@pytest.mark.parametrize("moved", [OPERANDS, *zip(OPERANDS, strict=True)], ids=str)
+@pytest.mark.parametrize("moved", [OPERANDS, ("x",), ("w",), ("scales",)], ids=str)
 @pytest.mark.parametrize(
     ("bits", "m", "way"),
-    [(3, 12, WHOLES[0]), (8, 36, WHOLES[0]), (4, 20, WHOLES[1])],
+    [
+        (3, 12, WHOLES[0]),
+        (8, 36, WHOLES[0]),
+        (4, 20, WHOLES[1]),
+        (4, 30, WHOLES[1]),
+    ],
     ids=str,
 )
 def test_arrays_may_begin_anywhere(

@@ -217,9 +217,15 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
     check_batch(case)
 
 
-@pytest.mark.parametrize("moved", [OPERANDS, *zip(OPERANDS, strict=True)], ids=str)
 @pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+@pytest.mark.parametrize(
+    ("layout", "moved"),
+    [
+        *(("marlin", each) for each in (OPERANDS, ("x",), ("w",), ("scales",))),
+        *(("mlx", each) for each in (OPERANDS, *zip(OPERANDS, strict=True))),
+    ],
+    ids=str,
+)
 def test_arrays_may_begin_anywhere(
     layout: str, bits: int, moved: tuple[str, ...]
 ) -> None:

@@ -1,6 +1,7 @@
 """Blocks as traced graphs compute what mlx-lm's own code does."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
@@ -498,6 +499,44 @@ def test_a_copy_of_a_traced_model_is_one() -> None:
 
 
 @pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+def test_a_traced_model_can_be_pickled(join: bool) -> None:
+    model = traced(tiny("llama"), layout="mlx", join=join)
+    expected = decoded(model, one_stream)
+
+    again = pickle.loads(pickle.dumps(model))
+
+    assert all(isinstance(block, TracedBlock) for block in again.layers)
+    assert_equal(decoded(again, one_stream), expected)
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_bias_that_comes_or_goes_is_seen() -> None:
+    model = traced(tiny("llama", attention_bias=True))
+    own = tiny("llama", attention_bias=True)
+    decoded(model, one_stream)
+    for each in (model, own):
+        attention = each.layers[0].self_attn
+        mx.random.seed(1)
+        each.layers[0].mlp.down_proj["bias"] = mx.random.normal((128,))
+        del attention.q_proj["bias"]
+
+    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+
+
+@pytest.mark.usefixtures("stock")
+def test_settings_that_change_are_seen_when_a_model_is_optimized_again() -> None:
+    model, own = traced(tiny("llama")), tiny("llama")
+    decoded(model, one_stream)
+    for each in (model, own):
+        each.layers[1].input_layernorm.eps = 0.5
+
+    traced(model)
+
+    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+
+
 def test_blocks_that_we_do_not_know_stay() -> None:
     from mlx_lm.models import gemma, llama
 

@@ -35,6 +35,7 @@ struct Turn {
 // The ring as both sides see it.
 template <int FRAGMENTS, int STAGES>
 struct Ring {
+  static_assert(2 * STAGES * BARRIER_BYTES <= BARRIERS_BYTES, "each stage has two barriers");
   Shared barriers;
 
   METAL_FUNC Shared full(int stage) const {

@@ -74,6 +74,22 @@ METAL_FUNC uint wide_pair(half2 values, bfloat scale, bfloat bias) {
       fmaf(codes.x - zero, factor, shift), fmaf(codes.y - zero, factor, shift)));
 }
 
+// Pair p of row fragment f of small floats of 4 bits: under the lowest exponents of a bfloat16
+// they are 1 / 2^126 of what they stand for, and both factors leave them exact.
+template <typename W>
+METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, bfloat scale) {
+  const uint sign = pair_at<W>(words, f, p, 12) & 0x80008000u;
+  const uint rest = pair_at<W>(words, f, p, 6) & 0x01C001C0u;
+  const bfloat2 values = __hmul2(as_type<bfloat2>(sign | rest), as_type<bfloat2>(0x7E807E80u));
+  return as_type<uint>(__hmul2(values, twice(scale)));
+}
+
+template <typename W>
+METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, half scale) {
+  const vec<half, 2> values = decode<W, half, true>(words, f, p);
+  return wide_pair<W>(__halves2half2(values.x, values.y), scale, scale);
+}
+
 // Pair p of row fragment f.
 template <typename W, typename T>
 METAL_FUNC uint weights(const uint* words, int f, int p, Quantizers<T> quantizers) {
@@ -82,6 +98,9 @@ METAL_FUNC uint weights(const uint* words, int f, int p, Quantizers<T> quantizer
   if (W::BITS == 4 && W::MODE != FLOATING) {
     const int word = W::PACKED ? p / 4 * 4 + f : f * Native<W>::WINDOWS + p / 4;
     return scaled<W>(codes_of_word<W>(words[word], p % 4, T()), scale, bias);
+  }
+  if (W::BITS == 4) {
+    return four_bit_floats<W>(words, f, p, scale);
   }
   const vec<half, 2> values = decode<W, half, true>(words, f, p);
   return wide_pair<W>(__halves2half2(values.x, values.y), scale, bias);

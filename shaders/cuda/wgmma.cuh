@@ -42,6 +42,7 @@ struct Warpgroups {
     constexpr int STEPS = TILE_K / W::STEP;
     // Else a slice could be a turn ahead of another that has the place before it.
     static_assert(STAGES % SLICES == 0, "a place has one slice");
+    static_assert(SETS == 1 || STAGES > SLICES, "a slice reads a stage while it waits for its next");
     uint rows[SETS][4][4];
     int k = split.k_start + slice * STAGE_K;
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);

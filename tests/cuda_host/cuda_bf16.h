@@ -6,6 +6,17 @@
 typedef bfloat __nv_bfloat16;
 typedef Two<__nv_bfloat16> __nv_bfloat162;
 
+// CUDA keeps numbers below the normal ones, here in the first place; Metal need not.
+inline bfloat product(bfloat a, bfloat b) {
+  ushort bits;
+  memcpy(&bits, &a, sizeof(bits));
+  if (bits & 0x7F80) {
+    return bfloat(a * b);
+  }
+  const float sign = bits & 0x8000 ? -1.0f : 1.0f;
+  return bfloat(sign * float(bits & 0x7F) * 0x1p-33f * float(b) * 0x1p-100f);
+}
+
 CUDA_HOST_ARITHMETIC(__nv_bfloat162, __nv_bfloat16)
 
 __forceinline__ __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 value) {

@@ -50,6 +50,11 @@ struct alignas(4) Two {
   T y;
 };
 
+template <class T>
+T product(T a, T b) {
+  return T(a * b);
+}
+
 #define CUDA_HOST_ARITHMETIC(T2, T)                                \
   __forceinline__ T __hsub(T a, T b) {                             \
     return a - b;                                                  \
@@ -58,7 +63,7 @@ struct alignas(4) Two {
     return {T(a.x - b.x), T(a.y - b.y)};                           \
   }                                                                \
   __forceinline__ T2 __hmul2(T2 a, T2 b) {                         \
-    return {T(a.x * b.x), T(a.y * b.y)};                           \
+    return {product(a.x, b.x), product(a.y, b.y)};                 \
   }                                                                \
   __forceinline__ T2 __hfma2(T2 a, T2 b, T2 c) {                   \
     return {metal::fma(a.x, b.x, c.x), metal::fma(a.y, b.y, c.y)}; \

@@ -15,6 +15,7 @@ SYMMETRIC = "packed symmetric codes, bfloat16"
 ZERO_POINT = "packed zero points of 3 bits"
 NVFP4 = "packed nvfp4"
 PARTS = "packed, three results"
+MXFP4 = "packed mxfp4, bfloat16"
 GATED = "packed, gate and up, two slices"
 BATCH = "packed batch, streams"
 ROWS_DECODED = "nvfp4 with a global scale, rows decoded in blocks"
@@ -224,6 +225,22 @@ MUTANTS = (
         "array = arrays[PARTS - i];",
         PARTS,
         Detector.OUTSIDE,
+    ),
+    Mutant(
+        "cuda: small floats of bfloat16 products have no mantissa",
+        _WEIGHTS,
+        "0x01C001C0u",
+        "0x01800180u",
+        MXFP4,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: small floats of bfloat16 products are half as large",
+        _WEIGHTS,
+        "0x7E807E80u",
+        "0x7E007E00u",
+        MXFP4,
+        Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: up is what gates",

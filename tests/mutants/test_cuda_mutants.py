@@ -35,6 +35,7 @@ CASES: dict[str, Case] = {
     planted_cuda.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
     planted_cuda.PARTS: ("affine", 4, 64, "marlin", "float16", 9, WHOLE),
     planted_cuda.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
+    planted_cuda.MXFP4: ("mxfp4", 4, 32, "marlin", "bfloat16", 9, WHOLE),
     planted_cuda.GATED: ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
 }
 MOVED = {
