@@ -1,0 +1,114 @@
+"""The CUDA text as NVIDIA's own compiler takes it: no GPU is needed, but `nvcc`.
+
+On the CPU stand-ins take the place of what is one instruction each, in
+`shaders/cuda/instructions.cuh` and `warpgroup.cuh`. Here these compile too, and the
+compiler tells what does not fit into registers.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_marlin import kernel_arguments, scheduler, source
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Epilogue, problem_of
+from mlx_marlin.source import Source
+
+NVCC = shutil.which("nvcc")
+pytestmark = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
+
+TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
+SERIALIZED = re.compile(r"C75\d\d")
+"""What ptxas warns of: products of warpgroups that wait for each other."""
+SPILLED = re.compile(r"(\d+) bytes spill stores")
+MOST_SPILLED = 64
+"""Bytes a thread: what is stored before the main loop and loaded behind it."""
+LARGE = {"n": 28672, "k": 8192, "layout": "marlin"}
+H200, A100 = "NVIDIA H200", "NVIDIA A100"
+
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "few rows": (H200, LARGE | {"m": 8, "group_size": 128}),
+    "16 rows": (H200, LARGE | {"m": 16, "group_size": 128}),
+    "16 rows, groups of 64": (H200, LARGE | {"m": 16, "dtype": "bfloat16"}),
+    "32 rows": (H200, LARGE | {"m": 32, "group_size": 128}),
+    "64 rows": (H200, LARGE | {"m": 64, "group_size": 128}),
+    "8 bits": (H200, LARGE | {"m": 24, "bits": 8}),
+    "3 bits": (H200, LARGE | {"m": 8, "bits": 3, "group_size": 32}),
+    "mxfp4": (H200, LARGE | {"m": 12, "mode": "mxfp4", "dtype": "bfloat16"}),
+    "nvfp4": (H200, LARGE | {"m": 40, "mode": "nvfp4"}),
+    "symmetric": (H200, LARGE | {"m": 3, "mode": "symmetric", "group_size": 128}),
+    "native": (H200, LARGE | {"m": 5, "layout": "mlx", "dtype": "bfloat16"}),
+    "gate and up": (
+        H200,
+        LARGE | {"m": 32, "epilogue": Epilogue(activation="silu", gated=True)},
+    ),
+    "parts": (
+        H200,
+        {"m": 2, "n": 6144, "k": 4096, "layout": "marlin"}
+        | {"epilogue": Epilogue(bias=True, parts=(4096, 1024, 1024))},
+    ),
+    "split": (H200, {"m": 2, "n": 256, "k": 16384, "layout": "marlin"}),
+    "an older device": (A100, LARGE | {"m": 24}),
+}
+
+
+def compiled(text: Source, plan: Plan, device: CudaDevice, folder: Path) -> str:
+    """Compiles a kernel as MLX writes it, and returns what the compiler says."""
+    dtype = TYPES[plan.problem.dtype]
+    scale = TYPES.get(plan.problem.scale_dtype, "uint8_t")
+    types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
+    types |= {"partials": "float"}
+    result = "float" if plan.is_split and text.name.startswith("marlin_mma") else dtype
+    arguments = [f"const {types.get(each, dtype)}* {each}" for each in text.input_names]
+    arguments += [f"{result}* {each}" for each in text.output_names]
+    is_sum = text.name.startswith("marlin_reduce")
+    template = (
+        kernel_arguments.reduce_template(plan)
+        if is_sum
+        else kernel_arguments.product_template(plan)
+    )
+    lines = [
+        f"using {name} = {TYPES[value]};"
+        if isinstance(value, str)
+        else f"constexpr {type(value).__name__} {name} = {int(value)};"
+        for name, value in template.items()
+    ]
+    file = folder / "kernel.cu"
+    file.write_text(
+        f"#include <cstdint>\n{text.header}\n"
+        f"__global__ void kernel({', '.join(arguments)}) {{\n"
+        + "\n".join([*lines, text.source])
+        + "\n}\n"
+    )
+    number = "".join(map(str, device.capability))
+    arch = f"sm_{number}a" if device.capability == (9, 0) else f"sm_{number}"
+    command = [str(NVCC), "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas", "-v"]
+    done = subprocess.run(
+        [*command, "-cubin", "-o", str(folder / "kernel.cubin"), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[:2000]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) -> None:
+    device_name, asked = PLANS[name]
+    device = CudaDevice.named(device_name)
+    wishes = {"strategy": "split_k", "k_parallel": 4} if name == "split" else {}
+    plan = scheduler.make(problem_of(**asked), device=device, **wishes)
+
+    said = compiled(source.cuda_product_source(plan), plan, device, tmp_path)
+
+    assert not SERIALIZED.search(said), said
+    assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said
+    assert plan.finishes == (name == "split")
+    if plan.finishes:
+        compiled(source.sums_source(plan), plan, device, tmp_path)
