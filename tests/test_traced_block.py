@@ -22,6 +22,7 @@ from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.finishing import split_apart
 from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
+from mlx_marlin.joined import MarlinPart
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
@@ -227,7 +228,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     cuda: list[Plan], make: Callable[[nn.Module], Caches], family: str, join: bool
 ) -> None:
     options = {"layout": "marlin", "join": join}
-    own = mlx_marlin.optimize(tiny(family, mx.float16), **options)
+    own = mlx_marlin.optimize(tiny(family, mx.float16), **options, trace=False)
     expected = decoded(own, make)
     assert not any(plan.problem.epilogue.residual for plan in cuda)
 
@@ -535,6 +536,32 @@ def test_settings_that_change_are_seen_when_a_model_is_optimized_again() -> None
     traced(model)
 
     assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_joined", "is_traced"),
+    [
+        ({}, True, True),
+        ({"layout": "marlin"}, True, True),
+        ({"layout": "mlx"}, False, True),
+        ({"join": False}, False, True),
+        ({"trace": False}, True, False),
+    ],
+    ids=str,
+)
+def test_on_cuda_a_model_is_joined_and_traced_unless_asked_not_to(
+    backend: Callable[[str], None],
+    options: dict[str, Any],
+    is_joined: bool,
+    is_traced: bool,
+) -> None:
+    for name, is_cuda in (("cuda", True), ("stock", False)):
+        backend(name)
+        block = mlx_marlin.optimize(tiny("llama", mx.float16), **options).layers[0]
+
+        assert isinstance(block, TracedBlock) == (is_cuda and is_traced)
+        parts = isinstance(block.mlp.up_proj, MarlinPart)
+        assert parts == (is_cuda and is_joined)
 
 
 def test_blocks_that_we_do_not_know_stay() -> None:

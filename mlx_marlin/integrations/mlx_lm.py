@@ -29,8 +29,8 @@ def optimize(
     group_size: int | Literal["channel"] = 64,
     bits: int = 4,
     invariant: bool = False,
-    join: bool = False,
-    trace: bool = False,
+    join: bool | None = None,
+    trace: bool | None = None,
     progress: bool = False,
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
@@ -56,10 +56,11 @@ def optimize(
             bits do not depend on the batch. Attention stays MLX's.
         join: Compute layers that share x in one launch: q, k and v, gate and up, where
             their formats are the same. Such a model can be saved for stock MLX only
-            after `restore`.
+            after `restore`. Default: on CUDA, unless the layout is said to be "mlx".
         trace: Compute the decoder blocks of mlx-lm that we know as two traced graphs
-            each when there are few rows and a cache, which spares the host work: for
-            CUDA. Sums of a product and a residual are rounded once.
+            each when there are few rows and a cache, which spares the host work. Sums
+            of a product and a residual, and there gate times up, are rounded once.
+            Default: on CUDA.
         progress: Show a progress bar; needs tqdm.
 
     Returns:
@@ -72,6 +73,9 @@ def optimize(
     """
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+    on_cuda = backends.backend() == "cuda" and serving.too_old() is None
+    join = on_cuda and layout != "mlx" if join is None else join
+    trace = on_cuda if trace is None else trace
     format = format_of("affine", bits)
     sizes = format.group_sizes_in(layout or "mlx")
     named = tuple("channel" if each == CHANNEL else each for each in sizes)
