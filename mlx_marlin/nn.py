@@ -1,5 +1,6 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
@@ -243,13 +244,15 @@ class MarlinLinear(nn.QuantizedLinear):
         """Returns the product's first half through SiLU, times its second half.
 
         For a layer with the rows of gate and up, in equal parts. Our kernels for CUDA
-        round the result once, where calling both layers rounds three times.
+        round the result once, of up to 128 rows and a packed weight without bias whose
+        halves are whole tiles; else it is rounded three times, as by both layers.
 
         Args:
             x: Activations [..., k].
         """
+        y: mx.array | None = None
         if self.layout == "marlin" and "bias" not in self and not self.invariant:
-            return packed_gated(
+            y = packed_gated(
                 x,
                 self["words"],
                 self["quantizers"],
@@ -258,12 +261,18 @@ class MarlinLinear(nn.QuantizedLinear):
                 self.group_size,
                 self.bits,
                 self.mode,
-                "silu",
             )
-        n = self.output_dims if self.layout == "marlin" else len(self["weight"])
-        gate, up = self.parts(x, (n // 2, n // 2))
-        y: mx.array = nn.silu(gate) * up
+        if y is None:
+            gate, up = self._halves(x)
+            y = nn.silu(gate) * up
         return y
+
+    def _halves(self, x: mx.array) -> Iterable[mx.array]:
+        """Returns both halves of the product; of one row they lie in one array."""
+        if x.size == x.shape[-1] and not self.invariant:
+            return mx.split(self(x), 2, axis=-1)
+        n = self.output_dims if self.layout == "marlin" else len(self["weight"])
+        return self.parts(x, (n // 2, n // 2))
 
     def _extra_repr(self) -> str:
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 
-from mlx_marlin.finishing import activation as activation_of
 from mlx_marlin.finishing import split_apart
 from mlx_marlin.ops import CPU, several
 from mlx_marlin.problem import Epilogue
@@ -15,6 +14,7 @@ EPILOGUES = {
     for residual in (False, True)
 }
 """What a layer has: by whether there is a bias, and whether there are summands."""
+GATED = Epilogue(activation="silu", gated=True)
 
 
 def packed_product(
@@ -139,8 +139,7 @@ def packed_gated(
     group_size: int,
     bits: int,
     mode: str,
-    activation: str,
-) -> mx.array:
+) -> mx.array | None:
     """Multiplies x [..., k] by two packed weights as one, of which one gates the other.
 
     Args:
@@ -152,11 +151,10 @@ def packed_gated(
         group_size: Weights that share a scale.
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
-        activation: "silu", "gelu" or "gelu_approx".
 
     Returns:
-        `activation(x @ gate.T) * (x @ up.T)`, [..., n / 2]: rounded once where our
-        kernels have such an epilogue, elsewhere three times.
+        `silu(x @ gate.T) * (x @ up.T)`, [..., n / 2], rounded once; None where no
+        kernel of ours has such an epilogue.
     """
     key = (
         x.shape,
@@ -168,14 +166,9 @@ def packed_gated(
         mode,
         scales.dtype,
         mx.default_device() == CPU,
-        activation,
     )
     served = _gated.get(key) or remembered(_gated, key, _with_gate(*key))
-    if served.reason is None:
-        return served.run(x, words, scales, scales)
-    format = n, k, group_size, bits, mode
-    gate, up = packed_parts(x, words, scales, *format, (n // 2, n // 2))
-    return activation_of(activation)(gate) * up
+    return served.run(x, words, scales, scales) if served.reason is None else None
 
 
 def _product(
@@ -230,8 +223,6 @@ def _with_gate(
     mode: str,
     scale_dtype: mx.Dtype,
     on_cpu: bool,
-    activation: str,
 ) -> Served:
     format = n, k, group_size, bits, mode
-    epilogue = Epilogue(activation=activation, gated=True)
-    return serve_packed(x_shape, x_dtype, *format, scale_dtype, True, on_cpu, epilogue)
+    return serve_packed(x_shape, x_dtype, *format, scale_dtype, True, on_cpu, GATED)

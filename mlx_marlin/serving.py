@@ -356,7 +356,7 @@ def _nothing_added_up(kind: Kind) -> Run:
     def zeros(*_: mx.array) -> mx.array:
         return mx.zeros(kind.shape, kind.dtype)
 
-    if kind.epilogue == PLAIN:
+    if kind.epilogue == PLAIN or kind.epilogue.gated:
         return zeros
     return then_finished(zeros, kind.epilogue)
 

@@ -1,7 +1,7 @@
 """Functions whose graph is built once, and replayed: less work for the host."""
 
-import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import cast
 
 import mlx.core as mx
@@ -36,7 +36,7 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
 
     def call(*arrays: mx.array | None) -> mx.array:
         kind = _kind(arrays)
-        if not are_left_out() and kind not in known and _has_room(known):
+        if not are_left_out() and kind not in known and len(known) < MOST_GRAPHS:
             known.append(kind)
             own = [each for each in known if each[0] == kind[0]]
             made.append(_without_derivatives(call, own))
@@ -47,17 +47,9 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
     return made[0]
 
 
-def _has_room(known: list[Call]) -> bool:
-    """Returns whether there may be a graph more; those of threads that ended go."""
-    if len(known) >= MOST_GRAPHS:
-        alive = {thread.ident for thread in threading.enumerate()}
-        known[:] = [each for each in known if each[0] in alive]
-    return len(known) < MOST_GRAPHS
-
-
 def _kind(arrays: Sequence[mx.array | None]) -> Call:
     given = (each if each is None else (each.shape, each.dtype) for each in arrays)
-    return threading.get_ident(), mx.default_stream(mx.default_device()), tuple(given)
+    return get_ident(), mx.default_stream(mx.default_device()), tuple(given)
 
 
 def _without_derivatives(function: Function, calls: Sequence[Call]) -> Function:

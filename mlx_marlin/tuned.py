@@ -63,14 +63,17 @@ def stands_for_another(backend: str) -> bool:
 def find(problem: Problem, target: Target, backend: str) -> Result | None:
     """Returns what was measured here for a problem, if anything was.
 
-    Files are read at the first call, once per process. An epilogue makes no difference:
-    products are measured without one.
+    Files are read at the first call, once per process. An epilogue makes no difference,
+    because products are measured without one, but for gate and up, which need a plan of
+    their own.
 
     Args:
         problem: The product to compute.
         target: As for `machine`.
         backend: "metal", "cuda" or "emulator".
     """
+    if problem.epilogue.gated:
+        return None
     found = _found(target, backend).get(replace(problem, epilogue=PLAIN))
     return found and replace(found, plan=replace(found.plan, problem=problem))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import cuda_cases
@@ -17,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import exact
 
-from mlx_marlin import emulator, launch, scheduler, source
+from mlx_marlin import emulator, launch, scheduler, serving, source, tuned
+from mlx_marlin.measurement import Result, label
 from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.problem import Epilogue, Problem, problem_of
 
@@ -92,31 +94,58 @@ def test_a_layer_answers_as_its_halves_do(rows: tuple[int, ...], layout: str) ->
     assert any(gated) == (layout == "marlin" and 0 not in rows)
 
 
-@needs_emulator
-@pytest.mark.parametrize("how", ["metal", "stock", "bias", "invariant"])
+@pytest.mark.parametrize("name", ["emulator", "stock"])
 def test_elsewhere_a_layer_multiplies_what_its_halves_give(
-    backend: Callable[[str | None], None], how: str
+    backend: Callable[[str | None], None], name: str
 ) -> None:
-    backend("stock" if how in ("stock", "bias") else "emulator")
-    layer = layer_of("marlin")
-    if how == "bias":
-        layer["bias"] = mx.random.normal((192,)).astype(mx.float16)
-    layer.invariant = how == "invariant"
-    x = mx.random.normal((2, 128)).astype(mx.float16)
-
-    y = layer.gated(x)
-
-    assert_apart(y, layer, x)
+    if name == "emulator" and emulator.unavailable() is not None:
+        pytest.skip("the emulator does not run here")
+    backend(name)
+    assert_apart(layer_of("marlin"), rows=2)
 
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-def test_and_where_they_are_no_whole_tiles() -> None:
-    layer, x = layer_of("marlin", n=160), mx.random.normal((2, 128)).astype(mx.float16)
-    assert_apart(layer.gated(x), layer, x)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("how", ["bias", "invariant", "no whole tiles"])
+def test_and_where_kernels_have_no_gate(how: str, rows: int) -> None:
+    layer = layer_of("marlin", n=160 if how == "no whole tiles" else 192)
+    if how == "bias":
+        layer["bias"] = mx.random.normal((192,)).astype(mx.float16)
+    layer.invariant = how == "invariant"
+    assert_apart(layer, rows)
 
 
-def assert_apart(y: mx.array, layer: MarlinLinear, x: mx.array) -> None:
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = problem_of(1, 192, 128, layout="marlin")
+    plan = scheduler.make(plain, device=H200, kernel="mma", simdgroups_n=1)
+    times = {label(plan): 1.0}
+    result = Result(
+        plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
+    )
+    monkeypatch.setattr(tuned, "_found", cache(lambda *_: {plain: result}))
+    assert tuned.find(plain, H200, "cuda") == result
+    layer, x = layer_of("marlin"), mx.random.normal((1, 128)).astype(mx.float16)
+
+    layer.gated(x)
+
+    assert launch.plans_built()[-1].problem.epilogue.gated
+
+
+def test_no_rows_have_half_the_columns(backend: Callable[[str | None], None]) -> None:
+    backend("stock")
+    call = (0, 128), mx.float16, 192, 128, 64, 4, "affine", mx.float16, True, False
+    x, none = mx.zeros((0, 128), mx.float16), mx.zeros(())
+    assert serving.serve_packed(*call, GATED).run(x, none, none, none).shape == (0, 96)
+
+
+def assert_apart(layer: MarlinLinear, rows: int) -> None:
+    x = mx.random.normal((rows, 128)).astype(mx.float16)
+    y = layer.gated(x)
     half = layer.output_dims // 2
     gate, up = layer.parts(x, (half, half))
     assert mx.array_equal(y, nn.silu(gate) * up)

@@ -571,6 +571,8 @@ def test_a_call_on_the_cpu_is_stocks(
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
 
     assert mlx_marlin.why_not(x, *native) == "the call runs on the CPU"
+    # Nor is a model packed then, which stock MLX would unpack at each call.
+    assert default_layout(nn.QuantizedLinear.from_linear(nn.Linear(K, N))) == "mlx"
 
 
 def test_what_a_layer_remembers_ends_with_what_decided_it(

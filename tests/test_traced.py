@@ -151,16 +151,3 @@ def test_graphs_without_derivatives_are_not_made_forever(
         assert has_derivatives(opaque)
         assert has_derivatives(opaque)
     assert not has_derivatives(opaque)
-
-
-def test_those_of_threads_that_ended_make_room(
-    opaque: Opaque, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(traced, "MOST_GRAPHS", 2)
-    for _ in range(2):
-        thread = Thread(target=has_derivatives, args=(opaque,))
-        thread.start()
-        thread.join()
-
-    assert has_derivatives(opaque)
-    assert not has_derivatives(opaque)

@@ -500,7 +500,6 @@ def test_a_copy_of_a_traced_model_is_one() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 def test_a_traced_model_can_be_pickled(join: bool) -> None:
     model = traced(tiny("llama"), layout="mlx", join=join)

@@ -55,8 +55,9 @@ def optimize(
         invariant: Compute each row of every product as if it were alone, so that its
             bits do not depend on the batch. Attention stays MLX's.
         join: Compute layers that share x in one launch: q, k and v, gate and up, where
-            their formats are the same. Such a model can be saved for stock MLX only
-            after `restore`. Default: on CUDA, unless the layout is said to be "mlx".
+            their formats are the same. Such a model can be saved for stock MLX, and
+            its layers be given adapters such as LoRA's, only after `restore`. Default:
+            on CUDA, unless the layout is said to be "mlx".
         trace: Compute the decoder blocks of mlx-lm that we know as two traced graphs
             each when there are few rows and a cache, which spares the host work. Sums
             of a product and a residual, and there gate times up, are rounded once.
@@ -73,7 +74,7 @@ def optimize(
     """
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
-    on_cuda = backends.backend() == "cuda" and serving.too_old() is None
+    on_cuda = _runs_on_cuda()
     join = on_cuda and layout != "mlx" if join is None else join
     trace = on_cuda if trace is None else trace
     format = format_of("affine", bits)
@@ -154,7 +155,7 @@ def default_layout(layer: nn.Module) -> str:
     have to unpack them. Scales that are bytes do not tell the activations' dtype: such
     a layer is packed, and a model in float32 should be given `layout="mlx"`.
     """
-    if backends.backend() != "cuda" or serving.too_old() is not None:
+    if not _runs_on_cuda():
         return "mlx"
     if type(layer) is nn.Linear:
         scales = layer.weight
@@ -164,6 +165,13 @@ def default_layout(layer: nn.Module) -> str:
     else:
         return "mlx"
     return "mlx" if scales.dtype == mx.float32 else "marlin"
+
+
+def _runs_on_cuda() -> bool:
+    """Returns whether a call now would run on our CUDA kernels."""
+    if backends.backend() != "cuda" or serving.too_old() is not None:
+        return False
+    return serving.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
 
 
 def restore(model: Model, *, progress: bool = False) -> Model:

@@ -126,7 +126,7 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
         room = traits.together * max(multipliers // traits.together // along, 1)
     most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
     each = 2 if problem.epilogue.gated else 1  # as many tiles of gate as of up
-    return range(each, most + 1, each)
+    return range(each, max(most, each) + 1, each)
 
 
 def _works(
