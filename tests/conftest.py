@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 
+import cuda_on_cpu
 import mlx.core as mx
 import oracles
 import pytest
@@ -51,6 +52,15 @@ def kernels(backend: Callable[[str | None], None]) -> None:
     if here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     backend(here)  # forced: none is handed over for speed
+
+
+@pytest.fixture
+def on_cpu(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serves every call by the CUDA kernels, which run on the emulator."""
+    cuda_on_cpu.serve(monkeypatch)
+    backend("cuda")
 
 
 @pytest.fixture

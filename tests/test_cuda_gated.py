@@ -36,14 +36,6 @@ needs_emulator = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def on_cpu(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.serve(monkeypatch)
-    backend("cuda")
-
-
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)

@@ -1,11 +1,9 @@
 """What compute-sanitizer watches is everything, and is judged; here on the CPU."""
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import cuda_cases
-import cuda_on_cpu
 import cuda_sanitized
 import mlx.core as mx
 import numpy as np
@@ -57,13 +55,9 @@ def test_an_array_ends_where_its_memory_does(nbytes: int) -> None:
     assert room % 16384 == 0 or room & (room - 1) == 0
 
 
-@pytest.fixture
-def on_cpu(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.serve(monkeypatch)
-    backend("cuda")
-    # What the script sets once for a process of its own.
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out what the script sets once for a process of its own."""
     monkeypatch.setattr(cuda_sanitized, "prepare", lambda _: None)
 
 

@@ -5,13 +5,12 @@ slices of more than 24 rows.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice, product
 from typing import Any
 
 import cuda_cases
-import cuda_on_cpu
 import epilogues
 import format_cases
 import mlx.core as mx
@@ -48,14 +47,6 @@ EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True
 PARTS = EPILOGUES[-1]
 BLOCKS_EACH = 8
 """Blocks beside which a format in a dtype may be tested: enough to choose from."""
-
-
-@pytest.fixture
-def on_cpu(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.serve(monkeypatch)
-    backend("cuda")
 
 
 def block_of(m: int, way: dict[str, Any]) -> Plan:

@@ -11,7 +11,6 @@ from itertools import cycle, product
 from typing import Any
 
 import cuda_cases
-import cuda_on_cpu
 import epilogues
 import format_cases
 import mlx.core as mx
@@ -48,14 +47,6 @@ pytestmark = [
 WHOLE, SPLIT = WAYS[0], WAYS[3]
 EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
 PARTS = EPILOGUES[-1]
-
-
-@pytest.fixture
-def on_cpu(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda_on_cpu.serve(monkeypatch)
-    backend("cuda")
 
 
 def every_case() -> Iterator[Case]:
