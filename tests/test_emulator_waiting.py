@@ -193,7 +193,16 @@ def interrupt_soon() -> Iterator[None]:
         pressing.join()
 
 
+@pytest.fixture
+def pythons_own_handler() -> Iterator[None]:
+    """Puts back what a shell takes away from a program that it runs beside others."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @MODES
+@pytest.mark.usefixtures("pythons_own_handler")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_ctrl_c_interrupts_a_kernel(workers: int, trace: bool) -> None:
     with (
