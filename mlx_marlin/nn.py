@@ -252,16 +252,7 @@ class MarlinLinear(nn.QuantizedLinear):
         """
         y: mx.array | None = None
         if self.layout == "marlin" and "bias" not in self and not self.invariant:
-            y = packed_gated(
-                x,
-                self["words"],
-                self["quantizers"],
-                self.output_dims,
-                self.input_dims,
-                self.group_size,
-                self.bits,
-                self.mode,
-            )
+            y = packed_gated(x, *self._packed_arguments())
         if y is None:
             gate, up = self._halves(x)
             y = nn.silu(gate) * up
@@ -283,44 +274,34 @@ class MarlinLinear(nn.QuantizedLinear):
         scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
         return bias.dtype in (scales.dtype, x.dtype)
 
+    def _packed_arguments(
+        self,
+    ) -> tuple[mx.array, mx.array, int, int, int, int, str]:
+        """Returns what the calls of `packed_calls` take after x."""
+        return (
+            self["words"],
+            self["quantizers"],
+            self.output_dims,
+            self.input_dims,
+            self.group_size,
+            self.bits,
+            self.mode,
+        )
+
     def _product(
         self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
     ) -> mx.array:
         if self.layout == "mlx":
             return _native_product(self, x, bias, self.invariant, residual)
-        words, quantizers = self["words"], self["quantizers"]
-        n, k = self.output_dims, self.input_dims
-        return packed_product(
-            x,
-            words,
-            quantizers,
-            n,
-            k,
-            self.group_size,
-            self.bits,
-            self.mode,
-            bias,
-            self.invariant,
-            residual=residual,
-        )
+        packed = self._packed_arguments()
+        return packed_product(x, *packed, bias, self.invariant, residual=residual)
 
     def _parts(
         self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
     ) -> tuple[mx.array, ...]:
         if self.layout == "marlin":
-            return packed_parts(
-                x,
-                self["words"],
-                self["quantizers"],
-                self.output_dims,
-                self.input_dims,
-                self.group_size,
-                self.bits,
-                self.mode,
-                sizes,
-                bias,
-                self.invariant,
-            )
+            packed = self._packed_arguments()
+            return packed_parts(x, *packed, sizes, bias, self.invariant)
         return linears(
             x,
             *_native_weight(self),

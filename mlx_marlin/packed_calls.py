@@ -165,9 +165,10 @@ def packed_gated(
         bits,
         mode,
         scales.dtype,
+        True,  # transposed
         mx.default_device() == CPU,
     )
-    served = _gated.get(key) or remembered(_gated, key, _with_gate(*key))
+    served = _gated.get(key) or remembered(_gated, key, serve_packed(*key, GATED))
     return served.run(x, words, scales, scales) if served.reason is None else None
 
 
@@ -211,18 +212,3 @@ def _in_parts(
     epilogue = Epilogue(bias=not unbiased, parts=parts)
     call = x_shape, x_dtype, *format, scale_dtype, True, on_cpu
     return serve_packed(*call, epilogue, invariant)
-
-
-def _with_gate(
-    x_shape: tuple[int, ...],
-    x_dtype: mx.Dtype,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-    scale_dtype: mx.Dtype,
-    on_cpu: bool,
-) -> Served:
-    format = n, k, group_size, bits, mode
-    return serve_packed(x_shape, x_dtype, *format, scale_dtype, True, on_cpu, GATED)
