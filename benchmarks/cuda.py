@@ -1,13 +1,15 @@
 """Products on a CUDA device: ours, stock MLX, a float16 matmul, the bandwidth's floor.
 
 Each product of ours is compared with float64 on exactly decoded weights, all rows of
-256 random columns, before it is timed. Each is timed in two ways, both by the host's
+256 random columns, before it is timed. Each is timed in three ways, all by the host's
 clock, medians, and divided by the number of products:
 
 eval    30 products in one `mx.eval` that is waited for, building their graph included,
         which is told apart. What is asked for is judged by it.
 stream  the same evaluations by `mx.async_eval`, one after the other, waiting for the
         last only: host and GPU overlap, as in decoding.
+device  one evaluation behind a kernel that waits until the host has encoded it, and
+        without the time of that kernel: the GPU's share alone. On CUDA only.
 
 Each product has another copy of the weight, so that none is read from cache, and none
 waits for another, so MLX may overlap those of an evaluation. Ours, stock MLX and the
@@ -47,6 +49,8 @@ from cuda_summary import (
 )
 from cuda_timing import Clock, measured_bandwidth
 from cuda_weights import Format
+
+from mlx_marlin import backends
 
 MODELS: dict[str, tuple[Shape, ...]] = {
     "llama-8b": ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)),
@@ -123,7 +127,8 @@ def with_defaults(asked: argparse.Namespace) -> argparse.Namespace:
     asked.rows = sorted(set(asked.rows or default_rows))
     asked.rotated, asked.copied = (1, 1 << 20) if asked.smoke else (ROTATED, COPIED)
     streams, evals = (1, 2) if asked.smoke else (STREAMS, EVALS)
-    asked.clock = Clock(asked.products, asked.repeats, streams, evals)
+    on_device = backends.backend() == "cuda"
+    asked.clock = Clock(asked.products, asked.repeats, streams, evals, on_device)
     return asked
 
 

@@ -232,7 +232,8 @@ def timed(
     mx.clear_cache()
     row |= times_of(calls, clock)
     if "stock" in calls:
-        for name in ("", "_stream"):
-            ratio = row[f"stock{name}_us"] / row[f"ours{name}_us"]
-            row[f"times_stock{name}"] = ratio
+        for way in ("", "_stream", "_device"):
+            ours, stock = row.get(f"ours{way}_us"), row.get(f"stock{way}_us")
+            if ours and stock:
+                row[f"times_stock{way}"] = stock / ours
     return row
