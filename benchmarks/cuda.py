@@ -8,8 +8,8 @@ eval    30 products in one `mx.eval` that is waited for, building their graph in
         which is told apart. What is asked for is judged by it.
 stream  the same evaluations by `mx.async_eval`, one after the other, waiting for the
         last only: host and GPU overlap, as in decoding.
-device  one evaluation behind a kernel that waits until the host has encoded it, and
-        without the time of that kernel: the GPU's share alone. On CUDA only.
+device  one evaluation behind a kernel that waits until the host has encoded it, less
+        the same of fewer products: the GPU's share alone. On CUDA only.
 
 Each product has another copy of the weight, so that none is read from cache, and none
 waits for another, so MLX may overlap those of an evaluation. Ours, stock MLX and the
@@ -66,8 +66,9 @@ SMOKE_SHAPES = ((256, 96), (128, 64))
 SMOKE_ROWS = (1, 3)
 PRODUCTS = 30
 """Products an eval, as in the times of Marlin that docs/cuda.md has."""
-REPEATS, STREAMS, EVALS = 7, 5, 5
-"""Times that a product is timed by "eval" and by "stream", evaluations of a stream."""
+REPEATS, STREAMS, EVALS, DEVICES = 7, 5, 5, 15
+"""Times that a product is timed by "eval" and by "stream", evaluations of a stream, and
+times by "device", which are short."""
 ROTATED = 240 << 20
 """Bytes of other weights between two uses of one: four times an H200's second-level
 cache and more, as caches do not always drop what is oldest."""
@@ -127,8 +128,8 @@ def with_defaults(asked: argparse.Namespace) -> argparse.Namespace:
     asked.rows = sorted(set(asked.rows or default_rows))
     asked.rotated, asked.copied = (1, 1 << 20) if asked.smoke else (ROTATED, COPIED)
     streams, evals = (1, 2) if asked.smoke else (STREAMS, EVALS)
-    on_device = backends.backend() == "cuda"
-    asked.clock = Clock(asked.products, asked.repeats, streams, evals, on_device)
+    devices = DEVICES if backends.backend() == "cuda" else 0
+    asked.clock = Clock(asked.products, asked.repeats, streams, evals, devices)
     return asked
 
 
@@ -191,6 +192,7 @@ def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "repeats": asked.repeats,
         "streams": asked.clock.streams,
         "evals_a_stream": asked.clock.evals,
+        "devices": asked.clock.devices,
         "noise": NOISE,
         "seconds": laps.seconds,
         "results": results,

@@ -10,10 +10,12 @@ comes next, as in decoding, and as PyTorch's queue does it. So a product takes w
 slower of host and GPU needs.
 
 "device": one evaluation, queued behind a kernel that waits until the host has encoded
-all of it. The time of the wait alone is taken off. What is left is the GPU's: it does
-not depend on the host, nor on what calls a product. On CUDA only.
+all of it, from the end of that kernel. What the same takes with fewer products, which
+last longer than the host needs to see that end, is taken off. What is left is the
+GPU's: it does not depend on the host, nor on what calls a product. On CUDA only.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -27,15 +29,17 @@ Call = Callable[[], mx.array]
 WARM_UPS, WARM_SECONDS = 2, 0.1
 """Least rounds and time before those that count: an idle chip clocks low."""
 WAIT = """
-    unsigned long long begun, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun));
-    do {
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - begun < nanoseconds[0]);
-    waited[0] = static_cast<uint32_t>(now - begun);
+    const long long begun = clock64();
+    while (clock64() - begun < cycles[0]) {
+    }
+    waited[0] = cycles[0];
 """
-WAIT_NANOSECONDS = 4_000_000
-"""Five times what a slow host takes to build and encode 30 products."""
+WAIT_CYCLES = 5_000_000
+"""2.5 ms or more; a slow host takes 1.7 to build and encode the most products."""
+FEW_MICROSECONDS, MOST_FEW, MORE = 150.0, 60, 24
+"""What fewer products take at least, how many they are at most, and how many more."""
+LATE_SECONDS = 1e-4
+"""If the host waits less for a wait to end, it may have been over before."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,16 @@ class Clock:
         repeats: Times by "eval", of which the median counts.
         streams: Likewise by "stream".
         evals: Evaluations of a stream.
-        on_device: Whether they are timed by "device", as often as by "eval".
+        devices: Times by "device"; none where there is no CUDA.
+        few: Fewer products of these.
     """
 
     products: int
     repeats: int
     streams: int
     evals: int
-    on_device: bool
+    devices: int
+    few: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,35 +98,42 @@ def time_of_stream(call: Call, products: int, evals: int) -> float:
 
 
 def held() -> mx.array:
-    """Returns what the GPU computes for `WAIT_NANOSECONDS`, beside nothing else."""
+    """Returns what a thread of the GPU computes for `WAIT_CYCLES`."""
     kernel: Any = mx.fast.cuda_kernel(
-        name="wait", input_names=["nanoseconds"], output_names=["waited"], source=WAIT
+        name="wait", input_names=["cycles"], output_names=["waited"], source=WAIT
     )
     (waited,) = kernel(
-        inputs=[mx.array([WAIT_NANOSECONDS], mx.uint32)],
+        inputs=[mx.array([WAIT_CYCLES], mx.int32)],
         grid=(1, 1, 1),
         threadgroup=(1, 1, 1),
         output_shapes=[(1,)],
-        output_dtypes=[mx.uint32],
+        output_dtypes=[mx.int32],
     )
     result: mx.array = waited
     return result
 
 
 def time_behind_wait(call: Call, products: int) -> float | None:
-    """Returns the microseconds of a wait and what is queued behind it.
+    """Returns the microseconds from the end of a wait to that of what follows it.
 
-    None if the host had not encoded it all when the wait was over.
+    None if the wait was over before the host had encoded what follows.
     """
     mx.synchronize()
-    start = time.perf_counter()
-    mx.async_eval(held())
-    if products:
-        mx.async_eval([call() for _ in range(products)])
+    wait = held()
+    mx.async_eval(wait)
+    graph = [call() for _ in range(products)]
+    mx.async_eval(graph)
     encoded = time.perf_counter()
+    mx.eval(wait)
+    start = time.perf_counter()
     mx.synchronize()
-    late = (encoded - start) * 1e9 > WAIT_NANOSECONDS
+    late = start - encoded < LATE_SECONDS
     return None if late else (time.perf_counter() - start) * 1e6
+
+
+def few_of(microseconds: float) -> int:
+    """Returns how many products of so many microseconds, or more, are enough."""
+    return min(math.ceil(FEW_MICROSECONDS / microseconds), MOST_FEW)
 
 
 def times_of(calls: dict[str, Call], clock: Clock) -> dict[str, Any]:
@@ -149,24 +162,25 @@ def times_of(calls: dict[str, Call], clock: Clock) -> dict[str, Any]:
         whole = [each.whole for each in evals[name]]
         row[f"{name}_build_us"] = statistics.median(each.build for each in evals[name])
         row |= _summed_up(name, whole) | _summed_up(f"{name}_stream", streams[name])
-    if clock.on_device:
+    if clock.devices:
         row |= _times_on_device(calls, clock)
     return row
 
 
 def _times_on_device(calls: dict[str, Call], clock: Clock) -> dict[str, Any]:
     """Times calls by "device"; one that the host never encodes in time has none."""
-    behind: dict[str, list[float]] = {name: [] for name in calls}
-    alone: list[float] = []
-    for _ in range(clock.repeats):
+    fewer: dict[str, list[float]] = {name: [] for name in calls}
+    every: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(clock.devices):
         for name, call in calls.items():
-            alone += _known(time_behind_wait(call, 0))
-            behind[name] += _known(time_behind_wait(call, clock.products))
-    wait = statistics.median(alone)
+            fewer[name] += _known(time_behind_wait(call, clock.few))
+            every[name] += _known(time_behind_wait(call, clock.few + MORE))
     row: dict[str, Any] = {}
-    for name, times in behind.items():
-        each = [(time - wait) / clock.products for time in times]
-        row |= _summed_up(f"{name}_device", each) if each else {}
+    for name in calls:
+        if fewer[name] and every[name]:
+            base = statistics.median(fewer[name])
+            each = [(time - base) / MORE for time in every[name]]
+            row |= _summed_up(f"{name}_device", each)
     return row
 
 

@@ -1,4 +1,4 @@
-"""An epilogue's arrays: which there are, and the same epilogue in MLX's own words."""
+"""The arrays of an epilogue and of a norm before: the same in MLX's own words."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -51,6 +51,24 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
     return finished
 
 
+def of_normalized(product: Product, epsilon: float) -> Product:
+    """Returns a product of MLX's of rows that it normalizes before.
+
+    Args:
+        product: From x, a weight's arrays and an epilogue's to y.
+        epsilon: As in `Problem.norm`.
+
+    Returns:
+        A function that takes the norm's weight too, at last.
+    """
+
+    def normalized(x: mx.array, *given: mx.array) -> mx.array:
+        *others, weight = given
+        return product(mx.fast.rms_norm(x, weight, epsilon), *others)
+
+    return normalized
+
+
 def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
     """Returns the columns of each part of a product [..., n] of MLX's."""
     return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
@@ -59,7 +77,8 @@ def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
 def with_all_operands(product: Product, epilogue: Epilogue) -> Product:
     """Lets a launched product take only the arrays that the epilogue has.
 
-    The kernel has a place for each; where it reads none, x stands in.
+    The kernel has a place for each; where it reads none, x stands in. A norm's weight,
+    where there is one, follows.
     """
     places = (epilogue.bias, epilogue.multiply, epilogue.residual)
 
@@ -68,7 +87,7 @@ def with_all_operands(product: Product, epilogue: Epilogue) -> Product:
     ) -> mx.array:
         arrays = iter(given)
         operands = [next(arrays) if has else x for has in places]
-        return product(x, w, scales, biases, *operands)
+        return product(x, w, scales, biases, *operands, *arrays)
 
     return run
 

@@ -3,6 +3,7 @@
 Template arguments are what the compiler knows. Numbers are what a kernel reads.
 """
 
+import struct
 from itertools import accumulate
 
 from mlx_marlin.formats import CHANNEL, CODES, GROUP_SIZES, TILE_K, TILE_N, planes_of
@@ -54,6 +55,7 @@ def _cuda_template(plan: Plan) -> dict[str, TemplateValue]:
         "WHOLE": plan.is_whole,
         "BATCHED": plan.problem.batch > 1,
         **weight_template(plan.problem),
+        **_norm_template(plan.problem),
         **({} if plan.is_split else _epilogue_template(plan)),
     }
 
@@ -188,6 +190,13 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
         "RESIDUAL": epilogue.residual,
         "PARTS": len(parts(plan)) - 1,
     }
+
+
+def _norm_template(problem: Problem) -> dict[str, TemplateValue]:
+    """Returns the bits of a norm's epsilon as float32: templates have no floats."""
+    if problem.norm is None:
+        return {}
+    return {"EPSILON": int.from_bytes(struct.pack("<f", problem.norm), "little")}
 
 
 def _row_and_k(places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

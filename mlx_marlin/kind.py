@@ -40,6 +40,7 @@ class Kind:
         epilogue: What follows the product.
         invariant: Whether a row's bits must not depend on the others.
         global_scale: Whether the place of biases has the weight's global scale.
+        norm: As in `Problem`; the norm's weight follows the epilogue's arrays.
     """
 
     x_shape: Shape
@@ -60,6 +61,7 @@ class Kind:
     epilogue: Epilogue
     invariant: bool
     global_scale: bool = False
+    norm: float | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -93,7 +95,8 @@ def as_called(product: Product, kind: Kind) -> Run:
     # MLX has no gradient of a quantized product with a vector.
     if kind.w_batch or len(kind.x_shape) == 1:
         product = _of_matrices(product, kind)
-    if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
+    given = kind.epilogue != PLAIN or kind.norm is not None
+    if kind.x_dtype != kind.dtype or not kind.scales_alike or given:
         product = _converting(product, kind)
     if kind.layout == "marlin" or kind.mode == "affine":
         return product

@@ -48,8 +48,9 @@ def product(plan: Plan) -> Product:
         A function from x [..., k] in the problem's dtype, codes, scales and biases in
         the problem's layout (packed: biases are interleaved with the scales, and the
         argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
-        the problem's dtype. If the problem has an epilogue, bias, multiplier and
-        residual follow, in the problem's dtype; those that it leaves out are not read.
+        the problem's dtype. If the problem has an epilogue or a norm, bias, multiplier
+        and residual follow, in the problem's dtype; those that it leaves out are not
+        read. The norm's weight [k] stands behind them.
         With parts, there is a tuple of results, [..., columns] each.
     """
     _built.append(plan)
@@ -206,7 +207,7 @@ def _multiply(plan: Plan) -> Product:
     template = backends.template(kernel_arguments.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
-    arrays = (*source.OPERANDS, *source.FINISHING)
+    arrays = (*source.OPERANDS, *source.FINISHING, *source.NORMED.arrays)
     inputs = backends.inputs_of(
         text, arrays, _numbers(plan, kernel_arguments.schedule(plan))
     )

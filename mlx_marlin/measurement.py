@@ -195,8 +195,10 @@ def _built(kind: Any, data: Any) -> Any:
         return build(**{name: _built(types[name], data[name]) for name in types})
     if get_origin(kind) is tuple and isinstance(data, list):
         return tuple(_built(get_args(kind)[0], each) for each in data)
+    if kind == float | None:
+        return None if data is None else _built(float, data)
     # The other types are names to choose from: the classes know which.
-    expected = kind if kind in (int, bool) else str
+    expected = kind if kind in (int, bool, float) else str
     if type(data) is not expected:
         raise ValueError(f"{data!r} is not {expected.__name__}")
     return data

@@ -5,7 +5,7 @@ two bfloat16 values a register. Every tile is `simdgroups_n` packed tiles wide, 
 which has `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 """
 
-from mlx_marlin.formats import TILE_N
+from mlx_marlin.formats import DTYPE_BYTES, TILE_N
 from mlx_marlin.problem import Problem
 
 FRAGMENT_ROWS = 8
@@ -21,6 +21,13 @@ SHARED_LIMIT = 227 * 1024
 Programming Guide, compute capability 9.0); the scheduler knows the device's own."""
 CAPABILITY = (8, 0)
 """What has these matrix products of bfloat16 too (NVIDIA, PTX ISA, mma.m16n8k16)."""
+NORMED_BYTES = 76 * 1024
+"""Bytes of a block for a norm's weight and the rows that it normalizes: 8 of 4096
+values. Sums of its warps want room too, and what is left caches scales (a guess). The
+same for all rows: MLX asks for a kernel's shared memory once, whatever later calls
+need."""
+NORMED_PADDING = 16
+"""Bytes behind each of these: 8 rows are read at once, from other banks."""
 DTYPES = ("float16", "bfloat16")
 """Activations that a fragment holds as they are."""
 
@@ -48,6 +55,25 @@ def why_not(problem: Problem) -> str | None:
             f"gate and up need whole tiles of {TILE_N} columns each, and n is "
             f"{problem.n}"
         )
+    return _why_not_normed(problem)
+
+
+def normed_bytes(problem: Problem) -> int:
+    """Returns the bytes of a block's shared memory that its norm needs."""
+    return 0 if problem.norm is None else NORMED_BYTES
+
+
+def _why_not_normed(problem: Problem) -> str | None:
+    if problem.norm is None:
+        return None
+    row = problem.k * DTYPE_BYTES[problem.dtype] + NORMED_PADDING
+    if problem.m > FRAGMENT_ROWS or (problem.m + 1) * row > NORMED_BYTES:
+        return (
+            f"our CUDA kernels normalize up to {FRAGMENT_ROWS} rows in "
+            f"{NORMED_BYTES} bytes, and there are {problem.m} of {problem.k}"
+        )
+    if problem.invariant:
+        return "our CUDA kernels normalize rows only where few of them may differ"
     return None
 
 

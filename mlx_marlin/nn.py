@@ -1,6 +1,7 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
@@ -9,8 +10,14 @@ import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.ops import linear, linears, quantized_matmul
-from mlx_marlin.packed_calls import packed_gated, packed_parts, packed_product
+from mlx_marlin.packed_calls import (
+    packed_gated,
+    packed_normed,
+    packed_parts,
+    packed_product,
+)
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
+from mlx_marlin.problem import PLAIN, Epilogue
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 NATIVE = ("weight", "scales", "biases")
@@ -257,6 +264,31 @@ class MarlinLinear(nn.QuantizedLinear):
             gate, up = self._halves(x)
             y = nn.silu(gate) * up
         return y
+
+    def normed(self, x: mx.array, norm: nn.RMSNorm, epilogue: Epilogue = PLAIN) -> Any:
+        """Returns what the layer makes of rows that a norm has been through.
+
+        Our kernels for CUDA normalize up to 8 rows themselves, for a packed weight.
+
+        Args:
+            x: Activations [..., k].
+            norm: What comes before the layer.
+            epilogue: `parts` or a gate, as by these methods.
+        """
+        bias: mx.array | None = self.get("bias")
+        weight: mx.array = norm["weight"]
+        fused = bias is None or (self._keeps_dtype(x, bias) and not epilogue.gated)
+        same = weight.dtype == x.dtype and not self.invariant
+        if self.layout == "marlin" and fused and same:
+            epilogue = replace(epilogue, bias=bias is not None)
+            packed = self._packed_arguments()
+            y = packed_normed(x, *packed, weight, norm.eps, epilogue, bias)
+            if y is not None:
+                return y
+        x = norm(x)
+        if epilogue.gated:
+            return self.gated(x)
+        return self.parts(x, epilogue.parts) if epilogue.parts else self(x)
 
     def _halves(self, x: mx.array) -> Iterable[mx.array]:
         """Returns both halves of the product; of one row they lie in one array."""

@@ -7,7 +7,7 @@ from mlx_marlin.ops import CPU, several
 from mlx_marlin.problem import Epilogue
 from mlx_marlin.serving import Served, memory, remembered, serve_packed
 
-_products, _parts, _gated = memory(), memory(), memory()
+_products, _parts, _gated, _normed = memory(), memory(), memory(), memory()
 EPILOGUES = {
     (bias, residual): Epilogue(bias=bias, residual=residual)
     for bias in (False, True)
@@ -170,6 +170,53 @@ def packed_gated(
     )
     served = _gated.get(key) or remembered(_gated, key, serve_packed(*key, GATED))
     return served.run(x, words, scales, scales) if served.reason is None else None
+
+
+def packed_normed(
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    norm: mx.array,
+    epsilon: float,
+    epilogue: Epilogue,
+    bias: mx.array | None = None,
+) -> mx.array | tuple[mx.array, ...] | None:
+    """Multiplies rows that it normalizes by a packed weight's arrays.
+
+    Args:
+        x: Activations [..., k].
+        words: Codes, as in `PackedWeight`.
+        scales: Scales and biases, likewise.
+        n: Rows of the weight.
+        k: Columns of the weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        norm: Weight [k] of the RMS norm, in the dtype of x.
+        epsilon: As for `mx.fast.rms_norm`.
+        epilogue: What follows; it has a bias if there is one.
+        bias: Bias [n] of the layer.
+
+    Returns:
+        The product of `mx.fast.rms_norm(x, norm, epsilon)`, in parts if the epilogue
+        has them; None where no kernel of ours normalizes rows.
+    """
+    format = n, k, group_size, bits, mode
+    on_cpu = mx.default_device() == CPU
+    key = (x.shape, x.dtype, *format, scales.dtype, True, on_cpu, epilogue)
+    more = False, False, (), epsilon  # neither invariant nor with a global scale
+    served = _normed.get((*key, epsilon)) or remembered(
+        _normed, (*key, epsilon), serve_packed(*key, *more)
+    )
+    if served.reason is not None:
+        return None
+    given = [norm] if bias is None else [bias, norm]
+    return served.run(x, words, scales, scales, *given)
 
 
 def _product(

@@ -16,7 +16,7 @@ Of a batch of products, the columns of tiles of each follow those of the one bef
 from dataclasses import dataclass
 from math import prod
 
-from mlx_marlin import plan_checks, staged_x
+from mlx_marlin import mma, plan_checks, staged_x
 from mlx_marlin.kernels import (
     FRAGMENT,
     OF_CUDA,
@@ -188,13 +188,13 @@ class Plan:
     def threadgroup_bytes(self) -> int:
         """Bytes of threadgroup memory: the epilogue's scratch, float32.
 
-        It takes turns with stages, where there are any. On CUDA every
-        packed tile and slice of k has its own.
+        It takes turns with stages, where there are any. On CUDA every packed tile and
+        slice of k has its own, and rows that are normalized lie behind.
         """
         sums = self.simdgroups_k * (self.simdgroups_n if self.on_cuda else 1)
         scratch = sums * self.tile.m * PADDED_COLUMNS * 4
         if not self.buffers:
-            return scratch
+            return scratch + mma.normed_bytes(self.problem)
         barriers = staged_x.BARRIER_BYTES if self.has_staged_x else 0
         return barriers + max(scratch, self.buffers * self.stage_bytes)
 

@@ -42,6 +42,7 @@ def check(plan: "Plan") -> None:
         _check_staged_x(plan)
     else:
         _check_gemm(plan)
+    _check_norm(plan)
     _check_threadgroup(plan)
     _check_work(plan)
     _check_reduction(plan)
@@ -226,6 +227,17 @@ def _check_gated(plan: "Plan") -> None:
             "gated=True needs a CUDA kernel, an even simdgroups_n and "
             f"reduction='none', got kernel={plan.kernel!r}, "
             f"simdgroups_n={plan.simdgroups_n}, reduction={plan.reduction!r}"
+        )
+
+
+def _check_norm(plan: "Plan") -> None:
+    """Checks that each block has whole rows and room for them."""
+    if plan.problem.norm is None:
+        return
+    if plan.kernel != "mma" or plan.is_split:
+        raise ValueError(
+            f"norm={plan.problem.norm} needs kernel='mma' and reduction='none', got "
+            f"kernel={plan.kernel!r}, reduction={plan.reduction!r}"
         )
 
 

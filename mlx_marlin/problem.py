@@ -134,6 +134,9 @@ class Problem:
         epilogue: What happens to the product before it is stored.
         invariant: Whether a row's bits must not depend on the other rows, or on m.
         global_scale: Whether the weight has one scale more for all of it.
+        norm: What is added to the mean square of each row of x, which is divided by
+            the root of that and multiplied by a weight [k] before, as by MLX's
+            `rms_norm`; None if rows are multiplied as they are.
     """
 
     m: int
@@ -149,6 +152,7 @@ class Problem:
     epilogue: Epilogue = PLAIN
     invariant: bool = False
     global_scale: bool = False
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.m < 1 or self.n < 1 or self.k < 1:
@@ -188,6 +192,11 @@ class Problem:
         if parts and (sum(parts) != self.n or self.batch > 1):
             raise ValueError(
                 f"parts={parts} do not add up to n={self.n} of one product, got "
+                f"batch={self.batch}"
+            )
+        if self.norm is not None and (self.norm < 0 or self.batch > 1):
+            raise ValueError(
+                f"norm={self.norm} must be at least 0 and of one product, got "
                 f"batch={self.batch}"
             )
         if self.epilogue.gated and (self.n % 2 or self.batch > 1):
@@ -280,6 +289,7 @@ class Problem:
             f"{self.dtype} with {self.scale_dtype} scales",
             "a global scale" if self.global_scale else "",
             f"{self.layout} layout",
+            "" if self.norm is None else f"normalized rows (eps {self.norm:g})",
             self.epilogue.explain(),
             "the same bits for any m" if self.invariant else "",
         ]
@@ -299,6 +309,7 @@ def problem_of(
     epilogue: Epilogue = PLAIN,
     invariant: bool = False,
     batch: int = 1,
+    norm: float | None = None,
 ) -> Problem:
     """Returns a problem, with a mode's own format where it is not said.
 
@@ -314,6 +325,7 @@ def problem_of(
         epilogue: What happens to the product before it is stored.
         invariant: Whether a row's bits must not depend on m.
         batch: Products of this shape, each with a weight of its own.
+        norm: What is added to the mean square of rows that are normalized before.
 
     Raises:
         ValueError: If the product is not one of ours.
@@ -336,4 +348,5 @@ def problem_of(
         layout=layout,
         epilogue=epilogue,
         invariant=invariant,
+        norm=norm,
     )

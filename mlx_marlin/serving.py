@@ -17,7 +17,7 @@ from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.device import Target
-from mlx_marlin.finishing import then_finished, with_all_operands
+from mlx_marlin.finishing import of_normalized, then_finished, with_all_operands
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
 from mlx_marlin.kind import Kind, Run, Shape, as_called
 from mlx_marlin.launch import Product
@@ -169,6 +169,7 @@ def serve_packed(
     invariant: bool = False,
     global_scale: bool = False,
     batch: Shape = (),
+    norm: float | None = None,
 ) -> Served:
     """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
 
@@ -225,6 +226,7 @@ def serve_packed(
         epilogue=epilogue,
         invariant=invariant,
         global_scale=global_scale,
+        norm=norm,
     )
     return _decide(kind, stock)
 
@@ -270,6 +272,8 @@ def _decide(kind: Kind, stock: Product) -> Served:
         return Served(_nothing_added_up(kind), "there is nothing to add up")
     if epilogue != PLAIN:
         stock = then_finished(stock, epilogue)
+    if kind.norm is not None:
+        stock = of_normalized(stock, kind.norm)
     reason = not_here(kind.on_cpu) or _not_ours(kind)
     if reason:
         refuse_variance(kind.invariant, reason)
@@ -289,6 +293,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         epilogue=epilogue,
         invariant=kind.invariant,
         global_scale=kind.global_scale,
+        norm=kind.norm,
     )
     reason = _not_on_cuda(problem, kind.transpose)
     if reason:
@@ -324,7 +329,7 @@ def _traced(run: Run) -> Served:
 def _planned(problem: Problem, measured: Result | None) -> Product:
     chosen = measured.plan if measured else scheduler.choose(problem, target())
     product = launch.product(chosen)
-    if problem.epilogue == PLAIN:
+    if problem.epilogue == PLAIN and problem.norm is None:
         return product
     return with_all_operands(product, problem.epilogue)
 
@@ -347,7 +352,7 @@ def _dense(problem: Problem) -> DensePlan | None:
 
 def _backward(problem: Problem) -> Product | None:
     """Returns the product with the weight as it is, for the gradient of x."""
-    if problem.epilogue != PLAIN:
+    if problem.epilogue != PLAIN or problem.norm is not None:
         return None
     return launch.dense_product(dense_plan(problem, transposed=False))
 
@@ -400,6 +405,10 @@ def _not_ours(kind: Kind) -> str | None:
     batch, m, n = kind.sizes
     if kind.epilogue.gated and backends.backend() != "cuda":
         return "our Metal kernels have no gate in their epilogue"
+    if kind.norm is not None and backends.backend() != "cuda":
+        return "our Metal kernels take rows as they are"
+    if kind.norm is not None and len(kind.x_shape) == 1:
+        return "our kernels normalize rows of a matrix"
     if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None

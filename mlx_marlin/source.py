@@ -30,19 +30,28 @@ a call (measured, docs/cuda.md)."""
 
 
 class Finish(NamedTuple):
-    """What a CUDA kernel's text says of the epilogue.
+    """What a CUDA kernel's text says of the epilogue, or of rows that are normalized.
 
     Attributes:
         suffix: Of the kernel's name.
-        arrays: That the epilogue may read.
-        numbers: Of a plan that it reads.
-        declaration: What its body calls `epilogue`.
+        arrays: That it may read for these.
+        numbers: Of a plan that it reads for them.
+        declaration: What its body calls `epilogue` or `rows`.
     """
 
     suffix: str = ""
     arrays: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     declaration: str = ""
+
+    def beside(self, other: "Finish") -> "Finish":
+        """Returns what says both."""
+        return Finish(
+            self.suffix + other.suffix,
+            self.arrays + other.arrays,
+            self.numbers + other.numbers,
+            self.declaration + other.declaration,
+        )
 
 
 UNSAID = Finish()
@@ -55,6 +64,13 @@ FUSED = Finish(
     "    bias, multiplier, residual, parts};\n",
 )
 GATED = Finish("_gated", declaration="const marlin::Gated<ACTIVATION> epilogue{};\n")
+AS_THEY_LIE = Finish(declaration="const auto rows = marlin::as_they_lie(x);\n")
+NORMED = Finish(
+    "_normed",
+    ("norm",),
+    declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
+)
+"""What the body of "mma" calls `rows`; the other kernels read x themselves."""
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
@@ -121,6 +137,9 @@ def cuda_product_source(plan: Plan) -> Source:
     leaning = "staged_product" if plan.has_staged_x else "product"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
     finish = AS_IT_IS if plan.is_split else _finish(plan.problem.epilogue)
+    if plan.kernel == "mma":
+        rows = AS_THEY_LIE if plan.problem.norm is None else NORMED
+        finish = finish.beside(rows)
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, finish)
 
 
@@ -209,8 +228,8 @@ def _of_cuda(
 
     The body names all arrays that there may be, and a plan's numbers as Metal has them.
     Before it stands what takes the place of arrays that it does not read, where in one
-    array the numbers lie, and the epilogue. Parts are arrays of their own, in one
-    object.
+    array the numbers lie, the epilogue and the rows. Parts are arrays of their own, in
+    one object.
     """
     arrays = (*operands, *finish.arrays)
     read = tuple(name for name in arrays if _is_read(name, problem))

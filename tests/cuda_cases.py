@@ -129,6 +129,14 @@ GATED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
     (12, RING_WIDE | {"simdgroups_n": 6, "simdgroups_k": 1, "buffers": 4}),
 )
 """Rows and blocks with as many tiles of gate as of up, some more than there are."""
+EPSILON = 1e-2
+"""Of norms: large enough to be missed."""
+NORMED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3}),
+    (7, {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2}),
+    (8, {"strategy": "data_parallel", "simdgroups_n": 1, "simdgroups_k": 1}),
+)
+"""Rows that are normalized and blocks with few warps and many."""
 
 
 def h200() -> CudaDevice:
@@ -184,6 +192,7 @@ def plan_of(
     batch: int = 1,
     global_scale: bool = False,
     n: int = N,
+    norm: float | None = None,
     **more: Any,
 ) -> Plan:
     mode, bits, group_size, layout, dtype, m, way = case
@@ -201,6 +210,7 @@ def plan_of(
         layout=layout,
         epilogue=epilogue,
         global_scale=global_scale,
+        norm=norm,
     )
     wishes = {"kernel": "mma"} | way | more
     plan = scheduler.make(problem, device=h200(), **wishes)
@@ -245,6 +255,19 @@ def integers(
     total = total[:, : n // 2] * total[:, n // 2 :] if gated else total
     expected = format_cases.rounded(total, dtype)
     return weight, x.astype(getattr(mx, dtype)), expected
+
+
+def norm_of(x: mx.array) -> mx.array:
+    """Returns the weight [k] of a norm, in the dtype of x."""
+    drawn = 1 + 0.2 * mx.random.normal(x.shape[-1:], key=mx.random.key(6))
+    return drawn.astype(x.dtype)
+
+
+def normalized(x: mx.array, norm: mx.array, epsilon: float) -> Floats:
+    """Returns rows divided by the root of their mean square, times a weight."""
+    rows = exact(x)
+    squares = np.mean(rows**2, axis=-1, keepdims=True)
+    return rows / np.sqrt(squares + epsilon) * exact(norm)
 
 
 def operands(m: int) -> tuple[mx.array, mx.array, mx.array]:

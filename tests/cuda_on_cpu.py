@@ -23,10 +23,10 @@ import mlx.core as mx
 import numpy as np
 import oracles
 import pytest
-from cuda_cases import GATED, GATED_N, Case
+from cuda_cases import EPSILON, GATED, GATED_N, Case
 from format_cases import Weight
 
-from mlx_marlin import cache, launch, serving
+from mlx_marlin import cache, launch, mma, serving
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.plan import Plan
@@ -122,7 +122,11 @@ def cuda_kernel(
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> None:
-    """Makes a machine whose CUDA kernels run on the CPU, for a forced back end."""
+    """Makes a machine whose CUDA kernels run on the CPU, for a forced back end.
+
+    Normalized rows have as much memory there as small ones need.
+    """
+    monkeypatch.setattr(mma, "NORMED_BYTES", 16 * 1024)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     kernel = partial(cuda_kernel, changes=changes)
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
@@ -176,6 +180,15 @@ def check_gated(case: Case) -> None:
     weight, x = cuda_cases.draw(case, n=GATED_N)
     y = run(plan_of(case, epilogue=GATED, n=GATED_N), x, weight)
     expected = epilogues.finished(oracles.exact(x) @ weight.decoded.T, (), GATED)
+    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
+
+
+def check_normed(case: Case) -> None:
+    """Likewise of rows that are normalized before."""
+    weight, x = cuda_cases.draw(case)
+    norm = cuda_cases.norm_of(x)
+    y = run(plan_of(case, norm=EPSILON), x, weight, x, x, x, norm)
+    expected = cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T
     assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
 
 

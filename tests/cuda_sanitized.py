@@ -32,10 +32,12 @@ import mlx.core as mx
 import oracles
 from cuda_cases import (
     EPILOGUES,
+    EPSILON,
     GATED,
     GATED_N,
     GATED_WAYS,
     LARGE,
+    NORMED_WAYS,
     STAGED_WAYS,
     WAYS,
     WGMMA_WAYS,
@@ -82,6 +84,9 @@ def runs() -> dict[str, Run]:
     for m, way in GATED_WAYS:
         case = (*FORMAT, "marlin", "float16", m, way)
         found[f"gated {case}"] = partial(multiply_gated, case)
+    for m, way in NORMED_WAYS:
+        case = (*FORMAT, "marlin", "float16", m, way)
+        found[f"normed {case}"] = partial(multiply_normed, case)
     for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
         case = (*FORMAT, layout, "float16", 5, way)
         found[f"batch {case}"] = partial(multiply_batch, case)
@@ -129,6 +134,16 @@ def multiply_gated(case: Case) -> float:
     y = launch.product(cuda_cases.plan_of(case, epilogue=GATED, n=GATED_N))(*arrays)
     expected = epilogues.finished(exact(x) @ weight.decoded.T, (), GATED)
     return judged(y, expected, case)
+
+
+def multiply_normed(case: Case) -> float:
+    weight, x = cuda_cases.draw(case)
+    norm = cuda_cases.norm_of(x)
+    arrays = [*map(at_end, (x, *arguments(weight, case[3]), norm))]
+    x, norm = arrays[0], arrays[-1]
+    plan = cuda_cases.plan_of(case, norm=EPSILON)
+    y = launch.product(plan)(*arrays[:-1], x, x, x, norm)
+    return judged(y, cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T, case)
 
 
 def multiply_batch(case: Case) -> float:

@@ -47,6 +47,11 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
         H200,
         LARGE | {"m": 32, "epilogue": Epilogue(activation="silu", gated=True)},
     ),
+    "gate and up of normalized rows": (
+        H200,
+        {"m": 8, "n": 28672, "k": 4096, "layout": "marlin", "norm": 1e-5}
+        | {"epilogue": Epilogue(activation="silu", gated=True)},
+    ),
     "parts": (
         H200,
         {"m": 2, "n": 6144, "k": 4096, "layout": "marlin"}

@@ -17,9 +17,11 @@ import oracles
 import pytest
 from cuda_cases import (
     EPILOGUES,
+    EPSILON,
     GATED_N,
     GATED_WAYS,
     LARGE,
+    NORMED_WAYS,
     STAGED_WAYS,
     WAYS,
     WGMMA_WAYS,
@@ -29,6 +31,8 @@ from cuda_cases import (
     draw,
     integers,
     moved,
+    norm_of,
+    normalized,
     operands,
 )
 from format_cases import arguments
@@ -150,6 +154,19 @@ def test_gate_and_up(m: int, way: dict[str, Any]) -> None:
     arrays = arguments(weight, "marlin")
     y = same_bits(lambda: run(x, *arrays))
     assert np.array_equal(exact(y), expected)
+
+
+@pytest.mark.parametrize(("m", "way"), NORMED_WAYS, ids=str)
+def test_normalized_rows(m: int, way: dict[str, Any]) -> None:
+    dtype = "bfloat16" if m == 7 else "float16"
+    case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
+    weight, x = draw(case)
+    norm = norm_of(x)
+    run = product_of(case, norm=EPSILON)
+    arrays = arguments(weight, "marlin")
+    y = same_bits(lambda: run(x, *arrays, x, x, x, norm))
+    expected = normalized(x, norm, EPSILON) @ weight.decoded.T
+    assert oracles.error(y, expected) < oracles.TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_every_format_way_and_epilogue_is_watched() -> None:
     for way in (*cuda_cases.WAYS, *cuda_cases.RING_WAYS):
         for dtype in mma.DTYPES:
             assert any(str(way) in name and dtype in name for name in NAMES)
-    for kind in ("large block", "epilogue", "batch", "anywhere", "decode"):
+    for kind in ("large block", "gated", "normed", "batch", "anywhere", "decode"):
         assert any(name.startswith(kind) for name in NAMES)
     epilogues = [name for name in NAMES if name.startswith("epilogue")]
     # Of each kernel, and of splits that a reduce finishes.
@@ -68,7 +68,9 @@ needs_emulator = pytest.mark.skipif(
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("kind", ["format", "epilogue", "batch", "anywhere", "decode"])
+@pytest.mark.parametrize(
+    "kind", ["format", "epilogue", "gated", "normed", "batch", "anywhere", "decode"]
+)
 def test_one_of_each_kind_is_right(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -152,10 +152,11 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     assert fused.header == text.header
     biases = "const auto* biases = scales;\n"
     plain = "const marlin::Plain epilogue{};\n"
-    assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain
+    rows = "const auto rows = marlin::as_they_lie(x);\n"
+    assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain + rows
     assert body_of(fused, "cuda/mma.cu") == (
         f"{biases}const T* multiplier = nullptr;\n{PLACES}"
-        f"const int* parts = numbers + 14;\n{source.FUSED.declaration}"
+        f"const int* parts = numbers + 14;\n{source.FUSED.declaration}{rows}"
     )
     assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
 

@@ -169,6 +169,8 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
             x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *finish: mx.array
         ) -> mx.array:
             plans.append(plan)
+            if problem.norm is not None:
+                x = mx.fast.rms_norm(x, finish[3], problem.norm)
             y = x.astype(mx.float32) @ decoded(problem, w, scales).T
             y = y + finish[0] if epilogue.bias else y
             y = y + finish[2] if epilogue.residual else y
@@ -239,6 +241,9 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
     assert {plan.problem.k for plan in sums} == {128, 96}
     assert any(plan.problem.epilogue.gated for plan in cuda) == join
+    normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
+    assert bool(normed) == join
+    assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -16,6 +16,8 @@ from mlx_lm.models.activations import swiglu
 from mlx_marlin import backends
 from mlx_marlin.derivatives import left_out
 from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.packed_calls import GATED
+from mlx_marlin.problem import Epilogue
 
 Shape = tuple[int, ...]
 Graph = Callable[..., Any]
@@ -102,19 +104,21 @@ def _before(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Returns q, k and v [streams, heads, tokens, features] of x."""
     modules = _filled(kind.before, arrays)
-    y, rope = modules["norm"](x), modules["rope"]
+    norm, rope = modules["norm"], modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
     if kind.qkv and _is_one(x, modules["joined"]):
-        joined = modules["joined"](y).reshape(1, last + kind.kv_heads, 1, -1)
+        y = modules["joined"].normed(x, norm)
+        joined = y.reshape(1, last + kind.kv_heads, 1, -1)
         if norms == (None, None):  # q and k stay one array
             q_and_k, v = mx.split(joined, [last], axis=1)
             q, k = mx.split(rope(q_and_k, offset=offset), [heads], axis=1)
             return q, k, v
         q, k, v = mx.split(joined, [heads, last], axis=1)
     elif kind.qkv:
-        q, k, v = modules["joined"].parts(y, kind.qkv)
+        q, k, v = modules["joined"].normed(x, norm, Epilogue(parts=kind.qkv))
     else:
+        y = norm(x)
         q, k, v = (modules[name](y) for name in ("q_proj", "k_proj", "v_proj"))
     streams, tokens, _ = x.shape
     q = rope(_by_heads(q, (streams, tokens, heads), norms[0]), offset=offset)
@@ -143,16 +147,18 @@ def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     h = _added(modules["o_proj"], attended.reshape(*x.shape[:-1], -1), x)
-    return _added(modules["down_proj"], _gated(modules, modules["norm"](h)), h)
+    return _added(modules["down_proj"], _gated(modules, h), h)
 
 
 def _gated(modules: dict[str, Any], x: mx.array) -> mx.array:
-    """Returns what the layers gate and up make of x, joined or not."""
+    """Returns what the norm and the layers gate and up make of x, joined or not."""
     if "joined" in modules:
         layer: MarlinLinear = modules["joined"]
-        return layer.gated(x)
-    y: mx.array = swiglu(modules["gate_proj"](x), modules["up_proj"](x))
-    return y
+        y: mx.array = layer.normed(x, modules["norm"], GATED)
+        return y
+    x = modules["norm"](x)
+    apart: mx.array = swiglu(modules["gate_proj"](x), modules["up_proj"](x))
+    return apart
 
 
 def _is_one(x: mx.array, layer: MarlinLinear) -> bool:

@@ -95,6 +95,8 @@ def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[K
         return
     yield "mma"
     here = device.capability == staged_x.CAPABILITY and problem.m >= LEAST_ROWS
+    if problem.norm is not None:
+        return
     room = device.shared_bytes - staged_x.BARRIER_BYTES
     if not here or room < MOST_BUFFER_BYTES or staged_x.why_not(problem):
         return
@@ -154,7 +156,8 @@ def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
     """Yields whole tiles, and splits where those leave multiprocessors idle."""
     tiles, cores = space.tiles, space.cores
     yield data_parallel(tiles, space.k_tiles)
-    if problem.epilogue.gated:  # what is split meets after the epilogue's turn
+    # What is split meets after the epilogue's turn, and other blocks have no rows.
+    if problem.epilogue.gated or problem.norm is not None:
         return
     if tiles >= EVEN_ENOUGH * cores * -(-tiles // cores):
         return
@@ -187,7 +190,8 @@ def _slices(
     """Returns as many warps along k as a block has room for and k tiles to give."""
     most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
     sums = across * mma.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
-    shared = min(device.shared_bytes, mma.SHARED_LIMIT) // sums
+    room = min(device.shared_bytes, mma.SHARED_LIMIT) - mma.normed_bytes(problem)
+    shared = room // sums
     mean = work.total // work.pieces
     along = max(min(most // across, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
     return _even(across, along)

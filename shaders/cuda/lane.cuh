@@ -85,6 +85,10 @@ METAL_FUNC constexpr int first_of_pair(int p) {
   return p / Run<W>::DISTANCE * (2 * Run<W>::DISTANCE) + p % Run<W>::DISTANCE;
 }
 
+METAL_FUNC bool is_aligned(const void* array) {
+  return (size_t)array % 16 == 0;
+}
+
 template <int REGISTERS, bool ALIGNED, typename T>
 METAL_FUNC void load_activations(uint* run, const T* from) {
   if (ALIGNED) {

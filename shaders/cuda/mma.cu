@@ -1,5 +1,6 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k], finished by the epilogue that was
-// declared before, into out[m, n], or as it is into the split's slot of a workspace.
+// Body of the kernel: the rows [m, k] that were declared before times the transpose of w[n, k],
+// finished by the epilogue that was declared before, into out[m, n], or as it is into the split's
+// slot of a workspace.
 extern __shared__ float scratch[];
 marlin::mma<
     FRAGMENTS_M,
@@ -8,4 +9,4 @@ marlin::mma<
     WHOLE,
     BATCHED,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    x, w, scales, biases, shape, schedule, out, epilogue, scratch);
+    rows, w, scales, biases, shape, schedule, out, epilogue, scratch);

@@ -68,10 +68,10 @@ METAL_FUNC void multiply_step(
 }
 
 // The main loop of one warp: k from `k` to k_stop, both multiples of a k tile.
-template <int FRAGMENTS, typename W, bool ALIGNED, typename T, typename S>
+template <int FRAGMENTS, typename W, bool ALIGNED, typename T, typename P, typename S>
 METAL_FUNC void accumulate(
     float (*totals)[FRAGMENTS][4],
-    const T* const* x,
+    const P* x,
     const WeightTile<S>& tile,
     int k,
     int k_stop,
@@ -143,21 +143,21 @@ METAL_FUNC void store_sums(
 }
 
 // One split of a tile, as far as one warp computes it, into its scratch.
-template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename T, typename S>
+template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename R, typename S>
 METAL_FUNC void multiply_split(
     float* scratch,
-    const T* x,
+    R x,
     InOrder order,
     const WeightTile<S>& tile,
     Work work,
     Split split,
     int slice) {
   constexpr int K_TILE = k_tile_of_group(W::GROUP);
-  const T* rows[FRAGMENTS];
+  decltype(row_of(x, 0, work)) rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row: their results are never stored.
     const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);
-    rows[i] = x + size_t(input_row(order, row)) * work.k + W::CODES * tile.lane.pair;
+    rows[i] = row_of(x, input_row(order, row), work) + W::CODES * tile.lane.pair;
   }
   float totals[2][FRAGMENTS][4];
   UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
@@ -165,7 +165,8 @@ METAL_FUNC void multiply_split(
   }
   const int k = split.k_start + split.k_tile_count * slice / SLICES * K_TILE;
   const int k_stop = split.k_start + split.k_tile_count * (slice + 1) / SLICES * K_TILE;
-  accumulate<FRAGMENTS, W, ALIGNED>(totals, rows, tile, k, min(k_stop, split.k_stop), work);
+  accumulate<FRAGMENTS, W, ALIGNED, typename R::Type>(
+      totals, rows, tile, k, min(k_stop, split.k_stop), work);
   store_sums<FRAGMENTS, W>(scratch, totals, tile);
 }
 
@@ -177,10 +178,6 @@ METAL_FUNC Work narrowed(Work work) {
   return work;
 }
 
-METAL_FUNC bool is_aligned(const void* array) {
-  return (size_t)array % 16 == 0;
-}
-
 template <
     int FRAGMENTS_M,
     int SIMDGROUPS_N,
@@ -188,12 +185,12 @@ template <
     bool WHOLE,
     bool BATCHED,
     typename W,
-    typename T,
+    typename R,
     typename S,
     typename O,
     typename E>
 METAL_FUNC void mma(
-    const T* x,
+    R rows,
     const uint* w,
     const S* scales,
     const S* biases,
@@ -210,7 +207,9 @@ METAL_FUNC void mma(
   const int column = warp % SIMDGROUPS_N;
   const int slice = warp / SIMDGROUPS_N;
   const Lane lane = lane_of(threadIdx.x % 32);
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  const bool aligned = is_aligned(rows.x) && is_aligned(w) && is_aligned(scales);
+  typename R::Type* place = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
+  const auto x = ready(rows, scratch, place, work);
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
   for (uint position = range.begin; position < range.end;) {
     Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(

@@ -13,6 +13,7 @@ namespace marlin {
 #include "gated.cuh"
 #include "instructions.cuh"
 #include "lane.cuh"
+#include "rows.cuh"
 #include "weights.cuh"
 #include "weight_tile.cuh"
 #include "mma.cuh"

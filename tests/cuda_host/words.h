@@ -15,6 +15,12 @@ __forceinline__ float fabsf(float x) {
   return __builtin_fabsf(x);
 }
 
+__forceinline__ float rsqrtf(float x) {
+  return metal::rsqrt(x);
+}
+
+#define __shfl_xor_sync(lanes, value, distance) metal::simd_shuffle_xor(value, ushort(distance))
+
 __forceinline__ float copysignf(float x, float sign) {
   return __builtin_copysignf(x, sign);
 }
