@@ -183,10 +183,12 @@ def check_gated(case: Case) -> None:
     assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
 
 
-def check_normed(case: Case) -> None:
-    """Likewise of rows that are normalized before."""
+def check_normed(case: Case, names: Collection[str] = ()) -> None:
+    """Likewise of rows that are normalized before, where these arrays are moved."""
     weight, x = cuda_cases.draw(case)
     norm = cuda_cases.norm_of(x)
+    x = cuda_cases.moved(x) if "x" in names else x
+    norm = cuda_cases.moved(norm) if "norm" in names else norm
     y = run(plan_of(case, norm=EPSILON), x, weight, x, x, x, norm)
     expected = cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T
     assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]

@@ -31,7 +31,7 @@ _APART = "cuda/apart.cuh"
 _DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
 _BREAK = "    if (WHOLE) {\n      break;\n    }\n"
-_ALIGNED = "is_aligned(x) && is_aligned(w) && is_aligned(scales)"
+_ALIGNED = "is_aligned(rows.x) && is_aligned(w) && is_aligned(scales)"
 
 MUTANTS = (
     Mutant(
@@ -118,7 +118,7 @@ MUTANTS = (
         "cuda: words are not looked at for alignment",
         _MMA,
         _ALIGNED,
-        "is_aligned(x) && is_aligned(scales)",
+        "is_aligned(rows.x) && is_aligned(scales)",
         ODD_WORDS,
         Detector.MISALIGNED,
     ),
@@ -126,7 +126,7 @@ MUTANTS = (
         "cuda: scales are not looked at for alignment",
         _MMA,
         _ALIGNED,
-        "is_aligned(x) && is_aligned(w)",
+        "is_aligned(rows.x) && is_aligned(w)",
         ODD_SCALES,
         Detector.MISALIGNED,
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import cuda_on_cpu
 import planted_cuda
 import planted_cuda_mma_staged as planted_mma_staged
+import planted_cuda_rows
 import planted_cuda_staged as planted_ring
 import pytest
 from cuda_cases import GATED_WAYS, STAGED_WAYS, WAYS, WGMMA_WAYS, Case
@@ -49,6 +50,9 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
     planted_cuda.GATED: cuda_on_cpu.check_gated,
     planted_cuda.BATCH: cuda_on_cpu.check_batch,
+    planted_cuda_rows.NORMED: cuda_on_cpu.check_normed,
+    planted_cuda_rows.ODD_X: partial(cuda_on_cpu.check_normed, names="x"),
+    planted_cuda_rows.ODD_NORM: partial(cuda_on_cpu.check_normed, names=("norm",)),
     planted_cuda.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
     planted_cuda.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
     planted_cuda.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
@@ -90,7 +94,17 @@ CASES |= {
     planted_mma_staged.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, STAGED_WHOLE),
     planted_mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
 }
-MUTANTS = (*planted_cuda.MUTANTS, *planted_ring.MUTANTS, *planted_mma_staged.MUTANTS)
+ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
+CASES |= dict.fromkeys(
+    (planted_cuda_rows.NORMED, planted_cuda_rows.ODD_X, planted_cuda_rows.ODD_NORM),
+    ("affine", 4, 64, "marlin", "float16", 2, ROWS_WAY),
+)
+MUTANTS = (
+    *planted_cuda.MUTANTS,
+    *planted_cuda_rows.MUTANTS,
+    *planted_ring.MUTANTS,
+    *planted_mma_staged.MUTANTS,
+)
 
 
 @pytest.fixture
