@@ -1,15 +1,13 @@
 """Products on a CUDA device: ours, stock MLX, a float16 matmul, the bandwidth's floor.
 
 Each product of ours is compared with float64 on exactly decoded weights, all rows of
-256 random columns, before it is timed. Each is timed in three ways, all by the host's
+256 random columns, before it is timed. Each is timed in two ways, both by the host's
 clock, medians, and divided by the number of products:
 
 eval    30 products in one `mx.eval` that is waited for, building their graph included,
         which is told apart. What is asked for is judged by it.
 stream  the same evaluations by `mx.async_eval`, one after the other, waiting for the
         last only: host and GPU overlap, as in decoding.
-device  one evaluation behind a kernel that waits until the host has encoded it, less
-        the same of fewer products: the GPU's share alone. On CUDA only.
 
 Each product has another copy of the weight, so that none is read from cache, and none
 waits for another, so MLX may overlap those of an evaluation. Ours, stock MLX and the
@@ -50,8 +48,6 @@ from cuda_summary import (
 from cuda_timing import Clock, measured_bandwidth
 from cuda_weights import Format
 
-from mlx_marlin import backends
-
 MODELS: dict[str, tuple[Shape, ...]] = {
     "llama-8b": ((4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)),
     "qwen3-4b": ((2560, 4096), (2560, 1024), (4096, 2560), (2560, 9728), (9728, 2560)),
@@ -66,9 +62,8 @@ SMOKE_SHAPES = ((256, 96), (128, 64))
 SMOKE_ROWS = (1, 3)
 PRODUCTS = 30
 """Products an eval, as in the times of Marlin that docs/cuda.md has."""
-REPEATS, STREAMS, EVALS, DEVICES = 7, 5, 5, 15
-"""Times that a product is timed by "eval" and by "stream", evaluations of a stream, and
-times by "device", which are short."""
+REPEATS, STREAMS, EVALS = 7, 5, 5
+"""Times that a product is timed by "eval" and by "stream", evaluations of a stream."""
 ROTATED = 240 << 20
 """Bytes of other weights between two uses of one: four times an H200's second-level
 cache and more, as caches do not always drop what is oldest."""
@@ -128,8 +123,7 @@ def with_defaults(asked: argparse.Namespace) -> argparse.Namespace:
     asked.rows = sorted(set(asked.rows or default_rows))
     asked.rotated, asked.copied = (1, 1 << 20) if asked.smoke else (ROTATED, COPIED)
     streams, evals = (1, 2) if asked.smoke else (STREAMS, EVALS)
-    devices = DEVICES if backends.backend() == "cuda" else 0
-    asked.clock = Clock(asked.products, asked.repeats, streams, evals, devices)
+    asked.clock = Clock(asked.products, asked.repeats, streams, evals)
     return asked
 
 
@@ -192,7 +186,6 @@ def run(asked: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "repeats": asked.repeats,
         "streams": asked.clock.streams,
         "evals_a_stream": asked.clock.evals,
-        "devices": asked.clock.devices,
         "noise": NOISE,
         "seconds": laps.seconds,
         "results": results,

@@ -6,13 +6,12 @@ gather for seconds, and an array that the host has read stays in memory of both.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from cuda_timing import Call, Clock, few_of, times_of
+from cuda_timing import Call, Clock, times_of
 from cuda_weights import (
     SPREAD,
     Format,
@@ -231,10 +230,9 @@ def timed(
         del calls["stock"]
     # What the host has read is in memory of both: no result may be put there.
     mx.clear_cache()
-    row |= times_of(calls, replace(clock, few=few_of(row["floor_us"])))
+    row |= times_of(calls, clock)
     if "stock" in calls:
-        for way in ("", "_stream", "_device"):
-            ours, stock = row.get(f"ours{way}_us"), row.get(f"stock{way}_us")
-            if ours and stock:
-                row[f"times_stock{way}"] = stock / ours
+        for name in ("", "_stream"):
+            ratio = row[f"stock{name}_us"] / row[f"ours{name}_us"]
+            row[f"times_stock{name}"] = ratio
     return row

@@ -12,22 +12,15 @@ TIMES = {
     "ours_us": "ours eval",
     "ours_build_us": "build",
     "ours_stream_us": "stream",
-    "ours_device_us": "device",
     "stock_us": "stock eval",
     "stock_build_us": "build",
     "stock_stream_us": "stream",
-    "stock_device_us": "device",
     "matmul_us": "f16 eval",
     "matmul_stream_us": "stream",
-    "matmul_device_us": "device",
     "floor_us": "floor",
 }
 """Columns of microseconds, by what a row of the report calls them."""
-RATIOS = {
-    "times_stock": "x stock eval",
-    "times_stock_stream": "stream",
-    "times_stock_device": "device",
-}
+RATIOS = {"times_stock": "x stock eval", "times_stock_stream": "stream"}
 """Columns that say how many times as long stock MLX takes."""
 NOISE = 1.02
 """How many times stock's time may pass for no slower: what the clock cannot tell."""
@@ -75,7 +68,7 @@ def remark(result: dict[str, Any]) -> str:
 
 
 def is_slower(result: dict[str, Any], way: str = "") -> bool:
-    """Returns whether ours is slower by "eval", or by `way` "_stream" or "_device"."""
+    """Returns whether ours is slower, by "eval" or by the `way` "_stream"."""
     ours, stock = result.get(f"ours{way}_us"), result.get(f"stock{way}_us")
     return ours is not None and stock is not None and ours > NOISE * stock
 
@@ -102,7 +95,6 @@ def acceptance(results: Results) -> Results:
                 "ours_us": time_us,
                 "ours_build_us": each.get("ours_build_us"),
                 "ours_stream_us": each.get("ours_stream_us"),
-                "ours_device_us": each.get("ours_device_us"),
                 "passed": time_us is not None and time_us <= target,
             }
         )
@@ -120,22 +112,16 @@ def summary(report: dict[str, Any]) -> str:
     results: Results = report["results"]
     slower = [each for each in results if is_slower(each)]
     in_stream = sum(is_slower(each, "_stream") for each in results)
-    on_device = [each for each in results if is_slower(each, "_device")]
     wrong = [each for each in results if each["wrong"] is not None]
     lines = [f"\n{len(results)} products, {len(wrong)} wrong"]
     lines += [f"  WRONG {named(each)}: {each['wrong']}" for each in wrong]
     lines.append(
         f"slower than stock MLX by more than the noise: {len(slower)}; "
-        f"{in_stream} in a stream, {len(on_device)} on the device"
+        f"{in_stream} in a stream"
     )
     lines += [
         f"  {named(each)}: ours {each['ours_us']:.1f} us, stock {each['stock_us']:.1f}"
         for each in slower
-    ]
-    lines += [
-        f"  {named(each)}: on the device ours {each['ours_device_us']:.1f} us, stock "
-        f"{each['stock_device_us']:.1f}"
-        for each in on_device
     ]
     by_stock: dict[str, int] = {}
     for each in results:
@@ -149,8 +135,6 @@ def summary(report: dict[str, Any]) -> str:
                 f"{each['ours_us']:.1f} us, {each['ours_build_us']:.1f} of it build; "
                 f"{each['ours_stream_us']:.1f} in a stream"
             )
-            if each["ours_device_us"] is not None:
-                took += f", {each['ours_device_us']:.1f} on the device"
         lines.append(
             f"{'pass' if each['passed'] else 'FAIL'}  {each['k']}→{each['n']}, "
             f"{each['rows']} rows: at most {each['target_us']:.0f}, took {took}"

@@ -318,39 +318,6 @@ def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
         assert (len(copies) - 1) * nbytes >= 10_000
 
 
-def test_the_device_clock_takes_fewer_products_off(
-    load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timing = load("cuda_timing")
-    monkeypatch.setattr(timing, "held", lambda: mx.zeros(1))
-    times = {6: 1500.0, 6 + timing.MORE: 1500.0 + 10 * timing.MORE}
-    monkeypatch.setattr(
-        timing, "time_behind_wait", lambda call, products: times[products]
-    )
-    clock = timing.Clock(30, repeats=1, streams=1, evals=1, devices=3, few=6)
-
-    row = timing.times_of({"ours": lambda: mx.zeros(1)}, clock)
-
-    assert row["ours_device_us"] == 10.0
-    assert row["ours_device_range_us"] == [10.0, 10.0]
-    assert [timing.few_of(each) for each in (0.5, 3.0, 29.0, 400.0)] == [60, 50, 6, 1]
-
-
-def test_what_a_late_host_encodes_is_not_timed(
-    load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timing = load("cuda_timing")
-    monkeypatch.setattr(timing, "held", lambda: mx.zeros(1))
-    assert timing.time_behind_wait(lambda: mx.zeros(1), 2) is None
-    clock = timing.Clock(2, repeats=1, streams=1, evals=1, devices=2)
-    row = timing.times_of({"ours": lambda: mx.zeros(1)}, clock)
-    assert "ours_device_us" not in row
-
-    monkeypatch.setattr(timing, "LATE_SECONDS", 0.0)
-
-    assert timing.time_behind_wait(lambda: mx.zeros(1), 2) > 0
-
-
 def test_what_is_asked_for_is_judged(load: Any) -> None:
     summary = load("cuda_summary")
     row = {"k": 5120, "n": 17408, "format": str(summary.TARGET_FORMAT)}

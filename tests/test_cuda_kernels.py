@@ -6,7 +6,7 @@ kernels of ours; on devices other than Hopper, fewer.
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 import cuda_cases
@@ -128,7 +128,7 @@ def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
 @pytest.mark.parametrize(
     ("epilogue", "way"),
     [
-        *islice(zip(EPILOGUES * 2, cycle(WHOLES), strict=False), 7),
+        *zip(EPILOGUES, cycle(WHOLES), strict=False),
         *zip(EPILOGUES, cycle(SPLITS), strict=False),
     ],
     ids=str,
@@ -156,7 +156,7 @@ def test_gate_and_up(m: int, way: dict[str, Any]) -> None:
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.parametrize(("m", "way"), NORMED_WAYS, ids=str)
+@pytest.mark.parametrize(("m", "way"), NORMED_WAYS[:2], ids=str)
 def test_normalized_rows(m: int, way: dict[str, Any]) -> None:
     dtype = "bfloat16" if m == 7 else "float16"
     case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
