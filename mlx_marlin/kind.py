@@ -95,8 +95,7 @@ def as_called(product: Product, kind: Kind) -> Run:
     # MLX has no gradient of a quantized product with a vector.
     if kind.w_batch or len(kind.x_shape) == 1:
         product = _of_matrices(product, kind)
-    given = kind.epilogue != PLAIN or kind.norm is not None
-    if kind.x_dtype != kind.dtype or not kind.scales_alike or given:
+    if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
         product = _converting(product, kind)
     if kind.layout == "marlin" or kind.mode == "affine":
         return product

@@ -27,7 +27,7 @@ values. Sums of its warps want room too, and what is left caches scales (a guess
 same for all rows: MLX asks for a kernel's shared memory once, whatever later calls
 need."""
 NORMED_PADDING = 16
-"""Bytes behind each of these: 8 rows are read at once, from other banks."""
+"""Bytes behind each of these: 8 rows are read at once (shaders/cuda/rows.cuh)."""
 DTYPES = ("float16", "bfloat16")
 """Activations that a fragment holds as they are."""
 
@@ -73,7 +73,7 @@ def _why_not_normed(problem: Problem) -> str | None:
             f"{NORMED_BYTES} bytes, and there are {problem.m} of {problem.k}"
         )
     if problem.invariant:
-        return "our CUDA kernels normalize rows only where few of them may differ"
+        return "our CUDA kernels normalize no rows with invariant=True"
     return None
 
 

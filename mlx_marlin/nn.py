@@ -1,7 +1,6 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Self, TypeVar
 
@@ -11,13 +10,14 @@ import mlx.nn as nn
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.ops import linear, linears, quantized_matmul
 from mlx_marlin.packed_calls import (
+    GATED,
     packed_gated,
     packed_normed,
     packed_parts,
     packed_product,
 )
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
-from mlx_marlin.problem import PLAIN, Epilogue
+from mlx_marlin.problem import Epilogue
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 NATIVE = ("weight", "scales", "biases")
@@ -265,30 +265,43 @@ class MarlinLinear(nn.QuantizedLinear):
             y = nn.silu(gate) * up
         return y
 
-    def normed(self, x: mx.array, norm: nn.RMSNorm, epilogue: Epilogue = PLAIN) -> Any:
+    def normed(
+        self,
+        x: mx.array,
+        norm: nn.RMSNorm,
+        parts: tuple[int, ...] = (),
+        gated: bool = False,
+    ) -> Any:
         """Returns what the layer makes of rows that a norm has been through.
 
-        Our kernels for CUDA normalize up to 8 rows themselves, for a packed weight.
+        Our kernels for CUDA normalize few rows themselves, for a packed weight: up to
+        8 of 4096 values, of longer ones fewer.
 
         Args:
             x: Activations [..., k].
             norm: What comes before the layer.
-            epilogue: `parts` or a gate, as by these methods.
+            parts: Rows of each part, if the result is wanted as by `parts`.
+            gated: Whether it is wanted as by `gated`.
         """
         bias: mx.array | None = self.get("bias")
-        weight: mx.array = norm["weight"]
-        fused = bias is None or (self._keeps_dtype(x, bias) and not epilogue.gated)
-        same = weight.dtype == x.dtype and not self.invariant
-        if self.layout == "marlin" and fused and same:
-            epilogue = replace(epilogue, bias=bias is not None)
+        if self._takes(norm, x) and not (gated and bias is not None):
+            epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
             packed = self._packed_arguments()
-            y = packed_normed(x, *packed, weight, norm.eps, epilogue, bias)
+            y = packed_normed(x, *packed, norm["weight"], norm.eps, epilogue, bias)
             if y is not None:
                 return y
         x = norm(x)
-        if epilogue.gated:
+        if gated:
             return self.gated(x)
-        return self.parts(x, epilogue.parts) if epilogue.parts else self(x)
+        return self.parts(x, parts) if parts else self(x)
+
+    def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
+        """Returns whether a norm is one that kernels could compute for this layer."""
+        if self.layout != "marlin" or self.invariant or type(norm) is not nn.RMSNorm:
+            return False
+        bias, weight = self.get("bias"), norm["weight"]
+        fits = weight.shape == (self.input_dims,) and weight.dtype == x.dtype
+        return fits and (bias is None or self._keeps_dtype(x, bias))
 
     def _halves(self, x: mx.array) -> Iterable[mx.array]:
         """Returns both halves of the product; of one row they lie in one array."""

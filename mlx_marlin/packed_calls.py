@@ -7,7 +7,7 @@ from mlx_marlin.ops import CPU, several
 from mlx_marlin.problem import Epilogue
 from mlx_marlin.serving import Served, memory, remembered, serve_packed
 
-_products, _parts, _gated, _normed = memory(), memory(), memory(), memory()
+_products, _parts, _gated = memory(), memory(), memory()
 EPILOGUES = {
     (bias, residual): Epilogue(bias=bias, residual=residual)
     for bias in (False, True)
@@ -208,11 +208,9 @@ def packed_normed(
     """
     format = n, k, group_size, bits, mode
     on_cpu = mx.default_device() == CPU
-    key = (x.shape, x.dtype, *format, scales.dtype, True, on_cpu, epilogue)
-    more = False, False, (), epsilon  # neither invariant nor with a global scale
-    served = _normed.get((*key, epsilon)) or remembered(
-        _normed, (*key, epsilon), serve_packed(*key, *more)
-    )
+    call = x.shape, x.dtype, *format, scales.dtype, True, on_cpu, epilogue
+    # Neither invariant nor with a global scale. Callers trace: this may take longer.
+    served = serve_packed(*call, False, False, (), epsilon)
     if served.reason is not None:
         return None
     given = [norm] if bias is None else [bias, norm]

@@ -231,7 +231,7 @@ def _check_gated(plan: "Plan") -> None:
 
 
 def _check_norm(plan: "Plan") -> None:
-    """Checks that each block has whole rows and room for them."""
+    """Checks that whole rows are multiplied, by the kernel that normalizes them."""
     if plan.problem.norm is None:
         return
     if plan.kernel != "mma" or plan.is_split:

@@ -158,7 +158,7 @@ def test_gate_and_up(m: int, way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("m", "way"), NORMED_WAYS[:2], ids=str)
 def test_normalized_rows(m: int, way: dict[str, Any]) -> None:
-    dtype = "bfloat16" if m == 7 else "float16"
+    dtype = "bfloat16" if m > 1 else "float16"
     case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
     weight, x = draw(case)
     norm = norm_of(x)

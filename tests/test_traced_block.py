@@ -242,8 +242,10 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert {plan.problem.k for plan in sums} == {128, 96}
     assert any(plan.problem.epilogue.gated for plan in cuda) == join
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
-    assert bool(normed) == join
     assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
+    kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
+    one_row = {(False, 0)} if make is one_stream else set()
+    assert kinds == ({(True, 0), (False, 3)} | one_row if join else set())
 
 
 @pytest.mark.usefixtures("kernels")

@@ -16,8 +16,6 @@ from mlx_lm.models.activations import swiglu
 from mlx_marlin import backends
 from mlx_marlin.derivatives import left_out
 from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.packed_calls import GATED
-from mlx_marlin.problem import Epilogue
 
 Shape = tuple[int, ...]
 Graph = Callable[..., Any]
@@ -116,7 +114,7 @@ def _before(
             return q, k, v
         q, k, v = mx.split(joined, [heads, last], axis=1)
     elif kind.qkv:
-        q, k, v = modules["joined"].normed(x, norm, Epilogue(parts=kind.qkv))
+        q, k, v = modules["joined"].normed(x, norm, parts=kind.qkv)
     else:
         y = norm(x)
         q, k, v = (modules[name](y) for name in ("q_proj", "k_proj", "v_proj"))
@@ -154,7 +152,7 @@ def _gated(modules: dict[str, Any], x: mx.array) -> mx.array:
     """Returns what the norm and the layers gate and up make of x, joined or not."""
     if "joined" in modules:
         layer: MarlinLinear = modules["joined"]
-        y: mx.array = layer.normed(x, modules["norm"], GATED)
+        y: mx.array = layer.normed(x, modules["norm"], gated=True)
         return y
     x = modules["norm"](x)
     apart: mx.array = swiglu(modules["gate_proj"](x), modules["up_proj"](x))

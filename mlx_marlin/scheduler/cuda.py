@@ -15,7 +15,7 @@ from mlx_marlin.scheduler import cuda_ways
 from mlx_marlin.scheduler.candidates import INVARIANT_ROWS, Wishes
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction
-from mlx_marlin.scheduler.cuda_cost import Way, prediction
+from mlx_marlin.scheduler.cuda_cost import OWN_NORM_SECONDS, Way, prediction
 from mlx_marlin.work import STRATEGIES, Tile, data_parallel
 
 MOST_ROWS = 128
@@ -85,12 +85,28 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
 
 def handover(problem: Problem, device: CudaDevice) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should."""
+    if problem.norm is not None:
+        return _why_apart(problem, device)
     most = most_rows(problem)
     if problem.invariant or problem.m <= most or dense(problem) is not None:
         return None
     return (
         f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
         f"with such a weight in the layout {problem.layout!r}"
+    )
+
+
+def _why_apart(problem: Problem, device: CudaDevice) -> str | None:
+    """Says why rows should be normalized before a product, and not by it."""
+    own = replace(problem, norm=None)
+    inside, apart = (
+        predict(make(each, device, {}), device).seconds for each in (problem, own)
+    )
+    if inside <= apart + OWN_NORM_SECONDS:
+        return None
+    return (
+        f"every block of this product on {device.variant} would normalize the rows "
+        f"again, and wait for it"
     )
 
 

@@ -49,6 +49,12 @@ FIRST_STAGE_SECONDS = 1e-6
 FURTHER_LAUNCH = 8e-6
 """Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
 and 2 of the device (a guess)."""
+NORM_SECONDS = 3e-6
+"""For a piece of work whose rows are normalized before (measured, docs/cuda.md: 1.5 to
+2.7 us for one row, 3.3 for 8)."""
+OWN_NORM_SECONDS = 7e-6
+"""For a norm of its own before a product: 3 us of the device and 4 of the host, which
+has as much to do (measured, docs/cuda.md)."""
 MEETING_SECONDS = 25e-12
 """Seconds for each element of a result whose tiles are split: so much of the 50 us that
 streams cost more than whole tiles at 64 rows of 5120→17408 (measured, docs/cuda.md)."""
@@ -96,6 +102,7 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
     padded = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
     begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (way.kernel in staged_x.KERNELS)
+    begun += NORM_SECONDS * (problem.norm is not None)
     return Prediction(
         memory=mean * (read / rate + met),
         issue=mean * turns * _issue(way, longest * trips),

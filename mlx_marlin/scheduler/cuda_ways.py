@@ -95,8 +95,6 @@ def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[K
         return
     yield "mma"
     here = device.capability == staged_x.CAPABILITY and problem.m >= LEAST_ROWS
-    if problem.norm is not None:
-        return
     room = device.shared_bytes - staged_x.BARRIER_BYTES
     if not here or room < MOST_BUFFER_BYTES or staged_x.why_not(problem):
         return

@@ -85,14 +85,6 @@ METAL_FUNC float exp(float x) {
   return expf(x);
 }
 
-METAL_FUNC float rsqrt(float x) {
-  return rsqrtf(x);
-}
-
-METAL_FUNC float simd_shuffle_xor(float value, int distance) {
-  return __shfl_xor_sync(0xffffffffu, value, distance);
-}
-
 METAL_FUNC float copysign(float x, float sign) {
   return copysignf(x, sign);
 }

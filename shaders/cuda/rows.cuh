@@ -38,7 +38,7 @@ struct InShared {
 };
 
 // Rows in shared memory, 16 bytes apart from where whole lines of banks would begin: eight rows
-// are read at once.
+// are read at once, and in steps of 64 from different banks.
 template <typename T>
 struct SharedRows {
   typedef T Type;
@@ -69,7 +69,7 @@ METAL_FUNC void load_activations(uint* run, InShared<T> from) {
 
 METAL_FUNC float sum_of_warp(float value) {
   UNROLL for (int distance = 16; distance > 0; distance /= 2) {
-    value += simd_shuffle_xor(value, distance);
+    value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
   return value;
 }
@@ -185,7 +185,7 @@ METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* p
     for (int i = 0; i < share.members; ++i) {
       squares += scratch[row * (THREADS / 32) + i];
     }
-    const float factor = rsqrt(squares / work.k + as_type<float>(EPSILON));
+    const float factor = rsqrtf(squares / work.k + as_type<float>(EPSILON));
     T* own = place + (row + 1) * (work.k + SharedRows<T>::PADDING);
     scale_row(own, place, factor, work.k, share);
   }

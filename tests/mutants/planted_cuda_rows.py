@@ -12,8 +12,8 @@ MUTANTS = (
     Mutant(
         "rows: squares are summed up, and not their mean",
         _ROWS,
-        "rsqrt(squares / work.k",
-        "rsqrt(squares",
+        "rsqrtf(squares / work.k",
+        "rsqrtf(squares",
         NORMED,
         Detector.WRONG_RESULT,
     ),
