@@ -29,14 +29,14 @@ ABSENT = {
 a call (measured, docs/cuda.md)."""
 
 
-class Finish(NamedTuple):
-    """What a CUDA kernel's text says of the epilogue, or of rows that are normalized.
+class Declared(NamedTuple):
+    """What stands before a CUDA body, for its epilogue or for the rows that it reads.
 
     Attributes:
         suffix: Of the kernel's name.
-        arrays: That it may read for these.
+        arrays: That it may read for them.
         numbers: Of a plan that it reads for them.
-        declaration: What its body calls `epilogue` or `rows`.
+        declaration: What the body calls `epilogue` or `rows`.
     """
 
     suffix: str = ""
@@ -44,9 +44,9 @@ class Finish(NamedTuple):
     numbers: tuple[str, ...] = ()
     declaration: str = ""
 
-    def beside(self, other: "Finish") -> "Finish":
-        """Returns what says both."""
-        return Finish(
+    def beside(self, other: "Declared") -> "Declared":
+        """Returns what declares both."""
+        return Declared(
             self.suffix + other.suffix,
             self.arrays + other.arrays,
             self.numbers + other.numbers,
@@ -54,18 +54,18 @@ class Finish(NamedTuple):
         )
 
 
-UNSAID = Finish()
-AS_IT_IS = Finish(declaration="const marlin::Plain epilogue{};\n")
-FUSED = Finish(
+NOTHING = Declared()
+AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
+FUSED = Declared(
     "_fused",
     FINISHING,
     FINISH[-1:],
     "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
     "    bias, multiplier, residual, parts};\n",
 )
-GATED = Finish("_gated", declaration="const marlin::Gated<ACTIVATION> epilogue{};\n")
-AS_THEY_LIE = Finish(declaration="const auto rows = marlin::as_they_lie(x);\n")
-NORMED = Finish(
+GATED = Declared("_gated", declaration="const marlin::Gated<ACTIVATION> epilogue{};\n")
+AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
+NORMED = Declared(
     "_normed",
     ("norm",),
     declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
@@ -136,11 +136,11 @@ def cuda_product_source(plan: Plan) -> Source:
     """
     leaning = "staged_product" if plan.has_staged_x else "product"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
-    finish = AS_IT_IS if plan.is_split else _finish(plan.problem.epilogue)
+    declared = AS_IT_IS if plan.is_split else _declared(plan.problem.epilogue)
     if plan.kernel == "mma":
         rows = AS_THEY_LIE if plan.problem.norm is None else NORMED
-        finish = finish.beside(rows)
-    return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, finish)
+        declared = declared.beside(rows)
+    return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
 
 
 @cache
@@ -206,11 +206,11 @@ def reduce_source(fused: bool = False) -> Source:
 def sums_source(plan: Plan) -> Source:
     """Returns the text of the CUDA kernel that adds the splits of each tile."""
     header = _included("cuda/sums.cuh")
-    finish = _finish(plan.problem.epilogue)
-    return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, finish)
+    declared = _declared(plan.problem.epilogue)
+    return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, declared)
 
 
-def _finish(epilogue: Epilogue) -> Finish:
+def _declared(epilogue: Epilogue) -> Declared:
     if epilogue.gated:
         return GATED
     return AS_IT_IS if epilogue == PLAIN else FUSED
@@ -222,7 +222,7 @@ def _of_cuda(
     operands: tuple[str, ...],
     numbers: tuple[str, ...],
     problem: Problem,
-    finish: Finish = UNSAID,
+    declared: Declared = NOTHING,
 ) -> Source:
     """Returns the text of a CUDA kernel, which has no input that it does not read.
 
@@ -231,19 +231,19 @@ def _of_cuda(
     array the numbers lie, the epilogue and the rows. Parts are arrays of their own, in
     one object.
     """
-    arrays = (*operands, *finish.arrays)
+    arrays = (*operands, *declared.arrays)
     read = tuple(name for name in arrays if _is_read(name, problem))
     lines = [ABSENT[name] for name in arrays if name not in read]
-    for i, name in enumerate((*numbers, *finish.numbers)):
+    for i, name in enumerate((*numbers, *declared.numbers)):
         lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
-    lines.append(finish.declaration)
-    several = problem.epilogue.parts if finish.numbers else ()
+    lines.append(declared.declaration)
+    several = problem.epilogue.parts if declared.numbers else ()
     outputs = tuple(f"out{i}" for i in range(len(several))) or ("out",)
     if several:
         results = f"{{{{{', '.join(outputs)}}}, parts, shape[0]}}"
         lines.append(f"const marlin::Apart<T, PARTS> out = {results};\n")
     return Source(
-        name=f"marlin_{body}{finish.suffix}",
+        name=f"marlin_{body}{declared.suffix}",
         input_names=(*read, "numbers"),
         output_names=outputs,
         header=header,
