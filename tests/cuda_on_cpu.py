@@ -26,7 +26,7 @@ import pytest
 from cuda_cases import EPSILON, GATED, GATED_N, Case
 from format_cases import Weight
 
-from mlx_marlin import cache, launch, mma, serving
+from mlx_marlin import cache, emulator, launch, mma, serving
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.plan import Plan
@@ -41,6 +41,9 @@ SHARED_LIMIT = 32 * 1024
 """Bytes of threadgroup memory that the emulator gives, as Metal does."""
 MOST_ALONG = 4
 """Warps along k where a way of dividing the work names none."""
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
 
 Changes = dict[str, tuple[str, str]]
 """By a file's name, what to replace there and by what: planted bugs."""

@@ -14,6 +14,7 @@ import numpy as np
 import oracles
 import pytest
 from cuda_cases import GATED, GATED_N, GATED_WAYS, Case
+from cuda_on_cpu import needs_emulator
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import exact
@@ -30,9 +31,6 @@ FORMATS = (
     ("symmetric", 4, 128, "marlin"),
     ("nvfp4", 4, 16, "marlin"),
     ("affine", 8, 64, "mlx"),
-)
-needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import oracles
 import pytest
 from cuda_cases import EPSILON, GATED, NORMED_WAYS, Case, norm_of, normalized
+from cuda_on_cpu import needs_emulator
 from format_cases import arguments, rounded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,9 +33,6 @@ FORMATS = (
     ("symmetric", 8, 64, "marlin"),
     ("mxfp4", 4, 32, "marlin"),
     ("affine", 4, 64, "mlx"),
-)
-needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 
@@ -145,7 +143,7 @@ def test_gradients_are_those_of_norm_and_product() -> None:
     both = mx.grad(inside, argnums=(0, 1))(x, weight)
     assert any(plan.problem.norm for plan in launch.plans_built())
     for ours, own in zip(both, mx.grad(apart, argnums=(0, 1))(x, weight), strict=True):
-        assert oracles.error(ours, exact(own)) < 1e-2
+        assert oracles.error(ours, exact(own)) < 1e-3
 
 
 @needs_emulator
@@ -166,8 +164,10 @@ def test_two_norms_of_a_layer_are_told_apart() -> None:
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_a_norm_of_other_features_is_refused_by_mlx() -> None:
+    norm = nn.RMSNorm(64)
+    norm.weight = norm.weight.astype(mx.float16)
     with pytest.raises(ValueError, match="rms_norm"):
-        layer_of().normed(mx.zeros((1, 128), mx.float16), nn.RMSNorm(64))
+        layer_of().normed(mx.zeros((1, 128), mx.float16), norm)
 
 
 @pytest.mark.parametrize("name", ["emulator", "stock"])
@@ -237,6 +237,17 @@ def test_plans_have_whole_rows_in_a_block(
     assert mma.NORMED_BYTES < plan.threadgroup_bytes <= device.shared_bytes
     assert "normalized rows (eps 1e-05)" in asked.explain()
     assert "normalized" not in replace(asked, norm=None).explain()
+
+
+def test_a_kernel_asks_for_the_same_memory_whatever_the_rows_are() -> None:
+    """MLX asks the driver once for a kernel's text, at its first call."""
+    plans = [
+        scheduler.choose(problem_of(m, 192, 1024, layout="marlin", norm=1e-5), H200)
+        for m in (1, 3, 8)
+    ]
+
+    assert len({source.cuda_product_source(plan) for plan in plans}) == 1
+    assert len({plan.threadgroup_bytes for plan in plans}) == 1
 
 
 def test_rows_are_normalized_before_where_blocks_would_do_it_too_often() -> None:

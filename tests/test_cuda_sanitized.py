@@ -8,8 +8,9 @@ import cuda_sanitized
 import mlx.core as mx
 import numpy as np
 import pytest
+from cuda_on_cpu import needs_emulator
 
-from mlx_marlin import emulator, launch, mma
+from mlx_marlin import launch, mma
 from mlx_marlin.kernels import OF_CUDA
 
 NAMES = [*cuda_sanitized.runs()]
@@ -59,11 +60,6 @@ def test_an_array_ends_where_its_memory_does(nbytes: int) -> None:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out what the script sets once for a process of its own."""
     monkeypatch.setattr(cuda_sanitized, "prepare", lambda _: None)
-
-
-needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
-)
 
 
 @needs_emulator

@@ -50,8 +50,8 @@ FURTHER_LAUNCH = 8e-6
 """Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
 and 2 of the device (a guess)."""
 NORM_SECONDS = 3e-6
-"""For a piece of work whose rows are normalized before (measured, docs/cuda.md: 1.5 to
-2.7 us for one row, 3.3 for 8)."""
+"""For a piece of work whose rows are normalized before (measured roughly, by a clock
+that was taken out, docs/cuda.md: 1.5 to 2.7 us for one row, 3.3 for 8)."""
 OWN_NORM_SECONDS = 7e-6
 """For a norm of its own before a product: 3 us of the device and 4 of the host, which
 has as much to do (measured, docs/cuda.md)."""
