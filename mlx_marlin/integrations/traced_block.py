@@ -12,9 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import KVCache
 
+from mlx_marlin.integrations.block_attention import attend
 from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
 from mlx_marlin.integrations.block_regions import Shape
 
@@ -61,15 +60,8 @@ class TracedBlock(nn.Module):
             graphs = kind.trace(key, x, offset, contents.arrays())
         before, after = graphs
         queries, keys, values = before(x, offset, *map(getitem, *contents.before))
-        keys, values = _updated(cache, keys, values)
-        attended = scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            cache=cache,
-            scale=self["self_attn"].scale,
-            mask=mask,
-        )
+        scale = self["self_attn"].scale
+        attended = attend(queries, keys, values, cache, mask, scale)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 
@@ -121,25 +113,6 @@ def _few(shape: Shape) -> bool:
     if len(shape) != 3 or not 0 < shape[1] <= MOST_TOKENS:
         return False
     return 0 < shape[0] * shape[1] <= MOST_ROWS
-
-
-def _updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """Does what `cache.update_and_fetch` does.
-
-    Here for a plain cache that has room left: MLX takes longer to read an index
-    `[..., start:end, :]`, as mlx-lm writes it, than `[:, :, start:end]`.
-    """
-    is_plain: bool = type(cache) is KVCache
-    if not is_plain or cache.keys is None:
-        return cache.update_and_fetch(keys, values)
-    start = cache.offset
-    end = start + keys.shape[2]
-    if end >= cache.keys.shape[2]:
-        return cache.update_and_fetch(keys, values)
-    cache.offset = end
-    cache.keys[:, :, start:end] = keys
-    cache.values[:, :, start:end] = values
-    return cache.keys[:, :, :end], cache.values[:, :, :end]
 
 
 def _known() -> set[type]:

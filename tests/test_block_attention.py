@@ -1,0 +1,266 @@
+"""Attention of traced blocks: what is computed, and what the cache holds after it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
+from numpy.typing import NDArray
+
+from mlx_marlin.integrations import block_attention
+from mlx_marlin.integrations.block_attention import attend
+
+FEATURES = 32
+SCALE = 0.3
+PADDING = [0, 5, 2]
+Floats = NDArray[np.float64]
+
+
+@pytest.fixture(autouse=True)
+def cuda(backend: Callable[[str], None]) -> None:
+    backend("cuda")
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Lists the shapes of q for which heads attend together."""
+    found: list[tuple[int, ...]] = []
+    own = block_attention._grouped
+
+    def listed(queries: mx.array, *others: Any) -> mx.array:
+        found.append(queries.shape)
+        return own(queries, *others)
+
+    monkeypatch.setattr(block_attention, "_grouped", listed)
+    return found
+
+
+def drawn(
+    heads: int, tokens: int, dtype: mx.Dtype = mx.float16, streams: int = len(PADDING)
+) -> mx.array:
+    # Laid out as before a cache: tokens first, where there are several.
+    y = mx.random.normal((streams, tokens, heads, FEATURES)).astype(dtype)
+    return y.transpose(0, 2, 1, 3)
+
+
+def filled(
+    length: int, kv_heads: int, padding: list[int], dtype: mx.Dtype = mx.float16
+) -> BatchKVCache:
+    """Returns a cache that mlx-lm has filled; the same one each time."""
+    mx.random.seed(length)
+    cache = BatchKVCache(padding)
+    if length:
+        prompt = drawn(kv_heads, length, dtype, len(padding))
+        cache.update_and_fetch(prompt, prompt + 1)
+    return cache
+
+
+def exactly(
+    queries: mx.array, keys: mx.array, values: mx.array, padding: list[int]
+) -> Floats:
+    """Attends in float64, one head of one stream after the other."""
+    q, k, v = (
+        np.array(each.astype(mx.float32), float) for each in (queries, keys, values)
+    )
+    streams, heads, tokens, _ = q.shape
+    shared, first = heads // k.shape[1], k.shape[2] - tokens
+    y = np.zeros(q.shape)
+    for stream, head, token in np.ndindex(streams, heads, tokens):
+        seen = slice(padding[stream], first + token + 1)
+        scores = k[stream, head // shared, seen] @ q[stream, head, token] * SCALE
+        weights = np.exp(scores - scores.max())
+        y[stream, head, token] = (
+            weights @ v[stream, head // shared, seen] / weights.sum()
+        )
+    return y
+
+
+def assert_near(y: mx.array, expected: Floats) -> None:
+    error = np.array(y.astype(mx.float32), float) - expected
+    limit = 1e-3 if y.dtype == mx.float16 else 6e-3
+    assert np.linalg.norm(error) <= limit * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (7, 1), (8, 2)])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("length", [9, 255, 256])
+def test_masked_heads_attend_together(
+    groups: list[tuple[int, ...]],
+    length: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dtype: mx.Dtype,
+) -> None:
+    cache, own = (filled(length, kv_heads, PADDING, dtype) for _ in range(2))
+    q, k, v = (drawn(each, tokens, dtype) for each in (heads, kv_heads, kv_heads))
+
+    y = attend(q, k, v, cache, cache.make_mask(tokens), SCALE)
+
+    keys, values = own.update_and_fetch(k, v)
+    expected = exactly(q, keys, values, PADDING)
+    assert groups == [q.shape]
+    assert (y.shape, y.dtype) == (q.shape, dtype)
+    assert_near(y, expected)
+    assert_same(cache, own)
+
+
+def assert_same(cache: BatchKVCache, own: BatchKVCache) -> None:
+    assert cache._idx == own._idx
+    assert mx.array_equal(cache.offset, own.offset)
+    assert cache.keys.shape == own.keys.shape
+    for ours, theirs in zip(
+        cache.keys_and_values(), own.keys_and_values(), strict=True
+    ):
+        assert mx.array_equal(ours, theirs)
+
+
+def test_a_cache_that_streams_leave_and_join_is_read() -> None:
+    caches = filled(20, 2, [4, 9, 6]), filled(20, 2, [4, 9, 6])
+    for cache in caches:
+        cache.filter(mx.array([1, 2]))  # moves what is left to the front
+        cache.extend(filled(30, 2, [3]))
+        cache.trim(2)
+    cache, own = caches
+    padding = own.left_padding.tolist()
+    assert padding == [19, 16, 3]
+
+    for token in range(3):
+        mx.random.seed(token)
+        q, k, v = (drawn(heads, 1) for heads in (4, 2, 2))
+        y = attend(q, k, v, cache, cache.make_mask(1), SCALE)
+        expected = exactly(q, *own.update_and_fetch(k, v), padding)
+        assert_near(y, expected)
+
+    assert_same(cache, own)
+
+
+def test_a_stream_that_sees_nothing_gives_numbers() -> None:
+    cache = filled(255, 2, [0, 256, 300])
+    cache.keys = mx.ones_like(cache.keys)
+    q, k, v = mx.full((3, 4, 1, FEATURES), -100.0, mx.float16), drawn(2, 1), drawn(2, 1)
+
+    y = attend(q, mx.ones_like(k), v, cache, cache.make_mask(1), SCALE)
+
+    assert cache._idx == cache.keys.shape[2] == 256  # no empty place helps
+    assert mx.isfinite(y).all().item()
+
+
+def test_layers_of_a_token_share_what_the_mask_adds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, ...]] = []
+    own = block_attention._masking
+
+    def listed(mask: mx.array, *others: Any) -> mx.array:
+        made.append(mask.shape)
+        return own(mask, *others)
+
+    monkeypatch.setattr(block_attention, "_masking", listed)
+    layers = [filled(8, 2, PADDING) for _ in range(3)]
+    for _ in range(2):
+        mask = layers[0].make_mask(1)
+        for cache in layers:
+            attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, mask, SCALE)
+
+    assert made == [(3, 1, 1, 9), (3, 1, 1, 10)]
+
+
+def test_a_mask_is_made_again_for_other_heads_and_dtypes() -> None:
+    caches = (
+        filled(8, 2, PADDING),
+        filled(8, 1, PADDING),
+        filled(8, 2, PADDING, mx.bfloat16),
+    )
+    mask = caches[0].make_mask(1)
+
+    for cache in caches:
+        _, kv_heads, _, _ = cache.keys.shape
+        dtype = cache.keys.dtype
+        q, k, v = (drawn(each, 1, dtype) for each in (4, kv_heads, kv_heads))
+        y = attend(q, k, v, cache, mask, SCALE)
+        assert y.dtype == dtype
+        expected = exactly(q, *cache.keys_and_values(), PADDING)
+        assert_near(y, expected)
+
+
+def of_a_batch() -> BatchKVCache:
+    return filled(8, 2, PADDING)
+
+
+def unmasked() -> KVCache:
+    cache = KVCache()
+    cache.update_and_fetch(drawn(2, 8), drawn(2, 8))
+    return cache
+
+
+def rotating() -> BatchRotatingKVCache:
+    cache = BatchRotatingKVCache(6, PADDING)
+    cache.update_and_fetch(drawn(2, 8), drawn(2, 8))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "heads", "mask"),
+    [
+        (unmasked, 4, None),
+        (unmasked, 4, "causal"),
+        (unmasked, 4, mx.ones((3, 1, 1, 9), mx.bool_)),
+        (rotating, 4, "made"),
+        (of_a_batch, 2, "made"),  # each head has keys of its own
+        (of_a_batch, 4, mx.zeros((3, 1, 1, 9), mx.float16)),
+        (of_a_batch, 4, mx.ones((3, 4, 1, 9), mx.bool_)),
+        (of_a_batch, 4, mx.ones((1, 9), mx.bool_)),
+        (of_a_batch, 4, None),
+    ],
+)
+def test_other_calls_are_mlx_lms(
+    groups: list[tuple[int, ...]], make: Callable[[], Any], heads: int, mask: Any
+) -> None:
+    mx.random.seed(1)
+    cache = make()
+    mx.random.seed(1)
+    own = make()
+    q, k, v = (drawn(each, 1) for each in (heads, 2, 2))
+    mask = cache.make_mask(1) if isinstance(mask, str) and mask == "made" else mask
+
+    y = attend(q, k, v, cache, mask, SCALE)
+
+    keys, values = own.update_and_fetch(k, v)
+    expected = mx.fast.scaled_dot_product_attention(
+        q, keys, values, scale=SCALE, mask=mask
+    )
+    assert groups == []
+    assert mx.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("name", ["metal", "stock"])
+def test_where_mlx_has_a_kernel_it_attends(
+    name: str, backend: Callable[[str], None], groups: list[tuple[int, ...]]
+) -> None:
+    backend(name)
+    cache = filled(8, 2, PADDING)
+
+    attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, cache.make_mask(1), SCALE)
+
+    assert groups == []
+
+
+def test_a_mask_with_a_window_is_kept() -> None:
+    cache, own = filled(20, 2, PADDING), filled(20, 2, PADDING)
+    mask = create_causal_mask(
+        1, offset=20, window_size=4, left_padding=cache.left_padding
+    )
+    q, k, v = (drawn(heads, 1) for heads in (4, 2, 2))
+
+    y = attend(q, k, v, cache, mask, SCALE)
+
+    keys, values = (each[:, :, -4:] for each in own.update_and_fetch(k, v))
+    expected = exactly(q, keys, values, [0, 0, 0])
+    assert_near(y, expected)
