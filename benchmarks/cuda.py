@@ -2,7 +2,9 @@
 
 Each product of ours is compared with float64 on exactly decoded weights, all rows of
 256 random columns, before it is timed. Each is timed in two ways, both by the host's
-clock, medians, and divided by the number of products:
+clock, medians, and divided by the number of products, and each with a graph that 30
+calls build and with one that was traced before (`mx.compile`), as those of a model are
+that `optimize` has traced:
 
 eval    30 products in one `mx.eval` that is waited for, building their graph included,
         which is told apart. What is asked for is judged by it.

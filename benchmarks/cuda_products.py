@@ -5,13 +5,15 @@ timed, all rows of some columns. These are put together on the device: MLX compi
 gather for seconds, and an array that the host has read stays in memory of both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from cuda_timing import Call, Clock, times_of
+from cuda_timing import Build, Clock, times_of
 from cuda_weights import (
     SPREAD,
     Format,
@@ -24,16 +26,22 @@ from cuda_weights import (
 )
 
 import mlx_marlin
-from mlx_marlin import launch
+from mlx_marlin import backends, launch
+from mlx_marlin.derivatives import left_out
 from mlx_marlin.measurement import label
 from mlx_marlin.plan import Plan
 
 Shape = tuple[int, int]
 """k, n."""
+Call = Callable[[], mx.array]
+Product = Callable[[mx.array, Any], mx.array]
+"""Of x and the arrays of a weight."""
 
 TOLERANCES = {"float16": 1e-3, "bfloat16": 6e-3}
 """Most relative Frobenius error against exactly decoded weights in float64."""
 CHECKED_COLUMNS = 256
+WAYS = ("", "_stream", "_traced", "_traced_stream")
+"""Ends of the names of ours' and stock's times: how graphs are built and waited for."""
 
 
 def product_of_ours(x: mx.array, weight: tuple[Any, ...], format: Format) -> mx.array:
@@ -105,6 +113,34 @@ class Weights:
             "matmul": lambda: wide @ next_of(self.floats, turns[2]).T,
         }
 
+    def traced(self, x: mx.array, products: int) -> dict[str, Build]:
+        """Returns ours and stock's, several products in one traced graph.
+
+        Weights are its inputs, and each evaluation takes the next ones, as the layers
+        of a traced model do.
+        """
+        kinds: list[tuple[str, list[Any], Product]] = [
+            ("ours", [self._arrays(each) for each in self.ours], self._product),
+            ("stock", self.stock, lambda x, w: product_of_stock(x, w, self.format)),
+        ]
+        return {
+            name: traced(x, copies, product, products)
+            for name, copies, product in kinds
+        }
+
+    def _arrays(self, weight: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.layout == "mlx":
+            return weight
+        (packed,) = weight
+        return packed.words, packed.scales
+
+    def _product(self, x: mx.array, arrays: tuple[Any, ...]) -> mx.array:
+        if self.layout == "mlx":
+            return product_of_ours(x, arrays, self.format)
+        words, scales = arrays
+        packed = replace(self.ours[0][0], words=words, scales=scales)
+        return product_of_ours(x, (packed,), self.format)
+
     def why_not(self, x: mx.array) -> str | None:
         return mlx_marlin.why_not(
             x, *self.ours[0], **options(self.format, self.format.mode)
@@ -113,6 +149,31 @@ class Weights:
     def floor_bytes(self, rows: int) -> int:
         """Returns what a product must read and write: weight, x and y."""
         return self.nbytes + 2 * rows * (self.k + self.n)
+
+
+def traced(x: mx.array, copies: list[Any], product: Product, products: int) -> Build:
+    """Returns what builds several products of x by replaying one graph.
+
+    Args:
+        x: Activations.
+        copies: Arrays of each weight; they take turns.
+        product: What is traced, as blocks are: without derivatives.
+        products: How many there are in a graph.
+    """
+
+    def all_of(x: mx.array, *weights: Any) -> list[mx.array]:
+        return [product(x, weight) for weight in weights]
+
+    def next_of(start: int) -> list[Any]:
+        return [copies[(start + i) % len(copies)] for i in range(products)]
+
+    replayed: Callable[..., list[mx.array]] = all_of
+    if backends.backend() != "emulator":  # which computes at once
+        replayed = mx.compile(all_of)
+        with left_out():
+            replayed(x, *next_of(0))
+    starts = count(step=products)
+    return lambda: replayed(x, *next_of(next(starts)))
 
 
 class Oracle:
@@ -131,19 +192,21 @@ class Oracle:
         return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
 
-def check(call: Call, other: Call, oracle: Oracle, limit: float) -> dict[str, Any]:
+def check(
+    call: Call, others: list[Call], oracle: Oracle, limit: float
+) -> dict[str, Any]:
     """Judges the first product of ours: its error, the same bits again.
 
     Args:
         call: The product with the first copy of the weight.
-        other: The same call, made afresh.
+        others: The same product, asked for afresh and out of a traced graph.
         oracle: What it should be.
         limit: Relative error that it may have.
     """
     try:
-        y, again = call(), other()
+        y, *again = call(), *(other() for other in others)
         error = oracle.error(y)
-        same = mx.array_equal(y, again).item()
+        same = all(mx.array_equal(y, each).item() for each in again)
     except (RuntimeError, ValueError) as raised:
         return {"error": None, "wrong": f"raised {type(raised).__name__}: {raised}"}
     wrong = None if same else "another result the second time"
@@ -195,7 +258,8 @@ def checked(weights: Weights, x: mx.array, oracle: Oracle) -> dict[str, Any]:
     if result["served_by_stock"] is not None and result["stock_error"] is not None:
         limit = max(limit, 2 * result["stock_error"])  # no better than who serves it
     ours, again = (weights.calls(x)["ours"] for _ in range(2))
-    result |= check(ours, again, oracle, limit) | {"limit": limit, "plan": None}
+    others = [again, lambda: weights.traced(x, 1)["ours"]()[0]]
+    result |= check(ours, others, oracle, limit) | {"limit": limit, "plan": None}
     shape = weights.k, weights.n
     plan = plan_of(x.shape[0], shape, weights.format, weights.layout)
     if result["served_by_stock"] is None and plan is not None:
@@ -225,14 +289,21 @@ def timed(
     row: dict[str, Any] = {"floor_us": weights.floor_bytes(x.shape[0]) / bandwidth}
     if result["wrong"] is not None:
         return row
-    calls = weights.calls(x)
+    builds = {
+        name: partial(_several, call, clock.products)
+        for name, call in weights.calls(x).items()
+    }
+    for name, build in weights.traced(x, clock.products).items():
+        builds[f"{name}_traced"] = build
     if result["stock_wrong"] is not None:
-        del calls["stock"]
+        del builds["stock"], builds["stock_traced"]
     # What the host has read is in memory of both: no result may be put there.
     mx.clear_cache()
-    row |= times_of(calls, clock)
-    if "stock" in calls:
-        for name in ("", "_stream"):
-            ratio = row[f"stock{name}_us"] / row[f"ours{name}_us"]
-            row[f"times_stock{name}"] = ratio
+    row |= times_of(builds, clock)
+    for way in WAYS if "stock" in builds else ():
+        row[f"times_stock{way}"] = row[f"stock{way}_us"] / row[f"ours{way}_us"]
     return row
+
+
+def _several(call: Call, products: int) -> list[mx.array]:
+    return [call() for _ in range(products)]

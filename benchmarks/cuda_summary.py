@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cuda_products import Shape
+from cuda_products import WAYS, Shape
 from cuda_weights import Format
 
 Results = list[dict[str, Any]]
@@ -12,15 +12,24 @@ TIMES = {
     "ours_us": "ours eval",
     "ours_build_us": "build",
     "ours_stream_us": "stream",
+    "ours_traced_us": "traced",
+    "ours_traced_stream_us": "stream",
     "stock_us": "stock eval",
     "stock_build_us": "build",
     "stock_stream_us": "stream",
+    "stock_traced_us": "traced",
+    "stock_traced_stream_us": "stream",
     "matmul_us": "f16 eval",
     "matmul_stream_us": "stream",
     "floor_us": "floor",
 }
 """Columns of microseconds, by what a row of the report calls them."""
-RATIOS = {"times_stock": "x stock eval", "times_stock_stream": "stream"}
+RATIOS = {
+    "times_stock": "x stock eval",
+    "times_stock_stream": "stream",
+    "times_stock_traced": "traced",
+    "times_stock_traced_stream": "stream",
+}
 """Columns that say how many times as long stock MLX takes."""
 NOISE = 1.02
 """How many times stock's time may pass for no slower: what the clock cannot tell."""
@@ -68,7 +77,7 @@ def remark(result: dict[str, Any]) -> str:
 
 
 def is_slower(result: dict[str, Any], way: str = "") -> bool:
-    """Returns whether ours is slower, by "eval" or by the `way` "_stream"."""
+    """Returns whether ours is slower, by "eval" or another of the `WAYS`."""
     ours, stock = result.get(f"ours{way}_us"), result.get(f"stock{way}_us")
     return ours is not None and stock is not None and ours > NOISE * stock
 
@@ -94,7 +103,7 @@ def acceptance(results: Results) -> Results:
                 "target_us": target,
                 "ours_us": time_us,
                 "ours_build_us": each.get("ours_build_us"),
-                "ours_stream_us": each.get("ours_stream_us"),
+                **{f"ours{way}_us": each.get(f"ours{way}_us") for way in WAYS[1:]},
                 "passed": time_us is not None and time_us <= target,
             }
         )
@@ -111,13 +120,13 @@ def named(result: dict[str, Any]) -> str:
 def summary(report: dict[str, Any]) -> str:
     results: Results = report["results"]
     slower = [each for each in results if is_slower(each)]
-    in_stream = sum(is_slower(each, "_stream") for each in results)
+    counts = [sum(is_slower(each, way) for each in results) for way in WAYS[1:]]
     wrong = [each for each in results if each["wrong"] is not None]
     lines = [f"\n{len(results)} products, {len(wrong)} wrong"]
     lines += [f"  WRONG {named(each)}: {each['wrong']}" for each in wrong]
     lines.append(
         f"slower than stock MLX by more than the noise: {len(slower)}; "
-        f"{in_stream} in a stream"
+        "{} in a stream; {} traced, {} traced in a stream".format(*counts)
     )
     lines += [
         f"  {named(each)}: ours {each['ours_us']:.1f} us, stock {each['stock_us']:.1f}"
@@ -133,7 +142,8 @@ def summary(report: dict[str, Any]) -> str:
         if each["ours_us"] is not None:
             took = (
                 f"{each['ours_us']:.1f} us, {each['ours_build_us']:.1f} of it build; "
-                f"{each['ours_stream_us']:.1f} in a stream"
+                f"{each['ours_stream_us']:.1f} in a stream; traced "
+                f"{each['ours_traced_us']:.1f}, {each['ours_traced_stream_us']:.1f}"
             )
         lines.append(
             f"{'pass' if each['passed'] else 'FAIL'}  {each['k']}→{each['n']}, "

@@ -59,6 +59,8 @@ def test_products_are_checked_timed_and_told(tmp_path: Path) -> None:
         assert each["error"] <= each["limit"]
         assert "stock" in each["served_by_stock"]
         names = [f"{name}{way}" for name in COMPARED for way in ("", "_stream")]
+        for name in ("ours_traced", "stock_traced"):
+            names += [name, f"{name}_stream"]
         assert min(each[f"{name}_us"] for name in ("floor", *names)) > 0
         assert 0 < each["ours_build_us"] < each["ours_us"]
     assert "256→96, symmetric8g64:float16, layout marlin" in text
@@ -207,9 +209,41 @@ def test_a_wrong_product_is_named(
             mx.float16
         )
 
-    wrong = products.check(call, call, oracle, 1e-3)["wrong"]
+    wrong = products.check(call, [call], oracle, 1e-3)["wrong"]
 
     assert wrong is None if expected is None else expected in wrong
+
+
+def test_a_product_that_changes_is_wrong(load: Any) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    drawn = products.Weights((128, 64), weights.Format.parse("affine4g64"), "mlx", 1)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    oracle = products.Oracle(x, drawn)
+    y = drawn.calls(x)["stock"]()
+
+    others = [lambda: y, lambda: y + 1e-3]
+    wrong = products.check(lambda: y, others, oracle, 1e-2)["wrong"]
+
+    assert wrong == "another result the second time"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("affine4g64", "marlin"), ("symmetric8g32", "marlin"), ("mxfp4", "mlx")],
+)
+def test_traced_graphs_take_one_weight_after_the_other(
+    load: Any, name: str, layout: str, backend: Callable[[str | None], None]
+) -> None:
+    backend("stock")
+    products, weights = load("cuda_products"), load("cuda_weights")
+    format = weights.Format.parse(name)
+    drawn = products.Weights((128, 32), format, layout, 10_000)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    calls = drawn.calls(x)
+
+    for who, build in drawn.traced(x, 3).items():
+        for y in [*build(), *build()]:
+            assert mx.array_equal(y, calls[who]())
 
 
 def test_a_wrong_product_fails_the_run(
