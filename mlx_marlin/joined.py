@@ -6,7 +6,8 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.nn import NATIVE, MarlinLinear, twin
+from mlx_marlin.native_layer import NATIVE, twin
+from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.problem import MOST_PARTS
 
 

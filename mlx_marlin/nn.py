@@ -2,13 +2,20 @@
 
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
-from mlx_marlin.ops import linear, linears, quantized_matmul
+from mlx_marlin.native_layer import (
+    NATIVE,
+    PACKED,
+    native_product,
+    native_weight,
+    twin,
+)
+from mlx_marlin.ops import linears
 from mlx_marlin.packed_calls import (
     GATED,
     packed_gated,
@@ -19,11 +26,6 @@ from mlx_marlin.packed_calls import (
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.problem import Epilogue
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
-
-NATIVE = ("weight", "scales", "biases")
-PACKED = ("words", "quantizers")
-
-Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class MarlinLinear(nn.QuantizedLinear):
@@ -337,7 +339,7 @@ class MarlinLinear(nn.QuantizedLinear):
         self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
     ) -> mx.array:
         if self.layout == "mlx":
-            return _native_product(self, x, bias, self.invariant, residual)
+            return native_product(self, x, bias, self.invariant, residual)
         packed = self._packed_arguments()
         return packed_product(x, *packed, bias, self.invariant, residual=residual)
 
@@ -349,7 +351,7 @@ class MarlinLinear(nn.QuantizedLinear):
             return packed_parts(x, *packed, sizes, bias, self.invariant)
         return linears(
             x,
-            *_native_weight(self),
+            *native_weight(self),
             parts=sizes,
             bias=bias,
             invariant=self.invariant,
@@ -396,77 +398,6 @@ class MarlinLinear(nn.QuantizedLinear):
         self["words"], self["quantizers"] = packed.words, packed.scales
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])
-
-
-class MarlinEmbedding(nn.QuantizedEmbedding):
-    """A quantized embedding whose `as_linear`, a tied output head, runs on our kernels.
-
-    Its parameters are MLX's own: looking up a row needs MLX's layout.
-    """
-
-    @classmethod
-    def from_quantized(
-        cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
-    ) -> Self:
-        """Makes an embedding that shares the arrays of MLX's."""
-        ours = twin(cls, layer)
-        ours.invariant = invariant
-        ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
-        for name in NATIVE:
-            if name in layer:
-                ours[name] = layer[name]
-        return ours
-
-    def to_stock(self) -> nn.QuantizedEmbedding:
-        """Returns MLX's own layer with the same arrays."""
-        layer = twin(nn.QuantizedEmbedding, self)
-        layer.num_embeddings, layer.dims = self.num_embeddings, self.dims
-        for name in NATIVE:
-            setattr(layer, name, self.get(name))
-        return layer
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return _native_product(self, x, None, self.invariant)
-
-
-def _native_product(
-    layer: nn.Module,
-    x: mx.array,
-    bias: mx.array | None,
-    invariant: bool,
-    residual: mx.array | None = None,
-) -> mx.array:
-    weight = _native_weight(layer)
-    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
-    if bias is None and residual is None and not invariant:
-        return quantized_matmul(x, *weight, True, group_size, bits, mode)
-    return linear(
-        x,
-        *weight,
-        bias=bias,
-        residual=residual,
-        invariant=invariant,
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-    )
-
-
-def _native_weight(
-    layer: nn.Module,
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    return layer["weight"], layer["scales"], layer.get("biases")
-
-
-def twin(cls: type[Layer], layer: nn.Module) -> Layer:
-    """Makes a layer without parameters, in the same format and state as another."""
-    twin = cls.__new__(cls)
-    nn.Module.__init__(twin)
-    twin.group_size, twin.bits, twin.mode = layer.group_size, layer.bits, layer.mode
-    twin.train(layer.training)
-    twin._no_grad = set(layer._no_grad).difference(PACKED)
-    return twin
 
 
 def _is_packed_only(

@@ -14,8 +14,9 @@ from mlx.utils import tree_flatten
 from models import Layers, assert_same_model
 
 import mlx_marlin
+from mlx_marlin.embedding import MarlinEmbedding
 from mlx_marlin.formats import FORMATS
-from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
+from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.packing import pack as packed_of
 from mlx_marlin.packing import quantize
 from mlx_marlin.stock_weight import as_mlx

@@ -9,7 +9,8 @@ from models import Layers, tiny_llama
 
 import mlx_marlin
 from mlx_marlin import launch
-from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
+from mlx_marlin.embedding import MarlinEmbedding
+from mlx_marlin.nn import MarlinLinear
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 

@@ -11,7 +11,8 @@ import oracles
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
+from mlx_marlin.embedding import MarlinEmbedding
+from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.plan import Plan
 

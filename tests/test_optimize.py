@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten
 from models import LAYOUTS, TOKENS, Layers, arrays, assert_same_model, tiny_llama, types
 
 import mlx_marlin
-from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
+from mlx_marlin.embedding import MarlinEmbedding
+from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("_stock")

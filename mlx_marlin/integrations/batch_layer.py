@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.nn import NATIVE, PACKED
+from mlx_marlin.native_layer import NATIVE, PACKED
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 Layer = TypeVar("Layer", bound=nn.Module)

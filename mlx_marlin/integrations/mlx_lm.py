@@ -9,9 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin import backends, serving
+from mlx_marlin.embedding import MarlinEmbedding
 from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
-from mlx_marlin.nn import MarlinEmbedding, MarlinLinear
+from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 Convert = Callable[[Any], nn.Module]
