@@ -15,8 +15,8 @@ from mlx_marlin.gather_serving import (
 )
 from mlx_marlin.ops import CPU, Stream, check_packed
 from mlx_marlin.packing import PackedWeight
-from mlx_marlin.serving import refuse_variance
 from mlx_marlin.stock_weight import stock_groups
+from mlx_marlin.why_stock import refuse_variance
 
 
 def gather_qmm(

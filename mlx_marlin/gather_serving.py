@@ -12,8 +12,8 @@ from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.serving import not_here, refuse_variance, target
 from mlx_marlin.stock_weight import as_mlx, stock_groups
+from mlx_marlin.why_stock import not_here, refuse_variance, target
 
 Product = Callable[..., mx.array]
 """From x, codes, scales, biases, rows of x and experts, flat, to a row a pair."""

@@ -4,7 +4,6 @@ A kind of call is its shapes, dtypes, options and device. Deciding is cached; a 
 that is wrong raises here, in MLX's own words where MLX has them.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,24 +11,16 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import backends, cuda_device, device, launch, mma, scheduler, tuned
-from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin import backends, launch, scheduler, tuned, why_stock
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
-from mlx_marlin.device import Target
 from mlx_marlin.finishing import of_normalized, then_finished, with_all_operands
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
+from mlx_marlin.formats import MODE_DEFAULTS, TILE_N
 from mlx_marlin.kind import Kind, Run, Shape, as_called
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
 from mlx_marlin.packing import PackedWeight, dtype_name
-from mlx_marlin.problem import (
-    MOST_ELEMENTS,
-    PLAIN,
-    Epilogue,
-    Problem,
-    largest_array,
-)
+from mlx_marlin.problem import PLAIN, Epilogue, Problem
 from mlx_marlin.stock_weight import native_product, stock_product
 from mlx_marlin.traced import traced
 
@@ -274,9 +265,9 @@ def _decide(kind: Kind, stock: Product) -> Served:
         stock = then_finished(stock, epilogue)
     if kind.norm is not None:
         stock = of_normalized(stock, kind.norm)
-    reason = not_here(kind.on_cpu) or _not_ours(kind)
+    reason = why_stock.not_here(kind.on_cpu) or why_stock.not_ours(kind)
     if reason:
-        refuse_variance(kind.invariant, reason)
+        why_stock.refuse_variance(kind.invariant, reason)
         return Served(stock, reason)
     batch, m, n = kind.sizes
     problem = Problem(
@@ -295,9 +286,9 @@ def _decide(kind: Kind, stock: Product) -> Served:
         global_scale=kind.global_scale,
         norm=kind.norm,
     )
-    reason = _not_on_cuda(problem, kind.transpose)
+    reason = why_stock.not_on_cuda(problem, kind.transpose)
     if reason:
-        refuse_variance(kind.invariant, reason)
+        why_stock.refuse_variance(kind.invariant, reason)
         return Served(stock, reason)
     if not kind.transpose:
         product = launch.dense_product(dense_plan(problem, transposed=False))
@@ -306,7 +297,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         return Served(product if batch > 1 else as_called(product, kind))
     measured = _measured(problem)
     dense = None if measured else _dense(problem)
-    reason = None if dense else _faster_elsewhere(problem, measured)
+    reason = None if dense else why_stock.faster_elsewhere(problem, measured)
     if reason:
         return Served(stock, reason)
     product = _decoded(dense) if dense else _planned(problem, measured)
@@ -327,7 +318,9 @@ def _traced(run: Run) -> Served:
 
 
 def _planned(problem: Problem, measured: Result | None) -> Product:
-    chosen = measured.plan if measured else scheduler.choose(problem, target())
+    chosen = (
+        measured.plan if measured else scheduler.choose(problem, why_stock.target())
+    )
     product = launch.product(chosen)
     if problem.epilogue == PLAIN and problem.norm is None:
         return product
@@ -347,7 +340,7 @@ def _dense(problem: Problem) -> DensePlan | None:
         or backends.forced_backend() is not None
     ):
         return None
-    return scheduler.choose_dense(problem, target())
+    return scheduler.choose_dense(problem, why_stock.target())
 
 
 def _backward(problem: Problem) -> Product | None:
@@ -366,103 +359,5 @@ def _nothing_added_up(kind: Kind) -> Run:
     return then_finished(zeros, kind.epilogue)
 
 
-def refuse_variance(invariant: bool, reason: str) -> None:
-    """Raises a ValueError if an invariant product would go to stock MLX."""
-    if invariant:
-        raise ValueError(
-            f"invariant=True cannot be kept, because stock MLX would serve the call: "
-            f"{reason}"
-        )
-
-
-def not_here(on_cpu: bool) -> str | None:
-    """Says why no kernel of ours can run; None if they can."""
-    backend = backends.backend()
-    if backend == "stock":
-        return "no back end here runs our kernels, or MLX_MARLIN_BACKEND says stock"
-    if backend in backends.ON_GPU and on_cpu and backends.forced_backend() is None:
-        return "the call runs on the CPU"
-    return None
-
-
-def _not_ours(kind: Kind) -> str | None:
-    if not kind.transpose and kind.layout == "mlx":
-        return "our kernels multiply by the transposed weight only"
-    known = FORMATS.get((kind.mode, kind.bits))
-    # A packed weight has been checked.
-    packed = kind.layout == "marlin"
-    if known is None or not (packed or kind.group_size in known.group_sizes):
-        return (
-            f"{kind.mode} {kind.bits}-bit with group size {kind.group_size} is not "
-            f"one of our formats"
-        )
-    if kind.k % known.k_multiple(kind.group_size):
-        return f"our kernels take {kind.mode} with a k that is a multiple of " + (
-            f"{known.k_multiple(kind.group_size)}, and k={kind.k}"
-        )
-    if dtype_name(kind.dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    batch, m, n = kind.sizes
-    if kind.epilogue.gated and backends.backend() != "cuda":
-        return "our Metal kernels have no gate in their epilogue"
-    if kind.norm is not None and backends.backend() != "cuda":
-        return "our Metal kernels take rows as they are"
-    if kind.norm is not None and len(kind.x_shape) == 1:
-        return "our kernels normalize rows of a matrix"
-    if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
-        return "our kernels count in 32 bits, and an array is too large for that"
-    return None
-
-
-def _not_on_cuda(problem: Problem, transpose: bool) -> str | None:
-    if backends.backend() != "cuda":
-        return None
-    if not transpose and problem.batch > 1:
-        return "our CUDA kernels multiply a batch by transposed weights only"
-    return too_old() or mma.why_not(problem)
-
-
-def too_old() -> str | None:
-    """Says why no kernel of ours runs on the device here; None if they do."""
-    here = target()
-    if not isinstance(here, CudaDevice) or here.capability >= mma.CAPABILITY:
-        return None
-    needed = ".".join(map(str, mma.CAPABILITY))
-    return f"our CUDA kernels need compute capability {needed}, {here.name} has less"
-
-
-def target() -> Target:
-    """Returns the device that plans are made for: one that the back end runs on.
-
-    Raises:
-        ValueError: If MLX_MARLIN_DEVICE names one that it does not.
-    """
-    here = device.current()
-    on_cuda = backends.backend() == "cuda"
-    if isinstance(here, CudaDevice) == on_cuda:
-        return here
-    wish = os.environ.get(device.ENVIRONMENT)
-    if wish:
-        expected = "a CUDA device" if on_cuda else "an Apple chip"
-        raise ValueError(
-            f"{device.ENVIRONMENT}={wish!r}: expected {expected}, because our kernels "
-            f"run on {backends.backend()}"
-        )
-    return cuda_device.DEFAULT if on_cuda else device.DEFAULT
-
-
 def _measured(problem: Problem) -> Result | None:
-    return tuned.find(problem, target(), backends.backend())
-
-
-def _faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
-    # Only where stock runs on the same GPU is speed a reason; who forces a back end
-    # wants to see it run.
-    if (
-        backends.backend() not in backends.ON_GPU
-        or backends.forced_backend() is not None
-    ):
-        return None
-    if measured is not None:
-        return measured.reason
-    return scheduler.stock_reason(problem, target())
+    return tuned.find(problem, why_stock.target(), backends.backend())

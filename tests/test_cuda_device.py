@@ -10,7 +10,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import cache, cuda_detection, cuda_device, device, scheduler, serving
+from mlx_marlin import (
+    cache,
+    cuda_detection,
+    cuda_device,
+    device,
+    scheduler,
+    why_stock,
+)
 from mlx_marlin.cli import main
 from mlx_marlin.cuda_device import CudaDevice
 
@@ -261,7 +268,7 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
     if wish:
         monkeypatch.setenv(device.ENVIRONMENT, wish)
 
-    assert serving.target() == expected
+    assert why_stock.target() == expected
 
 
 @pytest.mark.parametrize(
@@ -282,7 +289,7 @@ def test_a_device_of_another_back_end_is_an_error(
     monkeypatch.setenv(device.ENVIRONMENT, wish)
 
     with pytest.raises(ValueError, match=words):
-        serving.target()
+        why_stock.target()
 
 
 def test_tuning_is_refused(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import backends, serving
+from mlx_marlin import backends, serving, why_stock
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import ACTIVATIONS, Epilogue
 
@@ -266,7 +266,7 @@ def test_an_invariant_product_is_never_handed_over(
 ) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(serving, "not_here", lambda _: None)
+    monkeypatch.setattr(why_stock, "not_here", lambda _: None)
     assert backends.backend() == "metal"
     x, native = activations(1, K), weight()
     mx.eval(native)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import backends, serving
+from mlx_marlin import backends, why_stock
 from mlx_marlin.embedding import MarlinEmbedding
 from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
@@ -170,9 +170,9 @@ def default_layout(layer: nn.Module) -> str:
 
 def _runs_on_cuda() -> bool:
     """Returns whether a call now would run on our CUDA kernels."""
-    if backends.backend() != "cuda" or serving.too_old() is not None:
+    if backends.backend() != "cuda" or why_stock.too_old() is not None:
         return False
-    return serving.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
+    return why_stock.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
 
 
 def restore(model: Model, *, progress: bool = False) -> Model:
