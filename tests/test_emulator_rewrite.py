@@ -96,6 +96,22 @@ def test_the_parameters_of_a_kernel_are_bound_in_order() -> None:
     )
 
 
+def test_instances_of_a_template_are_rewritten_once_and_keep_their_names() -> None:
+    text = (
+        "template <int N>\n[[kernel]] void k{0}(\n"
+        "  device float4* k [[buffer(0)]]) {{\nk[0] = float4(N);\n}}\n"
+        '\ntemplate [[host_name("k{0}")]] [[kernel]] decltype(k{0}<{0}>) k{0}<{0}>;\n'
+    )
+    before = rewritten.cache_info().misses
+
+    three, four = (translate(f"k{n}", text.format(n)).text for n in (3, 4))
+
+    assert rewritten.cache_info().misses == before + 1
+    assert "void k3(" in three
+    assert "k[0] = emu::make<float4>(N);" in three
+    assert three.replace("3", "4") == four
+
+
 def test_a_parameter_list_that_is_closed_twice_is_refused() -> None:
     text = (
         "[[kernel]] void k(\n  device float* x [[buffer(0)]]) {\n"

@@ -15,6 +15,8 @@ _PARAMETER = re.compile(r"  device [^\n]* \[\[buffer\(\d+\)\]\]")
 _INSTANCE = re.compile(r"\ntemplate \[\[host_name\(.*\Z", re.S)
 _BUFFER = re.compile(r"(?P<by>[*&]) (?P<name>\w+) \[\[buffer\((?P<number>\d+)\)\]\]")
 _ATTRIBUTE = re.compile(r"\[\[(?P<name>\w+)\]\]")
+_KERNEL = "mslemu_rewritten_kernel"
+"""What a kernel is called meanwhile: MLX's name for it differs with every instance."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,17 @@ def translate(kernel: str, text: str) -> Translation:
     call = f"{specialised}({', '.join(arguments)});"
     unit = (
         '#include "kernel.h"\n'
-        f'#line 1 "kernel.metal"\n{rewritten(body)}\n'
+        f'#line 1 "kernel.metal"\n{_rewritten(kernel, body)}\n'
         '#line 1 "entry"\n#undef kernel\n'
         f'extern "C" void mslemu_kernel() {{ {call} }}\n'
     )
     return Translation(unit, buffers, text.count("\n", 0, found.end()) + 1)
+
+
+def _rewritten(kernel: str, body: str) -> str:
+    """`rewritten`, once for all instances of a template."""
+    nameless = re.sub(rf"\b{re.escape(kernel)}\b", _KERNEL, body)
+    return rewritten(nameless).replace(_KERNEL, kernel)
 
 
 def _parameters(text: str) -> tuple[tuple[Buffer, ...], list[str]]:

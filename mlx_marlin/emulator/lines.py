@@ -6,6 +6,7 @@ that it belongs to, and the calls that were inlined around it.
 
 from __future__ import annotations
 
+import functools
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,16 +39,22 @@ class SourceMap:
     """Names the lines of a generated kernel after its author's header and source."""
 
     def __init__(self, text: str, header: str, body_line: int) -> None:
+        self._text = text
         self._header_lines = len(header.splitlines())
         self._body_line = body_line
-        self._lines: dict[Place, str] = {}
+
+    @functools.cached_property
+    def _lines(self) -> dict[Place, str]:
+        """What stands where; only a report asks, and most kernels have none."""
+        lines: dict[Place, str] = {}
         file, number = FILE, 0
-        for line in text.split("\n"):
+        for line in self._text.split("\n"):
             number += 1
             if found := _LINE.match(line):
                 file, number = found["file"] or file, int(found["line"]) - 1
             else:
-                self._lines[Place(file, number)] = line.strip()
+                lines[Place(file, number)] = line.strip()
+        return lines
 
     def name(self, place: Place) -> str:
         """For instance "source line 12"."""

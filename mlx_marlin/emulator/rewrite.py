@@ -8,6 +8,7 @@ the compiler and every debug line names a line of the Metal text.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,8 +31,11 @@ _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
 _NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
 _STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
+_TEXTS = 128
+"""How many texts it keeps: a kernel is called for many shapes, in few dtypes."""
 
 
+@functools.lru_cache(_TEXTS)
 def rewritten(text: str) -> str:
     """Metal text as C++ text, with the same lines."""
     tokens = Tokens(text)
