@@ -78,20 +78,18 @@ E8M0 = np.array([0.0, *(2.0 ** (bits - 127) for bits in range(1, 255)), np.inf])
 
 def read_codes(words: mx.array, bits: int) -> Integers:
     """Returns the codes [rows, ...] of rows of words: one stream of bits a row."""
-    rows = np.array(words)
-    mask, count = (1 << bits) - 1, rows.shape[1] * 32 // bits
-    streams = [int.from_bytes(row.astype("<u4").tobytes(), "little") for row in rows]
-    return np.array([[row >> bits * i & mask for i in range(count)] for row in streams])
+    octets = np.array(words).astype("<u4").view(np.uint8)
+    streams = np.unpackbits(octets, axis=1, bitorder="little")
+    count = streams.shape[1] // bits
+    digits = streams[:, : count * bits].reshape(-1, count, bits)
+    return digits @ (1 << np.arange(bits))
 
 
 def write_codes(codes: Integers, bits: int) -> mx.array:
     """Returns codes [rows, ...] as rows of words."""
-    size = codes.shape[1] * bits // 8
-    streams = [
-        sum(int(code) << bits * i for i, code in enumerate(row)) for row in codes
-    ]
-    octets = b"".join(stream.to_bytes(size, "little") for stream in streams)
-    return mx.array(np.frombuffer(octets, "<u4").reshape(len(codes), -1))
+    digits = (codes[..., None] >> np.arange(bits) & 1).astype(np.uint8)
+    streams = digits.reshape(len(codes), -1)
+    return mx.array(np.packbits(streams, axis=1, bitorder="little").view("<u4"))
 
 
 @dataclass(frozen=True, eq=False)

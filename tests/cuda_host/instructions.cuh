@@ -54,11 +54,13 @@ EMU_MEETING void mma_m16n8k16(float* c, Operands own) {
   mslemu_arrive_from(&operation, __builtin_return_address(0));
   const int group = warp.lane / 4;
   const int thread_in_group = warp.lane % 4;
-  for (int i = 0; i < 4; ++i) {
-    const int row = group + i / 2 * 8;
-    const int column = 2 * thread_in_group + i % 2;
-    for (int k = 0; k < 16; ++k) {
-      c[i] += element_of_a<T>(warp, row, k) * element_of_b<T>(warp, k, column);
+  for (int k = 0; k < 16; ++k) {
+    const float low = element_of_a<T>(warp, group, k);
+    const float high = element_of_a<T>(warp, group + 8, k);
+    for (int i = 0; i < 2; ++i) {
+      const float x = element_of_b<T>(warp, k, 2 * thread_in_group + i);
+      c[i] += low * x;
+      c[i + 2] += high * x;
     }
   }
 }

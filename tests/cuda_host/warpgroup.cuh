@@ -136,12 +136,17 @@ EMU_MEETING void wgmma_m64k16(float (*d)[4], RowsOfWarp own, Columns columns) {
   static constexpr emu::Operation operation{"wgmma.m64k16", true, emu::Operations::kMatrix};
   const emu::Meeting<RowsOfWarp> warp(own);
   mslemu_arrive_from(&operation, __builtin_return_address(0));
-  for (int i = 0; i < 4 * COUNT; ++i) {
-    const int row = warp.lane / 4 + i % 4 / 2 * 8;
-    const int column = i / 4 * 8 + 2 * (warp.lane % 4) + i % 2;
+  // Each element is converted once: with as many conversions as products, they take most time.
+  float rows[2][16];
+  for (int i = 0; i < 32; ++i) {
+    rows[i / 16][i % 16] = element_of_rows<T>(warp, warp.lane / 4 + i / 16 * 8, i % 16);
+  }
+  for (int i = 0; i < 2 * COUNT; ++i) {
+    const int column = i / 2 * 8 + 2 * (warp.lane % 4) + i % 2;
     for (int k = 0; k < 16; ++k) {
-      d[i / 4][i % 4] +=
-          element_of_rows<T>(warp, row, k) * element_of_columns<T, COUNT>(columns, k, column);
+      const float x = element_of_columns<T, COUNT>(columns, k, column);
+      d[i / 2][i % 2] += rows[0][k] * x;
+      d[i / 2][i % 2 + 2] += rows[1][k] * x;
     }
   }
 }
