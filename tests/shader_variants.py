@@ -49,7 +49,7 @@ PLACES = ("LOW_ROW", "LOW_K", "HIGH_ROW", "HIGH_K")
 """Numbers that say where the bits of codes go: all alike to a compiler."""
 STORING = ("kind", "WIDE", "out")
 """Those that they meet there."""
-STAGING = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
+STAGING = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 2))
 """Buffers and loaders of `gemm_staged`."""
 STAGED_SIMDGROUPS = (1, 2, 4)
 """Its simdgroups along m, and along k: enough for every way to share a stage."""
@@ -68,7 +68,6 @@ EPILOGUES = (
 """All 31 that do anything to a value, and 4 with results in parts."""
 
 
-@cache
 def _meet(kernel: str, *pair: str) -> bool:
     """Returns whether two template arguments of a kernel meet in a function."""
     names = {*pair}
@@ -77,6 +76,13 @@ def _meet(kernel: str, *pair: str) -> bool:
     if names & {*PLACES}:
         return False
     return names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}
+
+
+@cache
+def _meeting(kernel: str, names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Returns which two of a kernel's template arguments meet in a function."""
+    every = combinations(range(len(names)), 2)
+    return [(i, j) for i, j in every if _meet(kernel, names[i], names[j])]
 
 
 @dataclass(frozen=True)
@@ -110,9 +116,9 @@ class Variant:
     @property
     def pairs(self) -> Iterator["Pair"]:
         """Every two values that meet in a function; the kind is one."""
-        for pair in combinations((("kind", self.kind), *self.values), 2):
-            if _meet(self.kernel, pair[0][0], pair[1][0]):
-                yield pair
+        values = (("kind", self.kind), *self.values)
+        names = tuple(name for name, _ in values)
+        return ((values[i], values[j]) for i, j in _meeting(self.kernel, names))
 
     def call(self) -> dict[str, Any]:
         """Arguments of a call that asks for this instance."""
@@ -295,8 +301,7 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
             )
             yield body
             if fragments_m and {simdgroups_m, simdgroups_k} <= {*STAGED_SIMDGROUPS}:
-                staged = strategies.stagings(body)
-                yield from (p for p in staged if (p.buffers, p.loaders) in STAGING)
+                yield from strategies.stagings(body, STAGING)
 
 
 def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:

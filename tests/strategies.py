@@ -1,6 +1,6 @@
 """What the tests draw: problems, devices and plans, small and ragged sizes often."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import product
@@ -267,12 +267,17 @@ def plans(
     return draw(st.sampled_from([*stagings(plan)] or [plan]))
 
 
-def stagings(plan: Plan) -> Iterator[Plan]:
+def stagings(
+    plan: Plan,
+    ways: Iterable[tuple[int, int]] = (*product(BUFFERS, range(MAX_SIMDGROUPS)),),
+) -> Iterator[Plan]:
     """Makes plans of `gemm_staged` of one of `gemm_register`.
 
-    All for which a threadgroup has threads and memory.
+    Args:
+        plan: The one of `gemm_register`.
+        ways: Buffers and loaders; left out if a threadgroup has no threads or memory.
     """
-    for buffers, loaders in product(BUFFERS, range(MAX_SIMDGROUPS)):
+    for buffers, loaders in ways:
         with suppress(ValueError):
             yield replace(plan, kernel="gemm_staged", buffers=buffers, loaders=loaders)
 
