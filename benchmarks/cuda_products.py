@@ -113,20 +113,18 @@ class Weights:
             "matmul": lambda: wide @ next_of(self.floats, turns[2]).T,
         }
 
-    def traced(self, x: mx.array, products: int) -> dict[str, Build]:
-        """Returns ours and stock's, several products in one traced graph.
+    def traced(self, x: mx.array, products: int, name: str) -> Build:
+        """Returns what builds several products, "ours" or "stock", as one traced graph.
 
         Weights are its inputs, and each evaluation takes the next ones, as the layers
         of a traced model do.
         """
-        kinds: list[tuple[str, list[Any], Product]] = [
-            ("ours", [self._arrays(each) for each in self.ours], self._product),
-            ("stock", self.stock, lambda x, w: product_of_stock(x, w, self.format)),
-        ]
-        return {
-            name: traced(x, copies, product, products)
-            for name, copies, product in kinds
-        }
+        if name == "ours":
+            copies = [self._arrays(each) for each in self.ours]
+            return traced(x, copies, self._product, products)
+        return traced(
+            x, self.stock, lambda x, w: product_of_stock(x, w, self.format), products
+        )
 
     def _arrays(self, weight: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.layout == "mlx":
@@ -258,7 +256,7 @@ def checked(weights: Weights, x: mx.array, oracle: Oracle) -> dict[str, Any]:
     if result["served_by_stock"] is not None and result["stock_error"] is not None:
         limit = max(limit, 2 * result["stock_error"])  # no better than who serves it
     ours, again = (weights.calls(x)["ours"] for _ in range(2))
-    others = [again, lambda: weights.traced(x, 1)["ours"]()[0]]
+    others = [again, lambda: weights.traced(x, 1, "ours")()[0]]
     result |= check(ours, others, oracle, limit) | {"limit": limit, "plan": None}
     shape = weights.k, weights.n
     plan = plan_of(x.shape[0], shape, weights.format, weights.layout)
@@ -289,14 +287,14 @@ def timed(
     row: dict[str, Any] = {"floor_us": weights.floor_bytes(x.shape[0]) / bandwidth}
     if result["wrong"] is not None:
         return row
-    builds = {
-        name: partial(_several, call, clock.products)
-        for name, call in weights.calls(x).items()
-    }
-    for name, build in weights.traced(x, clock.products).items():
-        builds[f"{name}_traced"] = build
+    calls = weights.calls(x)
     if result["stock_wrong"] is not None:
-        del builds["stock"], builds["stock_traced"]
+        del calls["stock"]
+    builds: dict[str, Build] = {
+        name: partial(_several, call, clock.products) for name, call in calls.items()
+    }
+    for name in [name for name in ("ours", "stock") if name in builds]:
+        builds[f"{name}_traced"] = weights.traced(x, clock.products, name)
     # What the host has read is in memory of both: no result may be put there.
     mx.clear_cache()
     row |= times_of(builds, clock)

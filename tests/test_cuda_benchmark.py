@@ -241,9 +241,31 @@ def test_traced_graphs_take_one_weight_after_the_other(
     x = mx.random.normal((3, 128)).astype(mx.float16)
     calls = drawn.calls(x)
 
-    for who, build in drawn.traced(x, 3).items():
+    for who in ("ours", "stock"):
+        build = drawn.traced(x, 3, who)
         for y in [*build(), *build()]:
             assert mx.array_equal(y, calls[who]())
+
+
+def test_what_stock_refuses_is_timed_without_it(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    drawn = products.Weights((128, 32), weights.Format.parse("affine4g64"), "mlx", 1)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    clock = load("cuda_timing").Clock(2, 1, 1, 1)
+
+    def refuse(*_: Any) -> mx.array:
+        raise ValueError("not these")
+
+    monkeypatch.setattr(products, "product_of_stock", refuse)
+
+    result = products.checked(drawn, x, products.Oracle(x, drawn))
+    row = products.timed(drawn, x, result, clock, 1.0)
+
+    assert (result["wrong"], result["stock_wrong"]) == (None, "not these")
+    assert {"ours_us", "ours_traced_us", "matmul_us"} <= row.keys()
+    assert not any(name.startswith(("stock", "times_stock")) for name in row)
 
 
 def test_a_wrong_product_fails_the_run(

@@ -20,7 +20,7 @@ import mlx_marlin
 from mlx_marlin import launch, serving
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.finishing import split_apart
-from mlx_marlin.integrations import block_regions, traced_block
+from mlx_marlin.integrations import block_attention, block_regions, traced_block
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.packing import PackedWeight
@@ -336,6 +336,27 @@ def test_tokens_and_layers_share_one_trace(
     assert len([plan for plan in cuda if plan.problem.n != 100]) == 4
 
 
+@pytest.mark.usefixtures("cuda")
+def test_every_layer_and_token_of_a_batch_attends_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[int, ...]] = []
+    own = block_attention._grouped
+
+    def listed(queries: mx.array, *others: Any) -> mx.array:
+        found.append(queries.shape)
+        return own(queries, *others)
+
+    monkeypatch.setattr(block_attention, "_grouped", listed)
+    model = traced(tiny("llama", mx.float16, num_hidden_layers=3), join=True)
+    cache = with_left_padding(model)
+
+    for token in range(5):
+        mx.eval(model(mx.full((3, 1), token), cache=cache))
+
+    assert found == [(3, 4, 1, 32)] * 15
+
+
 @pytest.mark.usefixtures("stock")
 def test_only_few_rows_of_a_cache_are_traced(runs: list[str]) -> None:
     model = traced(tiny("llama"))
@@ -433,6 +454,28 @@ def test_gradients_do_not_lack_what_a_trace_left_out(tmp_path: Path) -> None:
     assert "CustomTransforms" not in graph
 
     assert_close([gradient(block)], [gradient(own.layers[0])], 1e-2)
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("transform", [mx.vjp, mx.jvp])
+def test_derivatives_go_through_a_batchs_attention(transform: Any) -> None:
+    model, own = (tiny("llama", mx.float16) for _ in range(2))
+    traced(model, layout="marlin", join=True)
+    x = mx.random.normal((2, 5, 128), key=mx.random.key(0)).astype(mx.float16)
+
+    def results(block: nn.Module) -> list[mx.array]:
+        def decoded(x: mx.array) -> mx.array:
+            cache = caches.BatchKVCache([0, 2])
+            block(x[:, :4], cache.make_mask(4), cache)
+            y: mx.array = block(x[:, 4:], cache.make_mask(1), cache)
+            return y
+
+        towards = mx.ones_like(x if transform is mx.jvp else decoded(x))
+        found: list[list[mx.array]] = transform(decoded, [x], [towards])
+        return [*found[0], *found[1]]
+
+    block = model.layers[0]
+    assert_close(results(block), results(own.layers[0]), 1e-2)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -7,12 +7,16 @@ rows of one product.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_marlin import backends
+
+ALIGNED = 8
+"""Scores whose rows begin at multiples of 16 bytes, which products are faster for."""
 
 
 def attend(
@@ -22,6 +26,7 @@ def attend(
     cache: Any,
     mask: Any,
     scale: float,
+    transformed: bool = False,
 ) -> mx.array:
     """Adds keys and values to a cache, and attends to all that it has.
 
@@ -30,13 +35,16 @@ def attend(
         keys: Likewise, of as many heads or fewer.
         values: Likewise.
         cache: Any of mlx-lm's.
-        mask: As mlx-lm makes it for this cache: an array, a word or None.
+        mask: As mlx-lm makes it for this cache: an array, a word or None. It must not
+            be changed in place.
         scale: Factor of q times k.
+        transformed: Whether MLX may be differentiating: then attention is its own. (In
+            0.32.4 the tangent of `addmm` lacks the factor.)
 
     Returns:
         What the tokens found, [streams, heads, tokens, features].
     """
-    if _is_grouped(queries, keys, cache, mask):
+    if not transformed and _is_grouped(queries, keys, cache, mask):
         _append(cache, keys, values)
         summands = _summands(mask, queries, cache.keys)
         return _grouped(queries, cache.keys, cache.values, summands, scale)
@@ -68,12 +76,33 @@ def _shape_of_mask(queries: mx.array, cache: Any) -> tuple[int, ...]:
 
 
 def _append(cache: Any, keys: mx.array, values: mx.array) -> None:
-    """Does what `update_and_fetch` does, but for taking apart what it has."""
-    if not _write(cache, cache._idx, keys, values):
+    """Does what `update_and_fetch` does, and lets all places of a cache be read."""
+    if _write(cache, cache._idx, keys, values):
+        cache._idx += keys.shape[2]
+        cache.offset = cache.offset + keys.shape[2]
+    else:
         cache.update_and_fetch(keys, values)
-        return
-    cache._idx += keys.shape[2]
-    cache.offset = cache.offset + keys.shape[2]
+    cleared = _cleared.get(cache)
+    if cleared is None or cleared() is not cache.keys:
+        _clear(cache)
+
+
+_cleared: WeakKeyDictionary[BatchKVCache, ref[mx.array]] = WeakKeyDictionary()
+"""The keys of each cache whose empty places are zeros: mlx-lm replaces them where
+streams join, leave or have been padded on the right, and where a cache grows."""
+
+
+def _clear(cache: Any) -> None:
+    """Makes the empty places of a cache zeros, and aligns their number.
+
+    What padding left there may be no number, and nothing times that is none either.
+    """
+    end, places = cache._idx, cache.keys.shape[2]
+    empty = -(-places // ALIGNED) * ALIGNED - end
+    widths = [(0, 0), (0, 0), (0, empty), (0, 0)]
+    cache.keys = mx.pad(cache.keys[:, :, :end], widths)
+    cache.values = mx.pad(cache.values[:, :, :end], widths)
+    _cleared[cache] = ref(cache.keys)
 
 
 def _updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
@@ -98,14 +127,14 @@ def _write(cache: Any, start: int, keys: mx.array, values: mx.array) -> bool:
     return True
 
 
-_last_summands: tuple[mx.array | None, tuple[object, ...], mx.array]
-_last_summands = None, (), mx.array(0)
+_last_summands: tuple[Any, tuple[object, ...], mx.array] | None = None
 
 
 def _summands(mask: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
     """Returns what a mask adds to the scores of grouped heads.
 
-    All layers of a token share a mask, for which it is made once.
+    All layers of a token share a mask, for which it is made once, and kept as long as
+    the mask is.
 
     Args:
         mask: [streams, 1, tokens, length], length at most the places of keys.
@@ -113,18 +142,25 @@ def _summands(mask: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
         keys: All places of a cache, [streams, kv_heads, places, features].
     """
     global _last_summands
-    known, kind, summands = _last_summands
-    asked = queries.shape, keys.shape, keys.dtype
-    if known is not mask or kind != asked:
-        summands = _masking(mask, queries.shape[1], keys)
-        _last_summands = mask, asked, summands
+    last, asked = _last_summands, (queries.shape, keys.shape, keys.dtype)
+    if last is not None and last[0]() is mask and last[1] == asked:
+        return last[2]
+    summands = _masking(mask, queries.shape[1], keys)
+    _last_summands = ref(mask, _forget), asked, summands
     return summands
+
+
+def _forget(gone: Any) -> None:
+    global _last_summands
+    if _last_summands is not None and _last_summands[0] is gone:
+        _last_summands = None
 
 
 def _masking(mask: mx.array, heads: int, keys: mx.array) -> mx.array:
     streams, _, tokens, length = mask.shape
     kv_heads, places = keys.shape[1:3]
-    # Finite with any score: a token that may see nothing finds something, as in MLX.
+    # Half of it is finite with scores down to -3e4 in float16, and masks any that are
+    # 3e4 above those that count. Who may see nothing finds something, as in MLX.
     least = mx.array(mx.finfo(keys.dtype).min / 2, keys.dtype)
     seen = mx.pad(mask, [(0, 0), (0, 0), (0, 0), (0, places - length)])
     summands = mx.where(seen[:, :, None], mx.array(0, keys.dtype), least)
@@ -142,10 +178,10 @@ def _grouped(
     summands: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attends to all places of a cache, those that are empty or of other streams too.
+    """Attends to all places of a cache, also those that the mask hides.
 
-    Whole, because products of aligned rows are faster, and a cache's length changes
-    every 256 tokens only.
+    They are whole arrays, whose shape changes every 256 tokens and with the streams;
+    those of what has been filled would be views of another shape for each token.
     """
     streams, heads, tokens, features = queries.shape
     rows = queries.reshape(streams, keys.shape[1], -1, features)

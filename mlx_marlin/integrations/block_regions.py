@@ -4,6 +4,7 @@ Both are functions of arrays alone, the weights among them, so that layers of th
 kind share what is traced.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +59,8 @@ class Kind:
         after: Modules after attention.
         qkv: Features of q, k and v that are joined; empty if they are not.
         graphs: Both graphs by the shape of x.
+        runs: How often Python has run a region: once for each trace, and for calls that
+            MLX transforms, which it does not replay.
     """
 
     heads: int
@@ -68,6 +71,7 @@ class Kind:
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
     )
+    runs: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
     def trace(
         self, key: object, x: mx.array, offset: mx.array, arrays: Arrays
@@ -101,6 +105,7 @@ def _before(
     kind: Kind, x: mx.array, offset: mx.array, *arrays: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Returns q, k and v [streams, heads, tokens, features] of x."""
+    kind.runs["before"] += 1
     modules = _filled(kind.before, arrays)
     norm, rope = modules["norm"], modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")

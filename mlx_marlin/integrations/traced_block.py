@@ -59,9 +59,10 @@ class TracedBlock(nn.Module):
                 return self._own(x, mask, cache)
             graphs = kind.trace(key, x, offset, contents.arrays())
         before, after = graphs
+        runs = kind.runs["before"]
         queries, keys, values = before(x, offset, *map(getitem, *contents.before))
-        scale = self["self_attn"].scale
-        attended = attend(queries, keys, values, cache, mask, scale)
+        scale, transformed = self["self_attn"].scale, kind.runs["before"] != runs
+        attended = attend(queries, keys, values, cache, mask, scale, transformed)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 
