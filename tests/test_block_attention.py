@@ -85,6 +85,7 @@ def assert_near(y: mx.array, expected: Floats) -> None:
     assert np.linalg.norm(error) <= limit * np.linalg.norm(expected)
 
 
+@pytest.mark.cuda  # where there is a device, on it
 @pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"]
 )
