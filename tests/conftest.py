@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import cuda_on_cpu
 import mlx.core as mx
@@ -10,9 +11,12 @@ import pytest
 from hypothesis import settings
 
 from mlx_marlin import backends, gather_serving, launch, serving, tuned
+from mlx_marlin.integrations import block_attention
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import PLAIN, Epilogue
+
+Shape = tuple[int, ...]
 
 # A kernel's first call compiles it, so no example can be judged by its time. The parent
 # is what Hypothesis took itself: its own "ci" profile, always the same cases, under CI.
@@ -61,6 +65,20 @@ def on_cpu(
     """Serves every call by the CUDA kernels, which run on the emulator."""
     cuda_on_cpu.serve(monkeypatch)
     backend("cuda")
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, Shape]]:
+    """Lists the shapes of q and of all keys where heads attend together."""
+    found: list[tuple[Shape, Shape]] = []
+    own = block_attention._grouped
+
+    def listed(queries: mx.array, keys: mx.array, *others: Any) -> mx.array:
+        found.append((queries.shape, keys.shape))
+        return own(queries, keys, *others)
+
+    monkeypatch.setattr(block_attention, "_grouped", listed)
+    return found
 
 
 @pytest.fixture

@@ -20,13 +20,15 @@ import mlx_marlin
 from mlx_marlin import launch, serving
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.finishing import split_apart
-from mlx_marlin.integrations import block_attention, block_regions, traced_block
+from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.stock_weight import plain
+
+generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 
 SIZES = {
     "hidden_size": 128,
@@ -337,24 +339,43 @@ def test_tokens_and_layers_share_one_trace(
 
 
 @pytest.mark.usefixtures("cuda")
-def test_every_layer_and_token_of_a_batch_attends_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: list[tuple[int, ...]] = []
-    own = block_attention._grouped
-
-    def listed(queries: mx.array, *others: Any) -> mx.array:
-        found.append(queries.shape)
-        return own(queries, *others)
-
-    monkeypatch.setattr(block_attention, "_grouped", listed)
+def test_every_layer_and_token_of_a_batch_attends_together(grouped: list[Any]) -> None:
     model = traced(tiny("llama", mx.float16, num_hidden_layers=3), join=True)
     cache = with_left_padding(model)
 
     for token in range(5):
         mx.eval(model(mx.full((3, 1), token), cache=cache))
 
-    assert found == [(3, 4, 1, 32)] * 15
+    assert grouped == [((3, 4, 1, 32), (3, 2, 256, 32))] * 15
+
+
+@pytest.mark.usefixtures("cuda")
+def test_streams_that_join_and_leave_get_their_own_tokens(grouped: list[Any]) -> None:
+    mx.random.seed(8)
+    lengths, counts = (9, 2, 17, 5, 40, 3), (6, 25, 4, 12, 9, 14)
+    prompts = [mx.random.randint(0, 100, (each,)).tolist() for each in lengths]
+
+    def generated(model: nn.Module) -> dict[int, list[int]]:
+        generator = generate.BatchGenerator(
+            model, completion_batch_size=3, prefill_batch_size=2
+        )
+        uids = generator.insert(prompts, [*counts])
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while not all(
+            len(tokens[uid]) == n for uid, n in zip(uids, counts, strict=True)
+        ):
+            for each in generator.next_generated():
+                tokens[each.uid].append(each.token)
+        generator.close()
+        return tokens
+
+    expected = generated(tiny("llama"))
+    assert not grouped
+
+    assert generated(traced(tiny("llama"), join=True)) == expected
+    assert {keys[0] for _, keys in grouped} == {1, 2, 3}
+    assert all(keys[2] % 8 == 0 for _, keys in grouped)
+    assert any(keys[2] % 256 for _, keys in grouped)
 
 
 @pytest.mark.usefixtures("stock")
