@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
@@ -220,6 +221,34 @@ def test_layers_of_a_token_share_what_the_mask_adds(
             attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, mask, SCALE)
 
     assert made == [(3, 1, 1, 9), (3, 1, 1, 10)]
+
+
+def test_arrays_that_are_gone_are_not_kept() -> None:
+    known = len(block_attention._cleared)
+    cache = filled(8, 2, PADDING)
+    attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, cache.make_mask(1), SCALE)
+    keys = ref(cache.keys)
+    assert keys() is cache.keys
+
+    cache.filter(mx.array([0, 2]))
+    assert keys() is None
+
+    assert len(block_attention._cleared) == known + 1
+    del cache
+    assert len(block_attention._cleared) == known
+
+
+def test_a_mask_that_goes_late_takes_its_own_sums_only() -> None:
+    cache = filled(8, 2, PADDING)
+    masks = []
+    for _ in range(2):
+        masks.append(cache.make_mask(1))
+        attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, masks[-1], SCALE)
+    kept = block_attention._last_summands
+
+    del masks[0]
+
+    assert block_attention._last_summands is kept is not None
 
 
 def test_what_a_mask_adds_is_kept_as_long_as_the_mask() -> None:

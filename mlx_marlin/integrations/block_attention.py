@@ -39,7 +39,8 @@ def attend(
             be changed in place.
         scale: Factor of q times k.
         transformed: Whether MLX may be differentiating: then attention is its own. (In
-            0.32.4 the tangent of `addmm` lacks the factor.)
+            0.32.4 the tangent of `addmm` lacks the factor. So it does here where only
+            what the cache had before is differentiated, forwards.)
 
     Returns:
         What the tokens found, [streams, heads, tokens, features].
@@ -88,8 +89,9 @@ def _append(cache: Any, keys: mx.array, values: mx.array) -> None:
 
 
 _cleared: WeakKeyDictionary[BatchKVCache, ref[mx.array]] = WeakKeyDictionary()
-"""The keys of each cache whose empty places are zeros: mlx-lm replaces them where
-streams join, leave or have been padded on the right, and where a cache grows."""
+"""The keys of each cache whose empty places are zeros, or tokens that were trimmed:
+mlx-lm replaces them where streams join, leave or have been padded on the right, and
+where a cache grows."""
 
 
 def _clear(cache: Any) -> None:
@@ -150,10 +152,10 @@ def _summands(mask: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
     return summands
 
 
-def _forget(gone: Any) -> None:
+def _forget(_: Any) -> None:
+    """Lets go of what the last mask adds; a reference that was replaced is silent."""
     global _last_summands
-    if _last_summands is not None and _last_summands[0] is gone:
-        _last_summands = None
+    _last_summands = None
 
 
 def _masking(mask: mx.array, heads: int, keys: mx.array) -> mx.array:

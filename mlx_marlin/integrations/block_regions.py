@@ -59,8 +59,8 @@ class Kind:
         after: Modules after attention.
         qkv: Features of q, k and v that are joined; empty if they are not.
         graphs: Both graphs by the shape of x.
-        runs: How often Python has run a region: once for each trace, and for calls that
-            MLX transforms, which it does not replay.
+        runs: How often Python has run a region: once for each trace, and in calls that
+            MLX does not replay, as it transforms them or does not compile.
     """
 
     heads: int
