@@ -293,8 +293,9 @@ def timed(
     builds: dict[str, Build] = {
         name: partial(_several, call, clock.products) for name, call in calls.items()
     }
-    for name in [name for name in ("ours", "stock") if name in builds]:
-        builds[f"{name}_traced"] = weights.traced(x, clock.products, name)
+    for name in ("ours", "stock"):
+        if name in calls:
+            builds[f"{name}_traced"] = weights.traced(x, clock.products, name)
     # What the host has read is in memory of both: no result may be put there.
     mx.clear_cache()
     row |= times_of(builds, clock)

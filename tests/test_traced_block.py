@@ -474,7 +474,7 @@ def test_gradients_do_not_lack_what_a_trace_left_out(tmp_path: Path) -> None:
     assert "Matmul" in graph
     assert "CustomTransforms" not in graph
 
-    assert_close([gradient(block)], [gradient(own.layers[0])], 1e-2)
+    assert_close([gradient(block)], [gradient(own.layers[0])], 2e-3)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -496,7 +496,7 @@ def test_derivatives_go_through_a_batchs_attention(transform: Any) -> None:
         return [*found[0], *found[1]]
 
     block = model.layers[0]
-    assert_close(results(block), results(own.layers[0]), 1e-2)
+    assert_close(results(block), results(own.layers[0]), 1e-3)
 
 
 @pytest.mark.usefixtures("kernels")

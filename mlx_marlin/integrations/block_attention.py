@@ -16,7 +16,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_marlin import backends
 
 ALIGNED = 8
-"""Scores whose rows begin at multiples of 16 bytes, which products are faster for."""
+"""Places of a cache are a multiple: rows of 16-bit scores begin at whole 16 bytes."""
 
 
 def attend(
@@ -167,7 +167,7 @@ def _masking(mask: mx.array, heads: int, keys: mx.array) -> mx.array:
     seen = mx.pad(mask, [(0, 0), (0, 0), (0, 0), (0, places - length)])
     summands = mx.where(seen[:, :, None], mx.array(0, keys.dtype), least)
     groups = streams, kv_heads, heads // kv_heads, tokens, places
-    # An array of its own: the product would copy a broadcast one in each layer.
+    # An array of its own: each layer's product takes longer with a broadcast one.
     return mx.contiguous(mx.broadcast_to(summands, groups)).reshape(
         streams, kv_heads, -1, places
     )
