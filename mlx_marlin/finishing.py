@@ -6,8 +6,8 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.launch import Product
-from mlx_marlin.problem import Epilogue
 
 
 def activation(name: str) -> Callable[[mx.array], mx.array]:

@@ -6,9 +6,9 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.epilogue import MOST_PARTS
 from mlx_marlin.native_layer import NATIVE, twin
 from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.problem import MOST_PARTS
 
 
 class Joined:

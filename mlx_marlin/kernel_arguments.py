@@ -6,11 +6,12 @@ Template arguments are what the compiler knows. Numbers are what a kernel reads.
 import struct
 from itertools import accumulate
 
+from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.formats import CHANNEL, CODES, GROUP_SIZES, TILE_K, TILE_N, planes_of
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.layout import bit_places
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 TemplateValue = str | int | bool
 """A dtype's name, a number or a flag."""

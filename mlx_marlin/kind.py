@@ -7,9 +7,9 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.launch import Product
-from mlx_marlin.problem import PLAIN, Epilogue
 
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]

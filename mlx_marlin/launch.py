@@ -11,11 +11,12 @@ import mlx.core as mx
 from mlx_marlin import backends, kernel_arguments, source
 from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Problem
+from mlx_marlin.problem import Problem
 
 ROWS_OF_THREAD = 4
 """Rows of a column that a thread of the reduce finishes; the shader says the same."""

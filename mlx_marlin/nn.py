@@ -7,6 +7,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.native_layer import (
     NATIVE,
@@ -24,7 +25,6 @@ from mlx_marlin.packed_calls import (
     packed_product,
 )
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
-from mlx_marlin.problem import Epilogue
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 

@@ -10,9 +10,9 @@ from typing import NoReturn, cast
 
 import mlx.core as mx
 
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.finishing import check_operands, split_apart
 from mlx_marlin.packing import PackedWeight
-from mlx_marlin.problem import Epilogue
 from mlx_marlin.serving import (
     Served,
     memory,

@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.finishing import split_apart
 from mlx_marlin.ops import CPU, several
-from mlx_marlin.problem import Epilogue
 from mlx_marlin.serving import Served, memory, remembered, serve_packed
 
 _products, _parts, _gated = memory(), memory(), memory()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mlx_marlin import mma, plan_checks, staged_x
+from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.kernels import (
     FRAGMENT,
     OF_CUDA,
@@ -26,7 +27,7 @@ from mlx_marlin.kernels import (
     Reduction,
     step_k,
 )
-from mlx_marlin.problem import PLAIN, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.staging import buffer_bytes
 from mlx_marlin.work import Split, Tile, Work, tile_position
 

@@ -14,13 +14,14 @@ import mlx.core as mx
 from mlx_marlin import backends, launch, scheduler, tuned, why_stock
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.finishing import of_normalized, then_finished, with_all_operands
 from mlx_marlin.formats import MODE_DEFAULTS, TILE_N
 from mlx_marlin.kind import Kind, Run, Shape, as_called
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
 from mlx_marlin.packing import PackedWeight, dtype_name
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.stock_weight import native_product, stock_product
 from mlx_marlin.traced import traced
 

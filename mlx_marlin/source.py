@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from mlx_marlin import cache, device, measurement
 from mlx_marlin.device import Target
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.measurement import NONSENSE, Machine, Result
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.source import shader_folder
 from mlx_marlin.work import Tile, Work
 

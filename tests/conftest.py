@@ -11,10 +11,10 @@ import pytest
 from hypothesis import settings
 
 from mlx_marlin import backends, gather_serving, launch, serving, tuned
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.integrations import block_attention
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Epilogue
 
 Shape = tuple[int, ...]
 

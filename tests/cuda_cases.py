@@ -18,9 +18,10 @@ from oracles import Floats, exact
 from mlx_marlin import mma, scheduler
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.device import named
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.kernels import k_tile
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""

@@ -29,8 +29,8 @@ from format_cases import Weight
 from mlx_marlin import cache, emulator, launch, mma, serving
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.emulator import metal_kernel
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue
 from mlx_marlin.source import OPERANDS
 
 HOST = Path(__file__).parent / "cuda_host"

@@ -48,7 +48,7 @@ from oracles import exact
 
 from mlx_marlin import launch
 from mlx_marlin.dense_plan import dense_plan
-from mlx_marlin.problem import Epilogue
+from mlx_marlin.epilogue import Epilogue
 
 Run = Callable[[], float]
 """Computes a result and returns its relative error over the one that it may have."""

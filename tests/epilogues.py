@@ -8,8 +8,8 @@ import oracles
 import strategies
 from oracles import Floats
 
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue
 
 ERROR_FUNCTION = np.vectorize(math.erf, otypes=[float])
 STEEPEST = 1.13

@@ -12,6 +12,7 @@ import strategies
 
 from mlx_marlin import device, kernel_arguments, scheduler, source
 from mlx_marlin.emulator import check
+from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.formats import WIDTHS as WIDTHS_OF_CODES
 from mlx_marlin.kernels import (
@@ -23,7 +24,7 @@ from mlx_marlin.kernels import (
     k_tile,
 )
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
 from mlx_marlin.scheduler.decompositions import WIDTHS
 from mlx_marlin.work import Tile, Work, data_parallel

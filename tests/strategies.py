@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin import backends, device
 from mlx_marlin.device import Device
+from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from mlx_marlin.kernels import (
     FRAGMENT,
@@ -23,14 +24,7 @@ from mlx_marlin.kernels import (
 )
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import (
-    ACTIVATIONS,
-    MOST_ELEMENTS,
-    PLAIN,
-    Epilogue,
-    Problem,
-    largest_array,
-)
+from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.staging import BUFFERS
 from mlx_marlin.work import (
     MOST_GROUPS,

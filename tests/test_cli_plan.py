@@ -12,8 +12,9 @@ from mlx_marlin import scheduler
 from mlx_marlin.cli import main
 from mlx_marlin.cli.pictures import tile_map, timeline
 from mlx_marlin.device import Device
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.work import STRATEGIES
 
 KEYS = (

@@ -15,8 +15,9 @@ import pytest
 
 from mlx_marlin import kernel_arguments, scheduler, source
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue, problem_of
+from mlx_marlin.problem import problem_of
 from mlx_marlin.source import Source
 
 NVCC = shutil.which("nvcc")

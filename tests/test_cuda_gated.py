@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from oracles import exact
 
 from mlx_marlin import emulator, launch, scheduler, serving, source, tuned
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.measurement import Result, label
 from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.problem import Epilogue, Problem, problem_of
+from mlx_marlin.problem import Problem, problem_of
 
 H200 = cuda_cases.h200()
 FORMATS = (

@@ -41,8 +41,8 @@ from oracles import exact
 import mlx_marlin
 from mlx_marlin import device, launch, staged_x
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.packing import pack
-from mlx_marlin.problem import Epilogue
 
 pytestmark = [
     pytest.mark.cuda,

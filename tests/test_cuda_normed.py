@@ -21,9 +21,10 @@ from oracles import exact
 
 from mlx_marlin import emulator, launch, mma, scheduler, source
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.kernels import OF_CUDA
 from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.problem import Epilogue, Problem, problem_of
+from mlx_marlin.problem import Problem, problem_of
 
 H200 = cuda_cases.h200()
 RTX = CudaDevice.named("NVIDIA GeForce RTX 4090")

@@ -28,11 +28,12 @@ from mlx_marlin import (
 )
 from mlx_marlin.cli import demo_report
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.integrations.mlx_lm import default_layout
 from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler import cuda
 
 Choose = Callable[[str | None], None]

@@ -30,9 +30,9 @@ from oracles import exact
 
 from mlx_marlin import mma, staged_x
 from mlx_marlin.emulator import emulated, unavailable
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue
 from mlx_marlin.source import OPERANDS
 
 pytestmark = [

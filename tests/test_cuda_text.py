@@ -32,9 +32,9 @@ import mlx_marlin
 from mlx_marlin import backends, device, launch, mma, scheduler
 from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.emulator import emulated, unavailable
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.packing import pack
-from mlx_marlin.problem import Epilogue
 from mlx_marlin.source import OPERANDS
 
 pytestmark = [

@@ -26,7 +26,8 @@ from mlx_marlin import (
 )
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.device import Device
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.scheduler.handover import margin_over_stock, stock_seconds
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import backends, launch, scheduler
+from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import ACTIVATIONS, PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 pytestmark = pytest.mark.skipif(
     backends.backend() == "stock", reason="nothing here runs Metal kernels"

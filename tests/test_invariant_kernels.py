@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.device import DEFAULT, Device
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 pytestmark = pytest.mark.skipif(
     backends.backend() == "stock", reason="nothing here runs Metal kernels"

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.emulator import Counters, emulated, trace
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.formats import FORMATS
 from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 pytestmark = pytest.mark.skipif(
     backends.backend() != "emulator", reason="the emulator does not run here"

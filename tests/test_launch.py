@@ -22,10 +22,11 @@ from mlx_marlin import (
     scheduler,
     serving,
 )
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.kernels import Reduction
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 Choose = Callable[[str | None], None]
 

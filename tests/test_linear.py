@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import backends, serving, why_stock
+from mlx_marlin.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.packing import pack
-from mlx_marlin.problem import ACTIVATIONS, Epilogue
 
 Choose = Callable[[str | None], None]
 Record = Callable[..., list[str]]

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin import launch, serving
 from mlx_marlin.emulator import emulated
+from mlx_marlin.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.packing import pack
-from mlx_marlin.problem import MOST_PARTS, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 Choose = Callable[[str | None], None]
 

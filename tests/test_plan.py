@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from strategies import ANY_FORMAT, plans, problems
 
 from mlx_marlin.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.formats import DTYPE_BYTES
 from mlx_marlin.plan import Plan, Tile
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.work import Work, data_parallel
 
 SMALL = problems(max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT)

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from strategies import ANY_FORMAT, problems
 
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import FORMATS, format_of
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import strategies
 from hypothesis import given
 
 from mlx_marlin import kernel_arguments, launch, source
+from mlx_marlin.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 from mlx_marlin.kernels import PADDED_COLUMNS
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import ACTIVATIONS, PLAIN
 
 KERNELS = ("gemv", "gemm_register", "gemm_staged")
 ALL = [(kernel, fused) for kernel in (*KERNELS, "reduce") for fused in (False, True)]

@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, assume, given, settings
 import mlx_marlin
 from mlx_marlin import cache, device, launch, measurement, scheduler, serving, tuned
 from mlx_marlin.device import DEFAULT, Device
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.measurement import STOCK, Machine, Result, label
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Epilogue, Problem
+from mlx_marlin.problem import Problem
 
 Choose = Callable[[str | None], None]
 

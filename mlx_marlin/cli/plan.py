@@ -10,9 +10,10 @@ from mlx_marlin import device, scheduler
 from mlx_marlin.cli import pictures
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.device import Target
+from mlx_marlin.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.kernels import KERNELS, REDUCTIONS
-from mlx_marlin.problem import ACTIVATIONS, Epilogue, Problem, problem_of
+from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler import Candidate, Choice, Wishes
 from mlx_marlin.scheduler.handover import handover, stock_seconds
 from mlx_marlin.work import PARTITIONS, STRATEGIES

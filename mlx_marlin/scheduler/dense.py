@@ -2,9 +2,10 @@
 
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.device import Device
+from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.formats import DTYPE_BYTES
 from mlx_marlin.kernels import FRAGMENT
-from mlx_marlin.problem import PLAIN, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import (
     FURTHER_DISPATCH,
     SCHEDULERS_PER_CORE,

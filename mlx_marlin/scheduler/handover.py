@@ -1,7 +1,8 @@
 """When stock MLX should serve a call for speed, and why."""
 
 from mlx_marlin.device import Device
-from mlx_marlin.problem import PLAIN, Problem
+from mlx_marlin.epilogue import PLAIN
+from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import (
     FURTHER_DISPATCH,
     Prediction,

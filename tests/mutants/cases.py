@@ -12,10 +12,11 @@ from repack_cases import REPACK_CASES, RepackCase
 
 from mlx_marlin import launch
 from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import format_of
 from mlx_marlin.kernels import Reduction, k_tile
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN, Epilogue, Problem
+from mlx_marlin.problem import Problem
 from mlx_marlin.work import Partition, Tile, Work, data_parallel
 
 GEMV_TAIL = "gemv, packed groups of 32, k tail, slices"

@@ -16,9 +16,9 @@ from repack_cases import RepackCase
 
 from mlx_marlin import emulator
 from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.formats import TILE_N, format_of
 from mlx_marlin.plan import Plan
-from mlx_marlin.problem import PLAIN
 from mlx_marlin.staging import barriers
 
 Verdict = str | None
