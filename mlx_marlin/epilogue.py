@@ -1,12 +1,31 @@
 """What happens to a product before it is stored."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_approx")
 """What an epilogue can do to each value; the names are those of `mlx.nn`."""
 MOST_PARTS = 6
 """Weights that share x in one product: where each begins, and the end, stand in an
 array of fewer than eight elements, which Metal hands over as a constant."""
+
+
+class Rotation(NamedTuple):
+    """Heads that are rotated by their place, as rotary embeddings do.
+
+    Features i and i + features / 2 of a head are a point, which is turned by its row's
+    place divided by `periods[i]`: `mx.fast.rope(..., traditional=False)`. Rows are
+    streams' next tokens.
+
+    Attributes:
+        features: Columns of a head.
+        columns: Columns of all heads that are rotated, the first ones.
+        each: Whether each row has a place of its own, or one is that of all rows.
+    """
+
+    features: int
+    columns: int
+    each: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +37,8 @@ class Epilogue:
     Several weights with the same x are one weight with all their rows; `parts` then
     stores each one's result as an array of its own, one after the other. Of two whose
     results are multiplied, `gated` stores the activation of the first one's times the
-    second one's.
+    second one's. Of weights whose results are heads, `rotation` rotates them, after the
+    bias, and results are [m, heads, 1, features].
 
     Attributes:
         bias: Whether a bias [n] is added.
@@ -27,6 +47,7 @@ class Epilogue:
         residual: Whether an array [m, n] is added at last.
         parts: Columns of each of several results; none where there is only one.
         gated: Whether the first half of the columns gates the second, [m, n / 2].
+        rotation: How heads are rotated, if they are.
     """
 
     bias: bool = False
@@ -35,6 +56,7 @@ class Epilogue:
     residual: bool = False
     parts: tuple[int, ...] = ()
     gated: bool = False
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -47,6 +69,8 @@ class Epilogue:
                 f"multiply={self.multiply}, residual={self.residual}, "
                 f"parts={self.parts}"
             )
+        if self.rotation is not None:
+            self._check_rotation(self.rotation)
         if not self.parts:
             return
         if not 2 <= len(self.parts) <= MOST_PARTS or min(self.parts) < 1:
@@ -58,6 +82,26 @@ class Epilogue:
                 f"parts={self.parts} have no multiplier and no residual, got "
                 f"multiply={self.multiply}, residual={self.residual}"
             )
+
+    def _check_rotation(self, rotation: Rotation) -> None:
+        if self.gated or self.operands or self.activation != "none":
+            raise ValueError(
+                f"rotation={rotation} follows a bias only, got gated={self.gated}, "
+                f"activation={self.activation!r}, multiply={self.multiply}, "
+                f"residual={self.residual}"
+            )
+        features, columns, _ = rotation
+        heads = (columns, *self.parts)
+        if features < 2 or features % 2 or any(each % features for each in heads):
+            raise ValueError(
+                f"rotation={rotation} needs heads of an even number of features, and "
+                f"columns and parts of whole heads, got parts={self.parts}"
+            )
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether two columns of the product make a result, or two, together."""
+        return self.gated or self.rotation is not None
 
     @property
     def operands(self) -> int:
@@ -73,6 +117,9 @@ class Epilogue:
         text = text if self.activation == "none" else f"{self.activation}({text})"
         text = f"({text})" if self.multiply and text == "y + bias" else text
         text += " * multiply" * self.multiply + " + residual" * self.residual
+        if self.rotation is not None:
+            features, columns, _ = self.rotation
+            text = f"{text} rotated in heads of {features} up to column {columns}"
         parts = f" in parts of {', '.join(map(str, self.parts))}" * bool(self.parts)
         return "" if text + parts == "y" else text + parts
 

@@ -1,12 +1,13 @@
 """The arrays of an epilogue and of a norm before: the same in MLX's own words."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.launch import Product
 
 
@@ -40,15 +41,54 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
         if epilogue.gated:
             gate, up = mx.split(y, 2, axis=-1)
             return activate(gate) * up
-        arrays = iter(array.astype(y.dtype) for array in given)
+        own = epilogue.bias + epilogue.operands
+        arrays = iter(array.astype(y.dtype) for array in given[:own])
         y = activate(y + next(arrays) if epilogue.bias else y)
         y = y * next(arrays) if epilogue.multiply else y
         y = y + next(arrays) if epilogue.residual else y
+        if epilogue.rotation is not None:
+            return rotated(y, epilogue.rotation, epilogue.parts, *given[own:])
         if not epilogue.parts:
             return y
         return cast(mx.array, split_apart(y, epilogue.parts))
 
     return finished
+
+
+def rotated(
+    y: mx.array,
+    rotation: Rotation,
+    parts: tuple[int, ...],
+    places: mx.array,
+    periods: mx.array,
+) -> mx.array:
+    """Returns the heads [m, heads, 1, features] of a product [..., n] of MLX's.
+
+    Args:
+        y: The product.
+        rotation: Which of them are rotated.
+        parts: Columns of several results.
+        places: Of all rows or of each, int32 [1] or [m].
+        periods: Of a head's pairs, float32 [features / 2].
+    """
+    features, columns, _ = rotation
+    heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
+    turned, others = mx.split(heads, [columns // features], axis=1)
+    if turned.size:
+        turned = mx.fast.rope(
+            turned,
+            features,
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=places,
+            freqs=periods,
+        )
+    heads = mx.concatenate([turned, others], axis=1)
+    if not parts:
+        return heads
+    ends = [end // features for end in accumulate(parts)]
+    return cast(mx.array, tuple(mx.split(heads, ends[:-1], axis=1)))
 
 
 def of_normalized(product: Product, epsilon: float) -> Product:
@@ -77,8 +117,8 @@ def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
 def with_all_operands(product: Product, epilogue: Epilogue) -> Product:
     """Lets a launched product take only the arrays that the epilogue has.
 
-    The kernel has a place for each; where it reads none, x stands in. A norm's weight,
-    where there is one, follows.
+    The kernel has a place for each; where it reads none, x stands in. Those of a
+    rotation and a norm's weight, where there are any, follow.
     """
     places = (epilogue.bias, epilogue.multiply, epilogue.residual)
 

@@ -183,6 +183,16 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
     activation = ACTIVATIONS.index(epilogue.activation)
     if epilogue.gated:
         return {"ACTIVATION": activation}
+    if epilogue.rotation is not None:
+        features, columns, each = epilogue.rotation
+        return {
+            "T": plan.problem.dtype,
+            "BIAS": epilogue.bias,
+            "PARTS": len(parts(plan)) - 1,
+            "FEATURES": features,
+            "ROTATED": columns,
+            "EACH": each,
+        }
     return {
         "T": plan.problem.dtype,
         "BIAS": epilogue.bias,

@@ -171,13 +171,20 @@ def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
 
 
 def _converting(product: Product, kind: Kind) -> Product:
+    epilogue = kind.epilogue
+    first = epilogue.bias + epilogue.operands
+    end = first + (2 if epilogue.rotation is not None else 0)  # places and periods
+
     def run(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
         if not kind.scales_alike:
             scales = scales.astype(kind.scale_dtype)
             biases = biases.astype(kind.scale_dtype)
-        finish = (each.astype(kind.dtype) for each in given)
+        finish = (
+            each if first <= i < end else each.astype(kind.dtype)
+            for i, each in enumerate(given)
+        )
         return product(x.astype(kind.dtype), w, scales, biases, *finish)
 
     return run

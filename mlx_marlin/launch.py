@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
@@ -26,9 +27,11 @@ REMEMBERED = 4096
 Product = Callable[..., mx.array]
 """From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
 epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
-not as any array. Of a batch of products x is [batch, m, k], y [batch, m, n], and a
-weight's arrays have the batch as a first dimension. With parts, there is a tuple of y
-[..., columns], and callers know it."""
+not as any array. With a rotation, the places of rows, int32 [1] or [m], and the periods
+of a head's pairs, float32 [features / 2], follow; y is [m, heads, 1, features]. Of a
+batch of products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the
+batch as a first dimension. With parts, there is a tuple of y [..., columns], and
+callers know it."""
 
 
 def forget() -> None:
@@ -51,7 +54,8 @@ def product(plan: Plan) -> Product:
         argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
         the problem's dtype. If the problem has an epilogue or a norm, bias, multiplier
         and residual follow, in the problem's dtype; those that it leaves out are not
-        read. The norm's weight [k] stands behind them.
+        read. A rotation's places and periods, and the norm's weight [k], stand behind
+        them.
         With parts, there is a tuple of results, [..., columns] each.
     """
     _built.append(plan)
@@ -208,7 +212,13 @@ def _multiply(plan: Plan) -> Product:
     template = backends.template(kernel_arguments.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
-    arrays = (*source.OPERANDS, *source.FINISHING, *source.NORMED.arrays)
+    rotation = source.ROTATION if problem.epilogue.rotation is not None else ()
+    arrays = (
+        *source.OPERANDS,
+        *source.FINISHING,
+        *rotation,
+        *source.NORMED.arrays,
+    )
     inputs = backends.inputs_of(
         text, arrays, _numbers(plan, kernel_arguments.schedule(plan))
     )
@@ -217,6 +227,7 @@ def _multiply(plan: Plan) -> Product:
     small = least < IN_CONSTANT
     start: dict[str, float] = {"init_value": 0.0} if atomic else {}
     columns = _columns(text, problem)
+    shapes = partial(_shapes, problem, columns)
 
     def multiply(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
@@ -225,13 +236,12 @@ def _multiply(plan: Plan) -> Product:
             biases = biases.view(mx.uint8)
         if small:
             w, scales, biases = readable(w), readable(scales), readable(biases)
-        rows = x.shape[:-1]
         results = kernel(
             inputs=inputs(x, w, scales, biases, *map(readable, finish)),
             template=template,
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=[slots] if slots else [(*rows, n) for n in columns],
+            output_shapes=[slots] if slots else shapes(x.shape[:-1]),
             output_dtypes=[dtype] * len(columns),
             **start,
         )
@@ -245,6 +255,17 @@ def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
     if text.output_names == ("out",):
         return (problem.columns,)
     return problem.epilogue.parts
+
+
+def _shapes(
+    problem: Problem, columns: tuple[int, ...], rows: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Returns the shapes of a kernel's results, each of so many columns."""
+    rotation = problem.epilogue.rotation
+    if rotation is None:
+        return [(*rows, n) for n in columns]
+    features = rotation.features
+    return [(problem.m, n // features, 1, features) for n in columns]
 
 
 def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:

@@ -55,6 +55,12 @@ def why_not(problem: Problem) -> str | None:
             f"gate and up need whole tiles of {TILE_N} columns each, and n is "
             f"{problem.n}"
         )
+    rotation = problem.epilogue.rotation
+    if rotation is not None and rotation.features % (2 * TILE_N):
+        return (
+            f"halves of a head need whole tiles of {TILE_N} columns, and heads have "
+            f"{rotation.features} features"
+        )
     return _why_not_normed(problem)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.native_layer import (
     NATIVE,
@@ -19,8 +19,8 @@ from mlx_marlin.native_layer import (
 from mlx_marlin.ops import linears
 from mlx_marlin.packed_calls import (
     GATED,
+    packed_finished,
     packed_gated,
-    packed_normed,
     packed_parts,
     packed_product,
 )
@@ -288,14 +288,57 @@ class MarlinLinear(nn.QuantizedLinear):
         bias: mx.array | None = self.get("bias")
         if self._takes(norm, x) and not (gated and bias is not None):
             epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
+            given = [norm["weight"]] if bias is None else [bias, norm["weight"]]
             packed = self._packed_arguments()
-            y = packed_normed(x, *packed, norm["weight"], norm.eps, epilogue, bias)
+            y = packed_finished(x, *packed, epilogue, given, norm.eps)
             if y is not None:
                 return y
         x = norm(x)
         if gated:
             return self.gated(x)
         return self.parts(x, parts) if parts else self(x)
+
+    def rotated(
+        self,
+        x: mx.array,
+        norm: nn.RMSNorm,
+        rotation: Rotation,
+        parts: tuple[int, ...],
+        places: mx.array,
+        periods: mx.array,
+    ) -> Any:
+        """Returns heads of normalized rows, rotated, for a layer with those of several.
+
+        Our kernels for CUDA rotate before they round, for a packed weight, up to 128
+        rows and heads of a multiple of 64 features.
+
+        Args:
+            x: Activations [..., k], each row a stream's next token.
+            norm: What comes before the layer.
+            rotation: What follows.
+            parts: Rows of each part; none for one result.
+            places: Places of all rows or of each, int32 [1] or [m].
+            periods: As in `Rotation`, float32 [features / 2].
+
+        Returns:
+            Of each part, [m, heads, 1, features]; None where no kernel of ours does it.
+        """
+        bias: mx.array | None = self.get("bias")
+        biased = bias is not None
+        if self.layout != "marlin" or self.invariant:
+            return None
+        if bias is not None and not self._keeps_dtype(x, bias):
+            return None
+        epilogue = Epilogue(bias=biased, parts=parts, rotation=rotation)
+        given = [*([] if bias is None else [bias]), places, periods]
+        packed = self._packed_arguments()
+        y = None
+        if self._takes(norm, x):
+            last = norm["weight"]
+            y = packed_finished(x, *packed, epilogue, [*given, last], norm.eps)
+        if y is None:
+            y = packed_finished(norm(x), *packed, epilogue, given)
+        return y
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
         """Returns whether a norm is one that kernels could compute for this layer."""

@@ -1,5 +1,7 @@
 """Products with a packed weight's arrays, for layers that hold them themselves."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from mlx_marlin.epilogue import Epilogue
@@ -172,7 +174,7 @@ def packed_gated(
     return served.run(x, words, scales, scales) if served.reason is None else None
 
 
-def packed_normed(
+def packed_finished(
     x: mx.array,
     words: mx.array,
     scales: mx.array,
@@ -181,12 +183,13 @@ def packed_normed(
     group_size: int,
     bits: int,
     mode: str,
-    norm: mx.array,
-    epsilon: float,
     epilogue: Epilogue,
-    bias: mx.array | None = None,
+    given: Sequence[mx.array],
+    epsilon: float | None = None,
 ) -> mx.array | tuple[mx.array, ...] | None:
-    """Multiplies rows that it normalizes by a packed weight's arrays.
+    """Multiplies x [..., k] by a packed weight's arrays, with any epilogue and a norm.
+
+    Callers trace: this may take longer than the other calls.
 
     Args:
         x: Activations [..., k].
@@ -197,23 +200,22 @@ def packed_normed(
         group_size: Weights that share a scale.
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
-        norm: Weight [k] of the RMS norm, in the dtype of x.
-        epsilon: As for `mx.fast.rms_norm`.
-        epilogue: What follows; it has a bias if there is one.
-        bias: Bias [n] of the layer.
+        epilogue: What follows.
+        given: Its arrays; at last the weight [k] of an RMS norm, in the dtype of x, if
+            rows are normalized before.
+        epsilon: As for `mx.fast.rms_norm`; None if rows are multiplied as they are.
 
     Returns:
-        The product of `mx.fast.rms_norm(x, norm, epsilon)`, in parts if the epilogue
-        has them; None where no kernel of ours normalizes rows.
+        The result, in parts if the epilogue has them; None where no kernel of ours does
+        all of it.
     """
     format = n, k, group_size, bits, mode
     on_cpu = mx.default_device() == CPU
     call = x.shape, x.dtype, *format, scales.dtype, True, on_cpu, epilogue
-    # Neither invariant nor with a global scale. Callers trace: this may take longer.
+    # Neither invariant nor with a global scale.
     served = serve_packed(*call, False, False, (), epsilon)
     if served.reason is not None:
         return None
-    given = [norm] if bias is None else [bias, norm]
     return served.run(x, words, scales, scales, *given)
 
 

@@ -46,7 +46,7 @@ def check(plan: "Plan") -> None:
     _check_threadgroup(plan)
     _check_work(plan)
     _check_reduction(plan)
-    _check_gated(plan)
+    _check_paired(plan)
     _check_invariant(plan)
 
 
@@ -218,13 +218,15 @@ def _check_reduction(plan: "Plan") -> None:
         )
 
 
-def _check_gated(plan: "Plan") -> None:
+def _check_paired(plan: "Plan") -> None:
     """Checks that both sums that make a result meet in a threadgroup."""
-    if not plan.problem.epilogue.gated:
+    epilogue = plan.problem.epilogue
+    if not epilogue.is_paired:
         return
+    asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
     if not plan.on_cuda or plan.simdgroups_n % 2 or plan.is_split:
         raise ValueError(
-            "gated=True needs a CUDA kernel, an even simdgroups_n and "
+            f"{asked} needs a CUDA kernel, an even simdgroups_n and "
             f"reduction='none', got kernel={plan.kernel!r}, "
             f"simdgroups_n={plan.simdgroups_n}, reduction={plan.reduction!r}"
         )

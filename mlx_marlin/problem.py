@@ -119,6 +119,14 @@ class Problem:
                 f"norm={self.norm} must be at least 0 and of one product, got "
                 f"batch={self.batch}"
             )
+        rotation = self.epilogue.rotation
+        if rotation is not None and (
+            self.n % rotation.features or rotation.columns > self.n or self.batch > 1
+        ):
+            raise ValueError(
+                f"rotation={rotation} needs one product of whole heads, got "
+                f"n={self.n}, batch={self.batch}"
+            )
         if self.epilogue.gated and (self.n % 2 or self.batch > 1):
             raise ValueError(
                 f"gated=True needs one product with an even n, got n={self.n}, "

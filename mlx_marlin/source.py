@@ -65,6 +65,14 @@ FUSED = Declared(
     "    bias, multiplier, residual, parts};\n",
 )
 GATED = Declared("_gated", declaration="const marlin::Gated<ACTIVATION> epilogue{};\n")
+ROTATION = ("places", "periods")
+ROTATED = Declared(
+    "_rotated",
+    ("bias", *ROTATION),
+    FINISH[-1:],
+    "const marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH> epilogue{\n"
+    "    {bias, nullptr, nullptr, parts}, places, periods};\n",
+)
 AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(
     "_normed",
@@ -214,6 +222,8 @@ def sums_source(plan: Plan) -> Source:
 def _declared(epilogue: Epilogue) -> Declared:
     if epilogue.gated:
         return GATED
+    if epilogue.rotation is not None:
+        return ROTATED
     return AS_IT_IS if epilogue == PLAIN else FUSED
 
 

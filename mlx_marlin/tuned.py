@@ -65,15 +65,16 @@ def find(problem: Problem, target: Target, backend: str) -> Result | None:
     """Returns what was measured here for a problem, if anything was.
 
     Files are read at the first call, once per process. An epilogue makes no difference,
-    because products are measured without one, but for gate and up, which need a plan of
-    their own. Products of rows that are normalized are not measured.
+    because products are measured without one, but where two columns make a result,
+    which needs a plan of its own. Products of rows that are normalized are not
+    measured.
 
     Args:
         problem: The product to compute.
         target: As for `machine`.
         backend: "metal", "cuda" or "emulator".
     """
-    if problem.epilogue.gated:
+    if problem.epilogue.is_paired:
         return None
     found = _found(target, backend).get(replace(problem, epilogue=PLAIN))
     return found and replace(found, plan=replace(found.plan, problem=problem))

@@ -46,10 +46,13 @@ def not_ours(kind: Kind) -> str | None:
     batch, m, n = kind.sizes
     if kind.epilogue.gated and backends.backend() != "cuda":
         return "our Metal kernels have no gate in their epilogue"
+    if kind.epilogue.rotation is not None and backends.backend() != "cuda":
+        return "our Metal kernels rotate no heads"
     if kind.norm is not None and backends.backend() != "cuda":
         return "our Metal kernels take rows as they are"
-    if kind.norm is not None and len(kind.x_shape) == 1:
-        return "our kernels normalize rows of a matrix"
+    of_rows = kind.norm is not None or kind.epilogue.rotation is not None
+    if of_rows and len(kind.x_shape) == 1:
+        return "our kernels normalize and rotate rows of a matrix"
     if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None

@@ -18,7 +18,7 @@ from oracles import Floats, exact
 from mlx_marlin import mma, scheduler
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.device import named
-from mlx_marlin.epilogue import PLAIN, Epilogue
+from mlx_marlin.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.kernels import k_tile
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
@@ -130,6 +130,9 @@ GATED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
     (12, RING_WIDE | {"simdgroups_n": 6, "simdgroups_k": 1, "buffers": 4}),
 )
 """Rows and blocks with as many tiles of gate as of up, some more than there are."""
+ROTATION = Rotation(features=64, columns=192)
+ROTATED_N = 256
+"""Two heads of q, one of k and one of v."""
 EPSILON = 1e-2
 """Of norms: large enough to be missed."""
 NORMED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -269,6 +272,16 @@ def normalized(x: mx.array, norm: mx.array, epsilon: float) -> Floats:
     rows = exact(x)
     squares = np.mean(rows**2, axis=-1, keepdims=True)
     return rows / np.sqrt(squares + epsilon) * exact(norm)
+
+
+def places_of(m: int, rotation: Rotation) -> mx.array:
+    """Returns a place for each row, or one for all: some as in a long context."""
+    return mx.array([7 + 9000 * i for i in range(m if rotation.each else 1)], mx.int32)
+
+
+def periods_of(rotation: Rotation) -> mx.array:
+    powers = np.arange(0, rotation.features, 2) / rotation.features
+    return mx.array((10000.0**powers).astype(np.float32))
 
 
 def operands(m: int) -> tuple[mx.array, mx.array, mx.array]:

@@ -23,7 +23,16 @@ import mlx.core as mx
 import numpy as np
 import oracles
 import pytest
-from cuda_cases import EPSILON, GATED, GATED_N, Case
+from cuda_cases import (
+    EPSILON,
+    GATED,
+    GATED_N,
+    Case,
+    norm_of,
+    normalized,
+    periods_of,
+    places_of,
+)
 from format_cases import Weight
 
 from mlx_marlin import cache, emulator, launch, mma, serving
@@ -195,6 +204,30 @@ def check_normed(case: Case, names: Collection[str] = ()) -> None:
     y = run(plan_of(case, norm=EPSILON), x, weight, x, x, x, norm)
     expected = cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T
     assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
+
+
+def check_rotated(
+    case: Case, epilogue: Epilogue, n: int, norm: float | None = None
+) -> None:
+    """Likewise of heads that are rotated, and of rows that are normalized before."""
+    weight, x = cuda_cases.draw(case, n=n)
+    plan = plan_of(case, epilogue=epilogue, n=n, norm=norm)
+    rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
+    assert rotation is not None
+    places, periods = places_of(len(x), rotation), periods_of(rotation)
+    last = () if norm is None else (scale,)
+    y = run(plan, x, weight, bias, x, x, places, periods, *last)
+    y = mx.concatenate([*y], axis=1) if epilogue.parts else y
+    rows = oracles.exact(x) if norm is None else normalized(x, scale, norm)
+    total = rows @ weight.decoded.T
+    total = total + oracles.exact(bias) if epilogue.bias else total
+    expected = epilogues.rotated(total, rotation, places, periods)
+    assert y.shape == expected.shape
+    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
+
+
+def drawn_bias(n: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal((n,), key=mx.random.key(4)).astype(dtype)
 
 
 def check_moved(case: Case, names: Collection[str]) -> None:

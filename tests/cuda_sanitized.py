@@ -38,6 +38,8 @@ from cuda_cases import (
     GATED_WAYS,
     LARGE,
     NORMED_WAYS,
+    ROTATED_N,
+    ROTATION,
     STAGED_WAYS,
     WAYS,
     WGMMA_WAYS,
@@ -87,6 +89,9 @@ def runs() -> dict[str, Run]:
     for m, way in NORMED_WAYS:
         case = (*FORMAT, "marlin", "float16", m, way)
         found[f"normed {case}"] = partial(multiply_normed, case)
+    for m, way in GATED_WAYS:
+        case = (*FORMAT, "marlin", "float16", m, way)
+        found[f"rotated {case}"] = partial(multiply_rotated, case)
     for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
         case = (*FORMAT, layout, "float16", 5, way)
         found[f"batch {case}"] = partial(multiply_batch, case)
@@ -134,6 +139,19 @@ def multiply_gated(case: Case) -> float:
     y = launch.product(cuda_cases.plan_of(case, epilogue=GATED, n=GATED_N))(*arrays)
     expected = epilogues.finished(exact(x) @ weight.decoded.T, (), GATED)
     return judged(y, expected, case)
+
+
+def multiply_rotated(case: Case) -> float:
+    weight, x = cuda_cases.draw(case, n=ROTATED_N)
+    rotation = ROTATION._replace(each=True)
+    given = cuda_cases.places_of(len(x), rotation), cuda_cases.periods_of(rotation)
+    x, *arrays, places, periods = map(at_end, (x, *arguments(weight, case[3]), *given))
+    epilogue = Epilogue(rotation=rotation, parts=(128, 64, 64))
+    plan = cuda_cases.plan_of(case, epilogue=epilogue, n=ROTATED_N)
+    y = launch.product(plan)(x, *arrays, x, x, x, places, periods)
+    total = exact(x) @ weight.decoded.T
+    expected = epilogues.rotated(total, rotation, places, periods)
+    return judged(mx.concatenate([*y], axis=1), expected, case)
 
 
 def multiply_normed(case: Case) -> float:

@@ -8,7 +8,7 @@ import oracles
 import strategies
 from oracles import Floats
 
-from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.plan import Plan
 
 ERROR_FUNCTION = np.vectorize(math.erf, otypes=[float])
@@ -49,6 +49,19 @@ def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Fl
     y = activated(total + bias if epilogue.bias else total, epilogue.activation)
     y = y * multiplier if epilogue.multiply else y
     return y + residual if epilogue.residual else y
+
+
+def rotated(
+    total: Floats, rotation: Rotation, places: mx.array, periods: mx.array
+) -> Floats:
+    """Returns heads [m, heads, 1, features] whose halves are turned as numbers."""
+    heads = total.reshape(len(total), -1, 1, rotation.features)
+    first, second = np.split(heads, 2, axis=-1)
+    angles = oracles.exact(places)[:, None] / oracles.exact(periods)
+    points = (first + 1j * second) * np.exp(1j * angles)[:, None, None]
+    turned = np.concatenate([points.real, points.imag], axis=-1)
+    count = rotation.columns // rotation.features
+    return np.concatenate([turned[:, :count], heads[:, count:]], axis=1)
 
 
 def whole(y: mx.array) -> mx.array:

@@ -19,7 +19,8 @@ from models import LAYOUTS, arrays, assert_same_model
 import mlx_marlin
 from mlx_marlin import launch, serving
 from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.finishing import split_apart
+from mlx_marlin.epilogue import Rotation
+from mlx_marlin.finishing import rotated, split_apart
 from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
 from mlx_marlin.joined import MarlinPart
@@ -76,6 +77,16 @@ def with_left_padding(model: nn.Module) -> Caches:
     return [caches.BatchKVCache([0, 2, 1]) for _ in model.layers]
 
 
+def many_streams(model: nn.Module) -> Caches:
+    return [Together() for _ in model.layers]
+
+
+class Together(caches.KVCache):
+    """The cache of a batch whose streams are all at the same place."""
+
+    batch = 3
+
+
 def rotating(model: nn.Module) -> Caches:
     return [caches.RotatingKVCache(max_size=8, keep=2) for _ in model.layers]
 
@@ -96,7 +107,8 @@ def decoded(
 ) -> list[mx.array]:
     """Returns logits of a prompt, of a few tokens at once, and of single ones."""
     cache = make(model)
-    batch = 3 if "atch" in type(cache[0]).__name__ else 1
+    of_batch = "atch" in type(cache[0]).__name__
+    batch = getattr(cache[0], "batch", 3 if of_batch else 1)
     mx.random.seed(5)
     tokens = mx.random.randint(0, 100, (batch, prompt + 9))
     ends = [0, prompt, prompt + 3, *range(prompt + 4, prompt + 10)]
@@ -172,10 +184,14 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
         ) -> mx.array:
             plans.append(plan)
             if problem.norm is not None:
-                x = mx.fast.rms_norm(x, finish[3], problem.norm)
+                x = mx.fast.rms_norm(x, finish[-1], problem.norm)
             y = x.astype(mx.float32) @ decoded(problem, w, scales).T
             y = y + finish[0] if epilogue.bias else y
             y = y + finish[2] if epilogue.residual else y
+            if epilogue.rotation is not None:
+                places, periods = finish[3:5]
+                y = mx.stop_gradient(y.astype(x.dtype))
+                return rotated(y, epilogue.rotation, epilogue.parts, places, periods)
             if epilogue.gated:
                 gate, up = mx.split(y, 2, axis=-1)
                 y = nn.silu(gate) * up
@@ -248,6 +264,47 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
     one_row = {(False, 0)} if make is one_stream else set()
     assert kinds == ({(True, 0), (False, 3)} | one_row if join else set())
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "rotates"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_scaling": LLAMA3}, True),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True),
+        ("qwen2", {}, True),
+        ("llama", {"rope_traditional": True}, False),
+        ("qwen3", {}, False),  # q and k have norms before
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [one_stream, with_left_padding, many_streams])
+def test_a_product_rotates_heads_of_64_features(
+    cuda: list[Plan],
+    make: Callable[[nn.Module], Caches],
+    family: str,
+    options: dict[str, Any],
+    rotates: bool,
+) -> None:
+    given = {"head_dim": 64, "hidden_size": 256, **options}
+    packed = {"layout": "marlin", "join": True}
+    own = mlx_marlin.optimize(tiny(family, mx.float16, **given), **packed, trace=False)
+    expected = decoded(own, make)
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+    outputs = decoded(traced(tiny(family, mx.float16, **given), **packed), make)
+
+    assert_close(outputs, expected, 2e-3)
+    found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
+    each = make is with_left_padding
+    assert found == ({Rotation(64, 384, each=each)} if rotates else set())
 
 
 @pytest.mark.usefixtures("kernels")

@@ -16,6 +16,7 @@ from mlx_lm.models.activations import swiglu
 
 from mlx_marlin import backends
 from mlx_marlin.derivatives import left_out
+from mlx_marlin.integrations.block_rotation import rotated_heads
 from mlx_marlin.nn import MarlinLinear
 
 Shape = tuple[int, ...]
@@ -110,6 +111,13 @@ def _before(
     norm, rope = modules["norm"], modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
+    if norms == (None, None) and kind.qkv:
+        features = kind.qkv[0] // heads
+        rotated = rotated_heads(
+            modules["joined"], norm, rope, kind.qkv, features, x, offset
+        )
+        if rotated is not None:
+            return rotated
     if kind.qkv and _is_one(x, modules["joined"]):
         y = modules["joined"].normed(x, norm)
         joined = y.reshape(1, last + kind.kv_heads, 1, -1)

@@ -97,7 +97,7 @@ def untrace_blocks(model: nn.Module) -> None:
             block.__class__ = type(block).__bases__[1]
 
 
-_last_offset = (0, mx.array(0))
+_last_offset = (0, mx.array([0]))
 
 
 def _array_of(offset: int) -> mx.array:
@@ -105,7 +105,7 @@ def _array_of(offset: int) -> mx.array:
     global _last_offset
     known, array = _last_offset
     if known != offset:
-        array = mx.array(offset)
+        array = mx.array([offset])
         _last_offset = offset, array
     return array
 

@@ -125,7 +125,7 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
         # One at least, whose plan says what is wrong.
         room = traits.together * max(multipliers // traits.together // along, 1)
     most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
-    each = 2 if problem.epilogue.gated else 1  # as many tiles of gate as of up
+    each = 2 if problem.epilogue.is_paired else 1  # as many tiles of either half
     return range(each, max(most, each) + 1, each)
 
 
@@ -155,7 +155,7 @@ def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
     tiles, cores = space.tiles, space.cores
     yield data_parallel(tiles, space.k_tiles)
     # What is split meets after the epilogue's turn, and other blocks have no rows.
-    if problem.epilogue.gated or problem.norm is not None:
+    if problem.epilogue.is_paired or problem.norm is not None:
         return
     if tiles >= EVEN_ENOUGH * cores * -(-tiles // cores):
         return

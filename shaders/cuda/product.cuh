@@ -11,6 +11,7 @@ namespace marlin {
 #include "../lib/epilogue.metal"
 #include "apart.cuh"
 #include "gated.cuh"
+#include "rotated.cuh"
 #include "instructions.cuh"
 #include "lane.cuh"
 #include "rows.cuh"

@@ -19,6 +19,11 @@ __forceinline__ float rsqrtf(float x) {
   return metal::rsqrt(x);
 }
 
+__forceinline__ void sincosf(float x, float* sine, float* cosine) {
+  *sine = metal::precise::sin(x);
+  *cosine = metal::precise::cos(x);
+}
+
 #define __shfl_xor_sync(lanes, value, distance) metal::simd_shuffle_xor(value, ushort(distance))
 
 __forceinline__ float copysignf(float x, float sign) {

@@ -1,0 +1,341 @@
+"""Heads that a product rotates as it stores them: on the CPU, in plans, in a layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cuda_cases
+import cuda_on_cpu
+import epilogues
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import oracles
+import pytest
+from cuda_cases import (
+    EPSILON,
+    GATED_WAYS,
+    NORMED_WAYS,
+    ROTATED_N,
+    ROTATION,
+    Case,
+    norm_of,
+    normalized,
+)
+from cuda_on_cpu import needs_emulator
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models import rope_utils
+from oracles import exact
+
+from mlx_marlin import emulator, launch, scheduler, source
+from mlx_marlin.epilogue import Epilogue, Rotation
+from mlx_marlin.integrations.block_rotation import periods_of
+from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.problem import Problem, problem_of
+
+H200 = cuda_cases.h200()
+EACH = ROTATION._replace(each=True)
+PARTS = (128, 64, 64)
+HEADS = (
+    (ROTATION, 256, PARTS),
+    (EACH, 256, ()),
+    (Rotation(128, 256, each=True), 384, (128, 128, 128)),
+    (Rotation(256, 256), 512, ()),
+    (Rotation(64, 0), 128, ()),
+    (Rotation(64, 128), 128, (64, 64)),
+)
+"""Rotations, columns and parts: heads of several sizes, none, and all rotated."""
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_integers_are_exact_at_the_first_place(
+    m: int, way: dict[str, Any], dtype: str
+) -> None:
+    weight, x, expected = cuda_cases.integers(dtype, m, way, ROTATED_N)
+    case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
+    epilogue = Epilogue(rotation=ROTATION, parts=PARTS)
+    plan = cuda_on_cpu.plan_of(case, epilogue=epilogue, n=ROTATED_N)
+    place, periods = mx.zeros(1, mx.int32), cuda_cases.periods_of(ROTATION)
+
+    parts = cuda_on_cpu.run(plan, x, weight, x, x, x, place, periods)
+
+    assert [y.shape for y in parts] == [(m, n // 64, 1, 64) for n in PARTS]
+    y = np.concatenate([exact(y).reshape(m, -1) for y in parts], axis=-1)
+    assert np.array_equal(y, expected)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("way", [1, 3, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rotation", "n", "parts"), HEADS, ids=str)
+def test_heads_of_any_size(
+    rotation: Rotation, n: int, parts: tuple[int, ...], bias: bool, way: int
+) -> None:
+    case: Case = ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[way])
+    cuda_on_cpu.check_rotated(
+        case, Epilogue(bias=bias, rotation=rotation, parts=parts), n
+    )
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "format",
+    [
+        ("affine", 3, 32, "marlin"),
+        ("nvfp4", 4, 16, "marlin"),
+        ("affine", 8, 64, "mlx"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_formats(format: tuple[str, int, int, str], dtype: str) -> None:
+    case: Case = (*format, dtype, *GATED_WAYS[0])
+    cuda_on_cpu.check_rotated(case, Epilogue(rotation=ROTATION), ROTATED_N)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_may_be_normalized_before(bias: bool) -> None:
+    m, way = NORMED_WAYS[1]
+    case: Case = ("affine", 4, 64, "marlin", "float16", m, way | {"simdgroups_n": 6})
+    epilogue = Epilogue(bias=bias, rotation=EACH, parts=PARTS)
+    cuda_on_cpu.check_rotated(case, epilogue, ROTATED_N, norm=EPSILON)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("streams", [1, 3, 12])
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("parts", [(), PARTS], ids=str)
+def test_a_layer_rotates_its_heads(
+    streams: int, each: bool, bias: bool, parts: tuple[int, ...]
+) -> None:
+    layer, norm, x = layer_of(bias=bias), norm_module(), rows_of(streams)
+    rotation = ROTATION._replace(each=each)
+    places, periods = arrays_of(streams, rotation)
+
+    y = layer.rotated(x, norm, rotation, parts, places, periods)
+
+    assert [part.shape[1] for part in y] == [2, 1, 1] if parts else True
+    y = mx.concatenate([*y], axis=1) if parts else y
+    native = layer_of(layout="mlx", bias=bias).native()
+    normed = normalized(x.reshape(streams, -1), norm.weight, norm.eps)
+    total = oracles.product(mx.array(normed), *native, group_size=64)
+    total = total + exact(layer["bias"]) if bias else total
+    expected = epilogues.rotated(total, rotation, places, periods)
+    assert y.dtype == mx.float16
+    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+    built = [plan.problem for plan in launch.plans_built()]
+    assert built[-1].epilogue.rotation == rotation
+    assert (built[-1].norm is not None) == (streams <= 8)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("parts", [(), PARTS], ids=str)
+def test_gradients_are_those_of_mlxs_operations(parts: tuple[int, ...]) -> None:
+    layer, norm, x = layer_of(bias=True), norm_module(), rows_of(2)
+    places, periods = arrays_of(2, EACH)
+
+    def loss(heads: Any) -> mx.array:
+        whole = mx.concatenate([*heads], axis=1) if parts else heads
+        weights = mx.arange(whole.size).reshape(whole.shape) / whole.size
+        total: mx.array = (whole * weights).sum()
+        return total
+
+    def inside(x: mx.array, bias: mx.array) -> mx.array:
+        layer["bias"] = bias
+        return loss(layer.rotated(x, norm, EACH, parts, places, periods))
+
+    def apart(x: mx.array, bias: mx.array) -> mx.array:
+        own = layer_of(layout="mlx", bias=True)
+        own["bias"] = bias
+        y = own(norm(x)).reshape(2, 4, 1, 64)
+        rope = nn.RoPE(64)
+        y = mx.concatenate([rope(y[:, :3], offset=places), y[:, 3:]], axis=1)
+        return loss(mx.split(y, [2, 3], axis=1) if parts else y)
+
+    bias = layer["bias"]
+    both = mx.grad(inside, argnums=(0, 1))(x, bias)
+    assert launch.plans_built()[-1].problem.epilogue.rotation == EACH
+    for ours, own in zip(both, mx.grad(apart, argnums=(0, 1))(x, bias), strict=True):
+        assert oracles.error(ours, exact(own)) < 1e-3
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("how", ["invariant", "mlx", "wide bias", "small heads"])
+def test_where_kernels_have_no_rotation_there_is_none(how: str) -> None:
+    layer = layer_of(layout="mlx" if how == "mlx" else "marlin", bias=True)
+    layer.invariant = how == "invariant"
+    if how == "wide bias":
+        layer["bias"] = layer["bias"].astype(mx.float32)
+    rotation = Rotation(32, 64) if how == "small heads" else ROTATION
+    assert_none(layer, rotation)
+
+
+@pytest.mark.parametrize("name", ["emulator", "stock"])
+def test_nor_elsewhere(backend: Callable[[str | None], None], name: str) -> None:
+    if name == "emulator" and emulator.unavailable() is not None:
+        pytest.skip("the emulator does not run here")
+    backend(name)
+    assert_none(layer_of(), ROTATION)
+
+
+def assert_none(layer: MarlinLinear, rotation: Rotation) -> None:
+    arrays = arrays_of(2, rotation)
+    assert layer.rotated(rows_of(2), norm_module(), rotation, (), *arrays) is None
+    assert not any(plan.problem.epilogue.rotation for plan in launch.plans_built())
+
+
+def arrays_of(m: int, rotation: Rotation) -> tuple[mx.array, mx.array]:
+    return cuda_cases.places_of(m, rotation), cuda_cases.periods_of(rotation)
+
+
+def rows_of(streams: int) -> mx.array:
+    drawn = mx.random.normal((streams, 1, 128), key=mx.random.key(1))
+    return drawn.astype(mx.float16)
+
+
+def norm_module() -> nn.RMSNorm:
+    norm = nn.RMSNorm(128, eps=EPSILON)
+    norm.weight = norm_of(mx.zeros((1, 128), mx.float16))
+    return norm
+
+
+def layer_of(layout: str = "marlin", *, bias: bool = False) -> MarlinLinear:
+    mx.random.seed(3)
+    linear = nn.Linear(128, ROTATED_N, bias=bias)
+    linear.set_dtype(mx.float16)
+    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
+
+
+LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        nn.RoPE(64),
+        nn.RoPE(64, base=5e5, scale=0.25),
+        rope_utils.Llama3RoPE(64, base=5e5, scaling_config=LLAMA3),
+    ],
+    ids=lambda rope: f"{type(rope).__name__} {vars(rope).get('scale', '')}",
+)
+def test_periods_are_a_ropes(rope: nn.Module) -> None:
+    rotation = Rotation(64, 64, each=True)
+    places = mx.array([0, 1, 100, 30000], mx.int32)
+    heads = mx.random.normal((4, 1, 1, 64), key=mx.random.key(2))
+    periods = periods_of(rope, 64)
+    assert periods is not None
+
+    turned = epilogues.rotated(exact(heads)[:, 0, 0], rotation, places, periods)
+
+    assert oracles.error(rope(heads, offset=places), turned) < 1e-3  # at place 30000
+    assert oracles.error(rope(heads, offset=places)[:3], turned[:3]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        nn.RoPE(64, traditional=True),
+        nn.RoPE(32),
+        rope_utils.YarnRoPE(64),
+        rope_utils.Llama3RoPE(64, traditional=True, scaling_config=LLAMA3),
+    ],
+    ids=lambda rope: type(rope).__name__,
+)
+def test_other_ropes_have_none(rope: nn.Module) -> None:
+    assert periods_of(rope, 64) is None
+
+
+@given(
+    m=st.integers(1, 130),
+    heads=st.integers(1, 40),
+    features=st.sampled_from([64, 128, 192, 256]),
+    k=st.integers(1, 40).map(lambda groups: 64 * groups),
+)
+def test_plans_have_both_halves_of_a_head_in_a_block(
+    m: int, heads: int, features: int, k: int
+) -> None:
+    epilogue = Epilogue(rotation=Rotation(features, features))
+    asked = problem_of(m, heads * features, k, layout="marlin", epilogue=epilogue)
+
+    plan = scheduler.choose(asked, H200)
+
+    assert plan.simdgroups_n % 2 == 0
+    assert plan.reduction == "none"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"gated": True}, "follows a bias only, got gated=True"),
+        ({"activation": "silu"}, "activation='silu'"),
+        ({"multiply": True}, "multiply=True"),
+        ({"residual": True}, "residual=True"),
+        ({"parts": (64, 32)}, r"of whole heads, got parts=\(64, 32\)"),
+        ({"rotation": Rotation(64, 96)}, "columns=96"),
+        ({"rotation": Rotation(33, 66)}, "even number of features"),
+        ({"rotation": Rotation(0, 0)}, "even number of features"),
+    ],
+)
+def test_what_is_no_rotation_is_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Epilogue(**{"rotation": ROTATION, **more})
+
+
+@pytest.mark.parametrize("more", [{"n": 224}, {"n": 128}, {"batch": 2}])
+def test_there_are_whole_heads_of_one_product(more: dict[str, Any]) -> None:
+    sizes = {"m": 1, "n": 256, "k": 64} | more
+    with pytest.raises(ValueError, match="needs one product of whole heads"):
+        Problem(**sizes, epilogue=Epilogue(rotation=ROTATION))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
+        ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),
+    ],
+)
+def test_a_plan_that_parts_halves_is_refused(
+    wishes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        scheduler.make(asked(), device=H200, **{"simdgroups_n": 2} | wishes)
+
+
+def test_metals_kernels_have_no_rotation() -> None:
+    with pytest.raises(ValueError, match=r"rotation=.* needs a CUDA kernel"):
+        scheduler.make(asked(layout="mlx"))
+
+
+def test_halves_that_are_no_whole_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 columns, and heads have 32 features"):
+        scheduler.make(asked(Rotation(32, 64)), device=H200)
+
+
+def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
+    plan = scheduler.choose(asked(parts=PARTS), H200)
+    text = source.cuda_product_source(plan)
+
+    assert text.name == "marlin_mma_rotated"
+    assert text.input_names == ("x", "w", "scales", "places", "periods", "numbers")
+    assert text.output_names == ("out0", "out1", "out2")
+    words = "y rotated in heads of 64 up to column 192 in parts of 128, 64, 64"
+    assert words in plan.problem.explain()
+
+
+def asked(
+    rotation: Rotation = ROTATION, parts: tuple[int, ...] = (), layout: str = "marlin"
+) -> Problem:
+    epilogue = Epilogue(rotation=rotation, parts=parts)
+    return problem_of(1, ROTATED_N, 1024, layout=layout, epilogue=epilogue)
