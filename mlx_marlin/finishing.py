@@ -68,10 +68,10 @@ def rotated(
         y: The product.
         rotation: Which of them are rotated.
         parts: Columns of several results.
-        places: Of all rows or of each, int32 [1] or [m].
+        places: Of each row, int32 [m]; or any, of which the first is all rows'.
         periods: Of a head's pairs, float32 [features / 2].
     """
-    features, columns, _ = rotation
+    features, columns, each = rotation
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
     turned, others = mx.split(heads, [columns // features], axis=1)
     if turned.size:
@@ -81,7 +81,7 @@ def rotated(
             traditional=False,
             base=None,
             scale=1.0,
-            offset=places,
+            offset=places if each else places[:1],
             freqs=periods,
         )
     heads = mx.concatenate([turned, others], axis=1)

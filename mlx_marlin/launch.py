@@ -27,7 +27,7 @@ REMEMBERED = 4096
 Product = Callable[..., mx.array]
 """From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
 epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
-not as any array. With a rotation, the places of rows, int32 [1] or [m], and the periods
+not as any array. With a rotation, the places of rows, int32 [m] or any, and the periods
 of a head's pairs, float32 [features / 2], follow; y is [m, heads, 1, features]. Of a
 batch of products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the
 batch as a first dimension. With parts, there is a tuple of y [..., columns], and

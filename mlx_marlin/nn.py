@@ -317,7 +317,7 @@ class MarlinLinear(nn.QuantizedLinear):
             norm: What comes before the layer.
             rotation: What follows.
             parts: Rows of each part; none for one result.
-            places: Places of all rows or of each, int32 [1] or [m].
+            places: Of each row, int32 [m]; or any, of which the first is all rows'.
             periods: As in `Rotation`, float32 [features / 2].
 
         Returns:

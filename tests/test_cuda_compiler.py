@@ -15,7 +15,7 @@ import pytest
 
 from mlx_marlin import kernel_arguments, scheduler, source
 from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import problem_of
 from mlx_marlin.source import Source
@@ -30,6 +30,7 @@ SPILLED = re.compile(r"(\d+) bytes spill stores")
 MOST_SPILLED = 64
 """Bytes a thread: what is stored before the main loop and loaded behind it."""
 LARGE = {"n": 28672, "k": 8192, "layout": "marlin"}
+HEADS = Rotation(features=128, columns=5120, each=True)
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,6 +59,16 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
         {"m": 2, "n": 6144, "k": 4096, "layout": "marlin"}
         | {"epilogue": Epilogue(bias=True, parts=(4096, 1024, 1024))},
     ),
+    "rotated heads of normalized rows": (
+        H200,
+        {"m": 8, "n": 6144, "k": 4096, "layout": "marlin", "norm": 1e-5}
+        | {"epilogue": Epilogue(rotation=HEADS, parts=(4096, 1024, 1024))},
+    ),
+    "rotated heads of 64 rows": (
+        H200,
+        {"m": 64, "n": 6144, "k": 4096, "layout": "marlin"}
+        | {"epilogue": Epilogue(bias=True, rotation=HEADS)},
+    ),
     "split": (H200, {"m": 2, "n": 256, "k": 16384, "layout": "marlin"}),
     "an older device": (A100, LARGE | {"m": 24}),
 }
@@ -68,7 +79,7 @@ def compiled(text: Source, plan: Plan, device: CudaDevice, folder: Path) -> str:
     dtype = TYPES[plan.problem.dtype]
     scale = TYPES.get(plan.problem.scale_dtype, "uint8_t")
     types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
-    types |= {"partials": "float"}
+    types |= {"partials": "float", "places": "int32_t", "periods": "float"}
     result = "float" if plan.is_split and text.name.startswith("marlin_mma") else dtype
     arguments = [f"const {types.get(each, dtype)}* {each}" for each in text.input_names]
     arguments += [f"{result}* {each}" for each in text.output_names]

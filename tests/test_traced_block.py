@@ -22,6 +22,7 @@ from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.epilogue import Rotation
 from mlx_marlin.finishing import rotated, split_apart
 from mlx_marlin.integrations import block_regions, traced_block
+from mlx_marlin.integrations.block_rotation import HOST_BYTES
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.packing import PackedWeight
@@ -726,9 +727,12 @@ def test_an_attention_that_we_do_not_know_runs_as_it_is() -> None:
 
 
 def test_offsets_are_arrays_once_a_token() -> None:
-    first = traced_block._array_of(70)
+    offset, places = traced_block._arrays_of(70)
 
-    assert traced_block._array_of(70) is first
-    assert first.item() == 70
-    assert first.dtype == mx.int32
-    assert traced_block._array_of(71).item() == 71
+    assert traced_block._arrays_of(70)[0] is offset
+    assert traced_block._arrays_of(70)[1] is places
+    assert offset.item() == 70
+    assert set(places.tolist()) == {70}
+    assert offset.dtype == places.dtype == mx.int32
+    assert places.nbytes > HOST_BYTES
+    assert traced_block._arrays_of(71)[0].item() == 71

@@ -21,7 +21,7 @@ from mlx_marlin.nn import MarlinLinear
 
 Shape = tuple[int, ...]
 Graph = Callable[..., Any]
-"""From two arrays of the call, then those of the modules, to the results."""
+"""From arrays of the call, then those of the modules, to the results."""
 Graphs = tuple[Graph, Graph]
 Arrays = tuple[list[mx.array], list[mx.array]]
 """Those of the modules before the cache, and of those after attention."""
@@ -74,21 +74,24 @@ class Kind:
     )
     runs: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
-    def trace(
-        self, key: object, x: mx.array, offset: mx.array, arrays: Arrays
-    ) -> Graphs:
+    def trace(self, key: object, call: tuple[mx.array, ...], arrays: Arrays) -> Graphs:
         """Makes both graphs for such arrays, and remembers them.
 
         A function that is traced for all shapes would be slow: MLX searches the traces
         of a function one by one.
+
+        Args:
+            key: What they are found by.
+            call: x, the offset and the places of a call.
+            arrays: Those of the modules.
         """
         before: Graph = partial(_before, self)
         after: Graph = partial(_after, self)
         if backends.backend() != "emulator":  # which computes at once
             before, after = mx.compile(before), mx.compile(after)
             with left_out():
-                attended, *_ = before(*_like(x, offset, *arrays[0]))
-                after(*_like(x, attended, *arrays[1]))
+                attended, *_ = before(*_like(*call, *arrays[0]))
+                after(*_like(call[0], attended, *arrays[1]))
         self.graphs[key] = before, after
         return before, after
 
@@ -103,19 +106,24 @@ def _filled(molds: Molds, arrays: Iterable[mx.array]) -> dict[str, Any]:
 
 
 def _before(
-    kind: Kind, x: mx.array, offset: mx.array, *arrays: mx.array
+    kind: Kind, x: mx.array, offset: mx.array, places: mx.array, *arrays: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns q, k and v [streams, heads, tokens, features] of x."""
+    """Returns q, k and v [streams, heads, tokens, features] of x.
+
+    Offset and places say the same, in arrays for MLX's rope and for our kernels.
+    """
     kind.runs["before"] += 1
     modules = _filled(kind.before, arrays)
     norm, rope = modules["norm"], modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
     if norms == (None, None) and kind.qkv:
-        features = kind.qkv[0] // heads
-        rotated = rotated_heads(
-            modules["joined"], norm, rope, kind.qkv, features, x, offset
+        joined, features, each = (
+            modules["joined"],
+            kind.qkv[0] // heads,
+            offset.size > 1,
         )
+        rotated = rotated_heads(joined, norm, rope, kind.qkv, features, x, places, each)
         if rotated is not None:
             return rotated
     if kind.qkv and _is_one(x, modules["joined"]):

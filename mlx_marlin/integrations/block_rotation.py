@@ -14,6 +14,9 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_marlin.epilogue import Rotation
 from mlx_marlin.nn import MarlinLinear
 
+HOST_BYTES = 8
+"""MLX keeps arrays of up to so many bytes where the host writes too (0.32.4): that each
+block of a product read its place there took 6 to 11 us (measured, docs/cuda.md)."""
 Heads = tuple[mx.array, mx.array, mx.array]
 """q, k and v, each [streams, heads, 1, features]."""
 
@@ -25,7 +28,8 @@ def rotated_heads(
     sizes: tuple[int, ...],
     features: int,
     x: mx.array,
-    offset: mx.array,
+    places: mx.array,
+    each: bool,
 ) -> Heads | None:
     """Returns q, k and v of streams' next tokens, or None where kernels do it not all.
 
@@ -36,20 +40,28 @@ def rotated_heads(
         sizes: Features of q, k and v.
         features: Those of a head.
         x: What goes into the norm, [streams, 1, k].
-        offset: Place of all tokens or of each, [1] or [streams].
+        places: Those of the tokens, [streams]; or any, of which the first counts.
+        each: Which of both.
     """
     periods = periods_of(rope, features)
-    if periods is None or x.shape[1] != 1 or offset.dtype != mx.int32:
+    if periods is None or x.shape[1] != 1 or places.dtype != mx.int32:
         return None
-    rotation = Rotation(features, sum(sizes[:2]), each=offset.size > 1)
+    if places.nbytes <= HOST_BYTES:
+        return None
+    rotation = Rotation(features, sum(sizes[:2]), each=each)
     if x.shape[0] > 1:
-        heads: Heads | None = layer.rotated(x, norm, rotation, sizes, offset, periods)
+        heads: Heads | None = layer.rotated(x, norm, rotation, sizes, places, periods)
         return heads
-    joined = layer.rotated(x, norm, rotation, (), offset, periods)
+    joined = layer.rotated(x, norm, rotation, (), places, periods)
     if joined is None:
         return None
     q, k, v = mx.split(joined, [sizes[0] // features, sum(sizes[:2]) // features], 1)
     return q, k, v
+
+
+def on_device(offset: mx.array) -> mx.array:
+    """Returns places that are all an offset, in the device's own memory."""
+    return offset + mx.zeros(1 + HOST_BYTES // 4, mx.int32)
 
 
 def periods_of(rope: Any, features: int) -> mx.array | None:

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from mlx_marlin.integrations.block_attention import attend
 from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
 from mlx_marlin.integrations.block_regions import Shape
+from mlx_marlin.integrations.block_rotation import on_device
 
 MOST_ROWS = 128
 """Rows of a call that is traced, of all streams together."""
@@ -46,9 +47,9 @@ class TracedBlock(nn.Module):
         if kind is None or cache is None:
             return self._own(x, mask, cache)
         key: object = x.shape
-        offset = cache.offset
+        offset = places = cache.offset
         if type(offset) is int:
-            offset = _array_of(offset)
+            offset, places = _arrays_of(offset)
         elif type(offset) is mx.array:
             key = x.shape, offset.shape
         else:
@@ -57,10 +58,12 @@ class TracedBlock(nn.Module):
         if graphs is None:
             if not _few(x.shape):
                 return self._own(x, mask, cache)
-            graphs = kind.trace(key, x, offset, contents.arrays())
+            graphs = kind.trace(key, (x, offset, places), contents.arrays())
         before, after = graphs
         runs = kind.runs["before"]
-        queries, keys, values = before(x, offset, *map(getitem, *contents.before))
+        queries, keys, values = before(
+            x, offset, places, *map(getitem, *contents.before)
+        )
         scale, transformed = self["self_attn"].scale, kind.runs["before"] != runs
         attended = attend(queries, keys, values, cache, mask, scale, transformed)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
@@ -97,17 +100,17 @@ def untrace_blocks(model: nn.Module) -> None:
             block.__class__ = type(block).__bases__[1]
 
 
-_last_offset = (0, mx.array([0]))
+_last_offset: tuple[int, tuple[mx.array, mx.array]] | None = None
 
 
-def _array_of(offset: int) -> mx.array:
-    """Returns the array of an offset: one for all layers of a token."""
+def _arrays_of(offset: int) -> tuple[mx.array, mx.array]:
+    """Returns an offset's array and that of places: one each for a token's layers."""
     global _last_offset
-    known, array = _last_offset
-    if known != offset:
-        array = mx.array([offset])
-        _last_offset = offset, array
-    return array
+    last = _last_offset
+    if last is None or last[0] != offset:
+        array = mx.array(offset)
+        last = _last_offset = offset, (array, on_device(array))
+    return last[1]
 
 
 def _few(shape: Shape) -> bool:

@@ -7,7 +7,7 @@
 template <typename T, bool BIAS, int PARTS, int FEATURES, int ROTATED, bool EACH>
 struct Rotated {
   Epilogue<T, BIAS, 0, false, false, PARTS> before;
-  const int* places;     // [m] or [1]
+  const int* places;     // [m], or the first is that of all
   const float* periods;  // [FEATURES / 2]
 };
 
@@ -31,10 +31,16 @@ struct Point {
   float y;
 };
 
+// Whole turns are taken away first, in two parts, because a float alone holds a turn badly: then
+// the two instructions for sine and cosine err by 1e-6, also of angles of a million. CUDA's own
+// function has a stack for larger ones.
 METAL_FUNC Point turned(Point point, float angle) {
+  const float turns = rintf(angle * 0.15915494f);
+  angle = fmaf(turns, -6.2831855f, angle);
+  angle = fmaf(turns, 1.7484556e-7f, angle);
   float sine;
   float cosine;
-  sincosf(angle, &sine, &cosine);
+  __sincosf(angle, &sine, &cosine);
   return {point.x * cosine - point.y * sine, point.x * sine + point.y * cosine};
 }
 

@@ -19,7 +19,11 @@ __forceinline__ float rsqrtf(float x) {
   return metal::rsqrt(x);
 }
 
-__forceinline__ void sincosf(float x, float* sine, float* cosine) {
+__forceinline__ float rintf(float x) {
+  return __builtin_rintf(x);
+}
+
+__forceinline__ void __sincosf(float x, float* sine, float* cosine) {
   *sine = metal::precise::sin(x);
   *cosine = metal::precise::cos(x);
 }
