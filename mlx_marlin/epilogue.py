@@ -1,7 +1,6 @@
 """What happens to a product before it is stored."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_approx")
 """What an epilogue can do to each value; the names are those of `mlx.nn`."""
@@ -10,7 +9,8 @@ MOST_PARTS = 6
 array of fewer than eight elements, which Metal hands over as a constant."""
 
 
-class Rotation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Rotation:
     """Heads that are rotated by their place, as rotary embeddings do.
 
     Features i and i + features / 2 of a head are a point, which is turned by its row's
@@ -90,8 +90,8 @@ class Epilogue:
                 f"activation={self.activation!r}, multiply={self.multiply}, "
                 f"residual={self.residual}"
             )
-        features, columns, _ = rotation
-        heads = (columns, *self.parts)
+        features = rotation.features
+        heads = (rotation.columns, *self.parts)
         if features < 2 or features % 2 or any(each % features for each in heads):
             raise ValueError(
                 f"rotation={rotation} needs heads of an even number of features, and "
@@ -118,8 +118,8 @@ class Epilogue:
         text = f"({text})" if self.multiply and text == "y + bias" else text
         text += " * multiply" * self.multiply + " + residual" * self.residual
         if self.rotation is not None:
-            features, columns, _ = self.rotation
-            text = f"{text} rotated in heads of {features} up to column {columns}"
+            heads = f"heads of {self.rotation.features}"
+            text += f" rotated in {heads} up to column {self.rotation.columns}"
         parts = f" in parts of {', '.join(map(str, self.parts))}" * bool(self.parts)
         return "" if text + parts == "y" else text + parts
 

@@ -71,9 +71,9 @@ def rotated(
         places: Of each row, int32 [m]; or any, of which the first is all rows'.
         periods: Of a head's pairs, float32 [features / 2].
     """
-    features, columns, each = rotation
+    features, each = rotation.features, rotation.each
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
-    turned, others = mx.split(heads, [columns // features], axis=1)
+    turned, others = mx.split(heads, [rotation.columns // features], axis=1)
     if turned.size:
         turned = mx.fast.rope(
             turned,

@@ -184,14 +184,13 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
     if epilogue.gated:
         return {"ACTIVATION": activation}
     if epilogue.rotation is not None:
-        features, columns, each = epilogue.rotation
         return {
             "T": plan.problem.dtype,
             "BIAS": epilogue.bias,
             "PARTS": len(parts(plan)) - 1,
-            "FEATURES": features,
-            "ROTATED": columns,
-            "EACH": each,
+            "FEATURES": epilogue.rotation.features,
+            "ROTATED": epilogue.rotation.columns,
+            "EACH": epilogue.rotation.each,
         }
     return {
         "T": plan.problem.dtype,

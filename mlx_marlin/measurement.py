@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from math import inf
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 from mlx_marlin.device import Target
@@ -195,8 +196,9 @@ def _built(kind: Any, data: Any) -> Any:
         return build(**{name: _built(types[name], data[name]) for name in types})
     if get_origin(kind) is tuple and isinstance(data, list):
         return tuple(_built(get_args(kind)[0], each) for each in data)
-    if kind == float | None:
-        return None if data is None else _built(float, data)
+    if NoneType in get_args(kind):
+        (kind,) = {*get_args(kind)} - {NoneType}
+        return None if data is None else _built(kind, data)
     # The other types are names to choose from: the classes know which.
     expected = kind if kind in (int, bool, float) else str
     if type(data) is not expected:

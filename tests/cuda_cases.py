@@ -274,9 +274,13 @@ def normalized(x: mx.array, norm: mx.array, epsilon: float) -> Floats:
     return rows / np.sqrt(squares + epsilon) * exact(norm)
 
 
-def places_of(m: int, rotation: Rotation) -> mx.array:
-    """Returns a place for each row, or one for all: some as in a long context."""
-    return mx.array([7 + 9000 * i for i in range(m if rotation.each else 1)], mx.int32)
+def places_of(m: int, rotation: Rotation, first: int = -2) -> mx.array:
+    """Returns a place for each row, or one for all: some as in a long context.
+
+    Padding on the left has places below 0.
+    """
+    rows = m if rotation.each else 1
+    return mx.array([first + 9000 * i for i in range(rows)], mx.int32)
 
 
 def periods_of(rotation: Rotation) -> mx.array:

@@ -207,14 +207,14 @@ def check_normed(case: Case, names: Collection[str] = ()) -> None:
 
 
 def check_rotated(
-    case: Case, epilogue: Epilogue, n: int, norm: float | None = None
+    case: Case, epilogue: Epilogue, n: int, norm: float | None = None, first: int = -2
 ) -> None:
     """Likewise of heads that are rotated, and of rows that are normalized before."""
     weight, x = cuda_cases.draw(case, n=n)
     plan = plan_of(case, epilogue=epilogue, n=n, norm=norm)
     rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
     assert rotation is not None
-    places, periods = places_of(len(x), rotation), periods_of(rotation)
+    places, periods = places_of(len(x), rotation, first), periods_of(rotation)
     last = () if norm is None else (scale,)
     y = run(plan, x, weight, bias, x, x, places, periods, *last)
     y = mx.concatenate([*y], axis=1) if epilogue.parts else y

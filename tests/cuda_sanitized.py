@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -143,7 +144,7 @@ def multiply_gated(case: Case) -> float:
 
 def multiply_rotated(case: Case) -> float:
     weight, x = cuda_cases.draw(case, n=ROTATED_N)
-    rotation = ROTATION._replace(each=True)
+    rotation = replace(ROTATION, each=True)
     given = cuda_cases.places_of(len(x), rotation), cuda_cases.periods_of(rotation)
     x, *arrays, places, periods = map(at_end, (x, *arguments(weight, case[3]), *given))
     epilogue = Epilogue(rotation=rotation, parts=(128, 64, 64))

@@ -54,11 +54,16 @@ def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Fl
 def rotated(
     total: Floats, rotation: Rotation, places: mx.array, periods: mx.array
 ) -> Floats:
-    """Returns heads [m, heads, 1, features] whose halves are turned as numbers."""
+    """Returns heads [m, heads, 1, features] whose halves are turned as numbers.
+
+    Angles are MLX's: products in float32, of a place and the inverse of a period.
+    """
     heads = total.reshape(len(total), -1, 1, rotation.features)
     first, second = np.split(heads, 2, axis=-1)
-    angles = oracles.exact(places)[:, None] / oracles.exact(periods)
-    points = (first + 1j * second) * np.exp(1j * angles)[:, None, None]
+    frequencies = np.float32(1) / np.array(periods)
+    angles = np.array(places, np.float32)[:, None] * frequencies
+    turns = np.exp(1j * angles.astype(np.float64))
+    points = (first + 1j * second) * turns[:, None, None]
     turned = np.concatenate([points.real, points.imag], axis=-1)
     count = rotation.columns // rotation.features
     return np.concatenate([turned[:, :count], heads[:, count:]], axis=1)

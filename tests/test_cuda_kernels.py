@@ -57,7 +57,7 @@ pytestmark = [
 ]
 
 REPEATS = 100
-EACH = ROTATION._replace(each=True)
+EACH = replace(ROTATION, each=True)
 WHOLE, SPLIT = WAYS[0], WAYS[3]
 WHOLES = (WHOLE, WGMMA_WAYS[0], STAGED_WAYS[0])
 SPLITS = (SPLIT, WGMMA_WAYS[3], STAGED_WAYS[3])

@@ -17,6 +17,8 @@ NVFP4 = "packed nvfp4"
 PARTS = "packed, three results"
 MXFP4 = "packed mxfp4, bfloat16"
 GATED = "packed, gate and up, two slices"
+ROTATED = "packed, rotated heads, two slices"
+ROTATED_FAR = "packed, rotated heads at places of a million"
 BATCH = "packed batch, streams"
 ROWS_DECODED = "nvfp4 with a global scale, rows decoded in blocks"
 K_DECODED = "nvfp4 with a global scale, k decoded in blocks"
@@ -27,6 +29,7 @@ ODD_SCALES = "packed, odd offset of scales"
 
 _LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
 _TILE, _GATED = "cuda/weight_tile.cuh", "cuda/gated.cuh"
+_ROTATED = "cuda/rotated.cuh"
 _APART = "cuda/apart.cuh"
 _DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
@@ -281,6 +284,62 @@ MUTANTS = (
         "for (int slice = 1; slice < 1; ++slice) {",
         GATED,
         Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: heads are turned the other way",
+        _ROTATED,
+        "x * cosine - point.y * sine, point.x * sine +",
+        "x * cosine + point.y * sine, point.y * cosine - point.x * sine + 0 *",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: all rows have the first one's place",
+        _ROTATED,
+        "places[EACH ? to : 0]",
+        "places[0]",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: heads of v are rotated too",
+        _ROTATED,
+        "if (col < ROTATED) {",
+        "if (col < work.n) {",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a turn is a float",
+        _ROTATED,
+        "angle = fmaf(turns, 1.7484556e-7f, angle);",
+        "",
+        ROTATED_FAR,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: second halves of heads are the tiles beside the first",
+        _ROTATED,
+        "column_of_half<FEATURES>(own) + column / PAIRS * (FEATURES / 2)",
+        "own + column / PAIRS * PAIRS * TILE_N",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: both halves of a head have the first one's bias",
+        _ROTATED,
+        "place + HALF, col + HALF)",
+        "place + HALF, col)",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: heads store past the end of a row",
+        _ROTATED,
+        "if (row >= rows || own >= work.n / 2) {",
+        "if (row >= rows) {",
+        ROTATED,
+        Detector.UNWRITTEN,
     ),
     Mutant(
         "cuda: the reduce sees tiles of one width only",

@@ -1,6 +1,7 @@
 """Bugs planted in the CUDA kernels are noticed, on the CPU."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +11,20 @@ import planted_cuda_mma_staged as planted_mma_staged
 import planted_cuda_rows
 import planted_cuda_staged as planted_ring
 import pytest
-from cuda_cases import GATED_WAYS, STAGED_WAYS, WAYS, WGMMA_WAYS, Case
+from cuda_cases import (
+    GATED_WAYS,
+    ROTATION,
+    STAGED_WAYS,
+    WAYS,
+    WGMMA_WAYS,
+    Case,
+)
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
 
 from mlx_marlin import emulator
+from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.source import OPERANDS
 
 pytestmark = [
@@ -46,9 +55,21 @@ MOVED = {
     planted_cuda.ODD_SCALES: ("scales",),
 }
 CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
+ROTATED = Epilogue(
+    bias=True, rotation=replace(ROTATION, each=True), parts=(128, 64, 128)
+)
 CHECKS: dict[str, Callable[[Case], None]] = {
     planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
     planted_cuda.GATED: cuda_on_cpu.check_gated,
+    planted_cuda.ROTATED: partial(
+        cuda_on_cpu.check_rotated, epilogue=ROTATED, n=sum(ROTATED.parts)
+    ),
+    planted_cuda.ROTATED_FAR: partial(
+        cuda_on_cpu.check_rotated,
+        epilogue=ROTATED,
+        n=sum(ROTATED.parts),
+        first=1_000_000,
+    ),
     planted_cuda.BATCH: cuda_on_cpu.check_batch,
     planted_cuda_rows.NORMED: cuda_on_cpu.check_normed,
     planted_cuda_rows.ODD_X: partial(cuda_on_cpu.check_normed, names="x"),
@@ -95,6 +116,10 @@ CASES |= {
     planted_mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
 }
 ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
+CASES |= dict.fromkeys(
+    (planted_cuda.ROTATED, planted_cuda.ROTATED_FAR),
+    ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
+)
 CASES |= dict.fromkeys(
     (planted_cuda_rows.NORMED, planted_cuda_rows.ODD_X, planted_cuda_rows.ODD_NORM),
     ("affine", 4, 64, "marlin", "float16", 2, ROWS_WAY),
