@@ -14,8 +14,8 @@ class Rotation:
     """Heads that are rotated by their place, as rotary embeddings do.
 
     Features i and i + features / 2 of a head are a point, which is turned by its row's
-    place divided by `periods[i]`: `mx.fast.rope(..., traditional=False)`. Rows are
-    streams' next tokens.
+    place divided by `periods[i]`, an array beside: the places that make a radian, what
+    `mx.fast.rope(..., traditional=False)` calls `freqs`. Rows are streams' next tokens.
 
     Attributes:
         features: Columns of a head.

@@ -73,18 +73,14 @@ def rotated(
     """
     features, each = rotation.features, rotation.each
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
-    turned, others = mx.split(heads, [rotation.columns // features], axis=1)
-    if turned.size:
-        turned = mx.fast.rope(
-            turned,
-            features,
-            traditional=False,
-            base=None,
-            scale=1.0,
-            offset=places if each else places[:1],
-            freqs=periods,
-        )
-    heads = mx.concatenate([turned, others], axis=1)
+    points, others = mx.split(heads, [rotation.columns // features], axis=1)
+    x, y = mx.split(points.astype(mx.float32), 2, axis=-1)
+    # Not MLX's rope: on a GPU it has no derivative for periods, and raises.
+    own = places if each else places[:1]
+    angles = own.astype(mx.float32)[:, None, None, None] * (1 / periods)
+    sine, cosine = mx.sin(angles), mx.cos(angles)
+    turned = mx.concatenate([x * cosine - y * sine, x * sine + y * cosine], axis=-1)
+    heads = mx.concatenate([turned.astype(heads.dtype), others], axis=1)
     if not parts:
         return heads
     ends = [end // features for end in accumulate(parts)]
@@ -112,6 +108,27 @@ def of_normalized(product: Product, epsilon: float) -> Product:
 def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
     """Returns the columns of each part of a product [..., n] of MLX's."""
     return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
+
+
+def check_rotation(
+    rows: int, rotation: Rotation, places: mx.array, periods: mx.array
+) -> None:
+    """Checks the arrays of a rotation.
+
+    Raises:
+        ValueError: If one is not what the rotation of so many rows takes.
+    """
+    fits = places.shape == (rows,) if rotation.each else places.ndim == 1
+    if places.dtype != mx.int32 or not places.size or not fits:
+        expected = f"[{rows}]" if rotation.each else "[1 or more]"
+        raise ValueError(
+            f"places are {places.dtype} {places.shape}, expected int32 {expected}"
+        )
+    if periods.dtype != mx.float32 or periods.shape != (rotation.features // 2,):
+        raise ValueError(
+            f"periods are {periods.dtype} {periods.shape}, expected float32 "
+            f"[{rotation.features // 2}]"
+        )
 
 
 def with_all_operands(product: Product, epilogue: Epilogue) -> Product:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.epilogue import Epilogue, Rotation
+from mlx_marlin.finishing import check_rotation
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.native_layer import (
     NATIVE,
@@ -310,32 +311,36 @@ class MarlinLinear(nn.QuantizedLinear):
         """Returns heads of normalized rows, rotated, for a layer with those of several.
 
         Our kernels for CUDA rotate before they round, for a packed weight, up to 128
-        rows and heads of a multiple of 64 features.
+        rows and heads of a multiple of 64 features. Of more rows the product is MLX's,
+        of the decoded weight, and what follows too.
 
         Args:
             x: Activations [..., k], each row a stream's next token.
             norm: What comes before the layer.
             rotation: What follows.
             parts: Rows of each part; none for one result.
-            places: Of each row, int32 [m]; or any, of which the first is all rows'.
+            places: Of each row, int32 [m]; or any number, the first of which is that
+                of all rows.
             periods: As in `Rotation`, float32 [features / 2].
 
         Returns:
-            Of each part, [m, heads, 1, features]; None where no kernel of ours does it.
+            Of each part, [m, heads, 1, features]; None where our kernels rotate no such
+            product, or would be slower than a rope.
+
+        Raises:
+            ValueError: If places or periods are not what the rotation takes.
         """
+        check_rotation(x.size // x.shape[-1], rotation, places, periods)
         bias: mx.array | None = self.get("bias")
-        biased = bias is not None
-        if self.layout != "marlin" or self.invariant:
+        fits = bias is None or self._keeps_dtype(x, bias)
+        if self.layout != "marlin" or self.invariant or not fits:
             return None
-        if bias is not None and not self._keeps_dtype(x, bias):
-            return None
-        epilogue = Epilogue(bias=biased, parts=parts, rotation=rotation)
-        given = [*([] if bias is None else [bias]), places, periods]
-        packed = self._packed_arguments()
-        y = None
+        epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
+        given = [places, periods] if bias is None else [bias, places, periods]
+        packed, y = self._packed_arguments(), None
         if self._takes(norm, x):
-            last = norm["weight"]
-            y = packed_finished(x, *packed, epilogue, [*given, last], norm.eps)
+            all_given = [*given, norm["weight"]]
+            y = packed_finished(x, *packed, epilogue, all_given, norm.eps)
         if y is None:
             y = packed_finished(norm(x), *packed, epilogue, given)
         return y

@@ -206,8 +206,8 @@ def packed_finished(
         epsilon: As for `mx.fast.rms_norm`; None if rows are multiplied as they are.
 
     Returns:
-        The result, in parts if the epilogue has them; None where no kernel of ours does
-        all of it.
+        The result, in parts if the epilogue has them; None where stock MLX would serve
+        the call.
     """
     format = n, k, group_size, bits, mode
     on_cpu = mx.default_device() == CPU

@@ -64,14 +64,18 @@ FUSED = Declared(
     "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
     "    bias, multiplier, residual, parts};\n",
 )
-GATED = Declared("_gated", declaration="const marlin::Gated<ACTIVATION> epilogue{};\n")
+GATED = Declared(
+    "_gated",
+    declaration="const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n",
+)
 ROTATION = ("places", "periods")
 ROTATED = Declared(
     "_rotated",
     ("bias", *ROTATION),
     FINISH[-1:],
-    "const marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH> epilogue{\n"
-    "    {bias, nullptr, nullptr, parts}, places, periods};\n",
+    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH>;\n"
+    "const marlin::Paired<Heads> epilogue{\n"
+    "    {{bias, nullptr, nullptr, parts}, places, periods}};\n",
 )
 AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(

@@ -234,4 +234,6 @@ def test_the_text_declares_the_gate_and_reads_no_array_more() -> None:
 
     assert text.name == "marlin_mma_gated"
     assert text.input_names == ("x", "w", "scales", "numbers")
-    assert "const marlin::Gated<ACTIVATION> epilogue{};\n" in text.source
+    assert (
+        "const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n" in text.source
+    )

@@ -29,12 +29,14 @@ from mlx_lm.models import rope_utils
 from oracles import exact
 
 from mlx_marlin import emulator, launch, scheduler, source
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.integrations.block_rotation import periods_of
 from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.problem import Problem, problem_of
 
 H200 = cuda_cases.h200()
+A100 = CudaDevice.named("NVIDIA A100")
 EACH = replace(ROTATION, each=True)
 PARTS = (128, 64, 64)
 HEADS = (
@@ -125,8 +127,9 @@ def test_a_layer_rotates_its_heads(
 
     y = layer.rotated(x, norm, rotation, parts, places, periods)
 
-    assert [part.shape[1] for part in y] == [2, 1, 1] if parts else True
-    y = mx.concatenate([*y], axis=1) if parts else y
+    results = [*y] if parts else [y]
+    assert [part.shape[1] for part in results] == ([2, 1, 1] if parts else [4])
+    y = mx.concatenate(results, axis=1)
     native = layer_of(layout="mlx", bias=bias).native()
     normed = normalized(x.reshape(streams, -1), norm.weight, norm.eps)
     total = oracles.product(mx.array(normed), *native, group_size=64)
@@ -183,12 +186,47 @@ def test_where_kernels_have_no_rotation_there_is_none(how: str) -> None:
     assert_none(layer, rotation)
 
 
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_nor_of_a_vector() -> None:
+    x, arrays = rows_of(1)[0, 0], arrays_of(1, ROTATION)
+    assert layer_of().rotated(x, norm_module(), ROTATION, (), *arrays) is None
+
+
 @pytest.mark.parametrize("name", ["emulator", "stock"])
 def test_nor_elsewhere(backend: Callable[[str | None], None], name: str) -> None:
     if name == "emulator" and emulator.unavailable() is not None:
         pytest.skip("the emulator does not run here")
     backend(name)
     assert_none(layer_of(), ROTATION)
+
+
+@pytest.mark.parametrize(
+    ("places", "periods", "words"),
+    [
+        (mx.zeros(1, mx.int32), mx.ones(32), r"int32 \(1,\), expected int32 \[2\]"),
+        (mx.zeros(2, mx.int64), mx.ones(32), "places are mlx.core.int64"),
+        (mx.zeros((), mx.int32), mx.ones(32), "expected int32"),
+        (mx.zeros(2, mx.int32), mx.ones(64), r"\(64,\), expected float32 \[32\]"),
+        (
+            mx.zeros(2, mx.int32),
+            mx.ones(32, mx.float16),
+            "periods are mlx.core.float16",
+        ),
+    ],
+)
+def test_arrays_that_are_no_rotations_are_refused(
+    places: mx.array, periods: mx.array, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        layer_of().rotated(rows_of(2), norm_module(), EACH, (), places, periods)
+
+
+def test_one_place_for_all_rows_is_no_number() -> None:
+    x, norm = rows_of(2), norm_module()
+    for wrong in (mx.zeros((), mx.int32), mx.zeros(0, mx.int32)):
+        with pytest.raises(ValueError, match=r"expected int32 \[1 or more\]"):
+            layer_of().rotated(x, norm, ROTATION, (), wrong, mx.ones(32))
 
 
 def assert_none(layer: MarlinLinear, rotation: Rotation) -> None:
@@ -259,6 +297,23 @@ def test_other_ropes_have_none(rope: nn.Module) -> None:
     assert periods_of(rope, 64) is None
 
 
+def test_nor_has_one_whose_periods_are_rounded() -> None:
+    rope = rope_utils.Llama3RoPE(64, scaling_config=LLAMA3)
+    rope._freqs = rope._freqs.astype(mx.float16)
+    assert periods_of(rope, 64) is None
+
+
+def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
+    sizes = 5120, 1024, 1024
+    epilogue = Epilogue(rotation=Rotation(128, 6144, each=True), parts=sizes)
+    rows = problem_of(48, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
+    few = problem_of(4, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
+
+    assert "slower than a rope is" in str(scheduler.stock_reason(rows, A100))
+    assert scheduler.stock_reason(rows, H200) is None
+    assert scheduler.stock_reason(few, A100) is None
+
+
 @given(
     m=st.integers(1, 130),
     heads=st.integers(1, 40),
@@ -271,10 +326,10 @@ def test_plans_have_both_halves_of_a_head_in_a_block(
     epilogue = Epilogue(rotation=Rotation(features, features))
     asked = problem_of(m, heads * features, k, layout="marlin", epilogue=epilogue)
 
-    plan = scheduler.choose(asked, H200)
+    plan = scheduler.choose(asked, H200)  # which checks itself
 
-    assert plan.simdgroups_n % 2 == 0
-    assert plan.reduction == "none"
+    assert plan.problem == asked
+    assert plan.work.tiles * plan.simdgroups_n >= heads * features // 32
 
 
 @pytest.mark.parametrize(

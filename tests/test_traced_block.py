@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -267,6 +269,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert kinds == ({(True, 0), (False, 3)} | one_row if join else set())
 
 
+WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -294,7 +297,7 @@ def test_a_product_rotates_heads_of_64_features(
     options: dict[str, Any],
     rotates: bool,
 ) -> None:
-    given = {"head_dim": 64, "hidden_size": 256, **options}
+    given = {**WIDE_HEADS, **options}
     packed = {"layout": "marlin", "join": True}
     own = mlx_marlin.optimize(tiny(family, mx.float16, **given), **packed, trace=False)
     expected = decoded(own, make)
@@ -306,6 +309,80 @@ def test_a_product_rotates_heads_of_64_features(
     found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
     each = make is with_left_padding
     assert found == ({Rotation(64, 384, each=each)} if rotates else set())
+
+
+def two_streams(model: nn.Module) -> Caches:
+    return [TwoStreams([0, 2]) for _ in model.layers]
+
+
+class TwoStreams(caches.BatchKVCache):
+    """A batch whose places MLX keeps where the host writes."""
+
+    batch = 2
+
+
+class LongOffsets(caches.BatchKVCache):
+    """A batch whose places are no int32."""
+
+    batch = 3
+
+    def __init__(self, left_padding: list[int]) -> None:
+        super().__init__(left_padding)
+        self.offset = self.offset.astype(mx.int64)
+
+
+def long_offsets(model: nn.Module) -> Caches:
+    return [LongOffsets([0, 2, 1]) for _ in model.layers]
+
+
+@pytest.mark.parametrize("make", [two_streams, long_offsets])
+def test_other_places_are_for_mlxs_rope(
+    cuda: list[Plan], make: Callable[[nn.Module], Caches]
+) -> None:
+    packed = {"layout": "marlin", "join": True}
+    own = tiny("llama", mx.float16, **WIDE_HEADS)
+    expected = decoded(mlx_marlin.optimize(own, **packed, trace=False), make)
+
+    outputs = decoded(traced(tiny("llama", mx.float16, **WIDE_HEADS), **packed), make)
+
+    assert_close(outputs, expected, 2e-3)
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+
+def test_a_cache_of_other_streams_is_refused_by_mlx(cuda: list[Plan]) -> None:
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    with pytest.raises(ValueError, match="offset"):
+        model(mx.zeros((4, 1), mx.int32), cache=with_left_padding(model))
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+
+def test_gradients_go_through_rotated_heads(
+    cuda: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU MLX's rope has derivatives of x alone, and raises for its `freqs`."""
+    own = tiny("llama", mx.float16, **WIDE_HEADS)
+    mlx_marlin.optimize(own, layout="marlin", join=True, trace=False)
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    x = mx.random.normal((1, 1, 256)).astype(mx.float16)
+
+    def gradient(block: nn.Module) -> mx.array:
+        def total(x: mx.array) -> mx.array:
+            y: mx.array = block(x, None, caches.KVCache())
+            return (y * y).sum()
+
+        found: mx.array = mx.grad(total)(x)
+        return found
+
+    def rope(*arguments: Any, freqs: Any = None, **options: Any) -> mx.array:
+        assert freqs is None
+        return own_rope(*arguments, **options)
+
+    expected, own_rope = gradient(own.layers[0]), mx.fast.rope
+    monkeypatch.setattr(mx.fast, "rope", rope)
+    found = gradient(model.layers[0])
+
+    assert any(plan.problem.epilogue.rotation for plan in cuda)
+    assert_close([found], [expected], 5e-3)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -726,6 +803,7 @@ def test_an_attention_that_we_do_not_know_runs_as_it_is() -> None:
     assert model.layers[0]._contents.kind is None
 
 
+@pytest.mark.usefixtures("cuda")
 def test_offsets_are_arrays_once_a_token() -> None:
     offset, places = traced_block._arrays_of(70)
 
@@ -736,3 +814,27 @@ def test_offsets_are_arrays_once_a_token() -> None:
     assert offset.dtype == places.dtype == mx.int32
     assert places.nbytes > HOST_BYTES
     assert traced_block._arrays_of(71)[0].item() == 71
+
+
+@pytest.mark.usefixtures("cuda")
+def test_threads_decode_side_by_side() -> None:
+    """What a thread computes belongs to its stream, and may be evaluated later."""
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    tokens = mx.array([[5]])
+    mx.eval(model.parameters())
+    turns, results = threading.Barrier(2), []
+
+    def decode() -> None:
+        cache = one_stream(model)
+        for _ in range(3):
+            turns.wait(20)
+            y = model(tokens, cache=cache)
+            turns.wait(20)
+            mx.eval(y)
+        results.append(y)
+
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(decode) for _ in range(2)]:
+            each.result()
+
+    assert mx.array_equal(*results)

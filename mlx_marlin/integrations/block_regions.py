@@ -118,12 +118,8 @@ def _before(
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
     if norms == (None, None) and kind.qkv:
-        joined, features, each = (
-            modules["joined"],
-            kind.qkv[0] // heads,
-            offset.size > 1,
-        )
-        rotated = rotated_heads(joined, norm, rope, kind.qkv, features, x, places, each)
+        features, each = kind.qkv[0] // heads, offset.size > 1
+        rotated = rotated_heads(modules, kind.qkv, features, x, places, each)
         if rotated is not None:
             return rotated
     if kind.qkv and _is_one(x, modules["joined"]):

@@ -12,7 +12,6 @@ import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_marlin.epilogue import Rotation
-from mlx_marlin.nn import MarlinLinear
 
 HOST_BYTES = 8
 """MLX keeps arrays of up to so many bytes where the host writes too (0.32.4): that each
@@ -22,9 +21,7 @@ Heads = tuple[mx.array, mx.array, mx.array]
 
 
 def rotated_heads(
-    layer: MarlinLinear,
-    norm: nn.RMSNorm,
-    rope: Any,
+    modules: dict[str, Any],
     sizes: tuple[int, ...],
     features: int,
     x: mx.array,
@@ -34,20 +31,19 @@ def rotated_heads(
     """Returns q, k and v of streams' next tokens, or None where kernels do it not all.
 
     Args:
-        layer: Their product.
-        norm: What comes before it.
-        rope: What rotates q and k.
+        modules: The product of all three as "joined", the "norm" before and the "rope".
         sizes: Features of q, k and v.
         features: Those of a head.
         x: What goes into the norm, [streams, 1, k].
-        places: Those of the tokens, [streams]; or any, of which the first counts.
-        each: Which of both.
+        places: Those of the tokens.
+        each: Whether each stream has its own place; else the first is all streams'.
     """
-    periods = periods_of(rope, features)
+    layer, norm = modules["joined"], modules["norm"]
+    periods = periods_of(modules["rope"], features)
     if periods is None or x.shape[1] != 1 or places.dtype != mx.int32:
         return None
-    if places.nbytes <= HOST_BYTES:
-        return None
+    if places.nbytes <= HOST_BYTES or (each and places.shape != x.shape[:1]):
+        return None  # or MLX's rope says what is wrong
     rotation = Rotation(features, sum(sizes[:2]), each=each)
     if x.shape[0] > 1:
         heads: Heads | None = layer.rotated(x, norm, rotation, sizes, places, periods)
@@ -65,7 +61,7 @@ def on_device(offset: mx.array) -> mx.array:
 
 
 def periods_of(rope: Any, features: int) -> mx.array | None:
-    """Returns tokens per radian of each pair of a head's features, float32.
+    """Returns the places that make a radian of each pair of a head's features, float32.
 
     Of ropes that turn whole heads by halves and do nothing else; None of others.
     """

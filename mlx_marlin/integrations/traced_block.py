@@ -6,6 +6,7 @@ layers of the same kind share them, and a weight that changes is seen.
 """
 
 import sys
+import threading
 from functools import cache
 from operator import getitem
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import backends
 from mlx_marlin.integrations.block_attention import attend
 from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
 from mlx_marlin.integrations.block_regions import Shape
@@ -100,17 +102,23 @@ def untrace_blocks(model: nn.Module) -> None:
             block.__class__ = type(block).__bases__[1]
 
 
-_last_offset: tuple[int, tuple[mx.array, mx.array]] | None = None
+class _Last(threading.local):
+    """The arrays of the last offset: what is computed belongs to a thread's stream."""
+
+    offset: int | None = None
+    arrays: tuple[mx.array, mx.array]
+
+
+_last = _Last()
 
 
 def _arrays_of(offset: int) -> tuple[mx.array, mx.array]:
     """Returns an offset's array and that of places: one each for a token's layers."""
-    global _last_offset
-    last = _last_offset
-    if last is None or last[0] != offset:
+    if _last.offset != offset:
         array = mx.array(offset)
-        last = _last_offset = offset, (array, on_device(array))
-    return last[1]
+        places = on_device(array) if backends.backend() == "cuda" else array
+        _last.offset, _last.arrays = offset, (array, places)
+    return _last.arrays
 
 
 def _few(shape: Shape) -> bool:

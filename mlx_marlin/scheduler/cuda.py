@@ -1,5 +1,6 @@
 """Plans for CUDA devices: the best of all CUDA's kernels, and when stock MLX serves."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -15,7 +16,12 @@ from mlx_marlin.scheduler import cuda_ways
 from mlx_marlin.scheduler.candidates import INVARIANT_ROWS, Wishes
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction
-from mlx_marlin.scheduler.cuda_cost import OWN_NORM_SECONDS, Way, prediction
+from mlx_marlin.scheduler.cuda_cost import (
+    OWN_NORM_SECONDS,
+    OWN_ROPE_SECONDS,
+    Way,
+    prediction,
+)
 from mlx_marlin.work import STRATEGIES, Tile, data_parallel
 
 MOST_ROWS = 128
@@ -85,8 +91,13 @@ def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
 
 def handover(problem: Problem, device: CudaDevice) -> str | None:
     """Says why stock MLX should serve a product for speed; None if ours should."""
+    for apart, seconds, reason in _apart(problem):
+        both = (predict(make(each, device, {}), device) for each in (problem, apart))
+        inside, own = (each.seconds for each in both)
+        if inside > own + seconds:
+            return f"on {device.variant} {reason}"
     if problem.norm is not None:
-        return _why_apart(problem, device)
+        return None
     most = most_rows(problem)
     if problem.invariant or problem.m <= most or dense(problem) is not None:
         return None
@@ -96,18 +107,20 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
     )
 
 
-def _why_apart(problem: Problem, device: CudaDevice) -> str | None:
-    """Says why rows should be normalized before a product, and not by it."""
-    own = replace(problem, norm=None)
-    inside, apart = (
-        predict(make(each, device, {}), device).seconds for each in (problem, own)
-    )
-    if inside <= apart + OWN_NORM_SECONDS:
-        return None
-    return (
-        f"every block of this product on {device.variant} would normalize the rows "
-        f"again, and wait for it"
-    )
+def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
+    """Yields a product without what MLX can do before or after, as a kernel of its own.
+
+    With it come the seconds that this takes, and what to say if that is faster.
+    """
+    if problem.norm is not None:
+        reason = "every block of this product would normalize the rows again"
+        yield replace(problem, norm=None), OWN_NORM_SECONDS, reason
+    epilogue = problem.epilogue
+    if epilogue.rotation is not None:
+        ropes = 2 if epilogue.parts else 1  # of q and k
+        reason = "tiles that rotate heads would make this product slower than a rope is"
+        without = replace(epilogue, rotation=None)
+        yield replace(problem, epilogue=without), ropes * OWN_ROPE_SECONDS, reason
 
 
 def most_rows(problem: Problem) -> int:

@@ -10,6 +10,7 @@ namespace marlin {
 #include "../lib/words.metal"
 #include "../lib/epilogue.metal"
 #include "apart.cuh"
+#include "pairs.cuh"
 #include "gated.cuh"
 #include "rotated.cuh"
 #include "instructions.cuh"

@@ -1,30 +1,5 @@
-// Heads of a product that are rotated by their rows' places as they are stored, as MLX's rope does
-// it: features i and i + FEATURES / 2 of a head are a point, turned by place / periods[i]. A tile
-// has as many columns of the first halves of heads as of the second ones, so that both lie in the
-// block's scratch.
-
-// The first ROTATED columns are rotated; EACH row has a place of its own, or all have one.
-template <typename T, bool BIAS, int PARTS, int FEATURES, int ROTATED, bool EACH>
-struct Rotated {
-  Epilogue<T, BIAS, 0, false, false, PARTS> before;
-  const int* places;     // [m], or the first is that of all
-  const float* periods;  // [FEATURES / 2]
-};
-
-// Where the i-th column of all first halves stands.
-template <int FEATURES>
-METAL_FUNC int column_of_half(int i) {
-  return i / (FEATURES / 2) * FEATURES + i % (FEATURES / 2);
-}
-
-template <int WIDTH, typename T, bool BIAS, int PARTS, int FEATURES, int ROTATED, bool EACH>
-METAL_FUNC int column_of_warp(
-    Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH>, int col, int column, Work work) {
-  constexpr int PAIRS = WIDTH / 2;
-  const int own = col / 2 + TILE_N * (column % PAIRS);
-  return own < work.n / 2 ? column_of_half<FEATURES>(own) + column / PAIRS * (FEATURES / 2)
-                          : work.n;
-}
+// Heads that are rotated by their rows' places as they are stored, as MLX's rope does it: features
+// i and i + FEATURES / 2 of a head are a point, turned by place / periods[i].
 
 struct Point {
   float x;
@@ -44,55 +19,32 @@ METAL_FUNC Point turned(Point point, float angle) {
   return {point.x * cosine - point.y * sine, point.x * sine + point.y * cosine};
 }
 
-// As ../lib/epilogue.metal has it for results of their own.
-template <
-    int TILE_M,
-    int SIMDGROUPS_K,
-    int WIDE,
-    int SIMDGROUPS,
-    typename O,
-    typename T,
-    bool BIAS,
-    int PARTS,
-    int FEATURES,
-    int ROTATED,
-    bool EACH,
-    typename R>
-METAL_FUNC void store_tile(
-    O out,
-    Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH> epilogue,
-    R order,
-    const float* scratch,
-    Work work,
-    Split split,
-    int slices,
-    int warp,
-    int lane_index) {
-  static_assert(WIDE % 2 == 0, "a tile has as many columns of both halves of heads");
-  constexpr int PAIRS = WIDE / 2;
-  constexpr int HALF = FEATURES / 2;
-  constexpr int ROWS = TILE_M * SCRATCH_ROW;  // of a slice
-  const int rows = min(TILE_M, work.m - split.row);
-  for (int line = warp; line < PAIRS * TILE_M; line += SIMDGROUPS) {
-    const int column = line / TILE_M;
-    const int row = line % TILE_M;
-    const int own = split.col / 2 + column * TILE_N + lane_index;
-    if (row >= rows || own >= work.n / 2) {
-      continue;
-    }
-    const int col = column_of_half<FEATURES>(own);
-    const uint to = output_row(order, split.row + row);
-    const uint place = output_place(epilogue.before, to, col, work);
-    const float* first = scratch + column * slices * ROWS + row * SCRATCH_ROW + lane_index;
-    const float* second = first + PAIRS * slices * ROWS;
-    Point point = {
-        finished(sum_of_slices(first, slices, ROWS), epilogue.before, place, col),
-        finished(sum_of_slices(second, slices, ROWS), epilogue.before, place + HALF, col + HALF)};
+// The first ROTATED columns are rotated; EACH row has a place of its own, or all have one.
+template <typename T, bool BIAS, int PARTS, int FEATURES, int ROTATED, bool EACH>
+struct Rotated {
+  static constexpr int HALF = FEATURES / 2;
+  Epilogue<T, BIAS, 0, false, false, PARTS> before;
+  const int* places;     // [m], or the first is that of all
+  const float* periods;  // [HALF]
+
+  static METAL_FUNC int first_of_pair(int pair, int) {
+    return pair / HALF * FEATURES + pair % HALF;
+  }
+
+  static METAL_FUNC int distance_of_pair(int) {
+    return HALF;
+  }
+
+  template <typename O>
+  METAL_FUNC void store_pair(O out, uint row, int pair, float x, float y, Work work) const {
+    const int col = first_of_pair(pair, work.n);
+    const uint place = output_place(before, row, col, work);
+    Point point = {finished(x, before, place, col), finished(y, before, place + HALF, col + HALF)};
     if (col < ROTATED) {
-      const float frequency = 1.0f / epilogue.periods[col % FEATURES];
-      point = turned(point, epilogue.places[EACH ? to : 0] * frequency);
+      const float frequency = 1.0f / periods[pair % HALF];
+      point = turned(point, places[EACH ? row : 0] * frequency);
     }
     store(out, 0, 0, place, point.x);
     store(out, 0, 0, place + HALF, point.y);
   }
-}
+};

@@ -29,7 +29,7 @@ ODD_SCALES = "packed, odd offset of scales"
 
 _LANE, _MMA, _WEIGHTS = "cuda/lane.cuh", "cuda/mma.cuh", "cuda/weights.cuh"
 _TILE, _GATED = "cuda/weight_tile.cuh", "cuda/gated.cuh"
-_ROTATED = "cuda/rotated.cuh"
+_ROTATED, _PAIRS = "cuda/rotated.cuh", "cuda/pairs.cuh"
 _APART = "cuda/apart.cuh"
 _DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
@@ -248,23 +248,23 @@ MUTANTS = (
     Mutant(
         "cuda: up is what gates",
         _GATED,
-        "(sum_of_slices(gate, slices, ROWS)) * sum_of_slices(up,",
-        "(sum_of_slices(up, slices, ROWS)) * sum_of_slices(gate,",
+        "activate<ACTIVATION>(gate) * up",
+        "activate<ACTIVATION>(up) * gate",
         GATED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: up's tiles are those beside gate's",
-        _GATED,
-        "own + column / PAIRS * half : work.n",
-        "own + column / PAIRS * PAIRS * TILE_N : work.n",
+        _PAIRS,
+        "column / PAIRS * HOW::distance_of_pair(work.n)",
+        "column / PAIRS * PAIRS * TILE_N",
         GATED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: gate and up store past the end of a row",
-        _GATED,
-        "if (row >= rows || col >= half) {",
+        _PAIRS,
+        "if (row >= rows || pair >= work.n / 2) {",
         "if (row >= rows) {",
         GATED,
         Detector.UNWRITTEN,
@@ -272,14 +272,14 @@ MUTANTS = (
     Mutant(
         "cuda: a row of gate and up is as long as both",
         _GATED,
-        "output_row(order, split.row + row) * half + col",
-        "output_row(order, split.row + row) * work.n + col",
+        "row * (work.n / 2) + pair",
+        "row * work.n + pair",
         GATED,
         Detector.OUTSIDE,
     ),
     Mutant(
         "cuda: of gate and up the first slice alone counts",
-        _GATED,
+        _PAIRS,
         "for (int slice = 1; slice < slices; ++slice) {",
         "for (int slice = 1; slice < 1; ++slice) {",
         GATED,
@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         "cuda: all rows have the first one's place",
         _ROTATED,
-        "places[EACH ? to : 0]",
+        "places[EACH ? row : 0]",
         "places[0]",
         ROTATED,
         Detector.WRONG_RESULT,
@@ -318,10 +318,10 @@ MUTANTS = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "cuda: second halves of heads are the tiles beside the first",
+        "cuda: heads are one, as wide as all",
         _ROTATED,
-        "column_of_half<FEATURES>(own) + column / PAIRS * (FEATURES / 2)",
-        "own + column / PAIRS * PAIRS * TILE_N",
+        "pair / HALF * FEATURES + pair % HALF",
+        "pair",
         ROTATED,
         Detector.WRONG_RESULT,
     ),
@@ -335,8 +335,8 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: heads store past the end of a row",
-        _ROTATED,
-        "if (row >= rows || own >= work.n / 2) {",
+        _PAIRS,
+        "if (row >= rows || pair >= work.n / 2) {",
         "if (row >= rows) {",
         ROTATED,
         Detector.UNWRITTEN,

@@ -1,0 +1,80 @@
+// Epilogues for which two columns of a product belong together. HOW has
+//
+//   first_of_pair(pair, n)   the first one's column; pairs in whole tiles lie side by side
+//   distance_of_pair(n)      from there to the second one
+//   store_pair(...)          what is stored of both sums
+//
+// A tile has as many first columns as second ones, so both sums lie in the block's scratch.
+
+template <typename HOW>
+struct Paired {
+  HOW how;
+};
+
+// First column of a warp's packed tile, of the tiles of WIDTH packed ones that begin at col; n or
+// more if it has none.
+template <int WIDTH, typename E>
+METAL_FUNC int column_of_warp(E, int col, int column, Work work) {
+  return col + TILE_N * column;
+}
+
+template <int WIDTH, typename HOW>
+METAL_FUNC int column_of_warp(Paired<HOW>, int col, int column, Work work) {
+  constexpr int PAIRS = WIDTH / 2;
+  const int pair = col / 2 + TILE_N * (column % PAIRS);
+  if (pair >= work.n / 2) {
+    return work.n;
+  }
+  return HOW::first_of_pair(pair, work.n) + column / PAIRS * HOW::distance_of_pair(work.n);
+}
+
+// The sum of a scratch element of all slices of k, in ascending order.
+METAL_FUNC float sum_of_slices(const float* partial, int slices, int distance) {
+  float total = partial[0];
+  for (int slice = 1; slice < slices; ++slice) {
+    total += partial[slice * distance];
+  }
+  return total;
+}
+
+// As ../lib/epilogue.metal has it for results of their own.
+template <
+    int TILE_M,
+    int SIMDGROUPS_K,
+    int WIDE,
+    int SIMDGROUPS,
+    typename O,
+    typename HOW,
+    typename R>
+METAL_FUNC void store_tile(
+    O out,
+    Paired<HOW> epilogue,
+    R order,
+    const float* scratch,
+    Work work,
+    Split split,
+    int slices,
+    int warp,
+    int lane_index) {
+  static_assert(WIDE % 2 == 0, "a tile has as many first columns as second ones");
+  constexpr int PAIRS = WIDE / 2;
+  constexpr int ROWS = TILE_M * SCRATCH_ROW;  // of a slice
+  const int rows = min(TILE_M, work.m - split.row);
+  for (int line = warp; line < PAIRS * TILE_M; line += SIMDGROUPS) {
+    const int column = line / TILE_M;
+    const int row = line % TILE_M;
+    const int pair = split.col / 2 + column * TILE_N + lane_index;
+    if (row >= rows || pair >= work.n / 2) {
+      continue;
+    }
+    const float* first = scratch + column * slices * ROWS + row * SCRATCH_ROW + lane_index;
+    const float* second = first + PAIRS * slices * ROWS;
+    epilogue.how.store_pair(
+        out,
+        output_row(order, split.row + row),
+        pair,
+        sum_of_slices(first, slices, ROWS),
+        sum_of_slices(second, slices, ROWS),
+        work);
+  }
+}
