@@ -12,6 +12,7 @@ from typing import Any
 import cuda_cases
 import epilogues
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import oracles
 import pytest
@@ -46,6 +47,7 @@ import mlx_marlin
 from mlx_marlin import device, launch, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.packing import pack
 
 pytestmark = [
@@ -268,9 +270,30 @@ def test_the_public_call_and_its_reasons() -> None:
     assert oracles.error(gradient, np.ones((12, N)) @ weight.decoded) < 1e-2
 
 
-@pytest.mark.parametrize("group_size", [64, 128])
-def test_invariant_rows(group_size: int) -> None:
-    case: Case = ("affine", 4, group_size, "marlin", "float16", 64, {})
+def test_gradients_of_rotated_heads() -> None:
+    """MLX's rope has none of its `freqs` on a GPU: it raises."""
+    mx.random.seed(3)
+    linear = nn.Linear(128, ROTATED_N, bias=False)
+    linear.set_dtype(mx.float16)
+    layer = MarlinLinear.from_linear(linear, 64, 4, layout="marlin")
+    norm, places = nn.RMSNorm(128), places_of(3, EACH)
+    norm.set_dtype(mx.float16)
+    x = mx.random.normal((3, 1, 128)).astype(mx.float16)
+
+    def inside(x: mx.array) -> mx.array:
+        total: mx.array = layer.rotated(x, norm, EACH, (), places, periods_of(EACH))
+        return (total * total).sum()
+
+    def apart(x: mx.array) -> mx.array:
+        y = layer(norm(x)).reshape(3, 4, 1, 64)
+        y = mx.concatenate([nn.RoPE(64)(y[:, :3], offset=places), y[:, 3:]], axis=1)
+        return (y * y).sum()
+
+    assert oracles.error(mx.grad(inside)(x), exact(mx.grad(apart)(x))) < 2e-3
+
+
+def test_invariant_rows() -> None:
+    case: Case = ("affine", 4, 128, "marlin", "float16", 64, {})
     weight, x = draw(case)
     packed = pack(*weight.native, **weight.options)
     whole = mlx_marlin.linear(x, packed, invariant=True)
