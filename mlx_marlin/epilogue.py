@@ -90,9 +90,9 @@ class Epilogue:
                 f"activation={self.activation!r}, multiply={self.multiply}, "
                 f"residual={self.residual}"
             )
-        features = rotation.features
-        heads = (rotation.columns, *self.parts)
-        if features < 2 or features % 2 or any(each % features for each in heads):
+        features, columns = rotation.features, rotation.columns
+        even = features >= 2 and features % 2 == 0 and columns >= 0
+        if not even or any(each % features for each in (columns, *self.parts)):
             raise ValueError(
                 f"rotation={rotation} needs heads of an even number of features, and "
                 f"columns and parts of whole heads, got parts={self.parts}"

@@ -74,12 +74,14 @@ def rotated(
     features, each = rotation.features, rotation.each
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
     points, others = mx.split(heads, [rotation.columns // features], axis=1)
-    x, y = mx.split(points.astype(mx.float32), 2, axis=-1)
+    first, second = mx.split(points.astype(mx.float32), 2, axis=-1)
     # Not MLX's rope: on a GPU it has no derivative for periods, and raises.
-    own = places if each else places[:1]
-    angles = own.astype(mx.float32)[:, None, None, None] * (1 / periods)
+    of_rows = (places if each else places[:1]).astype(mx.float32)
+    angles = of_rows[:, None, None, None] * (1 / periods)
     sine, cosine = mx.sin(angles), mx.cos(angles)
-    turned = mx.concatenate([x * cosine - y * sine, x * sine + y * cosine], axis=-1)
+    turned = mx.concatenate(
+        [first * cosine - second * sine, first * sine + second * cosine], axis=-1
+    )
     heads = mx.concatenate([turned.astype(heads.dtype), others], axis=1)
     if not parts:
         return heads

@@ -110,9 +110,9 @@ class FusedProducts(nn.Module):
     ) -> Any:
         """Returns heads of normalized rows, rotated, for a layer with those of several.
 
-        Our kernels for CUDA rotate before they round, for a packed weight, up to 128
-        rows and heads of a multiple of 64 features. Of more rows the product is MLX's,
-        of the decoded weight, and what follows too.
+        Our kernels for CUDA rotate before they round, for a packed weight and heads of
+        a multiple of 64 features. Of more than 128 rows the product is MLX's, of the
+        decoded weight, and so is what follows.
 
         Args:
             x: Activations [..., k], each row a stream's next token.
@@ -125,16 +125,16 @@ class FusedProducts(nn.Module):
 
         Returns:
             Of each part, [m, heads, 1, features]; None where our kernels rotate no such
-            product, or would be slower than a rope.
+            heads, or would take longer for it than a rope does.
 
         Raises:
-            ValueError: If places or periods are not what the rotation takes.
+            ValueError: If places or periods are not what the rotation takes, or the
+                weight is not whole heads.
         """
         check_rotation(x.size // x.shape[-1], rotation, places, periods)
-        bias: mx.array | None = self.get("bias")
-        fits = bias is None or self._keeps_dtype(x, bias)
-        if self.layout != "marlin" or self.invariant or not fits:
+        if not self._may_fuse(x):
             return None
+        bias: mx.array | None = self.get("bias")
         epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
         given = [places, periods] if bias is None else [bias, places, periods]
         packed, y = self._packed_arguments(), None
@@ -147,11 +147,18 @@ class FusedProducts(nn.Module):
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
         """Returns whether a norm is one that kernels could compute for this layer."""
-        if self.layout != "marlin" or self.invariant or type(norm) is not nn.RMSNorm:
+        if type(norm) is not nn.RMSNorm or not self._may_fuse(x):
             return False
-        bias, weight = self.get("bias"), norm["weight"]
-        fits = weight.shape == (self.input_dims,) and weight.dtype == x.dtype
-        return fits and (bias is None or self._keeps_dtype(x, bias))
+        weight = norm["weight"]
+        fits: bool = weight.shape == (self.input_dims,) and weight.dtype == x.dtype
+        return fits
+
+    def _may_fuse(self, x: mx.array) -> bool:
+        """Returns whether more than a product and a bias could be one kernel's."""
+        bias: mx.array | None = self.get("bias")
+        if self.layout != "marlin" or self.invariant:
+            return False
+        return bias is None or self._keeps_dtype(x, bias)
 
     def _halves(self, x: mx.array) -> Iterable[mx.array]:
         """Returns both halves of the product; of one row they lie in one array."""

@@ -24,7 +24,7 @@ class Kind:
     Attributes:
         x_shape: Shape of the activations.
         x_dtype: Their dtype.
-        shape: Shape of the result.
+        shape: Shape of the result; of heads that are rotated, before they are heads.
         dtype: Its dtype.
         n: Rows of the weight.
         k: Columns of the weight, or of x.

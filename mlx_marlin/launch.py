@@ -56,7 +56,8 @@ def product(plan: Plan) -> Product:
         and residual follow, in the problem's dtype; those that it leaves out are not
         read. A rotation's places and periods, and the norm's weight [k], stand behind
         them.
-        With parts, there is a tuple of results, [..., columns] each.
+        With parts, there is a tuple of results, [..., columns] each; with a rotation
+        each is [m, heads, 1, features].
     """
     _built.append(plan)
     multiply = _multiply(plan)

@@ -288,6 +288,10 @@ def periods_of(rotation: Rotation) -> mx.array:
     return mx.array((10000.0**powers).astype(np.float32))
 
 
+def drawn_bias(n: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal((n,), key=mx.random.key(4)).astype(dtype)
+
+
 def operands(m: int) -> tuple[mx.array, mx.array, mx.array]:
     """Returns a bias [N], a multiplier [m, N] and a residual [m, N]."""
     keys = mx.random.split(mx.random.key(5), 3)

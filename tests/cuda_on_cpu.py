@@ -28,6 +28,7 @@ from cuda_cases import (
     GATED,
     GATED_N,
     Case,
+    drawn_bias,
     norm_of,
     normalized,
     periods_of,
@@ -224,10 +225,6 @@ def check_rotated(
     expected = epilogues.rotated(total, rotation, places, periods)
     assert y.shape == expected.shape
     assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
-
-
-def drawn_bias(n: int, dtype: mx.Dtype) -> mx.array:
-    return mx.random.normal((n,), key=mx.random.key(4)).astype(dtype)
 
 
 def check_moved(case: Case, names: Collection[str]) -> None:

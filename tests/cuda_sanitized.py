@@ -145,12 +145,15 @@ def multiply_gated(case: Case) -> float:
 def multiply_rotated(case: Case) -> float:
     weight, x = cuda_cases.draw(case, n=ROTATED_N)
     rotation = replace(ROTATION, each=True)
+    bias = cuda_cases.drawn_bias(ROTATED_N, x.dtype)
     given = cuda_cases.places_of(len(x), rotation), cuda_cases.periods_of(rotation)
-    x, *arrays, places, periods = map(at_end, (x, *arguments(weight, case[3]), *given))
-    epilogue = Epilogue(rotation=rotation, parts=(128, 64, 64))
+    x, *arrays, bias, places, periods = map(
+        at_end, (x, *arguments(weight, case[3]), bias, *given)
+    )
+    epilogue = Epilogue(bias=True, rotation=rotation, parts=(128, 64, 64))
     plan = cuda_cases.plan_of(case, epilogue=epilogue, n=ROTATED_N)
-    y = launch.product(plan)(x, *arrays, x, x, x, places, periods)
-    total = exact(x) @ weight.decoded.T
+    y = launch.product(plan)(x, *arrays, bias, x, x, places, periods)
+    total = exact(x) @ weight.decoded.T + exact(bias)
     expected = epilogues.rotated(total, rotation, places, periods)
     return judged(mx.concatenate([*y], axis=1), expected, case)
 

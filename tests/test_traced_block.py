@@ -820,21 +820,21 @@ def test_offsets_are_arrays_once_a_token() -> None:
 def test_threads_decode_side_by_side() -> None:
     """What a thread computes belongs to its stream, and may be evaluated later."""
     model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
-    tokens = mx.array([[5]])
     mx.eval(model.parameters())
-    turns, results = threading.Barrier(2), []
 
-    def decode() -> None:
+    def decode(token: int, turns: threading.Barrier) -> mx.array:
         cache = one_stream(model)
         for _ in range(3):
             turns.wait(20)
-            y = model(tokens, cache=cache)
+            y: mx.array = model(mx.array([[token]]), cache=cache)
             turns.wait(20)
             mx.eval(y)
-        results.append(y)
+        return y
 
+    both = threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(decode) for _ in range(2)]:
-            each.result()
+        jobs = [pool.submit(decode, token, both) for token in (5, 6)]
+        results = [each.result() for each in jobs]
 
-    assert mx.array_equal(*results)
+    alone = [decode(token, threading.Barrier(1)) for token in (5, 6)]
+    assert_equal(results, alone)

@@ -15,7 +15,7 @@ from mlx_marlin.epilogue import Rotation
 
 HOST_BYTES = 8
 """MLX keeps arrays of up to so many bytes where the host writes too (0.32.4): that each
-block of a product read its place there took 6 to 11 us (measured, docs/cuda.md)."""
+block of a product read its place there took 2 to 10 us (measured, docs/cuda.md)."""
 Heads = tuple[mx.array, mx.array, mx.array]
 """q, k and v, each [streams, heads, 1, features]."""
 
@@ -28,7 +28,7 @@ def rotated_heads(
     places: mx.array,
     each: bool,
 ) -> Heads | None:
-    """Returns q, k and v of streams' next tokens, or None where kernels do it not all.
+    """Returns q, k and v of streams' next tokens; None where kernels do not all of it.
 
     Args:
         modules: The product of all three as "joined", the "norm" before and the "rope".
@@ -39,11 +39,15 @@ def rotated_heads(
         each: Whether each stream has its own place; else the first is all streams'.
     """
     layer, norm = modules["joined"], modules["norm"]
-    periods = periods_of(modules["rope"], features)
-    if periods is None or x.shape[1] != 1 or places.dtype != mx.int32:
+    if x.shape[1] != 1 or any(size % features for size in sizes):
         return None
-    if places.nbytes <= HOST_BYTES or (each and places.shape != x.shape[:1]):
-        return None  # or MLX's rope says what is wrong
+    if places.dtype != mx.int32 or places.nbytes <= HOST_BYTES:
+        return None
+    if each and places.shape != x.shape[:1]:
+        return None  # MLX's rope says what is wrong
+    periods = periods_of(modules["rope"], features)
+    if periods is None:
+        return None
     rotation = Rotation(features, sum(sizes[:2]), each=each)
     if x.shape[0] > 1:
         heads: Heads | None = layer.rotated(x, norm, rotation, sizes, places, periods)

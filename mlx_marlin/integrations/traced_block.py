@@ -105,7 +105,7 @@ def untrace_blocks(model: nn.Module) -> None:
 class _Last(threading.local):
     """The arrays of the last offset: what is computed belongs to a thread's stream."""
 
-    offset: int | None = None
+    asked: tuple[int, str] | None = None
     arrays: tuple[mx.array, mx.array]
 
 
@@ -114,10 +114,11 @@ _last = _Last()
 
 def _arrays_of(offset: int) -> tuple[mx.array, mx.array]:
     """Returns an offset's array and that of places: one each for a token's layers."""
-    if _last.offset != offset:
+    asked = offset, backends.backend()
+    if _last.asked != asked:
         array = mx.array(offset)
-        places = on_device(array) if backends.backend() == "cuda" else array
-        _last.offset, _last.arrays = offset, (array, places)
+        places = on_device(array) if asked[1] == "cuda" else array
+        _last.asked, _last.arrays = asked, (array, places)
     return _last.arrays
 
 

@@ -108,17 +108,18 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
 
 
 def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
-    """Yields a product without what MLX can do before or after, as a kernel of its own.
+    """Yields a product without its norm, and one without its rotation.
 
-    With it come the seconds that this takes, and what to say if that is faster.
+    With each come the seconds that MLX's own kernels for it take, and what to say if
+    both together are faster.
     """
     if problem.norm is not None:
         reason = "every block of this product would normalize the rows again"
         yield replace(problem, norm=None), OWN_NORM_SECONDS, reason
     epilogue = problem.epilogue
     if epilogue.rotation is not None:
-        ropes = 2 if epilogue.parts else 1  # of q and k
-        reason = "tiles that rotate heads would make this product slower than a rope is"
+        ropes = 2 if problem.m > 1 else 1  # of q and k, which one row has in one array
+        reason = "to rotate heads costs this product more time than a rope takes"
         without = replace(epilogue, rotation=None)
         yield replace(problem, epilogue=without), ropes * OWN_ROPE_SECONDS, reason
 

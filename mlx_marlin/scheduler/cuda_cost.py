@@ -55,8 +55,9 @@ that was taken out, docs/cuda.md: 1.5 to 2.7 us for one row, 3.3 for 8)."""
 OWN_NORM_SECONDS = 7e-6
 """For a norm of its own before a product: 3 us of the device and 4 of the host, which
 has as much to do (measured, docs/cuda.md)."""
-OWN_ROPE_SECONDS = 7e-6
-"""For a rope of its own after a product: likewise 3 and 4 (measured, docs/cuda.md)."""
+OWN_ROPE_SECONDS = 5e-6
+"""For a rope of its own after a product, with the changes of shape that it needs: so
+much, 3 to 5 us, was spared a layer with each (measured, docs/cuda.md)."""
 MEETING_SECONDS = 25e-12
 """Seconds for each element of a result whose tiles are split: so much of the 50 us that
 streams cost more than whole tiles at 64 rows of 5120→17408 (measured, docs/cuda.md)."""

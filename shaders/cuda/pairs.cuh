@@ -1,6 +1,6 @@
 // Epilogues for which two columns of a product belong together. HOW has
 //
-//   first_of_pair(pair, n)   the first one's column; pairs in whole tiles lie side by side
+//   first_of_pair(pair, n)   the first one's column; those of a packed tile lie side by side
 //   distance_of_pair(n)      from there to the second one
 //   store_pair(...)          what is stored of both sums
 //

@@ -23,6 +23,7 @@ METAL_FUNC Point turned(Point point, float angle) {
 template <typename T, bool BIAS, int PARTS, int FEATURES, int ROTATED, bool EACH>
 struct Rotated {
   static constexpr int HALF = FEATURES / 2;
+  static_assert(HALF % TILE_N == 0, "the first columns of a tile's pairs lie side by side");
   Epilogue<T, BIAS, 0, false, false, PARTS> before;
   const int* places;     // [m], or the first is that of all
   const float* periods;  // [HALF]
