@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import cuda_cases
@@ -41,7 +42,8 @@ H200 = cuda_cases.h200()
 A100 = CudaDevice.named("NVIDIA A100")
 EACH = replace(ROTATION, each=True)
 PARTS = (128, 64, 64)
-HEADS = (
+Heads = tuple[Rotation, int, tuple[int, ...]]
+HEADS: tuple[Heads, ...] = (
     (ROTATION, 256, PARTS),
     (EACH, 256, ()),
     (Rotation(128, 256, each=True), 384, (128, 128, 128)),
@@ -51,6 +53,8 @@ HEADS = (
     (Rotation(192, 384, each=True), 576, (192, 192, 192)),
 )
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
+EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False)]
+"""Twice, with each kernel in turn, and with a bias or without."""
 
 
 @needs_emulator
@@ -75,12 +79,9 @@ def test_integers_are_exact_at_the_first_place(
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("way", [1, 3, 4])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rotation", "n", "parts"), HEADS, ids=str)
-def test_heads_of_any_size(
-    rotation: Rotation, n: int, parts: tuple[int, ...], bias: bool, way: int
-) -> None:
+@pytest.mark.parametrize(("heads", "way", "bias"), EACH_HEADS, ids=str)
+def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
+    rotation, n, parts = heads
     case: Case = ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[way])
     cuda_on_cpu.check_rotated(
         case, Epilogue(bias=bias, rotation=rotation, parts=parts), n
@@ -118,11 +119,11 @@ def test_rows_may_be_normalized_before(bias: bool) -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("streams", [1, 3, 12])
 @pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("parts", [(), PARTS], ids=str)
 def test_a_layer_rotates_its_heads(
-    streams: int, each: bool, bias: bool, parts: tuple[int, ...]
+    streams: int, each: bool, parts: tuple[int, ...]
 ) -> None:
+    bias = each == (streams == 3)
     layer, norm, x = layer_of(bias=bias), norm_module(), rows_of(streams)
     rotation = replace(ROTATION, each=each)
     places, periods = arrays_of(streams, rotation)
