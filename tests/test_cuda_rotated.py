@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import rope_utils
 from oracles import exact
 
-from mlx_marlin import emulator, launch, measurement, scheduler, source
+from mlx_marlin import emulator, launch, measurement, mma, scheduler, source
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.integrations.block_rotation import periods_of
@@ -59,11 +59,13 @@ EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=Fal
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("call", "dtype"), [*zip(GATED_WAYS, cycle(mma.DTYPES), strict=False)], ids=str
+)
 def test_integers_are_exact_at_the_first_place(
-    m: int, way: dict[str, Any], dtype: str
+    call: tuple[int, dict[str, Any]], dtype: str
 ) -> None:
+    m, way = call
     weight, x, expected = cuda_cases.integers(dtype, m, way, ROTATED_N)
     case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
     epilogue = Epilogue(rotation=ROTATION, parts=PARTS)
@@ -93,15 +95,14 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
 @pytest.mark.parametrize(
     "format",
     [
-        ("affine", 3, 32, "marlin"),
-        ("nvfp4", 4, 16, "marlin"),
-        ("affine", 8, 64, "mlx"),
+        ("affine", 3, 32, "marlin", "bfloat16"),
+        ("nvfp4", 4, 16, "marlin", "float16"),
+        ("affine", 8, 64, "mlx", "bfloat16"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_formats(format: tuple[str, int, int, str], dtype: str) -> None:
-    case: Case = (*format, dtype, *GATED_WAYS[0])
+def test_formats(format: tuple[str, int, int, str, str]) -> None:
+    case: Case = (*format, *GATED_WAYS[0])
     cuda_on_cpu.check_rotated(case, Epilogue(rotation=ROTATION), ROTATED_N)
 
 
