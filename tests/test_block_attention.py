@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
 from numpy.typing import NDArray
 
-from mlx_marlin.integrations import block_attention
+from mlx_marlin.integrations import block_attention, block_cache
 from mlx_marlin.integrations.block_attention import attend
 
 FEATURES = 32
@@ -151,13 +151,13 @@ def test_a_cache_is_cleared_and_aligned_when_it_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths: list[int] = []
-    own = block_attention._clear
+    own = block_cache._clear
 
     def listed(cache: BatchKVCache) -> None:
         own(cache)
         lengths.append(cache.keys.shape[2])
 
-    monkeypatch.setattr(block_attention, "_clear", listed)
+    monkeypatch.setattr(block_cache, "_clear", listed)
     cache = filled(250, 2, PADDING)
     for token in range(12):
         if token == 10:
@@ -224,7 +224,7 @@ def test_layers_of_a_token_share_what_the_mask_adds(
 
 
 def test_arrays_that_are_gone_are_not_kept() -> None:
-    known = len(block_attention._cleared)
+    known = len(block_cache._cleared)
     cache = filled(8, 2, PADDING)
     attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, cache.make_mask(1), SCALE)
     keys = ref(cache.keys)
@@ -233,9 +233,9 @@ def test_arrays_that_are_gone_are_not_kept() -> None:
     cache.filter(mx.array([0, 2]))
     assert keys() is None
 
-    assert len(block_attention._cleared) == known + 1
+    assert len(block_cache._cleared) == known + 1
     del cache
-    assert len(block_attention._cleared) == known
+    assert len(block_cache._cleared) == known
 
 
 def test_a_mask_that_goes_late_takes_its_own_sums_only() -> None:

@@ -1,22 +1,19 @@
-"""Attention of a traced block, and the cache that it writes and reads.
+"""Attention of a traced block, to what its cache has.
 
-Both are mlx-lm's, but where MLX takes longer than it needs to: to read an index that
-mlx-lm writes as `[..., start:end, :]`, and on CUDA to attend under a mask. It has no
-kernel for that, and multiplies each head of q for itself; heads that share keys can be
-rows of one product.
+It is mlx-lm's, but where MLX takes longer than it needs to: on CUDA under a mask. MLX
+has no kernel for that, and multiplies each head of q for itself; heads that share keys
+can be rows of one product.
 """
 
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import mlx.core as mx
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache
 
 from mlx_marlin import backends
-
-ALIGNED = 8
-"""Places of a cache are a multiple: rows of 16-bit scores begin at whole 16 bytes."""
+from mlx_marlin.integrations.block_cache import append, updated, updated_alone
 
 
 def attend(
@@ -27,6 +24,7 @@ def attend(
     mask: Any,
     scale: float,
     transformed: bool = False,
+    alone: bool = False,
 ) -> mx.array:
     """Adds keys and values to a cache, and attends to all that it has.
 
@@ -41,15 +39,20 @@ def attend(
         transformed: Whether MLX may be differentiating: then attention is its own. (In
             0.32.4 the tangent of `addmm` lacks the factor. So it does here where only
             what the cache had before is differentiated, forwards.)
+        alone: Whether the tokens are one stream's, alone in its batch (`is_alone`).
 
     Returns:
         What the tokens found, [streams, heads, tokens, features].
     """
-    if not transformed and _is_grouped(queries, keys, cache, mask):
-        _append(cache, keys, values)
+    if alone:
+        keys, values = updated_alone(cache, keys, values)
+        mask = None
+    elif not transformed and _is_grouped(queries, keys, cache, mask):
+        append(cache, keys, values)
         summands = _summands(mask, queries, cache.keys)
         return _grouped(queries, cache.keys, cache.values, summands, scale)
-    keys, values = _updated(cache, keys, values)
+    else:
+        keys, values = updated(cache, keys, values)
     y: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask
     )
@@ -74,59 +77,6 @@ def _is_grouped(queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> boo
 def _shape_of_mask(queries: mx.array, cache: Any) -> tuple[int, ...]:
     streams, _, tokens, _ = queries.shape
     return streams, 1, tokens, cache._idx + tokens
-
-
-def _append(cache: Any, keys: mx.array, values: mx.array) -> None:
-    """Does what `update_and_fetch` does, and lets all places of a cache be read."""
-    if _write(cache, cache._idx, keys, values):
-        cache._idx += keys.shape[2]
-        cache.offset = cache.offset + keys.shape[2]
-    else:
-        cache.update_and_fetch(keys, values)
-    cleared = _cleared.get(cache)
-    if cleared is None or cleared() is not cache.keys:
-        _clear(cache)
-
-
-_cleared: WeakKeyDictionary[BatchKVCache, ref[mx.array]] = WeakKeyDictionary()
-"""The keys of each cache whose empty places are zeros, or tokens that were trimmed:
-mlx-lm replaces them where streams join, leave or have been padded on the right, and
-where a cache grows."""
-
-
-def _clear(cache: Any) -> None:
-    """Makes the empty places of a cache zeros, and aligns their number.
-
-    What padding left there may be no number, and nothing times that is none either.
-    """
-    end, places = cache._idx, cache.keys.shape[2]
-    empty = -(-places // ALIGNED) * ALIGNED - end
-    widths = [(0, 0), (0, 0), (0, empty), (0, 0)]
-    cache.keys = mx.pad(cache.keys[:, :, :end], widths)
-    cache.values = mx.pad(cache.values[:, :, :end], widths)
-    _cleared[cache] = ref(cache.keys)
-
-
-def _updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """Does what `cache.update_and_fetch` does."""
-    is_plain: bool = type(cache) is KVCache
-    if not is_plain or not _write(cache, cache.offset, keys, values):
-        return cache.update_and_fetch(keys, values)
-    cache.offset = end = cache.offset + keys.shape[2]
-    return cache.keys[:, :, :end], cache.values[:, :, :end]
-
-
-def _write(cache: Any, start: int, keys: mx.array, values: mx.array) -> bool:
-    """Writes keys and values from a place on, if the cache has room; says whether.
-
-    MLX takes longer to read the index of mlx-lm, `[..., start:end, :]`.
-    """
-    end = start + keys.shape[2]
-    if cache.keys is None or end > cache.keys.shape[2]:
-        return False
-    cache.keys[:, :, start:end] = keys
-    cache.values[:, :, start:end] = values
-    return True
 
 
 _last_summands: tuple[Any, tuple[object, ...], mx.array] | None = None

@@ -48,6 +48,7 @@ class Contents:
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
+        windowed: Whether its own mask may hide tokens that are far behind.
     """
 
     modules: tuple[Any, ...]
@@ -55,6 +56,7 @@ class Contents:
     kind: Kind | None
     before: Slots = ((), ())
     after: Slots = ((), ())
+    windowed: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block looks for itself
@@ -73,7 +75,9 @@ def look(block: nn.Module) -> Contents:
         return Contents(modules, [], None)
     owners = {id(each): each for each in (*before[0], *after[0])}
     counts = [(each, len(each)) for each in owners.values()]
-    return Contents(modules, counts, _kinds.setdefault(kind, kind), before, after)
+    kind = _kinds.setdefault(kind, kind)
+    windowed = bool(getattr(block, "use_sliding", False))
+    return Contents(modules, counts, kind, before, after, windowed)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:

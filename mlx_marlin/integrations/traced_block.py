@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from mlx_marlin import backends
 from mlx_marlin.integrations.block_attention import attend
+from mlx_marlin.integrations.block_cache import is_alone
 from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
 from mlx_marlin.integrations.block_regions import Shape
 from mlx_marlin.integrations.block_rotation import on_device
@@ -49,7 +50,8 @@ class TracedBlock(nn.Module):
         if kind is None or cache is None:
             return self._own(x, mask, cache)
         key: object = x.shape
-        offset = places = cache.offset
+        alone = not contents.windowed and is_alone(x, mask, cache)
+        offset = places = cache._idx if alone else cache.offset
         if type(offset) is int:
             offset, places = _arrays_of(offset)
         elif type(offset) is mx.array:
@@ -67,7 +69,7 @@ class TracedBlock(nn.Module):
             x, offset, places, *map(getitem, *contents.before)
         )
         scale, transformed = self["self_attn"].scale, kind.runs["before"] != runs
-        attended = attend(queries, keys, values, cache, mask, scale, transformed)
+        attended = attend(queries, keys, values, cache, mask, scale, transformed, alone)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 

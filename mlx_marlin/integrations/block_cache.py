@@ -1,0 +1,106 @@
+"""Caches of mlx-lm, as a traced block writes and reads them.
+
+What they hold after it is what mlx-lm's own code would have left there.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+ALIGNED = 8
+"""Places of a cache are a multiple: rows of 16-bit scores begin at whole 16 bytes."""
+
+
+def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
+    """Returns whether a batch is the next token of one stream, without padding.
+
+    Then mlx-lm's mask for the cache hides nothing, where no window is part of it; and
+    the stream's place is a number that the host knows. Servers have such batches.
+
+    Args:
+        x: Activations [streams, tokens, k].
+        mask: What `create_attention_mask` makes for the cache.
+        cache: Any of mlx-lm's.
+    """
+    return (
+        type(cache) is BatchKVCache
+        and type(mask) is mx.array
+        and mask.dtype == mx.bool_
+        and mask.shape == (1, 1, 1, cache._idx + 1)
+        and x.shape[:2] == (1, 1)
+        and cache.left_padding.size == 1
+        # On the host since streams joined, left or were padded: nobody waits for it.
+        and cache.left_padding.item() == 0
+    )
+
+
+def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
+    """Does what `cache.update_and_fetch` does."""
+    is_plain: bool = type(cache) is KVCache
+    if not is_plain or not _write(cache, cache.offset, keys, values):
+        return cache.update_and_fetch(keys, values)
+    cache.offset = end = cache.offset + keys.shape[2]
+    return cache.keys[:, :, :end], cache.values[:, :, :end]
+
+
+def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
+    """Does what `cache.update_and_fetch` does, for a stream alone in a batch."""
+    if not _write(cache, cache._idx, keys, values):
+        return cache.update_and_fetch(keys, values)
+    cache._idx = end = cache._idx + keys.shape[2]
+    # Nobody reads the one before: what is computed from it would be, token by token,
+    # a chain of sums that is never evaluated.
+    cache.offset = mx.array([end])
+    return cache.keys[:, :, :end], cache.values[:, :, :end]
+
+
+def append(cache: Any, keys: mx.array, values: mx.array) -> None:
+    """Does what `update_and_fetch` does, and lets all places of a cache be read.
+
+    Args:
+        cache: A `BatchKVCache`.
+        keys: Of new tokens, [streams, heads, tokens, features].
+        values: Likewise.
+    """
+    if _write(cache, cache._idx, keys, values):
+        cache._idx += keys.shape[2]
+        cache.offset = cache.offset + keys.shape[2]
+    else:
+        cache.update_and_fetch(keys, values)
+    cleared = _cleared.get(cache)
+    if cleared is None or cleared() is not cache.keys:
+        _clear(cache)
+
+
+_cleared: WeakKeyDictionary[BatchKVCache, ref[mx.array]] = WeakKeyDictionary()
+"""The keys of each cache whose empty places are zeros, or tokens that were trimmed:
+mlx-lm replaces them where streams join, leave or have been padded on the right, and
+where a cache grows."""
+
+
+def _clear(cache: Any) -> None:
+    """Makes the empty places of a cache zeros, and aligns their number.
+
+    What padding left there may be no number, and nothing times that is none either.
+    """
+    end, places = cache._idx, cache.keys.shape[2]
+    empty = -(-places // ALIGNED) * ALIGNED - end
+    widths = [(0, 0), (0, 0), (0, empty), (0, 0)]
+    cache.keys = mx.pad(cache.keys[:, :, :end], widths)
+    cache.values = mx.pad(cache.values[:, :, :end], widths)
+    _cleared[cache] = ref(cache.keys)
+
+
+def _write(cache: Any, start: int, keys: mx.array, values: mx.array) -> bool:
+    """Writes keys and values from a place on, if the cache has room; says whether.
+
+    MLX takes longer to read the index of mlx-lm, `[..., start:end, :]`.
+    """
+    end = start + keys.shape[2]
+    if cache.keys is None or end > cache.keys.shape[2]:
+        return False
+    cache.keys[:, :, start:end] = keys
+    cache.values[:, :, start:end] = values
+    return True
