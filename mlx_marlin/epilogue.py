@@ -21,11 +21,25 @@ class Rotation:
         features: Columns of a head.
         columns: Columns of all heads that are rotated, the first ones.
         each: Whether each row has a place of its own, or one is that of all rows.
+        norm: What is added to the mean square of each of these heads, which is divided
+            by the root of that and multiplied by a weight [features] before, as by
+            MLX's `rms_norm`; None if heads are rotated as they are.
+        queries: Columns of the heads that the first of two such weights is for, those
+            of q; the second one is for the others.
     """
 
     features: int
     columns: int
     each: bool = False
+    norm: float | None = None
+    queries: int = 0
+
+    def explain(self) -> str:
+        """Says what happens to a product."""
+        text = f"rotated in heads of {self.features} up to column {self.columns}"
+        if self.norm is None:
+            return text
+        return f"{text}, normalized before (eps {self.norm:g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +106,17 @@ class Epilogue:
             )
         features, columns = rotation.features, rotation.columns
         even = features >= 2 and features % 2 == 0 and columns >= 0
-        if not even or any(each % features for each in (columns, *self.parts)):
+        whole = columns, rotation.queries, *self.parts
+        if not even or any(each % features for each in whole):
             raise ValueError(
                 f"rotation={rotation} needs heads of an even number of features, and "
-                f"columns and parts of whole heads, got parts={self.parts}"
+                f"columns, queries and parts of whole heads, got parts={self.parts}"
+            )
+        normed = rotation.norm is not None
+        if not 0 <= rotation.queries <= columns * normed or (rotation.norm or 0) < 0:
+            raise ValueError(
+                f"rotation={rotation} needs a norm of at least 0, and queries within "
+                f"its columns; without a norm there are none"
             )
 
     @property
@@ -118,8 +139,7 @@ class Epilogue:
         text = f"({text})" if self.multiply and text == "y + bias" else text
         text += " * multiply" * self.multiply + " + residual" * self.residual
         if self.rotation is not None:
-            heads = f"heads of {self.rotation.features}"
-            text += f" rotated in {heads} up to column {self.rotation.columns}"
+            text += f" {self.rotation.explain()}"
         parts = f" in parts of {', '.join(map(str, self.parts))}" * bool(self.parts)
         return "" if text + parts == "y" else text + parts
 

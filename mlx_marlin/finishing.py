@@ -61,6 +61,7 @@ def rotated(
     parts: tuple[int, ...],
     places: mx.array,
     periods: mx.array,
+    *norms: mx.array,
 ) -> mx.array:
     """Returns the heads [m, heads, 1, features] of a product [..., n] of MLX's.
 
@@ -70,10 +71,13 @@ def rotated(
         parts: Columns of several results.
         places: Of each row, int32 [m]; or any, of which the first is all rows'.
         periods: Of a head's pairs, float32 [features / 2].
+        norms: Weights [features] of the norms of q and k, if the rotation has them.
     """
     features, each = rotation.features, rotation.each
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
     points, others = mx.split(heads, [rotation.columns // features], axis=1)
+    if rotation.norm is not None:
+        points = _normalized(points, rotation, norms)
     first, second = mx.split(points.astype(mx.float32), 2, axis=-1)
     # Not MLX's rope: on a GPU it has no derivative for periods, and raises.
     of_rows = (places if each else places[:1]).astype(mx.float32)
@@ -87,6 +91,19 @@ def rotated(
         return heads
     ends = [end // features for end in accumulate(parts)]
     return cast(mx.array, tuple(mx.split(heads, ends[:-1], axis=1)))
+
+
+def _normalized(
+    heads: mx.array, rotation: Rotation, norms: Sequence[mx.array]
+) -> mx.array:
+    """Returns heads [m, heads, 1, features] through the norms of q and k."""
+    assert rotation.norm is not None
+    both = mx.split(heads, [rotation.queries // rotation.features], axis=1)
+    normalized = (
+        mx.fast.rms_norm(each, weight.astype(each.dtype), rotation.norm)
+        for each, weight in zip(both, norms, strict=True)
+    )
+    return mx.concatenate([*normalized], axis=1)
 
 
 def of_normalized(product: Product, epsilon: float) -> Product:
@@ -113,7 +130,11 @@ def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
 
 
 def check_rotation(
-    rows: int, rotation: Rotation, places: mx.array, periods: mx.array
+    rows: int,
+    rotation: Rotation,
+    places: mx.array,
+    periods: mx.array,
+    norms: Sequence[mx.array],
 ) -> None:
     """Checks the arrays of a rotation.
 
@@ -130,6 +151,12 @@ def check_rotation(
         raise ValueError(
             f"periods are {periods.dtype} {periods.shape}, expected float32 "
             f"[{rotation.features // 2}]"
+        )
+    expected_norms = [(rotation.features,)] * (0 if rotation.norm is None else 2)
+    if [each.shape for each in norms] != expected_norms:
+        raise ValueError(
+            f"norms have shapes {[each.shape for each in norms]}, expected "
+            f"{expected_norms} with norm={rotation.norm}"
         )
 
 

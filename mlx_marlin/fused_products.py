@@ -107,6 +107,7 @@ class FusedProducts(nn.Module):
         parts: tuple[int, ...],
         places: mx.array,
         periods: mx.array,
+        norms: tuple[mx.array, ...] = (),
     ) -> Any:
         """Returns heads of normalized rows, rotated, for a layer with those of several.
 
@@ -122,21 +123,22 @@ class FusedProducts(nn.Module):
             places: Of each row, int32 [m]; or any number, the first of which is that
                 of all rows.
             periods: As in `Rotation`, float32 [features / 2].
+            norms: Weights [features] of the norms of heads, likewise.
 
         Returns:
             Of each part, [m, heads, 1, features]; None where our kernels rotate no such
             heads, or would take longer for it than a rope does.
 
         Raises:
-            ValueError: If places or periods are not what the rotation takes, or the
-                weight is not whole heads.
+            ValueError: If places, periods or norms are not what the rotation takes, or
+                the weight is not whole heads.
         """
-        check_rotation(x.size // x.shape[-1], rotation, places, periods)
-        if not self._may_fuse(x):
+        check_rotation(x.size // x.shape[-1], rotation, places, periods, norms)
+        if not self._may_fuse(x) or any(each.dtype != x.dtype for each in norms):
             return None
         bias: mx.array | None = self.get("bias")
         epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
-        given = [places, periods] if bias is None else [bias, places, periods]
+        given = [*([] if bias is None else [bias]), places, periods, *norms]
         packed, y = self._packed_arguments(), None
         if self._takes(norm, x):
             all_given = [*given, norm["weight"]]

@@ -6,7 +6,7 @@ Template arguments are what the compiler knows. Numbers are what a kernel reads.
 import struct
 from itertools import accumulate
 
-from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue, Rotation
 from mlx_marlin.formats import CHANNEL, CODES, GROUP_SIZES, TILE_K, TILE_N, planes_of
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.layout import bit_places
@@ -188,9 +188,7 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
             "T": plan.problem.dtype,
             "BIAS": epilogue.bias,
             "PARTS": len(parts(plan)) - 1,
-            "FEATURES": epilogue.rotation.features,
-            "ROTATED": epilogue.rotation.columns,
-            "EACH": epilogue.rotation.each,
+            **_rotation_template(epilogue.rotation),
         }
     return {
         "T": plan.problem.dtype,
@@ -202,11 +200,28 @@ def _epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
     }
 
 
+def _rotation_template(rotation: Rotation) -> dict[str, TemplateValue]:
+    known: dict[str, TemplateValue] = {
+        "FEATURES": rotation.features,
+        "ROTATED": rotation.columns,
+        "EACH": rotation.each,
+    }
+    if rotation.norm is None:
+        return known
+    return {
+        **known,
+        "HEAD_EPSILON": _float_bits(rotation.norm),
+        "QUERIES": rotation.queries,
+    }
+
+
 def _norm_template(problem: Problem) -> dict[str, TemplateValue]:
-    """Returns the bits of a norm's epsilon as float32: templates have no floats."""
-    if problem.norm is None:
-        return {}
-    return {"EPSILON": int.from_bytes(struct.pack("<f", problem.norm), "little")}
+    return {} if problem.norm is None else {"EPSILON": _float_bits(problem.norm)}
+
+
+def _float_bits(value: float) -> int:
+    """Returns the bits of a float32: templates have no floats."""
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def _row_and_k(places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_marlin import backends, kernel_arguments, source
 from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import PLAIN
+from mlx_marlin.epilogue import PLAIN, Rotation
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.kernels import SIMD_WIDTH
@@ -28,10 +28,11 @@ Product = Callable[..., mx.array]
 """From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
 epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
 not as any array. With a rotation, the places of rows, int32 [m] or any, and the periods
-of a head's pairs, float32 [features / 2], follow; y is [m, heads, 1, features]. Of a
-batch of products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the
-batch as a first dimension. With parts, there is a tuple of y [..., columns], and
-callers know it."""
+of a head's pairs, float32 [features / 2], follow, and the weights [features] of norms
+of q and k, if heads are normalized; y is [m, heads, 1, features]. Of a batch of
+products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the batch as a
+first dimension. With parts, there is a tuple of y [..., columns], and callers know
+it."""
 
 
 def forget() -> None:
@@ -54,8 +55,8 @@ def product(plan: Plan) -> Product:
         argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
         the problem's dtype. If the problem has an epilogue or a norm, bias, multiplier
         and residual follow, in the problem's dtype; those that it leaves out are not
-        read. A rotation's places and periods, and the norm's weight [k], stand behind
-        them.
+        read. A rotation's places and periods, both weights of its norms if it has them,
+        and the norm's weight [k] stand behind them.
         With parts, there is a tuple of results, [..., columns] each; with a rotation
         each is [m, heads, 1, features].
     """
@@ -213,11 +214,10 @@ def _multiply(plan: Plan) -> Product:
     template = backends.template(kernel_arguments.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
-    rotation = source.ROTATION if problem.epilogue.rotation is not None else ()
     arrays = (
         *source.OPERANDS,
         *source.FINISHING,
-        *rotation,
+        *_of_rotation(problem.epilogue.rotation),
         *source.NORMED.arrays,
     )
     inputs = backends.inputs_of(
@@ -249,6 +249,14 @@ def _multiply(plan: Plan) -> Product:
         return results[0] if plan.is_split else _in_parts(results, problem)
 
     return multiply
+
+
+def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
+    """Returns the names of a rotation's arrays, in the order of a call."""
+    if rotation is None:
+        return ()
+    norms = source.HEAD_NORMS if rotation.norm is not None else ()
+    return (*source.ROTATION, *norms)
 
 
 def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:

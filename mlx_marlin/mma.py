@@ -61,7 +61,23 @@ def why_not(problem: Problem) -> str | None:
             f"halves of a head need whole tiles of {TILE_N} columns, and heads have "
             f"{rotation.features} features"
         )
+    if together(problem) > MOST_SIMDGROUPS_N:
+        return (
+            f"our CUDA kernels normalize heads of up to {MOST_SIMDGROUPS_N * TILE_N} "
+            f"features, and these have {together(problem) * TILE_N}"
+        )
     return _why_not_normed(problem)
+
+
+def together(problem: Problem) -> int:
+    """Returns the packed tiles of which a tile has a multiple side by side.
+
+    Two have both columns of each pair; a whole head is what its norm needs.
+    """
+    rotation = problem.epilogue.rotation
+    if rotation is not None and rotation.norm is not None:
+        return rotation.features // TILE_N
+    return 2 if problem.epilogue.is_paired else 1
 
 
 def normed_bytes(problem: Problem) -> int:

@@ -219,15 +219,16 @@ def _check_reduction(plan: "Plan") -> None:
 
 
 def _check_paired(plan: "Plan") -> None:
-    """Checks that both sums that make a result meet in a threadgroup."""
+    """Checks that all sums that make a result meet in a threadgroup."""
     epilogue = plan.problem.epilogue
     if not epilogue.is_paired:
         return
     asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
-    if not plan.on_cuda or plan.simdgroups_n % 2 or plan.is_split:
+    together = mma.together(plan.problem)
+    if not plan.on_cuda or plan.simdgroups_n % together or plan.is_split:
         raise ValueError(
-            f"{asked} needs a CUDA kernel, an even simdgroups_n and "
-            f"reduction='none', got kernel={plan.kernel!r}, "
+            f"{asked} needs a CUDA kernel, a multiple of {together} as simdgroups_n "
+            f"and reduction='none', got kernel={plan.kernel!r}, "
             f"simdgroups_n={plan.simdgroups_n}, reduction={plan.reduction!r}"
         )
 

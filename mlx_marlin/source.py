@@ -75,7 +75,17 @@ ROTATED = Declared(
     FINISH[-1:],
     "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods}};\n",
+    "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
+)
+HEAD_NORMS = ("q_norm", "k_norm")
+ROTATED_NORMS = Declared(
+    "_rotated_norms",
+    ("bias", *ROTATION, *HEAD_NORMS),
+    FINISH[-1:],
+    "using Norms = marlin::Normalized<T, HEAD_EPSILON, QUERIES, FEATURES>;\n"
+    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, Norms>;\n"
+    "const marlin::Paired<Heads> epilogue{\n"
+    "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
 )
 AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(
@@ -227,7 +237,7 @@ def _declared(epilogue: Epilogue) -> Declared:
     if epilogue.gated:
         return GATED
     if epilogue.rotation is not None:
-        return ROTATED
+        return ROTATED if epilogue.rotation.norm is None else ROTATED_NORMS
     return AS_IT_IS if epilogue == PLAIN else FUSED
 
 

@@ -135,6 +135,8 @@ ROTATED_N = 256
 """Two heads of q, one of k and one of v."""
 EPSILON = 1e-2
 """Of norms: large enough to be missed."""
+NORMED_HEADS = Rotation(64, 192, each=True, norm=EPSILON, queries=128)
+"""The same after norms of q and k, each row at a place of its own."""
 NORMED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3}),
     (5, {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2}),
@@ -286,6 +288,15 @@ def places_of(m: int, rotation: Rotation, first: int = -2) -> mx.array:
 def periods_of(rotation: Rotation) -> mx.array:
     powers = np.arange(0, rotation.features, 2) / rotation.features
     return mx.array((10000.0**powers).astype(np.float32))
+
+
+def norms_of(rotation: Rotation, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Returns the weights of the norms of q and k, if heads have any."""
+    if rotation.norm is None:
+        return ()
+    drawn = mx.random.normal((2, rotation.features), key=mx.random.key(7))
+    q, k = (1 + 0.3 * drawn).astype(dtype)
+    return q, k
 
 
 def drawn_bias(n: int, dtype: mx.Dtype) -> mx.array:

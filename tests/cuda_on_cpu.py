@@ -216,13 +216,14 @@ def check_rotated(
     rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
     assert rotation is not None
     places, periods = places_of(len(x), rotation, first), periods_of(rotation)
+    given = places, periods, *cuda_cases.norms_of(rotation, x.dtype)
     last = () if norm is None else (scale,)
-    y = run(plan, x, weight, bias, x, x, places, periods, *last)
+    y = run(plan, x, weight, bias, x, x, *given, *last)
     y = mx.concatenate([*y], axis=1) if epilogue.parts else y
     rows = oracles.exact(x) if norm is None else normalized(x, scale, norm)
     total = rows @ weight.decoded.T
     total = total + oracles.exact(bias) if epilogue.bias else total
-    expected = epilogues.rotated(total, rotation, places, periods)
+    expected = epilogues.rotated(total, rotation, *given)
     assert y.shape == expected.shape
     assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
 

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,9 +37,9 @@ from cuda_cases import (
     GATED_N,
     GATED_WAYS,
     LARGE,
+    NORMED_HEADS,
     NORMED_WAYS,
     ROTATED_N,
-    ROTATION,
     STAGED_WAYS,
     WAYS,
     WGMMA_WAYS,
@@ -144,17 +143,18 @@ def multiply_gated(case: Case) -> float:
 
 def multiply_rotated(case: Case) -> float:
     weight, x = cuda_cases.draw(case, n=ROTATED_N)
-    rotation = replace(ROTATION, each=True)
+    rotation = NORMED_HEADS
     bias = cuda_cases.drawn_bias(ROTATED_N, x.dtype)
     given = cuda_cases.places_of(len(x), rotation), cuda_cases.periods_of(rotation)
-    x, *arrays, bias, places, periods = map(
+    given = *given, *cuda_cases.norms_of(rotation, x.dtype)
+    x, w, scales, biases, bias, *given = map(
         at_end, (x, *arguments(weight, case[3]), bias, *given)
     )
     epilogue = Epilogue(bias=True, rotation=rotation, parts=(128, 64, 64))
     plan = cuda_cases.plan_of(case, epilogue=epilogue, n=ROTATED_N)
-    y = launch.product(plan)(x, *arrays, bias, x, x, places, periods)
+    y = launch.product(plan)(x, w, scales, biases, bias, x, x, *given)
     total = exact(x) @ weight.decoded.T + exact(bias)
-    expected = epilogues.rotated(total, rotation, places, periods)
+    expected = epilogues.rotated(total, rotation, *given)
     return judged(mx.concatenate([*y], axis=1), expected, case)
 
 

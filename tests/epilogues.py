@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import oracles
 import strategies
-from oracles import Floats
+from oracles import Floats, exact
 
 from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.plan import Plan
@@ -52,13 +52,32 @@ def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Fl
 
 
 def rotated(
-    total: Floats, rotation: Rotation, places: mx.array, periods: mx.array
+    total: Floats,
+    rotation: Rotation,
+    places: mx.array,
+    periods: mx.array,
+    *norms: mx.array,
 ) -> Floats:
     """Returns heads [m, heads, 1, features] whose halves are turned as numbers.
 
-    Angles are MLX's: products in float32, of a place and the inverse of a period.
+    Angles are MLX's: products in float32, of a place and the inverse of a period. With
+    norms, heads are divided by the root of their mean square and multiplied before.
     """
     heads = total.reshape(len(total), -1, 1, rotation.features)
+    if rotation.norm is not None:
+        kinds = [rotation.queries, rotation.columns - rotation.queries]
+        kinds = [columns // rotation.features for columns in kinds]
+        others = np.ones((heads.shape[1] - sum(kinds), rotation.features))
+        weights = [
+            *(
+                np.tile(exact(each), (n, 1))
+                for each, n in zip(norms, kinds, strict=True)
+            ),
+            others,
+        ]
+        roots = np.sqrt(np.mean(heads**2, axis=-1, keepdims=True) + rotation.norm)
+        roots[:, sum(kinds) :] = 1
+        heads = heads / roots * np.concatenate(weights)[:, None]
     first, second = np.split(heads, 2, axis=-1)
     frequencies = np.float32(1) / np.array(periods)
     angles = np.array(places, np.float32)[:, None] * frequencies

@@ -22,6 +22,7 @@ from cuda_cases import (
     GATED_N,
     GATED_WAYS,
     LARGE,
+    NORMED_HEADS,
     NORMED_WAYS,
     ROTATED_N,
     ROTATION,
@@ -37,6 +38,7 @@ from cuda_cases import (
     moved,
     norm_of,
     normalized,
+    norms_of,
     operands,
     periods_of,
     places_of,
@@ -180,6 +182,7 @@ def test_normalized_rows() -> None:
     [
         (0, Epilogue(bias=True, rotation=ROTATION), EPSILON),
         (3, Epilogue(bias=True, rotation=EACH, parts=(128, 64, 64)), None),
+        (1, Epilogue(bias=True, rotation=NORMED_HEADS), None),
     ],
     ids=str,
 )
@@ -190,14 +193,15 @@ def test_rotated_heads(way: int, epilogue: Epilogue, norm: float | None) -> None
     rotation, scale = epilogue.rotation, norm_of(x)
     assert rotation is not None
     bias = drawn_bias(ROTATED_N, x.dtype)
-    places, periods = places_of(len(x), rotation), periods_of(rotation)
+    given = places_of(len(x), rotation), periods_of(rotation)
+    given = *given, *norms_of(rotation, x.dtype)
     last = () if norm is None else (scale,)
-    arrays = (*arguments(weight, "marlin"), bias, x, x, places, periods, *last)
+    arrays = (*arguments(weight, "marlin"), bias, x, x, *given, *last)
     y = same_bits(lambda: whole_heads(run(x, *arrays)))
     rows = exact(x) if norm is None else normalized(x, scale, norm)
     total = rows @ weight.decoded.T
     total = total + exact(bias) if epilogue.bias else total
-    expected = epilogues.rotated(total, rotation, places, periods)
+    expected = epilogues.rotated(total, rotation, *given)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 

@@ -17,6 +17,7 @@ import pytest
 from cuda_cases import (
     EPSILON,
     GATED_WAYS,
+    NORMED_HEADS,
     NORMED_WAYS,
     ROTATED_N,
     ROTATION,
@@ -33,6 +34,7 @@ from oracles import exact
 from mlx_marlin import emulator, launch, measurement, mma, scheduler, source
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.epilogue import Epilogue, Rotation
+from mlx_marlin.formats import TILE_N
 from mlx_marlin.integrations.block_rotation import periods_of
 from mlx_marlin.measurement import Result, label
 from mlx_marlin.nn import MarlinLinear
@@ -55,6 +57,21 @@ HEADS: tuple[Heads, ...] = (
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
 EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False)]
 """Twice, with each kernel in turn, and with a bias or without."""
+OF_128 = Rotation(128, 256, norm=EPSILON, queries=128)
+NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
+    ((NORMED_HEADS, 256, PARTS), 0, {}),
+    ((replace(NORMED_HEADS, each=False), 256, ()), 4, {}),
+    ((replace(OF_128, each=True), 384, (128, 256)), 0, {"simdgroups_n": 4}),
+    ((replace(OF_128, columns=384), 640, ()), 3, {"simdgroups_n": 8}),
+    ((OF_128, 256, (128, 128)), 4, {"simdgroups_n": 4}),
+    (
+        (Rotation(192, 576, norm=0.5, queries=384), 768, (384, 384)),
+        2,
+        {"simdgroups_n": 6},
+    ),
+    ((Rotation(256, 256, norm=0.0), 512, ()), 1, {"simdgroups_n": 8}),
+)
+"""Of heads with norms: kernels, and tiles that have one head or several."""
 
 
 @needs_emulator
@@ -92,6 +109,19 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("heads", "way", "wishes"), NORMED_ROTATIONS, ids=str)
+def test_heads_may_be_normalized_before(
+    heads: Heads, way: int, wishes: dict[str, int]
+) -> None:
+    (rotation, n, parts), (m, own) = heads, GATED_WAYS[way]
+    case: Case = ("affine", 4, 64, "marlin", "float16", m, own | wishes)
+    bias = bool(way % 2)
+    epilogue = Epilogue(bias=bias, rotation=rotation, parts=parts)
+    cuda_on_cpu.check_rotated(case, epilogue, n)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "format",
     [
@@ -119,17 +149,16 @@ def test_rows_may_be_normalized_before(bias: bool) -> None:
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("streams", [1, 3, 12])
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("rotation", [ROTATION, EACH, NORMED_HEADS])
 @pytest.mark.parametrize("parts", [(), PARTS], ids=str)
 def test_a_layer_rotates_its_heads(
-    streams: int, each: bool, parts: tuple[int, ...]
+    streams: int, rotation: Rotation, parts: tuple[int, ...]
 ) -> None:
-    bias = each == (streams == 3)
+    bias = rotation.each == (streams == 3)
     layer, norm, x = layer_of(bias=bias), norm_module(), rows_of(streams)
-    rotation = replace(ROTATION, each=each)
-    places, periods = arrays_of(streams, rotation)
+    given = *arrays_of(streams, rotation), cuda_cases.norms_of(rotation, mx.float16)
 
-    y = layer.rotated(x, norm, rotation, parts, places, periods)
+    y = layer.rotated(x, norm, rotation, parts, *given)
 
     results = [*y] if parts else [y]
     assert [part.shape[1] for part in results] == ([2, 1, 1] if parts else [4])
@@ -138,7 +167,8 @@ def test_a_layer_rotates_its_heads(
     normed = normalized(x.reshape(streams, -1), norm.weight, norm.eps)
     total = oracles.product(mx.array(normed), *native, group_size=64)
     total = total + exact(layer["bias"]) if bias else total
-    expected = epilogues.rotated(total, rotation, places, periods)
+    places, periods, norms = given
+    expected = epilogues.rotated(total, rotation, places, periods, *norms)
     assert y.dtype == mx.float16
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
     built = [plan.problem for plan in launch.plans_built()]
@@ -148,10 +178,14 @@ def test_a_layer_rotates_its_heads(
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("rotation", [EACH, NORMED_HEADS])
 @pytest.mark.parametrize("parts", [(), PARTS], ids=str)
-def test_gradients_are_those_of_mlxs_operations(parts: tuple[int, ...]) -> None:
+def test_gradients_are_those_of_mlxs_operations(
+    parts: tuple[int, ...], rotation: Rotation
+) -> None:
     layer, norm, x = layer_of(bias=True), norm_module(), rows_of(2)
-    places, periods = arrays_of(2, EACH)
+    places, periods = arrays_of(2, rotation)
+    norms = cuda_cases.norms_of(rotation, mx.float16)
 
     def loss(heads: Any) -> mx.array:
         whole = mx.concatenate([*heads], axis=1) if parts else heads
@@ -159,35 +193,49 @@ def test_gradients_are_those_of_mlxs_operations(parts: tuple[int, ...]) -> None:
         total: mx.array = (whole * weights).sum()
         return total
 
-    def inside(x: mx.array, bias: mx.array) -> mx.array:
+    def inside(x: mx.array, bias: mx.array, *norms: mx.array) -> mx.array:
         layer["bias"] = bias
-        return loss(layer.rotated(x, norm, EACH, parts, places, periods))
+        return loss(layer.rotated(x, norm, rotation, parts, places, periods, norms))
 
-    def apart(x: mx.array, bias: mx.array) -> mx.array:
+    def apart(x: mx.array, bias: mx.array, *norms: mx.array) -> mx.array:
         own = layer_of(layout="mlx", bias=True)
         own["bias"] = bias
         y = own(norm(x)).reshape(2, 4, 1, 64)
-        rope = nn.RoPE(64)
-        y = mx.concatenate([rope(y[:, :3], offset=places), y[:, 3:]], axis=1)
+        heads = [y[:, :2], y[:, 2:3]]
+        if norms:
+            pairs = zip(heads, norms, strict=True)
+            heads = [mx.fast.rms_norm(each, weight, EPSILON) for each, weight in pairs]
+        turned = nn.RoPE(64)(mx.concatenate(heads, axis=1), offset=places)
+        y = mx.concatenate([turned, y[:, 3:]], axis=1)
         return loss(mx.split(y, [2, 3], axis=1) if parts else y)
 
-    bias = layer["bias"]
-    both = mx.grad(inside, argnums=(0, 1))(x, bias)
-    assert launch.plans_built()[-1].problem.epilogue.rotation == EACH
-    for ours, own in zip(both, mx.grad(apart, argnums=(0, 1))(x, bias), strict=True):
-        assert oracles.error(ours, exact(own)) < 1e-3
+    given = x, layer["bias"], *norms
+    ours = mx.grad(inside, argnums=[*range(len(given))])(*given)
+    assert launch.plans_built()[-1].problem.epilogue.rotation == rotation
+    expected = mx.grad(apart, argnums=[*range(len(given))])(*given)
+    for each, own in zip(ours, expected, strict=True):
+        # Both round what lies between, after each operation and not the same ones.
+        assert oracles.error(each, exact(own)) < (3e-3 if norms else 1e-3)
 
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("how", ["invariant", "mlx", "wide bias", "small heads"])
+@pytest.mark.parametrize(
+    "how", ["invariant", "mlx", "wide bias", "wide norms", "small heads", "large heads"]
+)
 def test_where_kernels_have_no_rotation_there_is_none(how: str) -> None:
     layer = layer_of(layout="mlx" if how == "mlx" else "marlin", bias=True)
     layer.invariant = how == "invariant"
     if how == "wide bias":
         layer["bias"] = layer["bias"].astype(mx.float32)
-    rotation = Rotation(32, 64) if how == "small heads" else ROTATION
-    assert_none(layer, rotation)
+    rotation = {
+        "wide norms": NORMED_HEADS,
+        "small heads": Rotation(32, 64),
+        "large heads": Rotation(512, 512, norm=EPSILON),
+    }.get(how, ROTATION)
+    if how == "large heads":
+        layer = layer_of(n=512, bias=True)
+    assert_none(layer, rotation, mx.float32 if how == "wide norms" else mx.float16)
 
 
 @needs_emulator
@@ -226,6 +274,22 @@ def test_arrays_that_are_no_rotations_are_refused(
         layer_of().rotated(rows_of(2), norm_module(), EACH, (), places, periods)
 
 
+@pytest.mark.parametrize(
+    ("rotation", "norms", "words"),
+    [
+        (EACH, (mx.ones(64), mx.ones(64)), r"expected \[\] with norm=None"),
+        (NORMED_HEADS, (), r"\[\], expected \[\(64,\), \(64,\)\] with norm=0.01"),
+        (NORMED_HEADS, (mx.ones(64), mx.ones(32)), r"\(32,\)\], expected"),
+    ],
+)
+def test_norms_that_are_not_the_rotations_are_refused(
+    rotation: Rotation, norms: tuple[mx.array, ...], words: str
+) -> None:
+    given = *arrays_of(2, rotation), norms
+    with pytest.raises(ValueError, match=words):
+        layer_of().rotated(rows_of(2), norm_module(), rotation, (), *given)
+
+
 def test_one_place_for_all_rows_is_no_number() -> None:
     x, norm = rows_of(2), norm_module()
     for wrong in (mx.zeros((), mx.int32), mx.zeros(0, mx.int32)):
@@ -233,8 +297,10 @@ def test_one_place_for_all_rows_is_no_number() -> None:
             layer_of().rotated(x, norm, ROTATION, (), wrong, mx.ones(32))
 
 
-def assert_none(layer: MarlinLinear, rotation: Rotation) -> None:
-    arrays = arrays_of(2, rotation)
+def assert_none(
+    layer: MarlinLinear, rotation: Rotation, norms: mx.Dtype = mx.float16
+) -> None:
+    arrays = *arrays_of(2, rotation), cuda_cases.norms_of(rotation, norms)
     assert layer.rotated(rows_of(2), norm_module(), rotation, (), *arrays) is None
     assert not any(plan.problem.epilogue.rotation for plan in launch.plans_built())
 
@@ -254,9 +320,11 @@ def norm_module() -> nn.RMSNorm:
     return norm
 
 
-def layer_of(layout: str = "marlin", *, bias: bool = False) -> MarlinLinear:
+def layer_of(
+    layout: str = "marlin", *, n: int = ROTATED_N, bias: bool = False
+) -> MarlinLinear:
     mx.random.seed(3)
-    linear = nn.Linear(128, ROTATED_N, bias=bias)
+    linear = nn.Linear(128, n, bias=bias)
     linear.set_dtype(mx.float16)
     return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
 
@@ -323,16 +391,18 @@ def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
     heads=st.integers(1, 40),
     features=st.sampled_from([64, 128, 192, 256]),
     k=st.integers(1, 40).map(lambda groups: 64 * groups),
+    norm=st.sampled_from([None, EPSILON]),
 )
 def test_plans_have_both_halves_of_a_head_in_a_block(
-    m: int, heads: int, features: int, k: int
+    m: int, heads: int, features: int, k: int, norm: float | None
 ) -> None:
-    epilogue = Epilogue(rotation=Rotation(features, features))
+    epilogue = Epilogue(rotation=Rotation(features, features, norm=norm))
     problem = problem_of(m, heads * features, k, layout="marlin", epilogue=epilogue)
 
     plan = scheduler.choose(problem, H200)
 
-    assert plan.simdgroups_n % 2 == 0
+    whole = 2 * TILE_N if norm is None else features  # with a norm, the whole head
+    assert plan.tile.n % whole == 0
     assert not plan.is_split
 
 
@@ -348,6 +418,11 @@ def test_plans_have_both_halves_of_a_head_in_a_block(
         ({"rotation": Rotation(64, -64)}, "columns=-64"),
         ({"rotation": Rotation(33, 66)}, "even number of features"),
         ({"rotation": Rotation(0, 0)}, "even number of features"),
+        ({"rotation": Rotation(64, 128, norm=-1.0)}, "a norm of at least 0"),
+        ({"rotation": Rotation(64, 128, norm=1.0, queries=32)}, "queries=32"),
+        ({"rotation": Rotation(64, 128, norm=1.0, queries=192)}, "within its columns"),
+        ({"rotation": Rotation(64, 128, norm=1.0, queries=-64)}, "within its columns"),
+        ({"rotation": Rotation(64, 128, queries=64)}, "without a norm there are none"),
     ],
 )
 def test_what_is_no_rotation_is_refused(more: dict[str, Any], words: str) -> None:
@@ -376,6 +451,12 @@ def test_a_plan_that_parts_halves_is_refused(
         scheduler.make(asked(), device=H200, **{"simdgroups_n": 2} | wishes)
 
 
+def test_a_plan_that_parts_heads_with_norms_is_refused() -> None:
+    problem = asked(replace(OF_128, columns=256))
+    with pytest.raises(ValueError, match="a multiple of 4 as simdgroups_n"):
+        scheduler.make(problem, device=H200, simdgroups_n=2)
+
+
 def test_metals_kernels_have_no_rotation() -> None:
     with pytest.raises(ValueError, match=r"rotation=.* needs a CUDA kernel"):
         scheduler.make(asked(layout="mlx"))
@@ -397,8 +478,17 @@ def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
     assert words in plan.problem.explain()
 
 
+def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
+    plan = scheduler.choose(asked(NORMED_HEADS), H200)
+    text = source.cuda_product_source(plan)
+
+    assert text.name == "marlin_mma_rotated_norms"
+    assert text.input_names[3:] == ("places", "periods", "q_norm", "k_norm", "numbers")
+    assert "column 192, normalized before (eps 0.01)" in plan.problem.explain()
+
+
 def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
-    plan = scheduler.choose(asked(EACH, PARTS), H200)
+    plan = scheduler.choose(asked(NORMED_HEADS, PARTS), H200)
     times = {label(plan): 1.0}
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"

@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -192,9 +193,9 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
             y = y + finish[0] if epilogue.bias else y
             y = y + finish[2] if epilogue.residual else y
             if epilogue.rotation is not None:
-                places, periods = finish[3:5]
                 y = mx.stop_gradient(y.astype(x.dtype))
-                return rotated(y, epilogue.rotation, epilogue.parts, places, periods)
+                arrays = finish[3 : 5 if epilogue.rotation.norm is None else 7]
+                return rotated(y, epilogue.rotation, epilogue.parts, *arrays)
             if epilogue.gated:
                 gate, up = mx.split(y, 2, axis=-1)
                 y = nn.silu(gate) * up
@@ -285,7 +286,7 @@ LLAMA3 = {
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True),
         ("qwen2", {}, True),
         ("llama", {"rope_traditional": True}, False),
-        ("qwen3", {}, False),  # q and k have norms before
+        ("qwen3", {}, True),  # q and k have norms before
     ],
     ids=str,
 )
@@ -307,8 +308,26 @@ def test_a_product_rotates_heads_of_64_features(
 
     assert_close(outputs, expected, 2e-3)
     found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
-    each = make is with_left_padding
-    assert found == ({Rotation(64, 384, each=each)} if rotates else set())
+    rotation = Rotation(64, 384, each=make is with_left_padding)
+    if family == "qwen3":
+        rotation = replace(rotation, norm=1e-5, queries=256)
+    assert found == ({rotation} if rotates else set())
+
+
+def test_norms_of_heads_that_differ_are_mlxs(cuda: list[Plan]) -> None:
+    def other() -> nn.Module:
+        model = tiny("qwen3", mx.float16, **WIDE_HEADS)
+        for block in model.layers:
+            block.self_attn.k_norm.eps = 0.5
+        return model
+
+    packed = {"layout": "marlin", "join": True}
+    own = mlx_marlin.optimize(other(), **packed, trace=False)
+
+    outputs = decoded(traced(other(), **packed), one_stream)
+
+    assert_close(outputs, decoded(own, one_stream), 2e-3)
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
 
 
 def two_streams(model: nn.Module) -> Caches:

@@ -117,7 +117,7 @@ def _before(
     norm, rope = modules["norm"], modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = kind.heads, kind.heads + kind.kv_heads
-    if norms == (None, None) and kind.qkv:
+    if kind.qkv:
         features, each = kind.qkv[0] // heads, offset.size > 1
         rotated = rotated_heads(modules, kind.qkv, features, x, places, each)
         if rotated is not None:

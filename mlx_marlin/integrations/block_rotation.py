@@ -1,9 +1,10 @@
-"""Heads of q and k that their product rotates as it stores them.
+"""Heads of q and k that their product normalizes and rotates as it stores them.
 
 For a stream's next token, so that its heads lie in memory as attention reads them: what
 would take a kernel and three changes of shape more.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +32,8 @@ def rotated_heads(
     """Returns q, k and v of streams' next tokens; None where kernels do not all of it.
 
     Args:
-        modules: The product of all three as "joined", the "norm" before and the "rope".
+        modules: The product of all three as "joined", the "norm" before, the "rope",
+            and "q_norm" and "k_norm" if heads have norms.
         sizes: Features of q, k and v.
         features: Those of a head.
         x: What goes into the norm, [streams, 1, k].
@@ -48,14 +50,21 @@ def rotated_heads(
     periods = periods_of(modules["rope"], features)
     if periods is None:
         return None
-    rotation = Rotation(features, sum(sizes[:2]), each=each)
+    columns = sum(sizes[:2])
+    rotation = Rotation(features, columns, each=each)
+    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
+    if norms:
+        if len({each.eps for each in norms}) != 1 or len(norms) != 2:
+            return None
+        rotation = replace(rotation, norm=norms[0].eps, queries=sizes[0])
+    given = places, periods, tuple(each["weight"] for each in norms)
     if x.shape[0] > 1:
-        heads: Heads | None = layer.rotated(x, norm, rotation, sizes, places, periods)
+        heads: Heads | None = layer.rotated(x, norm, rotation, sizes, *given)
         return heads
-    joined = layer.rotated(x, norm, rotation, (), places, periods)
+    joined = layer.rotated(x, norm, rotation, (), *given)
     if joined is None:
         return None
-    q, k, v = mx.split(joined, [sizes[0] // features, sum(sizes[:2]) // features], 1)
+    q, k, v = mx.split(joined, [sizes[0] // features, columns // features], 1)
     return q, k, v
 
 

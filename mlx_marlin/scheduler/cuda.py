@@ -17,6 +17,7 @@ from mlx_marlin.scheduler.candidates import INVARIANT_ROWS, Wishes
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction
 from mlx_marlin.scheduler.cuda_cost import (
+    OWN_HEAD_NORM_SECONDS,
     OWN_NORM_SECONDS,
     OWN_ROPE_SECONDS,
     Way,
@@ -118,10 +119,16 @@ def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
         yield replace(problem, norm=None), OWN_NORM_SECONDS, reason
     epilogue = problem.epilogue
     if epilogue.rotation is not None:
-        ropes = 2 if problem.m > 1 else 1  # of q and k, which one row has in one array
+        norms = 0 if epilogue.rotation.norm is None else 2
+        # Of q and k, which one row without norms has in one array.
+        ropes = 2 if problem.m > 1 or norms else 1
+        seconds = ropes * OWN_ROPE_SECONDS + norms * OWN_HEAD_NORM_SECONDS
         reason = "to rotate heads costs this product more time than a rope takes"
-        without = replace(epilogue, rotation=None)
-        yield replace(problem, epilogue=without), ropes * OWN_ROPE_SECONDS, reason
+        yield (
+            replace(problem, epilogue=replace(epilogue, rotation=None)),
+            seconds,
+            reason,
+        )
 
 
 def most_rows(problem: Problem) -> int:

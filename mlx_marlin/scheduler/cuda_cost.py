@@ -58,6 +58,9 @@ has as much to do (measured, docs/cuda.md)."""
 OWN_ROPE_SECONDS = 5e-6
 """For a rope of its own after a product, with the changes of shape that it needs: so
 much, 3 to 5 us, was spared a layer with each (measured, docs/cuda.md)."""
+OWN_HEAD_NORM_SECONDS = 4e-6
+"""For a norm of heads of its own, one of q and one of k: 2 us of the device (measured,
+docs/cuda.md) and as much of the host (a guess)."""
 MEETING_SECONDS = 25e-12
 """Seconds for each element of a result whose tiles are split: so much of the 50 us that
 streams cost more than whole tiles at 64 rows of 5120→17408 (measured, docs/cuda.md)."""

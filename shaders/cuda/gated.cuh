@@ -3,6 +3,8 @@
 
 template <int ACTIVATION>
 struct Gated {
+  static constexpr int TOGETHER = 1;
+
   static METAL_FUNC int first_of_pair(int pair, int) {
     return pair;
   }
@@ -12,7 +14,8 @@ struct Gated {
   }
 
   template <typename O>
-  METAL_FUNC void store_pair(O out, uint row, int pair, float gate, float up, Work work) const {
-    store(out, 0, 0, row * (work.n / 2) + pair, activate<ACTIVATION>(gate) * up);
+  METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
+    const float gate = activate<ACTIVATION>(sums->x);
+    store(out, 0, 0, row * (work.n / 2) + pair, gate * sums->y);
   }
 };

@@ -2,9 +2,16 @@
 //
 //   first_of_pair(pair, n)   the first one's column; those of a packed tile lie side by side
 //   distance_of_pair(n)      from there to the second one
-//   store_pair(...)          what is stored of both sums
+//   TOGETHER                 packed tiles of first columns whose rows are stored together
+//   store_pairs(...)         what is stored of their sums
 //
 // A tile has as many first columns as second ones, so both sums lie in the block's scratch.
+
+// Both sums of a pair.
+struct Point {
+  float x;
+  float y;
+};
 
 template <typename HOW>
 struct Paired {
@@ -56,25 +63,25 @@ METAL_FUNC void store_tile(
     int slices,
     int warp,
     int lane_index) {
-  static_assert(WIDE % 2 == 0, "a tile has as many first columns as second ones");
   constexpr int PAIRS = WIDE / 2;
+  constexpr int TOGETHER = HOW::TOGETHER;
   constexpr int ROWS = TILE_M * SCRATCH_ROW;  // of a slice
+  static_assert(WIDE % 2 == 0, "a tile has as many first columns as second ones");
+  static_assert(PAIRS % TOGETHER == 0, "what is stored together lies in a tile");
   const int rows = min(TILE_M, work.m - split.row);
-  for (int line = warp; line < PAIRS * TILE_M; line += SIMDGROUPS) {
-    const int column = line / TILE_M;
+  for (int line = warp; line < PAIRS / TOGETHER * TILE_M; line += SIMDGROUPS) {
+    const int column = line / TILE_M * TOGETHER;
     const int row = line % TILE_M;
     const int pair = split.col / 2 + column * TILE_N + lane_index;
     if (row >= rows || pair >= work.n / 2) {
       continue;
     }
-    const float* first = scratch + column * slices * ROWS + row * SCRATCH_ROW + lane_index;
-    const float* second = first + PAIRS * slices * ROWS;
-    epilogue.how.store_pair(
-        out,
-        output_row(order, split.row + row),
-        pair,
-        sum_of_slices(first, slices, ROWS),
-        sum_of_slices(second, slices, ROWS),
-        work);
+    Point sums[TOGETHER];
+  UNROLL for (int i = 0; i < TOGETHER; ++i) {
+      const float* first = scratch + (column + i) * slices * ROWS + row * SCRATCH_ROW + lane_index;
+      const float* second = first + PAIRS * slices * ROWS;
+      sums[i] = {sum_of_slices(first, slices, ROWS), sum_of_slices(second, slices, ROWS)};
+    }
+    epilogue.how.store_pairs(out, output_row(order, split.row + row), pair, sums, work);
   }
 }

@@ -1,11 +1,6 @@
 // Heads that are rotated by their rows' places as they are stored, as MLX's rope does it: features
 // i and i + FEATURES / 2 of a head are a point, turned by place / periods[i].
 
-struct Point {
-  float x;
-  float y;
-};
-
 // Whole turns are taken away first, in two parts, because a float alone holds a turn badly: then
 // the two instructions for sine and cosine err by 1e-6, also of angles of a million. CUDA's own
 // function has a stack for larger ones.
@@ -19,14 +14,56 @@ METAL_FUNC Point turned(Point point, float angle) {
   return {point.x * cosine - point.y * sine, point.x * sine + point.y * cosine};
 }
 
+// What heads go through before: nothing.
+struct AsTheyAre {
+  static constexpr int TOGETHER = 1;
+
+  METAL_FUNC void normalize(Point*, int, int) const {
+  }
+};
+
+// Each head is divided by the root of the mean of its squares and EPSILON, whose bits these are,
+// and multiplied by a weight: one for the heads of the first QUERIES columns, one for the others.
+template <typename T, int EPSILON, int QUERIES, int FEATURES>
+struct Normalized {
+  static constexpr int HALF = FEATURES / 2;
+  static constexpr int TOGETHER = HALF / TILE_N;
+  const T* q;  // [FEATURES]
+  const T* k;
+
+  // A lane has the points i, i + TILE_N and so on of a head that begins at col - i.
+  METAL_FUNC void normalize(Point* points, int i, int col) const {
+    float squares = 0.0f;
+    UNROLL for (int j = 0; j < TOGETHER; ++j) {
+      squares = fmaf(points[j].x, points[j].x, squares);
+      squares = fmaf(points[j].y, points[j].y, squares);
+    }
+    const float factor = rsqrtf(sum_of_warp(squares) / FEATURES + as_type<float>(EPSILON));
+    const T* weight = (col < QUERIES ? q : k) + i;
+    UNROLL for (int j = 0; j < TOGETHER; ++j) {
+      points[j].x *= factor * float(weight[j * TILE_N]);
+      points[j].y *= factor * float(weight[j * TILE_N + HALF]);
+    }
+  }
+};
+
 // The first ROTATED columns are rotated; EACH row has a place of its own, or all have one.
-template <typename T, bool BIAS, int PARTS, int FEATURES, int ROTATED, bool EACH>
+template <
+    typename T,
+    bool BIAS,
+    int PARTS,
+    int FEATURES,
+    int ROTATED,
+    bool EACH,
+    typename N = AsTheyAre>
 struct Rotated {
   static constexpr int HALF = FEATURES / 2;
+  static constexpr int TOGETHER = N::TOGETHER;
   static_assert(HALF % TILE_N == 0, "the first columns of a tile's pairs lie side by side");
   Epilogue<T, BIAS, 0, false, false, PARTS> before;
   const int* places;     // [m], or the first is that of all
   const float* periods;  // [HALF]
+  N norms;
 
   static METAL_FUNC int first_of_pair(int pair, int) {
     return pair / HALF * FEATURES + pair % HALF;
@@ -37,15 +74,30 @@ struct Rotated {
   }
 
   template <typename O>
-  METAL_FUNC void store_pair(O out, uint row, int pair, float x, float y, Work work) const {
+  METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
     const int col = first_of_pair(pair, work.n);
     const uint place = output_place(before, row, col, work);
-    Point point = {finished(x, before, place, col), finished(y, before, place + HALF, col + HALF)};
-    if (col < ROTATED) {
-      const float frequency = 1.0f / periods[pair % HALF];
-      point = turned(point, places[EACH ? row : 0] * frequency);
+    Point points[TOGETHER];
+    UNROLL for (int i = 0; i < TOGETHER; ++i) {
+      points[i] = with_bias(sums[i], place + i * TILE_N, col + i * TILE_N);
     }
-    store(out, 0, 0, place, point.x);
-    store(out, 0, 0, place + HALF, point.y);
+    if (col < ROTATED) {
+      norms.normalize(points, pair % HALF, col);
+      const int at = places[EACH ? row : 0];
+      UNROLL for (int i = 0; i < TOGETHER; ++i) {
+        const float frequency = 1.0f / periods[pair % HALF + i * TILE_N];
+        points[i] = turned(points[i], at * frequency);
+      }
+    }
+    UNROLL for (int i = 0; i < TOGETHER; ++i) {
+      store(out, 0, 0, place + i * TILE_N, points[i].x);
+      store(out, 0, 0, place + i * TILE_N + HALF, points[i].y);
+    }
+  }
+
+  METAL_FUNC Point with_bias(Point sums, uint place, int col) const {
+    return {
+        finished(sums.x, before, place, col),
+        finished(sums.y, before, place + HALF, col + HALF)};
   }
 };
