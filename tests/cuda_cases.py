@@ -135,7 +135,9 @@ ROTATED_N = 256
 """Two heads of q, one of k and one of v."""
 EPSILON = 1e-2
 """Of norms: large enough to be missed."""
-NORMED_HEADS = Rotation(64, 192, each=True, norm=EPSILON, queries=128)
+HEAD_EPSILON = 4.0
+"""Of norms of heads, whose squares are 20 and more."""
+NORMED_HEADS = Rotation(64, 192, each=True, norm=HEAD_EPSILON, queries=128)
 """The same after norms of q and k, each row at a place of its own."""
 NORMED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3}),

@@ -8,6 +8,7 @@ compiler tells what does not fit into registers.
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MOST_SPILLED = 64
 """Bytes a thread: what is stored before the main loop and loaded behind it."""
 LARGE = {"n": 28672, "k": 8192, "layout": "marlin"}
 HEADS = Rotation(features=128, columns=5120, each=True)
+NORMED_HEADS = replace(HEADS, norm=1e-6, queries=4096)
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -64,10 +66,10 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
         {"m": 8, "n": 6144, "k": 4096, "layout": "marlin", "norm": 1e-5}
         | {"epilogue": Epilogue(rotation=HEADS, parts=(4096, 1024, 1024))},
     ),
-    "rotated heads of 64 rows": (
+    "normalized and rotated heads of 64 rows": (
         H200,
         {"m": 64, "n": 6144, "k": 4096, "layout": "marlin"}
-        | {"epilogue": Epilogue(bias=True, rotation=HEADS)},
+        | {"epilogue": Epilogue(bias=True, rotation=NORMED_HEADS)},
     ),
     "split": (H200, {"m": 2, "n": 256, "k": 16384, "layout": "marlin"}),
     "an older device": (A100, LARGE | {"m": 24}),

@@ -17,6 +17,7 @@ import pytest
 from cuda_cases import (
     EPSILON,
     GATED_WAYS,
+    HEAD_EPSILON,
     NORMED_HEADS,
     NORMED_WAYS,
     ROTATED_N,
@@ -57,7 +58,7 @@ HEADS: tuple[Heads, ...] = (
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
 EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False)]
 """Twice, with each kernel in turn, and with a bias or without."""
-OF_128 = Rotation(128, 256, norm=EPSILON, queries=128)
+OF_128 = Rotation(128, 256, norm=HEAD_EPSILON, queries=128)
 NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
     ((NORMED_HEADS, 256, PARTS), 0, {}),
     ((replace(NORMED_HEADS, each=False), 256, ()), 4, {}),
@@ -204,7 +205,9 @@ def test_gradients_are_those_of_mlxs_operations(
         heads = [y[:, :2], y[:, 2:3]]
         if norms:
             pairs = zip(heads, norms, strict=True)
-            heads = [mx.fast.rms_norm(each, weight, EPSILON) for each, weight in pairs]
+            heads = [
+                mx.fast.rms_norm(each, weight, HEAD_EPSILON) for each, weight in pairs
+            ]
         turned = nn.RoPE(64)(mx.concatenate(heads, axis=1), offset=places)
         y = mx.concatenate([turned, y[:, 3:]], axis=1)
         return loss(mx.split(y, [2, 3], axis=1) if parts else y)
@@ -278,7 +281,7 @@ def test_arrays_that_are_no_rotations_are_refused(
     ("rotation", "norms", "words"),
     [
         (EACH, (mx.ones(64), mx.ones(64)), r"expected \[\] with norm=None"),
-        (NORMED_HEADS, (), r"\[\], expected \[\(64,\), \(64,\)\] with norm=0.01"),
+        (NORMED_HEADS, (), r"\[\], expected \[\(64,\), \(64,\)\] with norm=4.0"),
         (NORMED_HEADS, (mx.ones(64), mx.ones(32)), r"\(32,\)\], expected"),
     ],
 )
@@ -484,7 +487,7 @@ def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
 
     assert text.name == "marlin_mma_rotated_norms"
     assert text.input_names[3:] == ("places", "periods", "q_norm", "k_norm", "numbers")
-    assert "column 192, normalized before (eps 0.01)" in plan.problem.explain()
+    assert "column 192, normalized before (eps 4)" in plan.problem.explain()
 
 
 def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:

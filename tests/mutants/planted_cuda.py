@@ -18,6 +18,7 @@ PARTS = "packed, three results"
 MXFP4 = "packed mxfp4, bfloat16"
 GATED = "packed, gate and up, two slices"
 ROTATED = "packed, rotated heads, two slices"
+ROTATED_NORMS = "packed, rotated heads with norms, two slices"
 ROTATED_FAR = "packed, rotated heads at places of a million"
 BATCH = "packed batch, streams"
 ROWS_DECODED = "nvfp4 with a global scale, rows decoded in blocks"
@@ -340,6 +341,62 @@ MUTANTS = (
         "if (row >= rows) {",
         ROTATED,
         Detector.UNWRITTEN,
+    ),
+    Mutant(
+        "cuda: heads of k have the weight of q's norm",
+        _ROTATED,
+        "(col < QUERIES ? q : k)",
+        "q",
+        ROTATED_NORMS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: heads are normalized without epsilon",
+        _ROTATED,
+        "/ FEATURES + as_type<float>(EPSILON)",
+        "/ FEATURES",
+        ROTATED_NORMS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a head's second tile is no part of its norm",
+        _ROTATED,
+        "for (int j = 0; j < TOGETHER; ++j) {\n      squares",
+        "for (int j = 0; j < 1; ++j) {\n      squares",
+        ROTATED_NORMS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: both halves of a head have the first one's weight",
+        _ROTATED,
+        "weight[j * TILE_N + HALF]",
+        "weight[j * TILE_N]",
+        ROTATED_NORMS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a lane of a head has its own squares only",
+        _ROTATED,
+        "sum_of_warp(squares)",
+        "squares * 32",
+        ROTATED_NORMS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: tiles that are stored together are the first one again",
+        _PAIRS,
+        "scratch + (column + i) * slices",
+        "scratch + column * slices",
+        ROTATED_NORMS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: a head begins in the tile after another one's first",
+        _PAIRS,
+        "line / TILE_M * TOGETHER",
+        "line / TILE_M",
+        ROTATED_NORMS,
+        Detector.OUTSIDE,
     ),
     Mutant(
         "cuda: the reduce sees tiles of one width only",

@@ -13,6 +13,7 @@ import planted_cuda_staged as planted_ring
 import pytest
 from cuda_cases import (
     GATED_WAYS,
+    HEAD_EPSILON,
     ROTATION,
     STAGED_WAYS,
     WAYS,
@@ -24,7 +25,7 @@ from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
 
 from mlx_marlin import emulator
-from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.source import OPERANDS
 
 pytestmark = [
@@ -58,11 +59,18 @@ CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
 ROTATED = Epilogue(
     bias=True, rotation=replace(ROTATION, each=True), parts=(128, 64, 128)
 )
+NORMED_HEADS = Epilogue(
+    rotation=Rotation(128, 512, each=True, norm=HEAD_EPSILON, queries=256),
+    parts=(512, 128),
+)
 CHECKS: dict[str, Callable[[Case], None]] = {
     planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
     planted_cuda.GATED: cuda_on_cpu.check_gated,
     planted_cuda.ROTATED: partial(
         cuda_on_cpu.check_rotated, epilogue=ROTATED, n=sum(ROTATED.parts)
+    ),
+    planted_cuda.ROTATED_NORMS: partial(
+        cuda_on_cpu.check_rotated, epilogue=NORMED_HEADS, n=sum(NORMED_HEADS.parts)
     ),
     planted_cuda.ROTATED_FAR: partial(
         cuda_on_cpu.check_rotated,
@@ -116,6 +124,15 @@ CASES |= {
     planted_mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
 }
 ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
+CASES[planted_cuda.ROTATED_NORMS] = (
+    "affine",
+    4,
+    64,
+    "marlin",
+    "float16",
+    3,
+    GATED_WAYS[1][1] | {"simdgroups_n": 8},
+)
 CASES |= dict.fromkeys(
     (planted_cuda.ROTATED, planted_cuda.ROTATED_FAR),
     ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
