@@ -396,7 +396,7 @@ MUTANTS = (
         "line / TILE_M * TOGETHER",
         "line / TILE_M",
         ROTATED_NORMS,
-        Detector.OUTSIDE,
+        Detector.UNWRITTEN,
     ),
     Mutant(
         "cuda: the reduce sees tiles of one width only",
