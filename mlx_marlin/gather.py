@@ -1,13 +1,10 @@
 """Products of rows with weights that they chose, for mixtures of experts."""
 
-from math import prod
-
 import mlx.core as mx
 
 from mlx_marlin.formats import MODE_DEFAULTS
 from mlx_marlin.gather_serving import (
     Kind,
-    Product,
     mode_of_mlx,
     product_of,
     serve_packed,
@@ -139,6 +136,7 @@ def gather_qmm(
         k=w.shape[2] * 32 // width,
         scale_dtype=scales.dtype,
         pairs=result.shape[:-2],
+        rows_are_named=lhs_indices is not None,
         transpose=transpose,
         group_size=group_size or known[0],
         bits=width,
@@ -149,11 +147,11 @@ def gather_qmm(
         has_global_scale=global_scale is not None,
         on_cpu=mx.default_device() == CPU,
     )
-    product = product_of(kind)
-    if product is None:
+    served = product_of(kind)
+    if served is None:
         return result
     biases = scales if biases is None else biases
-    return _run(product, kind, x, lhs_indices, rhs_indices, w, scales, biases)
+    return served.run(x, lhs_indices, rhs_indices, w, scales, biases)
 
 
 def gather_packed(
@@ -195,7 +193,7 @@ def gather_packed(
     experts = words.shape[0]
     if rhs_indices is None:
         rhs_indices = mx.arange(experts, dtype=mx.uint32)
-    kind, product = serve_packed(
+    kind, served = serve_packed(
         x.shape,
         x.dtype,
         (experts, n, k),
@@ -210,9 +208,8 @@ def gather_packed(
         invariant,
         mx.default_device() == CPU,
     )
-    if product is not None:
-        arrays = words, scales, scales
-        return _run(product, kind, x, lhs_indices, rhs_indices, *arrays)
+    if served is not None:
+        return served.run(x, lhs_indices, rhs_indices, words, scales, scales)
     w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
     return mx.gather_qmm(
         x,
@@ -229,36 +226,8 @@ def gather_packed(
     )
 
 
-def _run(
-    product: Product,
-    kind: Kind,
-    x: mx.array,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array,
-    *weight: mx.array,
-) -> mx.array:
-    sources, experts = _flat_indices(x, lhs_indices, rhs_indices, kind.pairs)
-    rows = x.reshape(-1, kind.k).astype(kind.dtype)
-    return product(rows, *weight, sources, experts).reshape(*kind.pairs, 1, kind.n)
-
-
 def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:
     if len(w.batch) != 1:
         raise ValueError(f"w has shape {w.shape}, expected a batch [experts, n, k]")
     if global_scale is not None or w.global_scale is not None:
         raise ValueError("packed experts with a global_scale are not served")
-
-
-def _flat_indices(
-    x: mx.array,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array,
-    pairs: tuple[int, ...],
-) -> tuple[mx.array, mx.array]:
-    if lhs_indices is None:
-        batch = x.shape[:-2]
-        lhs_indices = mx.arange(prod(batch), dtype=mx.uint32).reshape(batch)
-    return tuple(  # type: ignore[return-value]
-        mx.broadcast_to(each, pairs).astype(mx.uint32).flatten()
-        for each in (lhs_indices, rhs_indices)
-    )

@@ -7,16 +7,19 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import backends, launch, scheduler
+from mlx_marlin import backends, gather_launch, scheduler
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.serving import Served, traced_call
 from mlx_marlin.stock_weight import as_mlx, stock_groups
-from mlx_marlin.why_stock import not_here, refuse_variance, target
+from mlx_marlin.why_stock import not_here, not_on_cuda, refuse_variance, target
 
-Product = Callable[..., mx.array]
-"""From x, codes, scales, biases, rows of x and experts, flat, to a row a pair."""
+Flat = Callable[..., mx.array]
+"""From x [rows, k], codes, scales, biases, rows of x and experts, flat, to a row a
+pair."""
 Shape = tuple[int, ...]
 
 
@@ -32,6 +35,7 @@ class Kind:
         k: Columns of a weight.
         scale_dtype: Dtype of the scales.
         pairs: Shape of the indices that choose.
+        rows_are_named: Whether indices say which row of x a pair has.
         transpose: Whether the product is x @ w.T.
         group_size: Weights that share a scale.
         bits: Bits of a code.
@@ -50,6 +54,7 @@ class Kind:
     k: int
     scale_dtype: mx.Dtype
     pairs: Shape
+    rows_are_named: bool
     transpose: bool
     group_size: int
     bits: int
@@ -62,8 +67,10 @@ class Kind:
 
 
 @lru_cache(4096)
-def product_of(kind: Kind) -> Product | None:
+def product_of(kind: Kind) -> Served | None:
     """Returns the prepared product of a kind of call; None where stock serves it.
+
+    It takes x, the rows' indices or None, the experts', codes, scales and biases.
 
     Raises:
         ValueError: If the kind must not vary, and our kernels do not take it.
@@ -72,31 +79,30 @@ def product_of(kind: Kind) -> Product | None:
     if reason:
         refuse_variance(kind.invariant, reason)
         return None
-    problem = Problem(
-        m=prod(kind.pairs),
-        n=kind.n,
-        k=kind.k,
-        group_size=kind.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
-        dtype=dtype_name(kind.dtype),
-        scale_dtype=dtype_name(kind.scale_dtype),
-        layout=kind.layout,
-        invariant=kind.invariant,
-    )
+    problem = _problem(kind)
+    if backends.backend() == "cuda":
+        return _on_cuda(kind, problem)
     free = backends.backend() == "metal" and backends.forced_backend() is None
     if free and scheduler.gather_reason(
         problem, kind.experts, kind.is_sorted, target()
     ):
         return None
     plan = scheduler.choose_gather(problem, kind.experts)
-    return differentiable(launch.gather_product(plan), _stock(kind))
+    product = differentiable(gather_launch.gather_product(plan), _stock(kind))
+
+    def run(
+        x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
+    ) -> mx.array:
+        sources, experts = _flat_indices(x, lhs, rhs, kind.pairs)
+        rows = x.reshape(-1, kind.k).astype(kind.dtype)
+        y = product(rows, *weight, sources, experts)
+        return y.reshape(*kind.pairs, 1, kind.n)
+
+    return Served(run)
 
 
 def why_not_gather(kind: Kind) -> str | None:
     """Says why stock MLX serves a kind of call; None if our kernels do."""
-    if backends.backend() == "cuda":
-        return "our CUDA kernels do not choose among experts"
     known = FORMATS.get((kind.mode, kind.bits))
     if known is None:
         return f"{kind.mode} {kind.bits}-bit is not one of our formats"
@@ -112,7 +118,67 @@ def why_not_gather(kind: Kind) -> str | None:
     rows = max(prod(kind.pairs), prod(kind.x_shape[:-1]))
     if largest_array(rows, kind.n, kind.k, kind.bits) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
-    return not_here(kind.on_cpu)
+    return not_here(kind.on_cpu) or _why_not_on_cuda(kind)
+
+
+def _why_not_on_cuda(kind: Kind) -> str | None:
+    if backends.backend() != "cuda":
+        return None
+    if kind.invariant:
+        return "our CUDA kernels take no experts with invariant=True"
+    words = kind.experts * kind.n * kind.k * kind.bits // 32
+    if kind.layout == "mlx" and words >= MOST_ELEMENTS:
+        return "our CUDA kernels count MLX's words in 32 bits, and there are more"
+    return not_on_cuda(_problem(kind), kind.transpose)
+
+
+def _problem(kind: Kind) -> Problem:
+    """Returns the product of one expert with all pairs as its rows."""
+    return Problem(
+        m=prod(kind.pairs),
+        n=kind.n,
+        k=kind.k,
+        group_size=kind.group_size,
+        bits=kind.bits,
+        mode=kind.mode,
+        dtype=dtype_name(kind.dtype),
+        scale_dtype=dtype_name(kind.scale_dtype),
+        layout=kind.layout,
+        invariant=kind.invariant,
+    )
+
+
+def _on_cuda(kind: Kind, problem: Problem) -> Served:
+    device, each = target(), _pairs_of_row(kind)
+    assert isinstance(device, CudaDevice)
+    plan = scheduler.choose_cuda_gather(problem, kind.experts, each, device)
+    product = gather_launch.cuda_gather_product(plan)
+    product = differentiable(product, _stock_in_turn(kind, each))
+
+    def in_turn(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
+        experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
+        return product(x.astype(kind.dtype), *weight, experts)
+
+    def named(
+        x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
+    ) -> mx.array:
+        sources, experts = _flat_indices(x, lhs, rhs, kind.pairs)
+        y = product(x.astype(kind.dtype), *weight, experts, sources)
+        return y.reshape(*kind.pairs, 1, kind.n)
+
+    return traced_call(in_turn if each else named)
+
+
+def _pairs_of_row(kind: Kind) -> int:
+    """Returns how many pairs in turn have the same row of x; 0 where that varies."""
+    rows = kind.x_shape[:-2]
+    if kind.rows_are_named:
+        return 0
+    if rows == kind.pairs:
+        return 1
+    if rows and rows == (*kind.pairs[:-1], 1):
+        return kind.pairs[-1]
+    return 0
 
 
 @lru_cache(4096)
@@ -130,7 +196,7 @@ def serve_packed(
     is_sorted: bool,
     invariant: bool,
     on_cpu: bool,
-) -> tuple[Kind, Product | None]:
+) -> tuple[Kind, Served | None]:
     """Returns the kind of a call with packed weights, and its prepared product.
 
     Args:
@@ -181,6 +247,7 @@ def serve_packed(
         k=k,
         scale_dtype=scale_dtype,
         pairs=result.shape[:-2],
+        rows_are_named=lhs is not None,
         transpose=transpose,
         group_size=group_size,
         bits=bits,
@@ -205,7 +272,19 @@ def forget() -> None:
     product_of.cache_clear()
 
 
-def _stock(kind: Kind) -> Product:
+def _flat_indices(
+    x: mx.array, lhs: mx.array | None, rhs: mx.array, pairs: Shape
+) -> tuple[mx.array, mx.array]:
+    """Returns the row of x and the expert of each pair."""
+    if lhs is None:
+        batch = x.shape[:-2]
+        lhs = mx.arange(prod(batch), dtype=mx.uint32).reshape(batch)
+    return tuple(  # type: ignore[return-value]
+        mx.broadcast_to(each, pairs).astype(mx.uint32).flatten() for each in (lhs, rhs)
+    )
+
+
+def _stock(kind: Kind) -> Flat:
     def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
         scales, biases, sources, experts = arrays
         words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
@@ -221,6 +300,26 @@ def _stock(kind: Kind) -> Product:
             mode=mode_of_mlx(kind.mode),
         )
         return y.squeeze(-2)
+
+    return stock
+
+
+def _stock_in_turn(kind: Kind, each: int) -> Flat:
+    """Likewise, of x and experts of any shape, and of rows as a plan has them."""
+    flat = _stock(kind)
+
+    def stock(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        experts: mx.array,
+        *sources: mx.array,
+    ) -> mx.array:
+        rows = sources[0] if sources else mx.arange(experts.size) // each
+        pairs = rows.astype(mx.uint32), experts.flatten()
+        y = flat(x.reshape(-1, kind.k), w, scales, biases, *pairs)
+        return y.reshape(*experts.shape, 1, kind.n)
 
     return stock
 

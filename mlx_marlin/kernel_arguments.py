@@ -6,6 +6,7 @@ Template arguments are what the compiler knows. Numbers are what a kernel reads.
 import struct
 from itertools import accumulate
 
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue, Rotation
 from mlx_marlin.formats import CHANNEL, CODES, GROUP_SIZES, TILE_K, TILE_N, planes_of
 from mlx_marlin.gather_plan import GatherPlan
@@ -72,6 +73,18 @@ def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
         **weight_template(plan.problem),
         "SUBTRACT": plan.subtract,
         "WIDEN": plan.problem.in_float,
+    }
+
+
+def cuda_gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of CUDA's kernel for experts' products."""
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_N": plan.simdgroups_n,
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        "BY_PAIR": plan.by_pair,
+        "EACH": plan.each,
+        **weight_template(plan.problem),
     }
 
 

@@ -14,7 +14,6 @@ from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.epilogue import PLAIN, Rotation
 from mlx_marlin.formats import TILE_K, TILE_N
-from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
@@ -91,33 +90,6 @@ def dense_product(plan: DensePlan) -> Product:
                 weight = whole[..., : plan.problem.n, :]
             parts.append(x @ (weight.T if plan.transposed else weight))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-    return multiply
-
-
-def gather_product(plan: GatherPlan) -> Callable[..., mx.array]:
-    """Builds the call that multiplies rows by the experts that they chose.
-
-    Returns:
-        A function from x [rows, k] in the problem's dtype, codes, scales and biases
-        [experts, n, ...], the row of x and the expert of each pair (uint32 [pairs]) to
-        y [pairs, n] in the problem's dtype.
-    """
-    problem = plan.problem
-    kernel = backends.kernel(source.gather_source())
-    template = backends.template(kernel_arguments.gather_template(plan))
-    shape = mx.array((problem.m, problem.n, problem.k), mx.int32)
-    grid = (plan.num_threadgroups * plan.threads, 1, 1)
-
-    def multiply(*arrays: mx.array) -> mx.array:
-        return kernel(
-            inputs=(*map(readable, arrays), shape),
-            template=template,
-            grid=grid,
-            threadgroup=(plan.threads, 1, 1),
-            output_shapes=((problem.m, problem.n),),
-            output_dtypes=(backends.dtype(problem.dtype),),
-        )[0]
 
     return multiply
 

@@ -304,10 +304,10 @@ def _decide(kind: Kind, stock: Product) -> Served:
     product = _decoded(dense) if dense else _planned(problem, measured)
     back = _backward(problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, back), kind)
-    return _traced(run) if backends.backend() == "cuda" else Served(run)
+    return traced_call(run) if backends.backend() == "cuda" else Served(run)
 
 
-def _traced(run: Run) -> Served:
+def traced_call(run: Run) -> Served:
     """Serves by a call whose graph is built once.
 
     A traced graph spares what MLX does with a CUDA kernel's template arguments and text

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
@@ -56,6 +57,7 @@ class Declared(NamedTuple):
 
 
 NOTHING = Declared()
+NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
 AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
 FUSED = Declared(
     "_fused",
@@ -176,6 +178,15 @@ def gather_source() -> Source:
         header=_lib(*WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
         source=_read("kernels/gather.metal"),
     )
+
+
+def cuda_gather_source(plan: CudaGatherPlan) -> Source:
+    """Returns the text of the CUDA kernel for experts' products."""
+    header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
+    named = () if plan.each else ("sources",)
+    operands = (*OPERANDS, "experts", *named)
+    declared = NOTHING if named else NO_SOURCES
+    return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 
 
 @cache

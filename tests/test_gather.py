@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import backends, launch, scheduler
+from mlx_marlin import backends, gather_launch, scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.formats import format_of
 from mlx_marlin.gather_plan import GatherPlan
@@ -372,6 +372,7 @@ def kind(**changes: Any) -> Kind:
         "k": K,
         "scale_dtype": mx.float16,
         "pairs": (5, 2),
+        "rows_are_named": False,
         "transpose": True,
         "group_size": 64,
         "bits": 4,
@@ -648,7 +649,9 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     chosen = mx.array([1, 3, 1, 1, 3, 3, 3, 1], mx.uint32)
     weight = native if layout == "mlx" else stored
 
-    counters = emulator.trace(launch.gather_product(plan), x, *weight, sources, chosen)
+    counters = emulator.trace(
+        gather_launch.gather_product(plan), x, *weight, sources, chosen
+    )
 
     read = counters[0].of("w")
     assert read.read_bytes == 2 * 64 * K // 2  # two of four experts were chosen
@@ -706,7 +709,7 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
     pairs = mx.arange(6, dtype=mx.uint32), mx.array(FEW, mx.uint32)
     weight = packed.words, packed.scales, packed.scales
 
-    counters = emulator.trace(launch.gather_product(plan), x, *weight, *pairs)[0]
+    counters = emulator.trace(gather_launch.gather_product(plan), x, *weight, *pairs)[0]
 
     read = counters.of("w")
     assert read.read_bytes == 3 * 64 * K // 2  # nobody chose one of four experts
@@ -723,7 +726,7 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
             names.append(record["name"])
 
     problem = Problem(m=64, n=40, k=K, layout="marlin")
-    product = launch.gather_product(scheduler.choose_gather(problem, 4))
+    product = gather_launch.gather_product(scheduler.choose_gather(problem, 4))
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
     scales = PACKED.scales.astype(mx.float16)

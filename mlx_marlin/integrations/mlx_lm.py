@@ -38,9 +38,9 @@ def optimize(
 
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
     experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
-    Subclasses, which may do something else, and other formats stay as they are, and on
-    CUDA layers of experts, which stock MLX serves there. If a layer cannot be
-    converted, those before it are turned back.
+    Subclasses, which may do something else, and other formats stay as they are, and so
+    do experts that stock MLX would have to serve. If a layer cannot be converted, those
+    before it are turned back.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
@@ -111,11 +111,8 @@ def optimize(
             return quantize and format.why_not(size, k, layout or "mlx") is None
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return _is_our_format(layer)
-        experts_run = backends.backend() != "cuda"
         if _is_experts(layer):
-            return experts_run and (
-                _is_our_format(layer) and getattr(layer, "global_scale", None) is None
-            )
+            return _are_experts_of_ours(layer, invariant)
         if _is_heads(layer):
             return not invariant and _is_our_format(layer)
         if isinstance(layer, MarlinEmbedding):
@@ -151,16 +148,20 @@ def optimize(
 def default_layout(layer: nn.Module) -> str:
     """Returns the layout that `optimize` gives a layer without being asked for one.
 
-    On CUDA "marlin" where our kernels multiply: experts, heads that also want products
-    with weights as they are, and activations in float32 are stock MLX's, which would
-    have to unpack them. Scales that are bytes do not tell the activations' dtype: such
+    On CUDA "marlin" where our kernels multiply: heads that also want products with
+    weights as they are, and activations in float32 are stock MLX's, which would have to
+    unpack them. Scales that are bytes do not tell the activations' dtype: such
     a layer is packed, and a model in float32 should be given `layout="mlx"`.
     """
     if not _runs_on_cuda():
         return "mlx"
     if type(layer) is nn.Linear:
         scales = layer.weight
-    elif type(layer) in (nn.QuantizedLinear, MarlinLinear):
+    elif (
+        type(layer) in (nn.QuantizedLinear, MarlinLinear)
+        or _is_experts(layer)
+        or _is_marlin_experts(layer)
+    ):
         packed = getattr(layer, "layout", "mlx") == "marlin"
         scales = layer["quantizers" if packed else "scales"]
     else:
@@ -303,6 +304,14 @@ def _is_experts(layer: nn.Module) -> bool:
 def _is_heads(layer: nn.Module) -> bool:
     """Returns whether a layer is mlx-lm's for several heads."""
     return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
+
+
+def _are_experts_of_ours(layer: Any, invariant: bool) -> bool:
+    """Returns whether kernels of ours multiply by a layer's experts here."""
+    if not _is_our_format(layer) or getattr(layer, "global_scale", None) is not None:
+        return False
+    here = not invariant and layer.scales.dtype != mx.float32
+    return here or backends.backend() != "cuda"
 
 
 def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:

@@ -17,6 +17,7 @@ from mlx_marlin.scheduler import cost, cuda
 from mlx_marlin.scheduler.candidates import Wishes, candidates
 from mlx_marlin.scheduler.choice import Candidate, Choice
 from mlx_marlin.scheduler.cost import Prediction, least_seconds
+from mlx_marlin.scheduler.cuda_gather import choose_cuda_gather
 from mlx_marlin.scheduler.dense import dense_if_faster
 from mlx_marlin.scheduler.gather import choose_gather, gather_reason
 from mlx_marlin.scheduler.handover import (
@@ -33,6 +34,7 @@ __all__ = [
     "Prediction",
     "Wishes",
     "choose",
+    "choose_cuda_gather",
     "choose_dense",
     "choose_gather",
     "compare",

@@ -143,11 +143,11 @@ METAL_FUNC void store_sums(
 }
 
 // One split of a tile, as far as one warp computes it, into its scratch.
-template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename R, typename S>
+template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename R, typename L, typename S>
 METAL_FUNC void multiply_split(
     float* scratch,
     R x,
-    InOrder order,
+    L order,
     const WeightTile<S>& tile,
     Work work,
     Split split,

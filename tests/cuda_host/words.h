@@ -30,6 +30,16 @@ __forceinline__ void __sincosf(float x, float* sine, float* cosine) {
 
 #define __shfl_xor_sync(lanes, value, distance) metal::simd_shuffle_xor(value, ushort(distance))
 
+#define __ballot_sync(lanes, vote) uint(ulong(metal::simd_vote::vote_t(metal::simd_ballot(vote))))
+
+__forceinline__ int __popc(uint lanes) {
+  return __builtin_popcount(lanes);
+}
+
+__forceinline__ int __ffs(uint lanes) {
+  return __builtin_ffs(lanes);
+}
+
 __forceinline__ float copysignf(float x, float sign) {
   return __builtin_copysignf(x, sign);
 }

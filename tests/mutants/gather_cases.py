@@ -9,7 +9,7 @@ import oracles
 import strategies
 from format_cases import Weight
 
-from mlx_marlin import emulator, launch
+from mlx_marlin import emulator, gather_launch
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem
@@ -74,7 +74,7 @@ class GatherCase:
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The products [pairs, n]."""
-        y = launch.gather_product(self.plan)(*arrays)
+        y = gather_launch.gather_product(self.plan)(*arrays)
         mx.eval(y)
         return y
 

@@ -1,0 +1,69 @@
+"""Runs plans of experts' products: calls their kernels. It decides nothing."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mlx_marlin import backends, kernel_arguments, source
+from mlx_marlin.backends import lazily, readable
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.gather_plan import GatherPlan
+
+
+def gather_product(plan: GatherPlan) -> Callable[..., mx.array]:
+    """Builds the call that multiplies rows by the experts that they chose.
+
+    Returns:
+        A function from x [rows, k] in the problem's dtype, codes, scales and biases
+        [experts, n, ...], the row of x and the expert of each pair (uint32 [pairs]) to
+        y [pairs, n] in the problem's dtype.
+    """
+    problem = plan.problem
+    kernel = backends.kernel(source.gather_source())
+    template = backends.template(kernel_arguments.gather_template(plan))
+    shape = mx.array((problem.m, problem.n, problem.k), mx.int32)
+    grid = (plan.num_threadgroups * plan.threads, 1, 1)
+
+    def multiply(*arrays: mx.array) -> mx.array:
+        return kernel(
+            inputs=(*map(readable, arrays), shape),
+            template=template,
+            grid=grid,
+            threadgroup=(plan.threads, 1, 1),
+            output_shapes=((problem.m, problem.n),),
+            output_dtypes=(backends.dtype(problem.dtype),),
+        )[0]
+
+    return multiply
+
+
+def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
+    """Builds the call that does so on a CUDA device.
+
+    Returns:
+        A function from x [..., k] in the problem's dtype, codes, scales and biases
+        [experts, n, ...], the expert of each pair (uint32 [...]) and, if the plan asks
+        for it, the row of x of each pair (uint32), to y [..., 1, n] in the problem's
+        dtype: before its last two dimensions it is shaped as the experts of pairs.
+    """
+    problem = plan.problem
+    text = source.cuda_gather_source(plan)
+    kernel = lazily(text, plan.threadgroup_bytes)
+    template = backends.template(kernel_arguments.cuda_gather_template(plan))
+    numbers = {"numbers": mx.array((problem.m, problem.n, problem.k), mx.int32)}
+    names = (*source.OPERANDS, "experts", "sources")
+    inputs = backends.inputs_of(text, names, numbers)
+    dtype = backends.dtype(problem.dtype)
+
+    def multiply(*arrays: mx.array) -> mx.array:
+        experts = arrays[len(source.OPERANDS)]
+        return kernel(
+            inputs=inputs(*arrays),
+            template=template,
+            grid=(plan.num_threadgroups * plan.threads, 1, 1),
+            threadgroup=(plan.threads, 1, 1),
+            output_shapes=((*experts.shape, 1, problem.n),),
+            output_dtypes=(dtype,),
+        )[0]
+
+    return multiply

@@ -1,0 +1,56 @@
+"""Plans for experts' products on CUDA devices."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from mlx_marlin import mma
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.problem import Problem
+from mlx_marlin.scheduler import cuda
+from mlx_marlin.scheduler.gather import chosen_experts
+
+MOST_PRODUCTS = 64
+"""Experts with which blocks are compared: more fill any device as evenly."""
+
+
+@lru_cache(maxsize=4096)
+def choose_cuda_gather(
+    problem: Problem, experts: int, each: int, device: CudaDevice
+) -> CudaGatherPlan:
+    """Returns how the products of pairs (row, expert) are computed; cached.
+
+    Blocks are those of a batch of products, one for each expert that is likely to be
+    chosen at all.
+
+    Args:
+        problem: The product of one expert; its m counts all pairs.
+        experts: Weights to choose from.
+        each: As in `CudaGatherPlan`.
+        device: The device to plan for.
+
+    Raises:
+        ValueError: If our kernels do not multiply in the problem's format.
+    """
+    # A tile for twice the mean: experts are chosen unevenly.
+    fragments = -(-2 * problem.m // (experts * mma.FRAGMENT_ROWS))
+    fragments_m = min(max(fragments, 1), mma.FRAGMENTS_M[-1])
+    chosen = round(chosen_experts(problem.m, experts))
+    one = replace(
+        problem,
+        m=mma.FRAGMENT_ROWS * fragments_m,
+        batch=min(max(chosen, 1), MOST_PRODUCTS),
+    )
+    plan = cuda.make(
+        one,
+        device,
+        {"kernel": "mma", "strategy": "data_parallel", "fragments_m": fragments_m},
+    )
+    return CudaGatherPlan(
+        problem=problem,
+        experts=experts,
+        fragments_m=fragments_m,
+        simdgroups_n=plan.simdgroups_n,
+        simdgroups_k=plan.simdgroups_k,
+        each=each,
+    )

@@ -1,0 +1,11 @@
+// Body of the kernel: rows of x[., k] times the transpose of the weights w[experts[i], n, k] that
+// they chose, into row i of out[., n].
+extern __shared__ float scratch[];
+marlin::gather<
+    FRAGMENTS_M,
+    SIMDGROUPS_N,
+    SIMDGROUPS_K,
+    BY_PAIR,
+    EACH,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
+    x, w, scales, biases, experts, sources, shape, out, scratch);

@@ -1,0 +1,133 @@
+// Many products of one row each, every one with a weight of its own out of several: the experts of
+// a mixture. A block has a tile of columns of one expert and finds the rows that chose it, so a
+// weight is read once for all of them, or not at all.
+//
+// BY_PAIR  a block is one pair's, and ends where a pair before it chose the same expert; else it
+//          is an expert's
+// EACH     pairs that have the same row of x, one after the other; 0: an array says their rows
+// the others as in mma.cuh
+
+// The rows of a tile: the pairs (row of x, expert) that a block found, by their place.
+template <int EACH>
+struct Listed {
+  const int* pairs;
+  const uint* sources;  // rows of x, or nothing
+};
+
+METAL_FUNC uint input_row(Listed<0> order, uint row) {
+  return order.sources[order.pairs[row]];
+}
+
+template <int EACH>
+METAL_FUNC uint input_row(Listed<EACH> order, uint row) {
+  return uint(order.pairs[row]) / EACH;
+}
+
+template <int EACH>
+METAL_FUNC uint output_row(Listed<EACH> order, uint row) {
+  return order.pairs[row];
+}
+
+// The pairs of an expert: how many, and the first one.
+struct Pairs {
+  int count;
+  int first;
+};
+
+// Lists the pairs of an expert in ascending order, from its first-th on, as many as a tile holds.
+// Every warp counts, the first one writes.
+template <int TILE_M>
+METAL_FUNC Pairs list_pairs(
+    int* pairs, const uint* experts, int count, uint expert, int first, int warp, int lane_index) {
+  Pairs found = {0, count};
+  for (int base = 0; base < count; base += 32) {
+    const int pair = base + lane_index;
+    const bool chosen = pair < count && experts[min(pair, count - 1)] == expert;
+    const uint lanes = __ballot_sync(0xffffffffu, chosen);
+    const int place = found.count + __popc(lanes & ((1u << lane_index) - 1)) - first;
+    if (chosen && warp == 0 && place >= 0 && place < TILE_M) {
+      pairs[place] = pair;
+    }
+    if (lanes != 0 && found.count == 0) {
+      found.first = base + __ffs(lanes) - 1;
+    }
+    found.count += __popc(lanes);
+  }
+  return found;
+}
+
+template <
+    int FRAGMENTS_M,
+    int SIMDGROUPS_N,
+    int SIMDGROUPS_K,
+    bool BY_PAIR,
+    int EACH,
+    typename W,
+    typename T,
+    typename S,
+    typename O>
+METAL_FUNC void gather(
+    const T* x,
+    const uint* w,
+    const S* scales,
+    const S* biases,
+    const uint* experts,
+    const uint* sources,
+    const int* shape,
+    O out,
+    float* scratch) {
+  constexpr int TILE_M = 8 * FRAGMENTS_M;
+  constexpr int SIMDGROUPS = SIMDGROUPS_N * SIMDGROUPS_K;
+  const int count = shape[0];
+  Work work;
+  work.n = shape[1];
+  work.k = shape[2];
+  const uint n_tiles = ceil_div(work.n, TILE_N * SIMDGROUPS_N);
+  const uint own = blockIdx.x / n_tiles;  // pair or expert
+  const uint expert = BY_PAIR ? experts[own] : own;
+  const int warp = threadIdx.x / 32;
+  const int column = warp % SIMDGROUPS_N;
+  const int slice = warp / SIMDGROUPS_N;
+  const int lane_index = threadIdx.x % 32;
+
+  Split split;
+  split.row = 0;
+  split.col = blockIdx.x % n_tiles * (TILE_N * SIMDGROUPS_N);
+  split.slot = 0;
+  split.k_start = 0;
+  split.k_stop = work.k;
+  split.k_tile_count = ceil_div(work.k, k_tile_of_group(W::GROUP));
+  const int col = split.col + TILE_N * column;
+  const WeightTile<S> tile =
+      weight_tile<W>(w, scales, biases, col, work, lane_of(lane_index), expert);
+  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
+  const Listed<EACH> order = {pairs, sources};
+  float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
+
+  for (int first = 0, found = count; first < found; first += TILE_M) {
+    const Pairs listed =
+        list_pairs<TILE_M>(pairs, experts, count, expert, first, warp, lane_index);
+    found = listed.count;
+    // All threads have found the same: the branch is uniform.
+    if (found == 0 || (BY_PAIR && listed.first < int(own))) {
+      break;
+    }
+    __syncthreads();
+    work.m = min(found - first, TILE_M);
+    if (col < work.n) {
+      const Rows<T> rows = as_they_lie(x);
+      if (aligned) {
+        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, true>(
+            sums, rows, order, tile, work, split, slice);
+      } else {
+        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, false>(
+            sums, rows, order, tile, work, split, slice);
+      }
+    }
+    __syncthreads();
+    store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
+        out, Plain{}, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+    __syncthreads();
+  }
+}

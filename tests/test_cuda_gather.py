@@ -1,0 +1,205 @@
+"""Experts' products on CUDA devices: the kernel on the CPU, plans, calls, layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import cuda_cases
+import format_cases
+import mlx.core as mx
+import numpy as np
+import oracles
+import pytest
+from cuda_on_cpu import needs_emulator
+from hypothesis import given
+from hypothesis import strategies as st
+from test_gather import Call, kind
+
+import mlx_marlin
+from mlx_marlin import scheduler, source
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.gather_serving import why_not_gather
+from mlx_marlin.packing import pack
+from mlx_marlin.problem import Problem, problem_of
+
+H200 = cuda_cases.h200()
+AFFINE = ("affine", 4, 64)
+LONG = {"x_shape": (5, 1, 1, 1024), "n": 2**20, "k": 1024, "experts": 32}
+UNEVEN = [3, 0, 3, 3, 5, 0, *([3] * 9), 1]
+"""More pairs of an expert than a tile of 8 rows has, of others none or one."""
+
+
+def assert_right(y: mx.array, call: Call) -> None:
+    rows = oracles.exact(call.x)[call.sources, 0]
+    expected = np.einsum("pk,pnk->pn", rows, call.decoded[call.chosen])
+    assert y.shape == (len(call.chosen), 1, call.n)
+    assert oracles.error(y.squeeze(1), expected) < oracles.TOLERANCES[call.dtype]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("form", "layout", "dtype", "chosen"),
+    [
+        (AFFINE, "marlin", "float16", UNEVEN),  # blocks of experts
+        (AFFINE, "marlin", "float16", [4]),  # of pairs
+        (AFFINE, "mlx", "bfloat16", [2, 5, 2]),
+        (("mxfp4", 4, 32), "marlin", "bfloat16", UNEVEN),
+        (("affine", 3, 32), "marlin", "float16", [1, 1, 0]),
+        (("symmetric", 8, 128), "marlin", "float16", [5, 4, 5, 5]),
+        (("nvfp4", 4, 16), "mlx", "float16", [0, 5]),
+    ],
+    ids=str,
+)
+def test_every_pair_is_the_product_that_it_names(
+    form: tuple[str, int, int], layout: str, dtype: str, chosen: list[int]
+) -> None:
+    call = Call(form, layout, 6, 70, 256, 5, chosen, dtype, seed=1)
+    assert_right(call.run(), call)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "pairs"), [((5, 1), (5, 2)), ((6,), (6,)), ((2, 3, 1), (2, 3, 2))], ids=str
+)
+def test_rows_in_turn_need_no_indices(
+    rows: tuple[int, ...], pairs: tuple[int, ...], packed: bool
+) -> None:
+    weight, experts = weights_of(4, 40)
+    x = mx.random.normal((*rows, 1, 128), key=mx.random.key(2)).astype(mx.float16)
+    chosen = mx.random.randint(0, 4, pairs, key=mx.random.key(3))
+    stored = (pack(*weight.native),) if packed else weight.native
+
+    y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen)
+
+    expected = np.einsum(
+        "...k,...nk->...n", exact_rows(x, pairs), experts[np.array(chosen)]
+    )
+    assert y.shape == (*pairs, 1, 40)
+    assert oracles.error(y.squeeze(-2), expected) < oracles.TOLERANCES["float16"]
+
+
+def weights_of(experts: int, n: int) -> tuple[Any, oracles.Floats]:
+    """Returns experts in MLX's layout, and as they are decoded."""
+    drawn = format_cases.any_weight(*AFFINE, experts * n, 128, dtype="float16", seed=1)
+    native = tuple(each.reshape(experts, n, -1) for each in drawn.native)
+    weight = type("Experts", (), {"native": native})
+    return weight, drawn.decoded.reshape(experts, n, 128)
+
+
+def exact_rows(x: mx.array, pairs: tuple[int, ...]) -> oracles.Floats:
+    return np.broadcast_to(oracles.exact(x)[..., 0, :], (*pairs, x.shape[-1]))
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_rows_of_another_shape_are_numbered() -> None:
+    weight, experts = weights_of(4, 40)
+    x = mx.random.normal((3, 1, 128), key=mx.random.key(2)).astype(mx.float16)
+    chosen = mx.array([[0], [3]])
+
+    y = mlx_marlin.gather_qmm(x, *weight.native, rhs_indices=chosen)
+
+    rows = np.broadcast_to(oracles.exact(x)[None, :, 0], (2, 3, 128))
+    expected = np.einsum("ijk,ink->ijn", rows, experts[[0, 3]])
+    assert oracles.error(y.squeeze(-2), expected) < oracles.TOLERANCES["float16"]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("named", [False, True])
+def test_gradients_are_those_of_mlx(named: bool) -> None:
+    weight, _ = weights_of(4, 40)
+    packed = pack(*weight.native)
+    x = mx.random.normal((4, 1, 128), key=mx.random.key(2)).astype(mx.float16)
+    chosen = mx.array([1, 0, 1, 3])
+    rows = mx.array([3, 1, 0, 2]) if named else None
+
+    def ours(x: mx.array) -> mx.array:
+        y = mlx_marlin.gather_qmm(x, packed, lhs_indices=rows, rhs_indices=chosen)
+        return (y * y).sum()
+
+    def stock(x: mx.array) -> mx.array:
+        indices = {"lhs_indices": rows, "rhs_indices": chosen}
+        y = mx.gather_qmm(x, *weight.native, **indices)
+        return (y * y).sum()
+
+    expected = oracles.exact(mx.grad(stock)(x))
+    assert oracles.error(mx.grad(ours)(x), expected) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"invariant": True}, "no experts with invariant=True"),
+        ({"dtype": mx.float32, "scale_dtype": mx.float32}, "float32"),
+        ({"scale_dtype": mx.float32}, "scales in float32"),
+        (LONG, "MLX's words in 32 bits"),
+    ],
+)
+def test_what_stock_serves_has_a_reason(
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    backend("cuda")
+    assert words in str(why_not_gather(kind(on_cpu=False, **changes)))
+    assert why_not_gather(kind(on_cpu=False)) is None
+
+
+@given(
+    pairs=st.integers(1, 5000),
+    experts=st.integers(1, 300),
+    n=st.integers(1, 5000),
+    k=st.sampled_from([64, 768, 4096]),
+)
+def test_a_plan_fits_the_device_and_says_itself(
+    pairs: int, experts: int, n: int, k: int
+) -> None:
+    problem = problem_of(pairs, n, k, layout="marlin")
+    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200)
+
+    assert plan.threads <= 1024
+    assert plan.threadgroup_bytes <= H200.shared_bytes
+    assert plan.by_pair == (pairs < experts)
+    columns = 32 * plan.simdgroups_n * plan.num_threadgroups
+    assert columns >= n * min(pairs, experts)
+    assert f"{pairs} pairs over {experts} experts" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"experts": 0}, "experts=0"),
+        ({"fragments_m": 5}, "fragments_m=5"),
+        ({"simdgroups_n": 9}, "simdgroups_n=9"),
+        ({"simdgroups_n": 8, "simdgroups_k": 5}, "more than"),
+        ({"each": 2}, "each=2 does not divide 9 pairs"),
+        ({"each": -1}, "each=-1"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) -> None:
+    sound = {"experts": 4, "fragments_m": 1, "simdgroups_n": 2, "simdgroups_k": 2}
+    problem = Problem(m=9, n=40, k=64)
+    with pytest.raises(ValueError, match=words):
+        CudaGatherPlan(problem=problem, **({"each": 0} | sound | fields))
+
+
+@pytest.mark.parametrize("each", [0, 2])
+def test_the_text_reads_rows_only_where_they_are_named(each: int) -> None:
+    plan = scheduler.choose_cuda_gather(problem_of(8, 64, 128), 4, each, H200)
+    text = source.cuda_gather_source(plan)
+
+    read = ("x", "w", "scales", "biases", "experts")
+    assert text.input_names == (*read, *(() if each else ("sources",)), "numbers")
+    assert ("sources = nullptr" in text.source) == bool(each)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_the_same_bits_every_time() -> None:
+    call = Call(AFFINE, "marlin", 6, 70, 256, 5, UNEVEN, "float16", seed=1)
+    assert mx.array_equal(call.run(), call.run())
