@@ -16,11 +16,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as caches
 from mlx_lm.models import rope_utils
+from mlx_lm.models.switch_layers import SwiGLU
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import LAYOUTS, arrays, assert_same_model
 
 import mlx_marlin
-from mlx_marlin import launch, serving
+from mlx_marlin import gather_launch, launch, serving
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.epilogue import Rotation
 from mlx_marlin.finishing import rotated, split_apart
@@ -28,7 +30,7 @@ from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.block_rotation import HOST_BYTES
 from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
 from mlx_marlin.joined import MarlinPart
-from mlx_marlin.packing import PackedWeight
+from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.stock_weight import plain
@@ -52,6 +54,12 @@ SIZES = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "num_nextn_predict_layers": 0,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
 }
 Caches = list[Any]
 
@@ -204,7 +212,25 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
 
         return run
 
+    def of_experts(plan: CudaGatherPlan) -> launch.Product:
+        problem = plan.problem
+        sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
+
+        def run(
+            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, experts: mx.array
+        ) -> mx.array:
+            native = unpack(PackedWeight(words=w, scales=scales, **sizes))
+            weights = mx.dequantize(*native, group_size=problem.group_size)
+            rows = mx.repeat(x.reshape(-1, problem.k), plan.each, axis=0)
+            chosen = weights[experts.flatten()].astype(mx.float32)
+            y = rows[:, None].astype(mx.float32) @ chosen.swapaxes(1, 2)
+            y = mx.stop_gradient(y.astype(x.dtype))
+            return y.reshape(*experts.shape, 1, problem.n)
+
+        return run
+
     backend("cuda")
+    monkeypatch.setattr(gather_launch, "cuda_gather_product", of_experts)
     monkeypatch.setattr(launch, "product", product)
     monkeypatch.setattr(launch, "dense_product", dense_product)
     return plans
@@ -261,13 +287,15 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     # A sum in an epilogue rounds once, in mlx-lm's code twice.
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
-    assert {plan.problem.k for plan in sums} == {128, 96}
-    assert any(plan.problem.epilogue.gated for plan in cuda) == join
+    experts = family == "qwen3_moe"  # which have sums of their own
+    assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
+    assert any(plan.problem.epilogue.gated for plan in cuda) == (join and not experts)
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
     assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
     kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
     one_row = {(False, 0)} if make is one_stream else set()
-    assert kinds == ({(True, 0), (False, 3)} | one_row if join else set())
+    gated = set() if experts else {(True, 0)}
+    assert kinds == ({(False, 3)} | gated | one_row if join else set())
 
 
 WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
@@ -586,6 +614,50 @@ def test_layers_that_are_replaced_are_seen() -> None:
     # One is of another kind now, and LoRA's is none.
     assert model.layers[0]._contents.kind is not None
     assert model.layers[1]._contents.kind is None
+
+
+@pytest.mark.usefixtures("stock")
+def test_what_is_replaced_in_experts_is_seen() -> None:
+    def replaced(model: nn.Module) -> nn.Module:
+        mx.random.seed(9)
+        model.layers[0].mlp.gate = nn.Linear(128, 4, bias=False)
+        model.layers[1].mlp.switch_mlp.activation = nn.SiLU()  # takes no two
+        return model
+
+    model = traced(tiny("qwen3_moe"))
+    before = decoded(model, one_stream)
+    kinds = [block._contents.kind for block in model.layers]
+    assert kinds[0] is kinds[1] is not None
+
+    with pytest.raises(TypeError):
+        decoded(replaced(model), one_stream)
+
+    assert model.layers[0]._contents.kind not in (None, kinds[0])
+    assert model.layers[1]._contents.kind is None
+    model.layers[1].mlp.switch_mlp.activation = SwiGLU()
+    own = replaced(tiny("qwen3_moe"))
+    own.layers[1].mlp.switch_mlp.activation = SwiGLU()
+    outputs = decoded(model, one_stream)
+    assert_equal(outputs, decoded(own, one_stream))
+    assert not mx.allclose(outputs[-1], before[-1], rtol=0.1)
+
+
+@pytest.mark.usefixtures("stock")
+def test_blocks_with_experts_and_without_have_kinds_of_their_own() -> None:
+    options = {"mlp_only_layers": [1]}
+    model = traced(tiny("qwen3_moe", **options), join=True)
+
+    outputs = decoded(model, one_stream)
+
+    assert_equal(outputs, decoded(tiny("qwen3_moe", **options), one_stream))
+    first, second = (block._contents.kind for block in model.layers)
+    assert [name for name, _ in first.after] == ["o_proj", "norm", "experts"]
+    assert [name for name, _ in second.after] == [
+        "o_proj",
+        "norm",
+        "joined",
+        "down_proj",
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -5,17 +5,19 @@ those of other layers. Every call asks whether the modules are still the same.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import rope_utils
+from mlx_lm.models import rope_utils, switch_layers
 
 from mlx_marlin import serving
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
+from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
@@ -28,6 +30,17 @@ ROPES = (
     rope_utils.YarnRoPE,
 )
 """Those that take an offset that is an array."""
+EXPERTS = {"qwen3_moe": "Qwen3MoeSparseMoeBlock"}
+"""The class that a family's blocks have in the place of `MLP`: what it computes of an
+array is its own code's, of arrays in it and in modules of `OF_EXPERTS`."""
+OF_EXPERTS = (
+    *LINEARS,
+    MarlinSwitchLinear,
+    switch_layers.QuantizedSwitchLinear,
+    switch_layers.SwitchLinear,
+    switch_layers.SwitchGLU,
+    switch_layers.SwiGLU,
+)
 SCALARS = (bool, float, int, str, type(None))
 
 Slots = tuple[tuple[Any, ...], tuple[str, ...]]
@@ -49,6 +62,7 @@ class Contents:
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
         windowed: Whether its own mask may hide tokens that are far behind.
+        nested: Modules in those of `modules`: where each is, its name, and itself.
     """
 
     modules: tuple[Any, ...]
@@ -57,6 +71,7 @@ class Contents:
     before: Slots = ((), ())
     after: Slots = ((), ())
     windowed: bool = False
+    nested: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block looks for itself
@@ -77,13 +92,17 @@ def look(block: nn.Module) -> Contents:
     counts = [(each, len(each)) for each in owners.values()]
     kind = _kinds.setdefault(kind, kind)
     windowed = bool(getattr(block, "use_sliding", False))
-    return Contents(modules, counts, kind, before, after, windowed)
+    nested = tuple(_nested(block["mlp"])) if "gate_proj" not in block["mlp"] else ()
+    return Contents(modules, counts, kind, before, after, windowed, nested)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
     """Returns whether a block is still made of what was found in it."""
     for module, count in contents.counts:
         if len(module) != count:
+            return False
+    for module, name, child in contents.nested:
+        if module.get(name) is not child:
             return False
     return _is_made_of(contents.modules, block)
 
@@ -127,9 +146,9 @@ def _is_made_of(modules: tuple[Any, ...], block: nn.Module) -> bool:
         and attention["rope"] is rope
         and (q_norm is None or attention["q_norm"] is q_norm)
         and (k_norm is None or attention["k_norm"] is k_norm)
-        and mlp["gate_proj"] is gate
-        and mlp["up_proj"] is up
-        and mlp["down_proj"] is down
+        and (gate is None or mlp["gate_proj"] is gate)
+        and (up is None or mlp["up_proj"] is up)
+        and (down is None or mlp["down_proj"] is down)
     )
 
 
@@ -142,10 +161,8 @@ def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
     """
     attention, mlp = block["self_attn"], block["mlp"]
     own = sys.modules[type(block).__bases__[1].__module__]
-    if (type(attention), type(mlp)) != (own.Attention, own.MLP):
-        raise UnknownError
+    _as(attention, own.Attention)
     qkv, q_k_v = _linears(attention, ("q_proj", "k_proj", "v_proj"))
-    _, gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))
     before = {"norm": _as(block["input_layernorm"], nn.RMSNorm), **q_k_v}
     for name in ("q_norm", "k_norm"):
         if name in attention:
@@ -154,8 +171,7 @@ def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
     after = {
         "o_proj": _as(attention["o_proj"], *LINEARS),
         "norm": _as(block["post_attention_layernorm"], nn.RMSNorm),
-        **gate_and_up,
-        "down_proj": _as(mlp["down_proj"], *LINEARS),
+        **_after_norm(mlp, own),
     }
     kind = Kind(
         heads=attention.n_heads,
@@ -165,6 +181,16 @@ def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
         qkv=qkv,
     )
     return kind, _slots(before.values()), _slots(after.values())
+
+
+def _after_norm(mlp: nn.Module, own: ModuleType) -> dict[str, nn.Module]:
+    """Returns the layers of an MLP, joined or not, or the experts in its place."""
+    name = own.__name__.rpartition(".")[2]
+    if name in EXPERTS and type(mlp) is getattr(own, EXPERTS[name]):
+        return {"experts": mlp}
+    _as(mlp, own.MLP)
+    _, gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))
+    return {**gate_and_up, "down_proj": _as(mlp["down_proj"], *LINEARS)}
 
 
 def _linears(
@@ -196,12 +222,45 @@ def _molds(modules: dict[str, nn.Module]) -> Molds:
 def _mold(module: nn.Module) -> Mold:
     state = {"_no_grad", "_training"}
     settings = {key: vars(module)[key] for key in vars(module).keys() - state}
-    arrays = all(isinstance(each, mx.array) for each in module.values())
-    if not arrays or any(type(each) not in SCALARS for each in settings.values()):
+    if any(type(each) not in SCALARS for each in settings.values()):
         raise UnknownError
-    return Mold(type(module), tuple(sorted(settings.items())), tuple(module))
+    children = _children(module)
+    if any(type(child) not in OF_EXPERTS for _, child in children):
+        raise UnknownError
+    return Mold(
+        cls=type(module),
+        settings=tuple(sorted(settings.items())),
+        names=_names(module),
+        children=tuple((name, _mold(child)) for name, child in children),
+    )
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, each in module.items() if isinstance(each, mx.array))
+
+
+def _children(module: nn.Module) -> list[tuple[str, Any]]:
+    """Returns all in a module that is no array."""
+    return [
+        (name, each) for name, each in module.items() if not isinstance(each, mx.array)
+    ]
+
+
+def _nested(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields the modules in one, at any depth: where each is, its name, and itself."""
+    for name, child in _children(module):
+        if isinstance(child, nn.Module):
+            yield module, name, child
+            yield from _nested(child)
 
 
 def _slots(modules: Iterable[nn.Module]) -> Slots:
-    slots = [(module, name) for module in modules for name in module]
+    """Returns where the arrays of modules are, in the order of `Mold.filled`."""
+    slots = [slot for module in modules for slot in _slots_of(module)]
     return tuple(module for module, _ in slots), tuple(name for _, name in slots)
+
+
+def _slots_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    yield from ((module, name) for name in _names(module))
+    for _, child in _children(module):
+        yield from _slots_of(child)

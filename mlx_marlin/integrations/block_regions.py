@@ -29,11 +29,19 @@ Arrays = tuple[list[mx.array], list[mx.array]]
 
 @dataclass(frozen=True, slots=True)
 class Mold:
-    """A module without its arrays: what a traced graph knows of it."""
+    """A module without its arrays: what a traced graph knows of it.
+
+    Attributes:
+        cls: Its class.
+        settings: Its attributes, but for arrays and modules.
+        names: Of its arrays.
+        children: Modules in it, by their names.
+    """
 
     cls: type[nn.Module]
     settings: tuple[tuple[str, object], ...]
     names: tuple[str, ...]
+    children: "Molds" = ()
 
     def filled(self, arrays: Iterator[mx.array]) -> Any:
         """Returns a module of this kind with the next of some arrays."""
@@ -42,6 +50,8 @@ class Mold:
         vars(module).update(self.settings)
         for name in self.names:
             module[name] = next(arrays)
+        for name, child in self.children:
+            module[name] = child.filled(arrays)
         return module
 
 
@@ -157,11 +167,17 @@ def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
 
 
 def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx.array:
-    """Returns the block's result for x and what its attention is, shaped as q."""
+    """Returns the block's result for x and what its attention is, shaped as q.
+
+    Experts run mlx-lm's own code.
+    """
     modules = _filled(kind.after, arrays)
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     h = _added(modules["o_proj"], attended.reshape(*x.shape[:-1], -1), x)
+    if "experts" in modules:
+        of_experts: mx.array = modules["experts"](modules["norm"](h))
+        return h + of_experts
     return _added(modules["down_proj"], _gated(modules, h), h)
 
 

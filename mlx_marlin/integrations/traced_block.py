@@ -26,9 +26,17 @@ MOST_ROWS = 128
 MOST_TOKENS = 8
 """Tokens of a stream in such a call: each number of them has graphs of its own."""
 
-FAMILIES = ("llama", "mimo", "qwen2", "qwen3", "seed_oss")
-"""Modules of `mlx_lm.models` whose `Attention`, `MLP` and `TransformerBlock` compute as
-llama's do; qwen3's attention has norms of q and k."""
+FAMILIES = {
+    "llama": "TransformerBlock",
+    "mimo": "TransformerBlock",
+    "qwen2": "TransformerBlock",
+    "qwen3": "TransformerBlock",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "seed_oss": "TransformerBlock",
+}
+"""Modules of `mlx_lm.models` and their blocks, which compute as llama's do, with their
+`Attention` and `MLP`; qwen3's attention has norms of q and k, and in the place of an
+MLP there may be experts."""
 
 
 class TracedBlock(nn.Module):
@@ -132,8 +140,12 @@ def _few(shape: Shape) -> bool:
 
 def _known() -> set[type]:
     """Returns the blocks' classes: a module that is not imported has no blocks."""
-    loaded = (sys.modules.get(f"mlx_lm.models.{family}") for family in FAMILIES)
-    return {module.TransformerBlock for module in loaded if module is not None}
+    loaded = {name: sys.modules.get(f"mlx_lm.models.{name}") for name in FAMILIES}
+    return {
+        getattr(module, FAMILIES[name])
+        for name, module in loaded.items()
+        if module is not None
+    }
 
 
 @cache
