@@ -27,6 +27,7 @@ from itertools import product
 from pathlib import Path
 
 import cuda_cases
+import cuda_experts
 import epilogues
 import mlx.core as mx
 import oracles
@@ -105,6 +106,8 @@ def runs() -> dict[str, Run]:
     ):
         case = (*FORMAT, layout, "float16", 6, way)
         found[f"anywhere {case}"] = partial(multiply, case, cuda_cases.moved)
+    for name, call in cuda_experts.CALLS.items():
+        found[f"experts, {name}"] = partial(multiply_experts, call)
     for format, dtype in product(DECODED, ("float16", "bfloat16")):
         case = (*format, "marlin", dtype, 1, WHOLE)
         found[f"decode {case[:5]}"] = partial(decode, case)
@@ -156,6 +159,10 @@ def multiply_rotated(case: Case) -> float:
     total = exact(x) @ weight.decoded.T + exact(bias)
     expected = epilogues.rotated(total, rotation, *given)
     return judged(mx.concatenate([*y], axis=1), expected, case)
+
+
+def multiply_experts(call: cuda_experts.Call) -> float:
+    return judged(call.run(at_end)(), call.expected, call.case)
 
 
 def multiply_normed(case: Case) -> float:

@@ -16,7 +16,9 @@ import pytest
 
 from mlx_marlin import kernel_arguments, scheduler, source
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.epilogue import Epilogue, Rotation
+from mlx_marlin.kernel_arguments import TemplateValue
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import problem_of
 from mlx_marlin.source import Source
@@ -76,21 +78,22 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def compiled(text: Source, plan: Plan, device: CudaDevice, folder: Path) -> str:
+def compiled(
+    text: Source,
+    plan: Plan | CudaGatherPlan,
+    device: CudaDevice,
+    folder: Path,
+    template: dict[str, TemplateValue],
+    result: str | None = None,
+) -> str:
     """Compiles a kernel as MLX writes it, and returns what the compiler says."""
     dtype = TYPES[plan.problem.dtype]
     scale = TYPES.get(plan.problem.scale_dtype, "uint8_t")
     types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
     types |= {"partials": "float", "places": "int32_t", "periods": "float"}
-    result = "float" if plan.is_split and text.name.startswith("marlin_mma") else dtype
+    types |= {"experts": "uint32_t", "sources": "uint32_t"}
     arguments = [f"const {types.get(each, dtype)}* {each}" for each in text.input_names]
-    arguments += [f"{result}* {each}" for each in text.output_names]
-    is_sum = text.name.startswith("marlin_reduce")
-    template = (
-        kernel_arguments.reduce_template(plan)
-        if is_sum
-        else kernel_arguments.product_template(plan)
-    )
+    arguments += [f"{result or dtype}* {each}" for each in text.output_names]
     lines = [
         f"using {name} = {TYPES[value]};"
         if isinstance(value, str)
@@ -124,10 +127,33 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
     wishes = {"strategy": "split_k", "k_parallel": 4} if name == "split" else {}
     plan = scheduler.make(problem_of(**asked), device=device, **wishes)
 
-    said = compiled(source.cuda_product_source(plan), plan, device, tmp_path)
+    said = compiled(
+        source.cuda_product_source(plan),
+        plan,
+        device,
+        tmp_path,
+        kernel_arguments.product_template(plan),
+        "float" if plan.is_split else None,
+    )
 
     assert not SERIALIZED.search(said), said
     assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said
     assert plan.finishes == (name == "split")
     if plan.finishes:
-        compiled(source.sums_source(plan), plan, device, tmp_path)
+        template = kernel_arguments.reduce_template(plan)
+        compiled(source.sums_source(plan), plan, device, tmp_path, template)
+
+
+@pytest.mark.parametrize(("pairs", "each"), [(8, 8), (128, 0), (4096, 1)])
+def test_experts_compile_and_their_registers_suffice(
+    pairs: int, each: int, tmp_path: Path
+) -> None:
+    device = CudaDevice.named(H200)
+    problem = problem_of(pairs, 768, 2048, layout="marlin")
+    plan = scheduler.choose_cuda_gather(problem, 128, each, device)
+    text = source.cuda_gather_source(plan)
+
+    template = kernel_arguments.cuda_gather_template(plan)
+    said = compiled(text, plan, device, tmp_path, template)
+
+    assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said

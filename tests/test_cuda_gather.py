@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cuda_cases
+import cuda_experts
 import format_cases
 import mlx.core as mx
 import numpy as np
@@ -24,8 +25,7 @@ from mlx_marlin.problem import Problem, problem_of
 H200 = cuda_cases.h200()
 AFFINE = ("affine", 4, 64)
 LONG = {"x_shape": (5, 1, 1, 1024), "n": 2**20, "k": 1024, "experts": 32}
-UNEVEN = [3, 0, 3, 3, 5, 0, *([3] * 9), 1]
-"""More pairs of an expert than a tile of 8 rows has, of others none or one."""
+UNEVEN = [*cuda_experts.UNEVEN]
 
 
 def assert_right(y: mx.array, call: Call) -> None:
@@ -55,6 +55,13 @@ def test_every_pair_is_the_product_that_it_names(
 ) -> None:
     call = Call(form, layout, 6, 70, 256, 5, chosen, dtype, seed=1)
     assert_right(call.run(), call)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", cuda_experts.CALLS)
+def test_blocks_of_every_shape(name: str) -> None:
+    cuda_experts.CALLS[name].check()
 
 
 @needs_emulator

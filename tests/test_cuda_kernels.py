@@ -10,6 +10,7 @@ from itertools import cycle
 from typing import Any
 
 import cuda_cases
+import cuda_experts
 import epilogues
 import mlx.core as mx
 import mlx.nn as nn
@@ -203,6 +204,13 @@ def test_rotated_heads(way: int, epilogue: Epilogue, norm: float | None) -> None
     total = total + exact(bias) if epilogue.bias else total
     expected = epilogues.rotated(total, rotation, *given)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("name", cuda_experts.CALLS)
+def test_experts(name: str) -> None:
+    call = cuda_experts.CALLS[name]
+    y = same_bits(call.run())
+    assert oracles.error(y, call.expected) < oracles.TOLERANCES[call.case[4]]
 
 
 def whole_heads(y: Any) -> mx.array:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import cuda_experts
 import cuda_on_cpu
 import planted_cuda
+import planted_cuda_gather
 import planted_cuda_mma_staged as planted_mma_staged
 import planted_cuda_rows
 import planted_cuda_staged as planted_ring
@@ -141,8 +143,15 @@ CASES |= dict.fromkeys(
     (planted_cuda_rows.NORMED, planted_cuda_rows.ODD_X, planted_cuda_rows.ODD_NORM),
     ("affine", 4, 64, "marlin", "float16", 2, ROWS_WAY),
 )
+OF_EXPERTS = {
+    planted_cuda_gather.EXPERTS: cuda_experts.CALLS["blocks of experts"],
+    planted_cuda_gather.PAIRS: cuda_experts.CALLS["blocks of pairs"],
+}
+CASES |= {name: call.case for name, call in OF_EXPERTS.items()}
+CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.items()}
 MUTANTS = (
     *planted_cuda.MUTANTS,
+    *planted_cuda_gather.MUTANTS,
     *planted_cuda_rows.MUTANTS,
     *planted_ring.MUTANTS,
     *planted_mma_staged.MUTANTS,

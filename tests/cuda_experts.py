@@ -1,0 +1,132 @@
+"""Experts' products on CUDA devices and what they must give, there and on the CPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import format_cases
+import mlx.core as mx
+import numpy as np
+import oracles
+from cuda_cases import Case, k_of
+from format_cases import Weight
+from oracles import Floats, exact
+
+from mlx_marlin import gather_launch
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.packing import pack
+from mlx_marlin.problem import Problem
+
+EXPERTS, N = 6, 70
+UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
+"""More pairs of an expert than a tile of 8 rows has, of others none or one."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Pairs of a row and an expert, and how they are computed.
+
+    Attributes:
+        case: The format, the layout, the dtype, the rows of x and the block.
+        chosen: The expert of each pair.
+        each: Pairs that have the same row in turn; 0 if rows are drawn.
+    """
+
+    case: Case
+    chosen: tuple[int, ...]
+    each: int = 0
+
+    @cached_property
+    def weight(self) -> Weight:
+        """All experts' rows below each other."""
+        mode, bits, group_size, _, dtype, _, way = self.case
+        k = k_of(mode, bits, group_size, way)
+        return format_cases.any_weight(
+            mode, bits, group_size, EXPERTS * N, k, dtype=dtype, seed=1
+        )
+
+    @property
+    def plan(self) -> CudaGatherPlan:
+        mode, bits, group_size, layout, dtype, _, way = self.case
+        problem = Problem(
+            m=len(self.chosen),
+            n=N,
+            k=k_of(mode, bits, group_size, way),
+            mode=mode,
+            bits=bits,
+            group_size=group_size,
+            dtype=dtype,
+            scale_dtype="uint8" if mode[:2] in ("mx", "nv") else dtype,
+            layout=layout,
+        )
+        block = {"fragments_m": 1} | way
+        return CudaGatherPlan(problem=problem, experts=EXPERTS, each=self.each, **block)
+
+    @property
+    def x(self) -> mx.array:
+        _, _, _, _, dtype, m, _ = self.case
+        k = self.plan.problem.k
+        return format_cases.activations(m, k, dtype=dtype, seed=2)
+
+    @property
+    def sources(self) -> list[int]:
+        """The row of x of each pair."""
+        pairs = np.arange(len(self.chosen))
+        if self.each:
+            found: list[int] = (pairs // self.each).tolist()
+            return found
+        drawn: list[int] = (pairs * 7 % len(self.x)).tolist()
+        return drawn
+
+    def run(
+        self, place: Callable[[mx.array], mx.array] = lambda array: array
+    ) -> Callable[[], mx.array]:
+        """Returns what computes the products [pairs, n], of arrays at a place."""
+        shape = EXPERTS, N, -1
+        native = tuple(each.reshape(shape) for each in self.weight.native)
+        if self.plan.problem.layout == "marlin":
+            packed = pack(*native, **self.weight.options)
+            arrays = packed.words, packed.scales, packed.scales
+        else:
+            arrays = native[0], native[1], native[-1]
+        experts = mx.array(self.chosen, mx.uint32)
+        rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
+        given = [*map(place, (self.x, *arrays, experts, *rows))]
+        product = gather_launch.cuda_gather_product(self.plan)
+        return lambda: product(*given).squeeze(1)
+
+    @property
+    def expected(self) -> Floats:
+        """The products in float64."""
+        weights = self.weight.decoded.reshape(EXPERTS, N, -1)[[*self.chosen]]
+        rows: Floats = exact(self.x)[self.sources]
+        product: Floats = np.einsum("pk,pnk->pn", rows, weights)
+        return product
+
+    def check(self) -> None:
+        """Compares the products with float64."""
+        error = oracles.error(self.run()(), self.expected)
+        assert error < oracles.TOLERANCES[self.case[4]]
+
+
+def block(across: int, along: int, fragments_m: int = 1) -> dict[str, int]:
+    return {
+        "simdgroups_n": across,
+        "simdgroups_k": along,
+        "fragments_m": fragments_m,
+    }
+
+
+AFFINE = ("affine", 4, 64)
+CALLS = {
+    "blocks of experts": Call((*AFFINE, "marlin", "float16", 5, block(2, 3)), UNEVEN),
+    "blocks of pairs": Call(
+        (*AFFINE, "marlin", "float16", 2, block(1, 2)), (4, 1, 4, 1), each=2
+    ),
+    "in MLX's layout": Call(
+        (*AFFINE, "mlx", "bfloat16", 16, block(3, 1, 2)), UNEVEN, each=1
+    ),
+    "small floats": Call(
+        ("mxfp4", 4, 32, "marlin", "bfloat16", 3, block(2, 2)), (5, 0, 5), each=1
+    ),
+}
