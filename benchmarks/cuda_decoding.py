@@ -1,85 +1,20 @@
-"""A Llama with random quantized weights, and mlx-lm's greedy decoding of it, timed."""
+"""mlx-lm's greedy decoding of a model, timed."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from cuda_weights import Format, Native, random_native
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import llama
 
-Draw = Callable[[Format, int, int], Native]
 Prompts = list[list[int]]
 Tokens = list[list[int]]
 """Of each step, the new token of each stream."""
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-}
-TINY = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "vocab_size": 320,
-}
 PREPARED = 2
 """Steps before the clock starts: after the first one mlx-lm clears MLX's cache."""
-
-
-def quantized_model(
-    sizes: dict[str, int], format: Format, draw: Draw = random_native
-) -> nn.Module:
-    """Returns a quantized Llama, the same for the same arguments.
-
-    Args:
-        sizes: As mlx-lm names them.
-        format: Of all its linear layers and its embedding.
-        draw: What makes a weight of a format, n and k.
-    """
-    mx.random.seed(0)
-    model = _layers(sizes, format)
-    for _, layer in model.named_modules():
-        if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            n, k = layer.scales.shape[0], layer.scales.shape[1] * format.group_size
-            layer.weight, layer.scales, layer.biases = draw(format, n, k)
-            mx.eval(layer.parameters())
-    model.set_dtype(format.type)
-    mx.eval(model.parameters())
-    return model
-
-
-def of_same_arrays(
-    model: nn.Module, sizes: dict[str, int], format: Format
-) -> nn.Module:
-    """Returns another such model that has a model's arrays, not copies of them."""
-    other = _layers(sizes, format)
-    other.update(model.parameters())
-    return other
-
-
-def _layers(sizes: dict[str, int], format: Format) -> nn.Module:
-    """Returns a Llama whose arrays nobody has computed: others take their place."""
-    args = llama.ModelArgs(
-        model_type="llama",
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        **sizes,
-    )
-    model = llama.Model(args)
-    nn.quantize(model, format.group_size, format.bits)
-    model.eval()
-    return model
 
 
 def random_prompts(streams: int, length: int, vocabulary: int) -> Prompts:

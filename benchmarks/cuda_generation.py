@@ -1,11 +1,11 @@
 """Tokens a second of mlx-lm on a CUDA device, with stock MLX and with our kernels.
 
-The model is a Llama of the 8B shape, affine 4-bit, with random weights, which are drawn
-as codes: no float model is made. Prompts are random too. Tokens are the greedy ones,
-generated as mlx-lm does: one stream by `generate_step`, several by `BatchGenerator`.
-Timed is decoding alone, by the host's clock, after the first two new tokens; the
-variants take turns, and the medians count. Random weights make near ties, so equal
-tokens are told, not asked for.
+The model is a Llama of the 8B shape, or another that is asked for, affine 4-bit, with
+random weights, which are drawn as codes: no float model is made. Prompts are random
+too. Tokens are the greedy ones, generated as mlx-lm does: one stream by
+`generate_step`, several by `BatchGenerator`. Timed is decoding alone, by the host's
+clock, after the first two new tokens; the variants take turns, and the medians count.
+Random weights make near ties, so equal tokens are told, not asked for.
 
 All kernels are compiled before, in several processes, by generating a few tokens with
 one layer of zeros for every variant and number of streams; a few tokens of the whole
@@ -14,7 +14,7 @@ line is printed, and the JSON written, after each number of streams.
 
 Runs on any back end; rates of a CPU say nothing.
 
-Usage: python benchmarks/cuda_generation.py [--smoke] [--json OUT.json]
+Usage: python benchmarks/cuda_generation.py [--model NAME] [--smoke] [--json OUT.json]
 """
 
 import argparse
@@ -30,15 +30,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from cuda_compiling import Task, compile_ahead
-from cuda_decoding import (
+from cuda_decoding import PREPARED, Tokens, decode, random_prompts
+from cuda_models import (
     LLAMA_8B,
-    PREPARED,
-    TINY,
-    Tokens,
-    decode,
+    MODELS,
+    Sizes,
     of_same_arrays,
     quantized_model,
-    random_prompts,
+    tiny,
 )
 from cuda_report import (
     Laps,
@@ -136,7 +135,7 @@ def told(result: dict[str, Any]) -> str:
 
 
 def generate_once(
-    name: str, sizes: dict[str, int], format: Format, prompt: int, streams: int
+    name: str, sizes: Sizes, format: Format, prompt: int, streams: int
 ) -> None:
     """Generates with one layer of zeros what compiles the kernels of all layers."""
     model = quantized_model(sizes | {"num_hidden_layers": 1}, format, zero_native)
@@ -173,7 +172,8 @@ def equal(ours: Tokens, stock: Tokens) -> float:
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", nargs="+", type=int, default=[*STREAMS])
-    parser.add_argument("--layers", type=int, help="fewer than the 8B shape's 32")
+    parser.add_argument("--model", choices=[*MODELS], default="llama-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=64)
     parser.add_argument(
         "--variants", nargs="+", choices=[*VARIANTS], default=[*DEFAULT_VARIANTS]
@@ -193,9 +193,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--smoke", action="store_true", help="tiny, to see that it runs"
     )
     asked = parser.parse_args(given)
-    asked.sizes = dict(LLAMA_8B)
+    asked.sizes = dict(MODELS[asked.model])
     if asked.smoke:
-        asked.sizes, asked.streams = dict(TINY), [1, 3]
+        asked.sizes, asked.streams = tiny(asked.sizes), [1, 3]
         asked.prompt, asked.new, asked.repeats = 5, 6, 1
     if asked.layers is not None:
         asked.sizes["num_hidden_layers"] = asked.layers

@@ -111,9 +111,13 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     assert "joined x stock" in text
 
 
-def test_variants_share_the_arrays_that_they_do_not_change(load: Any) -> None:
+@pytest.mark.parametrize("model", ["llama-8b", "qwen3-8b", "qwen3-30b-a3b"])
+def test_variants_share_the_arrays_that_they_do_not_change(
+    load: Any, model: str
+) -> None:
     generation, decoding = load("cuda_generation"), load("cuda_decoding")
-    asked = generation.arguments(["--smoke", "--variants", "stock", "mlx", "marlin"])
+    variants = ["--variants", "stock", "mlx", "marlin"]
+    asked = generation.arguments(["--smoke", "--model", model, *variants])
     format = load("cuda_weights").Format("affine", 4, asked.group_size)
 
     models = dict(generation.built(asked, format))
