@@ -112,8 +112,8 @@ class FusedProducts(nn.Module):
         """Returns heads of normalized rows, rotated, for a layer with those of several.
 
         Our kernels for CUDA rotate before they round, for a packed weight and heads of
-        a multiple of 64 features. Of more than 128 rows the product is MLX's, of the
-        decoded weight, and so is what follows.
+        a multiple of 64 features, with norms up to 256. Of more than 128 rows the
+        product is MLX's, of the decoded weight, and so is what follows.
 
         Args:
             x: Activations [..., k], each row a stream's next token.
@@ -123,7 +123,8 @@ class FusedProducts(nn.Module):
             places: Of each row, int32 [m]; or any number, the first of which is that
                 of all rows.
             periods: As in `Rotation`, float32 [features / 2].
-            norms: Weights [features] of the norms of heads, likewise.
+            norms: Weights [features] of the norms of heads, likewise, in the dtype of
+                x.
 
         Returns:
             Of each part, [m, heads, 1, features]; None where our kernels rotate no such

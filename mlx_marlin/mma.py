@@ -61,16 +61,16 @@ def why_not(problem: Problem) -> str | None:
             f"halves of a head need whole tiles of {TILE_N} columns, and heads have "
             f"{rotation.features} features"
         )
-    if together(problem) > MOST_SIMDGROUPS_N:
+    if least_tiles(problem) > MOST_SIMDGROUPS_N:
         return (
             f"our CUDA kernels normalize heads of up to {MOST_SIMDGROUPS_N * TILE_N} "
-            f"features, and these have {together(problem) * TILE_N}"
+            f"features, and these have {least_tiles(problem) * TILE_N}"
         )
     return _why_not_normed(problem)
 
 
-def together(problem: Problem) -> int:
-    """Returns the packed tiles of which a tile has a multiple side by side.
+def least_tiles(problem: Problem) -> int:
+    """Returns the packed tiles that must lie in a block: its width is a multiple.
 
     Two have both columns of each pair; a whole head is what its norm needs.
     """

@@ -224,10 +224,10 @@ def _check_paired(plan: "Plan") -> None:
     if not epilogue.is_paired:
         return
     asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
-    together = mma.together(plan.problem)
-    if not plan.on_cuda or plan.simdgroups_n % together or plan.is_split:
+    least = mma.least_tiles(plan.problem)
+    if not plan.on_cuda or plan.simdgroups_n % least or plan.is_split:
         raise ValueError(
-            f"{asked} needs a CUDA kernel, a multiple of {together} as simdgroups_n "
+            f"{asked} needs a CUDA kernel, a multiple of {least} as simdgroups_n "
             f"and reduction='none', got kernel={plan.kernel!r}, "
             f"simdgroups_n={plan.simdgroups_n}, reduction={plan.reduction!r}"
         )

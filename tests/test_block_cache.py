@@ -1,6 +1,8 @@
 """A batch of one stream: no mask where nothing is hidden, and mlx-lm's cache."""
 
+import copy
 from collections.abc import Callable
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlx_marlin.integrations import block_attention
+from mlx_marlin.integrations import block_attention, block_cache
+from mlx_marlin.integrations.block_attention import attend
 from mlx_marlin.integrations.block_cache import is_alone, updated_alone
 from tests.test_traced_block import assert_equal, tiny, traced
 
@@ -90,6 +93,98 @@ def test_the_cache_is_what_mlx_lm_makes_of_it(length: int) -> None:
 
     assert cache._idx == own._idx
     assert_equal([cache.offset, cache.keys], [own.offset, own.keys])
+
+
+def test_places_of_a_lone_stream_are_no_chain_of_sums() -> None:
+    cache = filled()
+    for _ in range(3):
+        updated_alone(cache, *mx.random.normal((2, 1, 2, 1, FEATURES)))
+    graph = StringIO()
+    mx.export_to_dot(graph, cache.offset)
+    assert "Add" not in graph.getvalue()
+
+
+def test_streams_move_on_by_an_array_that_is_kept(
+    backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("cuda")
+    asked: list[tuple[int, int]] = []
+    own = block_cache._steps
+
+    def listed(streams: int, tokens: int, dtype: mx.Dtype) -> mx.array:
+        asked.append((streams, tokens))
+        return own(streams, tokens, dtype)
+
+    monkeypatch.setattr(block_cache, "_steps", listed)
+    cache = filled(streams=3)
+    q, k = mx.zeros((3, 4, 2, FEATURES)), mx.zeros((3, 2, 2, FEATURES))
+
+    attend(q, k, k, cache, cache.make_mask(2), 1.0)
+
+    assert asked == [(3, 2)]
+    assert own(3, 2, mx.int32) is own(3, 2, mx.int32)
+    assert cache.offset.tolist() == [7, 7, 7]
+
+
+def test_a_traced_batch_is_not_asked_for_its_padding(
+    backend: Callable[[str], None],
+) -> None:
+    backend("stock")
+    model = traced(tiny("llama", num_hidden_layers=1))
+    start = filled_for(model)
+
+    def step(tokens: mx.array, *state: mx.array) -> mx.array:
+        cache = BatchKVCache([0])
+        cache.state = (*state, 5)
+        y: mx.array = model(tokens, cache=[cache])
+        return y
+
+    state, tokens = start.state[:4], mx.array([[3]])
+    assert_equal([mx.compile(step)(tokens, *state)], [step(tokens, *state)])
+
+
+def filled_for(model: nn.Module) -> BatchKVCache:
+    cache = BatchKVCache([0])
+    mx.eval(model(mx.array([[1, 2, 3, 4, 5]]), cache=[cache]))
+    return cache
+
+
+def test_a_cache_serves_a_lone_stream_and_many_in_turn(
+    backend: Callable[[str], None], grouped: list[Any]
+) -> None:
+    backend("cuda")
+    mx.random.seed(3)
+    first = filled(5)
+    caches = first, copy.deepcopy(first)
+
+    def token() -> None:
+        streams = len(caches[0].offset)
+        q = mx.random.normal((streams, 4, 1, FEATURES))
+        k, v = mx.random.normal((2, streams, 2, 1, FEATURES))
+        ours, own = caches
+        mask = ours.make_mask(1)
+        alone = is_alone(row(streams), mask, ours)
+        assert alone == (streams == 1)
+        y = attend(q, k, v, ours, mask, 1.0, alone=alone)
+        expected = mx.fast.scaled_dot_product_attention(
+            q, *own.update_and_fetch(k, v), scale=1.0, mask=mask
+        )
+        assert mx.allclose(y, expected, atol=1e-5)
+
+    for turn in range(3):
+        token()
+        other = filled(3 + 250 * turn)
+        for each in caches:
+            each.extend(copy.deepcopy(other))
+        token()
+        token()
+        for each in caches:
+            each.filter(mx.array([0]))
+        token()
+    assert len(grouped) == 6
+    ours, own = caches
+    assert_equal([*ours.keys_and_values()], [*own.keys_and_values()])
+    assert_equal([ours.offset, ours.left_padding], [own.offset, own.left_padding])
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from mlx_marlin.integrations.block_rotation import periods_of
 from mlx_marlin.measurement import Result, label
 from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin.scheduler.cuda_cost import OWN_ROPE_SECONDS
 
 H200 = cuda_cases.h200()
 A100 = CudaDevice.named("NVIDIA A100")
@@ -387,6 +388,21 @@ def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
     assert "more time than a rope takes" in str(scheduler.stock_reason(rows, A100))
     assert scheduler.stock_reason(rows, H200) is None
     assert scheduler.stock_reason(few, A100) is None
+
+
+def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
+    rotation = Rotation(128, 6144, each=True, norm=EPSILON, queries=5120)
+    epilogue = Epilogue(rotation=rotation)
+    heads = problem_of(48, 7168, 5120, layout="marlin", epilogue=epilogue)
+    bare = replace(heads, epilogue=Epilogue())
+
+    inside, own = (
+        scheduler.predict(scheduler.choose(each, A100), A100).seconds
+        for each in (heads, bare)
+    )
+
+    assert 2 * OWN_ROPE_SECONDS < inside - own < 18e-6
+    assert scheduler.stock_reason(heads, A100) is None
 
 
 @given(

@@ -32,9 +32,19 @@ def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
         and mask.shape == (1, 1, 1, cache._idx + 1)
         and x.shape[:2] == (1, 1)
         and cache.left_padding.size == 1
-        # On the host since streams joined, left or were padded: nobody waits for it.
-        and cache.left_padding.item() == 0
+        and _is_zero(cache.left_padding)
     )
+
+
+def _is_zero(padding: mx.array) -> bool:
+    """Returns whether a stream has no padding, if that can be known.
+
+    The array lies where the host writes, and is waited for only after streams left.
+    """
+    try:
+        return padding.item() == 0
+    except ValueError:  # MLX traces it: what it will be, nobody knows
+        return False
 
 
 def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
@@ -81,7 +91,7 @@ def _steps(streams: int, tokens: int, dtype: mx.Dtype) -> mx.array:
     """Returns what a token's streams move on.
 
     A number would lie where the host writes, which the GPU takes 23 us to read in each
-    layer (measured, docs/cuda.md).
+    layer (measured, docs/cuda.md), as do arrays of one stream and of two.
     """
     return mx.array([tokens] * streams, dtype)
 

@@ -54,9 +54,9 @@ def rotated_heads(
     rotation = Rotation(features, columns, each=each)
     norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
     if norms:
-        if len({each.eps for each in norms}) != 1 or len(norms) != 2:
+        if len({each.eps for each in norms}) > 1:
             return None
-        rotation = replace(rotation, norm=norms[0].eps, queries=sizes[0])
+        rotation = replace(rotation, norm=float(norms[0].eps), queries=sizes[0])
     given = places, periods, tuple(each["weight"] for each in norms)
     if x.shape[0] > 1:
         heads: Heads | None = layer.rotated(x, norm, rotation, sizes, *given)

@@ -50,7 +50,14 @@ class TracedBlock(nn.Module):
     def __call__(
         self, x: mx.array, mask: Any = None, cache: Any | None = None
     ) -> mx.array:
-        """Returns what the block makes of x [streams, tokens, features]."""
+        """Returns what the block makes of x [streams, tokens, features].
+
+        Args:
+            x: Activations of new tokens.
+            mask: As mlx-lm makes it for this cache. That of a batch of one stream
+                without padding is not looked at.
+            cache: Any of mlx-lm's.
+        """
         contents = self._contents
         if contents is None or not is_as_it_was(self, contents):
             contents = self._contents = look(self)

@@ -123,7 +123,8 @@ def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
         # Of q and k, which one row without norms has in one array.
         ropes = 2 if problem.m > 1 or norms else 1
         seconds = ropes * OWN_ROPE_SECONDS + norms * OWN_HEAD_NORM_SECONDS
-        reason = "to rotate heads costs this product more time than a rope takes"
+        own = "norms and ropes take" if norms else "a rope takes"
+        reason = f"to rotate heads costs this product more time than {own}"
         yield (
             replace(problem, epilogue=replace(epilogue, rotation=None)),
             seconds,

@@ -125,7 +125,7 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
         # One at least, whose plan says what is wrong.
         room = traits.together * max(multipliers // traits.together // along, 1)
     most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
-    each = mma.together(problem)
+    each = mma.least_tiles(problem)
     return range(each, max(most, each) + 1, each)
 
 
