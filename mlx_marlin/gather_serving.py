@@ -13,7 +13,7 @@ from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
 from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.serving import Served, traced_call
+from mlx_marlin.serving import Served, traced_call, when_forgetting
 from mlx_marlin.stock_weight import as_mlx, stock_groups
 from mlx_marlin.why_stock import not_here, not_on_cuda, refuse_variance, target
 
@@ -21,6 +21,8 @@ Flat = Callable[..., mx.array]
 """From x [rows, k], codes, scales, biases, rows of x and experts, flat, to a row a
 pair."""
 Shape = tuple[int, ...]
+MOST_EACH = 16
+"""Choices of a row that a CUDA kernel is compiled for: more are named rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +128,9 @@ def _why_not_on_cuda(kind: Kind) -> str | None:
         return None
     if kind.invariant:
         return "our CUDA kernels take no experts with invariant=True"
-    words = kind.experts * kind.n * kind.k * kind.bits // 32
-    if kind.layout == "mlx" and words >= MOST_ELEMENTS:
+    all_rows = kind.experts * kind.n
+    whole = largest_array(1, all_rows, kind.k, kind.bits)
+    if kind.layout == "mlx" and whole >= MOST_ELEMENTS:
         return "our CUDA kernels count MLX's words in 32 bits, and there are more"
     return not_on_cuda(_problem(kind), kind.transpose)
 
@@ -176,9 +179,8 @@ def _pairs_of_row(kind: Kind) -> int:
         return 0
     if rows == kind.pairs:
         return 1
-    if rows and rows == (*kind.pairs[:-1], 1):
-        return kind.pairs[-1]
-    return 0
+    in_turn = rows and rows == (*kind.pairs[:-1], 1)
+    return kind.pairs[-1] if in_turn and kind.pairs[-1] <= MOST_EACH else 0
 
 
 @lru_cache(4096)
@@ -270,6 +272,9 @@ def forget() -> None:
     """Drops every decision, so that the next call asks for its back end again."""
     serve_packed.cache_clear()
     product_of.cache_clear()
+
+
+when_forgetting(forget)
 
 
 def _flat_indices(

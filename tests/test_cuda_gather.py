@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_gather import Call, kind
 
 import mlx_marlin
-from mlx_marlin import scheduler, source
+from mlx_marlin import gather_serving, scheduler, source
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.gather_serving import why_not_gather
 from mlx_marlin.packing import pack
@@ -24,7 +24,7 @@ from mlx_marlin.problem import Problem, problem_of
 
 H200 = cuda_cases.h200()
 AFFINE = ("affine", 4, 64)
-LONG = {"x_shape": (5, 1, 1, 1024), "n": 2**20, "k": 1024, "experts": 32}
+LONG = {"x_shape": (5, 1, 1, 1024), "n": 2**20, "k": 1024, "experts": 16}
 UNEVEN = [*cuda_experts.UNEVEN]
 
 
@@ -62,6 +62,54 @@ def test_every_pair_is_the_product_that_it_names(
 @pytest.mark.parametrize("name", cuda_experts.CALLS)
 def test_blocks_of_every_shape(name: str) -> None:
     cuda_experts.CALLS[name].check()
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_arrays_may_begin_anywhere() -> None:
+    call = cuda_experts.CALLS["blocks of experts"]
+    y = call.run(cuda_cases.moved)()
+    assert oracles.error(y, call.expected) < oracles.TOLERANCES["float16"]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_an_expert_may_have_more_pairs_than_shared_memory_has_places() -> None:
+    own = cuda_experts.CALLS["blocks of pairs"].case[:-2]
+    call = cuda_experts.Call((*own, 3, cuda_experts.block(1, 1)), (2,) * 700)
+    call.check()
+
+
+@pytest.fixture
+def on_cuda(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    backend("cuda")
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[Any] = []
+    monkeypatch.setattr(gather_serving, "traced_call", traced.append)
+    gather_serving.product_of(kind(on_cpu=False))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({"x_shape": (5, 1, 1, 128), "pairs": (5, 2)}, 2),
+        ({"x_shape": (5, 1, 128), "pairs": (5,)}, 1),
+        ({"x_shape": (1, 1, 128), "pairs": (16,)}, 16),
+        ({"x_shape": (1, 1, 128), "pairs": (17,)}, 0),  # a kernel for each number
+        ({"x_shape": (5, 1, 128), "pairs": (5, 2)}, 0),
+        ({"x_shape": (5, 1, 1, 128), "pairs": (5, 2), "rows_are_named": True}, 0),
+    ],
+    ids=str,
+)
+def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
+    assert gather_serving._pairs_of_row(kind(**changes)) == each
 
 
 @needs_emulator
@@ -115,13 +163,15 @@ def test_rows_of_another_shape_are_numbered() -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("named", [False, True])
-def test_gradients_are_those_of_mlx(named: bool) -> None:
+@pytest.mark.parametrize("how", ["in turn", "two in turn", "named"])
+def test_gradients_are_those_of_mlx(how: str) -> None:
     weight, _ = weights_of(4, 40)
     packed = pack(*weight.native)
-    x = mx.random.normal((4, 1, 128), key=mx.random.key(2)).astype(mx.float16)
-    chosen = mx.array([1, 0, 1, 3])
-    rows = mx.array([3, 1, 0, 2]) if named else None
+    before = (2, 1, 1) if how == "two in turn" else (4, 1)
+    x = mx.random.normal((*before, 128), key=mx.random.key(2)).astype(mx.float16)
+    chosen = mx.array([1, 0, 1, 3]).reshape(2, -1)
+    chosen = chosen if how == "two in turn" else chosen.flatten()
+    rows = mx.array([3, 1, 0, 2]) if how == "named" else None
 
     def ours(x: mx.array) -> mx.array:
         y = mlx_marlin.gather_qmm(x, packed, lhs_indices=rows, rhs_indices=chosen)
@@ -143,16 +193,11 @@ def test_gradients_are_those_of_mlx(named: bool) -> None:
         ({"dtype": mx.float32, "scale_dtype": mx.float32}, "float32"),
         ({"scale_dtype": mx.float32}, "scales in float32"),
         (LONG, "MLX's words in 32 bits"),
+        (LONG | {"bits": 3, "experts": 11}, "MLX's words in 32 bits"),
     ],
 )
-def test_what_stock_serves_has_a_reason(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    words: str,
-) -> None:
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    backend("cuda")
+@pytest.mark.usefixtures("on_cuda")
+def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> None:
     assert words in str(why_not_gather(kind(on_cpu=False, **changes)))
     assert why_not_gather(kind(on_cpu=False)) is None
 
@@ -175,6 +220,15 @@ def test_a_plan_fits_the_device_and_says_itself(
     columns = 32 * plan.simdgroups_n * plan.num_threadgroups
     assert columns >= n * min(pairs, experts)
     assert f"{pairs} pairs over {experts} experts" in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "bits", "experts"), [(16384, 16384, 4, 64), (16384, 8192, 5, 128)]
+)
+def test_large_experts_are_planned(n: int, k: int, bits: int, experts: int) -> None:
+    problem = problem_of(800, n, k, bits=bits, layout="marlin")
+    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200)
+    assert plan.num_threadgroups >= experts * n / 32 / 8
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from mlx_marlin.cli import demo_report
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.integrations.mlx_lm import default_layout
+from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
 from mlx_marlin.nn import MarlinLinear
 from mlx_marlin.packing import pack
 from mlx_marlin.plan import Plan
@@ -668,10 +669,10 @@ def test_gradients_are_mlxs_or_from_a_decoded_weight(recorder: Recorder) -> None
     assert recorder.built[-1]["name"] == "marlin_dequantize"
 
 
-def test_experts_are_stocks(recorder: Recorder) -> None:
-    w = weight(N, K, dtype=mx.float16, batch=4)
-    x = activations(2, 1, K, dtype=mx.float16)
+def test_experts_have_a_kernel_but_in_float32(recorder: Recorder) -> None:
     chosen = mx.array([3, 1])
+    w = weight(N, K, dtype=mx.float32, batch=4)
+    x = activations(2, 1, K, dtype=mx.float32)
 
     y = mlx_marlin.gather_qmm(x, *w, rhs_indices=chosen)
     packed = mlx_marlin.gather_qmm(x, pack(*w), rhs_indices=chosen)
@@ -680,6 +681,10 @@ def test_experts_are_stocks(recorder: Recorder) -> None:
     assert mx.array_equal(y, expected)
     assert mx.allclose(packed, expected, rtol=1e-2, atol=1e-2)
     assert recorder.built == []
+    w = weight(N, K, dtype=mx.float16, batch=4)
+    for stored in (w, (pack(*w),)):
+        mlx_marlin.gather_qmm(x.astype(mx.float16), *stored, rhs_indices=chosen)
+    assert [each["name"] for each in recorder.built] == ["marlin_gather"] * 2
 
 
 def test_packing_needs_no_kernel(recorder: Recorder) -> None:
@@ -708,25 +713,34 @@ def test_optimize_packs_what_cuda_serves(recorder: Recorder) -> None:
 
     assert type(model.linear) is MarlinLinear
     assert model.linear.layout == "marlin"
-    assert type(model.experts) is QuantizedSwitchLinear
+    assert type(model.experts) is MarlinSwitchLinear
+    assert model.experts.layout == "marlin"
     again = mlx_marlin.optimize(model)
-    assert again.linear.layout == "marlin"
+    assert again.linear.layout == again.experts.layout == "marlin"
     mlx_marlin.restore(model)
     assert type(model.linear) is nn.QuantizedLinear
+    assert type(model.experts) is QuantizedSwitchLinear
 
 
 def test_optimize_keeps_float32_in_mlxs_layout_and_any_layout_asked_for(
     recorder: Recorder,
 ) -> None:
-    assert mlx_marlin.optimize(Model(mx.float32)).linear.layout == "mlx"
+    wide = mlx_marlin.optimize(Model(mx.float32))
+    assert wide.linear.layout == "mlx"
+    assert type(wide.experts) is QuantizedSwitchLinear
     assert mlx_marlin.optimize(Model(), layout="mlx").linear.layout == "mlx"
     asked = mlx_marlin.optimize(Model(mx.float32), layout="marlin")
     assert asked.linear.layout == "marlin"
 
 
 def test_optimize_refuses_invariance_of_experts(recorder: Recorder) -> None:
-    with pytest.raises(ValueError, match="1 quantized layers are not in a format"):
-        mlx_marlin.optimize(Model(), invariant=True)
+    model = Model()
+    with pytest.raises(ValueError, match="1 quantized layers have no such kernel"):
+        mlx_marlin.optimize(model, invariant=True)
+    mlx_marlin.optimize(model)
+    with pytest.raises(ValueError, match="such as MarlinSwitchLinear"):
+        mlx_marlin.optimize(model, invariant=True)
+    assert not model.experts.invariant
 
 
 def test_the_demo_complains_if_nothing_ran(recorder: Recorder) -> None:

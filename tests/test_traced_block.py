@@ -645,6 +645,18 @@ def test_what_is_replaced_in_experts_is_seen() -> None:
     outputs = decoded(model, one_stream)
     assert_equal(outputs, decoded(own, one_stream))
     assert not mx.allclose(outputs[-1], before[-1], rtol=0.1)
+    assert model.layers[1]._contents.kind is kinds[1]
+
+
+@pytest.mark.usefixtures("stock")
+def test_how_many_experts_a_row_chooses_may_change() -> None:
+    own, model = tiny("qwen3_moe"), traced(tiny("qwen3_moe"))
+    decoded(model, one_stream)
+
+    for each in (own, model):
+        each.layers[0].mlp.top_k = 1
+
+    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
 
 
 @pytest.mark.usefixtures("stock")

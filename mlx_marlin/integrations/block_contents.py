@@ -62,7 +62,8 @@ class Contents:
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
         windowed: Whether its own mask may hide tokens that are far behind.
-        nested: Modules in those of `modules`: where each is, its name, and itself.
+        nested: Modules in the experts: where each is, its name, and itself.
+        settings: Attributes of the experts, such as how many a row chooses.
     """
 
     modules: tuple[Any, ...]
@@ -72,6 +73,7 @@ class Contents:
     after: Slots = ((), ())
     windowed: bool = False
     nested: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
+    settings: dict[str, Any] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block looks for itself
@@ -83,17 +85,19 @@ class Contents:
 
 def look(block: nn.Module) -> Contents:
     """Returns what a block is made of now."""
-    modules = _modules(block)
+    modules, mlp = _modules(block), block["mlp"]
+    # An MLP's own layers are among the modules.
+    nested = tuple(_nested(mlp)) if "gate_proj" not in mlp else ()
     try:
         kind, before, after = _kind(block)
     except (UnknownError, KeyError):
-        return Contents(modules, [], None)
+        return Contents(modules, [], None, nested=nested)
     owners = {id(each): each for each in (*before[0], *after[0])}
     counts = [(each, len(each)) for each in owners.values()]
     kind = _kinds.setdefault(kind, kind)
     windowed = bool(getattr(block, "use_sliding", False))
-    nested = tuple(_nested(block["mlp"])) if "gate_proj" not in block["mlp"] else ()
-    return Contents(modules, counts, kind, before, after, windowed, nested)
+    settings = dict(vars(mlp)) if nested else None
+    return Contents(modules, counts, kind, before, after, windowed, nested, settings)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
@@ -104,6 +108,8 @@ def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
     for module, name, child in contents.nested:
         if module.get(name) is not child:
             return False
+    if contents.settings is not None and vars(block["mlp"]) != contents.settings:
+        return False
     return _is_made_of(contents.modules, block)
 
 

@@ -117,6 +117,8 @@ def optimize(
             return not invariant and _is_our_format(layer)
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
+        if _is_marlin_experts(layer) and not _multiplies_experts(invariant):
+            return False
         if type(layer) is MarlinLinear or _is_marlin_experts(layer):
             kept = layout or default_layout(layer)
             return layer.layout != kept or layer.invariant is not invariant
@@ -211,13 +213,15 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or _is_experts(layer) or _is_heads(layer):
             return not _is_ours(layer) and not wanted(layer)
+        if _is_marlin_experts(layer):
+            return not _multiplies_experts(invariant=True)
         return _is_marlin_heads(layer)
 
     left = _find(model, stays)
     if left:
         raise ValueError(
-            f"invariant=True: {len(left)} quantized layers are not in a format of ours "
-            f"and would stay MLX's, such as {_get(left[0])}"
+            f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
+            f"here and would stay MLX's, such as {_get(left[0])}"
         )
 
 
@@ -310,8 +314,13 @@ def _are_experts_of_ours(layer: Any, invariant: bool) -> bool:
     """Returns whether kernels of ours multiply by a layer's experts here."""
     if not _is_our_format(layer) or getattr(layer, "global_scale", None) is not None:
         return False
-    here = not invariant and layer.scales.dtype != mx.float32
-    return here or backends.backend() != "cuda"
+    in_float32 = layer.scales.dtype == mx.float32 and backends.backend() == "cuda"
+    return _multiplies_experts(invariant) and not in_float32
+
+
+def _multiplies_experts(invariant: bool) -> bool:
+    """Returns whether there are kernels for experts here."""
+    return backends.backend() != "cuda" or (_runs_on_cuda() and not invariant)
 
 
 def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:

@@ -6,12 +6,18 @@ from functools import lru_cache
 from mlx_marlin import mma
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.problem import Problem
+from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.scheduler import cuda
 from mlx_marlin.scheduler.gather import chosen_experts
 
 MOST_PRODUCTS = 64
 """Experts with which blocks are compared: more fill any device as evenly."""
+
+
+def _most_products(problem: Problem) -> int:
+    """Returns how many products of a kind a batch may have."""
+    each = largest_array(problem.m, problem.n, problem.k, problem.bits, batch=2) // 2
+    return (MOST_ELEMENTS - 1) // each
 
 
 @lru_cache(maxsize=4096)
@@ -35,12 +41,9 @@ def choose_cuda_gather(
     # A tile for twice the mean: experts are chosen unevenly.
     fragments = -(-2 * problem.m // (experts * mma.FRAGMENT_ROWS))
     fragments_m = min(max(fragments, 1), mma.FRAGMENTS_M[-1])
-    chosen = round(chosen_experts(problem.m, experts))
-    one = replace(
-        problem,
-        m=mma.FRAGMENT_ROWS * fragments_m,
-        batch=min(max(chosen, 1), MOST_PRODUCTS),
-    )
+    one = replace(problem, m=mma.FRAGMENT_ROWS * fragments_m)
+    chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)
+    one = replace(one, batch=max(min(chosen, _most_products(one)), 1))
     plan = cuda.make(
         one,
         device,
