@@ -26,6 +26,8 @@ class CudaGatherPlan:
         simdgroups_k: Warps that share a tile's k.
         each: Pairs that have the same row of x, one after the other; 0 if their rows
             are an array.
+        gated: Whether there are two weights an expert, of which one's product gates the
+            other's: `silu(x @ w.T) * (x @ second.T)`.
     """
 
     problem: Problem
@@ -34,6 +36,7 @@ class CudaGatherPlan:
     simdgroups_n: int
     simdgroups_k: int
     each: int
+    gated: bool = False
 
     def __post_init__(self) -> None:
         mma.check(
@@ -58,6 +61,14 @@ class CudaGatherPlan:
                 f"or a divisor"
             )
 
+        tiled = self.problem.layout == "marlin" and self.problem.n % TILE_N == 0
+        if self.gated and (not tiled or self.simdgroups_n % 2):
+            raise ValueError(
+                f"gated=True needs packed weights of whole tiles and an even "
+                f"simdgroups_n, got layout={self.problem.layout!r}, "
+                f"n={self.problem.n}, simdgroups_n={self.simdgroups_n}"
+            )
+
     @property
     def rows(self) -> int:
         """Rows of a tile: pairs that share one reading of the weight."""
@@ -76,7 +87,8 @@ class CudaGatherPlan:
     @property
     def num_threadgroups(self) -> int:
         """Blocks: one for each tile of columns of each expert, or of each pair."""
-        tiles = -(-self.problem.n // (TILE_N * self.simdgroups_n))
+        columns = self.problem.n * (2 if self.gated else 1)
+        tiles = -(-columns // (TILE_N * self.simdgroups_n))
         return tiles * min(self.problem.m, self.experts)
 
     @property
@@ -91,5 +103,5 @@ class CudaGatherPlan:
             f"gather {self.rows}x{TILE_N * self.simdgroups_n}, {self.simdgroups_n}x"
             f"{self.simdgroups_k} warps (n x k), {self.problem.m} pairs over "
             f"{self.experts} experts, {self.num_threadgroups} blocks of "
-            f"{'pairs' if self.by_pair else 'experts'}"
+            f"{'pairs' if self.by_pair else 'experts'}" + ", gate * up" * self.gated
         )

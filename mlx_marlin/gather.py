@@ -6,8 +6,9 @@ from mlx_marlin.formats import MODE_DEFAULTS
 from mlx_marlin.gather_serving import (
     Kind,
     mode_of_mlx,
+    packed_kind,
     product_of,
-    serve_packed,
+    serve_gated,
     weight_of_mlx,
 )
 from mlx_marlin.ops import CPU, Stream, check_packed
@@ -193,7 +194,7 @@ def gather_packed(
     experts = words.shape[0]
     if rhs_indices is None:
         rhs_indices = mx.arange(experts, dtype=mx.uint32)
-    kind, served = serve_packed(
+    kind = packed_kind(
         x.shape,
         x.dtype,
         (experts, n, k),
@@ -208,6 +209,7 @@ def gather_packed(
         invariant,
         mx.default_device() == CPU,
     )
+    served = product_of(kind)
     if served is not None:
         return served.run(x, lhs_indices, rhs_indices, words, scales, scales)
     w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
@@ -224,6 +226,54 @@ def gather_packed(
         mode_of_mlx(mode),
         sorted_indices=sorted_indices,
     )
+
+
+def gather_gated(
+    x: mx.array,
+    weights: tuple[mx.array, mx.array, mx.array, mx.array],
+    n: int,
+    k: int,
+    group_size: int,
+    bits: int,
+    mode: str,
+    indices: mx.array,
+) -> mx.array | None:
+    """Multiplies rows by packed experts of gate and of up; one gates the other.
+
+    Args:
+        x: Activations [..., 1, k].
+        weights: Codes of gate [experts, ...] and its scales and biases, as in
+            `PackedWeight`, and those of up.
+        n: Rows of a weight.
+        k: Columns of a weight.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        indices: The experts of each row.
+
+    Returns:
+        `silu(x @ gate.T) * (x @ up.T)`, [..., 1, n] for each pair, rounded once; None
+        where no kernel of ours has such an epilogue.
+    """
+    kind = packed_kind(
+        x.shape,
+        x.dtype,
+        (weights[0].shape[0], n, k),
+        weights[1].dtype,
+        group_size,
+        bits,
+        mode,
+        None,
+        (indices.shape, indices.dtype),
+        True,  # transposed
+        False,
+        False,
+        mx.default_device() == CPU,
+    )
+    served = serve_gated(kind)
+    if served is None:
+        return None
+    return served.run(x, *weights, indices)
 
 
 def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:

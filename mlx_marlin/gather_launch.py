@@ -42,21 +42,23 @@ def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
 
     Returns:
         A function from x [..., k] in the problem's dtype, codes, scales and biases
-        [experts, n, ...], the expert of each pair (uint32 [...]) and, if the plan asks
-        for it, the row of x of each pair (uint32), to y [..., 1, n] in the problem's
-        dtype: before its last two dimensions it is shaped as the experts of pairs.
+        [experts, n, ...], codes and scales of the second weights if one product gates
+        the other, the expert of each pair (uint32 [...]) and, if the plan asks for it,
+        the row of x of each pair (uint32), to y [..., 1, n] in the problem's dtype:
+        before its last two dimensions it is shaped as the experts of pairs.
     """
     problem = plan.problem
     text = source.cuda_gather_source(plan)
     kernel = lazily(text, plan.threadgroup_bytes)
     template = backends.template(kernel_arguments.cuda_gather_template(plan))
     numbers = {"numbers": mx.array((problem.m, problem.n, problem.k), mx.int32)}
-    names = (*source.OPERANDS, "experts", "sources")
+    weights = (*source.OPERANDS, *(source.SECOND if plan.gated else ()))
+    names = (*weights, "experts", "sources")
     inputs = backends.inputs_of(text, names, numbers)
     dtype = backends.dtype(problem.dtype)
 
     def multiply(*arrays: mx.array) -> mx.array:
-        experts = arrays[len(source.OPERANDS)]
+        experts = arrays[len(weights)]
         return kernel(
             inputs=inputs(*arrays),
             template=template,

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_marlin import backends, gather_launch, scheduler
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.derivatives import differentiable
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS
+from mlx_marlin.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, TILE_N
 from mlx_marlin.packing import PackedWeight, dtype_name
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.serving import Served, traced_call, when_forgetting
@@ -172,6 +172,40 @@ def _on_cuda(kind: Kind, problem: Problem) -> Served:
     return traced_call(in_turn if each else named)
 
 
+@lru_cache(4096)
+def serve_gated(kind: Kind) -> Served | None:
+    """Returns the product with packed experts of gate, which gates that of up.
+
+    It takes x, codes and scales of gate, those of up, and the experts of pairs; None
+    where no kernel of ours does so, or rows of x are not in turn.
+    """
+    each = _pairs_of_row(kind)
+    packed = kind.layout == "marlin" and kind.n % TILE_N == 0
+    if backends.backend() != "cuda" or not packed or not each or why_not_gather(kind):
+        return None
+    device = target()
+    assert isinstance(device, CudaDevice)
+    asked = _problem(kind), kind.experts, each, device
+    plan = scheduler.choose_cuda_gather(*asked, gated=True)
+    product = differentiable(
+        gather_launch.cuda_gather_product(plan), _stock_gated(kind, each)
+    )
+
+    def run(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        second: mx.array,
+        second_scales: mx.array,
+        rhs: mx.array,
+    ) -> mx.array:
+        experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
+        x = x.astype(kind.dtype)
+        return product(x, w, scales, scales, second, second_scales, experts)
+
+    return traced_call(run)
+
+
 def _pairs_of_row(kind: Kind) -> int:
     """Returns how many pairs in turn have the same row of x; 0 where that varies."""
     rows = kind.x_shape[:-2]
@@ -184,7 +218,7 @@ def _pairs_of_row(kind: Kind) -> int:
 
 
 @lru_cache(4096)
-def serve_packed(
+def packed_kind(
     x_shape: Shape,
     x_dtype: mx.Dtype,
     w_shape: tuple[int, int, int],
@@ -198,8 +232,8 @@ def serve_packed(
     is_sorted: bool,
     invariant: bool,
     on_cpu: bool,
-) -> tuple[Kind, Served | None]:
-    """Returns the kind of a call with packed weights, and its prepared product.
+) -> Kind:
+    """Returns the kind of a call with packed weights.
 
     Args:
         x_shape: Shape of the activations.
@@ -241,7 +275,7 @@ def serve_packed(
         bits,
         known,
     )
-    kind = Kind(
+    return Kind(
         x_shape=x_shape,
         dtype=result.dtype,
         experts=experts,
@@ -260,7 +294,6 @@ def serve_packed(
         has_global_scale=False,
         on_cpu=on_cpu,
     )
-    return kind, product_of(kind)
 
 
 def mode_of_mlx(mode: str) -> str:
@@ -270,7 +303,8 @@ def mode_of_mlx(mode: str) -> str:
 
 def forget() -> None:
     """Drops every decision, so that the next call asks for its back end again."""
-    serve_packed.cache_clear()
+    packed_kind.cache_clear()
+    serve_gated.cache_clear()
     product_of.cache_clear()
 
 
@@ -327,6 +361,26 @@ def _stock_in_turn(kind: Kind, each: int) -> Flat:
         return y.reshape(*experts.shape, 1, kind.n)
 
     return stock
+
+
+def _stock_gated(kind: Kind, each: int) -> Flat:
+    """Likewise, of gate and up."""
+    stock = _stock_in_turn(kind, each)
+
+    def gated(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        second: mx.array,
+        second_scales: mx.array,
+        experts: mx.array,
+    ) -> mx.array:
+        gate = stock(x, w, scales, biases, experts)
+        up = stock(x, second, second_scales, second_scales, experts)
+        return gate * mx.sigmoid(gate) * up
+
+    return gated
 
 
 def weight_of_mlx(

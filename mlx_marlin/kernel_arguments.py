@@ -84,6 +84,7 @@ def cuda_gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
         "SIMDGROUPS_K": plan.simdgroups_k,
         "BY_PAIR": plan.by_pair,
         "EACH": plan.each,
+        **({"ACTIVATION": ACTIVATIONS.index("silu")} if plan.gated else {}),
         **weight_template(plan.problem),
     }
 

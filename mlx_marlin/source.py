@@ -58,7 +58,13 @@ class Declared(NamedTuple):
 
 NOTHING = Declared()
 NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
+SECOND = ("second", "second_scales")
+"""Arrays of the weights that experts have beside `w`, in the place of biases."""
 AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
+ALONE = AS_IT_IS._replace(
+    declaration=AS_IT_IS.declaration
+    + "const uint32_t* second = nullptr;\nconst auto* second_scales = scales;\n"
+)
 FUSED = Declared(
     "_fused",
     FINISHING,
@@ -184,8 +190,9 @@ def cuda_gather_source(plan: CudaGatherPlan) -> Source:
     """Returns the text of the CUDA kernel for experts' products."""
     header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
     named = () if plan.each else ("sources",)
-    operands = (*OPERANDS, "experts", *named)
-    declared = NOTHING if named else NO_SOURCES
+    operands = (*OPERANDS, *(SECOND if plan.gated else ()), "experts", *named)
+    declared = GATED if plan.gated else ALONE
+    declared = declared.beside(NOTHING if named else NO_SOURCES)
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 
 

@@ -17,7 +17,7 @@ from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem
 
-EXPERTS, N = 6, 70
+EXPERTS, N, GATED_N = 6, 70, 96
 UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
 """More pairs of an expert than a tile of 8 rows has, of others none or one."""
 
@@ -30,27 +30,37 @@ class Call:
         case: The format, the layout, the dtype, the rows of x and the block.
         chosen: The expert of each pair.
         each: Pairs that have the same row in turn; 0 if rows are drawn.
+        gated: Whether there are two weights an expert, gate and up.
     """
 
     case: Case
     chosen: tuple[int, ...]
     each: int = 0
+    gated: bool = False
+
+    @property
+    def n(self) -> int:
+        return GATED_N if self.gated else N
 
     @cached_property
-    def weight(self) -> Weight:
-        """All experts' rows below each other."""
+    def weights(self) -> list[Weight]:
+        """All experts' rows below each other: of one weight, or of gate and up."""
         mode, bits, group_size, _, dtype, _, way = self.case
         k = k_of(mode, bits, group_size, way)
-        return format_cases.any_weight(
-            mode, bits, group_size, EXPERTS * N, k, dtype=dtype, seed=1
-        )
+        shape = EXPERTS * self.n, k
+        return [
+            format_cases.any_weight(
+                mode, bits, group_size, *shape, dtype=dtype, seed=seed
+            )
+            for seed in ((1, 2) if self.gated else (1,))
+        ]
 
     @property
     def plan(self) -> CudaGatherPlan:
         mode, bits, group_size, layout, dtype, _, way = self.case
         problem = Problem(
             m=len(self.chosen),
-            n=N,
+            n=self.n,
             k=k_of(mode, bits, group_size, way),
             mode=mode,
             bits=bits,
@@ -59,8 +69,9 @@ class Call:
             scale_dtype="uint8" if mode[:2] in ("mx", "nv") else dtype,
             layout=layout,
         )
-        block = {"fragments_m": 1} | way
-        return CudaGatherPlan(problem=problem, experts=EXPERTS, each=self.each, **block)
+        return CudaGatherPlan(
+            problem=problem, experts=EXPERTS, each=self.each, gated=self.gated, **way
+        )
 
     @property
     def x(self) -> mx.array:
@@ -82,26 +93,33 @@ class Call:
         self, place: Callable[[mx.array], mx.array] = lambda array: array
     ) -> Callable[[], mx.array]:
         """Returns what computes the products [pairs, n], of arrays at a place."""
-        shape = EXPERTS, N, -1
-        native = tuple(each.reshape(shape) for each in self.weight.native)
-        if self.plan.problem.layout == "marlin":
-            packed = pack(*native, **self.weight.options)
-            arrays = packed.words, packed.scales, packed.scales
-        else:
-            arrays = native[0], native[1], native[-1]
+        first, *second = (self.stored(each) for each in self.weights)
+        arrays = *first, *(array for each in second for array in each[:2])
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
         given = [*map(place, (self.x, *arrays, experts, *rows))]
         product = gather_launch.cuda_gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
+    def stored(self, weight: Weight) -> tuple[mx.array, mx.array, mx.array]:
+        """Returns codes, scales and biases as a kernel takes them."""
+        shape = EXPERTS, self.n, -1
+        native = tuple(each.reshape(shape) for each in weight.native)
+        if self.plan.problem.layout == "mlx":
+            return native[0], native[1], native[-1]
+        packed = pack(*native, **weight.options)
+        return packed.words, packed.scales, packed.scales
+
     @property
     def expected(self) -> Floats:
-        """The products in float64."""
-        weights = self.weight.decoded.reshape(EXPERTS, N, -1)[[*self.chosen]]
+        """The products in float64, or what up's is where gate's gates it."""
         rows: Floats = exact(self.x)[self.sources]
-        product: Floats = np.einsum("pk,pnk->pn", rows, weights)
-        return product
+        products: list[Floats] = []
+        for weight in self.weights:
+            chosen = weight.decoded.reshape(EXPERTS, self.n, -1)[[*self.chosen]]
+            products.append(np.einsum("pk,pnk->pn", rows, chosen))
+        gate, up = products[0], products[-1]
+        return gate / (1 + np.exp(-gate)) * up if self.gated else gate
 
     def check(self) -> None:
         """Compares the products with float64."""
@@ -128,5 +146,14 @@ CALLS = {
     ),
     "small floats": Call(
         ("mxfp4", 4, 32, "marlin", "bfloat16", 3, block(2, 2)), (5, 0, 5), each=1
+    ),
+    "gate and up": Call(
+        (*AFFINE, "marlin", "float16", 5, block(2, 2)), UNEVEN, gated=True
+    ),
+    "gate and up of pairs": Call(
+        (*AFFINE, "marlin", "bfloat16", 2, block(4, 1)),
+        (4, 1, 4, 1),
+        each=2,
+        gated=True,
     ),
 }

@@ -92,6 +92,7 @@ def compiled(
     types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
     types |= {"partials": "float", "places": "int32_t", "periods": "float"}
     types |= {"experts": "uint32_t", "sources": "uint32_t"}
+    types |= {"second": "uint32_t", "second_scales": scale}
     arguments = [f"const {types.get(each, dtype)}* {each}" for each in text.input_names]
     arguments += [f"{result or dtype}* {each}" for each in text.output_names]
     lines = [
@@ -144,13 +145,15 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
         compiled(source.sums_source(plan), plan, device, tmp_path, template)
 
 
-@pytest.mark.parametrize(("pairs", "each"), [(8, 8), (128, 0), (4096, 1)])
+@pytest.mark.parametrize(
+    ("pairs", "each", "gated"), [(8, 8, True), (128, 0, False), (4096, 1, True)]
+)
 def test_experts_compile_and_their_registers_suffice(
-    pairs: int, each: int, tmp_path: Path
+    pairs: int, each: int, gated: bool, tmp_path: Path
 ) -> None:
     device = CudaDevice.named(H200)
     problem = problem_of(pairs, 768, 2048, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, 128, each, device)
+    plan = scheduler.choose_cuda_gather(problem, 128, each, device, gated)
     text = source.cuda_gather_source(plan)
 
     template = kernel_arguments.cuda_gather_template(plan)

@@ -7,18 +7,22 @@ import cuda_cases
 import cuda_experts
 import format_cases
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import oracles
 import pytest
 from cuda_on_cpu import needs_emulator
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
+from oracles import exact
 from test_gather import Call, kind
 
 import mlx_marlin
-from mlx_marlin import gather_serving, scheduler, source
+from mlx_marlin import gather_launch, gather_serving, scheduler, source
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.gather_serving import why_not_gather
+from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem, problem_of
 
@@ -186,6 +190,113 @@ def test_gradients_are_those_of_mlx(how: str) -> None:
     assert oracles.error(mx.grad(ours)(x), expected) < 4e-3
 
 
+def network(
+    activation: nn.Module | None = None, bias: bool = False
+) -> tuple[SwitchGLU, SwitchGLU]:
+    """Returns mlx-lm's experts of a gated network, and those of traced graphs."""
+    mx.random.seed(4)
+    activation = SwiGLU() if activation is None else activation
+    own = SwitchGLU(128, 64, 4, activation=activation, bias=bias)
+    own.set_dtype(mx.float16)
+    nn.quantize(own, group_size=64, bits=4)
+    ours = GatedExperts.__new__(GatedExperts)
+    nn.Module.__init__(ours)
+    ours.activation = activation
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        ours[name] = MarlinSwitchLinear.from_quantized(own[name], layout="marlin")
+    return own, ours
+
+
+def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
+    x = mx.random.normal((rows, 1, 128), key=mx.random.key(5)).astype(mx.float16)
+    drawn = mx.random.uniform(shape=(rows, 1, 4), key=mx.random.key(6))
+    return x, mx.argsort(drawn, axis=-1)[..., :2]
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts
+def test_gate_and_up_are_one_product(rows: int, gathered: list[CudaGatherPlan]) -> None:
+    own, ours = network()
+    x, chosen = chosen_by(rows)
+
+    y = ours(x, chosen)
+
+    assert [plan.gated for plan in gathered] == [True, False]
+    assert y.shape == (rows, 1, 2, 128)
+    assert oracles.error(y, exact(own(x, chosen))) < 5e-3
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
+    """Lists the plans of experts' products."""
+    plans: list[CudaGatherPlan] = []
+    own = gather_launch.cuda_gather_product
+
+    def listed(plan: CudaGatherPlan) -> Any:
+        plans.append(plan)
+        return own(plan)
+
+    monkeypatch.setattr(gather_launch, "cuda_gather_product", listed)
+    return plans
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("how", ["activation", "bias", "formats", "layout"])
+def test_gate_and_up_are_two_where_kernels_have_no_gate(
+    how: str, gathered: list[CudaGatherPlan]
+) -> None:
+    activation = DoubledSwiGLU() if how == "activation" else None
+    own, ours = network(activation, how == "bias")
+    if how == "formats":
+        own.up_proj = SwitchLinear(128, 64, 4, bias=False).to_quantized(32, 4)
+        own.up_proj.set_dtype(mx.float16)
+        ours.up_proj = MarlinSwitchLinear.from_quantized(own.up_proj, layout="marlin")
+    if how == "layout":
+        ours.gate_proj = MarlinSwitchLinear.from_quantized(own.gate_proj)
+    x, chosen = chosen_by(3)
+
+    y = ours(x, chosen)
+
+    assert not any(plan.gated for plan in gathered)
+    assert oracles.error(y, exact(own(x, chosen))) < 5e-3
+
+
+class DoubledSwiGLU(SwiGLU):
+    """What a model of its own may have."""
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        doubled: mx.array = 2 * super().__call__(x, gate)
+        return doubled
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_gradients_go_through_gate_and_up(gathered: list[CudaGatherPlan]) -> None:
+    own, ours = network()
+    x, chosen = chosen_by(3)
+
+    gradient, expected = (
+        mx.grad(lambda x, of=of: (of(x, chosen) ** 2).sum())(x) for of in (ours, own)
+    )
+
+    assert gathered[0].gated
+    assert oracles.error(gradient, exact(expected)) < 1e-2
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(
+    "changes",
+    [{"layout": "mlx"}, {"n": 40}, {"pairs": (5, 17)}, {"invariant": True}],
+    ids=str,
+)
+def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:
+    fields = {"on_cpu": False, "layout": "marlin", "n": 64}
+    assert gather_serving.serve_gated(kind(**fields)) is not None
+    assert gather_serving.serve_gated(kind(**fields | changes)) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -231,9 +342,21 @@ def test_large_experts_are_planned(n: int, k: int, bits: int, experts: int) -> N
     assert plan.num_threadgroups >= experts * n / 32 / 8
 
 
+@given(pairs=st.integers(1, 2000), experts=st.integers(1, 300), n=st.integers(1, 200))
+def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
+    problem = problem_of(pairs, 32 * n, 2048, layout="marlin")
+    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200, gated=True)
+
+    assert plan.simdgroups_n % 2 == 0
+    columns = 32 * plan.simdgroups_n * plan.num_threadgroups
+    assert columns >= 2 * 32 * n * min(pairs, experts)
+    assert plan.explain().endswith("gate * up")
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"gated": True}, "whole tiles and an even"),
         ({"experts": 0}, "experts=0"),
         ({"fragments_m": 5}, "fragments_m=5"),
         ({"simdgroups_n": 9}, "simdgroups_n=9"),

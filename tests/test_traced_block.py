@@ -174,6 +174,7 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
     They can be traced, and round once.
     """
     plans: list[Plan] = []
+    gathered: list[CudaGatherPlan] = []
 
     def decoded(problem: Problem, w: mx.array, scales: mx.array) -> mx.array:
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
@@ -216,14 +217,21 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
         problem = plan.problem
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
 
-        def run(
-            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, experts: mx.array
-        ) -> mx.array:
+        def times(x: mx.array, experts: mx.array, *weight: mx.array) -> mx.array:
+            w, scales = weight
             native = unpack(PackedWeight(words=w, scales=scales, **sizes))
             weights = mx.dequantize(*native, group_size=problem.group_size)
             rows = mx.repeat(x.reshape(-1, problem.k), plan.each, axis=0)
             chosen = weights[experts.flatten()].astype(mx.float32)
-            y = rows[:, None].astype(mx.float32) @ chosen.swapaxes(1, 2)
+            return rows[:, None].astype(mx.float32) @ chosen.swapaxes(1, 2)
+
+        def run(
+            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *given: mx.array
+        ) -> mx.array:
+            *second, experts = given
+            gathered.append(plan)
+            y = times(x, experts, w, scales)
+            y = nn.silu(y) * times(x, experts, *second) if plan.gated else y
             y = mx.stop_gradient(y.astype(x.dtype))
             return y.reshape(*experts.shape, 1, problem.n)
 
@@ -287,7 +295,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     # A sum in an epilogue rounds once, in mlx-lm's code twice.
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
-    experts = family == "qwen3_moe"  # which have sums of their own
+    experts = family == "qwen3_moe"  # which have sums and gates of their own
     assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
     assert any(plan.problem.epilogue.gated for plan in cuda) == (join and not experts)
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]

@@ -17,7 +17,7 @@ from mlx_lm.models import rope_utils, switch_layers
 
 from mlx_marlin import serving
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
-from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
+from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
@@ -41,6 +41,8 @@ OF_EXPERTS = (
     switch_layers.SwitchGLU,
     switch_layers.SwiGLU,
 )
+TRACED: dict[type[nn.Module], type[nn.Module]] = {switch_layers.SwitchGLU: GatedExperts}
+"""Classes that graphs have in the place of others."""
 SCALARS = (bool, float, int, str, type(None))
 
 Slots = tuple[tuple[Any, ...], tuple[str, ...]]
@@ -234,7 +236,7 @@ def _mold(module: nn.Module) -> Mold:
     if any(type(child) not in OF_EXPERTS for _, child in children):
         raise UnknownError
     return Mold(
-        cls=type(module),
+        cls=TRACED.get(type(module), type(module)),
         settings=tuple(sorted(settings.items())),
         names=_names(module),
         children=tuple((name, _mold(child)) for name, child in children),

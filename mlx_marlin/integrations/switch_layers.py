@@ -1,11 +1,12 @@
 """The experts' layers of mlx-lm, on our kernels."""
 
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
-from mlx_marlin.gather import gather_packed, gather_qmm
+from mlx_marlin import backends
+from mlx_marlin.gather import gather_gated, gather_packed, gather_qmm
 from mlx_marlin.integrations.batch_layer import BatchLayer, twin_of
 
 
@@ -87,3 +88,44 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         if "bias" in self:
             y = y + mx.expand_dims(self["bias"][indices], -2)
         return y
+
+
+class GatedExperts(SwitchGLU):
+    """What traced graphs have in the place of mlx-lm's experts of a gated network.
+
+    Our CUDA kernels find an expert's rows themselves, so none are sorted, and multiply
+    gate and up in one.
+    """
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Returns what the experts that a row chose make of it [..., choices, k]."""
+        layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
+        ours = all(type(each) is MarlinSwitchLinear for each in layers)
+        if backends.backend() != "cuda" or not ours:
+            own: mx.array = super().__call__(x, indices)
+            return own
+        gate, up, down = layers
+        x = mx.expand_dims(x, (-2, -3))
+        indices = mx.stop_gradient(indices)
+        y = _gated(gate, up, x, indices) if type(self.activation) is SwiGLU else None
+        if y is None:
+            y = self.activation(up(x, indices), gate(x, indices))
+        result: mx.array = down(y, indices).squeeze(-2)
+        return result
+
+
+def _gated(
+    gate: MarlinSwitchLinear, up: MarlinSwitchLinear, x: mx.array, indices: mx.array
+) -> mx.array | None:
+    """Returns the product of gate and up as one, if they are packed alike."""
+    formats = [
+        (each._n, each._k, each.group_size, each.bits, each.mode)
+        for each in (gate, up)
+        if each.layout == "marlin" and "bias" not in each
+    ]
+    if len(formats) < 2 or formats[0] != formats[1]:
+        return None
+    weights = gate["words"], gate["quantizers"], up["words"], up["quantizers"]
+    if weights[1].dtype != weights[3].dtype:
+        return None
+    return gather_gated(x, weights, *formats[0], indices)

@@ -8,8 +8,11 @@ from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.scheduler import cuda
+from mlx_marlin.scheduler.candidates import Wishes
 from mlx_marlin.scheduler.gather import chosen_experts
 
+PAIRED = (2, 4, 6, 8)
+"""Tiles side by side where a block has as many of gate as of up."""
 MOST_PRODUCTS = 64
 """Experts with which blocks are compared: more fill any device as evenly."""
 
@@ -22,7 +25,11 @@ def _most_products(problem: Problem) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_cuda_gather(
-    problem: Problem, experts: int, each: int, device: CudaDevice
+    problem: Problem,
+    experts: int,
+    each: int,
+    device: CudaDevice,
+    gated: bool = False,
 ) -> CudaGatherPlan:
     """Returns how the products of pairs (row, expert) are computed; cached.
 
@@ -34,6 +41,7 @@ def choose_cuda_gather(
         experts: Weights to choose from.
         each: As in `CudaGatherPlan`.
         device: The device to plan for.
+        gated: As in `CudaGatherPlan`; the problem is one of both weights'.
 
     Raises:
         ValueError: If our kernels do not multiply in the problem's format.
@@ -42,12 +50,21 @@ def choose_cuda_gather(
     fragments = -(-2 * problem.m // (experts * mma.FRAGMENT_ROWS))
     fragments_m = min(max(fragments, 1), mma.FRAGMENTS_M[-1])
     one = replace(problem, m=mma.FRAGMENT_ROWS * fragments_m)
+    if gated:
+        one = replace(one, n=2 * problem.n)
     chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)
     one = replace(one, batch=max(min(chosen, _most_products(one)), 1))
-    plan = cuda.make(
-        one,
-        device,
-        {"kernel": "mma", "strategy": "data_parallel", "fragments_m": fragments_m},
+    wishes: Wishes = {
+        "kernel": "mma",
+        "strategy": "data_parallel",
+        "fragments_m": fragments_m,
+    }
+    asked: list[Wishes] = [wishes]
+    if gated:
+        asked = [{**wishes, "simdgroups_n": across} for across in PAIRED]
+    plan = min(
+        (cuda.make(one, device, each) for each in asked),
+        key=lambda plan: cuda.predict(plan, device).seconds,
     )
     return CudaGatherPlan(
         problem=problem,
@@ -56,4 +73,5 @@ def choose_cuda_gather(
         simdgroups_n=plan.simdgroups_n,
         simdgroups_k=plan.simdgroups_k,
         each=each,
+        gated=gated,
     )

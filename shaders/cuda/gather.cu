@@ -1,5 +1,5 @@
 // Body of the kernel: rows of x[., k] times the transpose of the weights w[experts[i], n, k] that
-// they chose, into row i of out[., n].
+// they chose, into row i of out[., n]; or what was declared before of these and of a second weight.
 extern __shared__ float scratch[];
 marlin::gather<
     FRAGMENTS_M,
@@ -8,4 +8,4 @@ marlin::gather<
     BY_PAIR,
     EACH,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    x, w, scales, biases, experts, sources, shape, out, scratch);
+    x, w, scales, biases, {second, second_scales}, experts, sources, shape, out, epilogue, scratch);

@@ -6,6 +6,9 @@
 //          is an expert's
 // EACH     pairs that have the same row of x, one after the other; 0: an array says their rows
 // the others as in mma.cuh
+//
+// Of two weights, those of gate and up, the first half of the columns is one's and the second half
+// the other's: an epilogue of pairs multiplies them.
 
 // The rows of a tile: the pairs (row of x, expert) that a block found, by their place.
 template <int EACH>
@@ -56,6 +59,13 @@ METAL_FUNC Pairs list_pairs(
   return found;
 }
 
+// Packed weights that stand beside others of the same shape, or none.
+template <typename S>
+struct Second {
+  const uint* w;
+  const S* scales;
+};
+
 template <
     int FRAGMENTS_M,
     int SIMDGROUPS_N,
@@ -65,23 +75,28 @@ template <
     typename W,
     typename T,
     typename S,
-    typename O>
+    typename O,
+    typename E>
 METAL_FUNC void gather(
     const T* x,
     const uint* w,
     const S* scales,
     const S* biases,
+    Second<S> second,
     const uint* experts,
     const uint* sources,
     const int* shape,
     O out,
+    E epilogue,
     float* scratch) {
   constexpr int TILE_M = 8 * FRAGMENTS_M;
   constexpr int SIMDGROUPS = SIMDGROUPS_N * SIMDGROUPS_K;
   const int count = shape[0];
-  Work work;
-  work.n = shape[1];
-  work.k = shape[2];
+  Work one;
+  one.n = shape[1];
+  one.k = shape[2];
+  Work work = one;
+  work.n *= second.w == nullptr ? 1 : 2;
   const uint n_tiles = ceil_div(work.n, TILE_N * SIMDGROUPS_N);
   const uint own = blockIdx.x / n_tiles;  // pair or expert
   const uint expert = BY_PAIR ? experts[own] : own;
@@ -97,17 +112,19 @@ METAL_FUNC void gather(
   split.k_start = 0;
   split.k_stop = work.k;
   split.k_tile_count = ceil_div(work.k, k_tile_of_group(W::GROUP));
-  const int col = split.col + TILE_N * column;
+  const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
+  const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      weight_tile<W>(w, scales, biases, col, work, lane_of(lane_index), expert);
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+      col < one.n ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
+                  : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
+  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
+                       is_aligned(second.w) && is_aligned(second.scales);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const Listed<EACH> order = {pairs, sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
 
   for (int first = 0, found = count; first < found; first += TILE_M) {
-    const Pairs listed =
-        list_pairs<TILE_M>(pairs, experts, count, expert, first, warp, lane_index);
+    const Pairs listed = list_pairs<TILE_M>(pairs, experts, count, expert, first, warp, lane_index);
     found = listed.count;
     // All threads have found the same: the branch is uniform.
     if (found == 0 || (BY_PAIR && listed.first < int(own))) {
@@ -127,7 +144,7 @@ METAL_FUNC void gather(
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out, Plain{}, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+        out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
     __syncthreads();
   }
 }

@@ -4,6 +4,7 @@ from mutant import Detector, Mutant
 
 EXPERTS = "experts, blocks of experts"
 PAIRS = "experts, blocks of pairs"
+GATED = "experts, gate and up"
 
 _GATHER = "cuda/gather.cuh"
 
@@ -63,6 +64,22 @@ MUTANTS = (
         "listed.first > int(own)",
         PAIRS,
         Detector.RACE,
+    ),
+    Mutant(
+        "gather: up's experts are gate's",
+        _GATHER,
+        "weight_tile<W>(second.w,",
+        "weight_tile<W>(w,",
+        GATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gather: up has the scales of gate",
+        _GATHER,
+        "second.scales, biases, col - one.n",
+        "scales, biases, col - one.n",
+        GATED,
+        Detector.WRONG_RESULT,
     ),
     Mutant(
         "gather: warps multiply before the pairs are listed",

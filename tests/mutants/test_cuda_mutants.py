@@ -146,6 +146,7 @@ CASES |= dict.fromkeys(
 OF_EXPERTS = {
     planted_cuda_gather.EXPERTS: cuda_experts.CALLS["blocks of experts"],
     planted_cuda_gather.PAIRS: cuda_experts.CALLS["blocks of pairs"],
+    planted_cuda_gather.GATED: cuda_experts.CALLS["gate and up"],
 }
 CASES |= {name: call.case for name, call in OF_EXPERTS.items()}
 CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.items()}
