@@ -1,4 +1,8 @@
-"""Models with random quantized weights, of shapes that people run."""
+"""Models with random quantized weights, of shapes that people run.
+
+All layers have one format, also those for which mlx-lm would keep more bits, such as
+what chooses experts.
+"""
 
 from collections.abc import Callable
 from importlib import import_module

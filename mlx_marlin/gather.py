@@ -9,6 +9,7 @@ from mlx_marlin.gather_serving import (
     packed_kind,
     product_of,
     serve_gated,
+    serve_packed,
     weight_of_mlx,
 )
 from mlx_marlin.ops import CPU, Stream, check_packed
@@ -194,7 +195,7 @@ def gather_packed(
     experts = words.shape[0]
     if rhs_indices is None:
         rhs_indices = mx.arange(experts, dtype=mx.uint32)
-    kind = packed_kind(
+    kind, served = serve_packed(
         x.shape,
         x.dtype,
         (experts, n, k),
@@ -209,7 +210,6 @@ def gather_packed(
         invariant,
         mx.default_device() == CPU,
     )
-    served = product_of(kind)
     if served is not None:
         return served.run(x, lhs_indices, rhs_indices, words, scales, scales)
     w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
@@ -253,7 +253,7 @@ def gather_gated(
 
     Returns:
         `silu(x @ gate.T) * (x @ up.T)`, [..., 1, n] for each pair, rounded once; None
-        where no kernel of ours has such an epilogue.
+        where no kernel of ours does so (`serve_gated`).
     """
     kind = packed_kind(
         x.shape,

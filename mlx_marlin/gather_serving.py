@@ -1,9 +1,10 @@
 """Decides who serves experts' products, ours or stock MLX, and prepares the run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -81,9 +82,9 @@ def product_of(kind: Kind) -> Served | None:
     if reason:
         refuse_variance(kind.invariant, reason)
         return None
-    problem = _problem(kind)
     if backends.backend() == "cuda":
-        return _on_cuda(kind, problem)
+        return _on_cuda(kind)
+    problem = _problem(kind)
     free = backends.backend() == "metal" and backends.forced_backend() is None
     if free and scheduler.gather_reason(
         problem, kind.experts, kind.is_sorted, target()
@@ -151,12 +152,18 @@ def _problem(kind: Kind) -> Problem:
     )
 
 
-def _on_cuda(kind: Kind, problem: Problem) -> Served:
-    device, each = target(), _pairs_of_row(kind)
+def _cuda_product(kind: Kind, each: int, gated: bool = False) -> Flat:
+    device = target()
     assert isinstance(device, CudaDevice)
-    plan = scheduler.choose_cuda_gather(problem, kind.experts, each, device)
-    product = gather_launch.cuda_gather_product(plan)
-    product = differentiable(product, _stock_in_turn(kind, each))
+    asked = _problem(kind), kind.experts, each, device
+    plan = scheduler.choose_cuda_gather(*asked, gated)
+    return gather_launch.cuda_gather_product(plan)
+
+
+def _on_cuda(kind: Kind) -> Served:
+    each = _pairs_of_row(kind)
+    stock = _stock_in_turn(kind, each)
+    product = differentiable(_cuda_product(kind, each), stock)
 
     def in_turn(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
         experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
@@ -181,14 +188,12 @@ def serve_gated(kind: Kind) -> Served | None:
     """
     each = _pairs_of_row(kind)
     packed = kind.layout == "marlin" and kind.n % TILE_N == 0
-    if backends.backend() != "cuda" or not packed or not each or why_not_gather(kind):
+    if backends.backend() != "cuda" or not packed or not each:
         return None
-    device = target()
-    assert isinstance(device, CudaDevice)
-    asked = _problem(kind), kind.experts, each, device
-    plan = scheduler.choose_cuda_gather(*asked, gated=True)
+    if why_not_gather(replace(kind, n=2 * kind.n)):  # of both weights
+        return None
     product = differentiable(
-        gather_launch.cuda_gather_product(plan), _stock_gated(kind, each)
+        _cuda_product(kind, each, gated=True), _stock_gated(kind, each)
     )
 
     def run(
@@ -296,6 +301,13 @@ def packed_kind(
     )
 
 
+@lru_cache(4096)
+def serve_packed(*call: Any) -> tuple[Kind, Served | None]:
+    """Returns the kind of a call that `packed_kind` takes, and its prepared product."""
+    kind = packed_kind(*call)
+    return kind, product_of(kind)
+
+
 def mode_of_mlx(mode: str) -> str:
     """Returns the mode of what `as_mlx` makes of a weight."""
     return mode if mode in MODE_DEFAULTS else "affine"
@@ -304,6 +316,7 @@ def mode_of_mlx(mode: str) -> str:
 def forget() -> None:
     """Drops every decision, so that the next call asks for its back end again."""
     packed_kind.cache_clear()
+    serve_packed.cache_clear()
     serve_gated.cache_clear()
     product_of.cache_clear()
 

@@ -59,7 +59,7 @@ class Declared(NamedTuple):
 NOTHING = Declared()
 NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
 SECOND = ("second", "second_scales")
-"""Arrays of the weights that experts have beside `w`, in the place of biases."""
+"""Arrays of packed weights that experts have beside `w`."""
 AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
 ALONE = AS_IT_IS._replace(
     declaration=AS_IT_IS.declaration

@@ -17,6 +17,7 @@ from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem
 
+Place = Callable[[mx.array], mx.array]
 EXPERTS, N, GATED_N = 6, 70, 96
 UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
 """More pairs of an expert than a tile of 8 rows has, of others none or one."""
@@ -90,14 +91,20 @@ class Call:
         return drawn
 
     def run(
-        self, place: Callable[[mx.array], mx.array] = lambda array: array
+        self, place: Place = lambda array: array, second: Place | None = None
     ) -> Callable[[], mx.array]:
-        """Returns what computes the products [pairs, n], of arrays at a place."""
-        first, *second = (self.stored(each) for each in self.weights)
-        arrays = *first, *(array for each in second for array in each[:2])
+        """Returns what computes the products [pairs, n], of arrays at a place.
+
+        Args:
+            place: Where all arrays are.
+            second: Where those of up are, if elsewhere.
+        """
+        first, *others = (self.stored(each) for each in self.weights)
+        arrays = [*map(place, first)]
+        arrays += [(second or place)(each) for other in others for each in other[:2]]
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
-        given = [*map(place, (self.x, *arrays, experts, *rows))]
+        given = [place(self.x), *arrays, *map(place, (experts, *rows))]
         product = gather_launch.cuda_gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
@@ -148,7 +155,7 @@ CALLS = {
         ("mxfp4", 4, 32, "marlin", "bfloat16", 3, block(2, 2)), (5, 0, 5), each=1
     ),
     "gate and up": Call(
-        (*AFFINE, "marlin", "float16", 5, block(2, 2)), UNEVEN, gated=True
+        (*AFFINE, "marlin", "float16", 4, block(2, 2)), UNEVEN, each=4, gated=True
     ),
     "gate and up of pairs": Call(
         (*AFFINE, "marlin", "bfloat16", 2, block(4, 1)),

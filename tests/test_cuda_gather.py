@@ -74,6 +74,9 @@ def test_arrays_may_begin_anywhere() -> None:
     call = cuda_experts.CALLS["blocks of experts"]
     y = call.run(cuda_cases.moved)()
     assert oracles.error(y, call.expected) < oracles.TOLERANCES["float16"]
+    call = cuda_experts.CALLS["gate and up"]
+    y = call.run(second=cuda_cases.moved)()
+    assert oracles.error(y, call.expected) < oracles.TOLERANCES["float16"]
 
 
 @needs_emulator
@@ -97,7 +100,8 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     monkeypatch.setattr(gather_serving, "traced_call", traced.append)
     gather_serving.product_of(kind(on_cpu=False))
-    assert len(traced) == 1
+    gather_serving.serve_gated(kind(on_cpu=False, layout="marlin", n=64))
+    assert len(traced) == 2
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,9 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("how", ["activation", "bias", "formats", "layout"])
+@pytest.mark.parametrize(
+    "how", ["activation", "bias", "formats", "layout", "scales", "stock"]
+)
 def test_gate_and_up_are_two_where_kernels_have_no_gate(
     how: str, gathered: list[CudaGatherPlan]
 ) -> None:
@@ -255,6 +261,11 @@ def test_gate_and_up_are_two_where_kernels_have_no_gate(
         ours.up_proj = MarlinSwitchLinear.from_quantized(own.up_proj, layout="marlin")
     if how == "layout":
         ours.gate_proj = MarlinSwitchLinear.from_quantized(own.gate_proj)
+    if how == "scales":
+        own.up_proj.set_dtype(mx.bfloat16)
+        ours.up_proj = MarlinSwitchLinear.from_quantized(own.up_proj, layout="marlin")
+    if how == "stock":
+        ours.gate_proj = own.gate_proj
     x, chosen = chosen_by(3)
 
     y = ours(x, chosen)
@@ -269,6 +280,17 @@ class DoubledSwiGLU(SwiGLU):
     def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
         doubled: mx.array = 2 * super().__call__(x, gate)
         return doubled
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_experts_that_must_not_vary_are_refused() -> None:
+    own, ours = network()
+    ours.up_proj = MarlinSwitchLinear.from_quantized(
+        own.up_proj, layout="marlin", invariant=True
+    )
+    with pytest.raises(ValueError, match="invariant=True"):
+        ours(*chosen_by(3))
 
 
 @needs_emulator
@@ -288,7 +310,7 @@ def test_gradients_go_through_gate_and_up(gathered: list[CudaGatherPlan]) -> Non
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize(
     "changes",
-    [{"layout": "mlx"}, {"n": 40}, {"pairs": (5, 17)}, {"invariant": True}],
+    [{"layout": "mlx"}, {"n": 40}, {"pairs": (5, 17)}, {"n": 2**27 - 32}],
     ids=str,
 )
 def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:

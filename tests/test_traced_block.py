@@ -168,13 +168,22 @@ def stock(backend: Callable[[str], None]) -> None:
 
 
 @pytest.fixture
-def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def gathered() -> list[CudaGatherPlan]:
+    """The plans of experts' products, in turn."""
+    return []
+
+
+@pytest.fixture
+def cuda(
+    backend: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    gathered: list[CudaGatherPlan],
+) -> list[Plan]:
     """Puts MLX's operations in the place of CUDA's kernels, and lists their plans.
 
     They can be traced, and round once.
     """
     plans: list[Plan] = []
-    gathered: list[CudaGatherPlan] = []
 
     def decoded(problem: Problem, w: mx.array, scales: mx.array) -> mx.array:
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
@@ -214,6 +223,7 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
         return run
 
     def of_experts(plan: CudaGatherPlan) -> launch.Product:
+        gathered.append(plan)
         problem = plan.problem
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
 
@@ -229,7 +239,6 @@ def cuda(backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> lis
             x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *given: mx.array
         ) -> mx.array:
             *second, experts = given
-            gathered.append(plan)
             y = times(x, experts, w, scales)
             y = nn.silu(y) * times(x, experts, *second) if plan.gated else y
             y = mx.stop_gradient(y.astype(x.dtype))
@@ -283,12 +292,17 @@ def shape_of(key: Any) -> tuple[int, ...]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
 def test_kernels_that_are_traced_answer_as_mlx_lms_code(
-    cuda: list[Plan], make: Callable[[nn.Module], Caches], family: str, join: bool
+    cuda: list[Plan],
+    gathered: list[CudaGatherPlan],
+    make: Callable[[nn.Module], Caches],
+    family: str,
+    join: bool,
 ) -> None:
     options = {"layout": "marlin", "join": join}
     own = mlx_marlin.optimize(tiny(family, mx.float16), **options, trace=False)
     expected = decoded(own, make)
     assert not any(plan.problem.epilogue.residual for plan in cuda)
+    assert not any(plan.gated for plan in gathered)
 
     outputs = decoded(traced(tiny(family, mx.float16), **options), make)
 
@@ -296,6 +310,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
     experts = family == "qwen3_moe"  # which have sums and gates of their own
+    assert any(plan.gated for plan in gathered) == experts
     assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
     assert any(plan.problem.epilogue.gated for plan in cuda) == (join and not experts)
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]

@@ -169,7 +169,7 @@ def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
 def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx.array:
     """Returns the block's result for x and what its attention is, shaped as q.
 
-    Experts run mlx-lm's own code.
+    Experts are chosen by mlx-lm's own code.
     """
     modules = _filled(kind.after, arrays)
     if attended.shape[2] > 1:

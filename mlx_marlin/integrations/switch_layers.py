@@ -94,7 +94,8 @@ class GatedExperts(SwitchGLU):
     """What traced graphs have in the place of mlx-lm's experts of a gated network.
 
     Our CUDA kernels find an expert's rows themselves, so none are sorted, and multiply
-    gate and up in one.
+    gate and up in one. Where stock MLX serves them nevertheless, as it does activations
+    in float32, it gets them unsorted too.
     """
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -121,7 +122,7 @@ def _gated(
     formats = [
         (each._n, each._k, each.group_size, each.bits, each.mode)
         for each in (gate, up)
-        if each.layout == "marlin" and "bias" not in each
+        if each.layout == "marlin" and "bias" not in each and not each.invariant
     ]
     if len(formats) < 2 or formats[0] != formats[1]:
         return None

@@ -63,7 +63,7 @@ def choose_cuda_gather(
     if gated:
         asked = [{**wishes, "simdgroups_n": across} for across in PAIRED]
     plan = min(
-        (cuda.make(one, device, each) for each in asked),
+        (cuda.make(one, device, wish) for wish in asked),
         key=lambda plan: cuda.predict(plan, device).seconds,
     )
     return CudaGatherPlan(

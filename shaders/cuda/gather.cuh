@@ -115,8 +115,9 @@ METAL_FUNC void gather(
   const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      col < one.n ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
-                  : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
+      second.w == nullptr || col < one.n
+          ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
+          : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
                        is_aligned(second.w) && is_aligned(second.scales);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
