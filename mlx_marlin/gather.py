@@ -3,15 +3,9 @@
 import mlx.core as mx
 
 from mlx_marlin.formats import MODE_DEFAULTS
-from mlx_marlin.gather_serving import (
-    Kind,
-    mode_of_mlx,
-    packed_kind,
-    product_of,
-    serve_gated,
-    serve_packed,
-    weight_of_mlx,
-)
+from mlx_marlin.gather_kind import Kind, mode_of_mlx, packed_kind
+from mlx_marlin.gather_serving import product_of, serve_gated, serve_packed
+from mlx_marlin.gather_stock import weight_of_mlx
 from mlx_marlin.ops import CPU, Stream, check_packed
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.stock_weight import stock_groups

@@ -21,6 +21,7 @@ from test_gather import Call, kind
 import mlx_marlin
 from mlx_marlin import gather_launch, gather_serving, scheduler, source
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.gather_kind import pairs_of_row
 from mlx_marlin.gather_serving import why_not_gather
 from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
 from mlx_marlin.packing import pack
@@ -117,7 +118,7 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
-    assert gather_serving._pairs_of_row(kind(**changes)) == each
+    assert pairs_of_row(kind(**changes)) == each
 
 
 @needs_emulator

@@ -19,8 +19,9 @@ import mlx_marlin
 from mlx_marlin import backends, gather_launch, scheduler
 from mlx_marlin.device import Device
 from mlx_marlin.formats import format_of
+from mlx_marlin.gather_kind import Kind
 from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.gather_serving import Kind, why_not_gather
+from mlx_marlin.gather_serving import why_not_gather
 from mlx_marlin.packing import pack, unpack
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import memory_seconds

@@ -1,0 +1,106 @@
+"""Experts' products in stock MLX's own operations, as calls of ours have them."""
+
+from collections.abc import Callable
+from math import prod
+
+import mlx.core as mx
+
+from mlx_marlin.gather_kind import Kind, Shape, mode_of_mlx
+from mlx_marlin.packing import PackedWeight
+from mlx_marlin.stock_weight import as_mlx, stock_groups
+
+Flat = Callable[..., mx.array]
+"""From x [rows, k], codes, scales, biases, rows of x and experts, flat, to a row a
+pair."""
+
+
+def flat_indices(
+    x: mx.array, lhs: mx.array | None, rhs: mx.array, pairs: Shape
+) -> tuple[mx.array, mx.array]:
+    """Returns the row of x and the expert of each pair."""
+    if lhs is None:
+        batch = x.shape[:-2]
+        lhs = mx.arange(prod(batch), dtype=mx.uint32).reshape(batch)
+    return tuple(  # type: ignore[return-value]
+        mx.broadcast_to(each, pairs).astype(mx.uint32).flatten() for each in (lhs, rhs)
+    )
+
+
+def stock_of(kind: Kind) -> Flat:
+    """Returns stock MLX's product of a kind of call, with the arrays of ours."""
+
+    def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
+        scales, biases, sources, experts = arrays
+        words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
+        y = mx.gather_qmm(
+            x[:, None],
+            words,
+            factors,
+            rest[0] if rest else None,
+            lhs_indices=sources,
+            rhs_indices=experts,
+            group_size=stock_groups(kind.mode, kind.bits, kind.group_size),
+            bits=kind.bits,
+            mode=mode_of_mlx(kind.mode),
+        )
+        return y.squeeze(-2)
+
+    return stock
+
+
+def stock_in_turn(kind: Kind, each: int) -> Flat:
+    """Likewise, of x and experts of any shape, and of rows as a plan has them."""
+    flat = stock_of(kind)
+
+    def stock(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        experts: mx.array,
+        *sources: mx.array,
+    ) -> mx.array:
+        rows = sources[0] if sources else mx.arange(experts.size) // each
+        pairs = rows.astype(mx.uint32), experts.flatten()
+        y = flat(x.reshape(-1, kind.k), w, scales, biases, *pairs)
+        return y.reshape(*experts.shape, 1, kind.n)
+
+    return stock
+
+
+def stock_gated(kind: Kind, each: int) -> Flat:
+    """Likewise, of gate and up."""
+    stock = stock_in_turn(kind, each)
+
+    def gated(
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        second: mx.array,
+        second_scales: mx.array,
+        experts: mx.array,
+    ) -> mx.array:
+        gate = stock(x, w, scales, biases, experts)
+        up = stock(x, second, second_scales, second_scales, experts)
+        return gate * mx.sigmoid(gate) * up
+
+    return gated
+
+
+def weight_of_mlx(
+    kind: Kind, w: mx.array, scales: mx.array, biases: mx.array
+) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases that mean the same to stock MLX."""
+    if kind.layout == "mlx":
+        return (w, scales, biases) if kind.mode == "affine" else (w, scales)
+    packed = PackedWeight(
+        words=w,
+        scales=scales,
+        n=kind.n,
+        k=kind.k,
+        group_size=kind.group_size,
+        bits=kind.bits,
+        mode=kind.mode,
+    )
+    return as_mlx(packed)
