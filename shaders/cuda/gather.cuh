@@ -115,9 +115,8 @@ METAL_FUNC void gather(
   const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      second.w == nullptr || col < one.n
-          ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
-          : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
+      col < one.n ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
+                  : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
                        is_aligned(second.w) && is_aligned(second.scales);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
@@ -135,13 +134,8 @@ METAL_FUNC void gather(
     work.m = min(found - first, TILE_M);
     if (col < work.n) {
       const Rows<T> rows = as_they_lie(x);
-      if (aligned) {
-        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, true>(
-            sums, rows, order, tile, work, split, slice);
-      } else {
-        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, false>(
-            sums, rows, order, tile, work, split, slice);
-      }
+      multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
+          sums, rows, order, tile, work, split, slice, aligned);
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(

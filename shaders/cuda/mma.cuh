@@ -170,6 +170,24 @@ METAL_FUNC void multiply_split(
   store_sums<FRAGMENTS, W>(scratch, totals, tile);
 }
 
+// Likewise of arrays that begin anywhere, for which there is a main loop of its own.
+template <int FRAGMENTS, int SLICES, typename W, typename R, typename L, typename S>
+METAL_FUNC void multiply_split(
+    float* scratch,
+    R x,
+    L order,
+    const WeightTile<S>& tile,
+    Work work,
+    Split split,
+    int slice,
+    bool aligned) {
+  if (aligned) {
+    multiply_split<FRAGMENTS, SLICES, W, true>(scratch, x, order, tile, work, split, slice);
+  } else {
+    multiply_split<FRAGMENTS, SLICES, W, false>(scratch, x, order, tile, work, split, slice);
+  }
+}
+
 // How ../lib/work.metal sees tiles that are WIDTH packed tiles wide: as if there were fewer
 // columns.
 template <int WIDTH>
@@ -221,13 +239,8 @@ METAL_FUNC void mma(
     if (col < work.n) {
       const WeightTile<S> tile =
           weight_tile<W>(w, scales, biases, col, work, lane, split.product);
-      if (aligned) {
-        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, true>(
-            own, x, order, tile, work, split, slice);
-      } else {
-        multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W, false>(
-            own, x, order, tile, work, split, slice);
-      }
+      multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
+          own, x, order, tile, work, split, slice, aligned);
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
