@@ -8,10 +8,21 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import backends, why_stock
 from mlx_marlin.embedding import MarlinEmbedding
-from mlx_marlin.formats import CHANNEL, FORMATS, LAYOUTS, format_of
+from mlx_marlin.formats import CHANNEL, LAYOUTS, format_of
 from mlx_marlin.integrations.joining import join_layers, separate_layers
+from mlx_marlin.integrations.known_layers import (
+    are_experts_of_ours,
+    is_experts,
+    is_heads,
+    is_marlin_experts,
+    is_marlin_heads,
+    is_our_format,
+    marlin_experts,
+    marlin_heads,
+    multiplies_experts,
+    runs_on_cuda,
+)
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -75,7 +86,7 @@ def optimize(
     """
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
-    on_cuda = _runs_on_cuda()
+    on_cuda = runs_on_cuda()
     join = on_cuda and layout != "mlx" if join is None else join
     trace = on_cuda if trace is None else trace
     format = format_of("affine", bits)
@@ -86,13 +97,13 @@ def optimize(
 
     def convert(layer: Any) -> nn.Module:
         kept = layout or default_layout(layer)
-        if _is_experts(layer) or _is_marlin_experts(layer):
-            experts: nn.Module = _marlin_experts().from_quantized(
+        if is_experts(layer) or is_marlin_experts(layer):
+            experts: nn.Module = marlin_experts().from_quantized(
                 layer, layout=kept, invariant=invariant
             )
             return experts
-        if _is_heads(layer) or _is_marlin_heads(layer):
-            heads: nn.Module = _marlin_heads().from_quantized(layer, layout=kept)
+        if is_heads(layer) or is_marlin_heads(layer):
+            heads: nn.Module = marlin_heads().from_quantized(layer, layout=kept)
             return heads
         if type(layer) is nn.QuantizedEmbedding:
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
@@ -110,19 +121,19 @@ def optimize(
             size = k if group_size == "channel" else group_size
             return quantize and format.why_not(size, k, layout or "mlx") is None
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-            return _is_our_format(layer)
-        if _is_experts(layer):
-            return _are_experts_of_ours(layer, invariant)
-        if _is_heads(layer):
-            return not invariant and _is_our_format(layer)
+            return is_our_format(layer)
+        if is_experts(layer):
+            return are_experts_of_ours(layer, invariant)
+        if is_heads(layer):
+            return not invariant and is_our_format(layer)
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not invariant
-        if _is_marlin_experts(layer) and not _multiplies_experts(invariant):
+        if is_marlin_experts(layer) and not multiplies_experts(invariant):
             return False
-        if type(layer) is MarlinLinear or _is_marlin_experts(layer):
+        if type(layer) is MarlinLinear or is_marlin_experts(layer):
             kept = layout or default_layout(layer)
             return layer.layout != kept or layer.invariant is not invariant
-        if _is_marlin_heads(layer):
+        if is_marlin_heads(layer):
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
@@ -155,27 +166,20 @@ def default_layout(layer: nn.Module) -> str:
     unpack them. Scales that are bytes do not tell the activations' dtype: such
     a layer is packed, and a model in float32 should be given `layout="mlx"`.
     """
-    if not _runs_on_cuda():
+    if not runs_on_cuda():
         return "mlx"
     if type(layer) is nn.Linear:
         scales = layer.weight
     elif (
         type(layer) in (nn.QuantizedLinear, MarlinLinear)
-        or _is_experts(layer)
-        or _is_marlin_experts(layer)
+        or is_experts(layer)
+        or is_marlin_experts(layer)
     ):
         packed = getattr(layer, "layout", "mlx") == "marlin"
         scales = layer["quantizers" if packed else "scales"]
     else:
         return "mlx"
     return "mlx" if scales.dtype == mx.float32 else "marlin"
-
-
-def _runs_on_cuda() -> bool:
-    """Returns whether a call now would run on our CUDA kernels."""
-    if backends.backend() != "cuda" or why_stock.too_old() is not None:
-        return False
-    return why_stock.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
 
 
 def restore(model: Model, *, progress: bool = False) -> Model:
@@ -211,11 +215,11 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
 
     def stays(layer: nn.Module) -> bool:
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
-        if quantized or _is_experts(layer) or _is_heads(layer):
+        if quantized or is_experts(layer) or is_heads(layer):
             return not _is_ours(layer) and not wanted(layer)
-        if _is_marlin_experts(layer):
-            return not _multiplies_experts(invariant=True)
-        return _is_marlin_heads(layer)
+        if is_marlin_experts(layer):
+            return not multiplies_experts(invariant=True)
+        return is_marlin_heads(layer)
 
     left = _find(model, stays)
     if left:
@@ -274,13 +278,13 @@ def _way_back(layer: nn.Module) -> Convert:
     if isinstance(layer, MarlinEmbedding):
         return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
     ours: Any = type(layer)
-    if isinstance(layer, MarlinLinear) or _is_marlin_experts(layer):
+    if isinstance(layer, MarlinLinear) or is_marlin_experts(layer):
         return partial(
             ours.from_quantized,
             layout=layer.layout,
             invariant=layer.invariant,
         )
-    if _is_marlin_heads(layer):
+    if is_marlin_heads(layer):
         return partial(ours.from_quantized, layout=layer.layout)
     return lambda new: new.to_stock()
 
@@ -297,64 +301,7 @@ def _put(places: Places, layer: nn.Module) -> None:
 
 def _is_ours(layer: nn.Module) -> bool:
     ours = type(layer) in (MarlinLinear, MarlinEmbedding)
-    return ours or _is_marlin_experts(layer) or _is_marlin_heads(layer)
-
-
-def _is_experts(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's for several experts."""
-    return _is_of_mlx_lm(layer, "switch_layers", "QuantizedSwitchLinear")
-
-
-def _is_heads(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's for several heads."""
-    return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
-
-
-def _are_experts_of_ours(layer: Any, invariant: bool) -> bool:
-    """Returns whether kernels of ours multiply by a layer's experts here."""
-    if not _is_our_format(layer) or getattr(layer, "global_scale", None) is not None:
-        return False
-    in_float32 = layer.scales.dtype == mx.float32 and backends.backend() == "cuda"
-    return _multiplies_experts(invariant) and not in_float32
-
-
-def _multiplies_experts(invariant: bool) -> bool:
-    """Returns whether there are kernels for experts here."""
-    return backends.backend() != "cuda" or (_runs_on_cuda() and not invariant)
-
-
-def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:
-    known = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
-    return known is not None and type(layer) is known
-
-
-def _is_marlin_experts(layer: nn.Module) -> bool:
-    return type(layer).__name__ == "MarlinSwitchLinear"
-
-
-def _is_marlin_heads(layer: nn.Module) -> bool:
-    return type(layer).__name__ == "MarlinMultiLinear"
-
-
-def _marlin_experts() -> Any:
-    # mlx-lm is imported already if one of its layers is here, and not needed otherwise.
-    from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
-
-    return MarlinSwitchLinear
-
-
-def _marlin_heads() -> Any:
-    from mlx_marlin.integrations.multi_linear import MarlinMultiLinear
-
-    return MarlinMultiLinear
-
-
-def _is_our_format(layer: nn.Module) -> bool:
-    known = FORMATS.get((layer.mode, layer.bits))
-    if known is None or layer.group_size not in known.group_sizes:
-        return False
-    k = layer.weight.shape[-1] * 32 // layer.bits
-    return bool(k % known.k_multiple(layer.group_size) == 0)
+    return ours or is_marlin_experts(layer) or is_marlin_heads(layer)
 
 
 def _shown(found: list[Places], progress: bool) -> Iterable[Places]:
