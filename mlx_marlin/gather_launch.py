@@ -1,6 +1,11 @@
-"""Runs plans of experts' products: calls their kernels. It decides nothing."""
+"""Runs plans of experts' products, and what stands around them: calls their kernels.
+
+It decides nothing.
+"""
 
 from collections.abc import Callable
+from functools import cache
+from math import gcd, prod
 
 import mlx.core as mx
 
@@ -8,6 +13,10 @@ from mlx_marlin import backends, kernel_arguments, source
 from mlx_marlin.backends import lazily, readable
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.kernels import SIMD_WIDTH
+
+COMBINING_THREADS = 128
+"""At most, of a block: a few rows of few columns fill many multiprocessors so."""
 
 
 def gather_product(plan: GatherPlan) -> Callable[..., mx.array]:
@@ -69,3 +78,61 @@ def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
         )[0]
 
     return multiply
+
+
+def route(logits: mx.array, choices: int, of_all: bool) -> tuple[mx.array, mx.array]:
+    """Calls the CUDA kernel that chooses experts.
+
+    Args:
+        logits: Of each row [..., experts].
+        choices: Experts of a row.
+        of_all: Whether scores are the softmax over all experts, not over the chosen.
+
+    Returns:
+        Indices, uint32 [..., choices], and scores in float32.
+    """
+    *rows, experts = logits.shape
+    shape = (*rows, choices)
+    chosen, scores = _routing("route")(
+        inputs=(logits,),
+        template=(
+            ("T", logits.dtype),
+            ("EXPERTS", experts),
+            ("EACH", choices),
+            ("OF_ALL", of_all),
+        ),
+        grid=(prod(rows) * SIMD_WIDTH, 1, 1),
+        threadgroup=(SIMD_WIDTH, 1, 1),
+        output_shapes=(shape, shape),
+        output_dtypes=(mx.uint32, mx.float32),
+    )
+    return chosen, scores
+
+
+def combine(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array:
+    """Calls the CUDA kernel that adds experts' results, times their scores.
+
+    Args:
+        results: Of each row's choices [..., choices, n].
+        scores: In float32 [..., choices].
+        residual: Summands [..., n], in the dtype of `results`.
+
+    Returns:
+        The sums [..., n].
+    """
+    *_, choices, n = results.shape
+    threads = gcd(residual.size, COMBINING_THREADS)
+    (total,) = _routing("combine")(
+        inputs=(results, scores, residual),
+        template=(("T", results.dtype), ("N", n), ("EACH", choices)),
+        grid=(residual.size, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=(residual.shape,),
+        output_dtypes=(results.dtype,),
+    )
+    return total
+
+
+@cache
+def _routing(body: str) -> backends.KernelCall:
+    return lazily(source.routing_source(body), 0)

@@ -196,6 +196,26 @@ def cuda_gather_source(plan: CudaGatherPlan) -> Source:
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 
 
+ROUTING = {
+    "route": (("logits",), ("experts", "scores")),
+    "combine": (("results", "scores", "residual"), ("out",)),
+}
+"""What the kernels around experts' products read and write."""
+
+
+@cache
+def routing_source(body: str) -> Source:
+    """Returns the text of the CUDA kernel "route" or "combine"."""
+    read, written = ROUTING[body]
+    return Source(
+        name=f"marlin_{body}",
+        input_names=read,
+        output_names=written,
+        header=_included("cuda/routing.cuh"),
+        source=_read(f"cuda/{body}.cu"),
+    )
+
+
 @cache
 def dequantize_source() -> Source:
     """Returns the text of the kernel that decodes a block of a weight."""

@@ -23,6 +23,10 @@ UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
 """More pairs of an expert than a tile of 8 rows has, of others none or one."""
 
 
+def as_it_is(array: mx.array) -> mx.array:
+    return array
+
+
 @dataclass(frozen=True)
 class Call:
     """Pairs of a row and an expert, and how they are computed.
@@ -91,7 +95,7 @@ class Call:
         return drawn
 
     def run(
-        self, place: Place = lambda array: array, second: Place | None = None
+        self, place: Place = as_it_is, second: Place | None = None
     ) -> Callable[[], mx.array]:
         """Returns what computes the products [pairs, n], of arrays at a place.
 
@@ -164,3 +168,81 @@ CALLS = {
         gated=True,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How rows choose experts, and what must come of it.
+
+    Attributes:
+        rows: Shape of the logits before their last dimension.
+        experts: To choose from.
+        each: Choices of a row.
+        of_all: Whether scores are the softmax over all experts.
+        dtype: Of the logits, and of what is added up.
+        n: Columns of what is added up.
+    """
+
+    rows: tuple[int, ...]
+    experts: int
+    each: int
+    of_all: bool
+    dtype: str
+    n: int
+
+    @property
+    def logits(self) -> mx.array:
+        """Drawn so that none of a row are equal."""
+        drawn = np.random.default_rng(1).permuted(
+            np.broadcast_to(np.arange(self.experts), (*self.rows, self.experts)),
+            axis=-1,
+        )
+        return mx.array(drawn / 32 - 2).astype(getattr(mx, self.dtype))
+
+    @cached_property
+    def expected(self) -> tuple[Floats, Floats]:
+        """The experts of rows, the likeliest first, and their scores in float64."""
+        logits = exact(self.logits)
+        chosen = np.argsort(-logits, axis=-1)[..., : self.each]
+        shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = np.take_along_axis(shares, chosen, axis=-1)
+        over = shares if self.of_all else scores
+        return chosen, scores / over.sum(axis=-1, keepdims=True)
+
+    def check(
+        self, route: Callable[..., tuple[mx.array, mx.array]], place: Place = as_it_is
+    ) -> None:
+        """Compares what is chosen with all choices in order."""
+        experts, scores = route(place(self.logits), self.each, self.of_all)
+        chosen, expected = self.expected
+        assert experts.dtype == mx.uint32
+        assert scores.dtype == mx.float32
+        assert np.array_equal(experts, chosen)
+        assert np.allclose(scores, expected, rtol=1e-5, atol=0)
+
+    def check_sum(
+        self, combine: Callable[..., mx.array], place: Place = as_it_is
+    ) -> None:
+        """Compares a residual plus weighted rows with float64, rounded once."""
+        draw = np.random.default_rng(2).normal
+        shapes = (*self.rows, self.each, self.n), (*self.rows, self.n)
+        dtype = getattr(mx, self.dtype)
+        results, residual = (mx.array(draw(size=each)).astype(dtype) for each in shapes)
+        scores = mx.array(self.expected[1].astype(np.float32))
+        total = combine(*map(place, (results, scores, residual)))
+        added = (exact(results) * exact(scores)[..., None]).sum(axis=-2)
+        expected = exact(residual) + added
+        assert total.dtype == dtype
+        assert total.shape == residual.shape
+        once = {"float16": 2**-11, "bfloat16": 2**-8}[self.dtype]
+        apart = np.abs(exact(total) - expected)
+        assert np.all(apart <= 1.001 * once * np.abs(expected) + 1e-6)
+
+
+ROUTINGS = (
+    Choice((5,), 128, 8, False, "float16", 256),
+    Choice((2, 3), 60, 4, True, "bfloat16", 70),
+    Choice((1, 1), 8, 2, False, "bfloat16", 128),
+    Choice((3,), 7, 7, True, "float16", 1),
+    Choice((2,), 256, 32, True, "float16", 24),
+)

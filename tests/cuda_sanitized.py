@@ -49,7 +49,7 @@ from cuda_cases import (
 from format_cases import arguments
 from oracles import exact
 
-from mlx_marlin import launch
+from mlx_marlin import gather_launch, launch
 from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.epilogue import Epilogue
 
@@ -108,6 +108,8 @@ def runs() -> dict[str, Run]:
         found[f"anywhere {case}"] = partial(multiply, case, cuda_cases.moved)
     for name, call in cuda_experts.CALLS.items():
         found[f"experts, {name}"] = partial(multiply_experts, call)
+    for choice in cuda_experts.ROUTINGS:
+        found[f"experts chosen, {choice}"] = partial(choose_experts, choice)
     for format, dtype in product(DECODED, ("float16", "bfloat16")):
         case = (*format, "marlin", dtype, 1, WHOLE)
         found[f"decode {case[:5]}"] = partial(decode, case)
@@ -163,6 +165,12 @@ def multiply_rotated(case: Case) -> float:
 
 def multiply_experts(call: cuda_experts.Call) -> float:
     return judged(call.run(at_end)(), call.expected, call.case)
+
+
+def choose_experts(choice: cuda_experts.Choice) -> float:
+    choice.check(gather_launch.route, at_end)
+    choice.check_sum(gather_launch.combine, at_end)
+    return 0
 
 
 def multiply_normed(case: Case) -> float:
@@ -259,7 +267,7 @@ def attempted(run: Run) -> str:
     """Returns "ok", or what is wrong."""
     try:
         error = run()
-    except (RuntimeError, ValueError) as raised:
+    except (AssertionError, RuntimeError, ValueError) as raised:
         return f"WRONG {type(raised).__name__}: {raised}"
     return "ok" if error < 1 else f"WRONG by {error:.1g} times what is allowed"
 

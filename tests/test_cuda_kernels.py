@@ -48,7 +48,7 @@ from format_cases import arguments
 from oracles import exact
 
 import mlx_marlin
-from mlx_marlin import device, launch, staged_x
+from mlx_marlin import device, gather_launch, launch, staged_x
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.nn import MarlinLinear
@@ -211,6 +211,13 @@ def test_experts(name: str) -> None:
     call = cuda_experts.CALLS[name]
     y = same_bits(call.run())
     assert oracles.error(y, call.expected) < oracles.TOLERANCES[call.case[4]]
+
+
+@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
+def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
+    case.check(gather_launch.route)
+    case.check_sum(gather_launch.combine)
+    same_bits(lambda: gather_launch.route(case.logits, case.each, case.of_all)[1])
 
 
 def whole_heads(y: Any) -> mx.array:

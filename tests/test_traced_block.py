@@ -28,7 +28,9 @@ from mlx_marlin.epilogue import Rotation
 from mlx_marlin.finishing import rotated, split_apart
 from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.block_rotation import HOST_BYTES
-from mlx_marlin.integrations.traced_block import FAMILIES, TracedBlock
+from mlx_marlin.integrations.known_blocks import FAMILIES
+from mlx_marlin.integrations.routing import Routing, stock_choice, stock_sum
+from mlx_marlin.integrations.traced_block import TracedBlock
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
@@ -60,6 +62,9 @@ SIZES = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "norm_topk_prob": True,
+    "num_local_experts": 4,
+    "shared_expert_intermediate_size": 96,
+    "use_bias": False,
 }
 Caches = list[Any]
 
@@ -174,10 +179,17 @@ def gathered() -> list[CudaGatherPlan]:
 
 
 @pytest.fixture
+def choices() -> list[Routing]:
+    """How rows chose experts by a kernel, in turn."""
+    return []
+
+
+@pytest.fixture
 def cuda(
     backend: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     gathered: list[CudaGatherPlan],
+    choices: list[Routing],
 ) -> list[Plan]:
     """Puts MLX's operations in the place of CUDA's kernels, and lists their plans.
 
@@ -246,8 +258,17 @@ def cuda(
 
         return run
 
+    def route(logits: mx.array, *given: Any) -> tuple[mx.array, ...]:
+        choices.append(Routing(*given))
+        return tuple(map(mx.stop_gradient, stock_choice(logits, choices[-1])))
+
+    def combine(*given: mx.array) -> mx.array:
+        return mx.stop_gradient(stock_sum(*given))
+
     backend("cuda")
     monkeypatch.setattr(gather_launch, "cuda_gather_product", of_experts)
+    monkeypatch.setattr(gather_launch, "route", route)
+    monkeypatch.setattr(gather_launch, "combine", combine)
     monkeypatch.setattr(launch, "product", product)
     monkeypatch.setattr(launch, "dense_product", dense_product)
     return plans
@@ -294,6 +315,7 @@ def shape_of(key: Any) -> tuple[int, ...]:
 def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     cuda: list[Plan],
     gathered: list[CudaGatherPlan],
+    choices: list[Routing],
     make: Callable[[nn.Module], Caches],
     family: str,
     join: bool,
@@ -302,6 +324,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     own = mlx_marlin.optimize(tiny(family, mx.float16), **options, trace=False)
     expected = decoded(own, make)
     assert not any(plan.problem.epilogue.residual for plan in cuda)
+    assert not choices
     assert not any(plan.gated for plan in gathered)
 
     outputs = decoded(traced(tiny(family, mx.float16), **options), make)
@@ -309,10 +332,13 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     # A sum in an epilogue rounds once, in mlx-lm's code twice.
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
-    experts = family == "qwen3_moe"  # which have sums and gates of their own
-    assert any(plan.gated for plan in gathered) == experts
+    experts = FAMILIES[family].experts  # which have sums and gates of their own
+    routings = {Routing(2, of_all=family == "qwen2_moe")} if experts else set()
+    assert any(plan.gated for plan in gathered) == bool(experts)
+    assert {*choices} == routings
     assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
-    assert any(plan.problem.epilogue.gated for plan in cuda) == (join and not experts)
+    network = experts is None or experts.shared is not None
+    assert any(plan.problem.epilogue.gated for plan in cuda) == (join and network)
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
     assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
     kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}

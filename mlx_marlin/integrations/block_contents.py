@@ -5,8 +5,8 @@ those of other layers. Every call asks whether the modules are still the same.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from operator import getitem
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,8 @@ from mlx_lm.models import rope_utils, switch_layers
 
 from mlx_marlin import serving
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
+from mlx_marlin.integrations.known_blocks import Family, family_of
+from mlx_marlin.integrations.routed_experts import SharedExpert, routed
 from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
@@ -30,9 +32,6 @@ ROPES = (
     rope_utils.YarnRoPE,
 )
 """Those that take an offset that is an array."""
-EXPERTS = {"qwen3_moe": "Qwen3MoeSparseMoeBlock"}
-"""The class that a family's blocks have in the place of `MLP`: what it computes of an
-array is its own code's, of arrays in it and in modules of `OF_EXPERTS`."""
 OF_EXPERTS = (
     *LINEARS,
     MarlinSwitchLinear,
@@ -41,6 +40,7 @@ OF_EXPERTS = (
     switch_layers.SwitchGLU,
     switch_layers.SwiGLU,
 )
+"""What a family's experts are made of, beside a shared expert."""
 TRACED: dict[type[nn.Module], type[nn.Module]] = {switch_layers.SwitchGLU: GatedExperts}
 """Classes that graphs have in the place of others."""
 SCALARS = (bool, float, int, str, type(None))
@@ -59,6 +59,7 @@ class Contents:
 
     Attributes:
         modules: The modules that its code calls.
+        place: What it calls its MLP, or its experts.
         counts: Of the modules that have arrays, how many: one more may be a bias.
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
@@ -69,6 +70,7 @@ class Contents:
     """
 
     modules: tuple[Any, ...]
+    place: str
     counts: list[tuple[nn.Module, int]]
     kind: Kind | None
     before: Slots = ((), ())
@@ -87,19 +89,23 @@ class Contents:
 
 def look(block: nn.Module) -> Contents:
     """Returns what a block is made of now."""
-    modules, mlp = _modules(block), block["mlp"]
+    own = sys.modules[type(block).__bases__[1].__module__]
+    family = family_of(own)
+    place = family.place
+    modules, mlp = _modules(block, place), block[place]
     # An MLP's own layers are among the modules.
     nested = tuple(_nested(mlp)) if "gate_proj" not in mlp else ()
     try:
-        kind, before, after = _kind(block)
+        kind, before, after = _kind(block, family, own)
     except (UnknownError, KeyError):
-        return Contents(modules, [], None, nested=nested)
+        return Contents(modules, place, [], None, nested=nested)
     owners = {id(each): each for each in (*before[0], *after[0])}
     counts = [(each, len(each)) for each in owners.values()]
     kind = _kinds.setdefault(kind, kind)
     windowed = bool(getattr(block, "use_sliding", False))
     settings = dict(vars(mlp)) if nested else None
-    return Contents(modules, counts, kind, before, after, windowed, nested, settings)
+    found = modules, place, counts, kind, before, after
+    return Contents(*found, windowed, nested, settings)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
@@ -110,9 +116,10 @@ def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
     for module, name, child in contents.nested:
         if module.get(name) is not child:
             return False
-    if contents.settings is not None and vars(block["mlp"]) != contents.settings:
+    place, settings = contents.place, contents.settings
+    if settings is not None and vars(block[place]) != settings:
         return False
-    return _is_made_of(contents.modules, block)
+    return _is_made_of(contents.modules, block, place)
 
 
 _kinds: dict[Kind, Kind] = {}
@@ -126,8 +133,8 @@ def _forget() -> None:
 serving.when_forgetting(_forget)
 
 
-def _modules(block: nn.Module) -> tuple[Any, ...]:
-    attention, mlp = block["self_attn"], block["mlp"]
+def _modules(block: nn.Module, place: str) -> tuple[Any, ...]:
+    attention, mlp = block["self_attn"], block[place]
     return (
         attention,
         mlp,
@@ -138,13 +145,13 @@ def _modules(block: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _is_made_of(modules: tuple[Any, ...], block: nn.Module) -> bool:
+def _is_made_of(modules: tuple[Any, ...], block: nn.Module, place: str) -> bool:
     """Returns whether `_modules` would be the same: every call asks."""
     attention, mlp, norm, after, q, k, v, o, rope, q_norm, k_norm, *of_mlp = modules
     gate, up, down = of_mlp
     return (
         block["self_attn"] is attention
-        and block["mlp"] is mlp
+        and block[place] is mlp
         and block["input_layernorm"] is norm
         and block["post_attention_layernorm"] is after
         and attention["q_proj"] is q
@@ -160,16 +167,17 @@ def _is_made_of(modules: tuple[Any, ...], block: nn.Module) -> bool:
     )
 
 
-def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
+def _kind(
+    block: nn.Module, family: Family, own: ModuleType
+) -> tuple[Kind, Slots, Slots]:
     """Returns a block's kind, and where the arrays of both graphs are.
 
     Raises:
         UnknownError: If something in it is not what the block's own code makes.
         KeyError: If something is missing.
     """
-    attention, mlp = block["self_attn"], block["mlp"]
-    own = sys.modules[type(block).__bases__[1].__module__]
-    _as(attention, own.Attention)
+    attention = block["self_attn"]
+    _as(attention, getattr(own, family.attention))
     qkv, q_k_v = _linears(attention, ("q_proj", "k_proj", "v_proj"))
     before = {"norm": _as(block["input_layernorm"], nn.RMSNorm), **q_k_v}
     for name in ("q_norm", "k_norm"):
@@ -179,24 +187,34 @@ def _kind(block: nn.Module) -> tuple[Kind, Slots, Slots]:
     after = {
         "o_proj": _as(attention["o_proj"], *LINEARS),
         "norm": _as(block["post_attention_layernorm"], nn.RMSNorm),
-        **_after_norm(mlp, own),
     }
-    kind = Kind(
-        heads=attention.n_heads,
-        kv_heads=attention.n_kv_heads,
-        before=_molds(before),
-        after=_molds(after),
-        qkv=qkv,
-    )
-    return kind, _slots(before.values()), _slots(after.values())
+    molds, slots = _molded(before)
+    heads, kv_heads = (getattr(attention, name) for name in family.heads)
+    of_after, after_slots = _after(after, block[family.place], family, own)
+    kind = Kind(heads, kv_heads, before=molds, after=of_after, qkv=qkv)
+    return kind, slots, after_slots
 
 
-def _after_norm(mlp: nn.Module, own: ModuleType) -> dict[str, nn.Module]:
-    """Returns the layers of an MLP, joined or not, or the experts in its place."""
-    name = own.__name__.rpartition(".")[2]
-    if name in EXPERTS and type(mlp) is getattr(own, EXPERTS[name]):
-        return {"experts": mlp}
-    _as(mlp, own.MLP)
+def _after(
+    modules: dict[str, nn.Module], mlp: nn.Module, family: Family, own: ModuleType
+) -> tuple[Molds, Slots]:
+    """Returns the second graph's: some modules and an MLP, or the experts instead."""
+    experts = family.experts
+    if experts is None or type(mlp) is not getattr(own, experts.cls):
+        cls = None if family.mlp is None else getattr(own, family.mlp)
+        return _molded({**modules, **_network(mlp, cls)})
+    shared = None if experts.shared is None else getattr(own, experts.shared)
+    molds, slots = _molded({**modules, "experts": mlp}, shared)
+    *others, (name, mold) = molds
+    cls = routed(type(mlp), experts)
+    return (*others, (name, replace(mold, cls=cls))), slots
+
+
+def _network(mlp: nn.Module, cls: type[nn.Module] | None) -> dict[str, nn.Module]:
+    """Returns the layers of an MLP, gate and up joined or not."""
+    if cls is None:
+        raise UnknownError
+    _as(mlp, cls)
     _, gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))
     return {**gate_and_up, "down_proj": _as(mlp["down_proj"], *LINEARS)}
 
@@ -223,52 +241,47 @@ def _as(module: nn.Module, *types: type) -> nn.Module:
     return module
 
 
-def _molds(modules: dict[str, nn.Module]) -> Molds:
-    return tuple((name, _mold(module)) for name, module in modules.items())
+def _molded(
+    modules: dict[str, nn.Module], shared: type[nn.Module] | None = None
+) -> tuple[Molds, Slots]:
+    """Returns the molds of modules, and where their arrays are, as `Mold.filled` asks.
+
+    Args:
+        modules: By the names that a region's code has for them.
+        shared: The class of an expert of all rows that may be in one.
+    """
+    molds: list[tuple[str, Mold]] = []
+    owners: tuple[Any, ...] = ()
+    names: tuple[str, ...] = ()
+    for name, module in modules.items():
+        state = {"_no_grad", "_training"}
+        settings = {key: vars(module)[key] for key in vars(module).keys() - state}
+        cls, children = TRACED.get(type(module), type(module)), _children(module)
+        if type(module) is shared:
+            cls, settings, children = SharedExpert, {}, _network(module, shared)
+        if any(type(each) not in SCALARS for each in settings.values()):
+            raise UnknownError
+        known = (*OF_EXPERTS, shared)
+        if any(type(child) not in known for child in children.values()):
+            raise UnknownError
+        own = tuple(key for key, each in module.items() if isinstance(each, mx.array))
+        inner, (inner_owners, inner_names) = _molded(children, shared)
+        molds.append((name, Mold(cls, tuple(sorted(settings.items())), own, inner)))
+        owners += (*(module for _ in own), *inner_owners)
+        names += (*own, *inner_names)
+    return tuple(molds), (owners, names)
 
 
-def _mold(module: nn.Module) -> Mold:
-    state = {"_no_grad", "_training"}
-    settings = {key: vars(module)[key] for key in vars(module).keys() - state}
-    if any(type(each) not in SCALARS for each in settings.values()):
-        raise UnknownError
-    children = _children(module)
-    if any(type(child) not in OF_EXPERTS for _, child in children):
-        raise UnknownError
-    return Mold(
-        cls=TRACED.get(type(module), type(module)),
-        settings=tuple(sorted(settings.items())),
-        names=_names(module),
-        children=tuple((name, _mold(child)) for name, child in children),
-    )
-
-
-def _names(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, each in module.items() if isinstance(each, mx.array))
-
-
-def _children(module: nn.Module) -> list[tuple[str, Any]]:
+def _children(module: nn.Module) -> dict[str, Any]:
     """Returns all in a module that is no array."""
-    return [
-        (name, each) for name, each in module.items() if not isinstance(each, mx.array)
-    ]
+    return {
+        name: each for name, each in module.items() if not isinstance(each, mx.array)
+    }
 
 
 def _nested(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yields the modules in one, at any depth: where each is, its name, and itself."""
-    for name, child in _children(module):
+    for name, child in _children(module).items():
         if isinstance(child, nn.Module):
             yield module, name, child
             yield from _nested(child)
-
-
-def _slots(modules: Iterable[nn.Module]) -> Slots:
-    """Returns where the arrays of modules are, in the order of `Mold.filled`."""
-    slots = [slot for module in modules for slot in _slots_of(module)]
-    return tuple(module for module, _ in slots), tuple(name for _, name in slots)
-
-
-def _slots_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    yield from ((module, name) for name in _names(module))
-    for _, child in _children(module):
-        yield from _slots_of(child)

@@ -167,17 +167,14 @@ def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
 
 
 def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx.array:
-    """Returns the block's result for x and what its attention is, shaped as q.
-
-    Experts are chosen by mlx-lm's own code.
-    """
+    """Returns the block's result for x and what its attention is, shaped as q."""
     modules = _filled(kind.after, arrays)
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     h = _added(modules["o_proj"], attended.reshape(*x.shape[:-1], -1), x)
     if "experts" in modules:
-        of_experts: mx.array = modules["experts"](modules["norm"](h))
-        return h + of_experts
+        y: mx.array = modules["experts"].added(modules["norm"](h), h)
+        return y
     return _added(modules["down_proj"], _gated(modules, h), h)
 
 

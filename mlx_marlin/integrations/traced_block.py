@@ -5,7 +5,6 @@ one traced graph, and all after attention is another. Weights are inputs of thes
 layers of the same kind share them, and a weight that changes is seen.
 """
 
-import sys
 import threading
 from functools import cache
 from operator import getitem
@@ -20,23 +19,12 @@ from mlx_marlin.integrations.block_cache import is_alone
 from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
 from mlx_marlin.integrations.block_regions import Shape
 from mlx_marlin.integrations.block_rotation import on_device
+from mlx_marlin.integrations.known_blocks import known_blocks
 
 MOST_ROWS = 128
 """Rows of a call that is traced, of all streams together."""
 MOST_TOKENS = 8
 """Tokens of a stream in such a call: each number of them has graphs of its own."""
-
-FAMILIES = {
-    "llama": "TransformerBlock",
-    "mimo": "TransformerBlock",
-    "qwen2": "TransformerBlock",
-    "qwen3": "TransformerBlock",
-    "qwen3_moe": "Qwen3MoeDecoderLayer",
-    "seed_oss": "TransformerBlock",
-}
-"""Modules of `mlx_lm.models` and their blocks, which compute as llama's do, with their
-`Attention` and `MLP`; qwen3's attention has norms of q and k, and in the place of an
-MLP there may be experts."""
 
 
 class TracedBlock(nn.Module):
@@ -103,11 +91,12 @@ def trace_blocks(model: nn.Module) -> None:
 
     What was known of blocks that do so already is forgotten, such as their settings.
     """
+    known = known_blocks()
     for block in model.modules():
         if isinstance(block, TracedBlock):
             vars(block).pop("_contents", None)
         cls: Any = type(block)
-        if cls in _known():
+        if cls in known:
             block.__class__ = _traced(cls)
 
 
@@ -143,16 +132,6 @@ def _few(shape: Shape) -> bool:
     if len(shape) != 3 or not 0 < shape[1] <= MOST_TOKENS:
         return False
     return 0 < shape[0] * shape[1] <= MOST_ROWS
-
-
-def _known() -> set[type]:
-    """Returns the blocks' classes: a module that is not imported has no blocks."""
-    loaded = {name: sys.modules.get(f"mlx_lm.models.{name}") for name in FAMILIES}
-    return {
-        getattr(module, FAMILIES[name])
-        for name, module in loaded.items()
-        if module is not None
-    }
 
 
 @cache

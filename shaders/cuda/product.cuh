@@ -12,6 +12,7 @@ namespace marlin {
 #include "apart.cuh"
 #include "instructions.cuh"
 #include "lane.cuh"
+#include "warp.cuh"
 #include "rows.cuh"
 #include "pairs.cuh"
 #include "gated.cuh"

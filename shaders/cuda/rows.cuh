@@ -67,13 +67,6 @@ METAL_FUNC void load_activations(uint* run, InShared<T> from) {
   }
 }
 
-METAL_FUNC float sum_of_warp(float value) {
-  UNROLL for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, distance);
-  }
-  return value;
-}
-
 // Rows as the main loop reads them. All threads of the block take part.
 //   scratch  floats that are free until the first sums
 //   place    where rows may be put

@@ -30,6 +30,10 @@ __forceinline__ void __sincosf(float x, float* sine, float* cosine) {
 
 #define __shfl_xor_sync(lanes, value, distance) metal::simd_shuffle_xor(value, ushort(distance))
 
+#define __reduce_max_sync(lanes, value) metal::simd_max(value)
+
+#define __reduce_min_sync(lanes, value) metal::simd_min(value)
+
 #define __ballot_sync(lanes, vote) uint(ulong(metal::simd_vote::vote_t(metal::simd_ballot(vote))))
 
 __forceinline__ int __popc(uint lanes) {

@@ -1,0 +1,119 @@
+"""Decoder blocks of mlx-lm that traced graphs stand for, by family.
+
+A family is here if its blocks compute as llama's do: two norms, two sums, and in
+between attention and an MLP. Nothing here imports a family: a module that nobody
+imported has no blocks.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_marlin.integrations.routing import Routing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """What a family's blocks may have in the place of an MLP.
+
+    It computes `(switch_mlp(x, indices) * scores[..., None]).sum(-2)`, with indices and
+    scores of `gate(x)`, plus what a shared expert makes of x if it has one.
+
+    Attributes:
+        cls: Its class.
+        routing: From one of these modules, how its rows choose experts.
+        place: What a block calls it.
+        shared: The class of a shared expert, `shared_expert`, which is multiplied by
+            the sigmoid of `shared_expert_gate`; None without one.
+    """
+
+    cls: str
+    routing: Callable[[Any], Routing]
+    place: str = "mlp"
+    shared: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What one of mlx-lm's modules calls the parts of a block.
+
+    Attributes:
+        block: The class of a block.
+        attention: The class of its attention.
+        mlp: The class of its MLP; None if it has none.
+        heads: Attributes of attention: heads of q, and of k and v.
+        experts: What it may have in the place of an MLP.
+    """
+
+    block: str = "TransformerBlock"
+    attention: str = "Attention"
+    mlp: str | None = "MLP"
+    heads: tuple[str, str] = ("n_heads", "n_kv_heads")
+    experts: Experts | None = None
+
+    @property
+    def place(self) -> str:
+        """What a block calls its MLP, or its experts."""
+        return "mlp" if self.experts is None else self.experts.place
+
+
+def _of_all_or_chosen(experts: Any) -> Routing:
+    return Routing(experts.top_k, of_all=not experts.norm_topk_prob)
+
+
+FAMILIES = {
+    "ernie4_5": Family(block="DecoderLayer"),
+    "helium": Family(
+        block="HeliumDecoderLayer", attention="HeliumAttention", mlp="HeliumMLP"
+    ),
+    "internlm3": Family(),
+    "llama": Family(),
+    "mimo": Family(),
+    "mixtral": Family(
+        block="MixtralDecoderLayer",
+        attention="MixtralAttention",
+        mlp=None,
+        heads=("num_heads", "num_key_value_heads"),
+        experts=Experts(
+            cls="MixtralSparseMoeBlock",
+            routing=lambda experts: Routing(experts.num_experts_per_tok),
+            place="block_sparse_moe",
+        ),
+    ),
+    "qwen2": Family(),
+    "qwen2_moe": Family(
+        block="Qwen2MoeDecoderLayer",
+        mlp=None,
+        experts=Experts(
+            cls="Qwen2MoeSparseMoeBlock",
+            routing=lambda experts: Routing(experts.top_k, of_all=True),
+            shared="MLP",
+        ),
+    ),
+    "qwen3": Family(),
+    "qwen3_moe": Family(
+        block="Qwen3MoeDecoderLayer",
+        experts=Experts(cls="Qwen3MoeSparseMoeBlock", routing=_of_all_or_chosen),
+    ),
+    "seed_oss": Family(),
+}
+"""Modules of `mlx_lm.models`."""
+
+
+def known_blocks() -> set[type[nn.Module]]:
+    """Returns the blocks' classes of all families that somebody imported."""
+    loaded = {name: sys.modules.get(f"mlx_lm.models.{name}") for name in FAMILIES}
+    return {
+        getattr(module, FAMILIES[name].block)
+        for name, module in loaded.items()
+        if module is not None
+    }
+
+
+def family_of(own: ModuleType) -> Family:
+    """Returns the family of one of mlx-lm's modules."""
+    return FAMILIES[own.__name__.rpartition(".")[2]]

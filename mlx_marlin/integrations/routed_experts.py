@@ -1,0 +1,55 @@
+"""What traced graphs have in the place of mlx-lm's blocks of experts."""
+
+from functools import cache
+from typing import ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from mlx_marlin.integrations.known_blocks import Experts
+from mlx_marlin.integrations.known_layers import runs_on_cuda
+from mlx_marlin.integrations.routing import choose_experts, weighted_sum
+from mlx_marlin.nn import MarlinLinear
+
+
+class RoutedExperts(nn.Module):
+    """A block of experts whose choice and sum are kernels of ours, on CUDA.
+
+    A class for each of mlx-lm's derives from this and that one, whose own code runs
+    elsewhere.
+    """
+
+    known: ClassVar[Experts]
+
+    def added(self, x: mx.array, residual: mx.array) -> mx.array:
+        """Returns what the experts make of x [..., k], plus a residual."""
+        if not runs_on_cuda():
+            own: mx.array = self(x)
+            return residual + own
+        experts, scores = choose_experts(self["gate"](x), self.known.routing(self))
+        results = self["switch_mlp"](x, experts)
+        if self.known.shared is not None:
+            share = mx.sigmoid(self["shared_expert_gate"](x))
+            residual = residual + share * self["shared_expert"](x)
+        return weighted_sum(results, scores, residual)
+
+
+class SharedExpert(nn.Module):
+    """An expert of all rows, a gated network; gate and up may be joined."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns what the network makes of x [..., k]."""
+        if "joined" in self:
+            layer: MarlinLinear = self["joined"]
+            y = layer.gated(x)
+        else:
+            y = swiglu(self["gate_proj"](x), self["up_proj"](x))
+        down: mx.array = self["down_proj"](y)
+        return down
+
+
+@cache
+def routed(cls: type[nn.Module], known: Experts) -> type[RoutedExperts]:
+    """Returns the class that stands for one of mlx-lm's."""
+    return type(f"Routed{cls.__name__}", (RoutedExperts, cls), {"known": known})

@@ -1,0 +1,80 @@
+// Everything that the bodies route.cu and combine.cu lean on: which experts a row chooses, and the
+// sum of what they make of it.
+
+#include "prelude.cuh"
+
+namespace marlin {
+
+#include "warp.cuh"
+
+// Numbers that stand in the order of floats; not-a-numbers are at both ends.
+METAL_FUNC uint in_order(float value) {
+  const uint bits = as_type<uint>(value);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+METAL_FUNC float out_of_order(uint number) {
+  return as_type<float>(number >> 31 ? number & 0x7fffffffu : ~number);
+}
+
+// Writes the EACH largest of a row's EXPERTS logits, of equal ones the first, and the softmax over
+// these, or OF_ALL over all logits. A warp has a row, a lane every 32nd expert, then a choice.
+template <int EXPERTS, int EACH, bool OF_ALL, typename T>
+METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, uint lane) {
+  constexpr int PER_LANE = (EXPERTS + 31) / 32;
+  static_assert(EACH <= 32 && EACH <= EXPERTS, "a lane writes a choice");
+  uint left[PER_LANE];
+  UNROLL for (int i = 0; i < PER_LANE; ++i) {
+    const uint expert = lane + 32 * i;
+    left[i] = expert < EXPERTS ? in_order(float(logits[row * EXPERTS + expert])) : 0;
+  }
+  float most = 0;
+  float all = 0;
+  float own = -INFINITY;
+  uint chosen = 0;
+  for (uint choice = 0; choice < EACH; ++choice) {
+    uint best = left[0];
+    uint place = lane;
+    UNROLL for (int i = 1; i < PER_LANE; ++i) {
+      place = left[i] > best ? lane + 32 * i : place;
+      best = max(best, left[i]);
+    }
+    const uint top = max_of_warp(best);
+    const uint expert = min_of_warp(best == top ? place : EXPERTS - 1);
+    if (choice == 0) {
+      most = out_of_order(top);
+      if (OF_ALL) {
+        UNROLL for (int i = 0; i < PER_LANE; ++i) {
+          all += lane + 32 * i < EXPERTS ? exp(out_of_order(left[i]) - most) : 0.0f;
+        }
+      }
+    }
+    UNROLL for (int i = 0; i < PER_LANE; ++i) {
+      left[i] = lane + 32 * i == expert ? 0 : left[i];
+    }
+    own = choice == lane ? out_of_order(top) : own;
+    chosen = choice == lane ? expert : chosen;
+  }
+  const float score = exp(own - most);  // of lanes without a choice 0
+  const float sum = sum_of_warp(OF_ALL ? all : score);
+  if (lane < EACH) {
+    experts[row * EACH + lane] = chosen;
+    scores[row * EACH + lane] = score / sum;
+  }
+}
+
+// One of N columns of a row: the residual and, times their scores, the results of its EACH experts.
+template <int N, int EACH, typename T>
+METAL_FUNC void combine(
+    const T* results, const float* scores, const T* residual, T* out, uint index) {
+  const uint row = index / N;
+  const uint col = index % N;
+  float sum = 0;
+  UNROLL for (uint choice = 0; choice < EACH; ++choice) {
+    const uint pair = row * EACH + choice;
+    sum += scores[pair] * float(results[pair * N + col]);
+  }
+  out[index] = T(float(residual[index]) + sum);
+}
+
+}  // namespace marlin
