@@ -235,7 +235,7 @@ def gather_gated(
     """Multiplies rows by packed experts of gate and of up; one gates the other.
 
     Args:
-        x: Activations [..., 1, k].
+        x: Activations [..., k].
         weights: Codes of gate [experts, ...] and its scales and biases, as in
             `PackedWeight`, and those of up.
         n: Rows of a weight.
@@ -243,14 +243,14 @@ def gather_gated(
         group_size: Weights that share a scale.
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
-        indices: The experts of each row.
+        indices: The experts of each row [..., choices].
 
     Returns:
-        `silu(x @ gate.T) * (x @ up.T)`, [..., 1, n] for each pair, rounded once; None
-        where no kernel of ours does so (`serve_gated`).
+        `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once; None where
+        no kernel of ours does so (`serve_gated`).
     """
     kind = packed_kind(
-        x.shape,
+        (*x.shape[:-1], 1, 1, k),  # a view would cost more than the kernel's launch
         x.dtype,
         (weights[0].shape[0], n, k),
         weights[1].dtype,

@@ -113,14 +113,14 @@ def combine(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array
     """Calls the CUDA kernel that adds experts' results, times their scores.
 
     Args:
-        results: Of each row's choices [..., choices, n].
+        results: Of each row's choices [..., choices, 1, n].
         scores: In float32 [..., choices].
         residual: Summands [..., n], in the dtype of `results`.
 
     Returns:
         The sums [..., n].
     """
-    *_, choices, n = results.shape
+    *_, choices, _, n = results.shape
     threads = gcd(residual.size, COMBINING_THREADS)
     (total,) = _routing("combine")(
         inputs=(results, scores, residual),

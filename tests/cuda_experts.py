@@ -229,7 +229,8 @@ class Choice:
         dtype = getattr(mx, self.dtype)
         results, residual = (mx.array(draw(size=each)).astype(dtype) for each in shapes)
         scores = mx.array(self.expected[1].astype(np.float32))
-        total = combine(*map(place, (results, scores, residual)))
+        given = results[..., None, :], scores, residual
+        total = combine(*map(place, given))
         added = (exact(results) * exact(scores)[..., None]).sum(axis=-2)
         expected = exact(residual) + added
         assert total.dtype == dtype

@@ -104,7 +104,7 @@ def test_where_mlx_may_differentiate_its_operations_stay(
 ) -> None:
     backend("cuda")
     logits = mx.random.normal((2, 8), key=mx.random.key(1)).astype(mx.float16)
-    results = mx.ones((2, 3, 4), mx.float16)
+    results = mx.ones((2, 3, 1, 4), mx.float16)
 
     def total(logits: mx.array) -> mx.array:
         _, scores = choose_experts(logits, Routing(3, of_all=True))
@@ -114,7 +114,7 @@ def test_where_mlx_may_differentiate_its_operations_stay(
     with derivatives.left_out():
         total_of_kernels = (
             choose_experts(logits, Routing(3)),
-            weighted_sum(results, mx.ones((2, 3)), results[:, 0]),
+            weighted_sum(results, mx.ones((2, 3)), results[:, 0, 0]),
         )
     assert total_of_kernels == (None, None)
     assert launched == ["route", "combine"]

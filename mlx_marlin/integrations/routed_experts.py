@@ -28,7 +28,7 @@ class RoutedExperts(nn.Module):
             own: mx.array = self(x)
             return residual + own
         experts, scores = choose_experts(self["gate"](x), self.known.routing(self))
-        results = self["switch_mlp"](x, experts)
+        results = self["switch_mlp"].results(x, experts)
         if self.known.shared is not None:
             share = mx.sigmoid(self["shared_expert_gate"](x))
             residual = residual + share * self["shared_expert"](x)

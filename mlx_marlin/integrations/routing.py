@@ -50,7 +50,7 @@ def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.
     """Returns a residual plus what experts made of rows, times their scores.
 
     Args:
-        results: Of each row's choices [..., choices, n].
+        results: Of each row's choices [..., choices, 1, n].
         scores: In float32 [..., choices].
         residual: Summands [..., n], in the dtype of `results`.
 
@@ -76,7 +76,8 @@ def stock_choice(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.array
 
 def stock_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array:
     """Likewise."""
-    total = (results.astype(mx.float32) * scores[..., None]).sum(axis=-2)
+    weighted = results.astype(mx.float32) * scores[..., None, None]
+    total = weighted.sum(axis=(-3, -2))
     return (residual.astype(mx.float32) + total).astype(results.dtype)
 
 

@@ -100,18 +100,26 @@ class GatedExperts(SwitchGLU):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """Returns what the experts that a row chose make of it [..., choices, k]."""
+        return self.results(x, indices).squeeze(-2)
+
+    def results(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Returns the same, [..., choices, 1, k]: a view costs the host more than it.
+
+        Args:
+            x: Activations [..., k].
+            indices: The experts of each row [..., choices], not differentiated.
+        """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
         ours = all(type(each) is MarlinSwitchLinear for each in layers)
         if backends.backend() != "cuda" or not ours:
             own: mx.array = super().__call__(x, indices)
-            return own
+            return mx.expand_dims(own, -2)
         gate, up, down = layers
-        x = mx.expand_dims(x, (-2, -3))
-        indices = mx.stop_gradient(indices)
         y = _gated(gate, up, x, indices) if type(self.activation) is SwiGLU else None
         if y is None:
+            x = mx.expand_dims(x, (-2, -3))
             y = self.activation(up(x, indices), gate(x, indices))
-        result: mx.array = down(y, indices).squeeze(-2)
+        result: mx.array = down(y, indices)
         return result
 
 
