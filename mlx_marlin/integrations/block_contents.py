@@ -58,26 +58,26 @@ class Contents:
     """What a block was made of when it was looked at.
 
     Attributes:
-        modules: The modules that its code calls.
-        place: What it calls its MLP, or its experts.
-        counts: Of the modules that have arrays, how many: one more may be a bias.
+        parts: The modules in it, by name. (The block itself would be in a circle, which
+            keeps a model's arrays until Python looks for circles.)
+        tree: All modules in those: where each is, its name, and itself.
+        counts: How many entries each has: one more may be a bias.
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
         windowed: Whether its own mask may hide tokens that are far behind.
-        nested: Modules in the experts: where each is, its name, and itself.
-        settings: Attributes of the experts, such as how many a row chooses.
+        experts: What it has in the place of an MLP, and its attributes, such as how
+            many experts a row chooses.
     """
 
-    modules: tuple[Any, ...]
-    place: str
-    counts: list[tuple[nn.Module, int]]
+    parts: dict[str, Any]
+    tree: tuple[tuple[nn.Module, str, Any], ...]
+    counts: tuple[tuple[nn.Module, int], ...]
     kind: Kind | None
     before: Slots = ((), ())
     after: Slots = ((), ())
     windowed: bool = False
-    nested: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    settings: dict[str, Any] | None = None
+    experts: tuple[nn.Module, dict[str, Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block looks for itself
@@ -89,37 +89,37 @@ class Contents:
 
 def look(block: nn.Module) -> Contents:
     """Returns what a block is made of now."""
+    parts = _children(block)
+    tree = tuple(entry for child in parts.values() for entry in _tree(child))
+    modules = *parts.values(), *(child for *_, child in tree)
+    counts = tuple((each, len(each)) for each in modules)
     own = sys.modules[type(block).__bases__[1].__module__]
     family = family_of(own)
-    place = family.place
-    modules, mlp = _modules(block, place), block[place]
-    # An MLP's own layers are among the modules.
-    nested = tuple(_nested(mlp)) if "gate_proj" not in mlp else ()
     try:
         kind, before, after = _kind(block, family, own)
     except (UnknownError, KeyError):
-        return Contents(modules, place, [], None, nested=nested)
-    owners = {id(each): each for each in (*before[0], *after[0])}
-    counts = [(each, len(each)) for each in owners.values()]
+        return Contents(parts, tree, counts, None)
     kind = _kinds.setdefault(kind, kind)
     windowed = bool(getattr(block, "use_sliding", False))
-    settings = dict(vars(mlp)) if nested else None
-    found = modules, place, counts, kind, before, after
-    return Contents(*found, windowed, nested, settings)
+    mlp = block[family.place]
+    has_experts = any(name == "experts" for name, _ in kind.after)
+    experts = (mlp, dict(vars(mlp))) if has_experts else None
+    return Contents(parts, tree, counts, kind, before, after, windowed, experts)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
-    """Returns whether a block is still made of what was found in it."""
+    """Returns whether a block is still made of what was found in it: each call asks."""
+    for name, child in contents.parts.items():
+        if block.get(name) is not child:
+            return False
+    for module, name, child in contents.tree:
+        if module.get(name) is not child:
+            return False
     for module, count in contents.counts:
         if len(module) != count:
             return False
-    for module, name, child in contents.nested:
-        if module.get(name) is not child:
-            return False
-    place, settings = contents.place, contents.settings
-    if settings is not None and vars(block[place]) != settings:
-        return False
-    return _is_made_of(contents.modules, block, place)
+    experts = contents.experts
+    return experts is None or vars(experts[0]) == experts[1]
 
 
 _kinds: dict[Kind, Kind] = {}
@@ -131,40 +131,6 @@ def _forget() -> None:
 
 
 serving.when_forgetting(_forget)
-
-
-def _modules(block: nn.Module, place: str) -> tuple[Any, ...]:
-    attention, mlp = block["self_attn"], block[place]
-    return (
-        attention,
-        mlp,
-        *(block.get(name) for name in ("input_layernorm", "post_attention_layernorm")),
-        *(attention.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-        *(attention.get(name) for name in ("rope", "q_norm", "k_norm")),
-        *(mlp.get(name) for name in ("gate_proj", "up_proj", "down_proj")),
-    )
-
-
-def _is_made_of(modules: tuple[Any, ...], block: nn.Module, place: str) -> bool:
-    """Returns whether `_modules` would be the same: every call asks."""
-    attention, mlp, norm, after, q, k, v, o, rope, q_norm, k_norm, *of_mlp = modules
-    gate, up, down = of_mlp
-    return (
-        block["self_attn"] is attention
-        and block[place] is mlp
-        and block["input_layernorm"] is norm
-        and block["post_attention_layernorm"] is after
-        and attention["q_proj"] is q
-        and attention["k_proj"] is k
-        and attention["v_proj"] is v
-        and attention["o_proj"] is o
-        and attention["rope"] is rope
-        and (q_norm is None or attention["q_norm"] is q_norm)
-        and (k_norm is None or attention["k_norm"] is k_norm)
-        and (gate is None or mlp["gate_proj"] is gate)
-        and (up is None or mlp["up_proj"] is up)
-        and (down is None or mlp["down_proj"] is down)
-    )
 
 
 def _kind(
@@ -254,34 +220,38 @@ def _molded(
     owners: tuple[Any, ...] = ()
     names: tuple[str, ...] = ()
     for name, module in modules.items():
-        state = {"_no_grad", "_training"}
-        settings = {key: vars(module)[key] for key in vars(module).keys() - state}
         cls, children = TRACED.get(type(module), type(module)), _children(module)
-        if type(module) is shared:
-            cls, settings, children = SharedExpert, {}, _network(module, shared)
-        if any(type(each) not in SCALARS for each in settings.values()):
-            raise UnknownError
-        known = (*OF_EXPERTS, shared)
-        if any(type(child) not in known for child in children.values()):
-            raise UnknownError
         own = tuple(key for key, each in module.items() if isinstance(each, mx.array))
+        settings = _settings(module, len(own) + len(children))
+        if type(module) is shared:
+            cls, children = SharedExpert, _network(module, shared)
+        if any(type(child) not in (*OF_EXPERTS, shared) for child in children.values()):
+            raise UnknownError
         inner, (inner_owners, inner_names) = _molded(children, shared)
-        molds.append((name, Mold(cls, tuple(sorted(settings.items())), own, inner)))
+        molds.append((name, Mold(cls, settings, own, inner)))
         owners += (*(module for _ in own), *inner_owners)
         names += (*own, *inner_names)
     return tuple(molds), (owners, names)
 
 
-def _children(module: nn.Module) -> dict[str, Any]:
-    """Returns all in a module that is no array."""
-    return {
-        name: each for name, each in module.items() if not isinstance(each, mx.array)
-    }
+def _settings(module: nn.Module, entries: int) -> tuple[tuple[str, object], ...]:
+    """Returns a module's attributes, if it has but so many entries beside them."""
+    state = {"_no_grad", "_training"}
+    settings = {key: vars(module)[key] for key in vars(module).keys() - state}
+    if any(type(each) not in SCALARS for each in settings.values()):
+        raise UnknownError
+    if len(module) != entries:  # a list of something
+        raise UnknownError
+    return tuple(sorted(settings.items()))
 
 
-def _nested(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yields the modules in one, at any depth: where each is, its name, and itself."""
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules in one."""
+    return {name: each for name, each in module.items() if isinstance(each, nn.Module)}
+
+
+def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yields all modules in one, at any depth: where each is, its name, and itself."""
     for name, child in _children(module).items():
-        if isinstance(child, nn.Module):
-            yield module, name, child
-            yield from _nested(child)
+        yield module, name, child
+        yield from _tree(child)
