@@ -67,6 +67,8 @@ SIZES = {
     "use_bias": False,
 }
 Caches = list[Any]
+JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm"}
+"""Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
 
 
 def tiny(family: str, dtype: mx.Dtype = mx.float32, **options: Any) -> nn.Module:
@@ -338,13 +340,14 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert {*choices} == routings
     assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
     network = experts is None or experts.shared is not None
-    assert any(plan.problem.epilogue.gated for plan in cuda) == (join and network)
+    gates = join or family in JOINED_GATES
+    assert any(plan.problem.epilogue.gated for plan in cuda) == (gates and network)
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
     assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
     kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
-    one_row = {(False, 0)} if make is one_stream else set()
-    gated = set() if experts else {(True, 0)}
-    assert kinds == ({(False, 3)} | gated | one_row if join else set())
+    heads = {(False, 3), *({(False, 0)} if make is one_stream else ())}
+    gated = set() if experts or not gates else {(True, 0)}
+    assert kinds == (heads if join or family in JOINED_HEADS else set()) | gated
 
 
 WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}

@@ -144,7 +144,8 @@ def _kind(
     """
     attention = block["self_attn"]
     _as(attention, getattr(own, family.attention))
-    qkv, q_k_v = _linears(attention, ("q_proj", "k_proj", "v_proj"))
+    heads, kv_heads = (getattr(attention, name) for name in family.heads)
+    qkv, q_k_v = _of_attention(attention, heads, kv_heads)
     before = {"norm": _as(block["input_layernorm"], nn.RMSNorm), **q_k_v}
     for name in ("q_norm", "k_norm"):
         if name in attention:
@@ -155,7 +156,6 @@ def _kind(
         "norm": _as(block["post_attention_layernorm"], nn.RMSNorm),
     }
     molds, slots = _molded(before)
-    heads, kv_heads = (getattr(attention, name) for name in family.heads)
     of_after, after_slots = _after(after, block[family.place], family, own)
     kind = Kind(heads, kv_heads, before=molds, after=of_after, qkv=qkv)
     return kind, slots, after_slots
@@ -176,12 +176,25 @@ def _after(
     return (*others, (name, replace(mold, cls=cls))), slots
 
 
+def _of_attention(
+    attention: nn.Module, heads: int, kv_heads: int
+) -> tuple[Shape, dict[str, nn.Module]]:
+    """Returns q, k and v as `_linears` does; some families of mlx-lm join them."""
+    if "qkv_proj" not in attention:
+        return _linears(attention, ("q_proj", "k_proj", "v_proj"))
+    sizes = (attention.head_dim * each for each in (heads, kv_heads, kv_heads))
+    return tuple(sizes), {"joined": _as(attention["qkv_proj"], MarlinLinear)}
+
+
 def _network(mlp: nn.Module, cls: type[nn.Module] | None) -> dict[str, nn.Module]:
     """Returns the layers of an MLP, gate and up joined or not."""
     if cls is None:
         raise UnknownError
     _as(mlp, cls)
-    _, gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))
+    if "gate_up_proj" in mlp:
+        gate_and_up = {"joined": _as(mlp["gate_up_proj"], MarlinLinear)}
+    else:
+        gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))[1]
     return {**gate_and_up, "down_proj": _as(mlp["down_proj"], *LINEARS)}
 
 

@@ -67,6 +67,12 @@ def _of_all_or_chosen(experts: Any) -> Routing:
 
 FAMILIES = {
     "ernie4_5": Family(block="DecoderLayer"),
+    "glm": Family(
+        block="GLMBlock",
+        attention="GLMAttention",
+        mlp="GLMMLP",
+        heads=("num_attention_heads", "num_key_value_heads"),
+    ),
     "helium": Family(
         block="HeliumDecoderLayer", attention="HeliumAttention", mlp="HeliumMLP"
     ),
@@ -84,6 +90,7 @@ FAMILIES = {
             place="block_sparse_moe",
         ),
     ),
+    "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(
         block="Qwen2MoeDecoderLayer",
