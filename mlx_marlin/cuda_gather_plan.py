@@ -13,6 +13,10 @@ from mlx_marlin.gather_plan import MOST_THREADGROUPS
 from mlx_marlin.kernels import PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.problem import Problem
 
+GATES = ("silu", "swiglu_oai")
+"""`silu(gate) * up`, and gpt-oss's, which clips both before and adds 1 to the second:
+`swiglu_oai` of `mlx_lm.models.activations` with alpha=1.702 and limit=7."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGatherPlan:
@@ -26,8 +30,9 @@ class CudaGatherPlan:
         simdgroups_k: Warps that share a tile's k.
         each: Pairs that have the same row of x, one after the other; 0 if their rows
             are an array.
-        gated: Whether there are two weights an expert, of which one's product gates the
-            other's: `silu(x @ w.T) * (x @ second.T)`.
+        gate: How the product of the first of two weights an expert gates that of the
+            second, one of `GATES`; None with one weight.
+        bias: Whether each product has a bias [experts, n].
     """
 
     problem: Problem
@@ -36,7 +41,8 @@ class CudaGatherPlan:
     simdgroups_n: int
     simdgroups_k: int
     each: int
-    gated: bool = False
+    gate: str | None = None
+    bias: bool = False
 
     def __post_init__(self) -> None:
         mma.check(
@@ -62,9 +68,11 @@ class CudaGatherPlan:
             )
 
         tiled = self.problem.layout == "marlin" and self.problem.n % TILE_N == 0
-        if self.gated and (not tiled or self.simdgroups_n % 2):
+        if self.gate not in (None, *GATES):
+            raise ValueError(f"gate={self.gate!r} is not None or one of {GATES}")
+        if self.gate and (not tiled or self.simdgroups_n % 2):
             raise ValueError(
-                f"gated=True needs packed weights of whole tiles and an even "
+                f"gate={self.gate!r} needs packed weights of whole tiles and an even "
                 f"simdgroups_n, got layout={self.problem.layout!r}, "
                 f"n={self.problem.n}, simdgroups_n={self.simdgroups_n}"
             )
@@ -87,7 +95,7 @@ class CudaGatherPlan:
     @property
     def num_threadgroups(self) -> int:
         """Blocks: one for each tile of columns of each expert, or of each pair."""
-        columns = self.problem.n * (2 if self.gated else 1)
+        columns = self.problem.n * (2 if self.gate else 1)
         tiles = -(-columns // (TILE_N * self.simdgroups_n))
         return tiles * min(self.problem.m, self.experts)
 
@@ -103,5 +111,7 @@ class CudaGatherPlan:
             f"gather {self.rows}x{TILE_N * self.simdgroups_n}, {self.simdgroups_n}x"
             f"{self.simdgroups_k} warps (n x k), {self.problem.m} pairs over "
             f"{self.experts} experts, {self.num_threadgroups} blocks of "
-            f"{'pairs' if self.by_pair else 'experts'}" + ", gate * up" * self.gated
+            f"{'pairs' if self.by_pair else 'experts'}"
+            + ", bias" * self.bias
+            + (f", {self.gate}(gate, up)" if self.gate else "")
         )

@@ -2,13 +2,13 @@
 
 import mlx.core as mx
 
+from mlx_marlin import backends
 from mlx_marlin.formats import MODE_DEFAULTS
-from mlx_marlin.gather_kind import Kind, mode_of_mlx, packed_kind
+from mlx_marlin.gather_kind import Kind, packed_kind
 from mlx_marlin.gather_serving import product_of, serve_gated, serve_packed
-from mlx_marlin.gather_stock import weight_of_mlx
+from mlx_marlin.gather_stock import stock_packed
 from mlx_marlin.ops import CPU, Stream, check_packed
 from mlx_marlin.packing import PackedWeight
-from mlx_marlin.stock_weight import stock_groups
 from mlx_marlin.why_stock import refuse_variance
 
 
@@ -165,6 +165,7 @@ def gather_packed(
     *,
     sorted_indices: bool = False,
     invariant: bool = False,
+    bias: mx.array | None = None,
 ) -> mx.array:
     """Multiplies rows by packed weights that they chose, for callers that hold them.
 
@@ -182,13 +183,15 @@ def gather_packed(
         transpose: Likewise.
         sorted_indices: Likewise.
         invariant: Likewise.
+        bias: Of each weight [experts, n].
 
     Returns:
-        The products [..., m, n], one for each pair of indices.
+        The products [..., m, n], one for each pair of indices, plus their biases.
     """
     experts = words.shape[0]
     if rhs_indices is None:
         rhs_indices = mx.arange(experts, dtype=mx.uint32)
+    added = [bias] if bias is not None and _is_fused(bias, x, scales) else []
     kind, served = serve_packed(
         x.shape,
         x.dtype,
@@ -203,23 +206,15 @@ def gather_packed(
         sorted_indices,
         invariant,
         mx.default_device() == CPU,
+        bool(added),
     )
-    if served is not None:
-        return served.run(x, lhs_indices, rhs_indices, words, scales, scales)
-    w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
-    return mx.gather_qmm(
-        x,
-        w,
-        factors,
-        biases[0] if biases else None,
-        lhs_indices,
-        rhs_indices,
-        transpose,
-        stock_groups(mode, bits, group_size),
-        bits,
-        mode_of_mlx(mode),
-        sorted_indices=sorted_indices,
-    )
+    if served is None:
+        y, added = stock_packed(kind, x, words, scales, lhs_indices, rhs_indices), []
+    else:
+        y = served.run(x, lhs_indices, rhs_indices, words, scales, scales, *added)
+    if bias is None or added:
+        return y
+    return y + mx.expand_dims(bias[rhs_indices], -2)
 
 
 def gather_gated(
@@ -231,6 +226,8 @@ def gather_gated(
     bits: int,
     mode: str,
     indices: mx.array,
+    gate: str = "silu",
+    biases: tuple[mx.array, ...] = (),
 ) -> mx.array | None:
     """Multiplies rows by packed experts of gate and of up; one gates the other.
 
@@ -244,11 +241,15 @@ def gather_gated(
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
         indices: The experts of each row [..., choices].
+        gate: How, one of `cuda_gather_plan.GATES`.
+        biases: Of gate and of up [experts, n], if they have some.
 
     Returns:
-        `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once; None where
-        no kernel of ours does so (`serve_gated`).
+        Such as `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once;
+        None where no kernel of ours does so (`serve_gated`).
     """
+    if not all(_is_fused(each, x, weights[1]) for each in biases):
+        return None
     kind = packed_kind(
         (*x.shape[:-1], 1, 1, k),  # a view would cost more than the kernel's launch
         x.dtype,
@@ -263,11 +264,18 @@ def gather_gated(
         False,
         False,
         mx.default_device() == CPU,
+        bool(biases),
     )
-    served = serve_gated(kind)
+    served = serve_gated(kind, gate)
     if served is None:
         return None
-    return served.run(x, *weights, indices)
+    return served.run(x, *weights, *biases, indices)
+
+
+def _is_fused(bias: mx.array, x: mx.array, scales: mx.array) -> bool:
+    """Returns whether a kernel adds a bias: on CUDA, if all have a dtype."""
+    alike = bias.dtype == x.dtype and scales.dtype in (x.dtype, mx.uint8)
+    return alike and backends.backend() == "cuda"
 
 
 def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:

@@ -38,6 +38,7 @@ class Kind:
         invariant: Whether a row's bits must not depend on the others.
         has_global_scale: Whether each weight has a scale beside its groups'.
         on_cpu: Whether the call is to run on the CPU.
+        biased: Whether a bias [experts, n] is added, or of gate and up one each.
     """
 
     x_shape: Shape
@@ -57,6 +58,7 @@ class Kind:
     invariant: bool
     has_global_scale: bool
     on_cpu: bool
+    biased: bool = False
 
 
 @lru_cache(4096)
@@ -74,6 +76,7 @@ def packed_kind(
     is_sorted: bool,
     invariant: bool,
     on_cpu: bool,
+    biased: bool = False,
 ) -> Kind:
     """Returns the kind of a call with packed weights.
 
@@ -91,6 +94,7 @@ def packed_kind(
         is_sorted: Whether the experts ascend.
         invariant: Whether a row's bits must not depend on the others.
         on_cpu: Whether the call is to run on the CPU.
+        biased: As in `Kind`.
 
     Raises:
         ValueError: If the arguments do not belong together, in MLX's words.
@@ -135,6 +139,7 @@ def packed_kind(
         invariant=invariant,
         has_global_scale=False,
         on_cpu=on_cpu,
+        biased=biased,
     )
 
 

@@ -52,16 +52,19 @@ def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
     Returns:
         A function from x [..., k] in the problem's dtype, codes, scales and biases
         [experts, n, ...], codes and scales of the second weights if one product gates
-        the other, the expert of each pair (uint32 [...]) and, if the plan asks for it,
-        the row of x of each pair (uint32), to y [..., 1, n] in the problem's dtype:
-        before its last two dimensions it is shaped as the experts of pairs.
+        the other, a bias [experts, n] for each weight if they have one, the expert of
+        each pair (uint32 [...]) and, if the plan asks for it, the row of x of each pair
+        (uint32), to y [..., 1, n] in the problem's dtype: before its last two
+        dimensions it is shaped as the experts of pairs.
     """
     problem = plan.problem
     text = source.cuda_gather_source(plan)
     kernel = lazily(text, plan.threadgroup_bytes)
     template = backends.template(kernel_arguments.cuda_gather_template(plan))
     numbers = {"numbers": mx.array((problem.m, problem.n, problem.k), mx.int32)}
-    weights = (*source.OPERANDS, *(source.SECOND if plan.gated else ()))
+    biases = source.EXPERT_BIASES if plan.gate else source.EXPERT_BIASES[:1]
+    second = source.SECOND if plan.gate else ()
+    weights = (*source.OPERANDS, *second, *(biases if plan.bias else ()))
     names = (*weights, "experts", "sources")
     inputs = backends.inputs_of(text, names, numbers)
     dtype = backends.dtype(problem.dtype)

@@ -92,11 +92,11 @@ def _why_not_on_cuda(kind: Kind) -> str | None:
     return not_on_cuda(problem_of_one(kind), kind.transpose)
 
 
-def _cuda_product(kind: Kind, each: int, gated: bool = False) -> Flat:
+def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat:
     device = target()
     assert isinstance(device, CudaDevice)
     asked = problem_of_one(kind), kind.experts, each, device
-    plan = scheduler.choose_cuda_gather(*asked, gated)
+    plan = scheduler.choose_cuda_gather(*asked, gate, kind.biased)
     return gather_launch.cuda_gather_product(plan)
 
 
@@ -120,11 +120,12 @@ def _on_cuda(kind: Kind) -> Served:
 
 
 @lru_cache(4096)
-def serve_gated(kind: Kind) -> Served | None:
+def serve_gated(kind: Kind, gate: str) -> Served | None:
     """Returns the product with packed experts of gate, which gates that of up.
 
-    It takes x, codes and scales of gate, those of up, and the experts of pairs; None
-    where no kernel of ours does so, or rows of x are not in turn.
+    It takes x, codes and scales of gate, those of up, both biases if there are, and the
+    experts of pairs; None where no kernel of ours does so, or rows of x are not in
+    turn.
     """
     each = pairs_of_row(kind)
     packed = kind.layout == "marlin" and kind.n % TILE_N == 0
@@ -133,7 +134,7 @@ def serve_gated(kind: Kind) -> Served | None:
     if why_not_gather(replace(kind, n=2 * kind.n)):  # of both weights
         return None
     product = differentiable(
-        _cuda_product(kind, each, gated=True), stock_gated(kind, each)
+        _cuda_product(kind, each, gate), stock_gated(kind, each, gate)
     )
 
     def run(
@@ -142,11 +143,12 @@ def serve_gated(kind: Kind) -> Served | None:
         scales: mx.array,
         second: mx.array,
         second_scales: mx.array,
-        rhs: mx.array,
+        *given: mx.array,
     ) -> mx.array:
+        *both, rhs = given
         experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
         x = x.astype(kind.dtype)
-        return product(x, w, scales, scales, second, second_scales, experts)
+        return product(x, w, scales, scales, second, second_scales, *both, experts)
 
     return traced_call(run)
 

@@ -57,18 +57,20 @@ def stock_in_turn(kind: Kind, each: int) -> Flat:
         w: mx.array,
         scales: mx.array,
         biases: mx.array,
-        experts: mx.array,
-        *sources: mx.array,
+        *given: mx.array,
     ) -> mx.array:
+        bias = given[0] if kind.biased else None
+        experts, *sources = given[kind.biased :]
         rows = sources[0] if sources else mx.arange(experts.size) // each
         pairs = rows.astype(mx.uint32), experts.flatten()
         y = flat(x.reshape(-1, kind.k), w, scales, biases, *pairs)
+        y = y if bias is None else y + bias[pairs[1]]
         return y.reshape(*experts.shape, 1, kind.n)
 
     return stock
 
 
-def stock_gated(kind: Kind, each: int) -> Flat:
+def stock_gated(kind: Kind, each: int, gate: str) -> Flat:
     """Likewise, of gate and up."""
     stock = stock_in_turn(kind, each)
 
@@ -79,13 +81,42 @@ def stock_gated(kind: Kind, each: int) -> Flat:
         biases: mx.array,
         second: mx.array,
         second_scales: mx.array,
-        experts: mx.array,
+        *given: mx.array,
     ) -> mx.array:
-        gate = stock(x, w, scales, biases, experts)
-        up = stock(x, second, second_scales, second_scales, experts)
-        return gate * mx.sigmoid(gate) * up
+        *of_both, experts = given
+        first = stock(x, w, scales, biases, *of_both[:1], experts)
+        up = stock(x, second, second_scales, second_scales, *of_both[1:], experts)
+        if gate == "silu":
+            return first * mx.sigmoid(first) * up
+        first, up = mx.minimum(first, 7), mx.clip(up, -7, 7)
+        return first * mx.sigmoid(1.702 * first) * (up + 1)
 
     return gated
+
+
+def stock_packed(
+    kind: Kind,
+    x: mx.array,
+    words: mx.array,
+    scales: mx.array,
+    lhs_indices: mx.array | None,
+    rhs_indices: mx.array,
+) -> mx.array:
+    """Returns MLX's product, with packed weights that are unpacked for it."""
+    w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
+    return mx.gather_qmm(
+        x,
+        w,
+        factors,
+        biases[0] if biases else None,
+        lhs_indices,
+        rhs_indices,
+        kind.transpose,
+        stock_groups(kind.mode, kind.bits, kind.group_size),
+        kind.bits,
+        mode_of_mlx(kind.mode),
+        sorted_indices=kind.is_sorted,
+    )
 
 
 def weight_of_mlx(

@@ -14,6 +14,8 @@ from mlx_marlin.layout import bit_places
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 
+GATES = {"silu": ACTIVATIONS.index("silu"), "swiglu_oai": len(ACTIVATIONS)}
+"""As `cuda/gated.cuh` numbers them."""
 TemplateValue = str | int | bool
 """A dtype's name, a number or a flag."""
 GLOBAL_FLOATING = len(CODES)
@@ -84,7 +86,8 @@ def cuda_gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
         "SIMDGROUPS_K": plan.simdgroups_k,
         "BY_PAIR": plan.by_pair,
         "EACH": plan.each,
-        **({"ACTIVATION": ACTIVATIONS.index("silu")} if plan.gated else {}),
+        **({"ACTIVATION": GATES[plan.gate]} if plan.gate else {}),
+        **({"T": plan.problem.dtype} if plan.bias else {}),
         **weight_template(plan.problem),
     }
 

@@ -61,9 +61,15 @@ NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
 SECOND = ("second", "second_scales")
 """Arrays of packed weights that experts have beside `w`."""
 AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
-ALONE = AS_IT_IS._replace(
-    declaration=AS_IT_IS.declaration
-    + "const uint32_t* second = nullptr;\nconst auto* second_scales = scales;\n"
+NO_SECOND = Declared(
+    declaration="const uint32_t* second = nullptr;\n"
+    "const auto* second_scales = scales;\n"
+)
+EXPERT_BIASES = ("expert_bias", "second_bias")
+BIASED = Declared(
+    "_biased",
+    EXPERT_BIASES[:1],
+    declaration="const marlin::Biased<T> epilogue{expert_bias};\n",
 )
 FUSED = Declared(
     "_fused",
@@ -75,6 +81,13 @@ FUSED = Declared(
 GATED = Declared(
     "_gated",
     declaration="const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n",
+)
+GATED_BIASED = Declared(
+    "_gated_biased",
+    EXPERT_BIASES,
+    declaration="using Biases = marlin::Biases<T>;\n"
+    "const marlin::Paired<marlin::Gated<ACTIVATION, Biases>> epilogue{\n"
+    "    {{expert_bias, second_bias}}};\n",
 )
 ROTATION = ("places", "periods")
 ROTATED = Declared(
@@ -190,8 +203,11 @@ def cuda_gather_source(plan: CudaGatherPlan) -> Source:
     """Returns the text of the CUDA kernel for experts' products."""
     header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
     named = () if plan.each else ("sources",)
-    operands = (*OPERANDS, *(SECOND if plan.gated else ()), "experts", *named)
-    declared = GATED if plan.gated else ALONE
+    operands = (*OPERANDS, *(SECOND if plan.gate else ()), "experts", *named)
+    if plan.gate:
+        declared = GATED_BIASED if plan.bias else GATED
+    else:
+        declared = NO_SECOND.beside(BIASED if plan.bias else AS_IT_IS)
     declared = declared.beside(NOTHING if named else NO_SOURCES)
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 

@@ -35,17 +35,19 @@ class Call:
         case: The format, the layout, the dtype, the rows of x and the block.
         chosen: The expert of each pair.
         each: Pairs that have the same row in turn; 0 if rows are drawn.
-        gated: Whether there are two weights an expert, gate and up.
+        gate: How the first of two weights an expert gates the second, if there are two.
+        bias: Whether each weight has a bias.
     """
 
     case: Case
     chosen: tuple[int, ...]
     each: int = 0
-    gated: bool = False
+    gate: str | None = None
+    bias: bool = False
 
     @property
     def n(self) -> int:
-        return GATED_N if self.gated else N
+        return GATED_N if self.gate else N
 
     @cached_property
     def weights(self) -> list[Weight]:
@@ -57,7 +59,7 @@ class Call:
             format_cases.any_weight(
                 mode, bits, group_size, *shape, dtype=dtype, seed=seed
             )
-            for seed in ((1, 2) if self.gated else (1,))
+            for seed in ((1, 2) if self.gate else (1,))
         ]
 
     @property
@@ -75,7 +77,12 @@ class Call:
             layout=layout,
         )
         return CudaGatherPlan(
-            problem=problem, experts=EXPERTS, each=self.each, gated=self.gated, **way
+            problem=problem,
+            experts=EXPERTS,
+            each=self.each,
+            gate=self.gate,
+            bias=self.bias,
+            **way,
         )
 
     @property
@@ -83,6 +90,15 @@ class Call:
         _, _, _, _, dtype, m, _ = self.case
         k = self.plan.problem.k
         return format_cases.activations(m, k, dtype=dtype, seed=2)
+
+    @cached_property
+    def biases(self) -> list[mx.array]:
+        """A bias [experts, n] of each weight, if they have one."""
+        draw = np.random.default_rng(3).normal
+        dtype = getattr(mx, self.case[4])
+        shape = EXPERTS, self.n
+        weights = self.weights if self.bias else []
+        return [mx.array(draw(size=shape) * 4).astype(dtype) for _ in weights]
 
     @property
     def sources(self) -> list[int]:
@@ -108,7 +124,7 @@ class Call:
         arrays += [(second or place)(each) for other in others for each in other[:2]]
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
-        given = [place(self.x), *arrays, *map(place, (experts, *rows))]
+        given = [place(self.x), *arrays, *map(place, (*self.biases, experts, *rows))]
         product = gather_launch.cuda_gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
@@ -129,8 +145,16 @@ class Call:
         for weight in self.weights:
             chosen = weight.decoded.reshape(EXPERTS, self.n, -1)[[*self.chosen]]
             products.append(np.einsum("pk,pnk->pn", rows, chosen))
+        if self.bias:
+            added = [exact(each)[[*self.chosen]] for each in self.biases]
+            products = [a + b for a, b in zip(products, added, strict=True)]
         gate, up = products[0], products[-1]
-        return gate / (1 + np.exp(-gate)) * up if self.gated else gate
+        if self.gate is None:
+            return gate
+        if self.gate == "silu":
+            return gate / (1 + np.exp(-gate)) * up
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
 
     def check(self) -> None:
         """Compares the products with float64."""
@@ -159,13 +183,38 @@ CALLS = {
         ("mxfp4", 4, 32, "marlin", "bfloat16", 3, block(2, 2)), (5, 0, 5), each=1
     ),
     "gate and up": Call(
-        (*AFFINE, "marlin", "float16", 4, block(2, 2)), UNEVEN, each=4, gated=True
+        (*AFFINE, "marlin", "float16", 4, block(2, 2)), UNEVEN, each=4, gate="silu"
     ),
     "gate and up of pairs": Call(
         (*AFFINE, "marlin", "bfloat16", 2, block(4, 1)),
         (4, 1, 4, 1),
         each=2,
-        gated=True,
+        gate="silu",
+    ),
+    "biases": Call(
+        (*AFFINE, "marlin", "float16", 5, block(2, 2)), UNEVEN, each=0, bias=True
+    ),
+    "biases in MLX's layout": Call(
+        (*AFFINE, "mlx", "bfloat16", 16, block(3, 1, 2)), UNEVEN, each=1, bias=True
+    ),
+    "gate and up with biases, both clipped": Call(
+        ("mxfp4", 4, 32, "marlin", "bfloat16", 2, block(2, 2)),
+        (4, 1, 4, 1),
+        each=2,
+        gate="swiglu_oai",
+        bias=True,
+    ),
+    "gate and up with biases of rows that are named": Call(
+        (*AFFINE, "marlin", "float16", 3, block(4, 1)),
+        UNEVEN,
+        gate="silu",
+        bias=True,
+    ),
+    "gate and up, both clipped": Call(
+        (*AFFINE, "marlin", "float16", 4, block(2, 1)),
+        UNEVEN,
+        each=4,
+        gate="swiglu_oai",
     ),
 }
 

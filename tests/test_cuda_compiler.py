@@ -146,14 +146,21 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("pairs", "each", "gated"), [(8, 8, True), (128, 0, False), (4096, 1, True)]
+    ("pairs", "each", "gate", "bias"),
+    [
+        (8, 8, "silu", False),
+        (128, 0, None, False),
+        (4096, 1, "silu", False),
+        (16, 4, "swiglu_oai", True),
+        (16, 1, None, True),
+    ],
 )
 def test_experts_compile_and_their_registers_suffice(
-    pairs: int, each: int, gated: bool, tmp_path: Path
+    pairs: int, each: int, gate: str | None, bias: bool, tmp_path: Path
 ) -> None:
     device = CudaDevice.named(H200)
     problem = problem_of(pairs, 768, 2048, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, 128, each, device, gated)
+    plan = scheduler.choose_cuda_gather(problem, 128, each, device, gate, bias)
     text = source.cuda_gather_source(plan)
 
     template = kernel_arguments.cuda_gather_template(plan)

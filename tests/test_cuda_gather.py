@@ -14,6 +14,7 @@ import pytest
 from cuda_on_cpu import needs_emulator
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 from oracles import exact
 from test_gather import Call, kind
@@ -101,7 +102,7 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     monkeypatch.setattr(gather_serving, "traced_call", traced.append)
     gather_serving.product_of(kind(on_cpu=False))
-    gather_serving.serve_gated(kind(on_cpu=False, layout="marlin", n=64))
+    gather_serving.serve_gated(kind(on_cpu=False, layout="marlin", n=64), "silu")
     assert len(traced) == 2
 
 
@@ -214,6 +215,8 @@ def network(
     own = SwitchGLU(128, 64, 4, activation=activation, bias=bias)
     own.set_dtype(mx.float16)
     nn.quantize(own, group_size=64, bits=4)
+    for each in (own.gate_proj, own.up_proj, own.down_proj) if bias else ():
+        each.bias = 4 * mx.random.normal(each.bias.shape).astype(mx.float16)
     ours = GatedExperts.__new__(GatedExperts)
     nn.Module.__init__(ours)
     ours.activation = activation
@@ -231,13 +234,18 @@ def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts
-def test_gate_and_up_are_one_product(rows: int, gathered: list[CudaGatherPlan]) -> None:
-    own, ours = network()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [SwiGLU(), SwigluOAI()], ids=repr)
+def test_gate_and_up_are_one_product(
+    activation: nn.Module, bias: bool, rows: int, gathered: list[CudaGatherPlan]
+) -> None:
+    own, ours = network(activation, bias)
     x, chosen = chosen_by(rows)
 
     y = ours(x, chosen)
 
-    assert [plan.gated for plan in gathered] == [True, False]
+    gate = "silu" if type(activation) is SwiGLU else "swiglu_oai"
+    assert [(plan.gate, plan.bias) for plan in gathered] == [(gate, bias), (None, bias)]
     assert y.shape == (rows, 1, 2, 128)
     assert_near(y, own, x, chosen)
 
@@ -267,13 +275,19 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    "how", ["activation", "bias", "formats", "layout", "scales", "stock"]
+    "how",
+    ["activation", "limit", "bias", "dtype", "formats", "layout", "scales", "stock"],
 )
 def test_gate_and_up_are_two_where_kernels_have_no_gate(
     how: str, gathered: list[CudaGatherPlan]
 ) -> None:
-    activation = DoubledSwiGLU() if how == "activation" else None
-    own, ours = network(activation, how == "bias")
+    activations = {"activation": DoubledSwiGLU(), "limit": SwigluOAI(limit=1)}
+    own, ours = network(activations.get(how), how in ("bias", "dtype"))
+    if how == "bias":  # gate has none
+        ours.gate_proj.pop("bias")
+        own.gate_proj.bias = mx.zeros_like(own.gate_proj.bias)
+    if how == "dtype":
+        ours.up_proj.bias = ours.up_proj.bias.astype(mx.float32)
     if how == "formats":
         own.up_proj = SwitchLinear(128, 64, 4, bias=False).to_quantized(32, 4)
         own.up_proj.set_dtype(mx.float16)
@@ -290,7 +304,7 @@ def test_gate_and_up_are_two_where_kernels_have_no_gate(
     y, stock = ours(x, chosen), own(x, chosen)
     mx.eval(y, stock)
 
-    assert not any(plan.gated for plan in gathered)
+    assert not any(plan.gate for plan in gathered)
     if how == "stock":  # of which one product is MLX's
         own.set_dtype(mx.float32)
         assert_as_good(y, stock, own(x.astype(mx.float32), chosen))
@@ -319,8 +333,12 @@ def test_experts_that_must_not_vary_are_refused() -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-def test_gradients_go_through_gate_and_up(gathered: list[CudaGatherPlan]) -> None:
-    own, ours = network()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [SwiGLU(), SwigluOAI()], ids=repr)
+def test_gradients_go_through_gate_and_up(
+    activation: nn.Module, bias: bool, gathered: list[CudaGatherPlan]
+) -> None:
+    own, ours = network(activation, bias)
     x, chosen = chosen_by(3)
 
     def gradient(of: SwitchGLU, x: mx.array) -> mx.array:
@@ -329,7 +347,7 @@ def test_gradients_go_through_gate_and_up(gathered: list[CudaGatherPlan]) -> Non
     found, stock = gradient(ours, x), gradient(own, x)
     own.set_dtype(mx.float32)
 
-    assert gathered[0].gated
+    assert gathered[0].gate
     assert_as_good(found, stock, gradient(own, x.astype(mx.float32)))
 
 
@@ -341,8 +359,8 @@ def test_gradients_go_through_gate_and_up(gathered: list[CudaGatherPlan]) -> Non
 )
 def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:
     fields = {"on_cpu": False, "layout": "marlin", "n": 64}
-    assert gather_serving.serve_gated(kind(**fields)) is not None
-    assert gather_serving.serve_gated(kind(**fields | changes)) is None
+    assert gather_serving.serve_gated(kind(**fields), "silu") is not None
+    assert gather_serving.serve_gated(kind(**fields | changes), "silu") is None
 
 
 @pytest.mark.parametrize(
@@ -393,18 +411,19 @@ def test_large_experts_are_planned(n: int, k: int, bits: int, experts: int) -> N
 @given(pairs=st.integers(1, 2000), experts=st.integers(1, 300), n=st.integers(1, 200))
 def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
     problem = problem_of(pairs, 32 * n, 2048, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200, gated=True)
+    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200, gate="silu")
 
     assert plan.simdgroups_n % 2 == 0
     columns = 32 * plan.simdgroups_n * plan.num_threadgroups
     assert columns >= 2 * 32 * n * min(pairs, experts)
-    assert plan.explain().endswith("gate * up")
+    assert plan.explain().endswith(", silu(gate, up)")
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"gated": True}, "whole tiles and an even"),
+        ({"gate": "silu"}, "whole tiles and an even"),
+        ({"gate": "gelu"}, "gate='gelu' is not None or one of"),
         ({"experts": 0}, "experts=0"),
         ({"fragments_m": 5}, "fragments_m=5"),
         ({"simdgroups_n": 9}, "simdgroups_n=9"),

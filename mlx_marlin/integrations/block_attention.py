@@ -23,6 +23,7 @@ def attend(
     cache: Any,
     mask: Any,
     scale: float,
+    sinks: mx.array | None = None,
     transformed: bool = False,
     alone: bool = False,
 ) -> mx.array:
@@ -36,6 +37,7 @@ def attend(
         mask: As mlx-lm makes it for this cache: an array, a word or None. It must not
             be changed in place.
         scale: Factor of q times k.
+        sinks: A score of nothing for each head, if there are: as in MLX.
         transformed: Whether MLX may be differentiating: then attention is its own. (In
             0.32.4 the tangent of `addmm` lacks the factor. So it does here where only
             what the cache had before is differentiated, forwards.)
@@ -47,14 +49,14 @@ def attend(
     if alone:
         keys, values = updated_alone(cache, keys, values)
         mask = None
-    elif not transformed and _is_grouped(queries, keys, cache, mask):
+    elif not transformed and sinks is None and _is_grouped(queries, keys, cache, mask):
         append(cache, keys, values)
         summands = _summands(mask, queries, cache.keys)
         return _grouped(queries, cache.keys, cache.values, summands, scale)
     else:
         keys, values = updated(cache, keys, values)
     y: mx.array = scaled_dot_product_attention(
-        queries, keys, values, cache=cache, scale=scale, mask=mask
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )
     return y
 

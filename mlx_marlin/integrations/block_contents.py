@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils, switch_layers
+from mlx_lm.models.activations import SwigluOAI
 
 from mlx_marlin import serving
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
@@ -39,6 +40,7 @@ OF_EXPERTS = (
     switch_layers.SwitchLinear,
     switch_layers.SwitchGLU,
     switch_layers.SwiGLU,
+    SwigluOAI,
 )
 """What a family's experts are made of, beside a shared expert."""
 TRACED: dict[type[nn.Module], type[nn.Module]] = {switch_layers.SwitchGLU: GatedExperts}
@@ -66,6 +68,7 @@ class Contents:
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
         windowed: Whether its own mask may hide tokens that are far behind.
+        scale: What its attention calls the factor of q times k.
         experts: What it has in the place of an MLP, and its attributes, such as how
             many experts a row chooses.
     """
@@ -77,6 +80,7 @@ class Contents:
     before: Slots = ((), ())
     after: Slots = ((), ())
     windowed: bool = False
+    scale: str = "scale"
     experts: tuple[nn.Module, dict[str, Any]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,11 +104,12 @@ def look(block: nn.Module) -> Contents:
     except (UnknownError, KeyError):
         return Contents(parts, tree, counts, None)
     kind = _kinds.setdefault(kind, kind)
-    windowed = bool(getattr(block, "use_sliding", False))
+    windowed = family.windowed or bool(getattr(block, "use_sliding", False))
     mlp = block[family.place]
     has_experts = any(name == "experts" for name, _ in kind.after)
     experts = (mlp, dict(vars(mlp))) if has_experts else None
-    return Contents(parts, tree, counts, kind, before, after, windowed, experts)
+    found = parts, tree, counts, kind, before, after
+    return Contents(*found, windowed, family.scale, experts)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:

@@ -20,12 +20,14 @@ from mlx_marlin.integrations.routing import Routing
 class Experts:
     """What a family's blocks may have in the place of an MLP.
 
-    It computes `(switch_mlp(x, indices) * scores[..., None]).sum(-2)`, with indices and
+    It computes `(layers(x, indices) * scores[..., None]).sum(-2)`, with indices and
     scores of `gate(x)`, plus what a shared expert makes of x if it has one.
 
     Attributes:
         cls: Its class.
         routing: From one of these modules, how its rows choose experts.
+        gate: What it calls the layer that experts are chosen by.
+        layers: What it calls the experts.
         place: What a block calls it.
         shared: The class of a shared expert, `shared_expert`, which is multiplied by
             the sigmoid of `shared_expert_gate`; None without one.
@@ -33,6 +35,8 @@ class Experts:
 
     cls: str
     routing: Callable[[Any], Routing]
+    gate: str = "gate"
+    layers: str = "switch_mlp"
     place: str = "mlp"
     shared: str | None = None
 
@@ -46,6 +50,9 @@ class Family:
         attention: The class of its attention.
         mlp: The class of its MLP; None if it has none.
         heads: Attributes of attention: heads of q, and of k and v.
+        scale: Attribute of attention: the factor of q times k.
+        windowed: Whether the mask of any block may hide tokens that are far behind;
+            else it is of blocks that say `use_sliding`.
         experts: What it may have in the place of an MLP.
     """
 
@@ -53,6 +60,8 @@ class Family:
     attention: str = "Attention"
     mlp: str | None = "MLP"
     heads: tuple[str, str] = ("n_heads", "n_kv_heads")
+    scale: str = "scale"
+    windowed: bool = False
     experts: Experts | None = None
 
     @property
@@ -72,6 +81,19 @@ FAMILIES = {
         attention="GLMAttention",
         mlp="GLMMLP",
         heads=("num_attention_heads", "num_key_value_heads"),
+    ),
+    "gpt_oss": Family(
+        attention="AttentionBlock",
+        mlp=None,
+        heads=("num_attention_heads", "num_key_value_heads"),
+        scale="sm_scale",
+        windowed=True,
+        experts=Experts(
+            cls="MLPBlock",
+            routing=lambda experts: Routing(experts.num_experts_per_tok),
+            gate="router",
+            layers="experts",
+        ),
     ),
     "helium": Family(
         block="HeliumDecoderLayer", attention="HeliumAttention", mlp="HeliumMLP"

@@ -27,9 +27,10 @@ class RoutedExperts(nn.Module):
         if not runs_on_cuda():
             own: mx.array = self(x)
             return residual + own
-        experts, scores = choose_experts(self["gate"](x), self.known.routing(self))
-        results = self["switch_mlp"].results(x, experts)
-        if self.known.shared is not None:
+        known = self.known
+        experts, scores = choose_experts(self[known.gate](x), known.routing(self))
+        results = self[known.layers].results(x, experts)
+        if known.shared is not None:
             share = mx.sigmoid(self["shared_expert_gate"](x))
             residual = residual + share * self["shared_expert"](x)
         return weighted_sum(results, scores, residual)

@@ -3,6 +3,8 @@
 from typing import Any, Self
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 
 from mlx_marlin import backends
@@ -71,7 +73,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
                 invariant=self.invariant,
             )
         else:
-            y = gather_packed(
+            return gather_packed(
                 x,
                 self["words"],
                 self["quantizers"],
@@ -84,6 +86,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
                 indices,
                 sorted_indices=sorted_indices,
                 invariant=self.invariant,
+                bias=self.get("bias"),
             )
         if "bias" in self:
             y = y + mx.expand_dims(self["bias"][indices], -2)
@@ -115,7 +118,8 @@ class GatedExperts(SwitchGLU):
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers
-        y = _gated(gate, up, x, indices) if type(self.activation) is SwiGLU else None
+        how = _gate_of(self.activation)
+        y = None if how is None else _gated(gate, up, x, indices, how)
         if y is None:
             x = mx.expand_dims(x, (-2, -3))
             y = self.activation(up(x, indices), gate(x, indices))
@@ -123,18 +127,33 @@ class GatedExperts(SwitchGLU):
         return result
 
 
+def _gate_of(activation: nn.Module) -> str | None:
+    """Returns what kernels call an activation of gate and up, if they have it."""
+    if type(activation) is SwiGLU:
+        return "silu"
+    if type(activation) is not SwigluOAI:
+        return None
+    known = activation._alpha == 1.702 and activation._limit == 7
+    return "swiglu_oai" if known else None
+
+
 def _gated(
-    gate: MarlinSwitchLinear, up: MarlinSwitchLinear, x: mx.array, indices: mx.array
+    gate: MarlinSwitchLinear,
+    up: MarlinSwitchLinear,
+    x: mx.array,
+    indices: mx.array,
+    how: str,
 ) -> mx.array | None:
     """Returns the product of gate and up as one, if they are packed alike."""
     formats = [
         (each._n, each._k, each.group_size, each.bits, each.mode)
         for each in (gate, up)
-        if each.layout == "marlin" and "bias" not in each and not each.invariant
+        if each.layout == "marlin" and not each.invariant
     ]
-    if len(formats) < 2 or formats[0] != formats[1]:
+    biases = tuple(each["bias"] for each in (gate, up) if "bias" in each)
+    if len(formats) < 2 or formats[0] != formats[1] or len(biases) == 1:
         return None
     weights = gate["words"], gate["quantizers"], up["words"], up["quantizers"]
     if weights[1].dtype != weights[3].dtype:
         return None
-    return gather_gated(x, weights, *formats[0], indices)
+    return gather_gated(x, weights, *formats[0], indices, how, biases)

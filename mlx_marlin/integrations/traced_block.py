@@ -71,8 +71,10 @@ class TracedBlock(nn.Module):
         queries, keys, values = before(
             x, offset, places, *map(getitem, *contents.before)
         )
-        scale, transformed = self["self_attn"].scale, kind.runs["before"] != runs
-        attended = attend(queries, keys, values, cache, mask, scale, transformed, alone)
+        attention, transformed = self["self_attn"], kind.runs["before"] != runs
+        scale, sinks = getattr(attention, contents.scale), attention.get("sinks")
+        how = mask, scale, sinks, transformed, alone
+        attended = attend(queries, keys, values, cache, *how)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 

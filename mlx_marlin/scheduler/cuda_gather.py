@@ -29,7 +29,8 @@ def choose_cuda_gather(
     experts: int,
     each: int,
     device: CudaDevice,
-    gated: bool = False,
+    gate: str | None = None,
+    bias: bool = False,
 ) -> CudaGatherPlan:
     """Returns how the products of pairs (row, expert) are computed; cached.
 
@@ -41,7 +42,8 @@ def choose_cuda_gather(
         experts: Weights to choose from.
         each: As in `CudaGatherPlan`.
         device: The device to plan for.
-        gated: As in `CudaGatherPlan`; the problem is one of both weights'.
+        gate: As in `CudaGatherPlan`; the problem is one of both weights'.
+        bias: As in `CudaGatherPlan`.
 
     Raises:
         ValueError: If our kernels do not multiply in the problem's format.
@@ -50,7 +52,7 @@ def choose_cuda_gather(
     fragments = -(-2 * problem.m // (experts * mma.FRAGMENT_ROWS))
     fragments_m = min(max(fragments, 1), mma.FRAGMENTS_M[-1])
     one = replace(problem, m=mma.FRAGMENT_ROWS * fragments_m)
-    if gated:
+    if gate:
         one = replace(one, n=2 * problem.n)
     chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)
     one = replace(one, batch=max(min(chosen, _most_products(one)), 1))
@@ -60,7 +62,7 @@ def choose_cuda_gather(
         "fragments_m": fragments_m,
     }
     asked: list[Wishes] = [wishes]
-    if gated:
+    if gate:
         asked = [{**wishes, "simdgroups_n": across} for across in PAIRED]
     plan = min(
         (cuda.make(one, device, wish) for wish in asked),
@@ -73,5 +75,6 @@ def choose_cuda_gather(
         simdgroups_n=plan.simdgroups_n,
         simdgroups_k=plan.simdgroups_k,
         each=each,
-        gated=gated,
+        gate=gate,
+        bias=bias,
     )

@@ -1,9 +1,40 @@
 // The layers gate and up of a gated network as one weight: what is stored is the activation of the
 // first half of the columns times the second half.
 
+// A gate that is no activation of its own: gpt-oss clips both, and adds 1 to what it gates.
+constexpr int CLIPPED_SWIGLU = 4;
+
 template <int ACTIVATION>
+METAL_FUNC float gated_by(float gate, float up) {
+  if (ACTIVATION == CLIPPED_SWIGLU) {
+    gate = gate > 7.0f ? 7.0f : gate;  // what is no number stays none
+    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+    return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
+  }
+  return activate<ACTIVATION>(gate) * up;
+}
+
+// What is added to both sums before: nothing, or biases [columns] of gate and of up.
+struct NoBiases {
+  METAL_FUNC Point added(Point sums, int) const {
+    return sums;
+  }
+};
+
+template <typename T>
+struct Biases {
+  const T* gate;
+  const T* up;
+
+  METAL_FUNC Point added(Point sums, int pair) const {
+    return {sums.x + float(gate[pair]), sums.y + float(up[pair])};
+  }
+};
+
+template <int ACTIVATION, typename B = NoBiases>
 struct Gated {
   static constexpr int TOGETHER = 1;
+  B biases;
 
   static METAL_FUNC int first_of_pair(int pair, int) {
     return pair;
@@ -15,7 +46,7 @@ struct Gated {
 
   template <typename O>
   METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
-    const float gate = activate<ACTIVATION>(sums->x);
-    store(out, 0, 0, row * (work.n / 2) + pair, gate * sums->y);
+    const Point both = biases.added(*sums, pair);
+    store(out, 0, 0, row * (work.n / 2) + pair, gated_by<ACTIVATION>(both.x, both.y));
   }
 };

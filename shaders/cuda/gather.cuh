@@ -59,6 +59,40 @@ METAL_FUNC Pairs list_pairs(
   return found;
 }
 
+// Biases [experts, n] that are added to a product before it is stored.
+template <typename T>
+struct Biased {
+  const T* bias;
+};
+
+template <typename T>
+METAL_FUNC float finished(float value, Biased<T> epilogue, uint, uint col) {
+  return value + float(epilogue.bias[col]);
+}
+
+template <typename T>
+METAL_FUNC uint output_place(Biased<T>, uint row, uint col, Work work) {
+  return row * work.n + col;
+}
+
+// An epilogue with the biases of an expert, whose weight has n rows.
+template <typename E>
+METAL_FUNC E of_expert(E epilogue, uint, uint) {
+  return epilogue;
+}
+
+template <typename T>
+METAL_FUNC Biased<T> of_expert(Biased<T> epilogue, uint expert, uint n) {
+  return {epilogue.bias + expert * n};
+}
+
+template <int ACTIVATION, typename T>
+METAL_FUNC Paired<Gated<ACTIVATION, Biases<T>>> of_expert(
+    Paired<Gated<ACTIVATION, Biases<T>>> epilogue, uint expert, uint n) {
+  const Biases<T> all = epilogue.how.biases;
+  return {{{all.gate + expert * n, all.up + expert * n}}};
+}
+
 // Packed weights that stand beside others of the same shape, or none.
 template <typename S>
 struct Second {
@@ -119,6 +153,7 @@ METAL_FUNC void gather(
                   : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
                        is_aligned(second.w) && is_aligned(second.scales);
+  const E finish = of_expert(epilogue, expert, one.n);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const Listed<EACH> order = {pairs, sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
@@ -139,7 +174,7 @@ METAL_FUNC void gather(
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+        out, finish, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
     __syncthreads();
   }
 }
