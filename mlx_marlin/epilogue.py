@@ -1,5 +1,6 @@
 """What happens to a product before it is stored."""
 
+import math
 from dataclasses import dataclass
 
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_approx")
@@ -26,6 +27,7 @@ class Rotation:
             MLX's `rms_norm`; None if heads are rotated as they are.
         queries: Columns of the heads that the first of two such weights is for, those
             of q; the second one is for the others.
+        factor: What rotated heads are multiplied by, as in YaRN.
     """
 
     features: int
@@ -33,10 +35,12 @@ class Rotation:
     each: bool = False
     norm: float | None = None
     queries: int = 0
+    factor: float = 1.0
 
     def explain(self) -> str:
         """Says what happens to a product."""
         text = f"rotated in heads of {self.features} up to column {self.columns}"
+        text += "" if self.factor == 1 else f", times {self.factor:g}"
         if self.norm is None:
             return text
         return f"{text}, normalized before (eps {self.norm:g})"
@@ -112,6 +116,8 @@ class Epilogue:
                 f"rotation={rotation} needs heads of an even number of features, and "
                 f"columns, queries and parts of whole heads, got parts={self.parts}"
             )
+        if not 0 < rotation.factor < math.inf:
+            raise ValueError(f"rotation={rotation} needs a positive, finite factor")
         normed = rotation.norm is not None
         if not 0 <= rotation.queries <= columns * normed or (rotation.norm or 0) < 0:
             raise ValueError(

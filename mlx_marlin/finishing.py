@@ -78,7 +78,8 @@ def rotated(
     points, others = mx.split(heads, [rotation.columns // features], axis=1)
     if rotation.norm is not None:
         points = _normalized(points, rotation, norms)
-    first, second = mx.split(points.astype(mx.float32), 2, axis=-1)
+    points = points.astype(mx.float32) * rotation.factor
+    first, second = mx.split(points, 2, axis=-1)
     # Not MLX's rope: on a GPU it has no derivative for periods, and raises.
     of_rows = (places if each else places[:1]).astype(mx.float32)
     angles = of_rows[:, None, None, None] * (1 / periods)

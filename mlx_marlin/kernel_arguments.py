@@ -222,6 +222,7 @@ def _rotation_template(rotation: Rotation) -> dict[str, TemplateValue]:
         "FEATURES": rotation.features,
         "ROTATED": rotation.columns,
         "EACH": rotation.each,
+        "FACTOR": _float_bits(rotation.factor),
     }
     if rotation.norm is None:
         return known

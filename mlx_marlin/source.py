@@ -94,7 +94,7 @@ ROTATED = Declared(
     "_rotated",
     ("bias", *ROTATION),
     FINISH[-1:],
-    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH>;\n"
+    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
     "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
 )
@@ -104,7 +104,8 @@ ROTATED_NORMS = Declared(
     ("bias", *ROTATION, *HEAD_NORMS),
     FINISH[-1:],
     "using Norms = marlin::Normalized<T, HEAD_EPSILON, QUERIES, FEATURES>;\n"
-    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, Norms>;\n"
+    "using Heads =\n"
+    "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
     "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
 )

@@ -82,7 +82,7 @@ def rotated(
     frequencies = np.float32(1) / np.array(periods)
     angles = np.array(places, np.float32)[:, None] * frequencies
     turns = np.exp(1j * angles.astype(np.float64))
-    points = (first + 1j * second) * turns[:, None, None]
+    points = (first + 1j * second) * turns[:, None, None] * rotation.factor
     turned = np.concatenate([points.real, points.imag], axis=-1)
     count = rotation.columns // rotation.features
     return np.concatenate([turned[:, :count], heads[:, count:]], axis=1)

@@ -1,6 +1,7 @@
 """Heads that a product rotates as it stores them: on the CPU, in plans, in a layer."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -55,6 +56,7 @@ HEADS: tuple[Heads, ...] = (
     (Rotation(64, 0), 128, ()),
     (Rotation(64, 128), 128, (64, 64)),
     (Rotation(192, 384, each=True), 576, (192, 192, 192)),
+    (Rotation(64, 64, factor=1.25), 128, (64, 64)),
 )
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
 EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False)]
@@ -71,7 +73,7 @@ NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
         2,
         {"simdgroups_n": 6},
     ),
-    ((Rotation(256, 256, norm=0.0), 512, ()), 1, {"simdgroups_n": 8}),
+    ((Rotation(256, 256, norm=0.0, factor=0.75), 512, ()), 1, {"simdgroups_n": 8}),
 )
 """Of heads with norms: kernels, and tiles that have one head or several."""
 
@@ -357,11 +359,12 @@ LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64}
         nn.RoPE(64),
         nn.RoPE(64, base=5e5, scale=0.25),
         rope_utils.Llama3RoPE(64, base=5e5, scaling_config=LLAMA3),
+        rope_utils.YarnRoPE(64, scaling_factor=32.0),
     ],
     ids=lambda rope: f"{type(rope).__name__} {vars(rope).get('scale', '')}",
 )
 def test_periods_are_a_ropes(rope: nn.Module) -> None:
-    rotation = Rotation(64, 64, each=True)
+    rotation = Rotation(64, 64, each=True, factor=getattr(rope, "mscale", 1))
     places = mx.array([0, 1, 100, 30000], mx.int32)
     heads = mx.random.normal((4, 1, 1, 64), key=mx.random.key(2))
     periods = periods_of(rope, 64)
@@ -379,7 +382,8 @@ def test_periods_are_a_ropes(rope: nn.Module) -> None:
     [
         nn.RoPE(64, traditional=True),
         nn.RoPE(32),
-        rope_utils.YarnRoPE(64),
+        rope_utils.SuScaledRoPE(64, long_factor=2.0),
+        rope_utils.YarnRoPE(64, traditional=True),
         rope_utils.Llama3RoPE(64, traditional=True, scaling_config=LLAMA3),
     ],
     ids=lambda rope: type(rope).__name__,
@@ -452,6 +456,8 @@ def test_plans_have_both_halves_of_a_head_in_a_block(
         ({"rotation": Rotation(64, -64)}, "columns=-64"),
         ({"rotation": Rotation(33, 66)}, "even number of features"),
         ({"rotation": Rotation(0, 0)}, "even number of features"),
+        ({"rotation": Rotation(64, 128, factor=0.0)}, "a positive, finite factor"),
+        ({"rotation": Rotation(64, 128, factor=math.nan)}, "a positive, finite factor"),
         ({"rotation": Rotation(64, 128, norm=-1.0)}, "a norm of at least 0"),
         ({"rotation": Rotation(64, 128, norm=1.0, queries=32)}, "queries=32"),
         ({"rotation": Rotation(64, 128, norm=1.0, queries=192)}, "within its columns"),

@@ -1,6 +1,7 @@
 """Blocks as traced graphs compute what mlx-lm's own code does."""
 
 import copy
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -366,6 +367,11 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
 
 
 WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -379,6 +385,8 @@ LLAMA3 = {
         ("llama", {}, True),
         ("llama", {"rope_scaling": LLAMA3}, True),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True),
+        ("llama", {"rope_scaling": YARN}, True),
+        ("gpt_oss", {"rope_scaling": YARN}, True),
         ("qwen2", {}, True),
         ("llama", {"rope_traditional": True}, False),
         ("qwen3", {}, True),  # q and k have norms before
@@ -404,6 +412,8 @@ def test_a_product_rotates_heads_of_64_features(
     assert_close(outputs, expected, 2e-3)
     found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
     rotation = Rotation(64, 384, each=make is with_left_padding)
+    if options.get("rope_scaling") is YARN:
+        rotation = replace(rotation, factor=0.1 * math.log(32) + 1)
     if family == "qwen3":
         rotation = replace(rotation, norm=1e-5, queries=256)
     assert found == ({rotation} if rotates else set())

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.rope_utils import Llama3RoPE
+from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from mlx_marlin.epilogue import Rotation
 
@@ -47,11 +47,12 @@ def rotated_heads(
         return None
     if each and places.shape != x.shape[:1]:
         return None  # MLX's rope says what is wrong
-    periods = periods_of(modules["rope"], features)
+    rope = modules["rope"]
+    periods = periods_of(rope, features)
     if periods is None:
         return None
-    columns = sum(sizes[:2])
-    rotation = Rotation(features, columns, each=each)
+    columns, factor = sum(sizes[:2]), float(getattr(rope, "mscale", 1))
+    rotation = Rotation(features, columns, each=each, factor=factor)
     norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
     if norms:
         if len({each.eps for each in norms}) > 1:
@@ -76,13 +77,14 @@ def on_device(offset: mx.array) -> mx.array:
 def periods_of(rope: Any, features: int) -> mx.array | None:
     """Returns the places that make a radian of each pair of a head's features, float32.
 
-    Of ropes that turn whole heads by halves and do nothing else; None of others.
+    Of ropes that turn whole heads by halves, and at most multiply them by a number;
+    None of others.
     """
-    if type(rope) not in (nn.RoPE, Llama3RoPE):
+    if type(rope) not in (nn.RoPE, Llama3RoPE, YarnRoPE):
         return None
     if rope.traditional or rope.dims != features:
         return None
-    if type(rope) is Llama3RoPE:
+    if type(rope) is not nn.RoPE:
         periods: mx.array = rope._freqs
         return periods if periods.dtype == mx.float32 else None
     powers = np.arange(0, features, 2) / features

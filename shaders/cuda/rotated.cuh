@@ -47,7 +47,8 @@ struct Normalized {
   }
 };
 
-// The first ROTATED columns are rotated; EACH row has a place of its own, or all have one.
+// The first ROTATED columns are rotated, and multiplied by what has the bits of FACTOR; EACH row
+// has a place of its own, or all have one.
 template <
     typename T,
     bool BIAS,
@@ -55,6 +56,7 @@ template <
     int FEATURES,
     int ROTATED,
     bool EACH,
+    int FACTOR,
     typename N = AsTheyAre>
 struct Rotated {
   static constexpr int HALF = FEATURES / 2;
@@ -87,6 +89,8 @@ struct Rotated {
       UNROLL for (int i = 0; i < TOGETHER; ++i) {
         const float frequency = 1.0f / periods[pair % HALF + i * TILE_N];
         points[i] = turned(points[i], at * frequency);
+        points[i].x *= as_type<float>(FACTOR);
+        points[i].y *= as_type<float>(FACTOR);
       }
     }
     UNROLL for (int i = 0; i < TOGETHER; ++i) {
