@@ -57,6 +57,25 @@ MODELS: dict[str, Sizes] = {
         "mlp_only_layers": [],
         "norm_topk_prob": True,
     },
+    "gpt-oss-20b": {
+        **LLAMA_8B,
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "sliding_window": 128,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 TINY: Sizes = {
     "hidden_size": 128,
@@ -67,6 +86,7 @@ TINY: Sizes = {
     "vocab_size": 320,
     "head_dim": 32,
     "num_experts": 4,
+    "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }

@@ -4,7 +4,6 @@ It decides nothing.
 """
 
 from collections.abc import Callable
-from functools import cache
 from math import gcd, prod
 
 import mlx.core as mx
@@ -136,6 +135,5 @@ def combine(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array
     return total
 
 
-@cache
 def _routing(body: str) -> backends.KernelCall:
     return lazily(source.routing_source(body), 0)

@@ -5,13 +5,14 @@
 constexpr int CLIPPED_SWIGLU = 4;
 
 template <int ACTIVATION>
-METAL_FUNC float gated_by(float gate, float up) {
+METAL_FUNC float gated(Point both) {
   if (ACTIVATION == CLIPPED_SWIGLU) {
-    gate = gate > 7.0f ? 7.0f : gate;  // what is no number stays none
-    up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
+    const float gate = both.x > 7.0f ? 7.0f : both.x;  // what is no number stays none
+    const float up = both.y > 7.0f ? 7.0f : both.y < -7.0f ? -7.0f : both.y;
     return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
   }
-  return activate<ACTIVATION>(gate) * up;
+  const float gate = activate<ACTIVATION>(both.x);
+  return gate * both.y;
 }
 
 // What is added to both sums before: nothing, or biases [columns] of gate and of up.
@@ -46,7 +47,7 @@ struct Gated {
 
   template <typename O>
   METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
-    const Point both = biases.added(*sums, pair);
-    store(out, 0, 0, row * (work.n / 2) + pair, gated_by<ACTIVATION>(both.x, both.y));
+    const float value = gated<ACTIVATION>(biases.added(*sums, pair));
+    store(out, 0, 0, row * (work.n / 2) + pair, value);
   }
 };

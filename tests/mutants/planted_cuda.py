@@ -303,6 +303,14 @@ MUTANTS = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
+        "cuda: heads that are rotated are not multiplied",
+        "cuda/rotated.cuh",
+        "points[i].y *= as_type<float>(FACTOR);",
+        "",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
         "cuda: heads of v are rotated too",
         _ROTATED,
         "if (col < ROTATED) {",

@@ -1,12 +1,18 @@
-"""Bugs in how the CUDA kernel for experts finds and places their rows."""
+"""Bugs in how CUDA kernels choose experts, find and place their rows, and add up."""
 
 from mutant import Detector, Mutant
 
 EXPERTS = "experts, blocks of experts"
 PAIRS = "experts, blocks of pairs"
 GATED = "experts, gate and up"
+BIASED = "experts, biases"
+CLIPPED = "experts, gate and up with biases, both clipped"
+CHOSEN = "experts, chosen"
+CHOSEN_OF_ALL = "experts, chosen with scores of all"
+ADDED_UP = "experts, added up"
 
-_GATHER = "cuda/gather.cuh"
+_GATHER, _GATED = "cuda/gather.cuh", "cuda/gated.cuh"
+_ROUTING = "cuda/routing.cuh"
 
 MUTANTS = (
     Mutant(
@@ -96,5 +102,125 @@ MUTANTS = (
         "SIMDGROUPS_K, warp, lane_index);",
         EXPERTS,
         Detector.RACE,
+    ),
+    Mutant(
+        "gather: all experts have the first one's bias",
+        _GATHER,
+        "return {epilogue.bias + expert * n};",
+        "return {epilogue.bias};",
+        BIASED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gather: of gate and up all experts have the first one's bias",
+        _GATHER,
+        "{{{all.gate + expert * n, all.up + expert * n}}}",
+        "{{{all.gate, all.up}}}",
+        CLIPPED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gather: up has the bias of gate",
+        _GATED,
+        "float(up[pair])",
+        "float(gate[pair])",
+        CLIPPED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gather: gate is not clipped",
+        _GATED,
+        "both.x > 7.0f ? 7.0f : both.x",
+        "both.x",
+        CLIPPED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gather: up is clipped on one side",
+        _GATED,
+        "both.y < -7.0f ? -7.0f : both.y",
+        "both.y",
+        CLIPPED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gather: what gpt-oss adds to up is missing",
+        _GATED,
+        "(up + 1.0f)",
+        "up",
+        CLIPPED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: negative logits stand in the wrong order",
+        _ROUTING,
+        "bits >> 31 ? ~bits :",
+        "bits >> 31 ? bits :",
+        CHOSEN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: an expert is chosen again and again",
+        _ROUTING,
+        "== expert ? 0 : left[i]",
+        "== expert + EXPERTS ? 0 : left[i]",
+        CHOSEN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: experts that there are not are chosen",
+        _ROUTING,
+        "expert < EXPERTS ? in_order(float(logits[row * EXPERTS + expert])) : 0",
+        "in_order(float(logits[row * EXPERTS + expert % EXPERTS]))",
+        CHOSEN_OF_ALL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: scores are of the chosen",
+        _ROUTING,
+        "sum_of_warp(OF_ALL ? all : score)",
+        "sum_of_warp(score)",
+        CHOSEN_OF_ALL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: scores are of all",
+        _ROUTING,
+        "if (OF_ALL) {",
+        "if (false) {",
+        CHOSEN_OF_ALL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: a row reads the logits of the first",
+        _ROUTING,
+        "logits[row * EXPERTS + expert]",
+        "logits[expert]",
+        CHOSEN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "combine: all experts have the first score",
+        _ROUTING,
+        "scores[pair] *",
+        "scores[row * EACH] *",
+        ADDED_UP,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "combine: the residual is missing",
+        _ROUTING,
+        "T(float(residual[index]) + sum)",
+        "T(sum)",
+        ADDED_UP,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "combine: a row is as long as its place",
+        _ROUTING,
+        "results[pair * N + col]",
+        "results[pair * N + col / 2]",
+        ADDED_UP,
+        Detector.WRONG_RESULT,
     ),
 )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cuda_experts
 import cuda_on_cpu
@@ -20,13 +21,12 @@ from cuda_cases import (
     STAGED_WAYS,
     WAYS,
     WGMMA_WAYS,
-    Case,
 )
 from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
 
-from mlx_marlin import emulator
+from mlx_marlin import emulator, gather_launch
 from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.source import OPERANDS
 
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 WHOLE, SLICED, STREAM = WAYS[0], WAYS[2], WAYS[3]
-CASES: dict[str, Case] = {
+CASES: dict[str, Any] = {
     planted_cuda.PACKED: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
     planted_cuda.PACKED_STREAM: ("affine", 4, 64, "marlin", "float16", 12, STREAM),
     planted_cuda.NATIVE: ("affine", 4, 64, "mlx", "bfloat16", 12, WHOLE),
@@ -59,13 +59,15 @@ MOVED = {
 }
 CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
 ROTATED = Epilogue(
-    bias=True, rotation=replace(ROTATION, each=True), parts=(128, 64, 128)
+    bias=True,
+    rotation=replace(ROTATION, each=True, factor=1.5),
+    parts=(128, 64, 128),
 )
 NORMED_HEADS = Epilogue(
     rotation=Rotation(128, 512, each=True, norm=HEAD_EPSILON, queries=256),
     parts=(512, 128),
 )
-CHECKS: dict[str, Callable[[Case], None]] = {
+CHECKS: dict[str, Callable[[Any], None]] = {
     planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
     planted_cuda.GATED: cuda_on_cpu.check_gated,
     planted_cuda.ROTATED: partial(
@@ -147,9 +149,25 @@ OF_EXPERTS = {
     planted_cuda_gather.EXPERTS: cuda_experts.CALLS["blocks of experts"],
     planted_cuda_gather.PAIRS: cuda_experts.CALLS["blocks of pairs"],
     planted_cuda_gather.GATED: cuda_experts.CALLS["gate and up"],
+    planted_cuda_gather.BIASED: cuda_experts.CALLS["biases"],
+    planted_cuda_gather.CLIPPED: cuda_experts.CALLS[
+        "gate and up with biases, both clipped"
+    ],
 }
 CASES |= {name: call.case for name, call in OF_EXPERTS.items()}
 CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.items()}
+CASES |= {
+    planted_cuda_gather.CHOSEN: cuda_experts.ROUTINGS[0],
+    planted_cuda_gather.CHOSEN_OF_ALL: cuda_experts.ROUTINGS[1],
+    planted_cuda_gather.ADDED_UP: cuda_experts.ROUTINGS[1],
+}
+CHECKS |= {
+    planted_cuda_gather.CHOSEN: lambda choice: choice.check(gather_launch.route),
+    planted_cuda_gather.CHOSEN_OF_ALL: lambda choice: choice.check(gather_launch.route),
+    planted_cuda_gather.ADDED_UP: lambda choice: choice.check_sum(
+        gather_launch.combine
+    ),
+}
 MUTANTS = (
     *planted_cuda.MUTANTS,
     *planted_cuda_gather.MUTANTS,
