@@ -14,6 +14,8 @@ from oracles import Floats, exact
 
 from mlx_marlin import gather_launch
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.integrations import routing
+from mlx_marlin.integrations.routing import Routing
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem
 
@@ -287,6 +289,14 @@ class Choice:
         once = {"float16": 2**-11, "bfloat16": 2**-8}[self.dtype]
         apart = np.abs(exact(total) - expected)
         assert np.all(apart <= 1.001 * once * np.abs(expected) + 1e-6)
+
+
+def choice_of_mlx(
+    logits: mx.array, each: int, of_all: bool
+) -> tuple[mx.array, mx.array]:
+    """Does what the kernel does, in MLX's operations, in another order."""
+    largest = mx.argpartition(-logits, kth=each - 1, axis=-1)[..., :each]
+    return largest, routing.scores_of(logits, largest, Routing(each, of_all))
 
 
 ROUTINGS = (

@@ -93,8 +93,10 @@ def compiled(
     types |= {"partials": "float", "places": "int32_t", "periods": "float"}
     types |= {"experts": "uint32_t", "sources": "uint32_t"}
     types |= {"second": "uint32_t", "second_scales": scale}
+    types |= {"scores": "float"}
     arguments = [f"const {types.get(each, dtype)}* {each}" for each in text.input_names]
-    arguments += [f"{result or dtype}* {each}" for each in text.output_names]
+    written = {"experts": "uint32_t", "scores": "float", "out": result or dtype}
+    arguments += [f"{written.get(each, dtype)}* {each}" for each in text.output_names]
     lines = [
         f"using {name} = {TYPES[value]};"
         if isinstance(value, str)
@@ -143,6 +145,23 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
     if plan.finishes:
         template = kernel_arguments.reduce_template(plan)
         compiled(source.sums_source(plan), plan, device, tmp_path, template)
+
+
+@pytest.mark.parametrize(
+    ("body", "template"),
+    [
+        ("route", {"T": "float16", "EXPERTS": 1024, "EACH": 32, "OF_ALL": True}),
+        ("route", {"T": "bfloat16", "EXPERTS": 60, "EACH": 4, "OF_ALL": False}),
+        ("combine", {"T": "bfloat16", "N": 2880, "EACH": 8}),
+    ],
+)
+def test_routing_compiles(
+    body: str, template: dict[str, TemplateValue], tmp_path: Path
+) -> None:
+    plan = scheduler.make(problem_of(8, 64, 64, dtype=template["T"]))
+    text = source.routing_source(body)
+    said = compiled(text, plan, CudaDevice.named(H200), tmp_path, template)
+    assert max(map(int, SPILLED.findall(said))) == 0, said
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ The kernels run on the CPU here; on a GPU `test_cuda_kernels.py` has them too.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import cuda_experts
 import mlx.core as mx
@@ -17,17 +19,9 @@ from mlx_marlin.integrations.routing import (
     MOST_EXPERTS,
     Routing,
     choose_experts,
+    is_ours,
     weighted_sum,
 )
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lists the kernels that calls get, which return nothing."""
-    found: list[str] = []
-    for name in ("route", "combine"):
-        monkeypatch.setattr(gather_launch, name, lambda *_, own=name: found.append(own))
-    return found
 
 
 @needs_emulator
@@ -46,12 +40,10 @@ def test_a_kernel_adds_up(case: cuda_experts.Choice) -> None:
 
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_operations_of_mlx_choose_and_add_up(case: cuda_experts.Choice) -> None:
-    def choice(
-        logits: mx.array, choices: int, of_all: bool
-    ) -> tuple[mx.array, mx.array]:
-        experts, scores = routing.stock_choice(logits, Routing(choices, of_all))
-        order = mx.argsort(-scores, axis=-1)  # MLX has none
-        return tuple(mx.take_along_axis(each, order, -1) for each in (experts, scores))
+    def choice(*given: Any) -> tuple[mx.array, ...]:
+        found = cuda_experts.choice_of_mlx(*given)
+        order = mx.argsort(-found[1], axis=-1)
+        return tuple(mx.take_along_axis(each, order, -1) for each in found)
 
     case.check(choice)
     case.check_sum(routing.stock_sum)
@@ -60,7 +52,7 @@ def test_operations_of_mlx_choose_and_add_up(case: cuda_experts.Choice) -> None:
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_of_equal_logits_the_first_are_chosen() -> None:
-    logits = mx.array([[0, 2, 1, 2, 2, 1], [3, 3, 3, 3, 3, 3]], mx.float16)
+    logits = mx.array([[0, 2, 1, 2, 2, 1], [-0.0, 0.0, 0.0, -0.0, -1, -1]], mx.float16)
     experts, scores = gather_launch.route(logits, 4, False)
     assert experts.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3]]
     assert np.allclose(scores[1], 0.25)
@@ -83,58 +75,63 @@ def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> No
         (8, 2, mx.float32, False),
         (MOST_EXPERTS + 1, 8, mx.float16, False),
         (128, 33, mx.float16, False),
+        (4, 5, mx.float16, False),
     ],
 )
-def test_calls_that_a_kernel_takes(
+def test_choices_that_a_kernel_makes(
     backend: Callable[[str | None], None],
-    launched: list[str],
     experts: int,
     choices: int,
     dtype: mx.Dtype,
     ours: bool,
 ) -> None:
+    logits = mx.zeros((2, 3, experts), dtype)
     backend("cuda")
-    with derivatives.left_out():
-        choose_experts(mx.zeros((2, 3, experts), dtype), Routing(choices))
-    assert launched == ["route"] * ours
+    assert is_ours(logits, Routing(choices)) == ours
+    assert not is_ours(logits[:0], Routing(choices))
+    for other in ("emulator", "stock"):
+        backend(other)
+        assert not is_ours(logits, Routing(choices))
 
 
-def test_where_mlx_may_differentiate_its_operations_stay(
-    backend: Callable[[str | None], None], launched: list[str]
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("of_all", [False, True])
+def test_scores_and_sums_have_the_derivatives_of_mlx(of_all: bool) -> None:
+    draw = np.random.default_rng(3).normal
+    shapes = (2, 8), (2, 3, 1, 4), (2, 4)
+    arrays = [mx.array(draw(size=each)).astype(mx.float16) for each in shapes]
+
+    def total(choose: Any, add: Any, *given: mx.array) -> mx.array:
+        logits, results, residual = given
+        _, scores = choose(logits)
+        return (add(results, scores, residual).astype(mx.float32) ** 2).sum()
+
+    ours = partial(total, lambda x: choose_experts(x, Routing(3, of_all)), weighted_sum)
+    chosen = mx.argsort(-arrays[0])[:, :3]
+    # The order of the chosen decides which result has which score: the largest first.
+    stock = partial(
+        total,
+        lambda x: (
+            None,
+            routing.scores_of(x, chosen, Routing(3, of_all)),
+        ),
+        routing.stock_sum,
+    )
+
+    found, expected = (
+        mx.grad(each, argnums=(0, 1, 2))(*arrays) for each in (ours, stock)
+    )
+
+    for own, each in zip(found, expected, strict=True):
+        assert mx.abs(each).max() > 0
+        assert mx.allclose(own, each, rtol=2e-3, atol=1e-3)
+
+
+def test_where_nobody_differentiates_scores_are_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backend("cuda")
-    logits = mx.random.normal((2, 8), key=mx.random.key(1)).astype(mx.float16)
-    results = mx.ones((2, 3, 1, 4), mx.float16)
-
-    def total(logits: mx.array) -> mx.array:
-        _, scores = choose_experts(logits, Routing(3, of_all=True))
-        return weighted_sum(results, scores, mx.zeros((2, 4), mx.float16)).sum()
-
-    assert mx.abs(mx.grad(total)(logits)).max() > 0
+    results = mx.array([1]), mx.array([0.5])
+    monkeypatch.setattr(gather_launch, "route", lambda *_: results)
     with derivatives.left_out():
-        total_of_kernels = (
-            choose_experts(logits, Routing(3)),
-            weighted_sum(results, mx.ones((2, 3)), results[:, 0, 0]),
-        )
-    assert total_of_kernels == (None, None)
-    assert launched == ["route", "combine"]
-
-
-@pytest.mark.parametrize("where", ["emulator", "stock"])
-def test_other_back_ends_have_no_such_kernels(
-    backend: Callable[[str | None], None], launched: list[str], where: str
-) -> None:
-    backend(where)
-    with derivatives.left_out():
-        choose_experts(mx.zeros((2, 8), mx.float16), Routing(2))
-    assert not launched
-
-
-def test_no_rows_choose_nothing(
-    backend: Callable[[str | None], None], launched: list[str]
-) -> None:
-    backend("cuda")
-    with derivatives.left_out():
-        experts, scores = choose_experts(mx.zeros((0, 8), mx.float16), Routing(2))
-    assert experts.shape == scores.shape == (0, 2)
-    assert not launched
+        assert choose_experts(mx.zeros((1, 2)), Routing(1)) is results

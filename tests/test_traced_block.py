@@ -1,9 +1,11 @@
 """Blocks as traced graphs compute what mlx-lm's own code does."""
 
 import copy
+import gc
 import math
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from cuda_experts import choice_of_mlx
 from mlx_lm.models import cache as caches
 from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import SwigluOAI
@@ -31,7 +34,7 @@ from mlx_marlin.finishing import rotated, split_apart
 from mlx_marlin.integrations import block_regions, traced_block
 from mlx_marlin.integrations.block_rotation import HOST_BYTES
 from mlx_marlin.integrations.known_blocks import FAMILIES
-from mlx_marlin.integrations.routing import Routing, stock_choice, stock_sum
+from mlx_marlin.integrations.routing import Routing, stock_sum
 from mlx_marlin.integrations.traced_block import TracedBlock
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.packing import PackedWeight, unpack
@@ -274,7 +277,7 @@ def cuda(
 
     def route(logits: mx.array, *given: Any) -> tuple[mx.array, ...]:
         choices.append(Routing(*given))
-        return tuple(map(mx.stop_gradient, stock_choice(logits, choices[-1])))
+        return tuple(map(mx.stop_gradient, choice_of_mlx(logits, *given)))
 
     def combine(*given: mx.array) -> mx.array:
         return mx.stop_gradient(stock_sum(*given))
@@ -734,6 +737,87 @@ def test_how_many_experts_a_row_chooses_may_change() -> None:
         each.layers[0].mlp.top_k = 1
 
     assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+
+
+def test_scores_may_be_shares_of_all_experts(
+    cuda: list[Plan], choices: list[Routing]
+) -> None:
+    options = {"norm_topk_prob": False}
+    own = mlx_marlin.optimize(tiny("qwen3_moe", mx.float16, **options), trace=False)
+
+    outputs = decoded(traced(tiny("qwen3_moe", mx.float16, **options)), one_stream)
+
+    assert_close(outputs, decoded(own, one_stream), 2e-3)
+    assert {*choices} == {Routing(2, of_all=True)}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gate", "shared_expert_gate"])
+def test_wider_gates_widen_what_mlx_lms_code_widens(
+    cuda: list[Plan], choices: list[Routing], family: str, name: str
+) -> None:
+    def wide() -> nn.Module:
+        model = tiny(family, mx.float16)
+        for block in model.layers:
+            experts = block[FAMILIES[family].place]
+            experts.get(name, nn.Module()).set_dtype(mx.float32)
+        return model
+
+    own = mlx_marlin.optimize(wide(), trace=False)
+    expected = decoded(own, one_stream)
+
+    outputs = decoded(traced(wide()), one_stream)
+
+    assert_close(outputs, expected, 2e-3)
+
+
+def test_a_kernel_chooses_in_every_thread_and_stream(
+    cuda: list[Plan], choices: list[Routing]
+) -> None:
+    model = traced(tiny("mixtral", mx.float16))
+    decoded(model, one_stream)
+    for stream in (None, mx.new_stream(mx.default_device())):
+        choices.clear()
+        with ThreadPoolExecutor(1) as pool, mx.stream(stream or mx.default_device()):
+            run = pool.submit if stream is None else lambda f, *given: f(*given)
+            run(decoded, model, one_stream)
+        assert choices
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
+def test_gradients_go_through_experts_that_are_traced(family: str) -> None:
+    own, wide = tiny(family), tiny(family)
+    model = traced(tiny(family), layout="marlin")
+    own.set_dtype(mx.float16)
+    model.set_dtype(mx.float16)
+    x = mx.random.normal((1, 1, 128), key=mx.random.key(8)).astype(mx.float16)
+
+    def gradient(of: nn.Module, x: mx.array) -> mx.array:
+        def total(x: mx.array) -> mx.array:
+            return (of.layers[0](x, None, caches.KVCache()) ** 2).sum()
+
+        return mx.grad(total)(x).astype(mx.float32)
+
+    expected = gradient(wide, x.astype(mx.float32))
+    error, theirs = (
+        mx.linalg.norm(gradient(each, x) - expected) for each in (model, own)
+    )
+    assert error < 2 * theirs
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_model_that_nobody_has_is_gone(family: str) -> None:
+    model = traced(tiny(family))
+    decoded(model, one_stream)
+    blocks = [weakref.ref(block) for block in model.layers]
+    gc.disable()
+    try:
+        del model
+        assert [block() for block in blocks] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("stock")

@@ -60,10 +60,10 @@ class Contents:
     """What a block was made of when it was looked at.
 
     Attributes:
-        parts: The modules in it, by name. (The block itself would be in a circle, which
-            keeps a model's arrays until Python looks for circles.)
-        tree: All modules in those: where each is, its name, and itself.
-        counts: How many entries each has: one more may be a bias.
+        parts: The modules in it: the name of each, itself, and how many entries it has,
+            of which one more may be a bias. (The block itself would be in a circle,
+            which keeps a model's arrays until Python looks for circles.)
+        tree: All modules in those, likewise, after where each is.
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
@@ -73,9 +73,8 @@ class Contents:
             many experts a row chooses.
     """
 
-    parts: dict[str, Any]
-    tree: tuple[tuple[nn.Module, str, Any], ...]
-    counts: tuple[tuple[nn.Module, int], ...]
+    parts: tuple[tuple[str, nn.Module, int], ...]
+    tree: tuple[tuple[nn.Module, str, nn.Module, int], ...]
     kind: Kind | None
     before: Slots = ((), ())
     after: Slots = ((), ())
@@ -93,35 +92,31 @@ class Contents:
 
 def look(block: nn.Module) -> Contents:
     """Returns what a block is made of now."""
-    parts = _children(block)
-    tree = tuple(entry for child in parts.values() for entry in _tree(child))
-    modules = *parts.values(), *(child for *_, child in tree)
-    counts = tuple((each, len(each)) for each in modules)
+    children = _children(block).items()
+    parts = tuple((name, child, len(child)) for name, child in children)
+    tree = tuple(entry for _, child in children for entry in _tree(child))
     own = sys.modules[type(block).__bases__[1].__module__]
     family = family_of(own)
     try:
         kind, before, after = _kind(block, family, own)
     except (UnknownError, KeyError):
-        return Contents(parts, tree, counts, None)
+        return Contents(parts, tree, None)
     kind = _kinds.setdefault(kind, kind)
     windowed = family.windowed or bool(getattr(block, "use_sliding", False))
     mlp = block[family.place]
     has_experts = any(name == "experts" for name, _ in kind.after)
     experts = (mlp, dict(vars(mlp))) if has_experts else None
-    found = parts, tree, counts, kind, before, after
+    found = parts, tree, kind, before, after
     return Contents(*found, windowed, family.scale, experts)
 
 
 def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
     """Returns whether a block is still made of what was found in it: each call asks."""
-    for name, child in contents.parts.items():
-        if block.get(name) is not child:
+    for name, child, count in contents.parts:
+        if block.get(name) is not child or len(child) != count:
             return False
-    for module, name, child in contents.tree:
-        if module.get(name) is not child:
-            return False
-    for module, count in contents.counts:
-        if len(module) != count:
+    for module, name, child, count in contents.tree:
+        if module.get(name) is not child or len(child) != count:
             return False
     experts = contents.experts
     return experts is None or vars(experts[0]) == experts[1]
@@ -268,8 +263,8 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in module.items() if isinstance(each, nn.Module)}
 
 
-def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yields all modules in one, at any depth: where each is, its name, and itself."""
+def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, int]]:
+    """Yields all modules in one, at any depth, as `Contents` has them."""
     for name, child in _children(module).items():
-        yield module, name, child
+        yield module, name, child, len(child)
         yield from _tree(child)

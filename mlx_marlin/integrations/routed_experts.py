@@ -8,8 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.integrations.known_blocks import Experts
-from mlx_marlin.integrations.known_layers import runs_on_cuda
-from mlx_marlin.integrations.routing import choose_experts, weighted_sum
+from mlx_marlin.integrations.routing import choose_experts, is_ours, weighted_sum
 from mlx_marlin.nn import MarlinLinear
 
 
@@ -24,15 +23,22 @@ class RoutedExperts(nn.Module):
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
         """Returns what the experts make of x [..., k], plus a residual."""
-        if not runs_on_cuda():
-            own: mx.array = self(x)
-            return residual + own
-        known = self.known
-        experts, scores = choose_experts(self[known.gate](x), known.routing(self))
+        total = self._by_kernels(x, residual)
+        return residual + self(x) if total is None else total
+
+    def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """Returns the same; None where a dtype is no kernel's, or differs from x's."""
+        known, logits = self.known, self[self.known.gate](x)
+        routing = known.routing(self)
+        if not is_ours(logits, routing):
+            return None
+        experts, scores = choose_experts(logits, routing)
         results = self[known.layers].results(x, experts)
         if known.shared is not None:
             share = mx.sigmoid(self["shared_expert_gate"](x))
             residual = residual + share * self["shared_expert"](x)
+        if len({each.dtype for each in (x, logits, results, residual)}) > 1:
+            return None
         return weighted_sum(results, scores, residual)
 
 

@@ -7,9 +7,10 @@ namespace marlin {
 
 #include "warp.cuh"
 
-// Numbers that stand in the order of floats; not-a-numbers are at both ends.
+// Numbers that stand in the order of floats, both zeros as one. What is no number is the largest
+// of all, or with its sign the least.
 METAL_FUNC uint in_order(float value) {
-  const uint bits = as_type<uint>(value);
+  const uint bits = as_type<uint>(value + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
@@ -30,7 +31,7 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
   }
   float most = 0;
   float all = 0;
-  float own = -INFINITY;
+  float own = as_type<float>(0xff800000u);  // minus infinity
   uint chosen = 0;
   for (uint choice = 0; choice < EACH; ++choice) {
     uint best = left[0];
