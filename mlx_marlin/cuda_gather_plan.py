@@ -32,7 +32,7 @@ class CudaGatherPlan:
             are an array.
         gate: How the product of the first of two weights an expert gates that of the
             second, one of `GATES`; None with one weight.
-        bias: Whether each product has a bias [experts, n].
+        bias: Whether each product has a bias [experts, n]; of packed weights only.
     """
 
     problem: Problem
@@ -68,6 +68,10 @@ class CudaGatherPlan:
             )
 
         tiled = self.problem.layout == "marlin" and self.problem.n % TILE_N == 0
+        if self.bias and self.problem.layout != "marlin":
+            raise ValueError(
+                f"bias=True needs packed weights, got layout={self.problem.layout!r}"
+            )
         if self.gate not in (None, *GATES):
             raise ValueError(f"gate={self.gate!r} is not None or one of {GATES}")
         if self.gate and (not tiled or self.simdgroups_n % 2):

@@ -191,7 +191,7 @@ def gather_packed(
     experts = words.shape[0]
     if rhs_indices is None:
         rhs_indices = mx.arange(experts, dtype=mx.uint32)
-    added = [bias] if bias is not None and _is_fused(bias, x, scales) else []
+    added = [bias] if bias is not None and _is_fused(bias, x, (experts, n)) else []
     kind, served = serve_packed(
         x.shape,
         x.dtype,
@@ -248,7 +248,7 @@ def gather_gated(
         Such as `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once;
         None where no kernel of ours does so (`serve_gated`).
     """
-    if not all(_is_fused(each, x, weights[1]) for each in biases):
+    if not all(_is_fused(each, x, (weights[0].shape[0], n)) for each in biases):
         return None
     kind = packed_kind(
         (*x.shape[:-1], 1, 1, k),  # a view would cost more than the kernel's launch
@@ -272,10 +272,10 @@ def gather_gated(
     return served.run(x, *weights, *biases, indices)
 
 
-def _is_fused(bias: mx.array, x: mx.array, scales: mx.array) -> bool:
-    """Returns whether a kernel adds a bias: on CUDA, if all have a dtype."""
-    alike = bias.dtype == x.dtype and scales.dtype in (x.dtype, mx.uint8)
-    return alike and backends.backend() == "cuda"
+def _is_fused(bias: mx.array, x: mx.array, shape: tuple[int, int]) -> bool:
+    """Returns whether a kernel adds a bias of each expert: on CUDA, in x's dtype."""
+    fits = bias.dtype == x.dtype and bias.shape == shape
+    return fits and backends.backend() == "cuda"
 
 
 def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:

@@ -82,13 +82,16 @@ def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
     return multiply
 
 
-def route(logits: mx.array, choices: int, of_all: bool) -> tuple[mx.array, mx.array]:
+def route(
+    logits: mx.array, choices: int, of_all: bool, last: bool
+) -> tuple[mx.array, mx.array]:
     """Calls the CUDA kernel that chooses experts.
 
     Args:
         logits: Of each row [..., experts].
         choices: Experts of a row.
         of_all: Whether scores are the softmax over all experts, not over the chosen.
+        last: Whether of equal logits the last are chosen, not the first.
 
     Returns:
         Indices, uint32 [..., choices], and scores in float32.
@@ -102,6 +105,7 @@ def route(logits: mx.array, choices: int, of_all: bool) -> tuple[mx.array, mx.ar
             ("EXPERTS", experts),
             ("EACH", choices),
             ("OF_ALL", of_all),
+            ("LAST", last),
         ),
         grid=(prod(rows) * SIMD_WIDTH, 1, 1),
         threadgroup=(SIMD_WIDTH, 1, 1),

@@ -196,8 +196,11 @@ CALLS = {
     "biases": Call(
         (*AFFINE, "marlin", "float16", 5, block(2, 2)), UNEVEN, each=0, bias=True
     ),
-    "biases in MLX's layout": Call(
-        (*AFFINE, "mlx", "bfloat16", 16, block(3, 1, 2)), UNEVEN, each=1, bias=True
+    "biases of small floats": Call(
+        ("mxfp4", 4, 32, "marlin", "bfloat16", 16, block(3, 1, 2)),
+        UNEVEN,
+        each=1,
+        bias=True,
     ),
     "gate and up with biases, both clipped": Call(
         ("mxfp4", 4, 32, "marlin", "bfloat16", 2, block(2, 2)),
@@ -264,7 +267,7 @@ class Choice:
         self, route: Callable[..., tuple[mx.array, mx.array]], place: Place = as_it_is
     ) -> None:
         """Compares what is chosen with all choices in order."""
-        experts, scores = route(place(self.logits), self.each, self.of_all)
+        experts, scores = route(place(self.logits), self.each, self.of_all, False)
         chosen, expected = self.expected
         assert experts.dtype == mx.uint32
         assert scores.dtype == mx.float32
@@ -292,10 +295,13 @@ class Choice:
 
 
 def choice_of_mlx(
-    logits: mx.array, each: int, of_all: bool
+    logits: mx.array, each: int, of_all: bool, last: bool
 ) -> tuple[mx.array, mx.array]:
     """Does what the kernel does, in MLX's operations, in another order."""
-    largest = mx.argpartition(-logits, kth=each - 1, axis=-1)[..., :each]
+    if last:
+        largest = mx.argpartition(logits, kth=-each, axis=-1)[..., -each:]
+    else:
+        largest = mx.argpartition(-logits, kth=each - 1, axis=-1)[..., :each]
     return largest, routing.scores_of(logits, largest, Routing(each, of_all))
 
 

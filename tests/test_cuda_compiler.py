@@ -33,6 +33,7 @@ SPILLED = re.compile(r"(\d+) bytes spill stores")
 MOST_SPILLED = 64
 """Bytes a thread: what is stored before the main loop and loaded behind it."""
 LARGE = {"n": 28672, "k": 8192, "layout": "marlin"}
+FIRST, LAST = {"LAST": False}, {"LAST": True}
 HEADS = Rotation(features=128, columns=5120, each=True)
 NORMED_HEADS = replace(HEADS, norm=1e-6, queries=4096)
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
@@ -150,8 +151,11 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("body", "template"),
     [
-        ("route", {"T": "float16", "EXPERTS": 1024, "EACH": 32, "OF_ALL": True}),
-        ("route", {"T": "bfloat16", "EXPERTS": 60, "EACH": 4, "OF_ALL": False}),
+        (
+            "route",
+            {"T": "float16", "EXPERTS": 1024, "EACH": 32, "OF_ALL": True} | FIRST,
+        ),
+        ("route", {"T": "bfloat16", "EXPERTS": 60, "EACH": 4, "OF_ALL": False} | LAST),
         ("combine", {"T": "bfloat16", "N": 2880, "EACH": 8}),
     ],
 )

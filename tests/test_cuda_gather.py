@@ -322,6 +322,32 @@ class DoubledSwiGLU(SwiGLU):
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("shape", [(4, 1), (4, 63), (64,)])
+def test_biases_of_other_shapes_are_mlxs_to_add(shape: tuple[int, ...]) -> None:
+    own, ours = network(bias=True)
+    own.up_proj.bias = ours.up_proj.bias = mx.ones(shape, mx.float16)
+    x, chosen = chosen_by(3)
+    if shape == (4, 1):
+        assert_near(ours(x, chosen), own, x, chosen)
+    else:
+        with pytest.raises((ValueError, IndexError)):
+            mx.eval(ours(x, chosen))
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+def test_biases_are_added_where_stock_mlx_multiplies() -> None:
+    own, ours = network(bias=True)
+    own.set_dtype(mx.float32)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        ours[name] = MarlinSwitchLinear.from_quantized(own[name], layout="marlin")
+    x, chosen = chosen_by(3)
+    x = x.astype(mx.float32)
+    assert_near(ours(x, chosen), own, x, chosen)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
 def test_experts_that_must_not_vary_are_refused() -> None:
     own, ours = network()
     ours.up_proj = MarlinSwitchLinear.from_quantized(
@@ -341,14 +367,27 @@ def test_gradients_go_through_gate_and_up(
     own, ours = network(activation, bias)
     x, chosen = chosen_by(3)
 
-    def gradient(of: SwitchGLU, x: mx.array) -> mx.array:
-        return mx.grad(lambda x: (of(x, chosen) ** 2).sum())(x)
+    def gradients(of: SwitchGLU, x: mx.array) -> list[mx.array]:
+        layers = [of.gate_proj, of.up_proj, of.down_proj] if bias else []
 
-    found, stock = gradient(ours, x), gradient(own, x)
+        def total(x: mx.array, *biases: mx.array) -> mx.array:
+            for layer, each in zip(layers, biases, strict=True):
+                layer.bias = each
+            return (of(x, chosen) ** 2).sum()
+
+        given = [x, *(layer.bias for layer in layers)]
+        found = mx.grad(total, argnums=[*range(len(given))])(*given)
+        for layer, each in zip(layers, given[1:], strict=True):
+            layer.bias = each
+        return [*found]
+
+    found, stock = gradients(ours, x), gradients(own, x)
     own.set_dtype(mx.float32)
+    wide = gradients(own, x.astype(mx.float32))
 
     assert gathered[0].gate
-    assert_as_good(found, stock, gradient(own, x.astype(mx.float32)))
+    for each in zip(found, stock, wide, strict=True):
+        assert_as_good(*each)
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -423,6 +462,7 @@ def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
     ("fields", "words"),
     [
         ({"gate": "silu"}, "whole tiles and an even"),
+        ({"bias": True}, "bias=True needs packed weights"),
         ({"gate": "gelu"}, "gate='gelu' is not None or one of"),
         ({"experts": 0}, "experts=0"),
         ({"fragments_m": 5}, "fragments_m=5"),

@@ -384,6 +384,7 @@ def test_periods_are_a_ropes(rope: nn.Module) -> None:
         nn.RoPE(32),
         rope_utils.SuScaledRoPE(64, long_factor=2.0),
         rope_utils.YarnRoPE(64, traditional=True),
+        rope_utils.YarnRoPE(64, scaling_factor=32.0, mscale=-10),
         rope_utils.Llama3RoPE(64, traditional=True, scaling_config=LLAMA3),
     ],
     ids=lambda rope: type(rope).__name__,

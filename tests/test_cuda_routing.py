@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_emulator
 
-from mlx_marlin import derivatives, gather_launch
+from mlx_marlin import derivatives, gather_launch, kernel_arguments, source
+from mlx_marlin.cuda_gather_plan import GATES
+from mlx_marlin.epilogue import ACTIVATIONS
 from mlx_marlin.integrations import routing
 from mlx_marlin.integrations.routing import (
     MOST_EXPERTS,
@@ -51,11 +53,19 @@ def test_operations_of_mlx_choose_and_add_up(case: cuda_experts.Choice) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-def test_of_equal_logits_the_first_are_chosen() -> None:
-    logits = mx.array([[0, 2, 1, 2, 2, 1], [-0.0, 0.0, 0.0, -0.0, -1, -1]], mx.float16)
-    experts, scores = gather_launch.route(logits, 4, False)
-    assert experts.tolist() == [[1, 3, 4, 2], [0, 1, 2, 3]]
-    assert np.allclose(scores[1], 0.25)
+@pytest.mark.parametrize("experts", [6, 70])
+def test_of_equal_logits_the_first_or_the_last_are_chosen(experts: int) -> None:
+    logits = np.full((2, experts), -5.0)
+    logits[:, :6] = [0, 2, 1, 2, 2, 1], [-0.0, 0.0, 0.0, -0.0, -1, -1]
+    logits[1, experts - 1] = 0
+    for last in (False, True):
+        found, scores = gather_launch.route(
+            mx.array(logits, mx.float16), 4, False, last
+        )
+        turned = np.flip(logits, axis=1) if last else logits
+        order = np.argsort(-turned, axis=1, kind="stable")[:, :4]
+        assert np.array_equal(found, experts - 1 - order if last else order)
+        assert np.allclose(scores[1], 0.25)
 
 
 @needs_emulator
@@ -63,7 +73,7 @@ def test_of_equal_logits_the_first_are_chosen() -> None:
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("-inf")])
 def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> None:
     logits = mx.full((2, 5), value, mx.bfloat16)
-    experts, _ = gather_launch.route(logits, 3, True)
+    experts, _ = gather_launch.route(logits, 3, True, False)
     assert mx.max(experts).item() < 5
 
 
@@ -135,3 +145,10 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
     monkeypatch.setattr(gather_launch, "route", lambda *_: results)
     with derivatives.left_out():
         assert choose_experts(mx.zeros((1, 2)), Routing(1)) is results
+
+
+def test_shaders_and_plans_number_gates_alike() -> None:
+    text = (source.shader_folder() / "cuda" / "gated.cuh").read_text()
+    assert f"CLIPPED_SWIGLU = {kernel_arguments.GATES['swiglu_oai']};" in text
+    assert tuple(kernel_arguments.GATES) == GATES
+    assert len({*kernel_arguments.GATES.values()} | {*range(len(ACTIVATIONS))}) == 5

@@ -354,7 +354,9 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
     experts = FAMILIES[family].experts  # which have sums and gates of their own
-    routings = {Routing(2, of_all=family == "qwen2_moe")} if experts else set()
+    last = family in ("gpt_oss", "qwen3_moe")
+    routing = Routing(2, of_all=family == "qwen2_moe", last=last)
+    routings = {routing} if experts else set()
     assert any(plan.gate for plan in gathered) == bool(experts)
     assert {*choices} == routings
     assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
@@ -748,7 +750,7 @@ def test_scores_may_be_shares_of_all_experts(
     outputs = decoded(traced(tiny("qwen3_moe", mx.float16, **options)), one_stream)
 
     assert_close(outputs, decoded(own, one_stream), 2e-3)
-    assert {*choices} == {Routing(2, of_all=True)}
+    assert {*choices} == {Routing(2, of_all=True, last=True)}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
@@ -769,6 +771,17 @@ def test_wider_gates_widen_what_mlx_lms_code_widens(
     outputs = decoded(traced(wide()), one_stream)
 
     assert_close(outputs, expected, 2e-3)
+
+
+@pytest.mark.usefixtures("stock")
+def test_windows_of_gpt_oss_hide_tokens_of_a_stream_alone() -> None:
+    def logits(model: nn.Module) -> list[mx.array]:
+        alone = [caches.BatchKVCache([0]) for _ in model.layers]
+        return [model(mx.array([[i]]), cache=alone) for i in range(12)]
+
+    options = {"sliding_window": 4}
+    own, model = tiny("gpt_oss", **options), traced(tiny("gpt_oss", **options))
+    assert_equal(logits(model), logits(own))
 
 
 def test_a_kernel_chooses_in_every_thread_and_stream(

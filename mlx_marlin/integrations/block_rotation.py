@@ -51,8 +51,8 @@ def rotated_heads(
     periods = periods_of(rope, features)
     if periods is None:
         return None
-    columns, factor = sum(sizes[:2]), float(getattr(rope, "mscale", 1))
-    rotation = Rotation(features, columns, each=each, factor=factor)
+    columns = sum(sizes[:2])
+    rotation = Rotation(features, columns, each=each, factor=factor_of(rope))
     norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
     if norms:
         if len({each.eps for each in norms}) > 1:
@@ -82,10 +82,15 @@ def periods_of(rope: Any, features: int) -> mx.array | None:
     """
     if type(rope) not in (nn.RoPE, Llama3RoPE, YarnRoPE):
         return None
-    if rope.traditional or rope.dims != features:
+    if rope.traditional or rope.dims != features or factor_of(rope) <= 0:
         return None
     if type(rope) is not nn.RoPE:
         periods: mx.array = rope._freqs
         return periods if periods.dtype == mx.float32 else None
     powers = np.arange(0, features, 2) / features
     return mx.array((rope.base**powers / rope.scale).astype(np.float32))
+
+
+def factor_of(rope: Any) -> float:
+    """Returns what a rope multiplies heads by."""
+    return float(rope.mscale) if type(rope) is YarnRoPE else 1.0

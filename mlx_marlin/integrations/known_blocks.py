@@ -21,12 +21,12 @@ class Experts:
     """What a family's blocks may have in the place of an MLP.
 
     It computes `(layers(x, indices) * scores[..., None]).sum(-2)`, with indices and
-    scores of `gate(x)`, plus what a shared expert makes of x if it has one.
+    scores of `router(x)`, plus what a shared expert makes of x if it has one.
 
     Attributes:
         cls: Its class.
         routing: From one of these modules, how its rows choose experts.
-        gate: What it calls the layer that experts are chosen by.
+        router: What it calls the layer that experts are chosen by.
         layers: What it calls the experts.
         place: What a block calls it.
         shared: The class of a shared expert, `shared_expert`, which is multiplied by
@@ -35,7 +35,7 @@ class Experts:
 
     cls: str
     routing: Callable[[Any], Routing]
-    gate: str = "gate"
+    router: str = "gate"
     layers: str = "switch_mlp"
     place: str = "mlp"
     shared: str | None = None
@@ -71,7 +71,7 @@ class Family:
 
 
 def _of_all_or_chosen(experts: Any) -> Routing:
-    return Routing(experts.top_k, of_all=not experts.norm_topk_prob)
+    return Routing(experts.top_k, of_all=not experts.norm_topk_prob, last=True)
 
 
 FAMILIES = {
@@ -90,8 +90,8 @@ FAMILIES = {
         windowed=True,
         experts=Experts(
             cls="MLPBlock",
-            routing=lambda experts: Routing(experts.num_experts_per_tok),
-            gate="router",
+            routing=lambda experts: Routing(experts.num_experts_per_tok, last=True),
+            router="router",
             layers="experts",
         ),
     ),

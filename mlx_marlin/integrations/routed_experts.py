@@ -28,7 +28,7 @@ class RoutedExperts(nn.Module):
 
     def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """Returns the same; None where a dtype is no kernel's, or differs from x's."""
-        known, logits = self.known, self[self.known.gate](x)
+        known, logits = self.known, self[self.known.router](x)
         routing = known.routing(self)
         if not is_ours(logits, routing):
             return None

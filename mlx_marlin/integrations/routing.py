@@ -16,15 +16,18 @@ MOST_EXPERTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a row chooses experts: those with the largest logits, of equal ones any.
+    """How a row chooses experts: those with the largest logits.
 
     Attributes:
         choices: Experts of a row.
         of_all: Whether scores are the softmax over all experts, not over the chosen.
+        last: Whether of equal logits the last are chosen, not the first: what a stable
+            sort finds at the end of logits, not at the start of negative ones.
     """
 
     choices: int
     of_all: bool = False
+    last: bool = False
 
 
 def is_ours(logits: mx.array, routing: Routing) -> bool:
@@ -45,10 +48,10 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
     Returns:
         Indices, uint32 [..., choices], and scores in float32 [..., choices].
     """
-    choices, of_all = routing.choices, routing.of_all
+    how = routing.choices, routing.of_all, routing.last
     if are_left_out():
-        return gather_launch.route(logits, choices, of_all)
-    experts, _ = gather_launch.route(mx.stop_gradient(logits), choices, of_all)
+        return gather_launch.route(logits, *how)
+    experts, _ = gather_launch.route(mx.stop_gradient(logits), *how)
     experts = mx.stop_gradient(experts)
     return experts, scores_of(logits, experts, routing)
 

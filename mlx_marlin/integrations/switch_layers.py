@@ -118,8 +118,8 @@ class GatedExperts(SwitchGLU):
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers
-        how = _gate_of(self.activation)
-        y = None if how is None else _gated(gate, up, x, indices, how)
+        gating = _gating(self.activation)
+        y = None if gating is None else _gated(gate, up, x, indices, gating)
         if y is None:
             x = mx.expand_dims(x, (-2, -3))
             y = self.activation(up(x, indices), gate(x, indices))
@@ -127,7 +127,7 @@ class GatedExperts(SwitchGLU):
         return result
 
 
-def _gate_of(activation: nn.Module) -> str | None:
+def _gating(activation: nn.Module) -> str | None:
     """Returns what kernels call an activation of gate and up, if they have it."""
     if type(activation) is SwiGLU:
         return "silu"
@@ -142,7 +142,7 @@ def _gated(
     up: MarlinSwitchLinear,
     x: mx.array,
     indices: mx.array,
-    how: str,
+    gating: str,
 ) -> mx.array | None:
     """Returns the product of gate and up as one, if they are packed alike."""
     formats = [
@@ -156,4 +156,4 @@ def _gated(
     weights = gate["words"], gate["quantizers"], up["words"], up["quantizers"]
     if weights[1].dtype != weights[3].dtype:
         return None
-    return gather_gated(x, weights, *formats[0], indices, how, biases)
+    return gather_gated(x, weights, *formats[0], indices, gating, biases)

@@ -18,9 +18,10 @@ METAL_FUNC float out_of_order(uint number) {
   return as_type<float>(number >> 31 ? number & 0x7fffffffu : ~number);
 }
 
-// Writes the EACH largest of a row's EXPERTS logits, of equal ones the first, and the softmax over
-// these, or OF_ALL over all logits. A warp has a row, a lane every 32nd expert, then a choice.
-template <int EXPERTS, int EACH, bool OF_ALL, typename T>
+// Writes the EACH largest of a row's EXPERTS logits, of equal ones the first or the LAST, and the
+// softmax over these, or OF_ALL over all logits. A warp has a row, a lane every 32nd expert, then a
+// choice.
+template <int EXPERTS, int EACH, bool OF_ALL, bool LAST, typename T>
 METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, uint lane) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
   static_assert(EACH <= 32 && EACH <= EXPERTS, "a lane writes a choice");
@@ -37,11 +38,13 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
     uint best = left[0];
     uint place = lane;
     UNROLL for (int i = 1; i < PER_LANE; ++i) {
-      place = left[i] > best ? lane + 32 * i : place;
+      place = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : place;
       best = max(best, left[i]);
     }
     const uint top = max_of_warp(best);
-    const uint expert = min_of_warp(best == top ? place : EXPERTS - 1);
+    const uint others = LAST ? 0 : EXPERTS - 1;
+    const uint found = best == top ? min(place, uint(EXPERTS - 1)) : others;
+    const uint expert = LAST ? max_of_warp(found) : min_of_warp(found);
     if (choice == 0) {
       most = out_of_order(top);
       if (OF_ALL) {

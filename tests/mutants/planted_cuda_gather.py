@@ -216,7 +216,7 @@ MUTANTS = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "combine: a row is as long as its place",
+        "combine: two columns have the same results",
         _ROUTING,
         "results[pair * N + col]",
         "results[pair * N + col / 2]",
