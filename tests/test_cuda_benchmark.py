@@ -111,7 +111,10 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     assert "joined x stock" in text
 
 
-@pytest.mark.parametrize("model", ["llama-8b", "qwen3-8b", "qwen3-30b-a3b"])
+MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_variants_share_the_arrays_that_they_do_not_change(
     load: Any, model: str
 ) -> None:
@@ -130,11 +133,16 @@ def test_variants_share_the_arrays_that_they_do_not_change(
     assert all(stock[name] is mlx[name] for name in stock)
 
 
+@pytest.mark.parametrize("model", MODELS)
 def test_every_variant_and_number_of_streams_is_compiled_for(
-    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Callable[[str | None], None]
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Callable[[str | None], None],
+    model: str,
 ) -> None:
     generation = load("cuda_generation")
-    asked = generation.arguments(["--smoke", "--variants", "stock", "joined"])
+    variants = ["--variants", "stock", "joined"]
+    asked = generation.arguments(["--smoke", "--model", model, *variants])
     format = load("cuda_weights").Format("affine", 4, asked.group_size)
     backend("stock")
     assert generation.to_compile(asked, format) == []
