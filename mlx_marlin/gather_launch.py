@@ -9,6 +9,7 @@ from math import gcd, prod
 import mlx.core as mx
 
 from mlx_marlin import backends, kernel_arguments, source
+from mlx_marlin import cuda_declarations as declarations
 from mlx_marlin.backends import lazily, readable
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.gather_plan import GatherPlan
@@ -61,8 +62,8 @@ def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
     kernel = lazily(text, plan.threadgroup_bytes)
     template = backends.template(kernel_arguments.cuda_gather_template(plan))
     numbers = {"numbers": mx.array((problem.m, problem.n, problem.k), mx.int32)}
-    biases = source.EXPERT_BIASES if plan.gate else source.EXPERT_BIASES[:1]
-    second = source.SECOND if plan.gate else ()
+    biases = declarations.EXPERT_BIASES if plan.gate else declarations.EXPERT_BIASES[:1]
+    second = declarations.SECOND if plan.gate else ()
     weights = (*source.OPERANDS, *second, *(biases if plan.bias else ()))
     names = (*weights, "experts", "sources")
     inputs = backends.inputs_of(text, names, numbers)

@@ -10,6 +10,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_marlin import backends, kernel_arguments, source
+from mlx_marlin import cuda_declarations as declarations
 from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.epilogue import PLAIN, Rotation
@@ -149,7 +150,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     kernel = backends.kernel_of(plan, text)
     template = backends.template(kernel_arguments.reduce_template(plan))
     numbers = _numbers(plan, kernel_arguments.finishing_schedule(plan))
-    inputs = backends.inputs_of(text, ("partials", *source.FINISHING), numbers)
+    inputs = backends.inputs_of(text, ("partials", *declarations.FINISHING), numbers)
     threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
     columns = _columns(text, problem)
 
@@ -188,9 +189,9 @@ def _multiply(plan: Plan) -> Product:
     threadgroup = (plan.threads, 1, 1)
     arrays = (
         *source.OPERANDS,
-        *source.FINISHING,
+        *declarations.FINISHING,
         *_of_rotation(problem.epilogue.rotation),
-        *source.NORMED.arrays,
+        *declarations.NORMED.arrays,
     )
     inputs = backends.inputs_of(
         text, arrays, _numbers(plan, kernel_arguments.schedule(plan))
@@ -227,8 +228,8 @@ def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
     """Returns the names of a rotation's arrays, in the order of a call."""
     if rotation is None:
         return ()
-    norms = source.HEAD_NORMS if rotation.norm is not None else ()
-    return (*source.ROTATION, *norms)
+    norms = declarations.HEAD_NORMS if rotation.norm is not None else ()
+    return (*declarations.ROTATION, *norms)
 
 
 def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:

@@ -10,10 +10,9 @@ import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
+from mlx_marlin import cuda_declarations as declarations
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 
@@ -21,101 +20,6 @@ OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 SECTION = 7
 """Numbers of each but the last of those, where CUDA has all of them in one array."""
-FINISHING = ("bias", "multiplier", "residual")
-FINISH = (*FINISHING, "parts")
-ABSENT = {
-    "biases": "const auto* biases = scales;\n",
-    **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
-}
-"""What a CUDA body calls an array that its kernel does not read: each costs MLX 0.3 us
-a call (measured, docs/cuda.md)."""
-
-
-class Declared(NamedTuple):
-    """What stands before a CUDA body, for its epilogue or for the rows that it reads.
-
-    Attributes:
-        suffix: Of the kernel's name.
-        arrays: That it may read for them.
-        numbers: Of a plan that it reads for them.
-        declaration: What the body calls `epilogue` or `rows`.
-    """
-
-    suffix: str = ""
-    arrays: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    declaration: str = ""
-
-    def beside(self, other: "Declared") -> "Declared":
-        """Returns what declares both."""
-        return Declared(
-            self.suffix + other.suffix,
-            self.arrays + other.arrays,
-            self.numbers + other.numbers,
-            self.declaration + other.declaration,
-        )
-
-
-NOTHING = Declared()
-NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
-SECOND = ("second", "second_scales")
-"""Arrays of packed weights that experts have beside `w`."""
-AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
-NO_SECOND = Declared(
-    declaration="const uint32_t* second = nullptr;\n"
-    "const auto* second_scales = scales;\n"
-)
-EXPERT_BIASES = ("expert_bias", "second_bias")
-BIASED = Declared(
-    "_biased",
-    EXPERT_BIASES[:1],
-    declaration="const marlin::Biased<T> epilogue{expert_bias};\n",
-)
-FUSED = Declared(
-    "_fused",
-    FINISHING,
-    FINISH[-1:],
-    "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
-    "    bias, multiplier, residual, parts};\n",
-)
-GATED = Declared(
-    "_gated",
-    declaration="const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n",
-)
-GATED_BIASED = Declared(
-    "_gated_biased",
-    EXPERT_BIASES,
-    declaration="using Biases = marlin::Biases<T>;\n"
-    "const marlin::Paired<marlin::Gated<ACTIVATION, Biases>> epilogue{\n"
-    "    {{expert_bias, second_bias}}};\n",
-)
-ROTATION = ("places", "periods")
-ROTATED = Declared(
-    "_rotated",
-    ("bias", *ROTATION),
-    FINISH[-1:],
-    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
-    "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
-)
-HEAD_NORMS = ("q_norm", "k_norm")
-ROTATED_NORMS = Declared(
-    "_rotated_norms",
-    ("bias", *ROTATION, *HEAD_NORMS),
-    FINISH[-1:],
-    "using Norms = marlin::Normalized<T, HEAD_EPSILON, QUERIES, FEATURES>;\n"
-    "using Heads =\n"
-    "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"
-    "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
-)
-AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
-NORMED = Declared(
-    "_normed",
-    ("norm",),
-    declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
-)
-"""What the body of "mma" calls `rows`; the other kernels read x themselves."""
 WEIGHT = ("work", "decode", "words", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
@@ -166,7 +70,7 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
     body = f"{kernel}_fused" if fused else kernel
     return Source(
         name=f"marlin_{body}" + "_atomic" * atomic,
-        input_names=(*OPERANDS, *NUMBERS, *(FINISH if fused else ())),
+        input_names=(*OPERANDS, *NUMBERS, *(declarations.FINISH if fused else ())),
         output_names=("out",),
         header=_lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel),
         source=_read(f"kernels/{body}.metal"),
@@ -181,10 +85,7 @@ def cuda_product_source(plan: Plan) -> Source:
     """
     leaning = "staged_product" if plan.has_staged_x else "product"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
-    declared = AS_IT_IS if plan.is_split else _declared(plan.problem.epilogue)
-    if plan.kernel == "mma":
-        rows = AS_THEY_LIE if plan.problem.norm is None else NORMED
-        declared = declared.beside(rows)
+    declared = declarations.of_product(plan)
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
 
 
@@ -204,12 +105,9 @@ def cuda_gather_source(plan: CudaGatherPlan) -> Source:
     """Returns the text of the CUDA kernel for experts' products."""
     header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
     named = () if plan.each else ("sources",)
-    operands = (*OPERANDS, *(SECOND if plan.gate else ()), "experts", *named)
-    if plan.gate:
-        declared = GATED_BIASED if plan.bias else GATED
-    else:
-        declared = NO_SECOND.beside(BIASED if plan.bias else AS_IT_IS)
-    declared = declared.beside(NOTHING if named else NO_SOURCES)
+    second = declarations.SECOND if plan.gate else ()
+    operands = (*OPERANDS, *second, "experts", *named)
+    declared = declarations.of_experts(plan)
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 
 
@@ -274,7 +172,7 @@ def reduce_source(fused: bool = False) -> Source:
     body = "reduce_fused" if fused else "reduce"
     return Source(
         name=f"marlin_{body}",
-        input_names=("partials", *NUMBERS, *(FINISH if fused else ())),
+        input_names=("partials", *NUMBERS, *(declarations.FINISH if fused else ())),
         output_names=("out",),
         header=_lib("work", "epilogue", "reduce"),
         source=_read(f"kernels/{body}.metal"),
@@ -284,16 +182,8 @@ def reduce_source(fused: bool = False) -> Source:
 def sums_source(plan: Plan) -> Source:
     """Returns the text of the CUDA kernel that adds the splits of each tile."""
     header = _included("cuda/sums.cuh")
-    declared = _declared(plan.problem.epilogue)
+    declared = declarations.of_epilogue(plan.problem.epilogue)
     return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, declared)
-
-
-def _declared(epilogue: Epilogue) -> Declared:
-    if epilogue.gated:
-        return GATED
-    if epilogue.rotation is not None:
-        return ROTATED if epilogue.rotation.norm is None else ROTATED_NORMS
-    return AS_IT_IS if epilogue == PLAIN else FUSED
 
 
 def _of_cuda(
@@ -302,7 +192,7 @@ def _of_cuda(
     operands: tuple[str, ...],
     numbers: tuple[str, ...],
     problem: Problem,
-    declared: Declared = NOTHING,
+    declared: declarations.Declared = declarations.NOTHING,
 ) -> Source:
     """Returns the text of a CUDA kernel, which has no input that it does not read.
 
@@ -313,7 +203,7 @@ def _of_cuda(
     """
     arrays = (*operands, *declared.arrays)
     read = tuple(name for name in arrays if _is_read(name, problem))
-    lines = [ABSENT[name] for name in arrays if name not in read]
+    lines = [declarations.ABSENT[name] for name in arrays if name not in read]
     for i, name in enumerate((*numbers, *declared.numbers)):
         lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
     lines.append(declared.declaration)

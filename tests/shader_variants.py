@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import strategies
 
-from mlx_marlin import device, kernel_arguments, scheduler, source
+from mlx_marlin import cuda_declarations, device, kernel_arguments, scheduler, source
 from mlx_marlin.emulator import check
 from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
@@ -153,7 +153,7 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
             yield mx.zeros(3, mx.int32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
-        elif name in source.FINISH:
+        elif name in cuda_declarations.FINISH:
             yield mx.zeros(8, dtypes["out"])
         else:
             yield mx.zeros(8, dtypes["x" if name == "x" else "scales"])

@@ -17,6 +17,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 import mlx_marlin
 from mlx_marlin import (
     backends,
+    cuda_declarations,
     cuda_device,
     device,
     kernel_arguments,
@@ -158,7 +159,7 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain + rows
     assert body_of(fused, "cuda/mma.cu") == (
         f"{biases}const T* multiplier = nullptr;\n{PLACES}"
-        f"const int* parts = numbers + 14;\n{source.FUSED.declaration}{rows}"
+        f"const int* parts = numbers + 14;\n{cuda_declarations.FUSED.declaration}{rows}"
     )
     assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
 
@@ -169,7 +170,10 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
 
     digest = source.cuda_product_source(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
-    assert body_of(text, "cuda/reduce.cu") == PLACES + source.AS_IT_IS.declaration
+    assert (
+        body_of(text, "cuda/reduce.cu")
+        == PLACES + cuda_declarations.AS_IT_IS.declaration
+    )
     own = body_of(source.sums_source(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
     assert metal.source == text_of("kernels/reduce.metal")
@@ -208,7 +212,7 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
     assert source.decoding_source(plan.problem).input_names == read
 
 
-@pytest.mark.parametrize("names", [*powerset(source.FINISHING)], ids=str)
+@pytest.mark.parametrize("names", [*powerset(cuda_declarations.FINISHING)], ids=str)
 def test_an_epilogues_arrays_are_inputs_where_there_are_any(
     names: tuple[str, ...],
 ) -> None:
