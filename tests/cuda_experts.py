@@ -233,6 +233,7 @@ class Choice:
         experts: To choose from.
         each: Choices of a row.
         of_all: Whether scores are the softmax over all experts.
+        last: Whether of equal logits the last are chosen.
         dtype: Of the logits, and of what is added up.
         n: Columns of what is added up.
     """
@@ -241,23 +242,27 @@ class Choice:
     experts: int
     each: int
     of_all: bool
+    last: bool
     dtype: str
     n: int
 
     @property
     def logits(self) -> mx.array:
-        """Drawn so that none of a row are equal."""
+        """Drawn so that each of a row has an equal one, zeros one of another sign."""
+        values = (np.arange(self.experts) // 2 - self.experts // 4) / 16
+        values[values == 0] *= [1, -1]
         drawn = np.random.default_rng(1).permuted(
-            np.broadcast_to(np.arange(self.experts), (*self.rows, self.experts)),
-            axis=-1,
+            np.broadcast_to(values, (*self.rows, self.experts)), axis=-1
         )
-        return mx.array(drawn / 32 - 2).astype(getattr(mx, self.dtype))
+        return mx.array(drawn).astype(getattr(mx, self.dtype))
 
     @cached_property
     def expected(self) -> tuple[Floats, Floats]:
         """The experts of rows, the likeliest first, and their scores in float64."""
         logits = exact(self.logits)
-        chosen = np.argsort(-logits, axis=-1)[..., : self.each]
+        turned = np.flip(logits, axis=-1) if self.last else logits
+        chosen = np.argsort(-turned, axis=-1, kind="stable")[..., : self.each]
+        chosen = self.experts - 1 - chosen if self.last else chosen
         shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
         scores = np.take_along_axis(shares, chosen, axis=-1)
         over = shares if self.of_all else scores
@@ -267,7 +272,7 @@ class Choice:
         self, route: Callable[..., tuple[mx.array, mx.array]], place: Place = as_it_is
     ) -> None:
         """Compares what is chosen with all choices in order."""
-        experts, scores = route(place(self.logits), self.each, self.of_all, False)
+        experts, scores = route(place(self.logits), self.each, self.of_all, self.last)
         chosen, expected = self.expected
         assert experts.dtype == mx.uint32
         assert scores.dtype == mx.float32
@@ -306,9 +311,9 @@ def choice_of_mlx(
 
 
 ROUTINGS = (
-    Choice((5,), 128, 8, False, "float16", 256),
-    Choice((2, 3), 60, 4, True, "bfloat16", 70),
-    Choice((1, 1), 8, 2, False, "bfloat16", 128),
-    Choice((3,), 7, 7, True, "float16", 1),
-    Choice((2,), 256, 32, True, "float16", 24),
+    Choice((5,), 128, 8, False, True, "float16", 256),
+    Choice((2, 3), 60, 5, True, False, "bfloat16", 70),
+    Choice((1, 1), 8, 3, False, False, "bfloat16", 128),
+    Choice((3,), 7, 7, True, True, "float16", 1),
+    Choice((2,), 256, 31, True, True, "float16", 24),
 )

@@ -218,7 +218,9 @@ def test_experts(name: str) -> None:
 def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
     case.check(gather_launch.route)
     case.check_sum(gather_launch.combine)
-    same_bits(lambda: gather_launch.route(case.logits, case.each, case.of_all, True)[1])
+    same_bits(
+        lambda: gather_launch.route(case.logits, case.each, case.of_all, case.last)[1]
+    )
 
 
 def whole_heads(y: Any) -> mx.array:

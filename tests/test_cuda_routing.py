@@ -3,7 +3,6 @@
 The kernels run on the CPU here; on a GPU `test_cuda_kernels.py` has them too.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,12 +41,10 @@ def test_a_kernel_adds_up(case: cuda_experts.Choice) -> None:
 
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_operations_of_mlx_choose_and_add_up(case: cuda_experts.Choice) -> None:
-    def choice(*given: Any) -> tuple[mx.array, ...]:
-        found = cuda_experts.choice_of_mlx(*given)
-        order = mx.argsort(-found[1], axis=-1)
-        return tuple(mx.take_along_axis(each, order, -1) for each in found)
-
-    case.check(choice)
+    how = case.each, case.of_all, case.last
+    _, scores = cuda_experts.choice_of_mlx(case.logits, *how)
+    # In another order, and of equal logits others.
+    assert np.allclose(-mx.sort(-scores, axis=-1), case.expected[1], rtol=1e-5, atol=0)
     case.check_sum(routing.stock_sum)
 
 
@@ -89,19 +86,14 @@ def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> No
     ],
 )
 def test_choices_that_a_kernel_makes(
-    backend: Callable[[str | None], None],
     experts: int,
     choices: int,
     dtype: mx.Dtype,
     ours: bool,
 ) -> None:
     logits = mx.zeros((2, 3, experts), dtype)
-    backend("cuda")
     assert is_ours(logits, Routing(choices)) == ours
     assert not is_ours(logits[:0], Routing(choices))
-    for other in ("emulator", "stock"):
-        backend(other)
-        assert not is_ours(logits, Routing(choices))
 
 
 @needs_emulator
@@ -151,4 +143,5 @@ def test_shaders_and_plans_number_gates_alike() -> None:
     text = (source.shader_folder() / "cuda" / "gated.cuh").read_text()
     assert f"CLIPPED_SWIGLU = {kernel_arguments.GATES['swiglu_oai']};" in text
     assert tuple(kernel_arguments.GATES) == GATES
-    assert len({*kernel_arguments.GATES.values()} | {*range(len(ACTIVATIONS))}) == 5
+    assert kernel_arguments.GATES["silu"] == ACTIVATIONS.index("silu")
+    assert kernel_arguments.GATES["swiglu_oai"] not in range(len(ACTIVATIONS))

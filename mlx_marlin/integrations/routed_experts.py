@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.integrations.known_blocks import Experts
+from mlx_marlin.integrations.known_layers import runs_on_cuda
 from mlx_marlin.integrations.routing import choose_experts, is_ours, weighted_sum
 from mlx_marlin.nn import MarlinLinear
 
@@ -23,11 +24,11 @@ class RoutedExperts(nn.Module):
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
         """Returns what the experts make of x [..., k], plus a residual."""
-        total = self._by_kernels(x, residual)
+        total = self._by_kernels(x, residual) if runs_on_cuda() else None
         return residual + self(x) if total is None else total
 
     def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """Returns the same; None where a dtype is no kernel's, or differs from x's."""
+        """Returns the same; None where kernels do not take it, or dtypes differ."""
         known, logits = self.known, self[self.known.router](x)
         routing = known.routing(self)
         if not is_ours(logits, routing):

@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from mlx_marlin import gather_launch, mma
 from mlx_marlin.derivatives import are_left_out, differentiable
-from mlx_marlin.integrations.known_layers import runs_on_cuda
 from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.packing import dtype_name
 
@@ -22,7 +21,8 @@ class Routing:
         choices: Experts of a row.
         of_all: Whether scores are the softmax over all experts, not over the chosen.
         last: Whether of equal logits the last are chosen, not the first: what a stable
-            sort finds at the end of logits, not at the start of negative ones.
+            sort finds at the end of logits, not at the start of negative ones. (Some
+            families order probabilities that are rounded; here logits decide.)
     """
 
     choices: int
@@ -31,11 +31,11 @@ class Routing:
 
 
 def is_ours(logits: mx.array, routing: Routing) -> bool:
-    """Returns whether kernels of ours choose experts, and add their results up."""
+    """Returns whether a kernel of ours chooses experts by such logits."""
     experts = logits.shape[-1]
     few = routing.choices <= min(SIMD_WIDTH, experts) and experts <= MOST_EXPERTS
     known = dtype_name(logits.dtype) in mma.DTYPES
-    return few and known and logits.size > 0 and runs_on_cuda()
+    return few and known and logits.size > 0
 
 
 def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.array]:
@@ -52,7 +52,6 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
     if are_left_out():
         return gather_launch.route(logits, *how)
     experts, _ = gather_launch.route(mx.stop_gradient(logits), *how)
-    experts = mx.stop_gradient(experts)
     return experts, scores_of(logits, experts, routing)
 
 

@@ -8,7 +8,7 @@ namespace marlin {
 #include "warp.cuh"
 
 // Numbers that stand in the order of floats, both zeros as one. What is no number is the largest
-// of all, or with its sign the least.
+// of all, or with its sign the least: a row that has one has no scores, or leaves it out.
 METAL_FUNC uint in_order(float value) {
   const uint bits = as_type<uint>(value + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;

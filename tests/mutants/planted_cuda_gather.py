@@ -9,6 +9,7 @@ BIASED = "experts, biases"
 CLIPPED = "experts, gate and up with biases, both clipped"
 CHOSEN = "experts, chosen"
 CHOSEN_OF_ALL = "experts, chosen with scores of all"
+CHOSEN_FEW = "experts, chosen of few"
 ADDED_UP = "experts, added up"
 
 _GATHER, _GATED = "cuda/gather.cuh", "cuda/gated.cuh"
@@ -189,6 +190,30 @@ MUTANTS = (
         "if (OF_ALL) {",
         "if (false) {",
         CHOSEN_OF_ALL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: of equal logits a lane takes the first",
+        _ROUTING,
+        "(LAST && left[i] == best)",
+        "false",
+        CHOSEN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: of equal logits the lowest lane's are chosen",
+        _ROUTING,
+        "LAST ? max_of_warp(found) : min_of_warp(found)",
+        "min_of_warp(best == top ? found : uint(EXPERTS - 1))",
+        CHOSEN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: a zero with its sign is less than one without",
+        _ROUTING,
+        "value + 0.0f",
+        "value",
+        CHOSEN_FEW,
         Detector.WRONG_RESULT,
     ),
     Mutant(

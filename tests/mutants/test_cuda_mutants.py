@@ -159,11 +159,13 @@ CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.
 CASES |= {
     planted_cuda_gather.CHOSEN: cuda_experts.ROUTINGS[0],
     planted_cuda_gather.CHOSEN_OF_ALL: cuda_experts.ROUTINGS[1],
+    planted_cuda_gather.CHOSEN_FEW: cuda_experts.ROUTINGS[3],
     planted_cuda_gather.ADDED_UP: cuda_experts.ROUTINGS[1],
 }
 CHECKS |= {
     planted_cuda_gather.CHOSEN: lambda choice: choice.check(gather_launch.route),
     planted_cuda_gather.CHOSEN_OF_ALL: lambda choice: choice.check(gather_launch.route),
+    planted_cuda_gather.CHOSEN_FEW: lambda choice: choice.check(gather_launch.route),
     planted_cuda_gather.ADDED_UP: lambda choice: choice.check_sum(
         gather_launch.combine
     ),
