@@ -106,7 +106,7 @@ class GatedExperts(SwitchGLU):
         return self.results(x, indices).squeeze(-2)
 
     def results(self, x: mx.array, indices: mx.array) -> mx.array:
-        """Returns the same, [..., choices, 1, k]: a view costs the host more than it.
+        """Returns the same as [..., choices, 1, k], which spares the host a view.
 
         Args:
             x: Activations [..., k].
