@@ -57,6 +57,7 @@ def _cuda_template(plan: Plan) -> dict[str, TemplateValue]:
         "SIMDGROUPS_K": plan.simdgroups_k,
         **({"STAGES": plan.buffers} if plan.buffers else {}),
         "WHOLE": plan.is_whole,
+        "SINGLE": plan.work.is_single,
         "BATCHED": plan.problem.batch > 1,
         **weight_template(plan.problem),
         **_norm_template(plan.problem),

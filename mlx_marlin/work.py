@@ -292,6 +292,11 @@ class Work:
         return sharing - self.groups * busy
 
     @property
+    def is_single(self) -> bool:
+        """Whether no threadgroup has more than one split."""
+        return self.pieces == self.threadgroups - self.idle
+
+    @property
     def longest(self) -> int:
         """K tiles of the longest range."""
         return max(self.k_tiles if self.whole else 0, self.longest_of_tail)

@@ -193,6 +193,16 @@ def test_counts_are_those_of_the_painted_work(work: Work) -> None:
 
 @often
 @given(SMALL)
+def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
+    most = max(len([*work.splits(each)]) for each in range(work.threadgroups))
+
+    assert not work.is_single or most == 1
+    if work.minimum == 1:
+        assert work.is_single == (most == 1)
+
+
+@often
+@given(SMALL)
 def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
     most = max(map(len, splits_of_tiles(work).values()))
 

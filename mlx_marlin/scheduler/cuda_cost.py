@@ -46,9 +46,10 @@ guess)."""
 FIRST_STAGE_SECONDS = 1e-6
 """Until the first stage of x is full, for which all others wait (fitted: with it one
 `TILE_SECONDS` of 16 rows serves 4096→4096 and 8192→28672, within 6 %)."""
-FURTHER_LAUNCH = 8e-6
-"""Seconds for each launch after the first: 6 us of MLX's own (measured, docs/cuda.md)
-and 2 of the device (a guess)."""
+FURTHER_LAUNCH = 6e-6
+"""Seconds for the launch that adds splits up: 3 us of its own, and 3 that products take
+longer which leave it their sums (measured, docs/cuda.md, step 43). MLX's host takes 6
+beside them."""
 NORM_SECONDS = 3e-6
 """For a piece of work whose rows are normalized before (measured roughly, by a clock
 that was taken out, docs/cuda.md: 1.5 to 2.7 us for one row, 3.3 for 8)."""
@@ -61,9 +62,9 @@ much, 3 to 5 us, was spared a layer with each (measured, docs/cuda.md)."""
 OWN_HEAD_NORM_SECONDS = 4e-6
 """For a norm of heads of its own, one of q and one of k: 2 us of the device (measured,
 docs/cuda.md) and as much of the host (a guess)."""
-MEETING_SECONDS = 25e-12
-"""Seconds for each element of a result whose tiles are split: so much of the 50 us that
-streams cost more than whole tiles at 64 rows of 5120→17408 (measured, docs/cuda.md)."""
+MEETING_SECONDS = 6e-12
+"""Seconds for each element of a result whose tiles are split: so much of the 49 us that
+64 rows of 5120→17408 take in streams (measured, docs/cuda.md, step 43)."""
 MOST_WARPS = (28, 20, 16, 16)
 """Warps of a block of "mma" by fragments_m, unless others are asked for: more warps
 hide more waits, until their registers do not hold the sums (measured, docs/cuda.md)."""

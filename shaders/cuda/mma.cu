@@ -7,6 +7,7 @@ marlin::mma<
     SIMDGROUPS_N,
     SIMDGROUPS_K,
     WHOLE,
+    SINGLE,
     BATCHED,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
     rows, w, scales, biases, shape, schedule, out, epilogue, scratch);

@@ -6,6 +6,7 @@
 // SIMDGROUPS_N  packed tiles side by side in each tile
 // SIMDGROUPS_K  warps that share the k of a split, each a slice
 // WHOLE         every block has one whole tile
+// SINGLE        no block has more than one split of a tile
 // BATCHED       there are several products, each with a weight of its own
 // W             WeightFormat
 //
@@ -201,6 +202,7 @@ template <
     int SIMDGROUPS_N,
     int SIMDGROUPS_K,
     bool WHOLE,
+    bool SINGLE,
     bool BATCHED,
     typename W,
     typename R,
@@ -253,7 +255,7 @@ METAL_FUNC void mma(
         SIMDGROUPS_K,
         warp,
         threadIdx.x % 32);
-    if (WHOLE) {
+    if (SINGLE) {
       break;
     }
     __syncthreads();

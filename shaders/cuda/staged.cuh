@@ -9,7 +9,7 @@
 // SIMDGROUPS_K  slices of k: the stages of a split go to them in turn
 // STAGES        of x that shared memory holds: a multiple of SIMDGROUPS_K, and of 4, or of 2 from
 //               4 fragments on
-// WHOLE, BATCHED, W as in mma.cuh; weights are packed
+// WHOLE, SINGLE, BATCHED, W as in mma.cuh; weights are packed
 
 // Stages whose words are on the way: fewer warps need more, and have the registers.
 template <typename W>
@@ -89,6 +89,7 @@ template <
     int SIMDGROUPS_K,
     int STAGES,
     bool WHOLE,
+    bool SINGLE,
     bool BATCHED,
     typename W,
     typename T,
@@ -165,7 +166,7 @@ METAL_FUNC void staged(
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS_N * SIMDGROUPS_K, SIMDGROUPS_N, SIMDGROUPS>(
         out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
-    if (WHOLE) {
+    if (SINGLE) {
       break;
     }
     __syncthreads();

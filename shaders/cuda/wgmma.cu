@@ -8,6 +8,7 @@ marlin::staged<
     SIMDGROUPS_K,
     STAGES,
     WHOLE,
+    SINGLE,
     BATCHED,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
     x, w, scales, biases, shape, schedule, out, epilogue, scratch);

@@ -1,13 +1,23 @@
 // Rows of one column that a thread finishes: of one tile, so its splits are found once.
 constant constexpr uint ROWS_OF_THREAD = 4;
 
-// The sum of one output element's splits, in ascending k.
-METAL_FUNC float sum_of_splits(const device float* partials, uint place, uint splits, uint size) {
-  float total = partials[place];
-  for (uint split = 1; split < splits; ++split) {
-    total += partials[split * size + place];
+// The sums of the splits of so many rows, each in ascending k: a row's load waits for no other's.
+METAL_FUNC void sums_of_splits(
+    thread float* totals,
+    const device float* partials,
+    uint place,
+    uint rows,
+    uint n,
+    uint splits,
+    uint size) {
+  UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
+    totals[i] = i < rows ? partials[place + i * n] : 0.0f;
   }
-  return total;
+  for (uint split = 1; split < splits; ++split) {
+    UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
+      totals[i] += i < rows ? partials[split * size + place + i * n] : 0.0f;
+    }
+  }
 }
 
 // BATCHED: there are several products. T: dtype of the results. WIDTH: columns of a tile, in
@@ -29,12 +39,16 @@ METAL_FUNC void reduce(
   Work tiles = work;
   tiles.n = ceil_div(work.n, WIDTH);
   const uint splits = splits_of_element(first, col / WIDTH, product, tiles);
-  const uint end = min(first + ROWS_OF_THREAD, uint(work.m));
+  const uint rows = min(ROWS_OF_THREAD, uint(work.m) - first);
   const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
-  for (uint row = first; row < end; ++row) {
-    const uint whole_row = product * work.m + row;
-    const uint place = whole_row * work.n + col;
-    const float total = sum_of_splits(partials, place, splits, size);
-    out[output_place(epilogue, whole_row, col, work)] = T(finished(total, epilogue, place, col));
+  const uint first_row = product * work.m + first;
+  float totals[ROWS_OF_THREAD];
+  sums_of_splits(totals, partials, first_row * work.n + col, rows, work.n, splits, size);
+  UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
+    if (i < rows) {
+      const uint place = (first_row + i) * work.n + col;
+      out[output_place(epilogue, first_row + i, col, work)] =
+          T(finished(totals[i], epilogue, place, col));
+    }
   }
 }

@@ -162,6 +162,9 @@ METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
   if (tile < work.whole) {
     return 1;
   }
+  if (work.ranges == work.group_tiles * work.slices) {  // a range for each slice
+    return work.slices;
+  }
   const uint first = (tile - work.whole) / work.groups * work.k_tiles;
   return range_owner(first + work.k_tiles - 1, work) - range_owner(first, work) + 1;
 }

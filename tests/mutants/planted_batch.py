@@ -184,7 +184,7 @@ _REDUCES = (
         "(part - product * parts) * ROWS_OF_THREAD",
         "part * ROWS_OF_THREAD",
         BATCH_GEMM,
-        Detector.WRONG_RESULT,
+        Detector.OUTSIDE,
     ),
     Mutant(
         "the reduce takes slots for those of one product",
@@ -197,8 +197,8 @@ _REDUCES = (
     Mutant(
         "the reduce stores every product where the first one is",
         _REDUCE,
-        "whole_row = product * work.m + row;",
-        "whole_row = row;",
+        "first_row = product * work.m + first;",
+        "first_row = first;",
         BATCH_GEMV,
         Detector.RACE,
     ),

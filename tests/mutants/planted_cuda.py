@@ -34,7 +34,7 @@ _ROTATED, _PAIRS = "cuda/rotated.cuh", "cuda/pairs.cuh"
 _APART = "cuda/apart.cuh"
 _DECODE, _SUMS = "cuda/decode.cuh", "cuda/sums.cuh"
 _BEFORE_STORE = "    __syncthreads();\n    store_tile"
-_BREAK = "    if (WHOLE) {\n      break;\n    }\n"
+_BREAK = "    if (SINGLE) {\n      break;\n    }\n"
 _ALIGNED = "is_aligned(rows.x) && is_aligned(w) && is_aligned(scales)"
 
 MUTANTS = (
@@ -149,6 +149,14 @@ MUTANTS = (
         _BREAK,
         PACKED_STREAM,
         Detector.RACE,
+    ),
+    Mutant(
+        "cuda: a block ends after its first split",
+        _MMA,
+        "if (SINGLE)",
+        "if (true)",
+        PACKED_STREAM,
+        Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: the last block's warps all have columns",

@@ -213,10 +213,18 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: no barrier after the store",
         _STAGED,
-        "    if (WHOLE) {\n      break;\n    }\n    __syncthreads();\n",
-        "    if (WHOLE) {\n      break;\n    }\n",
+        "    if (SINGLE) {\n      break;\n    }\n    __syncthreads();\n",
+        "    if (SINGLE) {\n      break;\n    }\n",
         STREAM,
         Detector.RACE,
+    ),
+    Mutant(
+        "cuda: wgmma: a block ends after its first split",
+        _STAGED,
+        "if (SINGLE)",
+        "if (true)",
+        STREAM,
+        Detector.WRONG_RESULT,
     ),
     Mutant(
         "cuda: wgmma: the next weights are those of the next slice's stage",
