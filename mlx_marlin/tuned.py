@@ -172,12 +172,12 @@ def _found(target: Target, backend: str) -> Results:
 
 @lru_cache(maxsize=1)
 def _kernels() -> str:
-    """Returns a digest of every Metal text and of the fields of a plan."""
+    """Returns a digest of every kernel's text and of the fields of a plan."""
     import hashlib
 
     digest = hashlib.sha256()
     root = shader_folder()
-    for path in sorted(root.rglob("*.metal")):
+    for path in sorted(each for each in root.rglob("*") if each.is_file()):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes() + b"\0")
     for kind in (Problem, Epilogue, Plan, Tile, Work, Result):

@@ -18,7 +18,7 @@ from mlx_marlin.autotune import counting, layers, operands, timing, tuner
 from mlx_marlin.autotune.operands import Operands
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock
-from mlx_marlin.device import DEFAULT, Device
+from mlx_marlin.device import DEFAULT, Device, named
 from mlx_marlin.emulator.counters import Counters, Operation, Traffic
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, format_of
 from mlx_marlin.measurement import STOCK, label
@@ -216,13 +216,13 @@ def test_a_chain_is_as_long_as_its_time(
     assert timing.chain_length(each, seconds) == length
 
 
-@pytest.mark.parametrize("chip", ["M1", "M3 Max", "M2 Ultra"])
+@pytest.mark.parametrize("chip", ["M1", "M3 Max", "M2 Ultra", "NVIDIA H200"])
 @pytest.mark.parametrize("size", [1024, 4096, 16384])
 def test_weights_are_larger_than_the_cache_together(chip: str, size: int) -> None:
     problem = Problem(m=1, n=size, k=size)
-    cache = (128 if "Ultra" in chip else 64) * 2**20
+    cache = (64 if chip in ("M1", "M3 Max") else 128) * 2**20
 
-    count = operands.rotated(problem, Device.named(chip))
+    count = operands.rotated(problem, named(chip))
 
     assert count * problem.weight_bytes > cache
     # And not much larger: memory is the user's.
@@ -257,18 +257,23 @@ def test_chains_of_our_operands_stay_finite(dtype: str, layout: str) -> None:
     assert not mx.array_equal(laid_out[0][0], laid_out[1][0])
 
 
-def test_the_shortlist_has_the_first_ones_and_every_strategys_first() -> None:
-    candidates = scheduler.compare(LARGE, device=M3_MAX).candidates
-    strategies = {each.plan.strategy for each in candidates}
+@pytest.mark.parametrize(
+    ("chip", "m", "kinds"), [("M3 Max", 8, 4), ("NVIDIA H200", 16, 6)]
+)
+def test_the_shortlist_has_the_first_ones_and_every_kinds_first(
+    chip: str, m: int, kinds: int
+) -> None:
+    problem = replace(LARGE, m=m, layout="marlin")
+    candidates = scheduler.compare(problem, device=named(chip)).candidates
+    firsts: dict[str, Plan] = {}
+    for each in candidates:
+        firsts.setdefault(each.plan.strategy, each.plan)
+        firsts.setdefault(each.plan.kernel, each.plan)
 
     plans = tuner.shortlist(candidates, best=2)
 
     assert plans[:2] == [each.plan for each in candidates[:2]]
-    assert len(strategies) > 3
-    firsts = {
-        strategy: next(c.plan for c in candidates if c.plan.strategy == strategy)
-        for strategy in strategies
-    }
+    assert len(firsts) >= kinds
     assert {plans[0], plans[1], *firsts.values()} == {*plans}
     order = [each.plan for each in candidates]
     assert all(order.index(a) < order.index(b) for a, b in pairwise(plans))
@@ -542,15 +547,16 @@ def test_there_is_nothing_to_tune_without_our_kernels(
         tuner.clock(DEFAULT)
 
 
-def test_on_a_mac_the_clock_is_the_wall_and_times_stock(
-    backend: Callable[[str | None], None],
+@pytest.mark.parametrize(("on", "chip"), [("metal", "M3 Max"), ("cuda", "NVIDIA H200")])
+def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
+    on: str, chip: str, backend: Callable[[str | None], None]
 ) -> None:
-    backend("metal")
+    backend(on)
 
-    clock = tuner.clock(M3_MAX)
+    clock = tuner.clock(named(chip))
 
     assert (clock.name, clock.times_stock) == ("wall time", True)
-    assert clock.weights(LARGE) == operands.rotated(LARGE, M3_MAX)
+    assert clock.weights(LARGE) == operands.rotated(LARGE, named(chip))
 
 
 def test_a_models_products_are_found_once_each() -> None:

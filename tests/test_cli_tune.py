@@ -388,16 +388,22 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_measuring(
     assert mlx_marlin.why_not(activations(4, 256), *weight(64, 256)) is None
 
 
-def test_on_a_mac_the_whole_way_runs_by_the_wall_clock(
+@pytest.mark.parametrize(
+    ("on", "chip"), [("metal", "Apple M3 Max"), ("cuda", "NVIDIA H200")]
+)
+def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
+    on: str,
+    chip: str,
     kept: Path,
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    m3 = device.Device.named("M3 Max")
-    backend("metal")
-    monkeypatch.setattr(device, "current", lambda: m3)
+    here = device.named(chip)
+    backend(on)
+    monkeypatch.setattr(device, "current", lambda: here)
     monkeypatch.setattr(operands, "CACHE_BYTES", 2**15)
+    monkeypatch.setattr(operands, "CUDA_CACHE_BYTES", 2**15)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
     monkeypatch.setattr(
         launch, "product", lambda plan: operands.stock_product(plan.problem)
@@ -405,9 +411,9 @@ def test_on_a_mac_the_whole_way_runs_by_the_wall_clock(
 
     assert main(["tune", "4x64x256", "--seconds", "0.1"]) == 0
 
-    (result,) = tuned.read(kept, tuned.machine(m3, "metal")).values()
+    (result,) = tuned.read(kept, tuned.machine(here, on)).values()
     assert result.clock == "wall time"
-    arms = tuner.arms(PROBLEM, m3, times_stock=True)
+    arms = tuner.arms(PROBLEM, here, times_stock=True)
     assert {*result.medians_us} == {*map(tuner.name, arms)}
     said = capsys.readouterr().out
     assert "+- half the interquartile range" in said

@@ -1,6 +1,7 @@
 """CUDA devices: the table, the machine's own, and the one that plans are made for."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.resources import files
@@ -20,6 +21,7 @@ from mlx_marlin import (
 )
 from mlx_marlin.cli import main
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.kernels import OF_CUDA
 
 Choose = Callable[[str | None], None]
 H200 = CudaDevice.named("NVIDIA H200")
@@ -292,14 +294,47 @@ def test_a_device_of_another_back_end_is_an_error(
         why_stock.target()
 
 
-def test_tuning_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_tuning_is_refused_where_other_kernels_run(
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    backend("emulator")
     monkeypatch.setenv(device.ENVIRONMENT, "H200")
 
     assert main(["tune", "8x4096x4096", "--dry-run"]) != 0
 
-    assert "NVIDIA H200: tune measures Apple GPUs only" in capsys.readouterr().err
+    assert "'H200': expected an Apple chip, because our" in capsys.readouterr().err
+
+
+def test_what_would_be_tuned_is_listed(
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend("cuda")
+    monkeypatch.setenv(device.ENVIRONMENT, "H200")
+
+    assert main(["tune", "16x4096x4096", "--dry-run", "--layout", "both"]) == 0
+
+    said = capsys.readouterr().out
+    assert all(f", {kernel} 16 rows" in said for kernel in OF_CUDA)
+    # Of the layout that it reads, and there is no model of it.
+    assert len(re.findall(r"^stock MLX +-$", said, re.MULTILINE)) == 1
+
+
+def test_what_no_cuda_kernel_multiplies_is_said_before_measuring(
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend("cuda")
+    monkeypatch.setenv(device.ENVIRONMENT, "H200")
+
+    assert main(["tune", "16x4096x4096", "--dry-run", "--dtype", "float32"]) != 0
+
+    said = capsys.readouterr().err
+    assert "our CUDA kernels multiply float16 and bfloat16, and dtype is" in said
 
 
 def test_a_plan_can_be_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:

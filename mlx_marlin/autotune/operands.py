@@ -6,13 +6,17 @@ import mlx.core as mx
 
 from mlx_marlin.autotune.timing import Weight
 from mlx_marlin.codes import codes_of_words
-from mlx_marlin.device import Device
+from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.device import Target
 from mlx_marlin.launch import Product
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem
 
 CACHE_BYTES = 64 * 2**20
 """Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
+CUDA_CACHE_BYTES = 128 * 2**20
+"""No second-level cache of NVIDIA's is larger (126 MB of a B200, 50 of an H100 or H200:
+NVIDIA's architecture papers)."""
 MOST_WEIGHTS = 256
 """Arrays of small weights stay few: a model's own small ones lie in the cache too."""
 TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
@@ -38,9 +42,12 @@ class Operands:
     weights: tuple[Weight, ...]
 
 
-def rotated(problem: Problem, device: Device) -> int:
+def rotated(problem: Problem, device: Target) -> int:
     """Returns how many weights are larger than the cache together."""
-    cache = CACHE_BYTES * (2 if device.tier == "ultra" else 1)
+    if isinstance(device, CudaDevice):
+        cache = CUDA_CACHE_BYTES
+    else:
+        cache = CACHE_BYTES * (2 if device.tier == "ultra" else 1)
     return min(cache // problem.weight_bytes + 1, MOST_WEIGHTS)
 
 

@@ -10,7 +10,7 @@ from mlx_marlin import backends, launch, scheduler
 from mlx_marlin.autotune import counting, operands, timing
 from mlx_marlin.autotune.operands import Operands
 from mlx_marlin.autotune.timing import Spread
-from mlx_marlin.device import Device
+from mlx_marlin.device import Device, Target
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import STOCK, Result, label
 from mlx_marlin.plan import Plan
@@ -59,7 +59,7 @@ class Outcome:
     result: Result | None
 
 
-def clock(device: Device, seconds: float = SECONDS) -> Clock:
+def clock(device: Target, seconds: float = SECONDS) -> Clock:
     """Returns the clock of the back end that runs here.
 
     Args:
@@ -70,14 +70,14 @@ def clock(device: Device, seconds: float = SECONDS) -> Clock:
         ValueError: If no back end runs our kernels here.
     """
     backend = backends.backend()
-    if backend == "metal":
+    if backend in backends.ON_GPU:
         return Clock(
             name="wall time",
             measure=partial(wall_time, seconds=seconds),
             weights=lambda problem: operands.rotated(problem, device),
             times_stock=True,
         )
-    if backend == "emulator":
+    if backend == "emulator" and isinstance(device, Device):
         return Clock(
             name="emulator counters",
             measure=partial(emulator_counters, device=device),
@@ -95,18 +95,20 @@ def shortlist(candidates: Sequence[Candidate], best: int = BEST) -> list[Plan]:
 
     Args:
         candidates: All that the model compared, its favourite first.
-        best: How many of the first to take; of every strategy its first comes too.
+        best: How many of the first to take; of every strategy and kernel its first
+            comes too.
     """
     seen: set[str] = set()
     plans = []
     for nth, each in enumerate(candidates):
-        if nth < best or each.plan.strategy not in seen:
+        kinds = {each.plan.strategy, each.plan.kernel}
+        if nth < best or kinds - seen:
             plans.append(each.plan)
-        seen.add(each.plan.strategy)
+        seen |= kinds
     return plans
 
 
-def arms(problem: Problem, device: Device, *, times_stock: bool) -> list[Arm]:
+def arms(problem: Problem, device: Target, *, times_stock: bool) -> list[Arm]:
     """Returns what to compare for a problem, the model's answer first.
 
     Stock MLX is one of them where a product could be handed over to it.
@@ -124,7 +126,7 @@ def arms(problem: Problem, device: Device, *, times_stock: bool) -> list[Arm]:
     return [None, *plans] if choice.reason else [*plans, None]
 
 
-def tune(problem: Problem, device: Device, clock: Clock) -> Outcome:
+def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
     """Measures a problem and picks what to use.
 
     Args:

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import backends, device, scheduler, serving, tuned
+from mlx_marlin import backends, device, scheduler, serving, tuned, why_stock
 from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.device import Device
+from mlx_marlin.device import Device, Target
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.scheduler.choice import aligned
@@ -88,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     for problem in found:
         operands.check(problem)
     if args.dry_run:
-        print("\n\n".join(listing(each, _target()) for each in found))
+        print("\n\n".join(listing(each, why_stock.target()) for each in found))
         return 0
     place = _folder()
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
-    return _tune(found, _target(), args.seconds, place) if found else 0
+    return _tune(found, why_stock.target(), args.seconds, place) if found else 0
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -111,18 +110,22 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [*dict.fromkeys(several)]
 
 
-def listing(problem: Problem, target: Device) -> str:
+def listing(problem: Problem, target: Target) -> str:
     """Lists what would be measured for a problem, with what the model says of it."""
-    times_stock = backends.backend() == "metal"
+    times_stock = backends.backend() in backends.ON_GPU
     rows = [["", "us by the model, not measured"]]
     for arm in tuner.arms(problem, target, times_stock=times_stock):
-        seconds = (
-            stock_prediction(problem, target).seconds
-            if arm is None
-            else scheduler.predict(arm, target).seconds
-        )
-        rows.append([tuner.name(arm), f"{seconds * 1e6:.1f}"])
+        rows.append([tuner.name(arm), _predicted(arm, problem, target)])
     return f"{problem.explain()}\n{aligned(rows)}"
+
+
+def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
+    """Returns the model's microseconds; there is no model of stock MLX on CUDA."""
+    if arm is not None:
+        return f"{scheduler.predict(arm, target).seconds * 1e6:.1f}"
+    if not isinstance(target, Device):
+        return "-"
+    return f"{stock_prediction(problem, target).seconds * 1e6:.1f}"
 
 
 def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
@@ -137,19 +140,7 @@ def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
     return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
 
 
-def _target() -> Device:
-    """Returns the chip to plan for.
-
-    Raises:
-        ValueError: If it is not one of Apple's.
-    """
-    target = device.current()
-    if isinstance(target, CudaDevice):
-        raise ValueError(f"{target.variant}: tune measures Apple GPUs only")
-    return target
-
-
-def _tune(found: list[Problem], target: Device, seconds: float, place: Path) -> int:
+def _tune(found: list[Problem], target: Target, seconds: float, place: Path) -> int:
     """Measures problem after problem, and keeps each result at once."""
     if tuned.stands_for_another(backends.backend()):
         raise ValueError(
