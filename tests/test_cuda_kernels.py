@@ -1,8 +1,8 @@
 """The CUDA kernels on a GPU: a covering set, nearly each case 100 times.
 
 `pytest -m cuda`; without a CUDA device all are skipped. On Hopper they have 148
-kernels of ours, on other devices fewer. Codes of 2, 3, 5 and 6 bits without biases have a
-marker of their own, `pytest -m cuda_formats`: their bits are decoded as those with
+kernels of ours, on other devices fewer. Codes of 2, 3, 5 and 6 bits without biases have
+a marker of their own, `pytest -m cuda_formats`: their bits are decoded as those with
 biases are, and without biases as 4 and 8 bits are.
 """
 
