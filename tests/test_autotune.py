@@ -324,15 +324,18 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
         ("nvfp4", 4, 16),
     ],
 )
+@pytest.mark.parametrize("on", ["kernels", "on_cpu"])
 def test_operands_of_every_scheme_are_right_and_a_wrong_product_is_told(
-    kernels: None, mode: str, bits: int, group_size: int
+    on: str, mode: str, bits: int, group_size: int, request: pytest.FixtureRequest
 ) -> None:
+    request.getfixturevalue(on)  # on_cpu: the CUDA kernels
+    target = named("NVIDIA A100") if on == "on_cpu" else DEFAULT
     for layout in format_of(mode, bits).layouts:
         problem = problem_of(
             8, 40, 256, mode=mode, bits=bits, group_size=group_size, layout=layout
         )
         given = operands.operands(problem, 1)
-        product = launch.product(scheduler.choose(problem, DEFAULT))
+        product = launch.product(scheduler.choose(problem, target))
 
         assert operands.is_right(product, given), layout
         assert not operands.is_right(

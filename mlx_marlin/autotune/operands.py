@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_marlin import backends
 from mlx_marlin.autotune.timing import Weight
 from mlx_marlin.codes import codes_of_words
 from mlx_marlin.cuda_device import CudaDevice
@@ -122,17 +123,37 @@ def is_right(product: Product, given: Operands) -> bool:
 
 def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
     w, scales, third = native
-    if problem.format.codes == "floating":
+    if problem.format.codes != "floating":
+        scales, third = scales.astype(mx.float32), third.astype(mx.float32)
+    if _is_of_mlx(problem) and backends.backend() != "cuda":
         return stock_product(problem)(x, w, scales, third)
-    scales, third = scales.astype(mx.float32), third.astype(mx.float32)
-    if problem.format.codes == "affine":
-        return stock_product(problem)(x, w, scales, third)
-    # Stock MLX has no such scheme: decoded here, and multiplied as plain numbers.
+    # Plain numbers: stock MLX has no such scheme, or on CUDA (0.32.4) it raises for 64
+    # rows of float32 (measured: 5120→17408).
+    return x @ _decoded(problem, w, scales, third).T
+
+
+def _is_of_mlx(problem: Problem) -> bool:
+    return problem.format.codes in ("affine", "floating")
+
+
+def _decoded(
+    problem: Problem, w: mx.array, scales: mx.array, third: mx.array
+) -> mx.array:
+    """Returns a weight [n, k] as float32."""
+    if _is_of_mlx(problem):
+        return mx.dequantize(
+            w,
+            scales,
+            third if problem.format.codes == "affine" else None,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        ).astype(mx.float32)
     is_symmetric = problem.format.codes == "symmetric"
     zero = 2 ** (problem.bits - 1) if is_symmetric else third[..., None]
     codes = codes_of_words(w, problem.bits).astype(mx.float32)
     groups = codes.reshape(problem.n, problem.groups, problem.group_size)
-    return x @ ((groups - zero) * scales[..., None]).reshape(problem.n, problem.k).T
+    return ((groups - zero) * scales[..., None]).reshape(problem.n, problem.k)
 
 
 def _native(problem: Problem, seed: int) -> Weight:
