@@ -99,7 +99,7 @@ def machine(
 
     Args:
         device: The device that plans are made for.
-        backend: "metal" or "emulator": counters are never a real device's times.
+        backend: "metal", "cuda" or "emulator": counters are never a device's times.
         system: As in `Machine`, and the two below.
         mlx: MLX's version.
         kernels: Digest.

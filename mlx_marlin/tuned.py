@@ -24,6 +24,8 @@ from mlx_marlin.work import Tile, Work
 
 ENVIRONMENT = "MLX_MARLIN_TUNED"
 """Set to 0, nothing that was measured is read."""
+TEXTS = (".metal", ".cu", ".cuh")
+"""Files of kernels."""
 Results = dict[Problem, Result]
 
 
@@ -177,7 +179,8 @@ def _kernels() -> str:
 
     digest = hashlib.sha256()
     root = shader_folder()
-    for path in sorted(each for each in root.rglob("*") if each.is_file()):
+    texts = (each for each in root.rglob("*") if each.suffix in TEXTS)
+    for path in sorted(texts):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes() + b"\0")
     for kind in (Problem, Epilogue, Plan, Tile, Work, Result):

@@ -293,7 +293,7 @@ class Work:
 
     @property
     def is_single(self) -> bool:
-        """Whether no threadgroup has more than one split."""
+        """Whether no threadgroup has more than one split, as far as `pieces` tells."""
         return self.pieces == self.threadgroups - self.idle
 
     @property

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import mlx_marlin
 from mlx_marlin import cache, device, emulator, launch, scheduler, serving, tuned
 from mlx_marlin.autotune import counting, operands, tuner
 from mlx_marlin.cli import main
+from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.measurement import Result
 from mlx_marlin.problem import Problem
 
@@ -336,6 +338,60 @@ def test_what_cannot_be_tuned_is_said(
     assert main(["tune", *words]) == 2
     assert said in capsys.readouterr().err
     assert not kept.exists()
+
+
+def on_h200(backend: Choose, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    h200 = device.named("NVIDIA H200")
+    assert isinstance(h200, CudaDevice)
+    here = replace(h200, arch=arch)
+    backend("cuda")
+    monkeypatch.setattr(device, "current", lambda: here)
+
+
+def test_what_no_plan_serves_is_said_and_left_out(
+    kept: Path,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    on_h200(backend, monkeypatch, "sm_90")
+    seen = measured_problems(monkeypatch)
+
+    words = ["tune", "64x256", "--rows", "128,129", "--layout", "marlin"]
+    assert main(words) == 0
+
+    assert [each.m for each in seen] == [128]
+    said = capsys.readouterr().out
+    assert said.count("not measured") == 1
+    assert "129 rows of 256→64" in said
+    assert "129 rows are multiplied by the weight decoded once" in said
+
+
+@pytest.mark.parametrize(
+    ("arch", "words", "said"),
+    [
+        ("sm_90", ["--dtype", "float32"], "multiply float16 and bfloat16"),
+        ("sm_75", [], "need compute capability 8.0"),
+    ],
+)
+def test_what_no_cuda_kernel_multiplies_is_said_before_measuring(
+    kept: Path,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arch: str,
+    words: list[str],
+    said: str,
+) -> None:
+    on_h200(backend, monkeypatch, arch)
+    seen = measured_problems(monkeypatch)
+
+    assert main(["tune", "4x64x256", *words]) == 2
+
+    found = capsys.readouterr().err
+    assert "4 rows of 256→64" in found
+    assert said in found
+    assert (seen, kept.exists()) == ([], False)
 
 
 def test_a_model_that_is_none_is_said(

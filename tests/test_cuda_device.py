@@ -320,21 +320,7 @@ def test_what_would_be_tuned_is_listed(
     said = capsys.readouterr().out
     assert all(f", {kernel} 16 rows" in said for kernel in OF_CUDA)
     # Of the layout that it reads, and there is no model of it.
-    assert len(re.findall(r"^stock MLX +-$", said, re.MULTILINE)) == 1
-
-
-def test_what_no_cuda_kernel_multiplies_is_said_before_measuring(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    backend("cuda")
-    monkeypatch.setenv(device.ENVIRONMENT, "H200")
-
-    assert main(["tune", "16x4096x4096", "--dry-run", "--dtype", "float32"]) != 0
-
-    said = capsys.readouterr().err
-    assert "our CUDA kernels multiply float16 and bfloat16, and dtype is" in said
+    assert len(re.findall(r"^stock MLX *$", said, re.MULTILINE)) == 1
 
 
 def test_a_plan_can_be_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:

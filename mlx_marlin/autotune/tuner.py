@@ -6,7 +6,7 @@ from datetime import date
 from functools import partial
 from itertools import cycle
 
-from mlx_marlin import backends, launch, scheduler
+from mlx_marlin import backends, launch, scheduler, why_stock
 from mlx_marlin.autotune import counting, operands, timing
 from mlx_marlin.autotune.operands import Operands
 from mlx_marlin.autotune.timing import Spread
@@ -87,6 +87,24 @@ def clock(device: Target, seconds: float = SECONDS) -> Clock:
     raise ValueError(
         "nothing here runs our kernels, or MLX_MARLIN_BACKEND says stock: there is "
         "nothing to tune"
+    )
+
+
+def why_not(problem: Problem, device: Target) -> str | None:
+    """Says why a problem cannot be tuned; None if it can.
+
+    Args:
+        problem: The product.
+        device: The device that plans are made for.
+    """
+    reason = why_stock.not_on_cuda(problem, transpose=True)
+    if reason is not None or backends.backend() not in backends.ON_GPU:
+        return reason
+    if scheduler.choose_dense(problem, device) is None:
+        return None
+    return (
+        f"{problem.m} rows are multiplied by the weight decoded once, which no plan is "
+        f"compared with"
     )
 
 

@@ -86,13 +86,15 @@ def run(args: argparse.Namespace) -> int:
     found = problems(args)
     for problem in found:
         operands.check(problem)
+    target = why_stock.target()
+    found = _tunable(found, target)
     if args.dry_run:
-        print("\n\n".join(listing(each, why_stock.target()) for each in found))
+        print("\n\n".join(listing(each, target) for each in found))
         return 0
     place = _folder()
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
-    return _tune(found, why_stock.target(), args.seconds, place) if found else 0
+    return _tune(found, target, args.seconds, place) if found else 0
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -120,11 +122,11 @@ def listing(problem: Problem, target: Target) -> str:
 
 
 def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
-    """Returns the model's microseconds; there is no model of stock MLX on CUDA."""
+    """Returns the model's microseconds; of stock MLX there is no model on CUDA."""
     if arm is not None:
         return f"{scheduler.predict(arm, target).seconds * 1e6:.1f}"
     if not isinstance(target, Device):
-        return "-"
+        return ""
     return f"{stock_prediction(problem, target).seconds * 1e6:.1f}"
 
 
@@ -138,6 +140,25 @@ def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
     samples = max(each.samples for each in outcome.arms.values())
     how = f": medians of {samples}, +- half the interquartile range"
     return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
+
+
+def _tunable(found: list[Problem], target: Target) -> list[Problem]:
+    """Returns the problems that can be tuned, and says why not of the others.
+
+    Raises:
+        ValueError: If there are problems, and none can be.
+    """
+    reasons = {each: tuner.why_not(each, target) for each in found}
+    said = [
+        f"{each.explain()}: not measured, {reason}"
+        for each, reason in reasons.items()
+        if reason is not None
+    ]
+    if said and len(said) == len(found):
+        raise ValueError("\n".join(said))
+    for each in said:
+        print(each)
+    return [each for each in found if reasons[each] is None]
 
 
 def _tune(found: list[Problem], target: Target, seconds: float, place: Path) -> int:

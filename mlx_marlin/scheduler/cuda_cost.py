@@ -46,10 +46,10 @@ guess)."""
 FIRST_STAGE_SECONDS = 1e-6
 """Until the first stage of x is full, for which all others wait (fitted: with it one
 `TILE_SECONDS` of 16 rows serves 4096→4096 and 8192→28672, within 6 %)."""
-FURTHER_LAUNCH = 6e-6
-"""Seconds for the launch that adds splits up: 3 us of its own, and 3 that products take
-longer which leave it their sums (measured, docs/cuda.md, step 43). MLX's host takes 6
-beside them."""
+FURTHER_LAUNCH = {"mma": 8e-6, "mma_staged": 6e-6, "wgmma": 6e-6}
+"""Seconds for the launch that adds splits up: 3 us of its own, and what products take
+longer than their stages which leave it their sums (measured, docs/cuda.md, step 43: 3
+us and more; of "mma" 5, at 8 rows of 17408→5120). MLX's host takes 6 beside them."""
 NORM_SECONDS = 3e-6
 """For a piece of work whose rows are normalized before (measured roughly, by a clock
 that was taken out, docs/cuda.md: 1.5 to 2.7 us for one row, 3.3 for 8)."""
@@ -62,9 +62,11 @@ much, 3 to 5 us, was spared a layer with each (measured, docs/cuda.md)."""
 OWN_HEAD_NORM_SECONDS = 4e-6
 """For a norm of heads of its own, one of q and one of k: 2 us of the device (measured,
 docs/cuda.md) and as much of the host (a guess)."""
-MEETING_SECONDS = 6e-12
-"""Seconds for each element of a result whose tiles are split: so much of the 49 us that
-64 rows of 5120→17408 take in streams (measured, docs/cuda.md, step 43)."""
+MEETING_SECONDS = {"split_k": 6e-12, "stream_k": 12e-12}
+"""Seconds for each element of a result whose tiles are split, by strategy, others as
+"stream_k": with them 64 rows of 9728→2560 to 28672→8192 cost 7 to 9 us more than their
+stages, and 64 of 5120→17408 49 us as streams (measured, docs/cuda.md, step 43: 7 to 11,
+and 49)."""
 MOST_WARPS = (28, 20, 16, 16)
 """Warps of a block of "mma" by fragments_m, unless others are asked for: more warps
 hide more waits, until their registers do not hold the sums (measured, docs/cuda.md)."""
@@ -103,7 +105,7 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
     elements = problem.batch * problem.m * problem.n
     sums = 8 * elements * work.pieces / work.tiles
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
-    further = work.is_split * (FURTHER_LAUNCH + elements * MEETING_SECONDS)
+    further = _further(way, elements) if work.is_split else 0.0
     rows = mma.FRAGMENT_ROWS * way.fragments_m
     columns = work.tiles // -(-problem.m // rows) * across * TILE_N
     padded = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
@@ -119,6 +121,13 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
         fill=1.0,
         dispatch=turns * pieces * begun + further,
     )
+
+
+def _further(way: Way, elements: int) -> float:
+    """Returns the seconds that splits cost beside what is moved for them."""
+    runs = MEETING_SECONDS["stream_k"]
+    each = MEETING_SECONDS.get(way.work.strategy, runs)
+    return FURTHER_LAUNCH[way.kernel] + elements * each
 
 
 def _resident(way: Way, each: int) -> int:
