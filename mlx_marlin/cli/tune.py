@@ -86,15 +86,14 @@ def run(args: argparse.Namespace) -> int:
     found = problems(args)
     for problem in found:
         operands.check(problem)
-    target = why_stock.target()
-    found = _tunable(found, target)
+    found = _tunable(found)
     if args.dry_run:
-        print("\n\n".join(listing(each, target) for each in found))
+        print("\n\n".join(listing(each, why_stock.target()) for each in found))
         return 0
     place = _folder()
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
-    return _tune(found, target, args.seconds, place) if found else 0
+    return _tune(found, why_stock.target(), args.seconds, place) if found else 0
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -142,13 +141,13 @@ def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
     return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
 
 
-def _tunable(found: list[Problem], target: Target) -> list[Problem]:
+def _tunable(found: list[Problem]) -> list[Problem]:
     """Returns the problems that can be tuned, and says why not of the others.
 
     Raises:
         ValueError: If there are problems, and none can be.
     """
-    reasons = {each: tuner.why_not(each, target) for each in found}
+    reasons = {each: tuner.why_not(each, why_stock.target()) for each in found}
     said = [
         f"{each.explain()}: not measured, {reason}"
         for each, reason in reasons.items()
