@@ -57,7 +57,7 @@ def add_parser(
     parser.add_argument(
         "--layout",
         choices=(*LAYOUTS, BOTH),
-        help="default: mlx, or the only one that a format has",
+        help="default: mlx, on CUDA marlin, or the only one that a format has",
     )
     parser.add_argument(
         "--dtype", choices=list(DTYPE_BYTES), help="default: float16, or the model's"
@@ -214,8 +214,14 @@ def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
     """Returns the layouts to measure a problem's format in."""
     of_format = problem.format.layouts
     if args.layout is None:
-        return of_format[:1]
+        usual = _usual_layout()
+        return (usual,) if usual in of_format else of_format[:1]
     return of_format if args.layout == BOTH else (args.layout,)
+
+
+def _usual_layout() -> str:
+    """Returns the layout of what `optimize` converts, unless another is named."""
+    return "marlin" if backends.backend() == "cuda" else "mlx"
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
@@ -226,7 +232,7 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
                 f"--{option.replace('_', '-')} {value} is for shapes; the model "
                 f"{name!r} has its own"
             )
-    layouts = LAYOUTS if args.layout == BOTH else (args.layout or LAYOUTS[0],)
+    layouts = LAYOUTS if args.layout == BOTH else (args.layout or _usual_layout(),)
     found = layers.find(_load(name), layouts)
     if found.others:
         print(
