@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache as cached
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ from arguments import activations, weight
 from models import Layers, tiny_llama
 
 import mlx_marlin
-from mlx_marlin import cache, device, emulator, launch, scheduler, serving, tuned
+from mlx_marlin import (
+    backends,
+    cache,
+    device,
+    emulator,
+    launch,
+    scheduler,
+    serving,
+    tuned,
+)
 from mlx_marlin.autotune import counting, operands, tuner
 from mlx_marlin.cli import main
 from mlx_marlin.cuda_device import CudaDevice
@@ -282,6 +292,22 @@ def test_a_models_layers_are_measured(
     assert {each.layout for each in seen[12:]} == {"mlx", "marlin"}
 
 
+def test_on_cuda_a_models_layers_are_measured_packed_but_a_tied_head(
+    kept: Path, backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_h200(backend, monkeypatch)
+    seen = measured_problems(monkeypatch)
+    model = tiny_llama(tied=True)
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (model, None))
+
+    assert main(["tune", "a/model", "--rows", "1", "--dtype", "float16"]) == 0
+
+    head = model.model.embed_tokens.scales.shape[0]
+    layouts = {each.n: each.layout for each in seen}
+    assert layouts.pop(head) == "mlx"
+    assert {*layouts.values()} == {"marlin"}
+
+
 def test_a_dry_run_lists_and_measures_nothing(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +320,19 @@ def test_a_dry_run_lists_and_measures_nothing(
         assert tuner.name(plan) in said
     assert "us by the model, not measured" in said
     assert (seen, kept.exists()) == ([], False)
+
+
+def test_nothing_is_cleared_where_nothing_can_be_measured_then(
+    kept: Path, backend: Choose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["tune", "4x64x256"])
+    backend("stock")
+
+    assert main(["tune", "8x64x256", "--clear"]) == 2
+
+    assert "there is nothing to tune" in capsys.readouterr().err
+    backend("emulator")
+    assert results(kept)
 
 
 def test_clearing_removes_what_was_kept(
@@ -320,6 +359,7 @@ def test_clearing_removes_what_was_kept(
         (["4x64x256", "--rows", "1,"], "--rows '1,', expected such as 1,2,4"),
         (["4x64x256", "--seconds", "0"], "--seconds 0 must be above 0"),
         (["4x64x256", "--seconds", "nan"], "--seconds nan must be above 0"),
+        (["--clear", "--dry-run"], "--clear removes results and --dry-run nothing"),
         (["4x64x256", "--group-size", "48"], "group_size=48 is not one of"),
         (
             ["4x64x256", "--group-size", "256", "--layout", "marlin"],
@@ -343,7 +383,9 @@ def test_what_cannot_be_tuned_is_said(
     assert not kept.exists()
 
 
-def on_h200(backend: Choose, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def on_h200(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90"
+) -> None:
     h200 = device.named("NVIDIA H200")
     assert isinstance(h200, CudaDevice)
     here = replace(h200, arch=arch)
@@ -357,9 +399,16 @@ def test_what_no_plan_serves_is_said_and_left_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    on_h200(backend, monkeypatch, "sm_90")
+    on_h200(backend, monkeypatch)
     seen = measured_problems(monkeypatch)
+    # Where the back end is forced, plans serve any number of rows.
+    assert main(["tune", "64x256", "--rows", "128,129"]) == 0
+    assert [each.m for each in seen] == [128, 129]
+    assert "not measured" not in capsys.readouterr().out
 
+    monkeypatch.setattr(backends, "backend", cached(lambda: "cuda"))
+    monkeypatch.setattr(backends, "forced_backend", cached(lambda: None))
+    seen.clear()
     assert main(["tune", "64x256", "--rows", "128,129"]) == 0
 
     assert [(each.m, each.layout) for each in seen] == [(128, "marlin")]

@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name a shape such as 8x4096x11008, or a model; or --clear")
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g} must be above 0")
+    if args.clear and args.dry_run:
+        raise ValueError("--clear removes results and --dry-run nothing: name one")
     found = problems(args)
     for problem in found:
         operands.check(problem)
@@ -91,9 +93,10 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(listing(each, why_stock.target()) for each in found))
         return 0
     place = _folder()
+    clock = _clock(args.seconds, place) if found else None
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
-    return _tune(found, why_stock.target(), args.seconds, place) if found else 0
+    return _tune(found, why_stock.target(), clock, place) if clock else 0
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -160,16 +163,26 @@ def _tunable(found: list[Problem]) -> list[Problem]:
     return [each for each in found if reasons[each] is None]
 
 
-def _tune(found: list[Problem], target: Target, seconds: float, place: Path) -> int:
-    """Measures problem after problem, and keeps each result at once."""
+def _clock(seconds: float, place: Path) -> Clock:
+    """Returns the clock, if all that measuring needs is there.
+
+    Raises:
+        ValueError: If nothing here can be measured.
+        OSError: If the folder cannot be written to.
+    """
     if tuned.stands_for_another(backends.backend()):
         raise ValueError(
             f"{device.ENVIRONMENT} names the chip to plan for, but the one here would "
             f"be measured: unset it"
         )
-    clock = tuner.clock(target, seconds)
-    here = tuned.machine(target, backends.backend())
+    clock = tuner.clock(why_stock.target(), seconds)
     _check_writable(place)  # before minutes are spent
+    return clock
+
+
+def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
+    """Measures problem after problem, and keeps each result at once."""
+    here = tuned.machine(target, backends.backend())
     wrong = 0
     for problem in _shown(found):
         outcome = tuner.tune(problem, target, clock)

@@ -49,7 +49,7 @@ FIRST_STAGE_SECONDS = 1e-6
 FURTHER_LAUNCH = {"mma": 8e-6, "mma_staged": 6e-6, "wgmma": 6e-6}
 """Seconds for the launch that adds splits up: 3 us of its own, and what products take
 longer than their stages which leave it their sums (measured, docs/cuda.md, step 43: 3
-us and more; of "mma" 5, at 8 rows of 17408→5120). MLX's host takes 6 beside them."""
+us and more; those of "mma" 5). MLX's host takes 6 beside them."""
 NORM_SECONDS = 3e-6
 """For a piece of work whose rows are normalized before (measured roughly, by a clock
 that was taken out, docs/cuda.md: 1.5 to 2.7 us for one row, 3.3 for 8)."""
@@ -64,9 +64,9 @@ OWN_HEAD_NORM_SECONDS = 4e-6
 docs/cuda.md) and as much of the host (a guess)."""
 MEETING_SECONDS = {"split_k": 6e-12, "stream_k": 12e-12}
 """Seconds for each element of a result whose tiles are split, by strategy, others as
-"stream_k": with them 64 rows of 9728→2560 to 28672→8192 cost 7 to 9 us more than their
-stages, and 64 of 5120→17408 49 us as streams (measured, docs/cuda.md, step 43: 7 to 11,
-and 49)."""
+"stream_k". With them 64 rows of four shapes cost 7 to 9 us beside their stages, and 64
+of 5120→17408 as streams 49 in all (measured, docs/cuda.md, step 43: 6.4 to 11.3, and
+48.9)."""
 MOST_WARPS = (28, 20, 16, 16)
 """Warps of a block of "mma" by fragments_m, unless others are asked for: more warps
 hide more waits, until their registers do not hold the sums (measured, docs/cuda.md)."""
