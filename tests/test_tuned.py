@@ -124,8 +124,9 @@ def test_the_emulator_is_a_machine_of_its_own() -> None:
     assert real.file_name.startswith("apple-m3-max-30-cores-")
 
 
+@pytest.mark.parametrize("suffix", ["metal", "cu", "cuh"])
 def test_a_shader_that_changes_changes_the_machine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def kernels() -> str:
         tuned._kernels.cache_clear()
@@ -133,12 +134,14 @@ def test_a_shader_that_changes_changes_the_machine(
 
     before = kernels()
     monkeypatch.setattr(tuned, "shader_folder", lambda: tmp_path)
+    (tmp_path / ".a.swp").write_text("an editor's")
     empty = kernels()
-    (tmp_path / "a.metal").write_text("x")
+    shader = tmp_path / f"a.{suffix}"
+    shader.write_text("x")
     one = kernels()
-    (tmp_path / "a.metal").write_text("y")
+    shader.write_text("y")
     other = kernels()
-    (tmp_path / "a.metal").rename(tmp_path / "b.metal")
+    shader.rename(tmp_path / f"b.{suffix}")
 
     assert len({before, empty, one, other, kernels()}) == 5
     monkeypatch.undo()
