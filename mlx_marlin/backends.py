@@ -86,6 +86,14 @@ def forced_backend() -> str | None:
     return wish or None
 
 
+def may_hand_over() -> bool:
+    """Whether stock MLX, or MLX's plain product, may serve what is faster there.
+
+    It runs on the same GPU then, and nobody insists on a back end to see it run.
+    """
+    return backend() in ON_GPU and forced_backend() is None
+
+
 def forget() -> None:
     """Drops what was asked once and built once: back end, kernels."""
     for cached in (backend, forced_backend, kernel, _cuda_kernel):

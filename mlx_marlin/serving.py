@@ -336,10 +336,7 @@ def _decoded(plan: DensePlan) -> Product:
 
 def _dense(problem: Problem) -> DensePlan | None:
     # A choice for speed, like handing over.
-    if (
-        backends.backend() not in backends.ON_GPU
-        or backends.forced_backend() is not None
-    ):
+    if not backends.may_hand_over():
         return None
     return scheduler.choose_dense(problem, why_stock.target())
 

@@ -20,7 +20,7 @@ def not_here(on_cpu: bool) -> str | None:
     backend = backends.backend()
     if backend == "stock":
         return "no back end here runs our kernels, or MLX_MARLIN_BACKEND says stock"
-    if backend in backends.ON_GPU and on_cpu and backends.forced_backend() is None:
+    if on_cpu and backends.may_hand_over():
         return "the call runs on the CPU"
     return None
 
@@ -84,12 +84,7 @@ def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
 
     `measured` is what tuning found for the problem.
     """
-    # Only where stock runs on the same GPU is speed a reason; who forces a back end
-    # wants to see it run.
-    if (
-        backends.backend() not in backends.ON_GPU
-        or backends.forced_backend() is not None
-    ):
+    if not backends.may_hand_over():
         return None
     if measured is not None:
         return measured.reason

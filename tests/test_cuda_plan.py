@@ -434,23 +434,23 @@ MEASURED = (
 an H200 took for the kernel alone: affine, 4 bits, groups of 128."""
 
 
+def predicted_us(shape: tuple[int, int], m: int, **wishes: Any) -> float:
+    """Returns the model's microseconds of a plan on an H200, its columns and k."""
+    n, k = shape
+    problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
+    plan = scheduler.make(problem, device=H200, **wishes)
+    return scheduler.predict(plan, H200).seconds * 1e6
+
+
 @pytest.mark.parametrize(("kernel", "shape", "m", "across", "along", "us"), MEASURED)
 def test_the_model_is_near_what_was_measured(
     kernel: Kernel, shape: tuple[int, int], m: int, across: int, along: int, us: float
 ) -> None:
-    n, k = shape
-    problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
+    block = {"kernel": kernel, "simdgroups_n": across, "simdgroups_k": along}
 
-    plan = scheduler.make(
-        problem,
-        device=H200,
-        kernel=kernel,
-        strategy="data_parallel",
-        simdgroups_n=across,
-        simdgroups_k=along,
-    )
+    found = predicted_us(shape, m, strategy="data_parallel", **block)
 
-    assert scheduler.predict(plan, H200).seconds * 1e6 == pytest.approx(us, rel=0.15)
+    assert found == pytest.approx(us, rel=0.15)
 
 
 SPLITS: tuple[tuple[Kernel, tuple[int, int], int, int, int, float], ...] = (
@@ -473,36 +473,20 @@ n and k, rows, simdgroups_n and slices of k. The last one's reduce was a slower 
 def test_the_model_is_near_what_splits_took(
     kernel: Kernel, shape: tuple[int, int], m: int, across: int, slices: int, us: float
 ) -> None:
-    n, k = shape
-    problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
+    split = {"strategy": "split_k", "k_parallel": slices}
 
-    plan = scheduler.make(
-        problem,
-        device=H200,
-        kernel=kernel,
-        strategy="split_k",
-        k_parallel=slices,
-        simdgroups_n=across,
-    )
+    found = predicted_us(shape, m, kernel=kernel, simdgroups_n=across, **split)
 
     off = 0.15 if shape == (6144, 4096) else 0.1  # 14 % too slow, by the model
-    assert scheduler.predict(plan, H200).seconds * 1e6 == pytest.approx(us, rel=off)
+    assert found == pytest.approx(us, rel=off)
 
 
 def test_the_model_is_near_what_streams_took() -> None:
-    problem = Problem(m=64, n=17408, k=5120, group_size=128, layout="marlin")
+    streams = {"strategy": "stream_k", "num_threadgroups": 132}
 
-    plan = scheduler.make(
-        problem,
-        device=H200,
-        kernel="wgmma",
-        strategy="stream_k",
-        num_threadgroups=132,
-        simdgroups_n=4,
-    )
+    found = predicted_us(SMALLER, 64, kernel="wgmma", simdgroups_n=4, **streams)
 
-    took = 40.5 + 8.4  # docs/cuda.md, step 43
-    assert scheduler.predict(plan, H200).seconds * 1e6 == pytest.approx(took, rel=0.05)
+    assert found == pytest.approx(40.5 + 8.4, rel=0.05)  # docs/cuda.md, step 43
 
 
 CHOSEN: dict[tuple[tuple[int, int], int], Kernel] = {

@@ -100,9 +100,9 @@ def why_not(problem: Problem, device: Target) -> str | None:
     reason = why_stock.not_on_cuda(problem, transpose=True)
     if reason is not None:
         return reason
-    # As in serving: who forces a back end has its plans for any number of rows.
-    by_speed = backends.backend() in backends.ON_GPU and not backends.forced_backend()
-    if not by_speed or scheduler.choose_dense(problem, device) is None:
+    if not backends.may_hand_over():
+        return None
+    if scheduler.choose_dense(problem, device) is None:
         return None
     return (
         f"{problem.m} rows are multiplied by the weight decoded once, which no plan is "
