@@ -14,7 +14,12 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_marlin.integrations import block_attention, block_cache
 from mlx_marlin.integrations.block_attention import attend
-from mlx_marlin.integrations.block_cache import is_alone, updated_alone
+from mlx_marlin.integrations.block_cache import (
+    CUDNN_STEP,
+    is_alone,
+    updated,
+    updated_alone,
+)
 from tests.test_traced_block import assert_equal, tiny, traced
 
 FEATURES = 8
@@ -93,6 +98,102 @@ def test_the_cache_is_what_mlx_lm_makes_of_it(length: int) -> None:
 
     assert cache._idx == own._idx
     assert_equal([cache.offset, cache.keys], [own.offset, own.keys])
+
+
+def of_one_stream(kind: str, tokens: int) -> Any:
+    """Returns a cache that mlx-lm has filled with a prompt; the same one each time."""
+    mx.random.seed(tokens)
+    cache = KVCache() if kind == "generate" else BatchKVCache([0])
+    prompt = mx.random.normal((1, 2, tokens, FEATURES))
+    cache.update_and_fetch(prompt, prompt + 1)
+    return cache
+
+
+STEPS = {"generate": updated, "server": updated_alone}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("prompt", "vector"),
+    [
+        (5, False),  # too few for cuDNN
+        (253, False),
+        (254, True),
+        (255, True),
+        (256, True),
+        (300, True),
+        (509, True),
+        (511, False),
+        (600, False),
+        (768, False),
+        (1022, False),
+        (1024, True),
+        (1100, True),
+        (3070, True),
+        (3072, False),
+        (3500, False),
+    ],
+)
+def test_the_places_of_a_cache_let_mlx_take_the_faster_kernel(
+    kind: str, prompt: int, vector: bool, backend: Callable[[str], None]
+) -> None:
+    backend("cuda")
+    cache, own = (of_one_stream(kind, prompt) for _ in range(2))
+
+    for _ in range(2):
+        k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
+        assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
+
+    places = cache.keys.shape[2]
+    assert (places % CUDNN_STEP != 0) is vector
+    assert places == cache.values.shape[2]
+    assert_equal([*cache.keys_and_values()], [*own.keys_and_values()])
+    assert cache.size() == own.size() == prompt + 2
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("first", "copies"), [(250, 1), (505, 2), (1018, 1), (3066, 2)]
+)
+def test_a_cache_goes_on_where_the_faster_kernel_changes(
+    kind: str, first: int, copies: int, backend: Callable[[str], None]
+) -> None:
+    backend("cuda")
+    cache, own = (of_one_stream(kind, first) for _ in range(2))
+    sizes = {cache.keys.shape[2]}
+    for _ in range(14):
+        k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
+        assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
+        sizes.add(cache.keys.shape[2])
+    assert len(sizes) == 1 + copies
+    tokens = mx.random.normal((1, 2, 300, FEATURES))
+    assert_equal(
+        cache.update_and_fetch(tokens, tokens), own.update_and_fetch(tokens, tokens)
+    )
+
+
+@pytest.mark.parametrize("cache", [KVCache(), BatchKVCache([0, 0])])
+def test_other_calls_leave_the_number_of_places(
+    cache: Any, backend: Callable[[str], None]
+) -> None:
+    backend("cuda")
+    streams = 2 if isinstance(cache, BatchKVCache) else 1
+    prompt = mx.random.normal((streams, 2, 300, FEATURES))
+    cache.update_and_fetch(prompt, prompt)
+    several = mx.random.normal((streams, 2, 3, FEATURES))
+
+    updated(cache, several, several)
+
+    assert cache.keys.shape[2] == 512
+
+
+def test_other_back_ends_leave_the_number_of_places(
+    backend: Callable[[str], None],
+) -> None:
+    backend("metal")
+    cache = of_one_stream("generate", 300)
+    updated(cache, *mx.zeros((2, 1, 2, 1, FEATURES)))
+    assert cache.keys.shape[2] == 512
 
 
 def test_places_of_a_lone_stream_are_no_chain_of_sums() -> None:

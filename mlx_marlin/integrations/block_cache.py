@@ -1,6 +1,7 @@
 """Caches of mlx-lm, as a traced block writes and reads them.
 
-What they hold after it is what mlx-lm's own code would have left there.
+What they hold after it is what mlx-lm's own code would have left there; the number of
+places beyond that may be another.
 """
 
 from functools import cache as remembered
@@ -10,8 +11,17 @@ from weakref import WeakKeyDictionary, ref
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from mlx_marlin import backends
+
 ALIGNED = 8
 """Places of a cache are a multiple: rows of 16-bit scores begin at whole 16 bytes."""
+CUDNN_STEP = 256
+"""On CUDA, MLX lets cuDNN attend to so many tokens or more, if a stream's query is one
+and the places of its cache are a multiple of it (0.32.4); else `sdpa_vector`."""
+VECTOR = range(CUDNN_STEP, 512), range(1025, 3073)
+"""Numbers of tokens for which `sdpa_vector` is faster (measured, docs/cuda.md). cuDNN
+takes the GPU less time, and the host more; in between, and up to 1024 tokens, the
+kernel has one block a head."""
 
 
 def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
@@ -48,16 +58,21 @@ def _is_zero(padding: mx.array) -> bool:
 
 
 def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """Does what `cache.update_and_fetch` does."""
+    """Does what `cache.update_and_fetch` does, but for the number of places."""
     is_plain: bool = type(cache) is KVCache
-    if not is_plain or not _write(cache, cache.offset, keys, values):
+    if not is_plain:
+        return cache.update_and_fetch(keys, values)
+    if keys.shape[0] == keys.shape[2] == 1:
+        _choose_kernel(cache, cache.offset + 1)
+    if not _write(cache, cache.offset, keys, values):
         return cache.update_and_fetch(keys, values)
     cache.offset = end = cache.offset + keys.shape[2]
     return cache.keys[:, :, :end], cache.values[:, :, :end]
 
 
 def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """Does what `cache.update_and_fetch` does, for a stream alone in a batch."""
+    """Does what `updated` does, for a stream alone in a batch."""
+    _choose_kernel(cache, cache._idx + 1)
     if not _write(cache, cache._idx, keys, values):
         return cache.update_and_fetch(keys, values)
     cache._idx = end = cache._idx + keys.shape[2]
@@ -65,6 +80,24 @@ def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
     # a chain of sums that is never evaluated.
     cache.offset = mx.array([end])
     return cache.keys[:, :, :end], cache.values[:, :, :end]
+
+
+def _choose_kernel(cache: Any, tokens: int) -> None:
+    """Gives a cache the places with which MLX attends faster to so many tokens."""
+    if tokens < CUDNN_STEP or cache.keys is None or backends.backend() != "cuda":
+        return
+    over = cache.keys.shape[2] % CUDNN_STEP
+    if not any(tokens in each for each in VECTOR):
+        _add_places(cache, -over % CUDNN_STEP)
+    elif not over:
+        _add_places(cache, ALIGNED)
+
+
+def _add_places(cache: Any, count: int) -> None:
+    if count:
+        widths = [(0, 0), (0, 0), (0, count), (0, 0)]
+        cache.keys = mx.pad(cache.keys, widths)
+        cache.values = mx.pad(cache.values, widths)
 
 
 def append(cache: Any, keys: mx.array, values: mx.array) -> None:
@@ -108,10 +141,8 @@ def _clear(cache: Any) -> None:
     What padding left there may be no number, and nothing times that is none either.
     """
     end, places = cache._idx, cache.keys.shape[2]
-    empty = -(-places // ALIGNED) * ALIGNED - end
-    widths = [(0, 0), (0, 0), (0, empty), (0, 0)]
-    cache.keys = mx.pad(cache.keys[:, :, :end], widths)
-    cache.values = mx.pad(cache.values[:, :, :end], widths)
+    cache.keys, cache.values = cache.keys[:, :, :end], cache.values[:, :, :end]
+    _add_places(cache, -(-places // ALIGNED) * ALIGNED - end)
     _cleared[cache] = ref(cache.keys)
 
 
