@@ -28,10 +28,14 @@ def cuda(backend: Callable[[str], None]) -> None:
 
 
 def drawn(
-    heads: int, tokens: int, dtype: mx.Dtype = mx.float16, streams: int = len(PADDING)
+    heads: int,
+    tokens: int,
+    dtype: mx.Dtype = mx.float16,
+    streams: int = len(PADDING),
+    features: int = FEATURES,
 ) -> mx.array:
     # Laid out as before a cache: tokens first, where there are several.
-    y = mx.random.normal((streams, tokens, heads, FEATURES)).astype(dtype)
+    y = mx.random.normal((streams, tokens, heads, features)).astype(dtype)
     return y.transpose(0, 2, 1, 3)
 
 
@@ -100,6 +104,23 @@ def test_masked_heads_attend_together(
     assert y.dtype == dtype
     assert_near(y, expected)
     assert_same(cache, own)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("alone", [False, True], ids=["generate", "server"])
+@pytest.mark.parametrize("length", [254, 255, 300, 510, 511, 1023, 1024, 3071, 3072])
+def test_a_stream_attends_by_either_kernel_of_mlxs(length: int, alone: bool) -> None:
+    mx.random.seed(length)
+    cache: Any = BatchKVCache([0]) if alone else KVCache()
+    shape: tuple[Any, ...] = mx.float16, 1, 64  # features that both kernels take
+    keys = drawn(2, length, *shape)
+    cache.update_and_fetch(keys, keys + 1)
+    q, k, v = (drawn(heads, 1, *shape) for heads in (8, 2, 2))
+
+    y = attend(q, k, v, cache, None, SCALE, alone=alone)
+
+    keys, values = (mx.concatenate(each, axis=2) for each in ((keys, k), (keys + 1, v)))
+    assert_near(y, exactly(q, keys, values, [0]))
 
 
 def assert_same(cache: BatchKVCache, own: BatchKVCache) -> None:
