@@ -86,6 +86,18 @@ def forced_backend() -> str | None:
     return wish or None
 
 
+def missing() -> str | None:
+    """Says what the back end lacks to run here, if somebody insists on it all the same.
+
+    Graphs can be built without; nothing can be computed.
+    """
+    has = {"metal": mx.metal.is_available, "cuda": mx.cuda.is_available}
+    wish = forced_backend()
+    if wish not in has or has[wish]():
+        return None
+    return f"{ENVIRONMENT}={wish!r}, and MLX has no such device here"
+
+
 def may_hand_over() -> bool:
     """Whether stock MLX, or MLX's plain product, may serve what is faster there.
 

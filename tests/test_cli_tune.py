@@ -335,6 +335,28 @@ def test_nothing_is_cleared_where_nothing_can_be_measured_then(
     assert results(kept)
 
 
+@pytest.mark.parametrize("on", ["metal", "cuda"])
+def test_a_device_that_is_not_here_is_told_before_anything_is_done(
+    on: str,
+    kept: Path,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if getattr(mx, on).is_available():
+        pytest.skip(f"MLX has {on} here")
+    main(["tune", "4x64x256"])
+    seen = measured_problems(monkeypatch)
+    backend(on)
+
+    assert main(["tune", "4x64x256", "--clear"]) == 2
+
+    said = capsys.readouterr().err
+    assert f"MLX_MARLIN_BACKEND={on!r}, and MLX has no such device here" in said
+    assert (seen, len(results(kept))) == ([], 1)
+    assert main(["tune", "4x64x256", "--dry-run"]) == 0  # any machine may plan
+
+
 def test_clearing_removes_what_was_kept(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,6 +413,7 @@ def on_h200(
     here = replace(h200, arch=arch)
     backend("cuda")
     monkeypatch.setattr(device, "current", lambda: here)
+    monkeypatch.setattr(backends, "missing", lambda: None)
 
 
 def test_what_no_plan_serves_is_said_and_left_out(
@@ -509,6 +532,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     here = device.named(chip)
     backend(on)
     monkeypatch.setattr(device, "current", lambda: here)
+    monkeypatch.setattr(backends, "missing", lambda: None)
     monkeypatch.setattr(operands, "CACHE_BYTES", 2**15)
     monkeypatch.setattr(operands, "CUDA_CACHE_BYTES", 2**15)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
