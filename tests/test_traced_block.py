@@ -70,10 +70,17 @@ SIZES = {
     "num_local_experts": 4,
     "shared_expert_intermediate_size": 96,
     "use_bias": False,
+    "partial_rotary_factor": 0.5,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.22,
 }
 Caches = list[Any]
-JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm"}
+JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
+SUMS_APART = {"glm4", "granite"}
+"""Families that normalize or multiply what they add to the residual."""
 
 
 def tiny(family: str, dtype: mx.Dtype = mx.float32, **options: Any) -> nn.Module:
@@ -359,7 +366,8 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     routings = {routing} if experts else set()
     assert any(plan.gate for plan in gathered) == bool(experts)
     assert {*choices} == routings
-    assert {plan.problem.k for plan in sums} == ({128} if experts else {128, 96})
+    summed = set() if family in SUMS_APART else {128} if experts else {128, 96}
+    assert {plan.problem.k for plan in sums} == summed
     network = experts is None or experts.shared is not None
     gates = join or family in JOINED_GATES
     assert any(plan.problem.epilogue.gated for plan in cuda) == (gates and network)
@@ -551,6 +559,27 @@ def test_every_rope_is_computed(scaling: dict[str, Any], join: bool) -> None:
         outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream), 1e-6
     )
     assert graphs(model)
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("make", [one_stream, with_left_padding])
+def test_layers_without_a_rope_are_traced(
+    cuda: list[Plan], make: Callable[[nn.Module], Caches], join: bool
+) -> None:
+    given = {**WIDE_HEADS, "no_rope_layer_interval": 2}
+    packed = {"layout": "marlin", "join": join}
+    own = tiny("smollm3", mx.float16, **given)
+    own = mlx_marlin.optimize(own, **packed, trace=False)
+    expected = decoded(own, make)
+    model = traced(tiny("smollm3", mx.float16, **given), **packed)
+
+    assert_close(decoded(model, make), expected, 2e-3)
+
+    kinds = [block._contents.kind for block in model.layers]
+    ropes = [dict(kind.before)["rope"].cls.__name__ for kind in kinds]
+    assert ropes == ["RoPE", "NoPE"]
+    rotating = {plan.problem.epilogue.rotation for plan in cuda} - {None}
+    assert len(rotating) == join  # those of the first layer
 
 
 @pytest.mark.usefixtures("stock")

@@ -150,14 +150,17 @@ def _kind(
     for name in ("q_norm", "k_norm"):
         if name in attention:
             before[name] = _as(attention[name], nn.RMSNorm)
-    before["rope"] = _as(attention["rope"], *ROPES)
+    before["rope"] = _as(attention["rope"], *ROPES, *_no_ropes())
     after = {
         "o_proj": _as(attention["o_proj"], *LINEARS),
         "norm": _as(block["post_attention_layernorm"], nn.RMSNorm),
     }
+    for name, closing in zip(("o_norm", "down_norm"), family.closing, strict=False):
+        after[name] = _as(block[closing], nn.RMSNorm)
+    factor = 1.0 if family.factor is None else float(getattr(block, family.factor))
     molds, slots = _molded(before)
     of_after, after_slots = _after(after, block[family.place], family, own)
-    kind = Kind(heads, kv_heads, before=molds, after=of_after, qkv=qkv)
+    kind = Kind(heads, kv_heads, before=molds, after=of_after, qkv=qkv, factor=factor)
     return kind, slots, after_slots
 
 
@@ -174,6 +177,12 @@ def _after(
     *others, (name, mold) = molds
     cls = routed(type(mlp), experts)
     return (*others, (name, replace(mold, cls=cls))), slots
+
+
+def _no_ropes() -> tuple[type[nn.Module], ...]:
+    """Returns what SmolLM3's layers without a rope have, if somebody imported it."""
+    smollm3: Any = sys.modules.get("mlx_lm.models.smollm3")
+    return () if smollm3 is None else (smollm3.NoPE,)
 
 
 def _of_attention(

@@ -69,6 +69,7 @@ class Kind:
         before: Modules before the cache.
         after: Modules after attention.
         qkv: Features of q, k and v that are joined; empty if they are not.
+        factor: What is multiplied by it before it is added to the residual.
         graphs: Both graphs by the shape of x.
         runs: How often Python has run a region: once for each trace, and in calls that
             MLX does not replay, as it transforms them or does not compile.
@@ -79,6 +80,7 @@ class Kind:
     before: Molds
     after: Molds
     qkv: Shape
+    factor: float = 1.0
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -171,11 +173,12 @@ def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx
     modules = _filled(kind.after, arrays)
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
-    h = _added(modules["o_proj"], attended.reshape(*x.shape[:-1], -1), x)
+    attended = attended.reshape(*x.shape[:-1], -1)
+    h = _added(modules, "o", attended, x, kind.factor)
     if "experts" in modules:
         y: mx.array = modules["experts"].added(modules["norm"](h), h)
         return y
-    return _added(modules["down_proj"], _gated(modules, h), h)
+    return _added(modules, "down", _gated(modules, h), h, kind.factor)
 
 
 def _gated(modules: dict[str, Any], x: mx.array) -> mx.array:
@@ -197,12 +200,25 @@ def _is_one(x: mx.array, layer: MarlinLinear) -> bool:
     return x.size == x.shape[-1] and not layer.invariant
 
 
-def _added(layer: Any, x: mx.array, residual: mx.array) -> mx.array:
-    """Adds a product to a residual; not inside the product if it is invariant.
+def _added(
+    modules: dict[str, Any], name: str, x: mx.array, residual: mx.array, factor: float
+) -> mx.array:
+    """Adds a product, which may be normalized or multiplied before, to a residual.
 
-    Calls with many rows, which are not traced, round twice.
+    Inside the product, if it is neither of these nor invariant: then calls with many
+    rows, which are not traced, round twice.
+
+    Args:
+        modules: The layer is that of the name and "_proj", its norm's ends in "_norm".
+        name: "o" or "down".
+        x: What the layer multiplies.
+        residual: What it is added to.
+        factor: What the product is multiplied by.
     """
-    if type(layer) is MarlinLinear and not layer.invariant:
+    layer, norm = modules[f"{name}_proj"], modules.get(f"{name}_norm")
+    as_it_is = norm is None and factor == 1
+    if as_it_is and type(layer) is MarlinLinear and not layer.invariant:
         return layer.added(x, residual)
-    y: mx.array = residual + layer(x)
-    return y
+    y: mx.array = layer(x)
+    y = y if norm is None else norm(y)
+    return residual + (y if factor == 1 else y * factor)

@@ -1,8 +1,8 @@
 """Decoder blocks of mlx-lm that traced graphs stand for, by family.
 
 A family is here if its blocks compute as llama's do: two norms, two sums, and in
-between attention and an MLP. Nothing here imports a family: a module that nobody
-imported has no blocks.
+between attention and an MLP; what is added may be normalized again, or multiplied.
+Nothing here imports a family: a module that nobody imported has no blocks.
 """
 
 import sys
@@ -54,6 +54,10 @@ class Family:
         windowed: Whether the mask of any block may hide tokens that are far behind;
             else it is of blocks that say `use_sliding`.
         experts: What it may have in the place of an MLP.
+        closing: Norms of what is added to the residual: of attention's result and of
+            the MLP's. Empty without.
+        factor: Attribute of a block: what both results are multiplied by before they
+            are added; None without.
     """
 
     block: str = "TransformerBlock"
@@ -63,6 +67,8 @@ class Family:
     scale: str = "scale"
     windowed: bool = False
     experts: Experts | None = None
+    closing: tuple[str, ...] = ()
+    factor: str | None = None
 
     @property
     def place(self) -> str:
@@ -82,6 +88,12 @@ FAMILIES = {
         mlp="GLMMLP",
         heads=("num_attention_heads", "num_key_value_heads"),
     ),
+    "glm4": Family(
+        block="Glm4DecoderLayer",
+        attention="Glm4Attention",
+        mlp="Glm4MLP",
+        closing=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
     "gpt_oss": Family(
         attention="AttentionBlock",
         mlp=None,
@@ -95,6 +107,7 @@ FAMILIES = {
             layers="experts",
         ),
     ),
+    "granite": Family(factor="residual_multiplier"),
     "helium": Family(
         block="HeliumDecoderLayer", attention="HeliumAttention", mlp="HeliumMLP"
     ),
@@ -112,6 +125,7 @@ FAMILIES = {
             place="block_sparse_moe",
         ),
     ),
+    "nanbeige": Family(),
     "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(
@@ -129,6 +143,12 @@ FAMILIES = {
         experts=Experts(cls="Qwen3MoeSparseMoeBlock", routing=_of_all_or_chosen),
     ),
     "seed_oss": Family(),
+    "telechat3": Family(
+        block="Telechat3DecoderLayer",
+        attention="Telechat3Attention",
+        mlp="Telechat3MLP",
+        heads=("num_attention_heads", "num_key_value_heads"),
+    ),
 }
 """Modules of `mlx_lm.models`."""
 
