@@ -64,7 +64,7 @@ class FusedProducts(nn.Module):
         if self.layout == "marlin" and "bias" not in self and not self.invariant:
             y = packed_gated(x, *self._packed_arguments())
         if y is None:
-            gate, up = self._halves(x)
+            gate, up = self.halves(x)
             y = nn.silu(gate) * up
         return y
 
@@ -163,8 +163,12 @@ class FusedProducts(nn.Module):
             return False
         return bias is None or self._keeps_dtype(x, bias)
 
-    def _halves(self, x: mx.array) -> Iterable[mx.array]:
-        """Returns both halves of the product; of one row they lie in one array."""
+    def halves(self, x: mx.array) -> Iterable[mx.array]:
+        """Returns both halves of the product, such as gate and up.
+
+        Args:
+            x: Activations [..., k]. Of one row, both results lie in one array.
+        """
         if x.size == x.shape[-1] and not self.invariant:
             return mx.split(self(x), 2, axis=-1)
         n = self.output_dims if self.layout == "marlin" else len(self["weight"])

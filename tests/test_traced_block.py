@@ -75,18 +75,27 @@ SIZES = {
     "attention_multiplier": 0.2,
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.22,
+    "sliding_window": 512,
+    "sliding_window_pattern": None,
+    "rope_scaling": None,
 }
 Caches = list[Any]
 JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
-SUMS_APART = {"glm4", "granite"}
+SUMS_APART = {"exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3"}
 """Families that normalize or multiply what they add to the residual."""
+NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3"}
+"""Families without norms before products, or whose norms are their own."""
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window_pattern": 2},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
 
 
 def tiny(family: str, dtype: mx.Dtype = mx.float32, **options: Any) -> nn.Module:
     """Returns a small model whose norms and biases are not ones and zeros."""
     module = import_module(f"mlx_lm.models.{family}")
-    given = {"model_type": family, **SIZES, **options}
+    given = {"model_type": family, **SIZES, **OWN_SIZES.get(family, {}), **options}
     mx.random.seed(3)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(given))
     nn.quantize(model, group_size=32, bits=4)
@@ -369,14 +378,15 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     summed = set() if family in SUMS_APART else {128} if experts else {128, 96}
     assert {plan.problem.k for plan in sums} == summed
     network = experts is None or experts.shared is not None
-    gates = join or family in JOINED_GATES
+    gates = (join or family in JOINED_GATES) and family != "gemma3_text"  # gelu
     assert any(plan.problem.epilogue.gated for plan in cuda) == (gates and network)
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
     assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
     kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
     heads = {(False, 3), *({(False, 0)} if make is one_stream else ())}
     gated = set() if experts or not gates else {(True, 0)}
-    assert kinds == (heads if join or family in JOINED_HEADS else set()) | gated
+    of_heads = heads if join or family in JOINED_HEADS else set()
+    assert kinds == (set() if family in NO_NORMS else of_heads | gated)
 
 
 WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
@@ -403,6 +413,9 @@ LLAMA3 = {
         ("qwen2", {}, True),
         ("llama", {"rope_traditional": True}, False),
         ("qwen3", {}, True),  # q and k have norms before
+        ("exaone4", {}, True),
+        ("olmo2", {}, False),  # of all heads together
+        ("gemma3_text", {}, False),  # of its own class
     ],
     ids=str,
 )
@@ -422,12 +435,13 @@ def test_a_product_rotates_heads_of_64_features(
 
     outputs = decoded(traced(tiny(family, mx.float16, **given), **packed), make)
 
-    assert_close(outputs, expected, 2e-3)
+    # Norms after the products stretch what is rounded: to float32 both have 3e-3.
+    assert_close(outputs, expected, 4e-3 if family == "exaone4" else 2e-3)
     found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
     rotation = Rotation(64, 384, each=make is with_left_padding)
     if options.get("rope_scaling") is YARN:
         rotation = replace(rotation, factor=0.1 * math.log(32) + 1)
-    if family == "qwen3":
+    if family in ("qwen3", "exaone4"):
         rotation = replace(rotation, norm=1e-5, queries=256)
     assert found == ({rotation} if rotates else set())
 
@@ -886,10 +900,10 @@ def test_blocks_with_experts_and_without_have_kinds_of_their_own() -> None:
 
     assert_equal(outputs, decoded(tiny("qwen3_moe", **options), one_stream))
     first, second = (block._contents.kind for block in model.layers)
-    assert [name for name, _ in first.after] == ["o_proj", "norm", "experts"]
+    assert [name for name, _ in first.after] == ["norm", "o_proj", "experts"]
     assert [name for name, _ in second.after] == [
-        "o_proj",
         "norm",
+        "o_proj",
         "joined",
         "down_proj",
     ]

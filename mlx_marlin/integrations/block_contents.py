@@ -146,22 +146,38 @@ def _kind(
     _as(attention, getattr(own, family.attention))
     heads, kv_heads = (getattr(attention, name) for name in family.heads)
     qkv, q_k_v = _of_attention(attention, heads, kv_heads)
-    before = {"norm": _as(block["input_layernorm"], nn.RMSNorm), **q_k_v}
+    first, second = _norms(block, attention, family, own)
+    rope = _as(attention["rope"], *ROPES, *_no_ropes())
+    molds, slots = _molded({**first, **q_k_v, "rope": rope})
+    second["o_proj"] = _as(attention["o_proj"], *LINEARS)
+    of_after, after_slots = _after(second, block[family.place], family, own)
+    kind = Kind(
+        heads,
+        kv_heads,
+        before=molds,
+        after=of_after,
+        qkv=qkv,
+        add=None if family.add is None else family.add(block, own),
+        gate=family.gate,
+    )
+    return kind, slots, after_slots
+
+
+def _norms(
+    block: nn.Module, attention: nn.Module, family: Family, own: ModuleType
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Returns the norms of both graphs, by the names that their code has for them."""
+    cls = nn.RMSNorm if family.norm is None else getattr(own, family.norm)
+    before, after = (
+        {"norm": _as(block[name], cls) if name else nn.Identity()}
+        for name in family.norms
+    )
     for name in ("q_norm", "k_norm"):
         if name in attention:
-            before[name] = _as(attention[name], nn.RMSNorm)
-    before["rope"] = _as(attention["rope"], *ROPES, *_no_ropes())
-    after = {
-        "o_proj": _as(attention["o_proj"], *LINEARS),
-        "norm": _as(block["post_attention_layernorm"], nn.RMSNorm),
-    }
+            before[name] = _as(attention[name], cls)
     for name, closing in zip(("o_norm", "down_norm"), family.closing, strict=False):
-        after[name] = _as(block[closing], nn.RMSNorm)
-    factor = 1.0 if family.factor is None else float(getattr(block, family.factor))
-    molds, slots = _molded(before)
-    of_after, after_slots = _after(after, block[family.place], family, own)
-    kind = Kind(heads, kv_heads, before=molds, after=of_after, qkv=qkv, factor=factor)
-    return kind, slots, after_slots
+        after[name] = _as(block[closing], cls)
+    return before, after
 
 
 def _after(

@@ -17,6 +17,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_marlin import backends
 from mlx_marlin.derivatives import left_out
 from mlx_marlin.integrations.block_rotation import rotated_heads
+from mlx_marlin.integrations.known_blocks import Merge
 from mlx_marlin.nn import MarlinLinear
 
 Shape = tuple[int, ...]
@@ -69,7 +70,8 @@ class Kind:
         before: Modules before the cache.
         after: Modules after attention.
         qkv: Features of q, k and v that are joined; empty if they are not.
-        factor: What is multiplied by it before it is added to the residual.
+        add: How what was computed is added to the residual; None if as it is.
+        gate: What is made of gate and up; None if swiglu.
         graphs: Both graphs by the shape of x.
         runs: How often Python has run a region: once for each trace, and in calls that
             MLX does not replay, as it transforms them or does not compile.
@@ -80,7 +82,8 @@ class Kind:
     before: Molds
     after: Molds
     qkv: Shape
-    factor: float = 1.0
+    add: Merge | None = None
+    gate: Merge | None = None
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -159,10 +162,12 @@ def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
     Args:
         y: Of all streams, tokens and heads.
         shape: Streams, tokens and heads.
-        norm: The norm of a head's features.
+        norm: The norm of a head's features, or of all heads' together.
     """
     streams, tokens, heads = shape
     first = (streams, tokens, heads) if tokens > 1 else (streams, heads, 1)
+    if norm is not None and norm["weight"].size == y.size // (streams * tokens):
+        y, norm = norm(y.reshape(streams, tokens, -1)), None
     y = y.reshape(*first, -1)
     y = y if norm is None else norm(y)
     return y.transpose(0, 2, 1, 3) if tokens > 1 else y
@@ -174,22 +179,25 @@ def _after(kind: Kind, x: mx.array, attended: mx.array, *arrays: mx.array) -> mx
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     attended = attended.reshape(*x.shape[:-1], -1)
-    h = _added(modules, "o", attended, x, kind.factor)
+    h = _added(modules, "o", attended, x, kind.add)
     if "experts" in modules:
         y: mx.array = modules["experts"].added(modules["norm"](h), h)
         return y
-    return _added(modules, "down", _gated(modules, h), h, kind.factor)
+    return _added(modules, "down", _gated(modules, h, kind.gate), h, kind.add)
 
 
-def _gated(modules: dict[str, Any], x: mx.array) -> mx.array:
+def _gated(modules: dict[str, Any], x: mx.array, gate: Merge | None) -> mx.array:
     """Returns what the norm and the layers gate and up make of x, joined or not."""
-    if "joined" in modules:
-        layer: MarlinLinear = modules["joined"]
-        y: mx.array = layer.normed(x, modules["norm"], gated=True)
-        return y
-    x = modules["norm"](x)
-    apart: mx.array = swiglu(modules["gate_proj"](x), modules["up_proj"](x))
-    return apart
+    norm = modules["norm"]
+    if "joined" not in modules:
+        x = norm(x)
+        apart = modules["gate_proj"](x), modules["up_proj"](x)
+        return swiglu(*apart) if gate is None else gate(*apart)
+    layer: MarlinLinear = modules["joined"]
+    if gate is not None:
+        return gate(*layer.halves(norm(x)))
+    y: mx.array = layer.normed(x, norm, gated=True)
+    return y
 
 
 def _is_one(x: mx.array, layer: MarlinLinear) -> bool:
@@ -201,11 +209,15 @@ def _is_one(x: mx.array, layer: MarlinLinear) -> bool:
 
 
 def _added(
-    modules: dict[str, Any], name: str, x: mx.array, residual: mx.array, factor: float
+    modules: dict[str, Any],
+    name: str,
+    x: mx.array,
+    residual: mx.array,
+    add: Merge | None,
 ) -> mx.array:
-    """Adds a product, which may be normalized or multiplied before, to a residual.
+    """Adds a product, which may be normalized before, to a residual.
 
-    Inside the product, if it is neither of these nor invariant: then calls with many
+    Inside the product, if it is added as it is and not invariant: then calls with many
     rows, which are not traced, round twice.
 
     Args:
@@ -213,12 +225,12 @@ def _added(
         name: "o" or "down".
         x: What the layer multiplies.
         residual: What it is added to.
-        factor: What the product is multiplied by.
+        add: How; None if as it is.
     """
     layer, norm = modules[f"{name}_proj"], modules.get(f"{name}_norm")
-    as_it_is = norm is None and factor == 1
+    as_it_is = norm is None and add is None
     if as_it_is and type(layer) is MarlinLinear and not layer.invariant:
         return layer.added(x, residual)
     y: mx.array = layer(x)
     y = y if norm is None else norm(y)
-    return residual + (y if factor == 1 else y * factor)
+    return residual + y if add is None else add(residual, y)

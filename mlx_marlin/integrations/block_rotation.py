@@ -55,6 +55,8 @@ def rotated_heads(
     rotation = Rotation(features, columns, each=each, factor=factor_of(rope))
     norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
     if norms:
+        if any(not _is_of_heads(each, features) for each in norms):
+            return None
         if len({each.eps for each in norms}) > 1:
             return None
         rotation = replace(rotation, norm=float(norms[0].eps), queries=sizes[0])
@@ -67,6 +69,11 @@ def rotated_heads(
         return None
     q, k, v = mx.split(joined, [sizes[0] // features, columns // features], 1)
     return q, k, v
+
+
+def _is_of_heads(norm: Any, features: int) -> bool:
+    """Returns whether a norm is MLX's, and of each head for itself."""
+    return type(norm) is nn.RMSNorm and norm["weight"].shape == (features,)
 
 
 def on_device(offset: mx.array) -> mx.array:

@@ -1,7 +1,8 @@
 """Decoder blocks of mlx-lm that traced graphs stand for, by family.
 
 A family is here if its blocks compute as llama's do: two norms, two sums, and in
-between attention and an MLP; what is added may be normalized again, or multiplied.
+between attention and an MLP. Norms may stand before these, or after them, and their
+results may be added in other ways.
 Nothing here imports a family: a module that nobody imported has no blocks.
 """
 
@@ -11,9 +12,28 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.integrations.routing import Routing
+
+Merge = Callable[[mx.array, mx.array], mx.array]
+"""Of two arrays one: how they are added, or gated. Equal ones share graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplied:
+    """How granite's blocks add to the residual: after a factor.
+
+    Attributes:
+        factor: What is added is multiplied by it.
+    """
+
+    factor: float
+
+    def __call__(self, residual: mx.array, y: mx.array) -> mx.array:
+        """Returns the sum."""
+        return residual + y * self.factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +74,13 @@ class Family:
         windowed: Whether the mask of any block may hide tokens that are far behind;
             else it is of blocks that say `use_sliding`.
         experts: What it may have in the place of an MLP.
-        closing: Norms of what is added to the residual: of attention's result and of
-            the MLP's. Empty without.
-        factor: Attribute of a block: what both results are multiplied by before they
-            are added; None without.
+        norm: The class of its norms, if not MLX's.
+        norms: What a block calls those before attention and the MLP; "" without.
+        closing: Likewise, those of what is added to the residual: of attention's result
+            and of the MLP's. Empty without, as with experts.
+        add: From a block and its module, how both results are added to the residual, if
+            not as they are; what experts return is added as it is.
+        gate: What the MLP makes of gate and up, if not swiglu.
     """
 
     block: str = "TransformerBlock"
@@ -67,13 +90,21 @@ class Family:
     scale: str = "scale"
     windowed: bool = False
     experts: Experts | None = None
+    norm: str | None = None
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     closing: tuple[str, ...] = ()
-    factor: str | None = None
+    add: Callable[[Any, ModuleType], Merge] | None = None
+    gate: Merge | None = None
 
     @property
     def place(self) -> str:
         """What a block calls its MLP, or its experts."""
         return "mlp" if self.experts is None else self.experts.place
+
+
+def _geglu(gate: mx.array, up: mx.array) -> mx.array:
+    y: mx.array = nn.gelu_approx(gate) * up
+    return y
 
 
 def _of_all_or_chosen(experts: Any) -> Routing:
@@ -82,6 +113,19 @@ def _of_all_or_chosen(experts: Any) -> Routing:
 
 FAMILIES = {
     "ernie4_5": Family(block="DecoderLayer"),
+    "exaone4": Family(
+        norms=("", ""),
+        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+        windowed=True,
+    ),
+    "gemma3_text": Family(
+        norm="RMSNorm",
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+        add=lambda _, own: own.clip_residual,
+        gate=_geglu,
+        windowed=True,
+    ),
     "glm": Family(
         block="GLMBlock",
         attention="GLMAttention",
@@ -107,7 +151,7 @@ FAMILIES = {
             layers="experts",
         ),
     ),
-    "granite": Family(factor="residual_multiplier"),
+    "granite": Family(add=lambda block, _: Multiplied(block.residual_multiplier)),
     "helium": Family(
         block="HeliumDecoderLayer", attention="HeliumAttention", mlp="HeliumMLP"
     ),
@@ -126,6 +170,19 @@ FAMILIES = {
         ),
     ),
     "nanbeige": Family(),
+    "olmo2": Family(
+        norms=("", ""),
+        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    "olmo3": Family(
+        block="Olmo3DecoderLayer",
+        attention="Olmo3Attention",
+        mlp="Olmo3MLP",
+        heads=("num_attention_heads", "num_key_value_heads"),
+        norms=("", ""),
+        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+        windowed=True,
+    ),
     "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(
