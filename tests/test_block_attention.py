@@ -108,8 +108,8 @@ def test_masked_heads_attend_together(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("alone", [False, True], ids=["generate", "server"])
-@pytest.mark.parametrize("length", [254, 255, 300, 510, 511, 1023, 1024, 3071, 3072])
-def test_a_stream_attends_by_either_kernel_of_mlxs(length: int, alone: bool) -> None:
+@pytest.mark.parametrize("length", [254, 255, 300, 510, 511, 1023, 1024, 2047, 2048])
+def test_a_stream_attends_whichever_kernel_mlx_takes(length: int, alone: bool) -> None:
     mx.random.seed(length)
     cache: Any = BatchKVCache([0]) if alone else KVCache()
     shape: tuple[Any, ...] = mx.float16, 1, 64  # features that both kernels take

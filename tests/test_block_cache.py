@@ -114,77 +114,121 @@ STEPS = {"generate": updated, "server": updated_alone}
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize(
-    ("prompt", "vector"),
+    ("tokens", "vector"),
     [
-        (5, False),  # too few for cuDNN
-        (253, False),
-        (254, True),
-        (255, True),
+        (6, False),  # too few for cuDNN
+        (255, False),
         (256, True),
+        (257, True),
         (300, True),
-        (509, True),
-        (511, False),
-        (600, False),
-        (768, False),
-        (1022, False),
-        (1024, True),
-        (1100, True),
-        (3070, True),
-        (3072, False),
+        (511, True),
+        (512, False),
+        (513, False),
+        (770, False),
+        (1024, False),
+        (1025, True),
+        (2048, True),
+        (2049, False),
         (3500, False),
     ],
 )
 def test_the_places_of_a_cache_let_mlx_take_the_faster_kernel(
-    kind: str, prompt: int, vector: bool, backend: Callable[[str], None]
+    kind: str, tokens: int, vector: bool, backend: Callable[[str], None]
 ) -> None:
     backend("cuda")
-    cache, own = (of_one_stream(kind, prompt) for _ in range(2))
+    cache, own = (of_one_stream(kind, tokens - 1) for _ in range(2))
+    k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
 
-    for _ in range(2):
-        k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
-        assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
+    assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
 
     places = cache.keys.shape[2]
     assert (places % CUDNN_STEP != 0) is vector
-    assert places == cache.values.shape[2]
+    assert places == cache.values.shape[2] <= own.keys.shape[2] + 1.5 * CUDNN_STEP
     assert_equal([*cache.keys_and_values()], [*own.keys_and_values()])
-    assert cache.size() == own.size() == prompt + 2
+    assert cache.size() == own.size() == tokens
 
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize(
-    ("first", "copies"), [(250, 1), (505, 2), (1018, 1), (3066, 2)]
+    ("first", "sizes"),
+    [
+        (250, [256, 640]),
+        (505, [512, 640, 768]),
+        (1018, [1024, 1408]),
+        (2042, [2048, 2176, 2304]),
+    ],
 )
 def test_a_cache_goes_on_where_the_faster_kernel_changes(
-    kind: str, first: int, copies: int, backend: Callable[[str], None]
+    kind: str, first: int, sizes: list[int], backend: Callable[[str], None]
 ) -> None:
     backend("cuda")
     cache, own = (of_one_stream(kind, first) for _ in range(2))
-    sizes = {cache.keys.shape[2]}
+    found = [cache.keys.shape[2]]
     for _ in range(14):
         k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
         assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
-        sizes.add(cache.keys.shape[2])
-    assert len(sizes) == 1 + copies
+        found.append(cache.keys.shape[2])
+    assert [*dict.fromkeys(found)] == sizes
     tokens = mx.random.normal((1, 2, 300, FEATURES))
     assert_equal(
         cache.update_and_fetch(tokens, tokens), own.update_and_fetch(tokens, tokens)
     )
 
 
-@pytest.mark.parametrize("cache", [KVCache(), BatchKVCache([0, 0])])
-def test_other_calls_leave_the_number_of_places(
-    cache: Any, backend: Callable[[str], None]
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_prompt_that_is_trimmed_and_used_again_takes_no_more_places(
+    kind: str, backend: Callable[[str], None]
 ) -> None:
     backend("cuda")
-    streams = 2 if isinstance(cache, BatchKVCache) else 1
+    cache, own = (of_one_stream(kind, 500) for _ in range(2))
+    for _ in range(5):
+        for _ in range(20):  # there and back over 512
+            k = mx.random.normal((1, 2, 1, FEATURES))
+            assert_equal(STEPS[kind](cache, k, k), own.update_and_fetch(k, k))
+        assert cache.keys.shape[2] == 768
+        assert cache.trim(20) == own.trim(20) == 20
+
+
+def test_what_padding_left_behind_the_tokens_is_not_taken_along(
+    backend: Callable[[str], None],
+) -> None:
+    backend("cuda")
+    cache = of_one_stream("server", 600)
+    cache.keys[:, :, 600:] = mx.nan
+    cache.keys = cache.keys[:, :, :765]
+    updated_alone(cache, *mx.zeros((2, 1, 2, 1, FEATURES)))
+    assert cache.keys.shape[2] == 768
+    assert not mx.isnan(cache.keys).any()
+
+
+def of_streams(streams: int) -> KVCache:
+    cache = KVCache()
     prompt = mx.random.normal((streams, 2, 300, FEATURES))
     cache.update_and_fetch(prompt, prompt)
-    several = mx.random.normal((streams, 2, 3, FEATURES))
+    return cache
 
-    updated(cache, several, several)
 
+@pytest.mark.parametrize(("streams", "tokens"), [(1, 3), (2, 1), (2, 3)])
+def test_other_calls_leave_the_number_of_places(
+    streams: int, tokens: int, backend: Callable[[str], None]
+) -> None:
+    backend("cuda")
+    cache = of_streams(streams)
+    updated(cache, *mx.zeros((2, streams, 2, tokens, FEATURES)))
     assert cache.keys.shape[2] == 512
+
+
+@pytest.mark.parametrize(
+    ("tokens", "places"), [(100, 356), (255, 511), (700, 768), (1500, 1756)]
+)
+def test_places_that_are_no_multiple_are_left_where_they_serve(
+    tokens: int, places: int, backend: Callable[[str], None]
+) -> None:
+    backend("cuda")
+    cache = KVCache.merge([of_one_stream("generate", tokens)])
+    assert cache.keys.shape[2] == tokens  # as streams are when they join
+    updated_alone(cache, *mx.zeros((2, 1, 2, 1, FEATURES)))
+    assert cache.keys.shape[2] == places
 
 
 def test_other_back_ends_leave_the_number_of_places(

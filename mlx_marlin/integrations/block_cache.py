@@ -18,10 +18,13 @@ ALIGNED = 8
 CUDNN_STEP = 256
 """On CUDA, MLX lets cuDNN attend to so many tokens or more, if a stream's query is one
 and the places of its cache are a multiple of it (0.32.4); else `sdpa_vector`."""
-VECTOR = range(CUDNN_STEP, 512), range(1025, 3073)
-"""Numbers of tokens for which `sdpa_vector` is faster (measured, docs/cuda.md). cuDNN
-takes the GPU less time, and the host more; in between, and up to 1024 tokens, the
-kernel has one block a head."""
+FEW_TOKENS, MORE_TOKENS = 512, 2048
+"""`sdpa_vector` is taken for fewer tokens than the first, and beyond `ONE_PASS` up to
+the second: on most hosts it is faster then (of one model on an H200, docs/cuda.md).
+cuDNN takes the host more, and of many tokens the GPU less."""
+ONE_PASS = 1024
+"""Tokens up to which `sdpa_vector` has one block a head, which many of them slow down;
+beyond it has 32."""
 
 
 def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
@@ -83,21 +86,25 @@ def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
 
 
 def _choose_kernel(cache: Any, tokens: int) -> None:
-    """Gives a cache the places with which MLX attends faster to so many tokens."""
-    if tokens < CUDNN_STEP or cache.keys is None or backends.backend() != "cuda":
+    """Gives a cache the places with which MLX attends faster to so many tokens.
+
+    All of them are filled but the last.
+    """
+    if tokens < CUDNN_STEP or backends.backend() != "cuda":
         return
-    over = cache.keys.shape[2] % CUDNN_STEP
-    if not any(tokens in each for each in VECTOR):
-        _add_places(cache, -over % CUDNN_STEP)
-    elif not over:
-        _add_places(cache, ALIGNED)
+    is_vector = tokens < FEW_TOKENS or ONE_PASS < tokens <= MORE_TOKENS
+    if is_vector == (cache.keys.shape[2] % CUDNN_STEP > 0):
+        return
+    # Half a step more is no multiple, and stays none as mlx-lm adds whole steps.
+    places = (tokens // CUDNN_STEP + 1) * CUDNN_STEP + is_vector * CUDNN_STEP // 2
+    _resize(cache, tokens - 1, places)
 
 
-def _add_places(cache: Any, count: int) -> None:
-    if count:
-        widths = [(0, 0), (0, 0), (0, count), (0, 0)]
-        cache.keys = mx.pad(cache.keys, widths)
-        cache.values = mx.pad(cache.values, widths)
+def _resize(cache: Any, end: int, places: int) -> None:
+    """Gives a cache so many places, of which those from an end on are zeros."""
+    widths = [(0, 0), (0, 0), (0, places - end), (0, 0)]
+    cache.keys = mx.pad(cache.keys[:, :, :end], widths)
+    cache.values = mx.pad(cache.values[:, :, :end], widths)
 
 
 def append(cache: Any, keys: mx.array, values: mx.array) -> None:
@@ -141,8 +148,7 @@ def _clear(cache: Any) -> None:
     What padding left there may be no number, and nothing times that is none either.
     """
     end, places = cache._idx, cache.keys.shape[2]
-    cache.keys, cache.values = cache.keys[:, :, :end], cache.values[:, :, :end]
-    _add_places(cache, -(-places // ALIGNED) * ALIGNED - end)
+    _resize(cache, end, -(-places // ALIGNED) * ALIGNED)
     _cleared[cache] = ref(cache.keys)
 
 
