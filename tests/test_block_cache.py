@@ -100,11 +100,17 @@ def test_the_cache_is_what_mlx_lm_makes_of_it(length: int) -> None:
     assert_equal([cache.offset, cache.keys], [own.offset, own.keys])
 
 
-def of_one_stream(kind: str, tokens: int) -> Any:
+def keys_of(
+    tokens: int, streams: int = 1, features: int = 64, dtype: mx.Dtype = mx.float16
+) -> mx.array:
+    return mx.random.normal((streams, 2, tokens, features)).astype(dtype)
+
+
+def of_one_stream(kind: str, tokens: int, *shape: Any) -> Any:
     """Returns a cache that mlx-lm has filled with a prompt; the same one each time."""
     mx.random.seed(tokens)
     cache = KVCache() if kind == "generate" else BatchKVCache([0])
-    prompt = mx.random.normal((1, 2, tokens, FEATURES))
+    prompt = keys_of(tokens, 1, *shape)
     cache.update_and_fetch(prompt, prompt + 1)
     return cache
 
@@ -137,7 +143,7 @@ def test_the_places_of_a_cache_let_mlx_take_the_faster_kernel(
 ) -> None:
     backend("cuda")
     cache, own = (of_one_stream(kind, tokens - 1) for _ in range(2))
-    k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
+    k, v = keys_of(1), keys_of(1)
 
     assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
 
@@ -165,11 +171,11 @@ def test_a_cache_goes_on_where_the_faster_kernel_changes(
     cache, own = (of_one_stream(kind, first) for _ in range(2))
     found = [cache.keys.shape[2]]
     for _ in range(14):
-        k, v = (mx.random.normal((1, 2, 1, FEATURES)) for _ in range(2))
+        k, v = keys_of(1), keys_of(1)
         assert_equal(STEPS[kind](cache, k, v), own.update_and_fetch(k, v))
         found.append(cache.keys.shape[2])
     assert [*dict.fromkeys(found)] == sizes
-    tokens = mx.random.normal((1, 2, 300, FEATURES))
+    tokens = keys_of(300)
     assert_equal(
         cache.update_and_fetch(tokens, tokens), own.update_and_fetch(tokens, tokens)
     )
@@ -183,7 +189,7 @@ def test_a_prompt_that_is_trimmed_and_used_again_takes_no_more_places(
     cache, own = (of_one_stream(kind, 500) for _ in range(2))
     for _ in range(5):
         for _ in range(20):  # there and back over 512
-            k = mx.random.normal((1, 2, 1, FEATURES))
+            k = keys_of(1)
             assert_equal(STEPS[kind](cache, k, k), own.update_and_fetch(k, k))
         assert cache.keys.shape[2] == 768
         assert cache.trim(20) == own.trim(20) == 20
@@ -196,14 +202,14 @@ def test_what_padding_left_behind_the_tokens_is_not_taken_along(
     cache = of_one_stream("server", 600)
     cache.keys[:, :, 600:] = mx.nan
     cache.keys = cache.keys[:, :, :765]
-    updated_alone(cache, *mx.zeros((2, 1, 2, 1, FEATURES)))
+    updated_alone(cache, keys_of(1), keys_of(1))
     assert cache.keys.shape[2] == 768
     assert not mx.isnan(cache.keys).any()
 
 
 def of_streams(streams: int) -> KVCache:
     cache = KVCache()
-    prompt = mx.random.normal((streams, 2, 300, FEATURES))
+    prompt = keys_of(300, streams)
     cache.update_and_fetch(prompt, prompt)
     return cache
 
@@ -214,7 +220,7 @@ def test_other_calls_leave_the_number_of_places(
 ) -> None:
     backend("cuda")
     cache = of_streams(streams)
-    updated(cache, *mx.zeros((2, streams, 2, tokens, FEATURES)))
+    updated(cache, *(keys_of(tokens, streams) for _ in range(2)))
     assert cache.keys.shape[2] == 512
 
 
@@ -227,8 +233,20 @@ def test_places_that_are_no_multiple_are_left_where_they_serve(
     backend("cuda")
     cache = KVCache.merge([of_one_stream("generate", tokens)])
     assert cache.keys.shape[2] == tokens  # as streams are when they join
-    updated_alone(cache, *mx.zeros((2, 1, 2, 1, FEATURES)))
+    updated_alone(cache, keys_of(1), keys_of(1))
     assert cache.keys.shape[2] == places
+
+
+@pytest.mark.parametrize(
+    "shape", [(32, mx.float16), (256, mx.float16), (64, mx.float32)], ids=str
+)
+def test_heads_that_one_kernel_takes_leave_the_number_of_places(
+    shape: tuple[int, mx.Dtype], backend: Callable[[str], None]
+) -> None:
+    backend("cuda")
+    cache = of_one_stream("generate", 300, *shape)
+    updated(cache, *(keys_of(1, 1, *shape) for _ in range(2)))
+    assert cache.keys.shape[2] == 512
 
 
 def test_other_back_ends_leave_the_number_of_places(
@@ -236,7 +254,7 @@ def test_other_back_ends_leave_the_number_of_places(
 ) -> None:
     backend("metal")
     cache = of_one_stream("generate", 300)
-    updated(cache, *mx.zeros((2, 1, 2, 1, FEATURES)))
+    updated(cache, keys_of(1), keys_of(1))
     assert cache.keys.shape[2] == 512
 
 

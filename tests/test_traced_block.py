@@ -830,14 +830,87 @@ def test_wider_gates_widen_what_mlx_lms_code_widens(
 
 
 @pytest.mark.usefixtures("stock")
-def test_windows_of_gpt_oss_hide_tokens_of_a_stream_alone() -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt_oss", {}),
+        ("exaone4", {"sliding_window_pattern": "LG"}),
+        ("gemma3_text", {"rope_local_base_freq": 100.0}),
+        ("olmo3", {}),
+        ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of_model", [False, True], ids=["alone", "generate"])
+def test_windows_hide_tokens_of_a_stream(
+    family: str, options: dict[str, Any], of_model: bool
+) -> None:
     def logits(model: nn.Module) -> list[mx.array]:
         alone = [caches.BatchKVCache([0]) for _ in model.layers]
-        return [model(mx.array([[i]]), cache=alone) for i in range(12)]
+        cache = model.make_cache() if of_model else alone
+        return [model(mx.array([[i]]), cache=cache) for i in range(12)]
 
-    options = {"sliding_window": 4}
-    own, model = tiny("gpt_oss", **options), traced(tiny("gpt_oss", **options))
+    options = {**options, "sliding_window": 4}
+    own, model = tiny(family, **options), traced(tiny(family, **options))
     assert_equal(logits(model), logits(own))
+    kinds = [block._contents.kind is not None for block in model.layers]
+    assert kinds == [True, family != "exaone4"]  # whose second layer has no rope
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize(
+    ("family", "options", "hidden"),
+    [
+        ("exaone4", {}, [False, False]),
+        ("exaone4", {"sliding_window_pattern": "LLG"}, [True, True]),
+        ("gemma3_text", {}, [True, False]),
+        ("gpt_oss", {}, [True, True]),
+        ("olmo3", {}, [True, False]),
+        ("llama", {}, [False, False]),
+    ],
+)
+def test_layers_without_a_window_need_no_mask_for_a_stream_alone(
+    family: str, options: dict[str, Any], hidden: list[bool]
+) -> None:
+    model = traced(tiny(family, **options))
+    mx.eval(model(mx.array([[3]]), cache=one_stream(model)))
+    assert [block._contents.windowed for block in model.layers] == hidden
+
+
+@pytest.mark.usefixtures("stock")
+def test_what_gemma_adds_is_kept_within_float16() -> None:
+    x = mx.random.uniform(-65000, 65000, (1, 3, 128)).astype(mx.float16)
+    outputs = []
+    for model in (tiny("gemma3_text", mx.float16), tiny("gemma3_text", mx.float16)):
+        for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            model.layers[0][name].weight *= 2000
+        block = traced(model).layers[0] if outputs else model.layers[0]
+        outputs.append(block(x, None, caches.KVCache()))
+    assert mx.array_equal(*outputs)
+    assert (mx.abs(outputs[0]) == mx.finfo(mx.float16).max).any()
+
+
+@pytest.mark.usefixtures("stock")
+def test_each_layer_of_granite_has_its_factor() -> None:
+    models = [tiny("granite"), tiny("granite")]
+    for model in models:
+        model.layers[1].residual_multiplier = 3
+
+    outputs = decoded(traced(models[0]), one_stream)
+
+    assert_equal(outputs, decoded(models[1], one_stream))
+    first, second = (block._contents.kind for block in models[0].layers)
+    assert first != second
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_factor_that_is_learned_runs_in_mlx_lms_code() -> None:
+    model = traced(tiny("granite"))
+    model.layers[1].residual_multiplier = mx.array(0.5)
+    decoded(model, one_stream)
+    first, second = (block._contents.kind for block in model.layers)
+    assert first is not None
+    assert second is None
 
 
 def test_a_kernel_chooses_in_every_thread_and_stream(

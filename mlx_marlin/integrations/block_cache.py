@@ -22,6 +22,9 @@ FEW_TOKENS, MORE_TOKENS = 512, 2048
 """`sdpa_vector` is taken for fewer tokens than the first, and beyond `ONE_PASS` up to
 the second: on most hosts it is faster then (of one model on an H200, docs/cuda.md).
 cuDNN takes the host more, and of many tokens the GPU less."""
+HALVES = (mx.float16, mx.bfloat16)
+FEATURES = (64, 96, 128)
+"""Of a head: both of MLX's kernels take these, in these dtypes (0.32.4)."""
 ONE_PASS = 1024
 """Tokens up to which `sdpa_vector` has one block a head, which many of them slow down;
 beyond it has 32."""
@@ -88,16 +91,23 @@ def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
 def _choose_kernel(cache: Any, tokens: int) -> None:
     """Gives a cache the places with which MLX attends faster to so many tokens.
 
-    All of them are filled but the last.
+    All of these tokens but the last are in it.
     """
     if tokens < CUDNN_STEP or backends.backend() != "cuda":
         return
     is_vector = tokens < FEW_TOKENS or ONE_PASS < tokens <= MORE_TOKENS
-    if is_vector == (cache.keys.shape[2] % CUDNN_STEP > 0):
+    if is_vector == (cache.keys.shape[2] % CUDNN_STEP > 0) or not _is_for_both(cache):
         return
     # Half a step more is no multiple, and stays none as mlx-lm adds whole steps.
     places = (tokens // CUDNN_STEP + 1) * CUDNN_STEP + is_vector * CUDNN_STEP // 2
     _resize(cache, tokens - 1, places)
+
+
+def _is_for_both(cache: Any) -> bool:
+    """Returns whether both kernels take such heads."""
+    return cache.keys.dtype in HALVES and all(
+        each.shape[3] in FEATURES for each in (cache.keys, cache.values)
+    )
 
 
 def _resize(cache: Any, end: int, places: int) -> None:

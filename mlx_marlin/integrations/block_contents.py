@@ -18,7 +18,12 @@ from mlx_lm.models.activations import SwigluOAI
 
 from mlx_marlin import serving
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
-from mlx_marlin.integrations.known_blocks import Family, family_of
+from mlx_marlin.integrations.known_blocks import (
+    Family,
+    Merge,
+    Multiplied,
+    family_of,
+)
 from mlx_marlin.integrations.routed_experts import SharedExpert, routed
 from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
 from mlx_marlin.joined import MarlinPart
@@ -102,7 +107,7 @@ def look(block: nn.Module) -> Contents:
     except (UnknownError, KeyError):
         return Contents(parts, tree, None)
     kind = _kinds.setdefault(kind, kind)
-    windowed = family.windowed or bool(getattr(block, "use_sliding", False))
+    windowed = family.windowed(block)
     mlp = block[family.place]
     has_experts = any(name == "experts" for name, _ in kind.after)
     experts = (mlp, dict(vars(mlp))) if has_experts else None
@@ -146,18 +151,18 @@ def _kind(
     _as(attention, getattr(own, family.attention))
     heads, kv_heads = (getattr(attention, name) for name in family.heads)
     qkv, q_k_v = _of_attention(attention, heads, kv_heads)
-    first, second = _norms(block, attention, family, own)
+    before, after = _norms(block, attention, family, own)
     rope = _as(attention["rope"], *ROPES, *_no_ropes())
-    molds, slots = _molded({**first, **q_k_v, "rope": rope})
-    second["o_proj"] = _as(attention["o_proj"], *LINEARS)
-    of_after, after_slots = _after(second, block[family.place], family, own)
+    molds, slots = _molded({**before, **q_k_v, "rope": rope})
+    after["o_proj"] = _as(attention["o_proj"], *LINEARS)
+    of_after, after_slots = _after(after, block[family.place], family, own)
     kind = Kind(
         heads,
         kv_heads,
         before=molds,
         after=of_after,
         qkv=qkv,
-        add=None if family.add is None else family.add(block, own),
+        add=_add(block, family, own),
         gate=family.gate,
     )
     return kind, slots, after_slots
@@ -168,16 +173,25 @@ def _norms(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """Returns the norms of both graphs, by the names that their code has for them."""
     cls = nn.RMSNorm if family.norm is None else getattr(own, family.norm)
-    before, after = (
-        {"norm": _as(block[name], cls) if name else nn.Identity()}
-        for name in family.norms
+    first, second = (
+        _as(block[name], cls) if name else nn.Identity() for name in family.norms
     )
+    before, after = {"norm": first}, {"norm": second}
     for name in ("q_norm", "k_norm"):
         if name in attention:
             before[name] = _as(attention[name], cls)
-    for name, closing in zip(("o_norm", "down_norm"), family.closing, strict=False):
-        after[name] = _as(block[closing], cls)
+    for name, closing in zip(("o_norm", "down_norm"), family.closing, strict=True):
+        if closing:
+            after[name] = _as(block[closing], cls)
     return before, after
+
+
+def _add(block: nn.Module, family: Family, own: ModuleType) -> Merge | None:
+    """Returns how a block's results are added to the residual."""
+    add = None if family.add is None else family.add(block, own)
+    if isinstance(add, Multiplied) and type(add.factor) not in SCALARS:
+        raise UnknownError  # an array may change, or be learned
+    return add
 
 
 def _after(

@@ -2,8 +2,8 @@
 
 A family is here if its blocks compute as llama's do: two norms, two sums, and in
 between attention and an MLP. Norms may stand before these, or after them, and their
-results may be added in other ways.
-Nothing here imports a family: a module that nobody imported has no blocks.
+results may be added in other ways. Nothing here imports a family: a module that nobody
+imported has no blocks.
 """
 
 import sys
@@ -61,6 +61,10 @@ class Experts:
     shared: str | None = None
 
 
+def _says_use_sliding(block: Any) -> bool:
+    return bool(getattr(block, "use_sliding", False))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """What one of mlx-lm's modules calls the parts of a block.
@@ -71,13 +75,12 @@ class Family:
         mlp: The class of its MLP; None if it has none.
         heads: Attributes of attention: heads of q, and of k and v.
         scale: Attribute of attention: the factor of q times k.
-        windowed: Whether the mask of any block may hide tokens that are far behind;
-            else it is of blocks that say `use_sliding`.
+        windowed: Of a block, whether its mask may hide tokens that are far behind.
         experts: What it may have in the place of an MLP.
         norm: The class of its norms, if not MLX's.
         norms: What a block calls those before attention and the MLP; "" without.
         closing: Likewise, those of what is added to the residual: of attention's result
-            and of the MLP's. Empty without, as with experts.
+            and of the MLP's. What experts return has none.
         add: From a block and its module, how both results are added to the residual, if
             not as they are; what experts return is added as it is.
         gate: What the MLP makes of gate and up, if not swiglu.
@@ -88,11 +91,11 @@ class Family:
     mlp: str | None = "MLP"
     heads: tuple[str, str] = ("n_heads", "n_kv_heads")
     scale: str = "scale"
-    windowed: bool = False
+    windowed: Callable[[Any], bool] = _says_use_sliding
     experts: Experts | None = None
     norm: str | None = None
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    closing: tuple[str, ...] = ()
+    closing: tuple[str, str] = ("", "")
     add: Callable[[Any, ModuleType], Merge] | None = None
     gate: Merge | None = None
 
@@ -107,6 +110,11 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
     return y
 
 
+def _is_no_full_attention(block: Any) -> bool:
+    kind: str = block.args.layer_types[block.self_attn.layer_idx]
+    return kind != "full_attention"
+
+
 def _of_all_or_chosen(experts: Any) -> Routing:
     return Routing(experts.top_k, of_all=not experts.norm_topk_prob, last=True)
 
@@ -116,7 +124,7 @@ FAMILIES = {
     "exaone4": Family(
         norms=("", ""),
         closing=("post_attention_layernorm", "post_feedforward_layernorm"),
-        windowed=True,
+        windowed=lambda block: block.self_attn.is_local,
     ),
     "gemma3_text": Family(
         norm="RMSNorm",
@@ -124,7 +132,7 @@ FAMILIES = {
         closing=("post_attention_layernorm", "post_feedforward_layernorm"),
         add=lambda _, own: own.clip_residual,
         gate=_geglu,
-        windowed=True,
+        windowed=lambda block: block.self_attn.is_sliding,
     ),
     "glm": Family(
         block="GLMBlock",
@@ -143,7 +151,7 @@ FAMILIES = {
         mlp=None,
         heads=("num_attention_heads", "num_key_value_heads"),
         scale="sm_scale",
-        windowed=True,
+        windowed=lambda _: True,
         experts=Experts(
             cls="MLPBlock",
             routing=lambda experts: Routing(experts.num_experts_per_tok, last=True),
@@ -181,7 +189,7 @@ FAMILIES = {
         heads=("num_attention_heads", "num_key_value_heads"),
         norms=("", ""),
         closing=("post_attention_layernorm", "post_feedforward_layernorm"),
-        windowed=True,
+        windowed=_is_no_full_attention,
     ),
     "phi3": Family(),
     "qwen2": Family(),
