@@ -862,7 +862,7 @@ def test_windows_hide_tokens_of_a_stream(
     ("family", "options", "hidden"),
     [
         ("exaone4", {}, [False, False]),
-        ("exaone4", {"sliding_window_pattern": "LLG"}, [True, True]),
+        ("exaone4", {"sliding_window_pattern": "LG"}, [True, False]),
         ("gemma3_text", {}, [True, False]),
         ("gpt_oss", {}, [True, True]),
         ("olmo3", {}, [True, False]),
