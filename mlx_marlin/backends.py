@@ -87,9 +87,9 @@ def forced_backend() -> str | None:
 
 
 def missing() -> str | None:
-    """Says what the back end lacks to run here, if somebody insists on it all the same.
+    """Says what a back end that is forced lacks to run here; None if nothing.
 
-    Graphs can be built without; nothing can be computed.
+    Without it graphs can be built, and nothing be computed.
     """
     has = {"metal": mx.metal.is_available, "cuda": mx.cuda.is_available}
     wish = forced_backend()

@@ -22,12 +22,12 @@ FEW_TOKENS, MORE_TOKENS = 512, 2048
 """`sdpa_vector` is taken for fewer tokens than the first, and beyond `ONE_PASS` up to
 the second: on most hosts it is faster then (of one model on an H200, docs/cuda.md).
 cuDNN takes the host more, and of many tokens the GPU less."""
-HALVES = (mx.float16, mx.bfloat16)
-FEATURES = (64, 96, 128)
-"""Of a head: both of MLX's kernels take these, in these dtypes (0.32.4)."""
 ONE_PASS = 1024
 """Tokens up to which `sdpa_vector` has one block a head, which many of them slow down;
 beyond it has 32."""
+HALVES = (mx.float16, mx.bfloat16)
+FEATURES = (64, 96, 128)
+"""Of a head: both of MLX's kernels take these, in these dtypes (0.32.4)."""
 
 
 def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
