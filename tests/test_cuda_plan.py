@@ -481,6 +481,35 @@ def test_the_model_is_near_what_splits_took(
     assert found == pytest.approx(us, rel=off)
 
 
+FILLED = (
+    ((4096, 4096), 64, 2, 8, 13.5),
+    ((2560, 4096), 64, 2, 8, 13.1),
+    ((6144, 4096), 32, 2, 8, 13.6),
+    ((5120, 5120), 32, 2, 8, 15.6),
+    ((8192, 8192), 32, 2, 8, 23.3),
+    ((2560, 9728), 96, 2, 8, 25.2),
+    ((4096, 12288), 32, 2, 8, 31.3),
+    ((4096, 14336), 48, 2, 10, 27.3),
+    ((5120, 17408), 32, 2, 8, 42.2),
+    ((8192, 28672), 32, 2, 8, 69.4),
+    ((1024, 2560), 24, 2, 10, 7.8),
+)
+"""Microseconds on an H200 of whole tiles that wait for x, alone (docs/cuda.md, step
+44): n and k, rows, simdgroups_n and simdgroups_k of "mma_staged"."""
+
+
+@pytest.mark.parametrize(("shape", "m", "across", "along", "us"), FILLED)
+def test_the_model_is_near_what_filling_took(
+    shape: tuple[int, int], m: int, across: int, along: int, us: float
+) -> None:
+    whole = {"strategy": "data_parallel", "simdgroups_k": along}
+    whole["fragments_m"] = 3 if along == 10 else 4
+
+    found = predicted_us(shape, m, kernel="mma_staged", simdgroups_n=across, **whole)
+
+    assert found == pytest.approx(us, rel=0.06)
+
+
 def test_the_model_is_near_what_streams_took() -> None:
     streams = {"strategy": "stream_k", "num_threadgroups": 132}
 

@@ -28,14 +28,16 @@ STEP_SECONDS = (450e-9, 860e-9, 1040e-9, 1225e-9)
 and waits for its own products (measured, docs/cuda.md, step 29: 20.2 us for 16 rows of
 5120→17408 with 20 warps, 13.7 us and 19.6 for 16 and 32 rows of 14336→4096 with 16; the
 first is a guess, because there memory takes longer, and the third lies between)."""
-TILE_SECONDS = (58e-9, 78e-9, 97e-9, 116e-9)
+TILE_SECONDS = (58e-9, 78e-9, 97e-9, 117e-9)
 """What a multiprocessor takes in "mma_staged" for a packed tile and 128 of k, by
 fragments_m: what its warps issue, and their products (measured, docs/cuda.md, step 29:
 8192→28672, 5120→17408 and 4096→14336 agree within 5 %, but 24 rows of the first, which
 take 12 % longer)."""
-FILL_SECONDS = (105e-9, 130e-9, 195e-9, 260e-9)
+FILL_SECONDS = (105e-9, 130e-9, 212e-9, 295e-9)
 """What filling a stage takes its four warps, which few tiles side by side wait for
-(measured, docs/cuda.md, step 29: 14336→4096; the third lies between)."""
+(measured, docs/cuda.md: 14336→4096 in step 29; in step 44, of tiles with 24 rows two
+shapes and with 32 rows nine, k from 4096 to 28672, on an H200 and an H100, within 6 %).
+"""
 STAGE_SECONDS = {2: 315e-9, 3: 350e-9, 4: 376e-9, 6: 475e-9, 8: 526e-9}
 """What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
 fragments_m: decoding and matrix products, which do not hide each other (measured,
