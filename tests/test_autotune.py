@@ -13,7 +13,7 @@ import oracles
 import pytest
 from models import Layers, tiny_llama
 
-from mlx_marlin import emulator, launch, scheduler
+from mlx_marlin import backends, emulator, launch, scheduler
 from mlx_marlin.autotune import counting, layers, operands, timing, tuner
 from mlx_marlin.autotune.operands import Operands
 from mlx_marlin.autotune.timing import Spread
@@ -552,9 +552,13 @@ def test_there_is_nothing_to_tune_without_our_kernels(
 
 @pytest.mark.parametrize(("on", "chip"), [("metal", "M3 Max"), ("cuda", "NVIDIA H200")])
 def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
-    on: str, chip: str, backend: Callable[[str | None], None]
+    on: str,
+    chip: str,
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend(on)
+    monkeypatch.setattr(backends, "missing", lambda: None)
 
     clock = tuner.clock(named(chip))
 

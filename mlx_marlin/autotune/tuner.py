@@ -69,6 +69,9 @@ def clock(device: Target, seconds: float = SECONDS) -> Clock:
     Raises:
         ValueError: If no back end runs our kernels here.
     """
+    lacking = backends.missing()
+    if lacking is not None:
+        raise ValueError(f"{lacking}: nothing can be measured")
     backend = backends.backend()
     if backend in backends.ON_GPU:
         return Clock(
