@@ -55,6 +55,12 @@ def here() -> CudaDevice | None:
     )
 
 
+def driver_version() -> int:
+    """Returns the version of the CUDA driver, such as 13000; 0 where there is none."""
+    driver = _driver()
+    return 0 if driver is None else _version(driver)
+
+
 def _driver() -> Any:
     """Returns the driver's library, ready to be asked; None where there is none."""
     try:

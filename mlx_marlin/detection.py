@@ -5,9 +5,11 @@ something else is not an error, because the chip table stands in.
 """
 
 import re
+import sys
 from collections.abc import Sequence
 
 SYSTEM_NAME = ("sysctl", "-n", "machdep.cpu.brand_string")
+SYSTEM_BUILD = ("sysctl", "-n", "kern.osversion")
 REGISTRY_CORES = ("ioreg", "-rc", "AGXAccelerator", "-d1")
 PROFILER_CORES = ("system_profiler", "SPDisplaysDataType", "-json")
 
@@ -22,6 +24,13 @@ MOST_CORES = 1024
 def chip_name() -> str | None:
     """Returns what the system calls its chip, such as "Apple M3 Max"."""
     return (_ask(SYSTEM_NAME, QUICK) or "").strip() or None
+
+
+def os_build() -> str | None:
+    """Returns macOS's build, such as "24F74": the GPU's compiler comes with it."""
+    if sys.platform != "darwin":
+        return None
+    return (_ask(SYSTEM_BUILD, QUICK) or "").strip() or None
 
 
 def gpu_cores() -> int | None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_marlin import layout, quantizers
 from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
 from mlx_marlin.repacking import to_rows, to_tiles
+from mlx_marlin.tile_order import deinterleave, interleave
 
 GroupSize = int | Literal["channel"] | None
 """Weights that share a scale; "channel" is a whole row, None what the mode has."""
@@ -194,7 +195,7 @@ def pack(
     stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
         words=to_tiles(w, n, k, bits=bits, group_size=size),
-        scales=_interleave(stored, padded_n, -(-padded_k // size)),
+        scales=interleave(stored, padded_n, -(-padded_k // size)),
         n=n,
         k=k,
         group_size=size,
@@ -214,28 +215,8 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
         bits=packed.bits,
         group_size=packed.group_size,
     )
-    return words, *_deinterleave(packed, format.parameters)
-
-
-def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
-    *batch, n, groups = stored[0].shape
-    dtype = mx.result_type(*stored)
-    factors = mx.stack([each.astype(dtype) for each in stored])
-    whole = [(0, 0)] * (1 + len(batch))
-    factors = mx.pad(factors, [*whole, (0, padded_n - n), (0, padded_groups - groups)])
-    digits = factors.reshape(len(stored), -1, 4, 8, padded_groups)
-    return digits.transpose(1, 4, 3, 2, 0).reshape(
-        *batch, padded_n // layout.TILE_N, padded_groups, -1
-    )
-
-
-def _deinterleave(packed: PackedWeight, parameters: int) -> mx.array:
-    """Returns scales, and biases if there are: the inverse of `_interleave`."""
-    n, _ = layout.padded(packed.n, packed.k)
-    *batch, _, groups, _ = packed.scales.shape
-    digits = packed.scales.reshape(-1, groups, 8, 4, parameters)
-    factors = digits.transpose(4, 0, 3, 2, 1).reshape(parameters, *batch, n, groups)
-    return factors[..., : packed.n, : packed.k // packed.group_size]
+    groups = packed.k // packed.group_size
+    return words, *deinterleave(packed.scales, packed.n, groups, format.parameters)
 
 
 def _bits(mode: str, bits: int | None) -> int:
