@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import backends, device, scheduler, serving, tuned, why_stock
+from mlx_marlin import backends, device, guard, scheduler, serving, tuned, why_stock
 from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
@@ -139,7 +139,9 @@ def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
         _row(arm, spread, _verdict(arm, outcome))
         for arm, spread in outcome.arms.items()
     ]
-    samples = max(each.samples for each in outcome.arms.values())
+    failed = "a kernel failed its check, never used"
+    rows += [[tuner.name(plan), "", "", failed] for plan in outcome.failed]
+    samples = max((each.samples for each in outcome.arms.values()), default=1)
     how = f": medians of {samples}, +- half the interquartile range"
     return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
 
@@ -183,16 +185,30 @@ def _clock(seconds: float, place: Path) -> Clock:
 def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
     """Measures problem after problem, and keeps each result at once."""
     here = tuned.machine(target, backends.backend())
-    wrong = 0
+    wrong = kept = 0
     for problem in _shown(found):
         outcome = tuner.tune(problem, target, clock)
         _say(report(problem, outcome, clock))
         if outcome.result:
             tuned.write(place, here, [outcome.result])
-        wrong += len(outcome.wrong)
+            kept += 1
+        wrong += len(outcome.wrong) + len(outcome.failed)
     serving.forget()
-    print(f"kept in {place / here.file_name}")
+    print(_kept(kept, len(found), place / here.file_name))
     return 1 if wrong else 0
+
+
+def _kept(kept: int, problems: int, file: Path) -> str:
+    """Returns what was kept, and who serves the problems of which nothing was."""
+    if kept == problems:
+        return f"kept in {file}"
+    served = (
+        "stock MLX serves them"
+        if guard.is_on()
+        else f"set {guard.ENVIRONMENT}=1 to have stock MLX serve them"
+    )
+    left = f"all our plans of {problems - kept} of {problems} problems failed: {served}"
+    return f"{left}\nkept in {file}" if kept else f"{left}\nnothing was kept"
 
 
 def _row(arm: Arm, spread: Spread, verdict: str) -> list[str]:
