@@ -182,6 +182,11 @@ def dtype(name: str) -> mx.Dtype:
     return cast(mx.Dtype, getattr(mx, name))
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Returns "float16" for `mx.float16`: the name that plans know a dtype by."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 @cache
 def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():

@@ -7,6 +7,7 @@ from typing import Literal
 import mlx.core as mx
 
 from mlx_marlin import layout, quantizers
+from mlx_marlin.backends import dtype_name
 from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
 from mlx_marlin.repacking import to_rows, to_tiles
 from mlx_marlin.tile_order import deinterleave, interleave
@@ -280,8 +281,3 @@ def _check_native(
                 f"got {dtype_name(array.dtype)} with shape {array.shape}"
             )
     return n, k, size
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Returns "float16" for `mx.float16`: the name that plans know a dtype by."""
-    return str(dtype).removeprefix("mlx.core.")

@@ -539,3 +539,15 @@ def test_backends_that_need_no_check_have_none(
     backend("stock")
     assert not guard.is_on()
     assert backends.backend() == "stock"
+
+
+@pytest.mark.skipif(not mx.metal.is_available(), reason="no Metal device here")
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
+def test_on_a_mac_the_usual_kernels_pass(
+    m: int, guarded: Path, backend: Callable[[str | None], None]
+) -> None:
+    backend("metal")
+    for dtype in ("float16", "bfloat16"):
+        for layout in ("mlx", "marlin"):
+            problem = problem_of(m, 4096, 4096, dtype=dtype, layout=layout)
+            assert guard.why_not(scheduler.choose(problem, DEVICE)) is None

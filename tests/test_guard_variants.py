@@ -14,7 +14,7 @@ from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.device import named
 from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
-from mlx_marlin.guard import known_answers, operands
+from mlx_marlin.guard import known_answers, operands, routing
 from mlx_marlin.guard.variants import AnyPlan, miniature, variants_of
 from mlx_marlin.kernel_arguments import weight_template
 from mlx_marlin.plan import Plan
@@ -251,3 +251,13 @@ def test_problems_keep_what_decides_their_kernels() -> None:
     assert isinstance(small, Plan)
     assert not small.problem.invariant
     assert small.subtract == plan.subtract
+
+
+@needs_emulator
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_right_kernels_around_cudas_experts_pass(
+    of_all: bool, last: bool, on_cpu: None
+) -> None:
+    assert routing.fault_of_route(mx.bfloat16, 40, 4, of_all, last) is None
+    assert routing.fault_of_combine(mx.float16, 72, 4) is None

@@ -14,14 +14,15 @@ import os
 import warnings
 from collections.abc import Callable
 from datetime import date
-from functools import partial
+from functools import lru_cache, partial
 
 import mlx.core as mx
 
 from mlx_marlin import backends, kernel_arguments, source
-from mlx_marlin.guard import known_answers, verdicts
+from mlx_marlin.guard import known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
+from mlx_marlin.kernel_arguments import TemplateValue
 
 ENVIRONMENT = "MLX_MARLIN_GUARD"
 
@@ -105,6 +106,44 @@ def condemn_repack(to: str, bits: int, order: str, fault: str) -> None:
         _keep_failure(_repack_variants(to, bits, order), example, fault)
 
 
+@lru_cache(256)
+def route_fault(
+    dtype: mx.Dtype, experts: int, choices: int, of_all: bool, last: bool
+) -> str | None:
+    """Returns why the kernel that chooses experts must not be used; None if it may.
+
+    Args:
+        dtype: Of the logits.
+        experts: Logits of a row.
+        choices: Experts of a row.
+        of_all: As for `gather_launch.route`.
+        last: Likewise.
+    """
+    if not is_on():
+        return None
+    asked = (experts, choices, of_all, last)
+    names = ("EXPERTS", "EACH", "OF_ALL", "LAST")
+    variants = _routing_variants("route", dtype, dict(zip(names, asked, strict=True)))
+    check = partial(routing.fault_of_route, dtype, *asked)
+    return _reason(_verdict(variants, f"{choices} of {experts} experts", check))
+
+
+@lru_cache(256)
+def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
+    """Returns why the kernel that adds experts' results must not be used, or None.
+
+    Args:
+        dtype: Of the results.
+        n: Columns of a result.
+        choices: Results of a row.
+    """
+    if not is_on():
+        return None
+    variants = _routing_variants("combine", dtype, {"N": n, "EACH": choices})
+    check = partial(routing.fault_of_combine, dtype, n, choices)
+    return _reason(_verdict(variants, f"{choices} results of {n} columns", check))
+
+
 def verdicts_so_far() -> list[Verdict]:
     """Returns the verdicts that this machine's cache holds."""
     return [*verdicts.kept(verdicts.machine_folder(backends.backend()))]
@@ -114,6 +153,8 @@ def forget() -> None:
     """Drops what this process knows; verdicts on disk stay."""
     _verdicts.clear()
     _warned.clear()
+    route_fault.cache_clear()
+    combine_fault.cache_clear()
 
 
 def _verdict(
@@ -124,14 +165,22 @@ def _verdict(
         blank = partial(_new_verdict, variants, example)
 
         def judged() -> Verdict:
-            with mx.stream(_device()):
-                fault = check()
+            fault = _fault(check)
             return blank("failed" if fault else "passed", fault or "")
 
         file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
         _verdicts[key] = verdicts.checked(file, blank("started", ""), judged)
         _warn(_verdicts[key])
     return _verdicts[key]
+
+
+def _fault(check: Callable[[], str | None]) -> str | None:
+    try:
+        with mx.stream(_device()):
+            return check()
+    except Exception as error:  # whatever a compiler, a driver or MLX raises
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
 
 
 def _keep_failure(
@@ -187,6 +236,18 @@ def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...
             source=source.repack_source(to),
             template=(*template.items(),),
             dtypes=("uint32", "uint32"),
+        ),
+    )
+
+
+def _routing_variants(
+    body: str, dtype: mx.Dtype, template: dict[str, TemplateValue]
+) -> tuple[KernelVariant, ...]:
+    return (
+        KernelVariant(
+            source=source.routing_source(body),
+            template=(*template.items(),),
+            dtypes=(backends.dtype_name(dtype), "float32"),
         ),
     )
 
