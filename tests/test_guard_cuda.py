@@ -88,8 +88,7 @@ def test_a_right_cuda_kernel_serves(
     monkeypatch.setattr(scheduler, "choose", few_warps)
     x, w = operands()
     assert mlx_marlin.why_not(x, mlx_marlin.pack(*w)) is None
-    (verdict,) = guard.verdicts_so_far()
-    assert verdict.state == "passed"
+    assert {each.state for each in guard.verdicts_so_far()} == {"passed"}
 
 
 @on_gpu
