@@ -111,6 +111,13 @@ def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.
     return _decoder(plan, (0, plan.rows, 0, problem.k))
 
 
+def decoded_blocks(
+    plan: DensePlan, w: mx.array, scales: mx.array, biases: mx.array
+) -> list[mx.array]:
+    """Returns the weight's blocks as `dense_product` decodes them, chunk by chunk."""
+    return [_decoder(plan, block)(w, scales, biases) for block in plan.chunks]
+
+
 def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:

@@ -14,7 +14,7 @@ import mlx_marlin
 from mlx_marlin import guard, scheduler, serving, source
 from mlx_marlin.device import Target
 from mlx_marlin.guard import verdicts
-from mlx_marlin.guard.variants import miniature
+from mlx_marlin.guard.variants import miniatures
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem, problem_of
 from mlx_marlin.why_stock import target
@@ -126,7 +126,7 @@ def test_on_a_gpu_every_kernel_of_a_model_passes_quickly(
             problem = problem_of(m, n, k, dtype=dtype, layout="marlin")
             plan = scheduler.choose(problem, target())
             assert guard.why_not(plan) is None
-            assert miniature(plan, on_cuda=True) is not plan
+            assert miniatures(plan, on_cuda=True)[0] is not plan
 
 
 @on_gpu

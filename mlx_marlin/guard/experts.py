@@ -29,7 +29,7 @@ def _metal(plan: GatherPlan) -> tuple[mx.array, Answer]:
     experts, sources = _choices(problem.m, plan.experts, len(x))
     y = gather_launch.gather_product(plan)(x, *weight.stored, sources, experts)
     with mx.stream(mx.cpu):
-        return y, _of_one(problem, _sums(x[sources], weight, experts))
+        return y, _of_one(problem, _sums(problem, x[sources], weight, experts))
 
 
 def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
@@ -50,7 +50,7 @@ def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
         x, *weights[0].stored, *second, *biases, experts, *named
     )
     with mx.stream(mx.cpu):
-        sums = [_sums(x[sources], weight, experts) for weight in weights]
+        sums = [_sums(problem, x[sources], weight, experts) for weight in weights]
         for nth, bias in enumerate(biases):
             added = reference.wide(bias)[experts]
             sums[nth] = Answer(sums[nth].values + added, sums[nth].bound)
@@ -62,24 +62,30 @@ def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
 def _choices(
     pairs: int, experts: int, rows: int, each: int = 0
 ) -> tuple[mx.array, mx.array]:
-    """Returns the expert and the row of each pair: experts uneven, one not chosen."""
+    """Returns the expert and the row of each pair.
+
+    Most pairs choose the last expert and some the first; one expert has one pair, one
+    has two, and all others have none.
+    """
     with mx.stream(mx.cpu):
         nth = mx.arange(pairs)
         chosen = mx.where(nth % 5 == 1, 0, experts - 1)
+        chosen = mx.where(nth == 3, 1, chosen)
+        chosen = mx.where(nth % 100 // 2 == 2, 2, chosen)
         sources = nth // each if each else (nth * 7 + 1) % rows
         both = chosen.astype(mx.uint32), sources.astype(mx.uint32)
         mx.eval(both)
     return both
 
 
-def _sums(x: mx.array, weight: Operands, experts: mx.array) -> Answer:
+def _sums(problem: Problem, x: mx.array, weight: Operands, experts: mx.array) -> Answer:
     """Returns the products of rows with their experts, and the error of the sums."""
     rows, nth = reference.wide(x), mx.arange(len(x))
 
     def chosen(weights: mx.array, rows: mx.array) -> mx.array:
         return (rows @ weights.swapaxes(-1, -2))[experts, nth]
 
-    off = chosen(weight.magnitude, mx.abs(rows)) * reference.OF_SUM
+    off = chosen(weight.magnitude, mx.abs(rows)) * reference.OF_SUM[problem.dtype]
     return Answer(chosen(weight.exact, rows), off)
 
 

@@ -9,7 +9,7 @@ from mlx_marlin.dense_plan import DensePlan
 from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.guard import experts, operands, reference
 from mlx_marlin.guard.reference import Answer, Finish
-from mlx_marlin.guard.variants import AnyPlan, miniature
+from mlx_marlin.guard.variants import AnyPlan, miniatures
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.repack_launch import repack
@@ -26,12 +26,17 @@ def fault_of(plan: AnyPlan) -> str | None:
     Args:
         plan: The plan that is to be served. Its kernels are built by this call.
     """
-    small = miniature(plan, on_cuda=backends.backend() == "cuda")
+    smaller = miniatures(plan, on_cuda=backends.backend() == "cuda")
+    faults = (_fault_of(small, first=small is smaller[0]) for small in smaller)
+    return next(filter(None, faults), None)
+
+
+def _fault_of(small: AnyPlan, first: bool) -> str | None:
     if isinstance(small, DensePlan):
         return _fault_of_dense(small)
     if not isinstance(small, Plan):
         return experts.fault_of(small)
-    return _fault_of_product(small)
+    return _fault_of_product(small, with_nan=first and small.reduction != "atomic")
 
 
 def fault_of_repack(to: str, bits: int, order: str) -> str | None:
@@ -58,7 +63,7 @@ def fault_of_repack(to: str, bits: int, order: str) -> str | None:
     return "it moved codes to wrong places"
 
 
-def _fault_of_product(plan: Plan) -> str | None:
+def _fault_of_product(plan: Plan, with_nan: bool) -> str | None:
     problem = plan.problem
     batch = (problem.batch,) if problem.batch > 1 else ()
     x = operands.activations(problem, (*batch, problem.m, problem.k))
@@ -74,7 +79,7 @@ def _fault_of_product(plan: Plan) -> str | None:
     with mx.stream(mx.cpu):
         answer = reference.product(problem, x, weight, finish)
     wrong = reference.difference(y, answer)
-    if wrong is not None or plan.reduction == "atomic":
+    if wrong is not None or not with_nan:
         return wrong
     return _fault_of_nan(y, x, result)
 
@@ -98,7 +103,9 @@ def _fault_of_nan(y: mx.array, x: mx.array, result: launch.Product) -> str | Non
 def _fault_of_dense(plan: DensePlan) -> str | None:
     problem = plan.problem
     weight = operands.draw(problem)
-    decoded = launch.dequantized(plan)(*weight.stored)
+    blocks = launch.decoded_blocks(plan, *weight.stored)
+    axis = 0 if plan.transposed else 1
+    decoded = mx.concatenate(blocks, axis=axis)
     with mx.stream(mx.cpu):
         off = reference.rounding(weight.exact, problem.dtype)
         answer = Answer(weight.exact, off + weight.magnitude * 2.0**-20)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from mlx_marlin import kernel_arguments, source
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
@@ -18,6 +18,7 @@ from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.formats import GROUP_SIZES, TILE_K, TILE_N
 from mlx_marlin.gather_plan import GatherPlan
 from mlx_marlin.kernel_arguments import TemplateValue
+from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.source import Source
@@ -27,8 +28,8 @@ AnyPlan = Plan | DensePlan | GatherPlan | CudaGatherPlan
 
 RAGGED_COLUMNS = 19
 """Columns of the last tile: more than two fragments of 8, fewer than four."""
-EXPERTS = 3
-FEW_PAIRS = 5
+EXPERTS = 5
+FEW_PAIRS = 10
 """Pairs where each has a block of its own: there are more experts than pairs then."""
 
 
@@ -93,24 +94,22 @@ def _text_digest(text: Source) -> bytes:
     return hashlib.sha256(repr((fields, text.header, text.source)).encode()).digest()
 
 
-def miniature(plan: AnyPlan, on_cuda: bool = False) -> AnyPlan:
-    """Returns a small plan with the same variants.
+def miniatures(plan: AnyPlan, on_cuda: bool = False) -> tuple[AnyPlan, ...]:
+    """Returns small plans with the same variants.
 
-    Its m, n and k are ragged where the variant admits it, k has several groups, and
-    tiles are split where the plan splits them.
+    Their m, n and k are ragged where the variant admits it, k has several groups, and
+    where a variant serves several ways to share the work, each has a plan.
 
     Args:
         plan: The plan that is to be served.
         on_cuda: As for `variants_of`.
 
     Returns:
-        The small plan; `plan` itself if no smaller one has the same variants.
+        At least one; `plan` itself if no smaller one has the same variants.
     """
     wanted = variants_of(plan, on_cuda)
-    for small in _smaller(plan):
-        if variants_of(small, on_cuda) == wanted:
-            return small
-    return plan
+    found = [small for small in _smaller(plan) if variants_of(small, on_cuda) == wanted]
+    return tuple(found) or (plan,)
 
 
 def _smaller(plan: AnyPlan) -> Iterator[AnyPlan]:
@@ -129,8 +128,9 @@ def _small_products(plan: Plan) -> Iterator[Plan]:
     wide = plan.wide_n if plan.has_wide_tiles else 0
     n_tiles = bool(wide) + -(-(problem.n - wide) // tile.n)
     tiles = problem.batch * m_tiles * n_tiles
-    for work in _small_work(plan, tiles, -(-problem.k // tile.k), m_tiles):
-        with suppress(ValueError):
+    works = _small_work(plan, tiles, -(-problem.k // tile.k), m_tiles)
+    for work in works:
+        with suppress(ValueError):  # the kernel has not this way
             yield replace(plan, problem=problem, work=work)
 
 
@@ -212,37 +212,34 @@ def _small_work(plan: Plan, tiles: int, k_tiles: int, m_tiles: int) -> Iterator[
             threadgroups=tiles,
             whole=m_tiles,
         )
-    elif plan.is_split:
-        yield from _split_work(tiles, k_tiles)
     else:
-        # Runs of whole tiles; then more threadgroups than work.
-        for threadgroups in (max(tiles - 1, 1), tiles + 1):
-            yield Work(
-                strategy="stripe",
-                tiles=tiles,
-                k_tiles=k_tiles,
-                threadgroups=threadgroups,
-            )
+        yield from (_split_work if plan.is_split else _runs)(tiles, k_tiles)
+
+
+def _runs(tiles: int, k_tiles: int) -> Iterator[Work]:
+    """Yields runs of whole tiles; then more threadgroups than work."""
+    for threadgroups in (max(tiles - 1, 1), tiles + 1):
+        yield Work(
+            strategy="stripe", tiles=tiles, k_tiles=k_tiles, threadgroups=threadgroups
+        )
 
 
 def _split_work(tiles: int, k_tiles: int) -> Iterator[Work]:
-    # Cuts that ignore the borders of tiles; then one slice for each threadgroup.
-    yield Work(
-        strategy="stream_k",
-        tiles=tiles,
-        k_tiles=k_tiles,
-        threadgroups=2 * tiles - 1,
-        slices=k_tiles,
+    work = partial(Work, tiles=tiles, k_tiles=k_tiles)
+    streams = partial(work, slices=k_tiles)
+    yield work(strategy="split_k", slices=2, threadgroups=2 * tiles)
+    # Cuts that ignore the borders of tiles.
+    yield streams(strategy="stream_k", threadgroups=2 * tiles - 1)
+    if tiles % 2 == 0:
+        yield streams(strategy="stream_k", threadgroups=tiles + 4, groups=2)
+    if tiles > 1:
+        yield streams(strategy="hybrid", threadgroups=tiles + 2, whole=1)
+    yield work(
+        strategy="stripe",
+        slices=min(k_tiles, 3),
+        threadgroups=min(k_tiles, 3) * tiles - 2,
+        partition="ceil",
     )
-    for slices in (2, 3):
-        if slices <= k_tiles:
-            yield Work(
-                strategy="split_k",
-                tiles=tiles,
-                k_tiles=k_tiles,
-                threadgroups=slices * tiles,
-                slices=slices,
-            )
 
 
 def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
@@ -251,7 +248,8 @@ def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
     n = TILE_N + RAGGED_COLUMNS
     small = replace(problem, m=1, n=n, k=k, group_size=group_size, batch=1)
     small = replace(small, epilogue=Epilogue(), norm=None, invariant=False)
-    yield DensePlan(problem=small, transposed=True, chunk=2 * TILE_N)
+    yield DensePlan(problem=small, transposed=True, chunk=TILE_N)
+    yield DensePlan(problem=small, transposed=False, chunk=TILE_K)
 
 
 def _small_gather(
@@ -259,7 +257,7 @@ def _small_gather(
 ) -> Iterator[GatherPlan | CudaGatherPlan]:
     """Yields a plan where one expert has more pairs than a tile has rows."""
     columns, ragged = TILE_N, plan.problem.n % TILE_N != 0
-    pairs, experts = plan.rows + 3, EXPERTS
+    pairs, experts = 2 * plan.rows + 2 * SIMD_WIDTH, EXPERTS
     if isinstance(plan, CudaGatherPlan):
         columns, ragged = TILE_N * plan.simdgroups_n, plan.gate is None
         together = plan.each or 1

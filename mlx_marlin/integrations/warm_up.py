@@ -15,7 +15,9 @@ Step = Callable[[], Any]
 def check_rows(rows: Sequence[int]) -> None:
     """Raises a ValueError if `rows` are not numbers of rows."""
     if isinstance(rows, str) or not all(type(m) is int and m > 0 for m in rows):
-        raise ValueError(f"warm_up={rows!r}, expected numbers of rows such as (1, 4, 8)")
+        raise ValueError(
+            f"warm_up={rows!r}, expected numbers of rows such as (1, 4, 8)"
+        )
 
 
 def warm_up(model: nn.Module, rows: Sequence[int]) -> None:
@@ -45,7 +47,14 @@ def _steps(model: nn.Module, m: int) -> Iterator[Step]:
         return
     for shape in {(1, m), (m, 1)}:
         tokens = mx.zeros(shape, mx.int32)
-        yield lambda tokens=tokens: model(tokens, cache=make_cache())
+        yield partial(_run_model, model, tokens, make_cache)
+
+
+def _run_model(
+    model: nn.Module, tokens: mx.array, make_cache: Callable[[], Any]
+) -> mx.array:
+    y: mx.array = model(tokens, cache=make_cache())
+    return y
 
 
 def _cache_of(model: nn.Module) -> Callable[[], Any] | None:
@@ -70,7 +79,7 @@ def _layers(model: nn.Module, m: int) -> Iterator[Step]:
         kind = repr(layer), "bias" in layer
         if kind not in seen:
             seen.add(kind)
-            yield lambda layer=layer: layer(_rows_of(layer, m))
+            yield partial(layer, _rows_of(layer, m))
 
 
 def _rows_of(layer: MarlinLinear, m: int) -> mx.array:
