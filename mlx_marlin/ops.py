@@ -233,7 +233,7 @@ def linears(
         return split_apart(y, tuple(parts))
     given = [] if bias is None else [bias]
     if isinstance(w, PackedWeight):
-        return several(served.run(x, w.words, w.scales, w.scales, *given))
+        return several(served.run(x, w.words, w.scales, w.third, *given))
     return several(served.run(x, w, scales, biases, *given))
 
 
