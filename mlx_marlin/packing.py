@@ -1,8 +1,8 @@
 """Quantizing weights, and moving them between MLX's layout and ours, on MLX arrays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -78,6 +78,16 @@ class PackedWeight:
         kind = *format, self.scales.dtype, scale is not None, self.batch
         object.__setattr__(self, "kind", kind)
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Returns what `copy` and `pickle` make the weight from.
+
+        Only what a caller gives: `kind` holds an MLX dtype, which cannot be pickled.
+        """
+        given = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.init
+        }
+        return _from_fields, (given,)
+
     @property
     def batch(self) -> tuple[int, ...]:
         """Leading axes, such as (experts,); empty for one weight."""
@@ -97,6 +107,10 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of codes, scales and biases, padding included."""
         return self.words.nbytes + self.scales.nbytes
+
+
+def _from_fields(given: dict[str, Any]) -> PackedWeight:
+    return PackedWeight(**given)
 
 
 def quantize(
