@@ -7,6 +7,12 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlx_marlin import layout, quantizers
+from mlx_marlin.argument_types import (
+    check_arrays,
+    check_format,
+    check_integers,
+    check_optional_arrays,
+)
 from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
 from mlx_marlin.repacking import to_rows, to_tiles
 
@@ -51,6 +57,10 @@ class PackedWeight:
     )
 
     def __post_init__(self) -> None:
+        check_arrays(words=self.words, scales=self.scales)
+        check_optional_arrays(global_scale=self.global_scale)
+        check_format(self.group_size, self.bits, self.mode)
+        check_integers(n=self.n, k=self.k)
         known = format_of(self.mode, self.bits)
         _check_groups("PackedWeight", self.k, known, self.group_size)
         _check_global(self.global_scale, self.mode)
@@ -140,8 +150,12 @@ def quantize(
         The packed weight. Its scales have w's dtype, or are bytes.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If w or the format is not one of ours.
     """
+    check_arrays(w=w)
+    check_optional_arrays(global_scale=global_scale)
+    check_format(group_size, bits, mode, may_be_row=True)
     if symmetric and mode not in ("affine", "symmetric"):
         raise ValueError(f"symmetric=True is not for mode={mode!r}, only for integers")
     mode = "symmetric" if symmetric else mode
@@ -199,8 +213,12 @@ def pack(
         global_scale: As in `PackedWeight`.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If the arrays do not belong together or are not in our format.
     """
+    check_arrays(w=w, scales=scales)
+    check_optional_arrays(biases=biases, global_scale=global_scale)
+    check_format(group_size, bits, mode, may_be_row=True)
     bits = _bits(mode, bits)
     format = format_of(mode, bits)
     n, k, size = _check_native(w, scales, biases, format, group_size)
@@ -219,7 +237,13 @@ def pack(
 
 
 def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
-    """Returns what `pack` was given, exactly: codes, scales, biases if there are."""
+    """Returns what `pack` was given, exactly: codes, scales, biases if there are.
+
+    Raises:
+        TypeError: If `packed` is not a `PackedWeight`.
+    """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
     format = format_of(packed.mode, packed.bits)
     words = to_rows(
         packed.words,
