@@ -80,10 +80,12 @@ def optimize(
         The same model.
 
     Raises:
+        TypeError: If `model` is not an `nn.Module`.
         ValueError: If the layout, group size or bits are not ours, the model has no
             layer to convert, or `invariant` is asked of a model that keeps quantized
             layers of MLX's.
     """
+    _check_model(model)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     on_cuda = runs_on_cuda()
@@ -191,11 +193,25 @@ def restore(model: Model, *, progress: bool = False) -> Model:
 
     Returns:
         The same model, with every code, scale and bias as it was.
+
+    Raises:
+        TypeError: If `model` is not an `nn.Module`.
     """
+    _check_model(model)
     _trace(model, False)
     separate_layers(model)
     _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
     return model
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"
+    raise TypeError(
+        f"model must be an nn.Module, got {type(model).__name__}"
+        + (hint if isinstance(model, tuple) else "")
+    )
 
 
 def _trace(model: nn.Module, trace: bool) -> None:
