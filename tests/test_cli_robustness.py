@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 
 from mlx_marlin import emulator
@@ -245,9 +246,7 @@ def test_the_demo_names_the_device_that_is_missing_before_it_loads_a_model(
     if mx.metal.is_available():
         pytest.skip("MLX has Metal here")
     backend("metal")
-    monkeypatch.setattr(
-        "mlx_marlin.cli.models.load", lambda *_, **__: pytest.fail("loaded")
-    )
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: pytest.fail("loaded"))
 
     assert main(["demo"]) == 2
 
