@@ -384,7 +384,8 @@ def test_a_device_that_is_not_here_is_told_before_anything_is_done(
     assert main(["tune", "4x64x256", "--clear"]) == 2
 
     said = capsys.readouterr().err
-    assert f"MLX_MARLIN_BACKEND={on!r}, and MLX has no such device here" in said
+    assert f"MLX_MARLIN_BACKEND={on!r} needs a " in said
+    assert "and MLX has none here: expected emulator, stock, or no value" in said
     assert (seen, len(results(kept))) == ([], 1)
     assert main(["tune", "4x64x256", "--dry-run"]) == 0  # any machine may plan
 

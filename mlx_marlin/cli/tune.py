@@ -13,6 +13,7 @@ from mlx_marlin import backends, device, guard, scheduler, serving, tuned, why_s
 from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
+from mlx_marlin.cli import models
 from mlx_marlin.device import Device, Target
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.problem import Problem, problem_of
@@ -21,6 +22,8 @@ from mlx_marlin.scheduler.stock import stock_prediction
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows that are measured of a model or of a shape without them."""
+MOST_SECONDS = 86400.0
+"""Seconds for each problem: a day."""
 BOTH = "both"
 """What `--layout` takes beside the layouts."""
 SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
@@ -83,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name a shape such as 8x4096x11008, or a model; or --clear")
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g} must be above 0")
+    if args.seconds > MOST_SECONDS:
+        raise ValueError(
+            f"--seconds {args.seconds:g}, expected at most {MOST_SECONDS:g}"
+        )
     if args.clear and args.dry_run:
         raise ValueError("--clear removes results and --dry-run nothing: name one")
     found = problems(args)
@@ -101,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Returns the problems that the arguments name, each once."""
-    rows = _rows(args.rows) if args.rows else None
+    rows = models.rows(args.rows) if args.rows else None
     several: list[Problem] = []
     for target in args.targets:
         shape = SHAPE.fullmatch(target)
@@ -286,15 +293,10 @@ def _with_dtype(problem: Problem, dtype: str) -> Problem:
 
 def _load(name: str) -> Any:
     try:
-        from mlx_lm import load  # takes seconds
-    except ImportError as error:
-        raise _missing("reading a model", error) from error
-    try:
-        return load(name, lazy=True)[0]
-    except (ValueError, OSError) as error:
+        return models.load(name, lazy=True)[0]
+    except ValueError as error:
         raise ValueError(
-            f"{name!r} is neither a shape such as 8x4096x11008 nor a model that mlx-lm "
-            f"can load: {error}"
+            f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
         ) from error
 
 
@@ -331,13 +333,6 @@ def _say(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(f"{text}\n")
-
-
-def _rows(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--rows {text!r}, expected such as {_listed(ROWS)}")
-    return [int(part) for part in parts]
 
 
 def _listed(numbers: Iterable[int]) -> str:
