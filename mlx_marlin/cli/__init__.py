@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": ("mlx_marlin.cli.plan", "show how a product would be computed"),
     "demo": ("mlx_marlin.cli.demo", "generate text through the Metal kernels"),
     "tune": ("mlx_marlin.cli.tune", "measure which plan is fastest here, and keep it"),
+    "cache": ("mlx_marlin.cli.cache", "list, limit or clear the files that are kept"),
     "emulate": ("mlx_marlin.cli.emulate", "run one Metal kernel on the CPU"),
 }
 """Command name -> (module, help), the only place that lists the commands."""
