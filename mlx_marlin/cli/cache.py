@@ -172,6 +172,8 @@ def clear(name: str) -> int:
             _remove(entry)
         with suppress(OSError):  # a link to a folder elsewhere stays
             path.rmdir()
+    with suppress(OSError):  # not empty
+        cache.root().rmdir()
     return removed
 
 
