@@ -16,6 +16,7 @@ COMMANDS = {
     "tune": ("mlx_marlin.cli.tune", "measure which plan is fastest here, and keep it"),
     "doctor": ("mlx_marlin.cli.doctor", "check whether our kernels can run here"),
     "demo": ("mlx_marlin.cli.demo", "generate text through the Metal kernels"),
+    "cache": ("mlx_marlin.cli.cache", "list, limit or clear the files that are kept"),
     "emulate": ("mlx_marlin.cli.emulate", "run one Metal kernel on the CPU"),
 }
 """Command name -> (module, help), the most useful one first; the only list of them."""

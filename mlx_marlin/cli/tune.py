@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\n\n".join(listing(each, why_stock.target()) for each in found))
         return 0
-    place = _folder()
+    place = tuned.folder()
     clock = _clock(args.seconds, place) if found else None
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
@@ -298,13 +298,6 @@ def _load(name: str) -> Any:
         raise ValueError(
             f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
         ) from error
-
-
-def _folder() -> Path:
-    try:
-        return tuned.folder()
-    except ImportError as error:
-        raise _missing("keeping results", error) from error
 
 
 def _missing(purpose: str, error: ImportError) -> ImportError:
