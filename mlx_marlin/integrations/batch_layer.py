@@ -5,13 +5,14 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.guarded_parameters import GuardedParameters
 from mlx_marlin.native_layer import NATIVE, PACKED
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-class BatchLayer(nn.Module):
+class BatchLayer(GuardedParameters):
     """The parameters of a quantized layer of several weights, in either layout.
 
     With `layout="mlx"` they are mlx-lm's own; with `layout="marlin"` they are `words`
@@ -22,7 +23,6 @@ class BatchLayer(nn.Module):
         layout: "mlx" or "marlin".
     """
 
-    layout: str = "mlx"
     group_size: int
     bits: int
     mode: str

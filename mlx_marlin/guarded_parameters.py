@@ -1,0 +1,55 @@
+"""Refuses uses of a layer's parameters that stock MLX could not make sense of."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.formats import DTYPE_BYTES, format_of
+from mlx_marlin.native_layer import PACKED
+from mlx_marlin.packing import PackedWeight, dtype_name
+
+
+class GuardedParameters(nn.Module):
+    """A layer whose parameters may be packed, or shared with other layers.
+
+    Such parameters have no counterpart in stock MLX. Saving, sharding and freezing
+    them by the names of MLX's parameters raises, and so does replacing one by an array
+    of another shape or dtype, which a kernel would read out of bounds.
+    """
+
+    layout: str = "mlx"
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The packed weight; None with `layout="mlx"`."""
+        raise NotImplementedError
+
+    def stored(self) -> str | None:
+        """Returns how the parameters differ from MLX's own, or None."""
+        return "packed (layout='marlin')" if self.layout == "marlin" else None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.layout == "marlin" and all(each in self for each in PACKED):
+            self._check(name, value)
+        super().__setitem__(name, value)
+
+    def _check(self, name: str, value: Any) -> None:
+        """Checks what replaces a parameter of a packed layer."""
+        packed = self.packed
+        if packed is None or name not in (*PACKED, "bias"):
+            return
+        shapes = packed.words.shape, packed.scales.shape, (*packed.batch, packed.n)
+        shape = dict(zip((*PACKED, "bias"), shapes, strict=True))[name]
+        stored = format_of(packed.mode, packed.bits).scale_dtypes
+        dtypes = {"words": ("uint32",), "quantizers": stored}.get(name, DTYPE_BYTES)
+        is_array = isinstance(value, mx.array)
+        if is_array and value.shape == shape and dtype_name(value.dtype) in dtypes:
+            return
+        got = type(value).__name__
+        if is_array:
+            got = f"{dtype_name(value.dtype)} with shape {value.shape}"
+        raise ValueError(
+            f"{name} of a packed {type(self).__name__} must be one of {[*dtypes]} with "
+            f"shape {shape}, got {got}"
+        )
