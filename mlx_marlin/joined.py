@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import is_
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,10 @@ from mlx_marlin.epilogue import MOST_PARTS
 from mlx_marlin.guarded_parameters import GuardedParameters
 from mlx_marlin.native_layer import NATIVE, twin
 from mlx_marlin.nn import MarlinLinear
+
+Kept = tuple[mx.array | None, list[mx.array], dict[int, mx.array]]
+"""The last x, the parameters, and the results that were not taken yet."""
+NOTHING: Kept = (None, [], {})
 
 
 class Joined:
@@ -24,20 +29,27 @@ class Joined:
     def __init__(self, layer: MarlinLinear, sizes: Sequence[int]) -> None:
         self.layer = layer
         self.sizes = tuple(sizes)
-        self._kept: tuple[mx.array | None, dict[int, mx.array]] = (None, {})
+        self._kept = NOTHING
 
     def part(self, x: mx.array, index: int) -> mx.array:
         """Returns one layer's result; the first call computes those of all layers.
 
-        A call with another x, or for the same layer again computes them anew.
+        A call with another x, after a parameter was replaced, or for the same layer
+        again computes them anew.
         """
-        known, waiting = self._kept
-        if x is not known or index not in waiting:
-            waiting = dict(enumerate(self.layer.parts(x, self.sizes)))
-            self._kept = x, waiting
+        known, arrays, waiting = self._kept
+        layer = self.layer
+        if (
+            x is not known
+            or index not in waiting
+            or len(arrays) != len(layer)
+            or not all(map(is_, arrays, layer.values()))
+        ):
+            waiting = dict(enumerate(layer.parts(x, self.sizes)))
+            self._kept = x, [*layer.values()], waiting
         y = waiting.pop(index)
         if not waiting:
-            self._kept = None, {}
+            self._kept = NOTHING
         return y
 
     def __reduce__(self) -> tuple[Any, ...]:
