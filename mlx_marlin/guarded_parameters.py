@@ -1,5 +1,7 @@
 """Refuses uses of a layer's parameters that stock MLX could not make sense of."""
 
+import sys
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +31,21 @@ class GuardedParameters(nn.Module):
         """Returns how the parameters differ from MLX's own, or None."""
         return "packed (layout='marlin')" if self.layout == "marlin" else None
 
+    # MLX collects the parameters of a model by the items of its modules, wherever they
+    # are. Nothing else tells saving from evaluating, so the callers are looked at.
+    def items(self) -> Any:
+        """Returns the entries of the module, unless they are to be saved.
+
+        Raises:
+            ValueError: If `save_weights` or `mlx_lm.utils.save_model` asks for
+                parameters that MLX does not have.
+        """
+        stored = self.stored()
+        use = None if stored is None else _refused_use(sys._getframe(1))
+        if use is not None:
+            raise ValueError(f"{type(self).__name__} is {stored}: {use}")
+        return super().items()
+
     def __setitem__(self, name: str, value: Any) -> None:
         if self.layout == "marlin" and all(each in self for each in PACKED):
             self._check(name, value)
@@ -53,3 +70,18 @@ class GuardedParameters(nn.Module):
             f"{name} of a packed {type(self).__name__} must be one of {[*dtypes]} with "
             f"shape {shape}, got {got}"
         )
+
+
+def _refused_use(frame: FrameType | None) -> str | None:
+    """Returns what the callers want that is refused, with the remedy, or None."""
+    while frame is not None:
+        code, module = frame.f_code, frame.f_globals.get("__name__")
+        if code is nn.Module.save_weights.__code__ or (
+            module == "mlx_lm.utils" and code.co_name == "save_model"
+        ):
+            return (
+                "stock MLX cannot load such parameters; call "
+                "mlx_marlin.restore(model) before saving"
+            )
+        frame = frame.f_back
+    return None

@@ -3,14 +3,17 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.utils
 import pytest
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
-from models import arrays
+from models import TOKENS, arrays, assert_same_model, tiny_llama
 
 import mlx_marlin
 from mlx_marlin.nn import MarlinLinear
@@ -146,3 +149,72 @@ def test_a_copy_of_a_packed_layer_is_guarded_too(
 def _pickled(layer: nn.Module) -> nn.Module:
     twin: nn.Module = pickle.loads(pickle.dumps(layer))
     return twin
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    model.save_weights(str(folder / "model.safetensors"))
+
+
+def save_npz(model: nn.Module, folder: Path) -> None:
+    model.save_weights(str(folder / "model.npz"))
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    mlx_lm.utils.save_model(folder, model)
+
+
+def donate(model: nn.Module, folder: Path) -> None:
+    mlx_lm.utils.save_model(folder, model, donate_model=True)
+
+
+SAVING = pytest.mark.parametrize("save", [save_weights, save_npz, save_model, donate])
+
+
+@CONVERTED
+@SAVING
+def test_a_converted_model_is_saved_only_after_restore(
+    save: Callable[[nn.Module, Path], None], options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), **options)
+
+    with pytest.raises(ValueError, match=r"call mlx_marlin\.restore\(model\) before"):
+        save(model, tmp_path)
+
+    assert [*tmp_path.iterdir()] == []
+    assert mx.allclose(model(TOKENS), tiny_llama()(TOKENS), atol=1e-4)
+    save(mlx_marlin.restore(model), tmp_path)
+    fresh = tiny_llama()
+    fresh.apply(mx.zeros_like)
+    fresh.load_weights(_saved_in(tmp_path))
+    assert_same_model(fresh, tiny_llama())
+
+
+def _saved_in(folder: Path) -> str:
+    """Returns the file of arrays, beside which there may be an index of them."""
+    (file,) = (path for path in folder.iterdir() if path.suffix != ".json")
+    return str(file)
+
+
+@LAYERS
+def test_a_packed_layer_anywhere_in_a_model_refuses_to_be_saved(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(make()))
+
+    with pytest.raises(ValueError, match=r"is packed \(layout='marlin'\): stock MLX"):
+        save_weights(model, tmp_path)
+
+    assert [*tmp_path.iterdir()] == []
+    assert len(tree_flatten(model.parameters())) > 2  # and evaluating is no saving
+    mx.eval(model.parameters())
+
+
+def test_in_mlxs_layout_a_model_is_saved_as_ever(tmp_path: Path) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout="mlx")
+
+    save_model(model, tmp_path)
+
+    fresh = tiny_llama()
+    fresh.apply(mx.zeros_like)
+    fresh.load_weights(_saved_in(tmp_path))
+    assert_same_model(fresh, tiny_llama())
