@@ -11,6 +11,9 @@ from mlx_marlin.formats import DTYPE_BYTES, format_of
 from mlx_marlin.native_layer import PACKED
 from mlx_marlin.packing import PackedWeight, dtype_name
 
+SHARDING = "mlx.nn.layers.distributed"
+"""The module of MLX that shards layers."""
+
 
 class GuardedParameters(nn.Module):
     """A layer whose parameters may be packed, or shared with other layers.
@@ -34,11 +37,11 @@ class GuardedParameters(nn.Module):
     # MLX collects the parameters of a model by the items of its modules, wherever they
     # are. Nothing else tells saving from evaluating, so the callers are looked at.
     def items(self) -> Any:
-        """Returns the entries of the module, unless they are to be saved.
+        """Returns the entries of the module, unless they are to be saved or sharded.
 
         Raises:
-            ValueError: If `save_weights` or `mlx_lm.utils.save_model` asks for
-                parameters that MLX does not have.
+            ValueError: If `save_weights`, `mlx_lm.utils.save_model` or a function of
+                `mlx.nn.layers.distributed` asks for parameters that MLX does not have.
         """
         stored = self.stored()
         use = None if stored is None else _refused_use(sys._getframe(1))
@@ -82,6 +85,11 @@ def _refused_use(frame: FrameType | None) -> str | None:
             return (
                 "stock MLX cannot load such parameters; call "
                 "mlx_marlin.restore(model) before saving"
+            )
+        if module == SHARDING:
+            return (
+                "it cannot be sharded; shard the model before "
+                "mlx_marlin.optimize(model), or call mlx_marlin.restore(model) first"
             )
         frame = frame.f_back
     return None

@@ -10,10 +10,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
+from mlx.nn.layers.distributed import FullyShardedModule, shard_inplace, shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
-from models import TOKENS, arrays, assert_same_model, tiny_llama
+from models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
 
 import mlx_marlin
 from mlx_marlin.nn import MarlinLinear
@@ -218,3 +219,39 @@ def test_in_mlxs_layout_a_model_is_saved_as_ever(tmp_path: Path) -> None:
     fresh.apply(mx.zeros_like)
     fresh.load_weights(_saved_in(tmp_path))
     assert_same_model(fresh, tiny_llama())
+
+
+@CONVERTED
+def test_a_converted_model_is_sharded_only_after_restore(
+    options: dict[str, Any],
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), **options)
+    before = [*model.modules()]
+
+    with pytest.raises(ValueError, match=r"shard the model before mlx_marlin\.opti"):
+        model.shard()
+
+    assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+    mlx_marlin.restore(model).shard()
+    sharded = model.model.layers[0].self_attn.q_proj
+    assert type(sharded).__name__ == "QuantizedAllToShardedLinear"
+    assert mx.allclose(model(TOKENS), tiny_llama()(TOKENS), atol=1e-4)
+
+
+@LAYERS
+def test_a_packed_layer_is_not_sharded_alone(make: Callable[[], nn.Module]) -> None:
+    layer = make()
+    before = dict(arrays(layer))
+
+    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
+        shard_inplace(layer, "all-to-sharded")
+    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
+        shard_inplace(Layers(layer), "sharded-to-all")
+    if isinstance(layer, MarlinLinear):
+        for way in ("all-to-sharded", "sharded-to-all"):
+            with pytest.raises(ValueError, match="it cannot be sharded"):
+                shard_linear(layer, way)
+    with pytest.raises(ValueError, match="it cannot be sharded"):
+        FullyShardedModule(Layers(layer))
+
+    assert all(layer[name] is array for name, array in before.items())
