@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.formats import DTYPE_BYTES, format_of
-from mlx_marlin.native_layer import PACKED
+from mlx_marlin.native_layer import NATIVE, PACKED
 from mlx_marlin.packing import PackedWeight, dtype_name
 
 SHARDING = "mlx.nn.layers.distributed"
@@ -73,6 +73,18 @@ class GuardedParameters(nn.Module):
             f"{name} of a packed {type(self).__name__} must be one of {[*dtypes]} with "
             f"shape {shape}, got {got}"
         )
+
+    def _validate_keys(self, keys: Any, strict: bool) -> Any:
+        stored = self.stored()
+        named = keys if isinstance(keys, list) else [keys]
+        missing = [key for key in named if key in NATIVE]
+        if stored is not None and missing:
+            raise ValueError(
+                f"keys={named!r}: {type(self).__name__} is {stored} and has no "
+                f"{missing[0]!r} to train or freeze; call mlx_marlin.restore(model) "
+                "first"
+            )
+        return super()._validate_keys(keys, strict)  # type: ignore[no-untyped-call]
 
 
 def _refused_use(frame: FrameType | None) -> str | None:

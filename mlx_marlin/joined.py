@@ -129,7 +129,7 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
     def _validate_keys(self, keys: Any, strict: bool) -> Any:
         # MLX found no arrays to freeze in the part itself.
         joined = self.shared.layer
-        return [*joined] if keys == [] else super()._validate_keys(keys, strict)  # type: ignore[no-untyped-call]
+        return [*joined] if keys == [] else super()._validate_keys(keys, strict)
 
     def __contains__(self, name: object) -> bool:
         # "bias" in a layer is how tools ask whether it has one.

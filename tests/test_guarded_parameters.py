@@ -14,6 +14,7 @@ from mlx.nn.layers.distributed import FullyShardedModule, shard_inplace, shard_l
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.quant.dwq import dwq_quantize
 from models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
 
 import mlx_marlin
@@ -255,3 +256,46 @@ def test_a_packed_layer_is_not_sharded_alone(make: Callable[[], nn.Module]) -> N
         FullyShardedModule(Layers(layer))
 
     assert all(layer[name] is array for name, array in before.items())
+
+
+@pytest.mark.parametrize("keys", ["scales", ["scales", "biases"], ["bias", "weight"]])
+@LAYERS
+def test_mlxs_parameters_of_a_packed_layer_cannot_be_trained(
+    make: Callable[[], nn.Module], keys: str | list[str]
+) -> None:
+    layer = make()
+    frozen = set(layer._no_grad)
+
+    for model in (layer, Layers(layer)):
+        with pytest.raises(ValueError, match=r"has no .* call mlx_marlin\.restore"):
+            model.unfreeze(keys=keys)
+
+    assert layer._no_grad == frozen
+    layer.unfreeze(keys="bias")
+    layer.freeze()
+    assert not layer.trainable_parameters()
+
+
+@CONVERTED
+def test_dwq_refuses_a_converted_model(options: dict[str, Any]) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), **options)
+    before = arrays(model)
+
+    with pytest.raises(ValueError, match=r"call mlx_marlin\.restore\(model\) first"):
+        dwq_quantize(model, None, None, [], [], 1, 8, 0)
+
+    assert all(arrays(model)[path] is array for path, array in before.items())
+
+
+def test_dwq_trains_a_model_in_mlxs_layout() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout="mlx")
+
+    model.apply_to_modules(_as_dwq_does)
+
+    trained = {path for path, _ in tree_flatten(model.trainable_parameters())}
+    assert len([path for path in trained if path.endswith(".scales")]) == 15
+
+
+def _as_dwq_does(_: str, module: nn.Module) -> None:
+    if hasattr(module, "bits") and hasattr(module, "group_size"):
+        module.unfreeze(keys=["scales", "biases"], recurse=False)
