@@ -8,13 +8,14 @@ import mlx.nn as nn
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.fused_products import FusedProducts
+from mlx_marlin.guarded_parameters import GuardedParameters
 from mlx_marlin.native_layer import NATIVE, PACKED, twin
 from mlx_marlin.packed_calls import packed_product
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 
-class MarlinLinear(FusedProducts, nn.QuantizedLinear):
+class MarlinLinear(GuardedParameters, FusedProducts, nn.QuantizedLinear):
     """A quantized linear layer whose product runs on our kernels.
 
     It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with

@@ -56,9 +56,9 @@ def optimize(
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs all but embeddings,
-            so the model can be saved for stock MLX only after `restore`. Default: on
-            CUDA "marlin" for the linear layers that our kernels serve there, which read
-            it faster; else "mlx".
+            so the model can be saved or sharded only after `restore`. Default: on CUDA
+            "marlin" for the linear layers that our kernels serve there, which read it
+            faster; else "mlx".
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here; with
@@ -67,9 +67,8 @@ def optimize(
         invariant: Compute each row of every product as if it were alone, so that its
             bits do not depend on the batch. Attention stays MLX's.
         join: Compute layers that share x in one launch: q, k and v, gate and up, where
-            their formats are the same. Such a model can be saved for stock MLX, and
-            its layers be given adapters such as LoRA's, only after `restore`. Default:
-            on CUDA, unless the layout is said to be "mlx".
+            their formats are the same. Such a model can be saved or sharded only after
+            `restore`. Default: on CUDA, unless the layout is said to be "mlx".
         trace: Compute the decoder blocks of mlx-lm that we know as two traced graphs
             each when there are few rows and a cache, which spares the host work. Sums
             of a product and a residual, and there gate times up, are rounded once.
