@@ -18,11 +18,13 @@ from mlx_marlin.integrations.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
     is_our_format,
+    is_sharded,
     marlin_experts,
     marlin_heads,
     multiplies_experts,
     runs_on_cuda,
 )
+from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -50,8 +52,8 @@ def optimize(
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
     experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
     Subclasses, which may do something else, and other formats stay as they are, and so
-    do experts that stock MLX would have to serve. If a layer cannot be converted, those
-    before it are turned back.
+    do experts that stock MLX would have to serve. Sharded layers stay too, with a
+    warning. If a layer cannot be converted, those before it are turned back.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
@@ -137,16 +139,16 @@ def optimize(
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
-    separate_layers(model)
-    found = _find(model, wanted)
-    if not found and not _find(model, _is_ours):
+    if not _find(model, wanted) and not _find(model, _is_ours):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a format of "
-            "ours, or quantize=True for nn.Linear"
+            "ours, not sharded, or quantize=True for nn.Linear"
         )
     if invariant:
         _refuse_variance(model, wanted)
-    done = _replace(found, convert, progress)
+    _report_sharded(model)
+    separate_layers(model)
+    done = _replace(_find(model, wanted), convert, progress)
     if join:
         try:
             join_layers(model)
@@ -214,6 +216,8 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
     """
 
     def stays(layer: nn.Module) -> bool:
+        if is_sharded(layer):
+            return True
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or is_experts(layer) or is_heads(layer):
             return not _is_ours(layer) and not wanted(layer)
@@ -226,6 +230,17 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
             f"here and would stay MLX's, such as {_get(left[0])}"
+        )
+
+
+def _report_sharded(model: nn.Module) -> None:
+    """Warns once per process that sharded layers are not converted."""
+    sharded = _find(model, is_sharded)
+    if sharded:
+        warn_once(
+            "sharded layers",
+            f"{len(sharded)} sharded layers, such as {_get(sharded[0])}, are not "
+            f"converted: stock MLX computes them",
         )
 
 
