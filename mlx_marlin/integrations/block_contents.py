@@ -18,6 +18,7 @@ from mlx_lm.models.activations import SwigluOAI
 
 from mlx_marlin import serving
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
+from mlx_marlin.integrations.gated_experts import GatedExperts
 from mlx_marlin.integrations.known_blocks import (
     Family,
     Merge,
@@ -25,7 +26,8 @@ from mlx_marlin.integrations.known_blocks import (
     family_of,
 )
 from mlx_marlin.integrations.routed_experts import SharedExpert, routed
-from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
+from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
+from mlx_marlin.integrations.tracing import report_untraced
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
@@ -104,10 +106,13 @@ def look(block: nn.Module) -> Contents:
     family = family_of(own)
     try:
         kind, before, after = _kind(block, family, own)
+        windowed = family.windowed(block)
     except (UnknownError, KeyError):
         return Contents(parts, tree, None)
+    except AttributeError as error:  # its own code has other names now
+        report_untraced(str(error), f"decoder blocks of {own.__name__}")
+        return Contents(parts, tree, None)
     kind = _kinds.setdefault(kind, kind)
-    windowed = family.windowed(block)
     mlp = block[family.place]
     has_experts = any(name == "experts" for name, _ in kind.after)
     experts = (mlp, dict(vars(mlp))) if has_experts else None

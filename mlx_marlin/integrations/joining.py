@@ -7,17 +7,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.module_changes import Changes, Position
 from mlx_marlin.joined import MarlinPart, can_join, join, separate
+from mlx_marlin.nn import MarlinLinear
 
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that take the same x in the models of mlx-lm."""
 
 
-def join_layers(model: nn.Module) -> None:
+def join_layers(model: nn.Module, changes: Changes) -> None:
     """Joins the layers of a model that share x, wherever their kinds allow it.
 
     Args:
         model: A model whose linear layers are converted already.
+        changes: Takes what is changed.
     """
     shared = Counter(id(child) for each in _modules(model) for child in each.values())
     for module in _modules(model):
@@ -28,20 +31,31 @@ def join_layers(model: nn.Module) -> None:
             if alone and can_join(layers):
                 parts = join(layers)
                 mx.eval(parts[0].shared.layer)
-                for name, part in zip(names, parts, strict=True):
-                    module[name] = part
+                changes.replace(_positions(module, names), parts, _separated)
 
 
-def separate_layers(model: nn.Module) -> None:
-    """Makes layers of their own of all that `join_layers` joined."""
+def separate_layers(model: nn.Module, changes: Changes) -> None:
+    """Makes layers of their own of all that `join_layers` joined.
+
+    Args:
+        model: The model.
+        changes: Takes what is changed.
+    """
     for module in _modules(model):
         for names in SHARING:
             parts: list[Any] = [module.get(name) for name in names]
             if all(isinstance(part, MarlinPart) for part in parts):
                 layers = separate(parts[0].shared)
                 mx.eval(layers)
-                for name, layer in zip(names, layers, strict=True):
-                    module[name] = layer
+                changes.replace(_positions(module, names), layers, join)
+
+
+def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:
+    return separate(parts[0].shared)
+
+
+def _positions(module: nn.Module, names: tuple[str, ...]) -> list[list[Position]]:
+    return [[(module, name)] for name in names]
 
 
 def _modules(tree: Any) -> Iterator[nn.Module]:

@@ -24,15 +24,18 @@ from mlx_marlin.integrations.known_layers import (
     multiplies_experts,
     runs_on_cuda,
 )
+from mlx_marlin.integrations.module_changes import (
+    Changes,
+    Position,
+    module_at,
+)
+from mlx_marlin.integrations.tracing import loaded_code, tracing_code
 from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 Convert = Callable[[Any], nn.Module]
-Place = tuple[Any, Any]
-"""A module, dictionary or list, and a key of it."""
-Places = list[Place]
-Done = list[tuple[Places, Convert]]
+Places = list[Position]
 
 
 def optimize(
@@ -53,7 +56,7 @@ def optimize(
     experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
     Subclasses, which may do something else, and other formats stay as they are, and so
     do experts that stock MLX would have to serve. Sharded layers stay too, with a
-    warning. If a layer cannot be converted, those before it are turned back.
+    warning. If anything fails, the model is left as it was.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
@@ -147,16 +150,16 @@ def optimize(
     if invariant:
         _refuse_variance(model, wanted)
     _report_sharded(model)
-    separate_layers(model)
-    done = _replace(_find(model, wanted), convert, progress)
-    if join:
-        try:
-            join_layers(model)
-        except BaseException:
-            separate_layers(model)
-            _turn_back(done)
-            raise
-    _trace(model, trace)
+    changes = Changes()
+    try:
+        separate_layers(model, changes)
+        _replace(_find(model, wanted), convert, progress, changes)
+        if join:
+            join_layers(model, changes)
+        _set_tracing(model, trace, changes)
+    except BaseException:
+        changes.undo()
+        raise
     return model
 
 
@@ -194,18 +197,24 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     Returns:
         The same model, with every code, scale and bias as it was.
     """
-    _trace(model, False)
-    separate_layers(model)
-    _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
+    changes = Changes()
+    try:
+        _set_tracing(model, False, changes)
+        separate_layers(model, changes)
+        ours = _find(model, _is_ours)
+        _replace(ours, lambda layer: layer.to_stock(), progress, changes)
+    except BaseException:
+        changes.undo()
+        raise
     return model
 
 
-def _trace(model: nn.Module, trace: bool) -> None:
+def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:
     if "mlx_lm.models.base" not in sys.modules:
-        return  # and so no block of mlx-lm's is here
-    from mlx_marlin.integrations.traced_block import trace_blocks, untrace_blocks
-
-    (trace_blocks if trace else untrace_blocks)(model)
+        return  # the model has no block of mlx-lm's
+    code: Any = tracing_code() if trace else loaded_code()
+    if code is not None:
+        (code.trace_blocks if trace else code.untrace_blocks)(model, changes)
 
 
 def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> None:
@@ -229,7 +238,7 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
     if left:
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
-            f"here and would stay MLX's, such as {_get(left[0])}"
+            f"here and would stay MLX's, such as {module_at(left[0])}"
         )
 
 
@@ -239,7 +248,7 @@ def _report_sharded(model: nn.Module) -> None:
     if sharded:
         warn_once(
             "sharded layers",
-            f"{len(sharded)} sharded layers, such as {_get(sharded[0])}, are not "
+            f"{len(sharded)} sharded layers, such as {module_at(sharded[0])}, are not "
             f"converted: stock MLX computes them",
         )
 
@@ -253,7 +262,7 @@ def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]
     return [*found.values()]
 
 
-def _places(tree: Any) -> Iterator[Place]:
+def _places(tree: Any) -> Iterator[Position]:
     # As `nn.Module.leaf_modules` looks for them: in modules, dictionaries and lists.
     for key, child in enumerate(tree) if isinstance(tree, list) else tree.items():
         if isinstance(child, nn.Module) and not child.children():
@@ -262,29 +271,23 @@ def _places(tree: Any) -> Iterator[Place]:
             yield from _places(child)
 
 
-def _replace(found: list[Places], convert: Convert, progress: bool) -> Done:
-    """Converts layers; returns where each stood, and what makes it again.
+def _replace(
+    found: list[Places], convert: Convert, progress: bool, changes: Changes
+) -> None:
+    """Converts layers.
 
     One by one and without holding on to the layers, so that a large model needs memory
     for one layer more.
     """
-    done: Done = []
-    try:
-        for places in _shown(found, progress):
-            layer = _get(places)
-            new = convert(layer)
-            mx.eval(new.parameters())
-            _put(places, new)
-            done.append((places, _way_back(layer)))
-    except BaseException:
-        _turn_back(done)
-        raise
-    return done
+    for places in _shown(found, progress):
+        layer = module_at(places)
+        new = convert(layer)
+        mx.eval(new.parameters())
+        changes.replace([places], [new], _rebuilding(_way_back(layer)))
 
 
-def _turn_back(done: Done) -> None:
-    for places, back in done:
-        _put(places, back(_get(places)))
+def _rebuilding(back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
+    return lambda modules: [back(each) for each in modules]
 
 
 def _way_back(layer: nn.Module) -> Convert:
@@ -302,16 +305,6 @@ def _way_back(layer: nn.Module) -> Convert:
     if is_marlin_heads(layer):
         return partial(ours.from_quantized, layout=layer.layout)
     return lambda new: new.to_stock()
-
-
-def _get(places: Places) -> Any:
-    container, key = places[0]
-    return container[key]
-
-
-def _put(places: Places, layer: nn.Module) -> None:
-    for container, key in places:
-        container[key] = layer
 
 
 def _is_ours(layer: nn.Module) -> bool:
