@@ -3,7 +3,8 @@
 from importlib import metadata
 
 TESTED = {"mlx": ("0.32.4",), "mlx-lm": ("0.32.1", "0.32.2")}
-"""By distribution, ascending; `pyproject.toml` asks for the newest or later ones."""
+"""In ascending order. `pyproject.toml` requires the last ones; `make test-peers` tests
+with the others."""
 
 
 def describe(distribution: str) -> str:
