@@ -16,9 +16,10 @@ import mlx.nn as nn
 from mlx_marlin import backends
 from mlx_marlin.integrations.block_attention import attend
 from mlx_marlin.integrations.block_cache import check_caches, is_alone
-from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
+from mlx_marlin.integrations.block_contents import Contents, look
 from mlx_marlin.integrations.block_regions import Shape
 from mlx_marlin.integrations.block_rotation import on_device
+from mlx_marlin.integrations.block_snapshot import is_unchanged
 from mlx_marlin.integrations.known_blocks import known_blocks
 from mlx_marlin.integrations.module_changes import Changes
 
@@ -48,7 +49,7 @@ class TracedBlock(nn.Module):
             cache: Any of mlx-lm's.
         """
         contents = self._contents
-        if contents is None or not is_as_it_was(self, contents):
+        if contents is None or not is_unchanged(self, contents.seen):
             contents = self._contents = look(self)
         kind = contents.kind
         if kind is None or cache is None:
@@ -72,9 +73,9 @@ class TracedBlock(nn.Module):
         queries, keys, values = before(
             x, offset, places, *map(getitem, *contents.before)
         )
-        attention, transformed = self["self_attn"], kind.runs["before"] != runs
-        scale, sinks = getattr(attention, contents.scale), attention.get("sinks")
-        how = mask, scale, sinks, transformed, alone
+        transformed = kind.runs["before"] != runs
+        sinks = self["self_attn"].get("sinks")
+        how = mask, contents.scale, sinks, transformed, alone
         attended = attend(queries, keys, values, cache, *how)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y

@@ -34,6 +34,6 @@ def report_untraced(reason: str, blocks: str = "decoder blocks") -> None:
     """Warns once per process and reason that blocks are not traced."""
     warn_once(
         f"not traced: {blocks}: {reason}",
-        f"{blocks} are not traced, because mlx-lm has changed ({reason}; "
-        f"{describe('mlx-lm')})",
+        f"{blocks} are not traced, because mlx-lm differs from the tested versions "
+        f"({reason}; {describe('mlx-lm')})",
     )
