@@ -1,6 +1,7 @@
 """A traced block notices at once what changes in it: settings, classes and methods."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -240,3 +241,22 @@ def test_attention_that_was_replaced_while_the_tracing_code_was_imported(
 
     assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
     assert all(block._contents.kind is None for block in model.layers)
+
+
+def test_settings_that_keep_changing_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, own = traced(tiny("llama")), tiny("llama")
+    generated(model, lambda _: None)
+    kinds = len(block_contents._kinds)
+    monkeypatch.setattr(block_contents, "MOST_KINDS", kinds + 1)
+
+    for base_of_rope, warns in ((301.0, False), (302.0, True), (303.0, False)):
+        change = set_in_blocks("self_attn.rope.base", base_of_rope)
+        expected = generated(own, change)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            assert_equal(generated(model, change), expected)
+        assert [each.filename for each in given] == [llama.__file__] * warns
+
+    assert len(block_contents._kinds) == kinds + 1

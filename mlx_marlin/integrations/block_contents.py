@@ -34,6 +34,7 @@ from mlx_marlin.integrations.known_blocks import (
 from mlx_marlin.integrations.routed_experts import SharedExpert, routed
 from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
 from mlx_marlin.integrations.tracing import report_untraced
+from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
@@ -58,6 +59,13 @@ OF_EXPERTS = (
 """What a family's experts are made of, beside a shared expert."""
 TRACED: dict[type[nn.Module], type[nn.Module]] = {switch_layers.SwitchGLU: GatedExperts}
 """Classes that graphs have in the place of others."""
+MOST_KINDS = 1024
+"""Kinds of blocks in a process. They are kept for good, with their graphs, and each
+setting that changes makes another."""
+TOO_MANY = (
+    f"decoder blocks with new settings are not traced, because {MOST_KINDS} kinds of "
+    f"blocks have been: call optimize(model, trace=False) if settings keep changing"
+)
 SCALARS = (bool, float, int, str, type(None))
 
 Slots = tuple[tuple[Any, ...], tuple[str, ...]]
@@ -112,6 +120,9 @@ def look(block: nn.Module) -> Contents:
         return Contents(seen, None)
     except AttributeError as error:  # its own code has other names now
         report_untraced(str(error), f"decoder blocks of {own.__name__}")
+        return Contents(seen, None)
+    if kind not in _kinds and len(_kinds) >= MOST_KINDS:
+        warn_once("too many kinds", TOO_MANY)
         return Contents(seen, None)
     kind = _kinds.setdefault(kind, kind)
     return Contents(seen, kind, before, after, windowed, scale)

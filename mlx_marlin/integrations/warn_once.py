@@ -1,5 +1,6 @@
 """Warnings that a process gives once for each cause."""
 
+import sys
 import warnings
 
 _warned: set[str] = set()
@@ -15,7 +16,15 @@ def warn_once(cause: str, message: str) -> None:
     if cause in _warned:
         return
     _warned.add(cause)
-    warnings.warn(f"mlx_marlin: {message}", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"mlx_marlin: {message}", RuntimeWarning, stacklevel=_caller())
+
+
+def _caller() -> int:
+    """Returns the stack level of the code that called this package, for `warn_once`."""
+    level, frame = 0, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].startswith("mlx_marlin."):
+        level, frame = level + 1, frame.f_back
+    return level + 1
 
 
 def forget() -> None:
