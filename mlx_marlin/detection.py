@@ -30,7 +30,7 @@ def os_build() -> str | None:
     """Returns macOS's build, such as "24F74": the GPU's compiler comes with it."""
     if sys.platform != "darwin":
         return None
-    return (_ask(SYSTEM_BUILD, QUICK) or "").strip() or None
+    return (ask(SYSTEM_BUILD, QUICK) or "").strip() or None
 
 
 def gpu_cores() -> int | None:

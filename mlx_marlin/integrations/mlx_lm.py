@@ -18,19 +18,24 @@ from mlx_marlin.integrations.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
     is_our_format,
+    is_sharded,
     marlin_experts,
     marlin_heads,
     multiplies_experts,
     runs_on_cuda,
 )
+from mlx_marlin.integrations.module_changes import (
+    Changes,
+    Position,
+    module_at,
+)
+from mlx_marlin.integrations.tracing import loaded_code, tracing_code
+from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 Convert = Callable[[Any], nn.Module]
-Place = tuple[Any, Any]
-"""A module, dictionary or list, and a key of it."""
-Places = list[Place]
-Done = list[tuple[Places, Convert]]
+Places = list[Position]
 
 
 def optimize(
@@ -50,8 +55,8 @@ def optimize(
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
     experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
     Subclasses, which may do something else, and other formats stay as they are, and so
-    do experts that stock MLX would have to serve. If a layer cannot be converted, those
-    before it are turned back.
+    do experts that stock MLX would have to serve. Sharded layers stay too, with a
+    warning. If anything fails, the model is left as it was.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
@@ -138,24 +143,24 @@ def optimize(
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
-    separate_layers(model)
-    found = _find(model, wanted)
-    if not found and not _find(model, _is_ours):
+    if not _find(model, wanted) and not _find(model, _is_ours):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a format of "
-            "ours, or quantize=True for nn.Linear"
+            "ours, not sharded, or quantize=True for nn.Linear"
         )
     if invariant:
         _refuse_variance(model, wanted)
-    done = _replace(found, convert, progress)
-    if join:
-        try:
-            join_layers(model)
-        except BaseException:
-            separate_layers(model)
-            _turn_back(done)
-            raise
-    _trace(model, trace)
+    _report_sharded(model)
+    changes = Changes()
+    try:
+        separate_layers(model, changes)
+        _replace(_find(model, wanted), convert, progress, changes)
+        if join:
+            join_layers(model, changes)
+        _set_tracing(model, trace, changes)
+    except BaseException:
+        changes.undo()
+        raise
     return model
 
 
@@ -197,9 +202,15 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         TypeError: If `model` is not an `nn.Module`.
     """
     _check_model(model)
-    _trace(model, False)
-    separate_layers(model)
-    _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
+    changes = Changes()
+    try:
+        _set_tracing(model, False, changes)
+        separate_layers(model, changes)
+        ours = _find(model, _is_ours)
+        _replace(ours, lambda layer: layer.to_stock(), progress, changes)
+    except BaseException:
+        changes.undo()
+        raise
     return model
 
 
@@ -213,12 +224,12 @@ def _check_model(model: object) -> None:
     )
 
 
-def _trace(model: nn.Module, trace: bool) -> None:
+def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:
     if "mlx_lm.models.base" not in sys.modules:
-        return  # and so no block of mlx-lm's is here
-    from mlx_marlin.integrations.traced_block import trace_blocks, untrace_blocks
-
-    (trace_blocks if trace else untrace_blocks)(model)
+        return  # the model has no block of mlx-lm's
+    code: Any = tracing_code() if trace else loaded_code()
+    if code is not None:
+        (code.trace_blocks if trace else code.untrace_blocks)(model, changes)
 
 
 def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> None:
@@ -229,6 +240,8 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
     """
 
     def stays(layer: nn.Module) -> bool:
+        if is_sharded(layer):
+            return True
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or is_experts(layer) or is_heads(layer):
             return not _is_ours(layer) and not wanted(layer)
@@ -240,7 +253,18 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
     if left:
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
-            f"here and would stay MLX's, such as {_get(left[0])}"
+            f"here and would stay MLX's, such as {module_at(left[0])}"
+        )
+
+
+def _report_sharded(model: nn.Module) -> None:
+    """Warns once per process that sharded layers are not converted."""
+    sharded = _find(model, is_sharded)
+    if sharded:
+        warn_once(
+            "sharded layers",
+            f"{len(sharded)} sharded layers, such as {module_at(sharded[0])}, are not "
+            f"converted: stock MLX computes them",
         )
 
 
@@ -253,7 +277,7 @@ def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]
     return [*found.values()]
 
 
-def _places(tree: Any) -> Iterator[Place]:
+def _places(tree: Any) -> Iterator[Position]:
     # As `nn.Module.leaf_modules` looks for them: in modules, dictionaries and lists.
     for key, child in enumerate(tree) if isinstance(tree, list) else tree.items():
         if isinstance(child, nn.Module) and not child.children():
@@ -262,29 +286,23 @@ def _places(tree: Any) -> Iterator[Place]:
             yield from _places(child)
 
 
-def _replace(found: list[Places], convert: Convert, progress: bool) -> Done:
-    """Converts layers; returns where each stood, and what makes it again.
+def _replace(
+    found: list[Places], convert: Convert, progress: bool, changes: Changes
+) -> None:
+    """Converts layers.
 
     One by one and without holding on to the layers, so that a large model needs memory
     for one layer more.
     """
-    done: Done = []
-    try:
-        for places in _shown(found, progress):
-            layer = _get(places)
-            new = convert(layer)
-            mx.eval(new.parameters())
-            _put(places, new)
-            done.append((places, _way_back(layer)))
-    except BaseException:
-        _turn_back(done)
-        raise
-    return done
+    for places in _shown(found, progress):
+        layer = module_at(places)
+        new = convert(layer)
+        mx.eval(new.parameters())
+        changes.replace([places], [new], _rebuilding(_way_back(layer)))
 
 
-def _turn_back(done: Done) -> None:
-    for places, back in done:
-        _put(places, back(_get(places)))
+def _rebuilding(back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
+    return lambda modules: [back(each) for each in modules]
 
 
 def _way_back(layer: nn.Module) -> Convert:
@@ -302,16 +320,6 @@ def _way_back(layer: nn.Module) -> Convert:
     if is_marlin_heads(layer):
         return partial(ours.from_quantized, layout=layer.layout)
     return lambda new: new.to_stock()
-
-
-def _get(places: Places) -> Any:
-    container, key = places[0]
-    return container[key]
-
-
-def _put(places: Places, layer: nn.Module) -> None:
-    for container, key in places:
-        container[key] = layer
 
 
 def _is_ours(layer: nn.Module) -> bool:
