@@ -255,7 +255,7 @@ def _source_of_device() -> str:
 
     if os.environ.get(device.ENVIRONMENT):
         return f"named by {device.ENVIRONMENT}"
-    if device.current() == device.DEFAULT:
+    if device.current().name == device.DEFAULT.name:
         return "no GPU was found: a stand-in"
     return "detected"
 
