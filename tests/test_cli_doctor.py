@@ -14,7 +14,7 @@ from models import tiny_llama
 
 from mlx_marlin import backends, cache, device, emulator, guard, tuned
 from mlx_marlin.cli import COMMANDS, diagnosis, folders, main
-from mlx_marlin.guard import known_answers, verdicts
+from mlx_marlin.guard import known_answers
 from mlx_marlin.problem import Problem
 
 Choose = Callable[[str | None], None]
@@ -271,7 +271,6 @@ def test_check_runs_kernels_and_keeps_the_verdicts(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    verdicts.machine_folder.cache_clear()  # the test's own folder
     assert main(["doctor", "--check", "--rows", "1"]) == 0
     capsys.readouterr()
     status, facts = found(capsys)

@@ -51,10 +51,8 @@ def guarded(
     """Switches the guard on, for the emulator, with verdicts in an empty folder."""
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
-    verdicts.machine_folder.cache_clear()
     backend("emulator")
     yield tmp_path / "verdicts"
-    verdicts.machine_folder.cache_clear()
 
 
 def new_process() -> None:

@@ -59,27 +59,13 @@ def folder() -> Path:
     return cache.folder("verdicts")
 
 
-@lru_cache(8)
 def machine_folder(backend: str) -> Path:
     """Returns the folder of this machine's verdicts; it may not exist.
-
-    Its name has the chip, and a digest of all that the GPU's machine code depends on
-    beside a kernel's text: chip, architecture, OS build and driver, MLX.
 
     Args:
         backend: "metal", "cuda" or "emulator".
     """
-    import mlx.core as mx
-
-    gpu = mx.Device(mx.gpu)
-    info = mx.device_info(gpu) if mx.is_available(gpu) else {}
-    chip = str(info.get("device_name", backend))
-    architecture = str(info.get("architecture", platform.machine()))
-    version = str(mx.__version__)  # type: ignore[attr-defined]
-    machine = chip, architecture, platform.system(), _system_build(backend), version
-    digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
-    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
-    return folder() / f"{name}-{digest}"
+    return folder() / _machine(backend)
 
 
 def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
@@ -165,6 +151,25 @@ def _parsed(text: str) -> Verdict | None:
         return Verdict(**{name: str(data[name]) for name in Verdict.__slots__})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+@lru_cache(8)
+def _machine(backend: str) -> str:
+    """Returns a name with the chip and a digest of all that machine code depends on.
+
+    Beside a kernel's text these are chip, architecture, OS build and driver, and MLX.
+    """
+    import mlx.core as mx
+
+    gpu = mx.Device(mx.gpu)
+    info = mx.device_info(gpu) if mx.is_available(gpu) else {}
+    chip = str(info.get("device_name", backend))
+    architecture = str(info.get("architecture", platform.machine()))
+    version = str(mx.__version__)  # type: ignore[attr-defined]
+    machine = chip, architecture, platform.system(), _system_build(backend), version
+    digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
+    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
+    return f"{name}-{digest}"
 
 
 def _system_build(backend: str) -> str:

@@ -20,7 +20,7 @@ def check_rows(rows: Sequence[int]) -> None:
         )
 
 
-def warm_up(model: nn.Module, rows: Sequence[int]) -> None:
+def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     """Runs a model once for each number of rows, with a progress bar.
 
     A model of mlx-lm runs whole, with m tokens of one stream and with one token of m
@@ -30,6 +30,8 @@ def warm_up(model: nn.Module, rows: Sequence[int]) -> None:
         model: The converted model.
         rows: Rows at a time.
     """
+    if not rows:
+        return
     from tqdm import tqdm
 
     with tqdm(total=len(rows), desc="warm up", unit="row count") as bar:
