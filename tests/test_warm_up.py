@@ -65,7 +65,7 @@ def test_other_modules_are_warmed_up_layer_by_layer(checked: list[Any]) -> None:
 def test_rows_that_are_none_are_refused_before_anything_changes(rows: Any) -> None:
     model = tiny_llama()
     before = copy.deepcopy(tree_flatten(model.parameters()))
-    with pytest.raises(ValueError, match="warm_up=.*expected numbers of rows"):
+    with pytest.raises(ValueError, match=r"warm_up=.*expected numbers of rows"):
         mlx_marlin.optimize(model, warm_up=rows)
     after = tree_flatten(model.parameters())
     assert [name for name, _ in after] == [name for name, _ in before]

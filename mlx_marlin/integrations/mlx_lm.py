@@ -91,8 +91,8 @@ def optimize(
     Raises:
         TypeError: If `model` is not an `nn.Module`.
         ValueError: If the layout, group size, bits or `warm_up` are not ours, the model
-            has no layer to convert, or `invariant` is asked of a model that keeps quantized
-            layers of MLX's.
+            has no layer to convert, or `invariant` is asked of a model that keeps
+            quantized layers of MLX's.
     """
     _check_model(model)
     if layout not in (None, *LAYOUTS):

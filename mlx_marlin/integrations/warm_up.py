@@ -1,5 +1,6 @@
 """Builds and checks the kernels that a model needs, so that no later call waits."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -61,13 +62,13 @@ def _run_model(
 
 def _cache_of(model: nn.Module) -> Callable[[], Any] | None:
     """Returns what makes a cache for mlx-lm's models; None for other modules."""
-    if not hasattr(model, "layers"):
+    if "cache" not in inspect.signature(type(model).__call__).parameters:
         return None
     try:
         from mlx_lm.models.cache import make_prompt_cache
 
         make_prompt_cache(model)
-    except Exception:  # another module with layers, or another mlx-lm
+    except Exception:  # another mlx-lm, or something that only looks like its models
         return None
     return partial(make_prompt_cache, model)
 
