@@ -246,6 +246,8 @@ def _linears(
     """Returns layers with the same x: the features of joined ones, and the modules."""
     layers: list[Any] = [parent[name] for name in names]
     if any(type(layer) is MarlinPart for layer in layers):
+        for layer in layers:
+            _as(layer, MarlinPart)  # not in an adapter, for one
         shared = layers[0].shared
         parts = [(layer.shared, layer.index) for layer in layers]
         if parts != [(shared, index) for index in range(len(shared.sizes))]:

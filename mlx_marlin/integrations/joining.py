@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.integrations.module_changes import Changes, Position
+from mlx_marlin.integrations.module_changes import Changes, Position, Rebuild, module_at
 from mlx_marlin.joined import MarlinPart, can_join, join, separate
 from mlx_marlin.nn import MarlinLinear
 
@@ -37,17 +38,44 @@ def join_layers(model: nn.Module, changes: Changes) -> None:
 def separate_layers(model: nn.Module, changes: Changes) -> None:
     """Makes layers of their own of all that `join_layers` joined.
 
+    They are found wherever they are, such as in adapters.
+
     Args:
         model: The model.
         changes: Takes what is changed.
     """
-    for module in _modules(model):
-        for names in SHARING:
-            parts: list[Any] = [module.get(name) for name in names]
-            if all(isinstance(part, MarlinPart) for part in parts):
-                layers = separate(parts[0].shared)
-                mx.eval(layers)
-                changes.replace(_positions(module, names), layers, join)
+    groups: dict[int, dict[int, list[Position]]] = {}
+    for container in _containers(model):
+        pairs = (
+            enumerate(container) if isinstance(container, list) else container.items()
+        )
+        for key, child in pairs:
+            if isinstance(child, MarlinPart):
+                group = groups.setdefault(id(child.shared), {})
+                group.setdefault(child.index, []).append((container, key))
+    for positions in groups.values():
+        _separate(positions, changes)
+
+
+def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
+    """Replaces the parts of one product by layers.
+
+    Args:
+        positions: Of each part that is in the model, by its index.
+        changes: Takes what is changed.
+    """
+    indices = sorted(positions)
+    parts = [module_at(positions[index]) for index in indices]
+    layers = separate(parts[0].shared)
+    mx.eval(layers)
+    own = [layers[index] for index in indices]
+    # Those of an incomplete product could not be joined again.
+    rebuild: Rebuild = join if len(own) == len(layers) else partial(_return, parts)
+    changes.replace([positions[index] for index in indices], own, rebuild)
+
+
+def _return(parts: list[nn.Module], _: list[Any]) -> list[nn.Module]:
+    return parts
 
 
 def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:
@@ -59,15 +87,16 @@ def _positions(module: nn.Module, names: tuple[str, ...]) -> list[list[Position]
 
 
 def _modules(tree: Any) -> Iterator[nn.Module]:
+    return (each for each in _containers(tree) if isinstance(each, nn.Module))
+
+
+def _containers(tree: Any) -> Iterator[Any]:
     # As `nn.Module.children` looks for them; shared ones come once.
-    found: dict[int, nn.Module] = {}
+    found: dict[int, Any] = {}
     waiting = [tree]
     while waiting:
         each = waiting.pop()
-        if isinstance(each, nn.Module):
-            if id(each) in found:
-                continue
+        if isinstance(each, dict | list) and id(each) not in found:
             found[id(each)] = each
-        if isinstance(each, dict | list):
             waiting.extend(each.values() if isinstance(each, dict) else each)
     return iter(found.values())

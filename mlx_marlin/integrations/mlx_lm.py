@@ -31,6 +31,7 @@ from mlx_marlin.integrations.module_changes import (
 )
 from mlx_marlin.integrations.tracing import loaded_code, tracing_code
 from mlx_marlin.integrations.warn_once import warn_once
+from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -61,9 +62,9 @@ def optimize(
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs all but embeddings,
-            so the model can be saved for stock MLX only after `restore`. Default: on
-            CUDA "marlin" for the linear layers that our kernels serve there, which read
-            it faster; else "mlx".
+            so the model can be saved or sharded only after `restore`. Default: on CUDA
+            "marlin" for the linear layers that our kernels serve there, which read it
+            faster; else "mlx".
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here; with
@@ -72,9 +73,8 @@ def optimize(
         invariant: Compute each row of every product as if it were alone, so that its
             bits do not depend on the batch. Attention stays MLX's.
         join: Compute layers that share x in one launch: q, k and v, gate and up, where
-            their formats are the same. Such a model can be saved for stock MLX, and
-            its layers be given adapters such as LoRA's, only after `restore`. Default:
-            on CUDA, unless the layout is said to be "mlx".
+            their formats are the same. Such a model can be saved or sharded only after
+            `restore`. Default: on CUDA, unless the layout is said to be "mlx".
         trace: Compute the decoder blocks of mlx-lm that we know as two traced graphs
             each when there are few rows and a cache, which spares the host work. Sums
             of a product and a residual, and there gate times up, are rounded once.
@@ -85,10 +85,12 @@ def optimize(
         The same model.
 
     Raises:
+        TypeError: If `model` is not an `nn.Module`.
         ValueError: If the layout, group size or bits are not ours, the model has no
             layer to convert, or `invariant` is asked of a model that keeps quantized
             layers of MLX's.
     """
+    _check_model(model)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     on_cuda = runs_on_cuda()
@@ -142,7 +144,7 @@ def optimize(
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
-    if not _find(model, wanted) and not _find(model, _is_ours):
+    if not any(wanted(each) or _is_ours(each) for each in _computing_layers(model)):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a format of "
             "ours, not sharded, or quantize=True for nn.Linear"
@@ -196,7 +198,11 @@ def restore(model: Model, *, progress: bool = False) -> Model:
 
     Returns:
         The same model, with every code, scale and bias as it was.
+
+    Raises:
+        TypeError: If `model` is not an `nn.Module`.
     """
+    _check_model(model)
     changes = Changes()
     try:
         _set_tracing(model, False, changes)
@@ -207,6 +213,16 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         changes.undo()
         raise
     return model
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"
+    raise TypeError(
+        f"model must be an nn.Module, got {type(model).__name__}"
+        + (hint if isinstance(model, tuple) else "")
+    )
 
 
 def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:
@@ -234,11 +250,11 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
             return not multiplies_experts(invariant=True)
         return is_marlin_heads(layer)
 
-    left = _find(model, stays)
+    left = [layer for layer in _computing_layers(model) if stays(layer)]
     if left:
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
-            f"here and would stay MLX's, such as {module_at(left[0])}"
+            f"here and would stay MLX's, such as {left[0]}"
         )
 
 
@@ -259,6 +275,16 @@ def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]
     for container, key in _places(model):
         if wanted(container[key]):
             found.setdefault(id(container[key]), []).append((container, key))
+    return [*found.values()]
+
+
+def _computing_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns a model's layers, with one product for layers that are joined."""
+    found: dict[int, nn.Module] = {}
+    for container, key in _places(model):
+        layer = container[key]
+        layer = layer.shared.layer if isinstance(layer, MarlinPart) else layer
+        found[id(layer)] = layer
     return [*found.values()]
 
 
