@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,12 @@ def guarded(
     backend: Callable[[str | None], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> Iterator[Path]:
+) -> Path:
     """Switches the guard on, for the emulator, with verdicts in an empty folder."""
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
-    verdicts.machine_folder.cache_clear()
     backend("emulator")
-    yield tmp_path / "verdicts"
-    verdicts.machine_folder.cache_clear()
+    return tmp_path / "verdicts"
 
 
 def new_process() -> None:

@@ -1,7 +1,7 @@
 """Converts the layers of an mlx-lm model, in place, and back."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -30,6 +30,7 @@ from mlx_marlin.integrations.module_changes import (
     module_at,
 )
 from mlx_marlin.integrations.tracing import loaded_code, tracing_code
+from mlx_marlin.integrations.warm_up import check_rows, run_once
 from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
@@ -49,6 +50,7 @@ def optimize(
     invariant: bool = False,
     join: bool | None = None,
     trace: bool | None = None,
+    warm_up: Sequence[int] = (),
     progress: bool = False,
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
@@ -79,6 +81,9 @@ def optimize(
             each when there are few rows and a cache, which spares the host work. Sums
             of a product and a residual, and there gate times up, are rounded once.
             Default: on CUDA.
+        warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are built
+            and checked before this function returns, with a progress bar: no later call
+            with so many rows waits for a compiler. Default: none.
         progress: Show a progress bar; needs tqdm.
 
     Returns:
@@ -86,13 +91,14 @@ def optimize(
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
-        ValueError: If the layout, group size or bits are not ours, the model has no
-            layer to convert, or `invariant` is asked of a model that keeps quantized
-            layers of MLX's.
+        ValueError: If the layout, group size, bits or `warm_up` are not ours, the model
+            has no layer to convert, or `invariant` is asked of a model that keeps
+            quantized layers of MLX's.
     """
     _check_model(model)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+    check_rows(warm_up)
     on_cuda = runs_on_cuda()
     join = on_cuda and layout != "mlx" if join is None else join
     trace = on_cuda if trace is None else trace
@@ -159,6 +165,7 @@ def optimize(
         if join:
             join_layers(model, changes)
         _set_tracing(model, trace, changes)
+        run_once(model, warm_up)
     except BaseException:
         changes.undo()
         raise
