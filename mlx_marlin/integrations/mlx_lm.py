@@ -32,6 +32,7 @@ from mlx_marlin.integrations.module_changes import (
 from mlx_marlin.integrations.tracing import loaded_code, tracing_code
 from mlx_marlin.integrations.warm_up import check_rows, run_once
 from mlx_marlin.integrations.warn_once import warn_once
+from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -149,7 +150,7 @@ def optimize(
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
-    if not _find(model, wanted) and not _find(model, _is_ours):
+    if not any(wanted(each) or _is_ours(each) for each in _computing_layers(model)):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a format of "
             "ours, not sharded, or quantize=True for nn.Linear"
@@ -256,11 +257,11 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
             return not multiplies_experts(invariant=True)
         return is_marlin_heads(layer)
 
-    left = _find(model, stays)
+    left = [layer for layer in _computing_layers(model) if stays(layer)]
     if left:
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
-            f"here and would stay MLX's, such as {module_at(left[0])}"
+            f"here and would stay MLX's, such as {left[0]}"
         )
 
 
@@ -281,6 +282,16 @@ def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]
     for container, key in _places(model):
         if wanted(container[key]):
             found.setdefault(id(container[key]), []).append((container, key))
+    return [*found.values()]
+
+
+def _computing_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns a model's layers, with one product for layers that are joined."""
+    found: dict[int, nn.Module] = {}
+    for container, key in _places(model):
+        layer = container[key]
+        layer = layer.shared.layer if isinstance(layer, MarlinPart) else layer
+        found[id(layer)] = layer
     return [*found.values()]
 
 
