@@ -183,7 +183,7 @@ def test_a_decoding_kernel_with_a_fault_never_serves(
     assert "marlin_dequantize" in reason
 
 
-@pytest.mark.parametrize("kind", [*{*guard_faults.KINDS} - {*guard_faults.OF_NUMBERS}])
+@pytest.mark.parametrize("kind", guard_faults.OF_CODES)
 @pytest.mark.parametrize("to", ["marlin", "mlx"])
 def test_a_repack_kernel_with_a_fault_moves_nothing(
     to: str, kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
