@@ -20,7 +20,7 @@ OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 SECTION = 7
 """Numbers of each but the last of those, where CUDA has all of them in one array."""
-WEIGHT = ("work", "decode", "words", "lane")
+WEIGHT = ("work", "decode", "words", "values", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
 """Further files that a kernel's own leans on."""
