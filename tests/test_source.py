@@ -221,9 +221,16 @@ def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
 def read_by_the_shaders(array: str) -> list[str]:
     """Returns the fields that `read_work` fills from an array, in its order."""
     text = (source.shader_folder() / "lib" / "work.metal").read_text()
-    found = re.findall(rf"work\.(\w+) = {array}\[(\d)\]", text)
-    assert [int(place) for _, place in found] == list(range(len(found)))
-    return [name for name, _ in found]
+    read = re.search(rf"(\w+) = \*\(const constant (\w+)\*\){array};", text)
+    assert read is not None
+    name, kind = read.groups()
+    declared = re.search(rf"struct {kind} {{\n((?:  int \w+;\n)+)}};", text)
+    assert declared is not None
+    fields = re.findall(r"int (\w+);", declared[1])
+    assert re.findall(rf"work\.(\w+) = {name}\.(\w+)", text) == [
+        (field, field) for field in fields
+    ]
+    return fields
 
 
 @given(plan=PLANS)
