@@ -256,7 +256,12 @@ def _cuda_folder() -> Path:
 
 
 def _lib(*names: str) -> str:
-    return "\n".join(_read(f"lib/{name}.metal") for name in names)
+    """Returns files of `lib` in a namespace: Metal's own headers may gain any name.
+
+    The files themselves have none, because those of CUDA include them inside one.
+    """
+    text = "\n".join(_read(f"lib/{name}.metal") for name in names)
+    return f"namespace marlin {{\n{text}}}  // namespace marlin\n"
 
 
 def _read(file: str) -> str:

@@ -83,9 +83,10 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
         (folder / "lib" / f"{name}.metal").read_text() for name in source.WEIGHT
     ]
     shared = "\n".join(libraries)
-    assert text.header.startswith(shared)
-    assert product.header.startswith(shared)
-    assert text.header.endswith((folder / "lib" / "dequantize.metal").read_text())
+    assert text.header.startswith(f"namespace marlin {{\n{shared}")
+    assert product.header.startswith(f"namespace marlin {{\n{shared}")
+    own = (folder / "lib" / "dequantize.metal").read_text()
+    assert text.header.endswith(f"{own}}}  // namespace marlin\n")
     assert text.source == (folder / "kernels" / "dequantize.metal").read_text()
     assert text.name == "marlin_dequantize"
     assert text.input_names == ("w", "scales", "biases", "shape")

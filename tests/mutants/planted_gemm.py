@@ -326,7 +326,7 @@ _TILES = (
     Mutant(
         "there is too little scratch",
         "kernels/gemm_register",
-        "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW]",
+        "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW]",
         "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * 32]",
         GEMM_NATIVE,
         Detector.OUTSIDE,

@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "gemv: scratch for one simdgroup",
         "kernels/gemv",
-        "scratch[SIMDGROUPS_K * ROWS * SCRATCH_ROW]",
-        "scratch[ROWS * SCRATCH_ROW]",
+        "scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW]",
+        "scratch[ROWS * marlin::SCRATCH_ROW]",
         GEMV_NATIVE,
         Detector.OUTSIDE,
     ),
