@@ -46,7 +46,7 @@ def product_of(kind: Kind) -> Served | None:
         problem, kind.experts, kind.is_sorted, target()
     ):
         return None
-    plan = scheduler.choose_gather(problem, kind.experts)
+    plan = scheduler.choose_gather(problem, kind.experts, target())
     product = differentiable(gather_launch.gather_product(plan), stock_of(kind))
 
     def run(
