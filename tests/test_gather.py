@@ -182,6 +182,36 @@ def test_no_call_races_or_strays(call: Call, seed: int) -> None:
         mx.eval(call.run())
 
 
+@pytest.mark.skipif(
+    backends.backend() != "emulator", reason="the emulator does not run here"
+)
+@pytest.mark.parametrize("dot_rows", [0, 2])
+def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
+    dot_rows: int,
+) -> None:
+    """Its second list is written where simdgroups may still read the first."""
+    from mlx_marlin import emulator
+
+    native = weights(2, 40, "affine", 4, 64, mx.float32)
+    plan = GatherPlan(
+        problem=Problem(m=20, n=40, k=K, dtype="float32", scale_dtype="float32"),
+        experts=2,
+        fragments_m=1,
+        simdgroups_m=1,
+        simdgroups_k=2,
+        dot_rows=dot_rows,
+        subtract=True,
+    )
+    x = mx.random.normal((20, K))
+    # Expert 0 has three tiles, of eight rows, eight and one; expert 1 one of three.
+    chosen = mx.array([1 if pair % 8 == 3 else 0 for pair in range(20)], mx.uint32)
+    pairs = mx.arange(20, dtype=mx.uint32), chosen
+
+    for seed in range(3):
+        with emulator.emulated(seed=seed, trace=True):
+            mx.eval(gather_launch.gather_product(plan)(x, *native, *pairs))
+
+
 @pytest.mark.usefixtures("kernels")
 @given(call=calls(), seed=st.integers(0, 99))
 @settings(max_examples=40)

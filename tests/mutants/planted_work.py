@@ -16,6 +16,7 @@ from cases import (
     STREAM_GEMM,
     THIRDS,
 )
+from function_cases import CUTS
 from mutant import Detector, Mutant
 
 _WORK = "lib/work"
@@ -59,6 +60,14 @@ _CUTS = (
         "part * (total / parts) + part * (total % parts) / parts",
         "part * (total / parts)",
         GEMV_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a balanced cut is a product of more than 32 bits",
+        _WORK,
+        "part * (total / parts) + part * (total % parts) / parts",
+        "part * total / parts",
+        CUTS,
         Detector.WRONG_RESULT,
     ),
     Mutant(
