@@ -77,9 +77,9 @@ def choose_gather(problem: Problem, experts: int, device: Device) -> GatherPlan:
 def _most_fragments(problem: Problem, device: Device) -> int:
     """Returns the most fragments of x of a simdgroup.
 
-    All loops of the kernel for native codes are 11.6 KB with two fragments (counted).
-    The M1's instruction cache holds 12 KB, and a kernel that exceeds it is slow. An
-    invariant plan has no dot products and thus half the code.
+    The kernel for native codes is 11642 bytes of code with two fragments (counted). The
+    M1's instruction cache holds 12 KB, and code that exceeds it runs slowly. Invariant
+    plans have no dot products and thus half the code.
     """
     if problem.layout == "mlx" and not problem.invariant and device.generation == "M1":
         return 1
