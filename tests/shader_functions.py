@@ -15,6 +15,8 @@ from mlx_marlin.work import Work
 
 LENGTH = 64
 """Calls of a dispatch; one length for all, so that a kernel is compiled once."""
+TIME_LIMIT = 2.0
+"""Seconds that a threadgroup may take; it takes thousandths."""
 Numbers = Sequence[int]
 
 
@@ -141,12 +143,14 @@ def _called(
         for values in inputs.values()
     ]
     arrays += [mx.array(values, mx.int32) for values in (numbers or {}).values()]
-    (out,) = kernel(
-        inputs=arrays,
-        output_shapes=[(results * LENGTH,)],
-        output_dtypes=[mx.uint32],
-        grid=(LENGTH, 1, 1),
-        threadgroup=(32, 1, 1),
-    )
+    # A wrong cut may let the search for its owner run for ever.
+    with emulator.emulated(time_limit=TIME_LIMIT):
+        (out,) = kernel(
+            inputs=arrays,
+            output_shapes=[(results * LENGTH,)],
+            output_dtypes=[mx.uint32],
+            grid=(LENGTH, 1, 1),
+            threadgroup=(32, 1, 1),
+        )
     found: list[int] = out.tolist()
     return found
