@@ -46,7 +46,7 @@ def product_of(kind: Kind) -> Served | None:
         problem, kind.experts, kind.is_sorted, target()
     ):
         return None
-    plan = scheduler.choose_gather(problem, kind.experts)
+    plan = scheduler.choose_gather(problem, kind.experts, target())
     fault = guard.why_not(plan)
     if fault:
         refuse_variance(kind.invariant, fault)

@@ -21,7 +21,7 @@ OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 SECTION = 7
 """Numbers of each but the last of those, where CUDA has all of them in one array."""
-WEIGHT = ("work", "decode", "words", "lane")
+WEIGHT = ("work", "decode", "words", "values", "lane")
 """The files of `lib` that read a weight, each leaning on those before it."""
 LEANING = {"gemm_staged": ("gemm_register", "staging")}
 """Further files that a kernel's own leans on."""
@@ -277,7 +277,12 @@ def _cuda_folder() -> Path:
 
 
 def _lib(*names: str) -> str:
-    return "\n".join(_read(f"lib/{name}.metal") for name in names)
+    """Returns files of `lib` in a namespace: Metal's own headers may gain any name.
+
+    The files themselves have none, because those of CUDA include them inside one.
+    """
+    text = "\n".join(_read(f"lib/{name}.metal") for name in names)
+    return f"namespace marlin {{\n{text}}}  // namespace marlin\n"
 
 
 def _read(file: str) -> str:

@@ -184,12 +184,13 @@ def decoder_of(problem: Problem) -> Variant:
 def gathers_of(problem: Problem) -> Iterator[Variant]:
     """The instances that multiply rows by experts, few of each and many.
 
-    Invariant ones have no dot products.
+    Invariant ones have no dot products. On an M1 fewer fragments are planned for.
     """
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": problem.dtype}
-    for m, n, invariant in product((8, 512), (64, 63), (False, True)):
+    chips = [device.Device.named(name) for name in ("Apple M1", "Apple M3")]
+    for m, n, invariant, chip in product((8, 512), (64, 63), (False, True), chips):
         each = replace(problem, m=m, n=n, invariant=invariant)
-        plan = scheduler.choose_gather(each, experts=8)
+        plan = scheduler.choose_gather(each, 8, chip)
         values = {**kernel_arguments.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 

@@ -47,6 +47,8 @@ FORMATS = [
     ("zero_point", 5, 32),
 ]
 K = 128
+M1, M3 = Device.named("Apple M1"), Device.named("Apple M3")
+DEVICES = st.sampled_from([M1, M3])
 
 
 def weights(
@@ -180,6 +182,36 @@ def test_no_call_races_or_strays(call: Call, seed: int) -> None:
         mx.eval(call.run())
 
 
+@pytest.mark.skipif(
+    backends.backend() != "emulator", reason="the emulator does not run here"
+)
+@pytest.mark.parametrize("dot_rows", [0, 2])
+def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
+    dot_rows: int,
+) -> None:
+    """Its second list is written where simdgroups may still read the first."""
+    from mlx_marlin import emulator
+
+    native = weights(2, 40, "affine", 4, 64, mx.float32)
+    plan = GatherPlan(
+        problem=Problem(m=20, n=40, k=K, dtype="float32", scale_dtype="float32"),
+        experts=2,
+        fragments_m=1,
+        simdgroups_m=1,
+        simdgroups_k=2,
+        dot_rows=dot_rows,
+        subtract=True,
+    )
+    x = mx.random.normal((20, K))
+    # Expert 0 has three tiles, of eight rows, eight and one; expert 1 one of three.
+    chosen = mx.array([1 if pair % 8 == 3 else 0 for pair in range(20)], mx.uint32)
+    pairs = mx.arange(20, dtype=mx.uint32), chosen
+
+    for seed in range(3):
+        with emulator.emulated(seed=seed, trace=True):
+            mx.eval(gather_launch.gather_product(plan)(x, *native, *pairs))
+
+
 @pytest.mark.usefixtures("kernels")
 @given(call=calls(), seed=st.integers(0, 99))
 @settings(max_examples=40)
@@ -226,13 +258,14 @@ def test_halves_keep_their_bits_with_one_fragment_and_with_more(layout: str) -> 
     experts=st.integers(1, 300),
     dtype=strategies.DTYPES,
     bits=st.sampled_from([3, 4]),
+    device=DEVICES,
 )
 def test_an_invariant_sum_is_cut_alike_for_any_pairs(
-    pairs: int, experts: int, dtype: str, bits: int
+    pairs: int, experts: int, dtype: str, bits: int, device: Device
 ) -> None:
     def planned(pairs: int) -> GatherPlan:
         problem = Problem(m=pairs, n=70, k=256, bits=bits, dtype=dtype, invariant=True)
-        return scheduler.choose_gather(problem, experts)
+        return scheduler.choose_gather(problem, experts, device)
 
     one, several = planned(1), planned(pairs)
 
@@ -611,17 +644,38 @@ def test_few_k_are_not_left_to_the_small_margin() -> None:
     assert not leaves("Apple M4 Pro", 64, 256)
 
 
-@given(pairs=st.integers(1, 5000), experts=st.integers(1, 300), n=st.integers(1, 5000))
+@given(
+    pairs=st.integers(1, 5000),
+    experts=st.integers(1, 300),
+    n=st.integers(1, 5000),
+    device=DEVICES,
+)
 @settings(max_examples=200)
 def test_a_plan_fits_the_hardware_and_says_itself(
-    pairs: int, experts: int, n: int
+    pairs: int, experts: int, n: int, device: Device
 ) -> None:
-    plan = scheduler.choose_gather(Problem(m=pairs, n=n, k=64), experts)
+    plan = scheduler.choose_gather(Problem(m=pairs, n=n, k=64), experts, device)
 
     assert plan.threads <= 256
     assert plan.threadgroup_bytes <= 32768
     assert plan.num_threadgroups == experts * -(-n // 32)
     assert f"{pairs} pairs over {experts} experts" in plan.explain()
+
+
+@pytest.mark.parametrize("pairs", [64, 512, 4096])
+@pytest.mark.parametrize("chip", ["Apple M1", "Apple M1 Max"])
+def test_dot_products_and_two_fragments_of_native_codes_are_too_much_code_for_an_m1(
+    chip: str, pairs: int
+) -> None:
+    problem, m1 = Problem(m=pairs, n=768, k=2048), Device.named(chip)
+
+    assert scheduler.choose_gather(problem, 8, m1).fragments_m == 1
+    assert scheduler.choose_gather(problem, 8, M3).fragments_m == 2
+    for other in (
+        replace(problem, layout="marlin"),
+        replace(problem, invariant=True),
+    ):
+        assert scheduler.choose_gather(other, 8, m1).fragments_m == 2
 
 
 @pytest.mark.parametrize(
@@ -745,7 +799,7 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
             names.append(record["name"])
 
     problem = Problem(m=64, n=40, k=K, layout="marlin")
-    product = gather_launch.gather_product(scheduler.choose_gather(problem, 4))
+    product = gather_launch.gather_product(scheduler.choose_gather(problem, 4, M1))
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
     scales = PACKED.scales.astype(mx.float16)

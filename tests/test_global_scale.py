@@ -62,6 +62,26 @@ def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
         assert mx.array_equal(again.view(mx.uint8), y.view(mx.uint8))
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> None:
+    variant = replace(VARIANTS[0], layout=layout, dtype="float16", fragments=1)
+    plan = variant.plan(11, N, K)
+    plan = replace(
+        plan,
+        problem=with_scale(plan.problem),
+        kernel="gemm_staged",
+        buffers=buffers,
+    )
+    weight = weight_of(variant)
+    x = format_cases.activations(11, K, dtype="float16", seed=2)
+
+    y = format_cases.run(plan, x, weight)
+
+    expected = oracles.exact(x) @ weight.decoded.T
+    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+
+
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
     if backends.backend() != "emulator":

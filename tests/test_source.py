@@ -83,9 +83,10 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
         (folder / "lib" / f"{name}.metal").read_text() for name in source.WEIGHT
     ]
     shared = "\n".join(libraries)
-    assert text.header.startswith(shared)
-    assert product.header.startswith(shared)
-    assert text.header.endswith((folder / "lib" / "dequantize.metal").read_text())
+    assert text.header.startswith(f"namespace marlin {{\n{shared}")
+    assert product.header.startswith(f"namespace marlin {{\n{shared}")
+    own = (folder / "lib" / "dequantize.metal").read_text()
+    assert text.header.endswith(f"{own}}}  // namespace marlin\n")
     assert text.source == (folder / "kernels" / "dequantize.metal").read_text()
     assert text.name == "marlin_dequantize"
     assert text.input_names == ("w", "scales", "biases", "shape")
@@ -221,9 +222,16 @@ def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
 def read_by_the_shaders(array: str) -> list[str]:
     """Returns the fields that `read_work` fills from an array, in its order."""
     text = (source.shader_folder() / "lib" / "work.metal").read_text()
-    found = re.findall(rf"work\.(\w+) = {array}\[(\d)\]", text)
-    assert [int(place) for _, place in found] == list(range(len(found)))
-    return [name for name, _ in found]
+    read = re.search(rf"(\w+) = \*\(const constant (\w+)\*\){array};", text)
+    assert read is not None
+    name, kind = read.groups()
+    declared = re.search(rf"struct {kind} {{\n((?:  int \w+;\n)+)}};", text)
+    assert declared is not None
+    fields = re.findall(r"int (\w+);", declared[1])
+    assert re.findall(rf"work\.(\w+) = {name}\.(\w+)", text) == [
+        (field, field) for field in fields
+    ]
+    return fields
 
 
 @given(plan=PLANS)
@@ -285,7 +293,8 @@ def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
     assert size is not None
 
     values = dict(kernel_arguments.product_template(plan))
-    floats = eval(size[1], {}, values | {"SCRATCH_ROW": PADDED_COLUMNS})
+    factors = size[1].replace("marlin::", "")
+    floats = eval(factors, {}, values | {"SCRATCH_ROW": PADDED_COLUMNS})
 
     assert 4 * floats == plan.threadgroup_bytes
 

@@ -2,19 +2,23 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import shader_functions
+from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_marlin import emulator
 from mlx_marlin.work import (
     MOST_UNEVEN,
     Work,
 )
 
-often = settings(max_examples=1000)
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
 
 
-class Shader:
-    """The arithmetic of `work.metal`: unsigned 32-bit integers that wrap, and float."""
+class Guess:
+    """A count of the steps that `range_owner` in `work.metal` takes."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -56,14 +60,20 @@ class Shader:
         return member
 
 
-@often
-@given(st.data(), st.integers(1, 2**31 - 1), st.integers(1, MOST_UNEVEN))
-def test_the_shaders_cut_alike_in_32_bits(
-    data: st.DataObject, total: int, parts: int
-) -> None:
-    part = data.draw(st.integers(0, parts) | st.just(parts) | st.just(parts - 1))
+@st.composite
+def _cuts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Draws part, parts and total: often parts whose product with total is large."""
+    parts = draw(st.integers(1, MOST_UNEVEN) | st.just(MOST_UNEVEN))
+    part = draw(st.integers(0, parts) | st.just(parts) | st.just(parts - 1))
+    return part, parts, draw(st.integers(1, 2**31 - 1) | st.just(2**31 - 1))
 
-    assert Shader.balanced_cut(part, parts, total) == part * total // parts
+
+@needs_emulator
+@given(st.lists(_cuts(), min_size=1, max_size=shader_functions.LENGTH))
+def test_the_shaders_cut_alike_in_32_bits(cuts: list[tuple[int, int, int]]) -> None:
+    found = shader_functions.balanced_cuts(*zip(*cuts, strict=True))
+
+    assert found == [part * total // parts for part, parts, total in cuts]
 
 
 @st.composite
@@ -103,19 +113,21 @@ def _positions(work: Work) -> st.SearchStrategy[int]:
     return st.integers(0, last) | beside.map(lambda each: min(max(each, 0), last))
 
 
-@often
+@needs_emulator
 @given(_large_works(), st.data())
 def test_the_shaders_find_the_same_owner_from_a_rounded_guess(
     work: Work, data: st.DataObject
 ) -> None:
-    position = data.draw(_positions(work))
-    shader = Shader(work)
+    positions = data.draw(
+        st.lists(_positions(work), min_size=1, max_size=shader_functions.LENGTH)
+    )
 
-    member = shader.owner(position)
+    found = shader_functions.owners(work, positions)
 
-    assert member == work.owner(position)
-    assert shader.cut(member) == work.cut(member) <= position
-    assert position < work.cut(member + 1) == shader.cut(member + 1)
+    for position, (member, begin, end) in zip(positions, found, strict=True):
+        assert member == work.owner(position)
+        assert (begin, end) == (work.cut(member), work.cut(member + 1))
+        assert begin <= position < end
 
 
 def _steps() -> list[tuple[Work, int]]:
@@ -141,6 +153,6 @@ def test_a_guess_beyond_float32_is_a_few_steps_off(work: Work, last: int) -> Non
     for position in positions:
         for beside in (position - 1, position):
             if beside >= 0:
-                shader = Shader(work)
-                assert shader.owner(beside) == work.owner(beside)
-                assert shader.steps <= 2
+                guess = Guess(work)
+                assert guess.owner(beside) == work.owner(beside)
+                assert guess.steps <= 2

@@ -8,7 +8,7 @@ from math import exp, lgamma, log, sqrt
 from mlx_marlin.device import Device
 from mlx_marlin.formats import TILE_N
 from mlx_marlin.gather_plan import MOST_DOT_ROWS, GatherPlan
-from mlx_marlin.kernels import FRAGMENT, MAX_SIMDGROUPS, SIMD_WIDTH
+from mlx_marlin.kernels import FRAGMENT, FRAGMENTS_M, MAX_SIMDGROUPS, SIMD_WIDTH
 from mlx_marlin.problem import Problem
 from mlx_marlin.scheduler.cost import (
     SCHEDULERS_PER_CORE,
@@ -35,7 +35,6 @@ STOCK_TILE_SLOTS = 0.433
 """Issue slots of that tile for a weight, beyond the other slots of a tile of 32 rows:
 its 8x8 products, less half of x (counted of affine 4-bit)."""
 
-
 EXPERT_SLOTS = {"marlin": 30, "mlx": 62}
 """Slots of a trip of the main loop for 64-bit addresses of an expert, by layout
 (counted of 4 bits)."""
@@ -46,16 +45,17 @@ DEVIATIONS = 9
 
 
 @lru_cache(maxsize=4096)
-def choose_gather(problem: Problem, experts: int) -> GatherPlan:
+def choose_gather(problem: Problem, experts: int, device: Device) -> GatherPlan:
     """Returns how the products of pairs (row, expert) are computed; cached.
 
     Args:
         problem: The product of one expert; its m counts all pairs.
         experts: Weights to choose from.
+        device: The chip to plan for.
     """
     # A tile for twice the mean: experts are chosen unevenly.
     fragments = -(-2 * problem.m // (experts * FRAGMENT))
-    fragments_m = 1 if fragments <= 1 else 2
+    fragments_m = 1 if fragments <= 1 else _most_fragments(problem, device)
     simdgroups_m = min(-(-fragments // fragments_m), MAX_SIMDGROUPS_M)
     # A row's bits are the same for any number of rows if its sum is cut alike.
     beside = MAX_SIMDGROUPS_M if problem.invariant else simdgroups_m
@@ -72,6 +72,18 @@ def choose_gather(problem: Problem, experts: int) -> GatherPlan:
         or problem.dtype != "float16"
         or problem.format.codes == "floating",
     )
+
+
+def _most_fragments(problem: Problem, device: Device) -> int:
+    """Returns the most fragments of x of a simdgroup.
+
+    The kernel for native codes is 11642 bytes of code with two fragments (counted). The
+    M1's instruction cache holds 12 KB, and code that exceeds it runs slowly. Invariant
+    plans have no dot products and thus half the code.
+    """
+    if problem.layout == "mlx" and not problem.invariant and device.generation == "M1":
+        return 1
+    return max(FRAGMENTS_M)
 
 
 def chosen_experts(pairs: int, experts: int) -> float:
@@ -172,7 +184,7 @@ def _rows_of_expert(pairs: int, experts: int) -> Iterator[tuple[int, float]]:
 
 def _our_times(problem: Problem, experts: int, device: Device) -> tuple[float, float]:
     """Returns the seconds of memory traffic, and those of the issue slots."""
-    plan = choose_gather(problem, experts)
+    plan = choose_gather(problem, experts, device)
     tiles = expected_tiles(problem.m, experts, plan.rows)
     slots = sum(
         count * _tile_slots(plan, rows, device) for rows, count in tiles.items()

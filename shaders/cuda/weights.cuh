@@ -74,6 +74,14 @@ METAL_FUNC uint wide_pair(half2 values, bfloat scale, bfloat bias) {
       fmaf(codes.x - zero, factor, shift), fmaf(codes.y - zero, factor, shift)));
 }
 
+// Pair p of row fragment f: the code, or the part 1 / FACTOR of a small float.
+template <typename W>
+METAL_FUNC vec<half, 2> decode(const uint* words, int f, int p) {
+  const half2 halves = pair_as_halves<W>(words, f, p);
+  const vec<half, 2> values = vec<half, 2>(halves.x, halves.y);
+  return W::MODE == FLOATING ? values : values - half(W::ZERO);
+}
+
 // Pair p of row fragment f of small floats of 4 bits: under the lowest exponents of a bfloat16
 // they are 1 / 2^126 of what they stand for, and both factors leave them exact.
 template <typename W>
@@ -86,7 +94,7 @@ METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, bfloat scale) {
 
 template <typename W>
 METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, half scale) {
-  const vec<half, 2> values = decode<W, half, true>(words, f, p);
+  const vec<half, 2> values = decode<W>(words, f, p);
   return wide_pair<W>(__halves2half2(values.x, values.y), scale, scale);
 }
 
@@ -102,8 +110,12 @@ METAL_FUNC uint weights(const uint* words, int f, int p, Quantizers<T> quantizer
   if (W::BITS == 4) {
     return four_bit_floats<W>(words, f, p, scale);
   }
-  const vec<half, 2> values = decode<W, half, true>(words, f, p);
+  const vec<half, 2> values = decode<W>(words, f, p);
   return wide_pair<W>(__halves2half2(values.x, values.y), scale, bias);
+}
+
+METAL_FUNC float small_float(uchar bits) {
+  return float(small_floats(bits).x) * 256.0f;
 }
 
 // Bytes are powers of two, or E4M3 where groups are of 16.

@@ -1,15 +1,15 @@
 // Body of the kernel: row sources[i] of x[., k] times the transpose of w[experts[i], n, k] into
 // row i of out[., n].
 constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-threadgroup float scratch[SIMDGROUPS_K * TILE_M * SCRATCH_ROW];
+threadgroup float scratch[SIMDGROUPS_K * TILE_M * marlin::SCRATCH_ROW];
 threadgroup int pairs[TILE_M];
-gather_register<
+marlin::gather_register<
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
     DOT_ROWS,
     RAGGED,
-    WeightFormat<MODE, BITS, GROUP, PACKED>,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
     SUBTRACT,
     WIDEN>(
     x,

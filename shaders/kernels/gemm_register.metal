@@ -1,7 +1,7 @@
 // Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, where tiles
 // are split, into the workspace out[slots, m, n].
-threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW];
-gemm_register<
+threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
+marlin::gemm_register<
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
@@ -9,7 +9,7 @@ gemm_register<
     WHOLE,
     BATCHED,
     RAGGED,
-    WeightFormat<MODE, BITS, GROUP, PACKED>,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
     SUBTRACT,
     WIDEN>(
     x,
@@ -19,7 +19,7 @@ gemm_register<
     shape,
     schedule,
     out,
-    Plain{},
+    marlin::Plain{},
     scratch,
     threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),

@@ -1,21 +1,22 @@
 // Body of the kernel: x[m, k] times the transpose of w[n, k], finished by an epilogue, into
 // out[m, n]. No tile may be split.
-typedef Staging<
+typedef marlin::Staging<
     BUFFERS,
     LOADERS,
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
     WIDEN,
-    WeightFormat<MODE, BITS, GROUP, PACKED>>
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>
     Stages;
 threadgroup float scratch[Stages::FLOATS];
-gemm_staged<Stages, WIDE, WHOLE, RAGGED, SUBTRACT>(
-    make_operands(x, w, scales, biases),
+marlin::gemm_staged<Stages, WIDE, WHOLE, RAGGED, SUBTRACT>(
+    marlin::make_operands(x, w, scales, biases),
     shape,
     schedule,
     out,
-    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{bias, multiplier, residual, parts},
+    marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
+        bias, multiplier, residual, parts},
     scratch,
     threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),

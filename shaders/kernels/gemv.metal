@@ -1,7 +1,14 @@
 // Body of the kernel: a few rows, x[ROWS, k] times the transpose of w[n, k] into out[ROWS, n],
 // or, where tiles are split, into the workspace out[slots, ROWS, n].
-threadgroup float scratch[SIMDGROUPS_K * ROWS * SCRATCH_ROW];
-gemv<ROWS, SIMDGROUPS_K, WIDE, WHOLE, BATCHED, WeightFormat<MODE, BITS, GROUP, PACKED>, SUBTRACT>(
+threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
+marlin::gemv<
+    ROWS,
+    SIMDGROUPS_K,
+    WIDE,
+    WHOLE,
+    BATCHED,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
+    SUBTRACT>(
     x,
     w,
     scales,
@@ -9,7 +16,7 @@ gemv<ROWS, SIMDGROUPS_K, WIDE, WHOLE, BATCHED, WeightFormat<MODE, BITS, GROUP, P
     shape,
     schedule,
     out,
-    Plain{},
+    marlin::Plain{},
     scratch,
     threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),

@@ -1,7 +1,7 @@
 // Body of the kernel: codes from MLX's rows w[., n, words] to tiles out[., n tiles, k tiles, .].
-typedef Codes<BITS, TILES, LOW, LOW_ROW, LOW_K, HIGH_ROW, HIGH_K> C;
-threadgroup uint scratch[TILE_N * C::STRIDE];
-pack<C>(
+typedef marlin::Codes<BITS, TILES, LOW, LOW_ROW, LOW_K, HIGH_ROW, HIGH_K> C;
+threadgroup uint scratch[marlin::TILE_N * C::STRIDE];
+marlin::pack<C>(
     w,
     shape,
     out,

@@ -1,9 +1,10 @@
 // Body of the kernel: adds the splits of each tile in the workspace [slots, m, n] in ascending
 // k, as `reduce` does, and finishes each sum by an epilogue.
-reduce<BATCHED, T>(
+marlin::reduce<BATCHED, T>(
     partials,
     shape,
     schedule,
     out,
-    Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{bias, multiplier, residual, parts},
+    marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
+        bias, multiplier, residual, parts},
     thread_position_in_grid.x);

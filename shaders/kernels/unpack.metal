@@ -1,7 +1,7 @@
 // Body of the kernel: codes from tiles w[., n tiles, k tiles, .] to MLX's rows out[., n, words].
-typedef Codes<BITS, TILES, LOW, LOW_ROW, LOW_K, HIGH_ROW, HIGH_K> C;
+typedef marlin::Codes<BITS, TILES, LOW, LOW_ROW, LOW_K, HIGH_ROW, HIGH_K> C;
 threadgroup uint scratch[C::TILES * C::TILE];
-unpack<C>(
+marlin::unpack<C>(
     w,
     shape,
     out,

@@ -35,7 +35,7 @@ struct WeightFormat {
   // What a code has too much until it is subtracted.
   static constant constexpr const int ZERO =
       MODE == FLOATING ? 0 : OFFSET + (MODE_ == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
-  // What a value is short of when it has been decoded.
+  // What a small float is short of as a half: its exponent has another bias.
   static constant constexpr const int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };
 
@@ -60,11 +60,7 @@ METAL_FUNC float power_of_two(uchar bits) {
 }
 
 // Two E4M3, 16 bits apart: their exponents and mantissas under those of a half are 2^-8 of
-// the values.
+// the values. As in `pair_as_halves`, the factor comes before any conversion.
 METAL_FUNC half2 small_floats(uint bits) {
   return as_type<half2>((bits << 8 & 0x80008000u) | (bits << 7 & 0x3F803F80u));
-}
-
-METAL_FUNC float small_float(uchar bits) {
-  return float(small_floats(bits).x) * 256.0f;
 }

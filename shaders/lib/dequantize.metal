@@ -10,7 +10,7 @@ METAL_FUNC void decode_row(
     Quantizers quantizers,
     float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
-    const float2 codes = decode<W, float, true>(words, f, t) * float(W::FACTOR);
+    const float2 codes = decode<W, float, true>(words, f, t);
     const int first = run_offset<W>(0, t / 4) + t % 4;
     const int second = run_offset<W>(1, t / 4) + t % 4;
     values[first] = fma(quantizers.scale[f], codes.x, quantizers.bias[f]) * weight_scale;

@@ -81,6 +81,12 @@ METAL_FUNC void gather_rows(
       out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
 }
 
+// Where an expert's part of an array begins: all experts together may have more elements than
+// 32 bits count.
+METAL_FUNC ulong offset_of_expert(uint expert, uint size) {
+  return ulong(expert) * size;
+}
+
 template <
     int FRAGMENTS_M,
     int SIMDGROUPS_M,
@@ -115,11 +121,10 @@ METAL_FUNC void gather_register(
   work.k = shape[2];
   const uint n_tiles = ceil_div(work.n, TILE_N);
   const uint expert = threadgroup_index / n_tiles;
-  // All experts together may have more than 32 bits count.
   const uint2 size = weight_size<W>(work);
-  w += ulong(expert) * size.x;
-  scales += ulong(expert) * size.y;
-  biases += ulong(expert) * size.y;
+  w += offset_of_expert(expert, size.x);
+  scales += offset_of_expert(expert, size.y);
+  biases += offset_of_expert(expert, size.y);
 
   Split split;
   split.row = 0;

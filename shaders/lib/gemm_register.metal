@@ -78,12 +78,9 @@ METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
   vec<V, 2> values = decode<W, V, EXACT>(words, f, step);
   if (W::SCALED) {
-    const float whole = scale * float(W::FACTOR);
-    const float2 weights = W::BIASED ? fma(float2(values), float2(whole), float2(bias))
-                                     : float2(values) * whole;
-    values = vec<V, 2>(V(weights.x), V(weights.y));
-  } else if (W::FACTOR != 1) {
-    values *= V(W::FACTOR);
+    const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
+                                     : float2(values) * scale;
+    values = vec<V, 2>(weights);
   }
   return make_fragment<V>(values.x, values.y);
 }

@@ -90,7 +90,7 @@ METAL_FUNC void accumulate_rows(
     }
     add_products<ROWS, W, SUBTRACT>(products, words, runs);
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float4 scale = quantizers.scale * (float(W::FACTOR) * tile.weight_scale);
+      const float4 scale = quantizers.scale * tile.weight_scale;
       totals[row] = fma(scale, products[row], totals[row]);
     }
   }

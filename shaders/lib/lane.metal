@@ -208,7 +208,7 @@ METAL_FUNC float scale_of(S bits) {
 
 template <int GROUP>
 METAL_FUNC float scale_of(uchar bits) {
-  return GROUP == 16 ? small_float(bits) : power_of_two(bits);
+  return GROUP == 16 ? float(scales_of_small_floats(bits).x) : power_of_two(bits);
 }
 
 template <int GROUP, typename R>
@@ -221,9 +221,9 @@ METAL_FUNC float4 scales_of(uchar4 run) {
   if (GROUP != 16) {
     return as_type<float4>(uint4(run) << 23);
   }
-  const half2 low = small_floats(as_type<uint>(ushort2(run.x, run.y)));
-  const half2 high = small_floats(as_type<uint>(ushort2(run.z, run.w)));
-  return float4(float(low.x), float(low.y), float(high.x), float(high.y)) * 256.0f;
+  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(run.x, run.y)));
+  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(run.z, run.w)));
+  return float4(float2(low), float2(high));
 }
 
 template <typename W, typename S>

@@ -152,22 +152,18 @@ METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int place) {
   return window_pair<W>(words, t, place);
 }
 
-// The values of step t, exactly: ZERO + code, or code where SUBTRACT; of a small float, whose
-// sign, exponent and mantissa move to those of a half, the part 1 / FACTOR. The least of these
-// lie below the normal halves: arithmetic keeps them, as MLX's own kernels require, but a
-// matrix multiply is not known to.
-template <typename W, typename V, bool SUBTRACT>
-METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
+// The pair of step t as halves, exactly: OFFSET + code; of a small float, whose sign, exponent
+// and mantissa move to those of a half, the part 1 / FACTOR. The smallest of these parts are
+// subnormal halves: a multiplication by a half keeps them, as MLX's own kernels require. A
+// conversion or a matrix multiply may flush them to 0, so the factor comes first.
+template <typename W>
+METAL_FUNC half2 pair_as_halves(thread const uint* words, int f, int t) {
   if (W::MODE == FLOATING) {
     constexpr int MANTISSA = W::BITS == 4 ? 9 : 7;
     const uint sign = pair_at<W>(words, f, t, 16 - W::BITS) & 0x80008000u;
     const uint rest = pair_at<W>(words, f, t, MANTISSA) & both_halves(ones(W::BITS - 1) << MANTISSA);
-    const half2 values = as_type<half2>(sign | rest);
-    return vec<V, 2>(V(values.x), V(values.y));
+    return as_type<half2>(sign | rest);
   }
   constexpr uint EXPONENT = (25 - W::PLACE) << 10;
-  const half2 codes =
-      as_type<half2>(pair_at<W>(words, f, t, W::PLACE) | both_halves(EXPONENT));
-  const vec<V, 2> result = vec<V, 2>(V(codes.x), V(codes.y));
-  return SUBTRACT ? result - V(W::ZERO) : result;
+  return as_type<half2>(pair_at<W>(words, f, t, W::PLACE) | both_halves(EXPONENT));
 }

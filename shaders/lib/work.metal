@@ -31,22 +31,45 @@ struct Work {
   uint batch;           // products
 };
 
+// The numbers that a kernel is handed, in two arrays.
+struct Shape {
+  int m;
+  int n;
+  int k;
+  int tile_m;
+  int m_tiles;
+  int k_tiles;
+  int group_tiles;
+};
+struct Schedule {
+  int whole;
+  int ranges;
+  int slices;
+  int minimum;
+  int groups;
+  int ceil_partition;
+  int batch;
+};
+
+// Each array is read at once and as a whole, so that Metal may preload it.
 METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t* schedule) {
+  const Shape sizes = *(const constant Shape*)shape;
+  const Schedule parts = *(const constant Schedule*)schedule;
   Work work;
-  work.m = shape[0];
-  work.n = shape[1];
-  work.k = shape[2];
-  work.tile_m = shape[3];
-  work.m_tiles = shape[4];
-  work.k_tiles = shape[5];
-  work.group_tiles = shape[6];
-  work.whole = schedule[0];
-  work.ranges = schedule[1];
-  work.slices = schedule[2];
-  work.minimum = schedule[3];
-  work.groups = schedule[4];
-  work.ceil_partition = schedule[5] != 0;
-  work.batch = schedule[6];
+  work.m = sizes.m;
+  work.n = sizes.n;
+  work.k = sizes.k;
+  work.tile_m = sizes.tile_m;
+  work.m_tiles = sizes.m_tiles;
+  work.k_tiles = sizes.k_tiles;
+  work.group_tiles = sizes.group_tiles;
+  work.whole = parts.whole;
+  work.ranges = parts.ranges;
+  work.slices = parts.slices;
+  work.minimum = parts.minimum;
+  work.groups = parts.groups;
+  work.ceil_partition = parts.ceil_partition != 0;
+  work.batch = parts.batch;
   return work;
 }
 

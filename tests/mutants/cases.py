@@ -7,6 +7,7 @@ import format_cases
 import mlx.core as mx
 import strategies
 from format_cases import Weight
+from function_cases import FUNCTION_CASES, FunctionCase
 from gather_cases import GATHER_CASES, GatherCase
 from repack_cases import REPACK_CASES, RepackCase
 
@@ -66,6 +67,7 @@ STAGED_TWO = "staged, two buffers, ragged m and n, streams of one or two k tiles
 STAGED_THREE = "staged, three buffers, two loaders, packed groups of 32, streams"
 STAGED_WIDE = "staged, two buffers and a loader, two simdgroups side by side"
 STAGED_NVFP4 = "staged, one buffer, native nvfp4"
+STAGED_GLOBAL = "staged, two buffers, packed nvfp4 with a global scale"
 STAGED_LEFT_OUT = "staged, three buffers, eight rows too many"
 STAGED_SCRATCH = "staged, one buffer that is smaller than the scratch"
 BATCH_GEMV = "gemv, three products of nine tiles in slices"
@@ -267,7 +269,8 @@ _WIDE_GROUPS = _problem(27, 70, 5, 128, "float16", "marlin")
 _MANY_GROUPS = _problem(2, 70, 9, 64, "bfloat16", "mlx")
 _ALL = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
 
-CASES: dict[str, Case | RepackCase | GatherCase] = {
+CASES: dict[str, Case | RepackCase | GatherCase | FunctionCase] = {
+    **FUNCTION_CASES,
     **GATHER_CASES,
     **REPACK_CASES,
     GEMV_TAIL: Case(
@@ -643,6 +646,24 @@ CASES: dict[str, Case | RepackCase | GatherCase] = {
                 _problem(9, 70, 12, 16, "float32", "mlx", mode="nvfp4"), fragments_m=1
             ),
             1,
+        )
+    ),
+    STAGED_GLOBAL: Case(
+        plan=_staged(
+            _whole(
+                _problem(
+                    9,
+                    70,
+                    12,
+                    16,
+                    "float16",
+                    "marlin",
+                    mode="nvfp4",
+                    global_scale=True,
+                ),
+                fragments_m=1,
+            ),
+            2,
         )
     ),
     STAGED_LEFT_OUT: Case(

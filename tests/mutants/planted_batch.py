@@ -12,8 +12,8 @@ _PRODUCTS = (
     Mutant(
         "the number of products is that of groups",
         _WORK,
-        "work.batch = schedule[6];",
-        "work.batch = schedule[4];",
+        "work.batch = parts.batch;",
+        "work.batch = parts.groups;",
         BATCH_GEMV,
         Detector.RACE,
     ),

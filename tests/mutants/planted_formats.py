@@ -218,8 +218,8 @@ _GROUPS = (
     Mutant(
         "groups of 16: the bias is left out",
         _GEMM,
-        "float2(whole), float2(bias))",
-        "float2(whole), float2(0.0f))",
+        "float2(scale), float2(bias))",
+        "float2(scale), float2(0.0f))",
         SIXTEENS,
         Detector.WRONG_RESULT,
     ),
@@ -245,8 +245,8 @@ _GLOBAL = (
     Mutant(
         "dot products: a global scale is dropped",
         _GEMV,
-        "(float(W::FACTOR) * tile.weight_scale)",
-        "float(W::FACTOR)",
+        "quantizers.scale * tile.weight_scale;",
+        "quantizers.scale;",
         GLOBAL_GEMV,
         Detector.WRONG_RESULT,
     ),
@@ -275,14 +275,6 @@ _PLAIN = (
         "decode<W, float, true>(words, f, t)",
         "decode<W, float, true>(words, f, t).yx",
         DENSE,
-        Detector.WRONG_RESULT,
-    ),
-    Mutant(
-        "weights: small floats stay as small as halves hold them",
-        _DENSE,
-        " * float(W::FACTOR);",
-        ";",
-        DENSE_BACK,
         Detector.WRONG_RESULT,
     ),
     Mutant(

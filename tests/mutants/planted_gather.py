@@ -1,5 +1,6 @@
 """Bugs in who multiplies which rows by which expert."""
 
+from function_cases import EXPERT_OFFSETS
 from gather_cases import (
     GATHER_COUNTED,
     GATHER_FEW,
@@ -143,15 +144,15 @@ _WEIGHTS = (
     Mutant(
         "the codes are another expert's",
         _GATHER,
-        "w += ulong(expert) * size.x;",
-        "w += ulong(expert ^ 3) * size.x;",
+        "w += offset_of_expert(expert, size.x);",
+        "w += offset_of_expert(expert ^ 3, size.x);",
         GATHER_PACKED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "the scales are the first expert's",
         _GATHER,
-        "  scales += ulong(expert) * size.y;\n",
+        "  scales += offset_of_expert(expert, size.y);\n",
         "",
         GATHER_PACKED,
         Detector.WRONG_RESULT,
@@ -159,9 +160,17 @@ _WEIGHTS = (
     Mutant(
         "the biases are the first expert's",
         _GATHER,
-        "  biases += ulong(expert) * size.y;\n",
+        "  biases += offset_of_expert(expert, size.y);\n",
         "",
         GATHER_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "experts lie within 32 bits of the first",
+        _GATHER,
+        "return ulong(expert) * size;",
+        "return expert * size;",
+        EXPERT_OFFSETS,
         Detector.WRONG_RESULT,
     ),
     Mutant(

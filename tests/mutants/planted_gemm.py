@@ -15,6 +15,7 @@ from cases import (
 from mutant import Detector, Mutant
 
 _GEMM = "lib/gemm_register"
+_VALUES = "lib/values"
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _BEFORE_STORE = f"    {_BARRIER}\n    store_tile"
 _BREAK = "    if (WHOLE) {\n      break;\n    }\n"
@@ -185,16 +186,16 @@ _FRAGMENTS = (
     Mutant(
         "groups of 16: codes are multiplied without their scale",
         _GEMM,
-        "const float whole = scale * float(W::FACTOR);",
-        "const float whole = float(W::FACTOR);",
+        ": float2(values) * scale;",
+        ": float2(values);",
         NVFP4,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "small floats stay as small as halves hold them",
-        _GEMM,
-        "values *= V(W::FACTOR);",
-        "values *= V(1);",
+        _VALUES,
+        "halves * half(W::FACTOR)",
+        "halves",
         MXFP4,
         Detector.WRONG_RESULT,
     ),
@@ -325,7 +326,7 @@ _TILES = (
     Mutant(
         "there is too little scratch",
         "kernels/gemm_register",
-        "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * SCRATCH_ROW]",
+        "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW]",
         "scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * 32]",
         GEMM_NATIVE,
         Detector.OUTSIDE,

@@ -23,6 +23,7 @@ from mutant import Detector, Mutant
 
 _LANE = "lib/lane"
 _WORDS = "lib/words"
+_VALUES = "lib/values"
 _TWO_WORDS = """\
 packed_uint2*)(w + offset);
     words[0] = loaded.x;
@@ -351,8 +352,16 @@ _VALUES = (
     Mutant(
         "groups of 16: scales are powers of two",
         _LANE,
-        "GROUP == 16 ? small_float(bits) : power_of_two(bits)",
+        "GROUP == 16 ? float(scales_of_small_floats(bits).x) : power_of_two(bits)",
         "power_of_two(bits)",
+        NVFP4_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "groups of 16: scales stay as small as halves hold them",
+        _VALUES,
+        "small_floats(bits) * half(256.0f)",
+        "small_floats(bits)",
         NVFP4_NATIVE,
         Detector.WRONG_RESULT,
     ),

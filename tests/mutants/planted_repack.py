@@ -1,5 +1,6 @@
 """Bugs in moving codes between MLX's rows and packed tiles."""
 
+from function_cases import REPACK_OFFSETS
 from mutant import Detector, Mutant
 from repack_cases import (
     PACK_FOUR,
@@ -16,6 +17,22 @@ _TILES = "  for (uint i = thread_index; i < run.tiles * C::TILE;"
 _ROWS = "  for (uint i = thread_index; i < TILE_N * C::ROWS;"
 
 _PACK = (
+    Mutant(
+        "rows of a batch lie within 32 bits of the first",
+        _REPACK,
+        "(ulong(position.z) * n + first_row)",
+        "(position.z * n + first_row)",
+        REPACK_OFFSETS,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "tiles of a batch lie within 32 bits of the first",
+        _REPACK,
+        "((ulong(position.z) * n_tiles + position.y)",
+        "((position.z * n_tiles + position.y)",
+        REPACK_OFFSETS,
+        Detector.WRONG_RESULT,
+    ),
     Mutant(
         "a high plane is filled with low bits",
         _REPACK,

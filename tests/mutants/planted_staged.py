@@ -1,6 +1,7 @@
 """Bugs in `gemm_staged`: buffers, barriers, roles and shares of a stage."""
 
 from cases import (
+    STAGED_GLOBAL,
     STAGED_LEFT_OUT,
     STAGED_NVFP4,
     STAGED_ONE,
@@ -347,6 +348,14 @@ _SHARES = (
         "    quantizers = load_quantizers<W>(tile, k);\n",
         "",
         STAGED_NVFP4,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "staged: a global scale is dropped",
+        _GEMM,
+        "quantizers, tile.weight_scale, cols);",
+        "quantizers, 1.0f, cols);",
+        STAGED_GLOBAL,
         Detector.WRONG_RESULT,
     ),
     Mutant(

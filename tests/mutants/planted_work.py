@@ -16,6 +16,7 @@ from cases import (
     STREAM_GEMM,
     THIRDS,
 )
+from function_cases import CUTS
 from mutant import Detector, Mutant
 
 _WORK = "lib/work"
@@ -24,16 +25,16 @@ _CUTS = (
     Mutant(
         "m and n change places in the shape",
         _WORK,
-        "work.m = shape[0];\n  work.n = shape[1];",
-        "work.m = shape[1];\n  work.n = shape[0];",
+        "work.m = sizes.m;\n  work.n = sizes.n;",
+        "work.m = sizes.n;\n  work.n = sizes.m;",
         GEMM_NATIVE,
         Detector.OUTSIDE,
     ),
     Mutant(
         "ranges and slices change places in the schedule",
         _WORK,
-        "work.ranges = schedule[1];\n  work.slices = schedule[2];",
-        "work.ranges = schedule[2];\n  work.slices = schedule[1];",
+        "work.ranges = parts.ranges;\n  work.slices = parts.slices;",
+        "work.ranges = parts.slices;\n  work.slices = parts.ranges;",
         THIRDS,
         Detector.ORDER,
     ),
@@ -59,6 +60,14 @@ _CUTS = (
         "part * (total / parts) + part * (total % parts) / parts",
         "part * (total / parts)",
         GEMV_NATIVE,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a balanced cut is a product of more than 32 bits",
+        _WORK,
+        "part * (total / parts) + part * (total % parts) / parts",
+        "part * total / parts",
+        CUTS,
         Detector.WRONG_RESULT,
     ),
     Mutant(
@@ -89,8 +98,8 @@ _CUTS = (
     Mutant(
         "ceil is taken for balanced",
         _WORK,
-        "work.ceil_partition = schedule[5] != 0;",
-        "work.ceil_partition = schedule[5] == 0;",
+        "work.ceil_partition = parts.ceil_partition != 0;",
+        "work.ceil_partition = parts.ceil_partition == 0;",
         STREAM_GEMM,
         Detector.ORDER,
     ),

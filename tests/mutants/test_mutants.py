@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import planted_text
 import pytest
 from cases import CASES
 from catalogue import MUTANTS
@@ -30,24 +31,12 @@ def plant(
     def put(mutant: Mutant) -> None:
         folder = tmp_path / "shaders"
         mutant.plant(source.shader_folder(), folder)
-        monkeypatch.setattr(source, "shader_folder", lambda: folder)
-        _forget_texts()
+        planted_text.plant(folder, monkeypatch)
 
-    _forget_texts()
+    planted_text.forget_texts()
     yield put
     monkeypatch.undo()
-    _forget_texts()
-
-
-def _forget_texts() -> None:
-    for text in (
-        source.product_source,
-        source.gather_source,
-        source.dequantize_source,
-        source.reduce_source,
-        source.repack_source,
-    ):
-        text.cache_clear()
+    planted_text.forget_texts()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""Single functions of the shaders, called with numbers too large for arrays."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import shader_functions
+
+CUTS = "cuts of 2**31 - 1 k tiles into 65535 ranges"
+EXPERT_OFFSETS = "the 600th of experts of 2**23 words"
+REPACK_OFFSETS = "to tiles, the 65536th weight of a batch"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCase:
+    """A function of the shaders and its results.
+
+    Attributes:
+        call: Calls it.
+        expected: What it returns if the shaders are right.
+    """
+
+    call: Callable[[], object]
+    expected: object
+
+    def wrong_result(self) -> str | None:
+        """The numbers themselves, which Python counts without an end."""
+        found = self.call()
+        return None if found == self.expected else f"{found} is not {self.expected}"
+
+
+_PARTS, _TOTAL = 65535, 2**31 - 1
+_RANGES = (1, 2, 32768, 65534, 65535)
+_N, _K_TILES, _BATCH = 4096, 256, 65535
+
+FUNCTION_CASES = {
+    CUTS: FunctionCase(
+        lambda: shader_functions.balanced_cuts(
+            _RANGES, [_PARTS] * len(_RANGES), [_TOTAL] * len(_RANGES)
+        ),
+        [part * _TOTAL // _PARTS for part in _RANGES],
+    ),
+    EXPERT_OFFSETS: FunctionCase(
+        lambda: shader_functions.expert_offsets([600], [2**23]), [600 * 2**23]
+    ),
+    REPACK_OFFSETS: FunctionCase(
+        lambda: shader_functions.repack_offsets(
+            [(0, 0, _BATCH)], n=_N, k=64 * _K_TILES, bits=4
+        ),
+        # Rows of eight words a tile, and tiles of 256 words.
+        [(_BATCH * _N * _K_TILES * 8, _BATCH * (_N // 32) * _K_TILES * 256)],
+    ),
+}
