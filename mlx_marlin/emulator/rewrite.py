@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlx_marlin.emulator.components import checked_component
 from mlx_marlin.emulator.declaration import SPACES, Declaration, is_declarator
 from mlx_marlin.emulator.tokens import Tokens
 
@@ -30,7 +31,8 @@ _QUALIFIERS = ("const", "volatile", "constant", *SPACES)
 _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
 _NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
-_STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
+STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
+"""What may stand before a statement."""
 _TEXTS = 128
 """How many texts it keeps: a kernel is called for many shapes, in few dtypes."""
 
@@ -164,6 +166,8 @@ class Rewriter:
             self._threadgroup_variables(at)
         elif token.text == "function_constant":
             self._function_constant(at)
+        elif token.text == "is_function_constant_defined":
+            self._constant_defined(at)
         elif token.text == "static_cast":
             token.written = "emu::cast"
         elif token.kind == "name":
@@ -171,6 +175,11 @@ class Rewriter:
             self._initialised_vector(at)
         elif token.text == "(":
             self._cast(at)
+        elif token.text in (".", "->"):
+            self._component(at)
+
+    def _component(self, at: int) -> None:
+        checked_component(self.tokens, at)
 
     def _literal(self, at: int) -> None:
         if found := _HALF.match(self.tokens.text(at)):
@@ -245,19 +254,21 @@ class Rewriter:
         tokens = self.tokens
         if tokens.text(tokens.before(at)) == "[":  # `[[threadgroup(0)]]`
             tokens[at].written = "threadgroup_memory"
-        if tokens.text(tokens.before(at)) not in _STATEMENT_ENDS:
+        if tokens.before_statement(at) not in STATEMENT_ENDS:
             return
         declaration = Declaration.parse(tokens, tokens.after(at))
         if declaration is None:
             return
-        references = " ".join(
-            f"{declaration.type} (&{name}){dimensions} = emu::threadgroup_variable<"
-            f'{declaration.type} {dimensions}, __COUNTER__>("{name}");'
+        references = "; ".join(
+            f"auto& {name} = emu::threadgroup_variable<"
+            f'{declaration.type} {dimensions}, __COUNTER__>("{name}")'
             for name, dimensions in declaration.variables
         )
+        if tokens.text(declaration.end) == ";":
+            references += ";"
         for gone in range(at, declaration.end + 1):
             tokens.blank(gone)
-        tokens[at].written = references.replace("\n", " ")
+        tokens[at].written = references
 
     def _function_constant(self, at: int) -> None:
         """`constant bool x [[function_constant(0)]];`: a declaration.
@@ -269,10 +280,28 @@ class Rewriter:
         begin, opening = at, tokens.before(tokens.before(at))
         if tokens.text(opening) != "[":  # in `[[buffer(0), function_constant(x)]]`
             return
-        while tokens.text(begin) not in {"constant", *_STATEMENT_ENDS}:
+        while tokens.text(begin) not in {"constant", *STATEMENT_ENDS}:
             begin = tokens.before(begin)
         end = tokens.closing(opening)
         if tokens.text(begin) == "constant" and tokens.text(tokens.after(end)) == ";":
             for gone in range(opening, end + 1):
                 tokens.blank(gone)
             tokens[begin].written = f"extern {tokens[begin].written}"
+
+    def _constant_defined(self, at: int) -> None:
+        """`is_function_constant_defined(x)`: whether the text gives x a value."""
+        tokens = self.tokens
+        opening = tokens.after(at)
+        name = tokens.text(tokens.after(opening))
+        for gone in range(at, tokens.closing(opening) + 1):
+            tokens.blank(gone)
+        tokens[at].written = str(any(self._gives_value(name))).lower()
+
+    def _gives_value(self, name: str) -> Iterator[bool]:
+        tokens = self.tokens
+        for at in range(len(tokens)):
+            if tokens.text(at) == name and tokens.text(tokens.after(at)) == "=":
+                begin = at
+                while tokens.text(begin) not in {"constant", *STATEMENT_ENDS}:
+                    begin = tokens.before(begin)
+                yield tokens.text(begin) == "constant"

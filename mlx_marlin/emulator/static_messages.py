@@ -14,6 +14,7 @@ _MESSAGE = re.compile(
     r"(?P<kind>(?:fatal )?error|warning|note): (?P<text>.*)"
 )
 _TO_BFLOAT = re.compile(r".*floating-point precision: .* to '.*(?:bfloat|__bf16)")
+_UNSET = re.compile(r"variable '.*' is uninitialized when used here")
 _CANDIDATE = re.compile(
     r"candidate (?:function|template|constructor).*?(?:not viable|ignored): (?P<why>.*)"
 )
@@ -35,6 +36,8 @@ _WORDS = {
     "__bf16": "bfloat",
 }
 _PHRASES = {
+    # An array behind `auto&`.
+    r"'([^']+) (__local)((?:\[\d+\])+)'": r"'\2 \1\3'",
     r"(type 'double').*": r"\1, which Metal does not have",
     r"'this' argument to member function '(.*)' has type "
     r"'(.*__(?:global|local|constant).*)', but .*": (
@@ -70,13 +73,13 @@ class Complaint:
     def counts(self) -> bool:
         """Whether Metal would complain too."""
         if self.kind == "warning":
-            return _TO_BFLOAT.search(self.text) is not None
+            return any(rule.search(self.text) for rule in (_TO_BFLOAT, _UNSET))
         return not any(map(_FALSE_ALARM.search, (self.text, *self.notes)))
 
     @property
     def place(self) -> Place:
         """Where it is in Metal text, else in the emulator's headers."""
-        shim = str(build.INCLUDE)
+        shim = (str(build.INCLUDE), "<")  # <scratch space>: text put there by macros
         own = (place for place in self.places if not place.file.startswith(shim))
         return next(own, self.places[0])
 

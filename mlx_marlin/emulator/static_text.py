@@ -71,6 +71,9 @@ class StaticRewriter(rewrite.Rewriter):
         elif _FLOAT.fullmatch(text):
             self.tokens[at].written = _inexact(float(text.rstrip("fF")))
 
+    def _component(self, at: int) -> None:
+        """No check at run time: nothing is run."""
+
     def _threadgroup_variables(self, at: int) -> None:
         super()._threadgroup_variables(at)
         token = self.tokens[at]
