@@ -19,6 +19,8 @@ from mlx_marlin.source import Source
 BACKENDS = ("metal", "cuda", "emulator", "stock")
 ON_GPU = ("metal", "cuda")
 """Those where stock MLX runs on the same GPU."""
+DEVICES = {"metal": "Metal", "cuda": "CUDA"}
+"""What these are called."""
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
 IN_CONSTANT = 8
 """MLX hands inputs of fewer elements over in Metal's `constant` address space, which
@@ -49,28 +51,34 @@ def backend() -> str:
 
     `MLX_MARLIN_BACKEND` overrides the choice. Asked once per process.
     """
+    name, reason = choice()
+    if name == "stock" and forced_backend() is None and not _default_is_gpu():
+        warnings.warn(
+            f"mlx_marlin: stock MLX serves every call, because {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return name
+
+
+@cache
+def choice() -> tuple[str, str]:
+    """Returns the back end and why it is that one."""
     wish = forced_backend()
     if wish is not None:
-        return wish
-    if mx.metal.is_available():
-        return "metal"
+        return wish, f"{ENVIRONMENT}={wish!r} is set"
     # Whatever the default device is now: it may be another one at the next call.
-    if mx.cuda.is_available():
-        return "cuda"
-    if mx.default_device() != mx.Device(mx.cpu):
-        return "stock"
+    for name in ON_GPU:
+        if has_device(name):
+            return name, f"MLX has a {DEVICES[name]} device"
+    if _default_is_gpu():
+        return "stock", "MLX's default device is a GPU without Metal and CUDA"
     from mlx_marlin import emulator
 
     reason = emulator.unavailable()
     if reason is None:
-        return "emulator"
-    warnings.warn(
-        f"mlx_marlin: stock MLX serves every call, because there is no Metal here and "
-        f"the emulator cannot run: {reason}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return "stock"
+        return "emulator", "MLX has no GPU here, and the emulator can compile kernels"
+    return "stock", (f"there is no Metal here and the emulator cannot run: {reason}")
 
 
 @cache
@@ -86,16 +94,24 @@ def forced_backend() -> str | None:
     return wish or None
 
 
-def missing() -> str | None:
-    """Says what a back end that is forced lacks to run here; None if nothing.
+def has_device(name: str) -> bool:
+    """Returns whether MLX has a device for a back end of `ON_GPU`."""
+    return bool(getattr(mx, name).is_available())
 
-    Without it graphs can be built, and nothing be computed.
+
+def missing() -> str | None:
+    """Returns why the back end that is forced cannot compute here, or None.
+
+    Graphs of its kernels can still be built and exported.
     """
-    has = {"metal": mx.metal.is_available, "cuda": mx.cuda.is_available}
     wish = forced_backend()
-    if wish not in has or has[wish]():
+    if wish not in ON_GPU or has_device(wish):
         return None
-    return f"{ENVIRONMENT}={wish!r}, and MLX has no such device here"
+    others = [each for each in BACKENDS if each not in ON_GPU or has_device(each)]
+    return (
+        f"{ENVIRONMENT}={wish!r} needs a {DEVICES[wish]} device, and MLX has none "
+        f"here: expected {', '.join(others)}, or no value"
+    )
 
 
 def may_hand_over() -> bool:
@@ -108,7 +124,7 @@ def may_hand_over() -> bool:
 
 def forget() -> None:
     """Drops what was asked once and built once: back end, kernels."""
-    for cached in (backend, forced_backend, kernel, _cuda_kernel):
+    for cached in (backend, choice, forced_backend, kernel, _cuda_kernel):
         cached.cache_clear()
 
 
@@ -135,7 +151,7 @@ def lazily(text: Source, shared_memory: int) -> KernelCall:
 @cache
 def kernel(text: Source) -> KernelCall:
     """Returns the kernel of a Metal text, which is built once."""
-    return cast(
+    built = cast(
         KernelCall,
         _factory()(
             name=text.name,
@@ -146,6 +162,20 @@ def kernel(text: Source) -> KernelCall:
             atomic_outputs=text.atomic,
         ),
     )
+    reason = missing()
+    return built if reason is None else _without_device(text.name, built, reason)
+
+
+def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
+    """Returns a kernel that can be traced; a call outside of a trace says why not."""
+
+    def call(**arguments: Any) -> list[mx.array]:
+        try:
+            return built(**arguments)
+        except RuntimeError as error:  # "No Metal back-end."
+            raise ValueError(f"the kernel {name} cannot run: {reason}") from error
+
+    return call
 
 
 def inputs_of(
@@ -182,14 +212,16 @@ def dtype(name: str) -> mx.Dtype:
     return cast(mx.Dtype, getattr(mx, name))
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Returns "float16" for `mx.float16`: the name that plans know a dtype by."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 @cache
 def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():
-        others = ", ".join(each for each in BACKENDS if each != "cuda")
-        raise ValueError(
-            f"the kernel {text.name} needs a CUDA device, and MLX has none here: "
-            f"{ENVIRONMENT}={os.environ.get(ENVIRONMENT)!r}, expected one of {others}"
-        )
+        reason = missing() or "MLX has no CUDA device here"
+        raise ValueError(f"the kernel {text.name} cannot run: {reason}")
     return cast(
         KernelCall,
         mx.fast.cuda_kernel(
@@ -209,3 +241,7 @@ def _factory() -> Callable[..., object]:
     from mlx_marlin.emulator import metal_kernel
 
     return metal_kernel
+
+
+def _default_is_gpu() -> bool:
+    return mx.default_device() != mx.Device(mx.cpu)

@@ -8,13 +8,15 @@ arithmetic are measured once, rounded, and kept as a file of the user's cache.
 import ctypes
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mlx_marlin import cache
 from mlx_marlin.cuda_device import DEFAULT, CudaDevice, gpus, key
 
+FOLDER = "gpus"
+"""Name of the folder of the cache that keeps what was measured."""
 DRIVER = "libcuda.so.1"
 MULTIPROCESSORS = 16
 """CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
@@ -55,6 +57,12 @@ def here() -> CudaDevice | None:
     )
 
 
+def driver_version() -> int:
+    """Returns the version of the CUDA driver, such as 13000; 0 where there is none."""
+    driver = _driver()
+    return 0 if driver is None else _version(driver)
+
+
 def _driver() -> Any:
     """Returns the driver's library, ready to be asked; None where there is none."""
     try:
@@ -84,15 +92,15 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
     import mlx.core as mx
 
     version = mx.__version__  # type: ignore[attr-defined]
-    file = _file(f"{name}, driver {_version(driver)}, MLX {version}")
-    found = _read(file)
+    file_name = _file_name(f"{name}, driver {_version(driver)}, MLX {version}")
+    found = _read(file_name)
     if found is None:
         try:
             with mx.stream(mx.gpu):
                 found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
         except (RuntimeError, ValueError, MemoryError):  # no room, or while MLX traces
             return replace(DEFAULT, name=name, arch=arch or DEFAULT.arch)
-        _write(file, found)
+        _write(file_name, found)
     return CudaDevice(
         name=name,
         variant=f"{name}, measured",
@@ -143,17 +151,14 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _file(what: str) -> Path | None:
-    """Returns where the measured figures of a device are kept, if they can be."""
-    try:
-        folder = cache.folder("gpus")
-    except ImportError:
-        return None
-    return folder / f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+def _file_name(what: str) -> str:
+    """Returns the name of the file that keeps a device's measured figures."""
+    return f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
-def _read(file: Path | None) -> dict[str, float] | None:
-    """Returns figures that were kept; None if there are none, or they are odd."""
+def _read(file_name: str) -> dict[str, float] | None:
+    """Returns figures that were kept; None if there are none, or they are invalid."""
+    file = cache.find(FOLDER, file_name)
     try:
         kept = json.loads(file.read_text("utf-8")) if file else {}
         found = {name: float(kept[name]) for name in ("bandwidth_gbs", "tflops")}
@@ -162,12 +167,7 @@ def _read(file: Path | None) -> dict[str, float] | None:
     return found if min(found.values()) > 0 else None
 
 
-def _write(file: Path | None, figures: dict[str, float]) -> None:
-    """Keeps figures; where nothing can be written, the next process measures again."""
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(figures), "utf-8")
-    except OSError:
-        return
+def _write(file_name: str, figures: dict[str, float]) -> None:
+    """Keeps figures. If they cannot be written, the next process measures again."""
+    with suppress(OSError):
+        cache.store(FOLDER, file_name, json.dumps(figures).encode())

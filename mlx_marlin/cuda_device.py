@@ -9,6 +9,8 @@ from functools import lru_cache
 
 ARCHITECTURE = re.compile(r"sm_\d{2,}")
 """How MLX spells a compute capability: "sm_90" is 9.0."""
+MOST_MULTIPROCESSORS = 1024
+"""No GPU has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +38,14 @@ class CudaDevice:
     arch: str
 
     def __post_init__(self) -> None:
-        figures = (
-            self.multiprocessors,
-            self.bandwidth_gbs,
-            self.tflops,
-            self.shared_bytes,
-        )
-        if min(figures) <= 0:
+        if not 1 <= self.multiprocessors <= MOST_MULTIPROCESSORS:
             raise ValueError(
-                "a device needs multiprocessors, bandwidth_gbs, tflops and "
-                f"shared_bytes above 0, got {self}"
+                f"multiprocessors={self.multiprocessors}, expected 1 to "
+                f"{MOST_MULTIPROCESSORS}"
             )
+        for name in ("bandwidth_gbs", "tflops", "shared_bytes"):
+            if (value := getattr(self, name)) <= 0:
+                raise ValueError(f"{name}={value} must be above 0")
         if not ARCHITECTURE.fullmatch(self.arch):
             raise ValueError(f"arch={self.arch!r}: expected one such as 'sm_90'")
 

@@ -1,9 +1,9 @@
 """Derivatives of our products: those of stock MLX, and never a silent zero."""
 
-import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import cast
 
 import mlx.core as mx
@@ -53,15 +53,28 @@ def differentiable(
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow; under `left_out` it is just `ours`.
+        for all arrays that follow; under `left_out` it is just `ours`. A gradient with
+        respect to integers (codes, scales that are bytes, indices) raises a ValueError.
+        There are two arrays or more, whose dtypes are the same in each call.
     """
+    repeated = 0
+    repeat: Callable[[tuple[mx.array, ...]], tuple[mx.array, ...]] | None = None
 
-    product = mx.custom_function(ours)
+    def forward(*given: mx.array) -> mx.array:
+        return ours(*given[repeated:])
 
+    product = mx.custom_function(forward)
+
+    # MLX does not tell which gradients are asked for, and stock MLX raises for integers
+    # where they are. So each array of integers is given twice: MLX adds the gradients
+    # of both places, only where they are asked for, and two shapes that do not fit make
+    # that addition raise. (An operation that cannot be differentiated, in front of the
+    # codes, would raise too, but takes a node of the graph in each call.)
     @product.vjp
     def backward(
-        primals: tuple[mx.array, ...], cotangent: Results, _: Results
+        given: tuple[mx.array, ...], cotangent: Results, _: Results
     ) -> tuple[mx.array, ...]:
+        primals = given[repeated:]
         moving = [i for i, each in enumerate(primals) if _is_float(each)]
 
         def of_floats(*values: mx.array) -> Results:
@@ -73,18 +86,17 @@ def differentiable(
         if backward_of_x is not None:
             (cotangent,) = _each(cotangent)  # no parts have this way
             known[0] = backward_of_x(cotangent, *primals[1:])
-        # Codes, and scales that are bytes, have no gradient. MLX raises where one is
-        # asked for, which cannot be seen from here; a zero would pass for an answer.
-        return tuple(
-            known.get(i, mx.full(each.shape, math.nan))
-            for i, each in enumerate(primals)
+        return (
+            *[mx.zeros(2)] * repeated,
+            *(known.get(i, mx.zeros(3)) for i in range(len(primals))),
         )
 
     @product.jvp
-    def forward(
-        primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
+    def tangent(
+        given: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
     ) -> Results:
-        moving = {i: each for i, each in enumerate(tangents) if each is not None}
+        primals = given[repeated:]
+        moving = {i: t for i, t in enumerate(tangents[repeated:]) if t is not None}
 
         def of_moving(*values: mx.array) -> Results:
             moved = dict(zip(moving, values, strict=True))
@@ -94,8 +106,17 @@ def differentiable(
         results, along = mx.jvp(of_moving, starts, list(moving.values()))
         return tuple(along) if len(results) > 1 else along[0]
 
+    call = cast(Product, product)
+
     def chosen(*arrays: mx.array) -> mx.array:
-        return (ours if _wish.left_out else cast(Product, product))(*arrays)
+        nonlocal repeated, repeat
+        if _wish.left_out:
+            return ours(*arrays)
+        if repeat is None:
+            integers = [i for i, each in enumerate(arrays) if not _is_float(each)]
+            repeated = len(integers)
+            repeat = itemgetter(*integers, *range(len(arrays)))
+        return call(*repeat(arrays))
 
     return chosen
 

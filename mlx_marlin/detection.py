@@ -5,9 +5,11 @@ something else is not an error, because the chip table stands in.
 """
 
 import re
+import sys
 from collections.abc import Sequence
 
 SYSTEM_NAME = ("sysctl", "-n", "machdep.cpu.brand_string")
+SYSTEM_BUILD = ("sysctl", "-n", "kern.osversion")
 REGISTRY_CORES = ("ioreg", "-rc", "AGXAccelerator", "-d1")
 PROFILER_CORES = ("system_profiler", "SPDisplaysDataType", "-json")
 
@@ -21,15 +23,22 @@ MOST_CORES = 1024
 
 def chip_name() -> str | None:
     """Returns what the system calls its chip, such as "Apple M3 Max"."""
-    return (_ask(SYSTEM_NAME, QUICK) or "").strip() or None
+    return (ask(SYSTEM_NAME, QUICK) or "").strip() or None
+
+
+def os_build() -> str | None:
+    """Returns macOS's build, such as "24F74": the GPU's compiler comes with it."""
+    if sys.platform != "darwin":
+        return None
+    return (ask(SYSTEM_BUILD, QUICK) or "").strip() or None
 
 
 def gpu_cores() -> int | None:
     """Returns the GPU cores that the I/O registry states, else the system profiler."""
     in_registry = r'"gpu-core-count"\s*=\s*(\d+)'
     in_profile = r'"sppci_cores"\s*:\s*"?(\d+)'
-    return _number(in_registry, _ask(REGISTRY_CORES, QUICK)) or _number(
-        in_profile, _ask(PROFILER_CORES, SLOW)
+    return _number(in_registry, ask(REGISTRY_CORES, QUICK)) or _number(
+        in_profile, ask(PROFILER_CORES, SLOW)
     )
 
 
@@ -41,7 +50,7 @@ def _number(pattern: str, answer: str | None) -> int | None:
     return int(found[1])
 
 
-def _ask(command: Sequence[str], timeout: float) -> str | None:
+def ask(command: Sequence[str], timeout: float) -> str | None:
     """Returns what a tool prints; None if it is missing, fails or takes too long."""
     import subprocess  # costs more than the rest of this package's planning half
 

@@ -78,9 +78,14 @@ class Device:
     arch: str = ""
 
     def __post_init__(self) -> None:
-        if self.cores < 1 or self.bandwidth_gbs <= 0 or self.clock_ghz <= 0:
+        if not 1 <= self.cores <= detection.MOST_CORES:
             raise ValueError(
-                f"a device needs cores, bandwidth and clock above 0, got {self}"
+                f"cores={self.cores}, expected 1 to {detection.MOST_CORES}"
+            )
+        if self.bandwidth_gbs <= 0 or self.clock_ghz <= 0:
+            raise ValueError(
+                f"bandwidth_gbs={self.bandwidth_gbs} and clock_ghz={self.clock_ghz} "
+                f"must be above 0"
             )
         if self.arch and not ARCHITECTURE.fullmatch(self.arch):
             raise ValueError(

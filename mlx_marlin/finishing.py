@@ -7,6 +7,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin.argument_types import check_arrays
 from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.launch import Product
 
@@ -188,6 +189,7 @@ def check_operands(
     """Checks an epilogue's arrays against the result's shape.
 
     Raises:
+        TypeError: If one is not an array.
         ValueError: If one has another shape than it should.
     """
     for name, array, expected in (
@@ -195,7 +197,11 @@ def check_operands(
         ("multiply", multiply, tuple(shape)),
         ("residual", residual, tuple(shape)),
     ):
-        if array is not None and array.shape != expected:
+        if array is None:
+            continue
+        if not isinstance(array, mx.array):
+            check_arrays(**{name: array})
+        if array.shape != expected:
             raise ValueError(
                 f"{name} has shape {array.shape}, expected {expected} for a result of "
                 f"shape {tuple(shape)}"

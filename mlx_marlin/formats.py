@@ -183,5 +183,5 @@ def format_of(mode: str, bits: int) -> Format:
     except KeyError:
         known = ", ".join(f"{mode} {bits}-bit" for mode, bits in FORMATS)
         raise ValueError(
-            f"mode={mode!r} with bits={bits} is not one of ours: {known}"
+            f"mode={mode!r} with bits={bits!r} is not one of ours: {known}"
         ) from None

@@ -3,6 +3,11 @@
 import mlx.core as mx
 
 from mlx_marlin import backends
+from mlx_marlin.argument_types import (
+    check_arrays,
+    check_format,
+    check_optional_arrays,
+)
 from mlx_marlin.formats import MODE_DEFAULTS
 from mlx_marlin.gather_kind import Kind, packed_kind
 from mlx_marlin.gather_serving import product_of, serve_gated, serve_packed
@@ -84,39 +89,55 @@ def gather_qmm(
     if isinstance(w, PackedWeight):
         check_packed(w, scales, biases, group_size, bits, mode)
         _check_experts(w, global_scale)
-        return gather_packed(
-            x,
-            w.words,
-            w.scales,
-            w.n,
-            w.k,
-            w.group_size,
-            w.bits,
-            w.mode,
-            lhs_indices,
-            rhs_indices,
-            transpose,
-            sorted_indices=sorted_indices,
-            invariant=invariant,
-        )
+        try:
+            return gather_packed(
+                x,
+                w.words,
+                w.scales,
+                w.n,
+                w.k,
+                w.group_size,
+                w.bits,
+                w.mode,
+                lhs_indices,
+                rhs_indices,
+                transpose,
+                sorted_indices=sorted_indices,
+                invariant=invariant,
+            )
+        except (AttributeError, TypeError):
+            check_arrays(x=x)
+            check_optional_arrays(lhs_indices=lhs_indices, rhs_indices=rhs_indices)
+            raise
 
     if scales is None:
         raise TypeError("scales is None, which only a packed weight may leave out")
     # Checks the arguments and tells the result's shape; evaluated only if returned.
-    result = mx.gather_qmm(
-        x,
-        w,
-        scales,
-        biases,
-        lhs_indices,
-        rhs_indices,
-        transpose,
-        group_size,
-        bits,
-        mode,
-        global_scale,
-        sorted_indices=sorted_indices,
-    )
+    try:
+        result = mx.gather_qmm(
+            x,
+            w,
+            scales,
+            biases,
+            lhs_indices,
+            rhs_indices,
+            transpose,
+            group_size,
+            bits,
+            mode,
+            global_scale,
+            sorted_indices=sorted_indices,
+        )
+    except TypeError:
+        check_arrays(x=x, w=w, scales=scales)
+        check_optional_arrays(
+            biases=biases,
+            lhs_indices=lhs_indices,
+            rhs_indices=rhs_indices,
+            global_scale=global_scale,
+        )
+        check_format(group_size, bits, mode)
+        raise
     alike = biases is None or biases.dtype == scales.dtype
     whole = w.ndim == 3 and scales.shape[:-1] == w.shape[:-1]
     if rhs_indices is None or not alike or not whole:

@@ -6,7 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.formats import MODE_DEFAULTS
+from mlx_marlin.formats import GROUPS, MODE_DEFAULTS
 from mlx_marlin.packing import dtype_name
 from mlx_marlin.problem import Problem
 from mlx_marlin.stock_weight import stock_groups
@@ -100,12 +100,9 @@ def packed_kind(
         ValueError: If the arguments do not belong together, in MLX's words.
     """
     experts, n, k = w_shape
-    size = stock_groups(mode, bits, group_size)
-    if size is None:
-        raise ValueError(
-            f"group_size={group_size} of {mode} {bits}-bit experts, expected groups of "
-            f"32 or more"
-        )
+    # What stock MLX cannot have is asked for in groups of another size: neither the
+    # result nor what is wrong with x and the indices depends on it.
+    size = stock_groups(mode, bits, group_size) or GROUPS[0]
     scales = mx.zeros((experts, n, k // size), scale_dtype)
     known = mode_of_mlx(mode)
     # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin import backends, gather_launch, scheduler
+from mlx_marlin import backends, gather_launch, guard, scheduler
 from mlx_marlin.cuda_device import CudaDevice
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS, TILE_N
@@ -47,6 +47,10 @@ def product_of(kind: Kind) -> Served | None:
     ):
         return None
     plan = scheduler.choose_gather(problem, kind.experts)
+    fault = guard.why_not(plan)
+    if fault:
+        refuse_variance(kind.invariant, fault)
+        return None
     product = differentiable(gather_launch.gather_product(plan), stock_of(kind))
 
     def run(
@@ -92,18 +96,21 @@ def _why_not_on_cuda(kind: Kind) -> str | None:
     return not_on_cuda(problem_of_one(kind), kind.transpose)
 
 
-def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat:
+def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat | None:
+    """Returns the product of our CUDA kernel; None if it failed its check here."""
     device = target()
     assert isinstance(device, CudaDevice)
     asked = problem_of_one(kind), kind.experts, each, device
     plan = scheduler.choose_cuda_gather(*asked, gate, kind.biased)
-    return gather_launch.cuda_gather_product(plan)
+    return None if guard.why_not(plan) else gather_launch.cuda_gather_product(plan)
 
 
-def _on_cuda(kind: Kind) -> Served:
+def _on_cuda(kind: Kind) -> Served | None:
     each = pairs_of_row(kind)
-    stock = stock_in_turn(kind, each)
-    product = differentiable(_cuda_product(kind, each), stock)
+    ours = _cuda_product(kind, each)
+    if ours is None:
+        return None
+    product = differentiable(ours, stock_in_turn(kind, each))
 
     def in_turn(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
         experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
@@ -133,9 +140,10 @@ def serve_gated(kind: Kind, gate: str) -> Served | None:
         return None
     if why_not_gather(replace(kind, n=2 * kind.n)):  # of both weights
         return None
-    product = differentiable(
-        _cuda_product(kind, each, gate), stock_gated(kind, each, gate)
-    )
+    ours = _cuda_product(kind, each, gate)
+    if ours is None:
+        return None
+    product = differentiable(ours, stock_gated(kind, each, gate))
 
     def run(
         x: mx.array,

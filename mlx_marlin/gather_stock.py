@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from mlx_marlin.gather_kind import Kind, Shape, mode_of_mlx
 from mlx_marlin.packing import PackedWeight
-from mlx_marlin.stock_weight import as_mlx, stock_groups
+from mlx_marlin.stock_weight import as_mlx, plain, stock_groups
 
 Flat = Callable[..., mx.array]
 """From x [rows, k], codes, scales, biases, rows of x and experts, flat, to a row a
@@ -31,18 +31,7 @@ def stock_of(kind: Kind) -> Flat:
 
     def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
         scales, biases, sources, experts = arrays
-        words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
-        y = mx.gather_qmm(
-            x[:, None],
-            words,
-            factors,
-            rest[0] if rest else None,
-            lhs_indices=sources,
-            rhs_indices=experts,
-            group_size=stock_groups(kind.mode, kind.bits, kind.group_size),
-            bits=kind.bits,
-            mode=mode_of_mlx(kind.mode),
-        )
+        y = _product(kind, x[:, None], w, scales, biases, sources, experts)
         return y.squeeze(-2)
 
     return stock
@@ -103,19 +92,49 @@ def stock_packed(
     rhs_indices: mx.array,
 ) -> mx.array:
     """Returns MLX's product, with packed weights that are unpacked for it."""
-    w, factors, *biases = weight_of_mlx(kind, words, scales, scales)
+    indices = lhs_indices, rhs_indices
+    return _product(
+        kind, x, words, scales, scales, *indices, kind.transpose, kind.is_sorted
+    )
+
+
+def _product(
+    kind: Kind,
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    lhs_indices: mx.array | None,
+    rhs_indices: mx.array,
+    transpose: bool = True,
+    is_sorted: bool = False,
+) -> mx.array:
+    size = stock_groups(kind.mode, kind.bits, kind.group_size)
+    if size is None:
+        # MLX's CPU device multiplies chosen matrices in float32 only.
+        dtype = mx.float32 if kind.on_cpu else kind.dtype
+        weights = plain(_packed(kind, w, scales), dtype)
+        y = mx.gather_mm(
+            x.astype(dtype),
+            weights.swapaxes(-1, -2) if transpose else weights,
+            lhs_indices,
+            rhs_indices,
+            sorted_indices=is_sorted,
+        )
+        return y.astype(kind.dtype)
+    words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
     return mx.gather_qmm(
         x,
-        w,
+        words,
         factors,
-        biases[0] if biases else None,
+        rest[0] if rest else None,
         lhs_indices,
         rhs_indices,
-        kind.transpose,
-        stock_groups(kind.mode, kind.bits, kind.group_size),
+        transpose,
+        size,
         kind.bits,
         mode_of_mlx(kind.mode),
-        sorted_indices=kind.is_sorted,
+        sorted_indices=is_sorted,
     )
 
 
@@ -125,8 +144,12 @@ def weight_of_mlx(
     """Returns codes, scales and biases that mean the same to stock MLX."""
     if kind.layout == "mlx":
         return (w, scales, biases) if kind.mode == "affine" else (w, scales)
-    packed = PackedWeight(
-        words=w,
+    return as_mlx(_packed(kind, w, scales))
+
+
+def _packed(kind: Kind, words: mx.array, scales: mx.array) -> PackedWeight:
+    return PackedWeight(
+        words=words,
         scales=scales,
         n=kind.n,
         k=kind.k,
@@ -134,4 +157,3 @@ def weight_of_mlx(
         bits=kind.bits,
         mode=kind.mode,
     )
-    return as_mlx(packed)

@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import is_
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.epilogue import MOST_PARTS
+from mlx_marlin.guarded_parameters import GuardedParameters
 from mlx_marlin.native_layer import NATIVE, twin
 from mlx_marlin.nn import MarlinLinear
+
+Kept = tuple[mx.array | None, list[mx.array], dict[int, mx.array]]
+"""The last x, the parameters, and the results that were not taken yet."""
+NOTHING: Kept = (None, [], {})
 
 
 class Joined:
@@ -22,40 +29,126 @@ class Joined:
     def __init__(self, layer: MarlinLinear, sizes: Sequence[int]) -> None:
         self.layer = layer
         self.sizes = tuple(sizes)
-        self._kept: tuple[mx.array | None, dict[int, mx.array]] = (None, {})
+        self._kept = NOTHING
 
     def part(self, x: mx.array, index: int) -> mx.array:
-        """Returns one layer's result; the first to ask has those of all computed.
+        """Returns one layer's result; the first call computes those of all layers.
 
-        Whoever asks with another x, or for the same part again, starts anew.
+        A call with another x, after a parameter was replaced, or for the same layer
+        again computes them anew.
         """
-        known, waiting = self._kept
-        if x is not known or index not in waiting:
-            waiting = dict(enumerate(self.layer.parts(x, self.sizes)))
-            self._kept = x, waiting
+        known, arrays, waiting = self._kept
+        layer = self.layer
+        if (
+            x is not known
+            or index not in waiting
+            or len(arrays) != len(layer)
+            or not all(map(is_, arrays, layer.values()))
+        ):
+            waiting = dict(enumerate(layer.parts(x, self.sizes)))
+            self._kept = x, [*layer.values()], waiting
         y = waiting.pop(index)
         if not waiting:
-            self._kept = None, {}  # hold on to nothing
+            self._kept = NOTHING
         return y
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Joined, (self.layer, self.sizes)  # a copy computes for itself
 
-class MarlinPart(nn.Module):
+
+class MarlinPart(GuardedParameters, nn.QuantizedLinear):
     """One of several linear layers that share x and are computed together.
 
-    The first of them owns the parameters of all. Between the calls with one x, that
-    array must not be changed in place.
+    It is an `nn.QuantizedLinear`, whose `weight`, `scales`, `biases` and `bias` are
+    computed from the joined layer when they are read, so that adapters can wrap it.
+    The first part holds the joined layer as "joined", and with it the parameters of
+    all parts. `modules` does not list that layer, because a replacement of it would
+    have no effect.
+
+    Between the calls with one x, that array must not be changed in place.
     """
 
     def __init__(self, joined: Joined, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        nn.Module.__init__(self)
+        layer = joined.layer
+        self.group_size, self.bits, self.mode = layer.group_size, layer.bits, layer.mode
+        self.train(layer.training)
+        # One set for all parts: `freeze` and `unfreeze` change it in place.
+        self._no_grad = layer._no_grad
         self.index = index
-        self.shared = joined
         if index == 0:
-            self.joined = joined.layer
+            self["joined"] = layer
+        self.shared = joined
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the layer's product [..., n] of x [..., k], with its bias if any."""
         return self.shared.part(x, self.index)
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        """Codes of this part in MLX's layout, uint32 [n, k * bits / 32]."""
+        return self._own_rows(self.shared.layer.weight)
+
+    @property
+    def scales(self) -> mx.array:  # type: ignore[override]
+        """Scales of this part [n, k / group_size]."""
+        return self._own_rows(self.shared.layer.scales)
+
+    @property
+    def biases(self) -> mx.array | None:  # type: ignore[override]
+        """Biases of this part [n, k / group_size]; None where the mode has none."""
+        biases = self.shared.layer.biases
+        return None if biases is None else self._own_rows(biases)
+
+    @property
+    def bias(self) -> mx.array:  # type: ignore[override]
+        """What this part adds to its product [n]."""
+        if "bias" not in self:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'bias'")
+        return self._own_rows(self.shared.layer["bias"])
+
+    def stored(self) -> str | None:
+        """Returns how the parameters differ from MLX's own."""
+        return f"joined with {len(self.shared.sizes) - 1} other layers (join=True)"
+
+    def children(self) -> dict[str, Any]:
+        """Returns no modules: tools must not find the joined layer."""
+        return {}
+
+    def _own_rows(self, array: mx.array) -> mx.array:
+        sizes = self.shared.sizes
+        first = sum(sizes[: self.index])
+        return array[first : first + sizes[self.index]]
+
+    def _set_training_mode(self, mode: bool) -> None:
+        super()._set_training_mode(mode)
+        shared = vars(self).get("shared")  # not while the part is being made
+        if shared is not None:
+            shared.layer._set_training_mode(mode)
+
+    def _validate_keys(self, keys: Any, strict: bool) -> Any:
+        # MLX found no arrays to freeze in the part itself.
+        joined = self.shared.layer
+        return [*joined] if keys == [] else super()._validate_keys(keys, strict)
+
+    def __contains__(self, name: object) -> bool:
+        # "bias" in a layer is how tools ask whether it has one.
+        if name == "bias" and "shared" in vars(self):
+            return "bias" in self.shared.layer
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> mx.array:
+        if name == "bias" and name in self:
+            return self.bias
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if "shared" in vars(self) and value is not self.shared.layer:
+            raise ValueError(
+                f"{name!r} cannot be set: {type(self).__name__} is {self.stored()}; "
+                "call mlx_marlin.restore(model) first"
+            )
+        super().__setitem__(name, value)
 
     def _extra_repr(self) -> str:
         features = self.shared.sizes[self.index]

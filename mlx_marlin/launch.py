@@ -13,7 +13,7 @@ from mlx_marlin import backends, kernel_arguments, source
 from mlx_marlin import cuda_declarations as declarations
 from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import PLAIN, Rotation
+from mlx_marlin.epilogue import Rotation
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.plan import Plan
@@ -61,6 +61,11 @@ def product(plan: Plan) -> Product:
         each is [m, heads, 1, features].
     """
     _built.append(plan)
+    return unrecorded_product(plan)
+
+
+def unrecorded_product(plan: Plan) -> Product:
+    """Builds the same call as `product`, and `plans_built` does not list the plan."""
     multiply = _multiply(plan)
     if not plan.finishes:
         return multiply
@@ -106,12 +111,19 @@ def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.
     return _decoder(plan, (0, plan.rows, 0, problem.k))
 
 
+def decoded_blocks(
+    plan: DensePlan, w: mx.array, scales: mx.array, biases: mx.array
+) -> list[mx.array]:
+    """Returns the weight's blocks as `dense_product` decodes them, chunk by chunk."""
+    return [_decoder(plan, block)(w, scales, biases) for block in plan.chunks]
+
+
 def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
     on_cuda = backends.backend() == "cuda"
-    text = source.decoding_source(problem) if on_cuda else source.dequantize_source()
+    text = source.of_dense(problem, on_cuda)
     kernel = lazily(text, 0) if on_cuda else backends.kernel(text)
     template = backends.template(kernel_arguments.weight_template(problem))
     _, rows, _, length = block
@@ -146,7 +158,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         is one, to y [m, n] in the problem's dtype, or [*rows, n].
     """
     problem = plan.problem
-    text = _reduce_source(plan)
+    text = source.of_reduce(plan)
     kernel = backends.kernel_of(plan, text)
     template = backends.template(kernel_arguments.reduce_template(plan))
     numbers = _numbers(plan, kernel_arguments.finishing_schedule(plan))
@@ -177,9 +189,7 @@ _built: deque[Plan] = deque(maxlen=REMEMBERED)
 
 def _multiply(plan: Plan) -> Product:
     problem = plan.problem
-    fused = problem.epilogue != PLAIN and not plan.is_split
-    atomic = plan.reduction == "atomic"
-    text = _product_source(plan, fused, atomic)
+    text = source.of_product(plan)
     kernel = backends.kernel_of(plan, text)
     dtype = mx.float32 if plan.is_split else backends.dtype(problem.dtype)
     by_slots = plan.reduction == "workspace"
@@ -199,7 +209,7 @@ def _multiply(plan: Plan) -> Product:
     words = problem.n * problem.k * problem.bits // 32
     least = problem.batch * min(problem.n * problem.groups, words)
     small = least < IN_CONSTANT
-    start: dict[str, float] = {"init_value": 0.0} if atomic else {}
+    start: dict[str, float] = {"init_value": 0.0} if text.atomic else {}
     columns = _columns(text, problem)
     shapes = partial(_shapes, problem, columns)
 
@@ -266,18 +276,6 @@ def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
             for end, columns in zip(ends, parts, strict=True)
         ]
     return cast(mx.array, tuple(results))
-
-
-def _product_source(plan: Plan, fused: bool, atomic: bool) -> source.Source:
-    if plan.on_cuda:
-        return source.cuda_product_source(plan)
-    return source.product_source(plan.kernel, fused, atomic)
-
-
-def _reduce_source(plan: Plan) -> source.Source:
-    if plan.on_cuda:
-        return source.sums_source(plan)
-    return source.reduce_source(plan.problem.epilogue != PLAIN)
 
 
 def _numbers(plan: Plan, schedule: tuple[int, ...]) -> dict[str, mx.array]:

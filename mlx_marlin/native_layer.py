@@ -1,5 +1,6 @@
 """What our layers share with MLX's own: their format, and arrays in MLX's layout."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import mlx.core as mx
@@ -62,3 +63,19 @@ def twin(cls: type[Layer], layer: nn.Module) -> Layer:
     twin.train(layer.training)
     twin._no_grad = set(layer._no_grad).difference(PACKED)
     return twin
+
+
+def replace_entries(
+    layer: nn.Module, names: Sequence[str], arrays: dict[str, mx.array]
+) -> None:
+    """Replaces the entries of these names, where the first of them is.
+
+    So the parameters keep their order when they are packed and unpacked.
+    """
+    entries = [*dict.items(layer)]
+    layer.clear()
+    for name, value in entries:
+        if name == names[0]:
+            dict.update(layer, arrays)
+        elif name not in names:
+            dict.update(layer, {name: value})

@@ -1,19 +1,21 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.fused_products import FusedProducts
+from mlx_marlin.guarded_parameters import GuardedParameters
 from mlx_marlin.native_layer import NATIVE, PACKED, twin
 from mlx_marlin.packed_calls import packed_product
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 
-class MarlinLinear(FusedProducts, nn.QuantizedLinear):
+class MarlinLinear(GuardedParameters, FusedProducts, nn.QuantizedLinear):
     """A quantized linear layer whose product runs on our kernels.
 
     It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with
@@ -46,7 +48,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         layout: str = "mlx",
         invariant: bool = False,
     ) -> None:
-        _check(layout, mode, bits)
+        check_integers(input_dims=input_dims, output_dims=output_dims)
+        _check(layout, mode, bits, group_size)
         if _is_packed_only(layout, group_size, mode, bits):
             nn.Module.__init__(self)
             floats = nn.Linear(input_dims, output_dims, False)
@@ -77,7 +80,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         invariant: bool = False,
     ) -> Self:
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
-        _check(layout, mode, bits)
+        _check_layer("linear_layer", linear_layer, nn.Linear)
+        _check(layout, mode, bits, group_size)
         if _is_packed_only(layout, group_size, mode, bits):
             ours = cls.__new__(cls)
             nn.Module.__init__(ours)
@@ -107,8 +111,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             invariant: Whether a row's bits must not depend on how many rows there are.
 
         Raises:
+            TypeError: If the layer is not an `nn.QuantizedLinear`.
             ValueError: If the layout is unknown or our format cannot hold the weight.
         """
+        _check_layer("layer", layer, nn.QuantizedLinear)
         _check(layout, layer.mode, layer.bits)
         sizes = format_of(layer.mode, layer.bits).group_sizes
         if layout == "mlx" and layer.group_size not in sizes:
@@ -168,14 +174,22 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
     # MLX's layer has these as plain attributes, which it never sets again.
     @property
-    def weight(self) -> mx.array:  # type: ignore[override]
+    def weight(self) -> mx.array:
         """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
         return self.native()[0]
 
+    @weight.deleter
+    def weight(self) -> None:
+        _refuse_change("weight")
+
     @property
-    def scales(self) -> mx.array:  # type: ignore[override]
+    def scales(self) -> mx.array:
         """Scales [n, k / group_size]."""
         return self.native()[1]
+
+    @scales.deleter
+    def scales(self) -> None:
+        _refuse_change("scales")
 
     @property
     def biases(self) -> mx.array | None:
@@ -185,6 +199,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     @biases.setter
     def biases(self, none: mx.array | None) -> None:
         """Takes the None that MLX's layer sets where the mode has no biases."""
+
+    @biases.deleter
+    def biases(self) -> None:
+        _refuse_change("biases")
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
@@ -262,7 +280,26 @@ def _is_packed_only(
     return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)
 
 
-def _check(layout: str, mode: str, bits: int | None) -> None:
+def _refuse_change(name: str) -> NoReturn:
+    """Refuses an array that takes a packed one's place: MLX deletes what was there."""
+    raise TypeError(
+        f"{name} of a layer with layout='marlin' cannot be set, because its parameters "
+        f"are {' and '.join(PACKED)}: set {name} of the layer that to_stock() returns "
+        f"and make a new one with from_quantized"
+    )
+
+
+def _check_layer(name: str, layer: object, expected: type[nn.Module]) -> None:
+    if not isinstance(layer, expected):
+        raise TypeError(
+            f"{name} must be an nn.{expected.__name__}, got {type(layer).__name__}"
+        )
+
+
+def _check(
+    layout: str, mode: str, bits: int | None, group_size: GroupSize = None
+) -> None:
+    check_format(group_size, bits, mode, may_be_row=True)
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     if mode not in MODE_DEFAULTS:

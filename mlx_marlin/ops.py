@@ -10,6 +10,7 @@ from typing import NoReturn, cast
 
 import mlx.core as mx
 
+from mlx_marlin.argument_types import check_activation, check_format, is_integer
 from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.finishing import check_operands, split_apart
 from mlx_marlin.packing import PackedWeight
@@ -141,9 +142,13 @@ def linear(
                 mode=mode,
             )
     finish = bias is not None, activation, multiply is not None, residual is not None
-    served = _served(
-        x, w, scales, biases, True, group_size, bits, mode, (*finish, ()), invariant
-    )
+    try:
+        served = _served(
+            x, w, scales, biases, True, group_size, bits, mode, (*finish, ()), invariant
+        )
+    except TypeError:
+        check_activation(activation)
+        raise
     check_operands(_result_shape(x, w), bias, multiply, residual)
     given = [each for each in (bias, multiply, residual) if each is not None]
     if isinstance(w, PackedWeight):
@@ -207,13 +212,19 @@ def linears(
                 bits=bits,
                 mode=mode,
             )
-    finish = bias is not None, None, False, False, tuple(parts)
+    try:
+        finish = bias is not None, None, False, False, tuple(parts)
+    except TypeError:
+        raise TypeError(
+            f"parts={parts!r} must be a sequence of 2 to 6 ints, "
+            f"got {type(parts).__name__}"
+        ) from None
     _epilogue(*finish)  # refuses parts that cannot be
-    n = w.shape[-2]
     if isinstance(w, PackedWeight) and w.batch:
         raise ValueError(f"w is a batch {w.batch} of packed weights, expected one")
-    if sum(parts) != n:
-        raise ValueError(f"parts={tuple(parts)} do not add up to the weight's {n} rows")
+    n = sum(parts)
+    if getattr(w, "shape", ())[-2:-1] != (n,):
+        _refuse_rows(x, w, scales, biases, finish[-1])
     served = _served(
         x, w, scales, biases, True, group_size, bits, mode, finish, invariant
     )
@@ -233,7 +244,7 @@ def linears(
         return split_apart(y, tuple(parts))
     given = [] if bias is None else [bias]
     if isinstance(w, PackedWeight):
-        return several(served.run(x, w.words, w.scales, w.scales, *given))
+        return several(served.run(x, w.words, w.scales, w.third, *given))
     return several(served.run(x, w, scales, biases, *given))
 
 
@@ -258,6 +269,20 @@ def why_not(
         with mx.stream(stream):
             return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
     return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
+
+
+def _refuse_rows(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    parts: tuple[int, ...],
+) -> NoReturn:
+    if not isinstance(w, mx.array | PackedWeight):
+        _refuse_types(x, w, scales, biases)
+    if len(w.shape) < 2:
+        raise ValueError(f"w has shape {w.shape}, expected [n, k * bits / 32]")
+    raise ValueError(f"parts={parts} do not add up to the weight's {w.shape[-2]} rows")
 
 
 def several(results: mx.array) -> tuple[mx.array, ...]:
@@ -285,6 +310,8 @@ def _epilogue(
     residual: bool,
     parts: tuple[int, ...],
 ) -> Epilogue:
+    if not all(map(is_integer, parts)):
+        raise TypeError(f"parts={parts} must be ints")
     return Epilogue(
         bias=bias,
         activation=activation or "none",
@@ -338,9 +365,12 @@ def _served(
         on_cpu,
     )
     key = (*call, finish, invariant)
-    return _known.get(key) or remembered(
-        _known, key, serve_native(*call, _epilogue(*finish), invariant)
-    )
+    known = _known.get(key)
+    if known is None:
+        check_format(group_size, bits, mode)
+        served = serve_native(*call, _epilogue(*finish), invariant)
+        return remembered(_known, key, served)
+    return known
 
 
 def _packed(

@@ -1,14 +1,22 @@
 """Quantizing weights, and moving them between MLX's layout and ours, on MLX arrays."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlx_marlin import layout, quantizers
+from mlx_marlin.argument_types import (
+    check_arrays,
+    check_format,
+    check_integers,
+    check_optional_arrays,
+)
+from mlx_marlin.backends import dtype_name
 from mlx_marlin.formats import DTYPE_BYTES, MODE_DEFAULTS, Format, format_of
 from mlx_marlin.repacking import to_rows, to_tiles
+from mlx_marlin.tile_order import deinterleave, interleave
 
 GroupSize = int | Literal["channel"] | None
 """Weights that share a scale; "channel" is a whole row, None what the mode has."""
@@ -51,6 +59,10 @@ class PackedWeight:
     )
 
     def __post_init__(self) -> None:
+        check_arrays(words=self.words, scales=self.scales)
+        check_optional_arrays(global_scale=self.global_scale)
+        check_format(self.group_size, self.bits, self.mode)
+        check_integers(n=self.n, k=self.k)
         known = format_of(self.mode, self.bits)
         _check_groups("PackedWeight", self.k, known, self.group_size)
         _check_global(self.global_scale, self.mode)
@@ -78,6 +90,16 @@ class PackedWeight:
         kind = *format, self.scales.dtype, scale is not None, self.batch
         object.__setattr__(self, "kind", kind)
 
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Returns what `copy` and `pickle` make the weight from.
+
+        Only what a caller gives: `kind` holds an MLX dtype, which cannot be pickled.
+        """
+        given = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.init
+        }
+        return _from_fields, (given,)
+
     @property
     def batch(self) -> tuple[int, ...]:
         """Leading axes, such as (experts,); empty for one weight."""
@@ -97,6 +119,10 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of codes, scales and biases, padding included."""
         return self.words.nbytes + self.scales.nbytes
+
+
+def _from_fields(given: dict[str, Any]) -> PackedWeight:
+    return PackedWeight(**given)
 
 
 def quantize(
@@ -126,8 +152,12 @@ def quantize(
         The packed weight. Its scales have w's dtype, or are bytes.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If w or the format is not one of ours.
     """
+    check_arrays(w=w)
+    check_optional_arrays(global_scale=global_scale)
+    check_format(group_size, bits, mode, may_be_row=True)
     if symmetric and mode not in ("affine", "symmetric"):
         raise ValueError(f"symmetric=True is not for mode={mode!r}, only for integers")
     mode = "symmetric" if symmetric else mode
@@ -185,8 +215,12 @@ def pack(
         global_scale: As in `PackedWeight`.
 
     Raises:
+        TypeError: If an argument is of another type.
         ValueError: If the arrays do not belong together or are not in our format.
     """
+    check_arrays(w=w, scales=scales)
+    check_optional_arrays(biases=biases, global_scale=global_scale)
+    check_format(group_size, bits, mode, may_be_row=True)
     bits = _bits(mode, bits)
     format = format_of(mode, bits)
     n, k, size = _check_native(w, scales, biases, format, group_size)
@@ -194,7 +228,7 @@ def pack(
     stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
         words=to_tiles(w, n, k, bits=bits, group_size=size),
-        scales=_interleave(stored, padded_n, -(-padded_k // size)),
+        scales=interleave(stored, padded_n, -(-padded_k // size)),
         n=n,
         k=k,
         group_size=size,
@@ -205,7 +239,13 @@ def pack(
 
 
 def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
-    """Returns what `pack` was given, exactly: codes, scales, biases if there are."""
+    """Returns what `pack` was given, exactly: codes, scales, biases if there are.
+
+    Raises:
+        TypeError: If `packed` is not a `PackedWeight`.
+    """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
     format = format_of(packed.mode, packed.bits)
     words = to_rows(
         packed.words,
@@ -214,28 +254,8 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
         bits=packed.bits,
         group_size=packed.group_size,
     )
-    return words, *_deinterleave(packed, format.parameters)
-
-
-def _interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
-    *batch, n, groups = stored[0].shape
-    dtype = mx.result_type(*stored)
-    factors = mx.stack([each.astype(dtype) for each in stored])
-    whole = [(0, 0)] * (1 + len(batch))
-    factors = mx.pad(factors, [*whole, (0, padded_n - n), (0, padded_groups - groups)])
-    digits = factors.reshape(len(stored), -1, 4, 8, padded_groups)
-    return digits.transpose(1, 4, 3, 2, 0).reshape(
-        *batch, padded_n // layout.TILE_N, padded_groups, -1
-    )
-
-
-def _deinterleave(packed: PackedWeight, parameters: int) -> mx.array:
-    """Returns scales, and biases if there are: the inverse of `_interleave`."""
-    n, _ = layout.padded(packed.n, packed.k)
-    *batch, _, groups, _ = packed.scales.shape
-    digits = packed.scales.reshape(-1, groups, 8, 4, parameters)
-    factors = digits.transpose(4, 0, 3, 2, 1).reshape(parameters, *batch, n, groups)
-    return factors[..., : packed.n, : packed.k // packed.group_size]
+    groups = packed.k // packed.group_size
+    return words, *deinterleave(packed.scales, packed.n, groups, format.parameters)
 
 
 def _bits(mode: str, bits: int | None) -> int:
@@ -299,8 +319,3 @@ def _check_native(
                 f"got {dtype_name(array.dtype)} with shape {array.shape}"
             )
     return n, k, size
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Returns "float16" for `mx.float16`: the name that plans know a dtype by."""
-    return str(dtype).removeprefix("mlx.core.")

@@ -5,6 +5,7 @@ with x and W of its own. In text a shape is k→n, with the rows m beside it.
 """
 
 from dataclasses import dataclass
+from operator import index
 
 from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import (
@@ -258,6 +259,13 @@ def problem_of(
     Raises:
         ValueError: If the product is not one of ours.
     """
+    m, n, k = integer("m", m), integer("n", n), integer("k", k)
+    batch = integer("batch", batch)
+    group_size = None if group_size is None else integer("group_size", group_size)
+    bits = None if bits is None else integer("bits", bits)
+    for name, word in {"mode": mode, "dtype": dtype, "layout": layout}.items():
+        if not isinstance(word, str):
+            raise ValueError(f"{name}={word!r}, expected a name as a string")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not one of {MODES}")
     usual_group, usual_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
@@ -278,3 +286,18 @@ def problem_of(
         invariant=invariant,
         norm=norm,
     )
+
+
+def integer(name: str, value: object) -> int:
+    """Returns an argument as an int; NumPy's integers become Python's.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+
+    Raises:
+        ValueError: If it is not an integer. True and False are not.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name}={value!r}, expected an integer")
+    return index(value)

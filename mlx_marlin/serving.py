@@ -11,7 +11,7 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import backends, launch, scheduler, tuned, why_stock
+from mlx_marlin import backends, guard, launch, scheduler, tuned, why_stock
 from mlx_marlin.dense_plan import DensePlan, dense_plan
 from mlx_marlin.derivatives import differentiable
 from mlx_marlin.epilogue import PLAIN, Epilogue
@@ -21,6 +21,7 @@ from mlx_marlin.kind import Kind, Run, Shape, as_called
 from mlx_marlin.launch import Product
 from mlx_marlin.measurement import Result
 from mlx_marlin.packing import PackedWeight, dtype_name
+from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 from mlx_marlin.stock_weight import native_product, stock_product
 from mlx_marlin.traced import traced
@@ -246,6 +247,7 @@ def forget() -> None:
         each.clear()
     launch.forget()
     tuned.forget()
+    guard.forget()
     for drop in _built_on_decisions:
         drop()
 
@@ -292,8 +294,11 @@ def _decide(kind: Kind, stock: Product) -> Served:
         why_stock.refuse_variance(kind.invariant, reason)
         return Served(stock, reason)
     if not kind.transpose:
-        product = launch.dense_product(dense_plan(problem, transposed=False))
-        product = differentiable(product, stock)
+        back = dense_plan(problem, transposed=False)
+        reason = _fault_of(back)
+        if reason:
+            return Served(stock, reason)
+        product = differentiable(launch.dense_product(back), stock)
         # Plain products are broadcast by MLX, which repeats no x.
         return Served(product if batch > 1 else as_called(product, kind))
     measured = _measured(problem)
@@ -301,9 +306,13 @@ def _decide(kind: Kind, stock: Product) -> Served:
     reason = None if dense else why_stock.faster_elsewhere(problem, measured)
     if reason:
         return Served(stock, reason)
-    product = _decoded(dense) if dense else _planned(problem, measured)
-    back = _backward(problem) if kind.layout == "marlin" else None
-    run = as_called(differentiable(product, stock, back), kind)
+    plan = dense or _plan(problem, measured)
+    reason = _fault_of(plan)
+    if reason:
+        return Served(stock, reason)
+    product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
+    of_x = _backward(problem) if kind.layout == "marlin" else None
+    run = as_called(differentiable(product, stock, of_x), kind)
     return traced_call(run) if backends.backend() == "cuda" else Served(run)
 
 
@@ -318,11 +327,25 @@ def traced_call(run: Run) -> Served:
     return served
 
 
-def _planned(problem: Problem, measured: Result | None) -> Product:
-    chosen = (
-        measured.plan if measured else scheduler.choose(problem, why_stock.target())
-    )
-    product = launch.product(chosen)
+def _fault_of(plan: Plan | DensePlan) -> str | None:
+    """Returns why a plan's kernels must not be used; None if they may.
+
+    Raises:
+        ValueError: If stock MLX would serve, and the product must not vary.
+    """
+    fault = guard.why_not(plan)
+    if fault:
+        why_stock.refuse_variance(plan.problem.invariant, fault)
+    return fault
+
+
+def _plan(problem: Problem, measured: Result | None) -> Plan:
+    return measured.plan if measured else scheduler.choose(problem, why_stock.target())
+
+
+def _planned(plan: Plan) -> Product:
+    problem = plan.problem
+    product = launch.product(plan)
     if problem.epilogue == PLAIN and problem.norm is None:
         return product
     return with_all_operands(product, problem.epilogue)
@@ -345,7 +368,8 @@ def _backward(problem: Problem) -> Product | None:
     """Returns the product with the weight as it is, for the gradient of x."""
     if problem.epilogue != PLAIN or problem.norm is not None:
         return None
-    return launch.dense_product(dense_plan(problem, transposed=False))
+    plan = dense_plan(problem, transposed=False)
+    return None if guard.why_not(plan) else launch.dense_product(plan)
 
 
 def _nothing_added_up(kind: Kind) -> Run:

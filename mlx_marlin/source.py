@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mlx_marlin import cuda_declarations as declarations
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
 
@@ -56,6 +57,26 @@ def shader_folder() -> Path:
         if (folder / "kernels").is_dir():
             return folder
     raise FileNotFoundError(f"no shaders in {candidates[0]} or {candidates[1]}")
+
+
+def of_product(plan: Plan) -> Source:
+    """Returns the text of a plan's first kernel."""
+    if plan.on_cuda:
+        return cuda_product_source(plan)
+    fused = plan.problem.epilogue != PLAIN and not plan.is_split
+    return product_source(plan.kernel, fused, plan.reduction == "atomic")
+
+
+def of_reduce(plan: Plan) -> Source:
+    """Returns the text of the kernel that adds a plan's splits."""
+    if plan.on_cuda:
+        return sums_source(plan)
+    return reduce_source(plan.problem.epilogue != PLAIN)
+
+
+def of_dense(problem: Problem, on_cuda: bool) -> Source:
+    """Returns the text of the kernel that decodes a block of a weight."""
+    return decoding_source(problem) if on_cuda else dequantize_source()
 
 
 @cache

@@ -121,16 +121,12 @@ def write(place: Path, here: Machine, results: Iterable[Result]) -> Path:
         The file.
 
     Raises:
-        OSError: If the folder cannot be written to.
+        OSError: If the folder cannot be written to, or is not trusted.
     """
-    target = place / here.file_name
     with locked(place):
         merged = read(place, here) | {each.plan.problem: each for each in results}
-        # At once: a reader, who takes no lock, sees the old file or the new one.
-        fresh = target.with_suffix(".new")
-        fresh.write_text(_text(here, merged), "utf-8")
-        os.replace(fresh, target)
-    return target
+        # At once: a reader takes no lock.
+        return cache.write(place, here.file_name, _text(here, merged).encode())
 
 
 def clear(place: Path) -> int:
@@ -149,11 +145,11 @@ def locked(place: Path) -> Iterator[None]:
     """Keeps other writers out of a folder, which is made if it is missing.
 
     Raises:
-        OSError: If the folder cannot be written to.
+        OSError: If the folder cannot be written to, or is not trusted.
     """
     import fcntl
 
-    place.mkdir(parents=True, exist_ok=True)
+    cache.make(place)
     with (place / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -163,10 +159,7 @@ def locked(place: Path) -> Iterator[None]:
 def _found(target: Target, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}
-    try:
-        place = folder()
-    except ImportError:
-        return {}  # what cannot be found cannot have been written here
+    place = folder()
     if not os.path.isdir(place):  # unlike Path's, False where it may not be asked
         return {}
     return read(place, machine(target, backend))
@@ -193,6 +186,8 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
     import json
 
     try:
+        if reason := cache.why_untrusted(file):
+            raise PermissionError(reason)
         data = json.loads(file.read_text("utf-8"))
         rows = [*data["results"]]
         if measurement.machine_of(data["machine"]) != here:

@@ -45,6 +45,9 @@ PARTITIONS: tuple[Partition, ...] = ("balanced", "ceil")
 MOST_UNEVEN = 65535
 """Most parts that share a whole unevenly: the shaders cut in 32 bits, and the product
 of two remainders has to fit."""
+MOST_THREADGROUPS = 65535
+"""Most threadgroups of work with fewer k tiles; other work may have one for each k tile
+of it. More would stay idle."""
 MOST_GROUPS = 8
 """Groups of stream-K ranges that work on neighbouring tiles (CUTLASS takes 8 too)."""
 
@@ -186,6 +189,12 @@ class Work:
             )
         if self.threadgroups < 1:
             raise ValueError(f"num_threadgroups={self.threadgroups} must be at least 1")
+        if self.threadgroups > max(MOST_THREADGROUPS, self.total):
+            raise ValueError(
+                f"num_threadgroups={self.threadgroups}, expected at most "
+                f"{max(MOST_THREADGROUPS, self.total)} for {self.tiles} tiles of "
+                f"{self.k_tiles} k tiles"
+            )
         if not 0 <= self.whole <= self.tiles:
             raise ValueError(
                 f"whole={self.whole} is not between 0 and {self.tiles}, the tiles"

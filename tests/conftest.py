@@ -10,9 +10,9 @@ import oracles
 import pytest
 from hypothesis import settings
 
-from mlx_marlin import backends, gather_serving, launch, serving, tuned
+from mlx_marlin import backends, gather_serving, guard, launch, serving, tuned
 from mlx_marlin.epilogue import PLAIN, Epilogue
-from mlx_marlin.integrations import block_attention
+from mlx_marlin.integrations import block_attention, warn_once
 from mlx_marlin.packing import PackedWeight, unpack
 from mlx_marlin.plan import Plan
 
@@ -25,6 +25,14 @@ settings.load_profile("mlx_marlin")
 
 # What somebody has measured here must not decide what a test sees.
 os.environ[tuned.ENVIRONMENT] = "0"
+# Tests of kernels want a fault to raise; those of the guard switch it on.
+os.environ[guard.ENVIRONMENT] = "0"
+
+
+@pytest.fixture(autouse=True)
+def _warnings_anew() -> None:
+    """Gives in each test the warnings that a process gives once."""
+    warn_once.forget()
 
 
 @pytest.fixture

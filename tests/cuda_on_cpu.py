@@ -8,7 +8,6 @@ reads of what was never written, accesses out of bounds and misaligned ones here
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -91,14 +90,10 @@ def _line(number: int, file: Path) -> str:
 
 def _written(text: str) -> Path:
     """Returns a file of a text: raw C++, which no one is to take for Metal."""
-    folder = cache.folder("cuda_host")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.h"
-    if not path.exists():
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(text)
-        own.replace(path)
-    return path
+    name = f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.h"
+    return cache.find("cuda_host", name) or cache.store(
+        "cuda_host", name, text.encode()
+    )
 
 
 def cuda_kernel(

@@ -9,7 +9,13 @@ import pytest
 from rule_mutants import MUTANTS, OBJECT, OF_TILE, Mutant
 
 from mlx_marlin import emulator
-from mlx_marlin.emulator import CompileError, check, check_text, static_check
+from mlx_marlin.emulator import (
+    CompileError,
+    check,
+    check_text,
+    static_check,
+    static_messages,
+)
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -41,6 +47,22 @@ def checked(line: str, header: str = "", **changes: Any) -> frozenset[tuple[str,
         header,
         calls=[CALL | changes],
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "'float' to 'bfloat' (aka '__bf16')",
+        "'__private float' to '__private bfloat' (aka '__private __bf16')",
+    ],
+    ids=["clang 21", "clang 19"],
+)
+def test_a_conversion_is_told_alike_whatever_clang_says(said: str) -> None:
+    warning = "implicit conversion loses floating-point precision: "
+    (complaint,) = static_messages.complaints(f"a:1:1: warning: {warning}{said} [-Wx]")
+
+    assert complaint.counts
+    assert complaint.sentence == f"{warning}'float' to 'bfloat' (aka 'bfloat')"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())

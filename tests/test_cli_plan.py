@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +326,29 @@ def test_what_is_wished_narrows_every_strategy(
     assert [line.split()[1] for line in one if line.startswith("# ")] == ["stripe,"]
 
 
+def test_more_threadgroups_than_work_are_idle(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "8 64 64 --strategy stripe --threadgroups 65535"
+
+    assert figures(capsys, words)["threadgroups"] == 65535
+    assert "idle: 2-65534" in lines(capsys, "plan", *words.split())
+
+
+def test_a_picture_of_too_many_threadgroups_is_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "1", "16000000", "64", "--bits", "1", "--group-size", "32"]
+
+    printed = lines(capsys, *words)
+
+    assert printed[-1].startswith("not drawn: 500000 threadgroups, more than the 26")
+    path = tmp_path / "plan.svg"
+    assert main([*words, "--save", str(path)]) == 2
+    assert f"--save {path}: not drawn: 500000 threadg" in capsys.readouterr().err
+    assert not path.exists()
+
+
 SHAPES = [(17408, 5120), (9728, 2560), (11008, 2048), (4864, 896), (11008, 4096)]
 
 
@@ -354,7 +378,18 @@ def test_the_plans_of_models_keep_the_cores_busy(
         ),
         ("8 64 64 --mode symmetric", "layout='mlx' is not one of ('marlin',)"),
         ("8 64 64 --chip Quartz", "device 'Quartz' is not one of: Apple M1"),
-        ("8 64 64 --cores 0", "cores=0"),
+        ("8 64 64 --cores 0", "cores=0, expected 1 to 1024"),
+        ("8 64 64 --cores -3", "cores=-3, expected 1 to 1024"),
+        ("8 64 64 --cores 1000000000", "cores=1000000000, expected 1 to 1024"),
+        ("8 64 64 --chip H200 --cores -3", "multiprocessors=-3, expected 1 to 1024"),
+        (
+            "8 64 64 --threadgroups 1000000000",
+            "threadgroups=1000000000, expected at most 65535",
+        ),
+        (
+            "8 64 64 --chip H200 --json --threadgroups 1000000000",
+            "threadgroups=1000000000, expected at most 65535",
+        ),
         ("8 64 64 --kernel gemv", "at most 5 rows"),
         ("8 64 64 --k-parallel 9", "k_parallel=9"),
         ("8 64 64 --threadgroups 0", "num_threadgroups=0"),
@@ -393,11 +428,11 @@ def test_wrong_usage_exits_with_two(
 def test_help_lists_the_commands_without_importing_them() -> None:
     program = """
 import sys
-from mlx_marlin.cli import main
+from mlx_marlin.cli import COMMANDS, main
 try:
     main(["--help"])
 except SystemExit:
-    loaded = [name for name in sys.modules if name.startswith("mlx_marlin.cli.")]
+    loaded = [name for name, (module, _) in COMMANDS.items() if module in sys.modules]
     print("loaded:", loaded)
 """
     answer = subprocess.run(

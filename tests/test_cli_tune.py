@@ -22,6 +22,7 @@ from mlx_marlin import (
     cache,
     device,
     emulator,
+    guard,
     launch,
     scheduler,
     serving,
@@ -30,6 +31,7 @@ from mlx_marlin import (
 from mlx_marlin.autotune import counting, operands, tuner
 from mlx_marlin.cli import main
 from mlx_marlin.cuda_device import CudaDevice
+from mlx_marlin.guard import verdicts
 from mlx_marlin.measurement import Result
 from mlx_marlin.problem import Problem
 
@@ -146,7 +148,7 @@ def test_a_wrong_plan_is_told_and_not_kept(
 
 
 def test_without_a_right_plan_nothing_is_kept(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = launch.product
     monkeypatch.setattr(
@@ -156,6 +158,36 @@ def test_without_a_right_plan_nothing_is_kept(
     assert main(["tune", "4x64x256"]) == 1
 
     assert results(kept) == {}
+    printed = capsys.readouterr().out
+    assert "all our plans of 1 of 1 problems failed" in printed
+    assert "nothing was kept" in printed
+    assert "kept in" not in printed
+
+
+def test_plans_that_were_wrong_are_not_served_either(
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(guard.ENVIRONMENT, "1")
+    verdicts.machine_folder.cache_clear()  # the test's own folder
+    right = launch.product  # which the guard's check does not call
+    monkeypatch.setattr(
+        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+    )
+
+    with pytest.warns(RuntimeWarning, match="wrong in tuning"):
+        assert main(["tune", "4x64x256"]) == 1
+
+    assert "stock MLX serves them" in capsys.readouterr().out
+    x, w = mx.ones((4, 256), mx.float16), mx.quantize(mx.ones((64, 256), mx.float16))
+    with pytest.warns(RuntimeWarning, match="wrong in tuning"):
+        assert "wrong in tuning" in str(mlx_marlin.why_not(x, *w))
+
+    # All of them are known now, so none is measured again.
+    with pytest.warns(RuntimeWarning, match="wrong in tuning"):
+        assert main(["tune", "4x64x256"]) == 1
+    assert "a kernel failed its check, never used" in capsys.readouterr().out
 
 
 def measured_problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
@@ -352,7 +384,8 @@ def test_a_device_that_is_not_here_is_told_before_anything_is_done(
     assert main(["tune", "4x64x256", "--clear"]) == 2
 
     said = capsys.readouterr().err
-    assert f"MLX_MARLIN_BACKEND={on!r}, and MLX has no such device here" in said
+    assert f"MLX_MARLIN_BACKEND={on!r} needs a " in said
+    assert "and MLX has none here: expected emulator, stock, or no value" in said
     assert (seen, len(results(kept))) == ([], 1)
     assert main(["tune", "4x64x256", "--dry-run"]) == 0  # any machine may plan
 

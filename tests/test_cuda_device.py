@@ -207,11 +207,26 @@ def test_what_cannot_be_measured_is_planned_as_a_small_device(
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tflops": "x"}', '{"bandwidth_gbs": 1}'])
-def test_a_kept_file_that_is_odd_is_measured_anew(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "kept.json"
-    file.write_text(text)
+def test_a_kept_file_that_is_odd_is_measured_anew(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
+    cache.store("gpus", "kept.json", text.encode())
 
-    assert cuda_detection._read(file) is None
+    assert cuda_detection._read("kept.json") is None
+
+
+def test_figures_that_others_may_have_written_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
+    figures = {"bandwidth_gbs": 700.0, "tflops": 200.0}
+    cuda_detection._write("kept.json", figures)
+    assert cuda_detection._read("kept.json") == figures
+
+    (tmp_path / "gpus" / "kept.json").chmod(0o666)
+
+    assert cuda_detection._read("kept.json") is None
 
 
 def test_the_probe_measures_and_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,8 @@ from mlx_marlin import gather_launch, gather_serving, scheduler, source
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.gather_kind import pairs_of_row
 from mlx_marlin.gather_serving import why_not_gather
-from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
+from mlx_marlin.integrations.gated_experts import GatedExperts
+from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
 from mlx_marlin.packing import pack
 from mlx_marlin.problem import Problem, problem_of
 

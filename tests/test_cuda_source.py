@@ -470,7 +470,8 @@ def test_without_cuda_a_kernel_is_an_error_when_it_runs(
     multiply = launch.product(plan)
 
     with pytest.raises(
-        ValueError, match=r"marlin_mma needs a CUDA device.*='cuda', expected"
+        ValueError,
+        match=r"marlin_mma cannot run.*='cuda' needs a CUDA device.*expected",
     ):
         multiply(*blanks(plan))
 

@@ -342,6 +342,24 @@ def test_gradients_are_those_of_mlx(mode: str, packed: bool) -> None:
     assert mx.abs(expected).max() > 0.1
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("kernels")
+def test_gradients_of_codes_and_indices_raise(packed: bool) -> None:
+    w, scales, biases = weights(4, 40, "affine", 4, 64, mx.float32)
+    whole = pack(w, scales, biases)
+    x, chosen = mx.random.normal((5, 1, 1, K)), mx.random.randint(0, 4, (5, 2))
+
+    def of(x: mx.array, codes: mx.array, indices: mx.array) -> mx.array:
+        stored = (replace(whole, words=codes),) if packed else (codes, scales, biases)
+        return mlx_marlin.gather_qmm(x, *stored, rhs_indices=indices).sum()
+
+    arrays = x, whole.words if packed else w, chosen
+    for argnum in (1, 2):
+        with pytest.raises(ValueError, match="cannot be broadcast"):
+            mx.grad(of, argnums=argnum)(*arrays)
+    assert mx.abs(mx.grad(of)(*arrays)).max() > 0.1
+
+
 @pytest.mark.usefixtures("kernels")
 def test_the_scales_of_packed_weights_have_gradients_too() -> None:
     native = weights(4, 40, "affine", 4, 64, mx.float32)

@@ -143,6 +143,27 @@ def test_the_epilogue_follows_it() -> None:
     assert oracles.error(y, total / (1 + np.exp(-total))) < 1e-3
 
 
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_parts_have_it_too(rows: int, biased: bool, invariant: bool) -> None:
+    packed = quantize(W, mode="nvfp4", global_scale=LARGEST)
+    x = mx.random.normal((rows, K), key=mx.random.key(4)).astype(mx.float16)
+    bias = mx.random.normal((N,), key=mx.random.key(3)).astype(mx.float16)
+
+    parts = mlx_marlin.linears(
+        x,
+        packed,
+        parts=(20, N - 20),
+        bias=bias if biased else None,
+        invariant=invariant,
+    )
+
+    total = oracles.exact(x) @ decoded().T + (oracles.exact(bias) if biased else 0)
+    assert [part.shape for part in parts] == [(rows, 20), (rows, N - 20)]
+    assert oracles.error(mx.concatenate(parts, axis=-1), total) < 1e-3
+
+
 def test_an_invariant_row_is_what_it_is_alone() -> None:
     packed = quantize(W, mode="nvfp4", global_scale=LARGEST)
     rows = X.reshape(-1, K)

@@ -105,16 +105,41 @@ def test_a_packed_weight_has_mlxs_gradients_in_its_own_order() -> None:
     assert_close((dx, dpairs), (theirs[0], pack(W, *theirs[1:]).scales))
 
 
-def test_codes_have_no_gradient_and_no_zero_stands_for_it() -> None:
-    # MLX raises; a custom function cannot know which of its gradients is wanted.
+RAISES = pytest.raises(ValueError, match="cannot be broadcast")
+"""What MLX makes of a gradient with respect to integers (`derivatives.differentiable`).
+"""
+
+
+def test_a_gradient_of_codes_raises_as_it_does_for_mlx() -> None:
     with pytest.raises(RuntimeError, match="no gradient wrt the quantized weights"):
         mx.grad(lambda w: mx.quantized_matmul(X, w, SCALES, BIASES).sum())(W)
 
-    found = mx.grad(lambda w: mlx_marlin.quantized_matmul(X, w, SCALES, BIASES).sum())(
-        W
-    )
+    def of(w: mx.array, x: mx.array) -> mx.array:
+        return mlx_marlin.quantized_matmul(x, w, SCALES, BIASES).sum()
 
-    assert mx.isnan(found).all()
+    for argnums in (0, (0, 1), (1, 0)):
+        with RAISES:
+            mx.grad(of, argnums)(W, X)
+    with RAISES:
+        mx.vjp(of, [W, X], [mx.array(1.0)])
+
+
+def test_a_gradient_of_packed_codes_raises() -> None:
+    def of(x: mx.array, words: mx.array) -> mx.array:
+        weight = PackedWeight(words=words, scales=PACKED.scales, n=N, k=K)
+        return mlx_marlin.quantized_matmul(x, weight).sum()
+
+    with RAISES:
+        mx.grad(of, argnums=1)(X, PACKED.words)
+    assert mx.grad(of)(X, PACKED.words).shape == X.shape
+
+
+def test_a_gradient_of_codes_raises_in_a_call_with_an_epilogue() -> None:
+    def of(w: mx.array) -> mx.array:
+        return mlx_marlin.linear(X, w, SCALES, BIASES, bias=mx.zeros(N)).sum()
+
+    with RAISES:
+        mx.grad(of)(W)
 
 
 def test_the_tangent_along_x_is_mlxs() -> None:

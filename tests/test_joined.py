@@ -158,12 +158,35 @@ def test_the_product_is_computed_once_and_let_go(
 
     joined.part(x, 0), joined.part(x, 1)
     assert len(calls) == 1
-    assert joined._kept == (None, {})
+    assert joined._kept == (None, [], {})
     joined.part(x, 1), joined.part(x, 0)
     assert len(calls) == 2
     # Somebody else's x, the same part again: nothing old is taken for new.
     joined.part(x, 0), joined.part(other, 1), joined.part(other, 1)
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", ["scales", "bias", "new bias"])
+@pytest.mark.usefixtures("kernels")
+def test_a_parameter_that_changes_between_two_parts_is_seen(
+    change: str, layout: str
+) -> None:
+    alone = layers(40, 24, bias=change == "bias", layout=layout)
+    first, second = join(alone)
+    x, layer = activations(2, 128), first["joined"]
+    name = "bias"
+    if change == "scales":
+        name = "scales" if layout == "mlx" else "quantizers"
+
+    before = first(x)
+    new = 2 * layer[name] if change == "scales" else mx.arange(64.0)
+    layer[name] = new
+    after = second(x)
+
+    assert mx.array_equal(before, alone[0](x))
+    assert not mx.allclose(after, alone[1](x), atol=0.1)
+    assert mx.allclose(after, separate(first.shared)[1](x), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -396,6 +396,26 @@ def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) 
             mlx_marlin.quantized_matmul(x, *native)
 
 
+@pytest.mark.parametrize("name", ["metal", "cuda"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_back_end_without_its_device_names_the_variable_when_it_would_compute(
+    backend: Choose, name: str, packed: bool
+) -> None:
+    if getattr(mx, name).is_available():
+        pytest.skip(f"MLX has a {name} device here")
+    backend("stock")
+    x, native = strategies.arrays(Problem(m=2, n=64, k=128), seed=0)
+    weights = (pack(*native),) if packed else native
+    backend(name)
+
+    with pytest.raises(
+        ValueError,
+        match=f"MLX_MARLIN_BACKEND={name!r} needs a .* device, and MLX has none here: "
+        "expected emulator, stock, or no value",
+    ):
+        mlx_marlin.quantized_matmul(x, *weights)
+
+
 @pytest.fixture
 def machine(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Returns what makes a machine: Metal?, device, emulator's trouble, CUDA?"""

@@ -140,6 +140,17 @@ def test_gradients_of_the_parts_meet_in_x(packed: bool) -> None:
     assert mx.allclose(mx.grad(ours)(x), mx.grad(theirs)(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_a_gradient_of_codes_raises() -> None:
+    x, (codes, *rest) = activations(3, K), weight(n=50)
+
+    def of(codes: mx.array) -> mx.array:
+        return mlx_marlin.linears(x, codes, *rest, parts=(20, 30))[0].sum()
+
+    with pytest.raises(ValueError, match="cannot be broadcast"):
+        mx.grad(of)(codes)
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

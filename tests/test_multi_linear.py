@@ -187,6 +187,20 @@ def test_heads_can_be_divided_among_machines(layout: str) -> None:
     assert mx.allclose(model(x[:, 1:3]), expected[:, 1:3], rtol=1e-4, atol=1e-4)
 
 
+def test_packed_heads_are_divided_alike() -> None:
+    model = mlx_marlin.optimize(nn.Sequential(heads()), layout="marlin")
+    layer = model.layers[0]
+    words, scales = layer["words"], layer["quantizers"]
+
+    with pytest.raises(ValueError, match="scales must be one of"):
+        layer.update({"words": words[:2], "quantizers": scales[:3]})
+    with pytest.raises(ValueError, match="words of a packed MarlinMultiLinear must"):
+        layer.update({"words": words[:2]})
+
+    assert layer["words"] is words
+    assert layer["quantizers"] is scales
+
+
 def test_heads_stand_in_the_way_of_invariance() -> None:
     model = nn.Sequential(nn.QuantizedLinear(64, 64), heads())
 

@@ -215,7 +215,7 @@ def test_codes_cannot_be_assigned_over_a_packed_weight() -> None:
     stock = stock_layer()
     ours = MarlinLinear.from_quantized(stock, layout="marlin")
 
-    with pytest.raises(AttributeError, match="weight"):
+    with pytest.raises(TypeError, match="weight of a layer"):
         ours.weight = mx.zeros_like(stock.weight)
 
     assert mx.array_equal(ours.weight, stock.weight)
@@ -269,19 +269,16 @@ def test_weights_saved_by_one_are_loaded_by_the_other(tmp_path: Path) -> None:
     assert_same_arrays(parameters(ours), parameters(stock))
 
 
-def test_packed_weights_are_saved_as_they_are_and_mlxs_are_refused(
-    tmp_path: Path,
-) -> None:
-    file = str(tmp_path / "layer.safetensors")
+def test_packed_weights_are_loaded_by_their_like_and_mlxs_are_refused() -> None:
     stock = stock_layer()
-    MarlinLinear.from_quantized(stock, layout="marlin").save_weights(file)
+    packed = parameters(MarlinLinear.from_quantized(stock, layout="marlin"))
 
     ours = MarlinLinear(K, N, layout="marlin")
-    ours.load_weights(file)
+    ours.load_weights([*packed.items()])
 
     assert_same_arrays(parameters(ours.to_stock()), parameters(stock))
     with pytest.raises(ValueError, match="parameters not in model"):
-        nn.QuantizedLinear(K, N).load_weights(file)
+        nn.QuantizedLinear(K, N).load_weights([*packed.items()])
     with pytest.raises(ValueError, match="parameters not in model"):
         ours.load_weights([*parameters(stock).items()])
 

@@ -348,3 +348,41 @@ def test_weights_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:
     fresh.load_weights(file)
 
     assert_same_model(mlx_marlin.restore(fresh), stock)
+
+
+def sharded_layers() -> Layers:
+    whole = nn.QuantizedLinear(64, 64)
+    return Layers(
+        nn.QuantizedLinear(64, 64),
+        nn.QuantizedAllToShardedLinear.from_quantized_linear(whole),
+        nn.QuantizedShardedToAllLinear.from_quantized_linear(whole),
+    )
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_sharded_layers_are_not_invariant(index: int) -> None:
+    model = Layers(nn.QuantizedLinear(64, 64), sharded_layers().layers[index])
+    before = [*model.layers]
+
+    with pytest.raises(ValueError, match=r"invariant=True: 1 quantized layers"):
+        mlx_marlin.optimize(model, invariant=True)
+
+    assert all(a is b for a, b in zip(model.layers, before, strict=True))
+
+
+def test_sharded_layers_stay_with_one_warning() -> None:
+    model = sharded_layers()
+    before = [*model.layers]
+
+    with pytest.warns(RuntimeWarning, match="2 sharded layers") as given:
+        mlx_marlin.optimize(model)
+
+    assert [each.filename for each in given] == [__file__]
+    mlx_marlin.optimize(sharded_layers())  # a second warning would be an error
+    assert type(model.layers[0]) is MarlinLinear
+    assert all(a is b for a, b in zip(model.layers[1:], before[1:], strict=True))
+
+
+def test_a_model_of_sharded_layers_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no layer to convert.* not sharded"):
+        mlx_marlin.optimize(Layers(*sharded_layers().layers[1:]))

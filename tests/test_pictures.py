@@ -364,7 +364,10 @@ def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
 
 @pytest.mark.parametrize("step", ["write_bytes", "replace"])
 def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(
-    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "plan.svg"
     path.write_text("kept")
@@ -377,18 +380,39 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(
     monkeypatch.setattr(Path, step, half)
 
     assert main([*SEVEN.split(), "--save", str(path)]) == 2
+    assert f"--save {path}: cannot be written" in capsys.readouterr().err
     assert path.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_is_missing_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "none/plan.svg",
+            "/none does not exist, expected a file in an existing folder",
+        ),
+        ("folder.svg", "is a folder, expected a file"),
+    ],
+)
+def test_where_nothing_can_be_saved_nothing_is_planned(
+    name: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    status = main([*SEVEN.split(), "--save", str(tmp_path / "none" / "plan.svg")])
+    (tmp_path / "folder.svg").mkdir()
+    path = tmp_path / name
+    planned = []
+    monkeypatch.setattr(scheduler, "compare", lambda *_, **__: planned.append(1))
+
+    status = main([*SEVEN.split(), "--save", str(path)])
     captured = capsys.readouterr()
 
-    assert (status, captured.out) == (2, "")
-    assert captured.err.startswith("mlx-marlin: error: ")
+    assert (status, captured.out, planned) == (2, "", [])
+    assert captured.err.startswith(f"mlx-marlin: error: --save {path}: ")
+    assert words in captured.err
     assert captured.err.count("\n") == 1
 
 

@@ -1,9 +1,14 @@
 """A problem is a checked value that knows its sizes."""
 
+import re
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from strategies import ANY_FORMAT, problems
 
+import mlx_marlin
 from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import FORMATS, format_of
 from mlx_marlin.problem import Problem
@@ -164,3 +169,32 @@ def test_an_invariant_problem_says_so() -> None:
     assert (
         "the same bits for any m" in Problem(m=8, n=64, k=64, invariant=True).explain()
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"m": "8"}, "m='8', expected an integer"),
+        ({"m": True}, "m=True, expected an integer"),
+        ({"n": 64.0}, "n=64.0, expected an integer"),
+        ({"k": None}, "k=None, expected an integer"),
+        ({"batch": False}, "batch=False, expected an integer"),
+        ({"bits": "4"}, "bits='4', expected an integer"),
+        ({"group_size": True}, "group_size=True, expected an integer"),
+        ({"mode": []}, "mode=[], expected a name"),
+        ({"dtype": {}}, "dtype={}, expected a name"),
+        ({"layout": 1}, "layout=1, expected a name"),
+        ({"chip": 3}, "chip=3, expected a name such as 'Apple M3 Max'"),
+    ],
+)
+def test_an_argument_of_plan_of_another_type_is_named(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        mlx_marlin.plan(**{"m": 8, "n": 64, "k": 64} | arguments)
+
+
+def test_numpys_integers_are_sizes() -> None:
+    made = mlx_marlin.plan(np.int64(8), np.uint16(64), 64).plan.problem
+
+    assert (type(made.m), made.m, made.n) == (int, 8, 64)

@@ -151,3 +151,21 @@ def test_graphs_without_derivatives_are_not_made_forever(
         assert has_derivatives(opaque)
         assert has_derivatives(opaque)
     assert not has_derivatives(opaque)
+
+
+def test_compiled_gradients_of_integers_raise_only_where_they_are_asked_for() -> None:
+    def double(codes: mx.array, x: mx.array, bytes_: mx.array) -> mx.array:
+        return codes.astype(mx.float32) * x * bytes_.astype(mx.float32)
+
+    product = differentiable(lambda *arrays: mx.stop_gradient(double(*arrays)), double)
+    arrays = W.astype(mx.uint32), X, W.astype(mx.uint8)
+
+    def of(*arrays: mx.array) -> mx.array:
+        return product(*arrays).sum()
+
+    found = mx.compile(mx.grad(of, argnums=1))(*arrays)
+
+    assert mx.array_equal(found, W * W)
+    for argnums in (0, 2, (0, 1)):
+        with pytest.raises(ValueError, match="cannot be broadcast"):
+            mx.compile(mx.grad(of, argnums=argnums))(*arrays)

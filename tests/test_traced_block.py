@@ -1095,7 +1095,7 @@ def test_a_failure_leaves_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     class BreakError(Exception):
         pass
 
-    def fail(_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise BreakError
 
     model = tiny("llama")

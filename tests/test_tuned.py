@@ -378,15 +378,30 @@ def test_times_of_this_chip_are_not_those_of_a_named_one(
     assert tuned.find(PROBLEM, m3, "emulator") is not None
 
 
-def test_without_a_cache_folder_nothing_was_measured(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_results_that_others_may_have_written_are_ignored(
+    tmp_path: Path, of: str
 ) -> None:
-    def missing(_: str) -> Path:
-        raise ImportError("platformdirs")
+    place = tmp_path / "tuned"
+    file = tuned.write(place, HERE, [measured(PROBLEM)])
+    (file if of == "file" else place).chmod(0o777)
 
-    monkeypatch.setattr(cache, "folder", missing)
+    results, message = warned(place)
 
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") is None
+    assert results == {}
+    assert f"{file if of == 'file' else place} can be written by other" in message
+
+
+def test_results_are_not_written_where_others_may_write(tmp_path: Path) -> None:
+    place = tmp_path / "tuned"
+    tuned.write(place, HERE, [measured(PROBLEM)])
+    place.chmod(0o777)
+
+    with pytest.raises(PermissionError, match="can be written by other users"):
+        tuned.write(place, HERE, [measured(PROBLEM, rank=1)])
+
+    place.chmod(0o700)
+    assert tuned.read(place, HERE) == by_problem(measured(PROBLEM))
 
 
 def test_clearing_removes_every_machines_file(tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def work_of(base: str, **fields: object) -> Work:
         ),
         (
             "stripe",
+            {"threadgroups": 65536},
+            ["num_threadgroups=65536", "at most 65535"],
+        ),
+        (
+            "stream_k",
+            {"tiles": 10_000, "threadgroups": 80_001, "groups": 1},
+            ["num_threadgroups=80001", "at most 80000"],
+        ),
+        (
+            "stripe",
             {"tiles": 1, "k_tiles": 100_000, "slices": 70_000},
             ["k_parallel=70000 does not divide 100000", "65535"],
         ),
@@ -96,3 +106,11 @@ def test_work_is_compared_by_what_was_asked() -> None:
     assert data_parallel(3, 4) == data_parallel(3, 4)
     assert hash(data_parallel(3, 4)) == hash(data_parallel(3, 4))
     assert "tail" not in repr(data_parallel(3, 4))
+
+
+def test_each_k_tile_may_have_a_threadgroup_and_some_may_be_idle() -> None:
+    whole = work_of("stream_k", tiles=10_000, threadgroups=80_000, groups=1, minimum=1)
+    idle = work_of("stripe", threadgroups=65535)
+
+    assert (whole.ranges, whole.idle) == (80_000, 0)
+    assert idle.idle == 65535 - 12

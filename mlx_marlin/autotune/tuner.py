@@ -6,7 +6,7 @@ from datetime import date
 from functools import partial
 from itertools import cycle
 
-from mlx_marlin import backends, launch, scheduler, why_stock
+from mlx_marlin import backends, guard, launch, scheduler, why_stock
 from mlx_marlin.autotune import counting, operands, timing
 from mlx_marlin.autotune.operands import Operands
 from mlx_marlin.autotune.timing import Spread
@@ -52,11 +52,14 @@ class Outcome:
         arms: What was measured, the model's answer first.
         wrong: Plans that would have won, had their products been right.
         result: What to keep; None if none of our plans was right.
+        failed: Plans that were not measured because their kernels failed the
+            guard's check.
     """
 
     arms: dict[Arm, Spread]
     wrong: tuple[Plan, ...]
     result: Result | None
+    failed: tuple[Plan, ...] = ()
 
 
 def clock(device: Target, seconds: float = SECONDS) -> Clock:
@@ -152,6 +155,9 @@ def arms(problem: Problem, device: Target, *, times_stock: bool) -> list[Arm]:
 def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
     """Measures a problem and picks what to use.
 
+    Plans whose kernels fail the guard's check are not measured, and a plan whose
+    product is wrong fails it from then on.
+
     Args:
         problem: The product, without an epilogue.
         device: The device to plan for.
@@ -159,12 +165,18 @@ def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
     """
     given = operands.operands(problem, clock.weights(problem))
     compared = arms(problem, device, times_stock=clock.times_stock)
+    failed = tuple(arm for arm in compared if arm is not None and guard.why_not(arm))
+    compared = [arm for arm in compared if arm not in failed]
+    if not any(compared):
+        return Outcome(arms={}, wrong=(), result=None, failed=failed)
     products = {arm: _product(arm, problem) for arm in compared}
     measured = clock.measure(products, given)
     spreads = {arm: measured[arm] for arm in compared}
     plan, wrong = _best_right(spreads, products, given)
+    for each in wrong:
+        guard.condemn(each, f"its product was wrong in tuning: {problem.explain()}")
     if plan is None:
-        return Outcome(arms=spreads, wrong=wrong, result=None)
+        return Outcome(arms=spreads, wrong=wrong, result=None, failed=failed)
     finalists = {arm: spread for arm, spread in spreads.items() if arm in (plan, None)}
     result = Result(
         plan=plan,
@@ -173,7 +185,7 @@ def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
         clock=clock.name,
         date=date.today().isoformat(),
     )
-    return Outcome(arms=spreads, wrong=wrong, result=result)
+    return Outcome(arms=spreads, wrong=wrong, result=result, failed=failed)
 
 
 def name(arm: Arm) -> str:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin import backends, launch, serving
+from mlx_marlin.cli import models
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ WINDOWS, WINDOW = 4, 128
 
 CHARACTERS = 16
 """More characters than a token of any tokenizer has, on average over lines of code."""
+
+MOST_TOKENS = 4096
+"""Tokens to generate for each prompt."""
+MOST_PROMPTS = 1024
+"""Prompts at once: each has a cache of keys and values of its own."""
 
 PROMPTS = (
     "def main():\n    parser = argparse.",
@@ -93,10 +99,17 @@ def add_parser(
         "--layout", choices=LAYOUTS, help="default: as `optimize` chooses it"
     )
     parser.add_argument(
-        "--tokens", type=int, default=32, help="tokens to generate for each prompt"
+        "--tokens",
+        type=int,
+        default=32,
+        help=f"tokens to generate for each prompt, 2 to {MOST_TOKENS}; default: 32",
     )
     parser.add_argument(
-        "--batch", type=int, nargs="+", default=[1, 4, 8], help="prompts at once"
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 4, 8],
+        help=f"prompts at once, 1 to {MOST_PROMPTS}; default: 1 4 8",
     )
     parser.add_argument(
         "--dtype", choices=list(DTYPE_BYTES), help="activations; default: the model's"
@@ -105,18 +118,13 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns 1 if our answer is off or our kernels did not run."""
-    if args.tokens < 2:
-        raise ValueError(f"--tokens {args.tokens} must be at least 2")
-    if min(args.batch) < 1:
-        raise ValueError(f"--batch {args.batch} must be at least 1 each")
-    from mlx_lm import load  # takes seconds
-
+    check(args)
     _insist()
 
     from mlx_marlin.cli import demo_report
 
     name = args.model or str(checkpoint())
-    model, tokenizer = load(name)[:2]
+    model, tokenizer = models.load(name)
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
     prompts = prompt_tokens(tokenizer, max(args.batch))
@@ -139,6 +147,22 @@ def run(args: argparse.Namespace) -> int:
     for complaint in complaints:
         print(f"mlx-marlin demo: {complaint}", file=sys.stderr)
     return 1 if complaints else 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Checks the arguments, and that kernels can run, before a model is loaded.
+
+    Raises:
+        ValueError: If an argument is out of its limits, or no kernel can run.
+    """
+    if not 2 <= args.tokens <= MOST_TOKENS:
+        raise ValueError(f"--tokens {args.tokens}, expected 2 to {MOST_TOKENS}")
+    for count in args.batch:
+        if not 1 <= count <= MOST_PROMPTS:
+            raise ValueError(f"--batch {count}, expected 1 to {MOST_PROMPTS}")
+    lacking = backends.missing()
+    if lacking is not None:
+        raise ValueError(lacking)
 
 
 def _insist() -> None:

@@ -14,6 +14,7 @@ from mlx_marlin.cli.pictures import (
     shown_columns,
     span,
     spans_of,
+    why_not_drawn,
 )
 from mlx_marlin.plan import Plan
 from mlx_marlin.scheduler import Choice
@@ -84,19 +85,48 @@ def save(path: Path, choices: Sequence[Choice]) -> None:
         choices: The plans, at least one.
 
     Raises:
-        ValueError: If the file has another suffix.
+        ValueError: If the file has another suffix, its folder does not exist, or a plan
+            has too many threadgroups.
         ImportError: If matplotlib is missing.
+        OSError: If the file cannot be written.
     """
-    suffix = path.suffix.lower()
-    if suffix not in METADATA:
-        raise ValueError(f"--save {path}: expected a name that ends in .svg or .png")
-    content = _rendered(choices, suffix)
+    check(path)
+    for choice in choices:
+        if too_large := why_not_drawn(choice.plan):
+            raise ValueError(f"--save {path}: {too_large}")
+    content = _rendered(choices, path.suffix.lower())
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(content)
         partial.replace(path)
+    except OSError as error:
+        raise OSError(
+            f"--save {path}: cannot be written ({error.strerror}), expected a file in "
+            f"a folder that you may write to"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check(path: Path) -> None:
+    """Checks that a picture can be saved under a name.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it has another suffix than .svg or .png, or its folder does not
+            exist.
+    """
+    if path.suffix.lower() not in METADATA:
+        raise ValueError(f"--save {path}: expected a name that ends in .svg or .png")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--save {path}: the folder {path.parent} does not exist, expected a file "
+            f"in an existing folder"
+        )
+    if path.is_dir():
+        raise ValueError(f"--save {path}: is a folder, expected a file")
 
 
 def _rendered(choices: Sequence[Choice], suffix: str) -> bytes:

@@ -2,7 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Callable
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,11 @@ FILLS: dict[str, Callable[[list[int]], mx.array]] = {
 }
 """What an input may be filled with; random is normal, the same on every run."""
 
+MOST_THREADS = 2**32
+"""Threads of a grid: the emulator takes minutes for as many. Metal counts them in 32
+bits, too."""
+MOST_ELEMENTS = 2**28
+"""Elements of an array: 1 GiB of float32."""
 EPILOG = """
 ARRAY is SHAPE:DTYPE[:FILL], such as 8x512:float16:random (FILL: random, arange, ones or
 zeros), or for an input also a .npy file or a number, which arrives as a reference.
@@ -53,21 +62,21 @@ def run(args: argparse.Namespace) -> int:
     """Runs the kernel; returns 1 if the emulator found a fault in it."""
     from mlx_marlin import emulator
 
-    inputs = dict(named(each, "--input") for each in args.input)
-    outputs = dict(named(each, "--output") for each in args.output)
+    inputs = all_named(args.input, "--input")
+    outputs = all_named(args.output, "--output")
     definition: dict[str, Any] = {
         "name": args.file.stem,
         "input_names": list(inputs),
         "output_names": list(outputs),
-        "header": "\n".join(path.read_text(encoding="ascii") for path in args.header),
-        "source": args.file.read_text(encoding="ascii"),
+        "header": "\n".join(map(metal_text, args.header)),
+        "source": metal_text(args.file),
     }
-    shapes = [described(text) for text in outputs.values()]
+    shapes = [described(text, "--output") for text in outputs.values()]
     call = {
         "inputs": [array_of(text) for text in inputs.values()],
         "output_shapes": [shape for shape, _, _ in shapes],
         "output_dtypes": [dtype for _, dtype, _ in shapes],
-        "grid": triple(args.grid, "--grid"),
+        "grid": grid(args.grid),
         "threadgroup": triple(args.threadgroup, "--threadgroup"),
         "template": [template(each) for each in args.template],
     }
@@ -89,7 +98,7 @@ def _run(
     from mlx_marlin import emulator
 
     results: list[mx.array] = []
-    with emulator.emulated(seed=args.seed):
+    with interruptible(), emulator.emulated(seed=args.seed):
         if args.trace or args.json:
             counted = emulator.trace(lambda: results.extend(kernel(**call)))
         else:
@@ -103,6 +112,32 @@ def _run(
     for each in counted:
         print(f"\n{each.table()}")
     return 0
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once.
+
+    Python's own handler would wait until the kernel, which is native code, has run.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def metal_text(path: Path) -> str:
+    """Reads a file of Metal, which is ASCII."""
+    try:
+        return path.read_text(encoding="ascii")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is not ASCII, expected Metal source in ASCII"
+        ) from None
 
 
 def summary(name: str, array: mx.array) -> str:
@@ -127,31 +162,76 @@ def named(text: str, option: str) -> tuple[str, str]:
     return name, value
 
 
+def all_named(texts: list[str], option: str) -> dict[str, str]:
+    """Splits each NAME=VALUE; a name may occur once."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, value = named(text, option)
+        if name in pairs:
+            raise ValueError(f"{option} {text!r}: {name} is given twice, expected once")
+        pairs[name] = value
+    return pairs
+
+
 def array_of(text: str) -> Any:
     """Returns the input that a text describes: a file, a number or a filled array."""
     if text.endswith(".npy"):
-        loaded: Any = mx.load(text)
-        return loaded
+        return array_of_file(text)
     if ":" in text:
-        shape, dtype, fill = described(text)
+        shape, dtype, fill = described(text, "--input")
         return FILLS[fill](shape).astype(dtype)
+    if is_integer(text):
+        return integer(text, "--input", bits=64)
     try:
-        return int(text) if text.lstrip("-").isdigit() else float(text)
+        return float(text)
     except ValueError:
         raise ValueError(
             f"{text!r} is neither a .npy file nor a number nor SHAPE:DTYPE[:FILL]"
         ) from None
 
 
-def described(text: str) -> tuple[list[int], mx.Dtype, str]:
+def array_of_file(path: str) -> Any:
+    """Reads a .npy file."""
+    try:
+        return mx.load(path)
+    except RuntimeError as error:
+        raise ValueError(f"--input {path!r}, expected a .npy file: {error}") from None
+
+
+def is_integer(text: str) -> bool:
+    """Returns whether a text is decimal digits, with a sign or not."""
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdecimal()
+
+
+def integer(text: str, option: str, bits: int = 32) -> int:
+    """Reads an integer of so many bits, the sign included."""
+    most = 2 ** (bits - 1) - 1
+    if len(text) > bits or not -most - 1 <= int(text) <= most:
+        raise ValueError(f"{option} {text}, expected an integer of {bits} bits")
+    return int(text)
+
+
+def described(text: str, option: str) -> tuple[list[int], mx.Dtype, str]:
     """Reads SHAPE:DTYPE[:FILL], such as 8x512:float16:random."""
     shape, _, rest = text.partition(":")
     dtype, _, fill = rest.partition(":")
     sizes = shape.split("x")
     known = isinstance(getattr(mx, dtype, None), mx.Dtype)
-    if not known or not all(map(str.isdigit, sizes)) or (fill and fill not in FILLS):
-        raise ValueError(f"{text!r}, expected such as 8x512:float16:random")
-    return [int(size) for size in sizes], getattr(mx, dtype), fill or "random"
+    if not known or not all(map(is_natural, sizes)) or (fill and fill not in FILLS):
+        raise ValueError(f"{option} {text!r}, expected such as 8x512:float16:random")
+    lengths = [integer(size, option) for size in sizes]
+    if math.prod(lengths) > MOST_ELEMENTS:
+        raise ValueError(
+            f"{option} {text!r} has {math.prod(lengths)} elements, expected at most "
+            f"{MOST_ELEMENTS}"
+        )
+    return lengths, getattr(mx, dtype), fill or "random"
+
+
+def is_natural(text: str) -> bool:
+    """Returns whether a text is decimal digits."""
+    return text.isascii() and text.isdecimal()
 
 
 def template(text: str) -> tuple[str, mx.Dtype | int | bool]:
@@ -159,8 +239,8 @@ def template(text: str) -> tuple[str, mx.Dtype | int | bool]:
     name, value = named(text, "--template")
     if value in ("true", "false"):
         return name, value == "true"
-    if value.lstrip("-").isdigit():
-        return name, int(value)
+    if is_integer(value):
+        return name, integer(value, f"--template {name}")
     if not isinstance(getattr(mx, value, None), mx.Dtype):
         raise ValueError(f"--template {text!r}, expected a number, a flag or a dtype")
     return name, getattr(mx, value)
@@ -169,10 +249,21 @@ def template(text: str) -> tuple[str, mx.Dtype | int | bool]:
 def triple(text: str, option: str) -> tuple[int, int, int]:
     """Reads X, X,Y or X,Y,Z; what is left out is 1."""
     parts = text.split(",")
-    if len(parts) > 3 or not all(map(str.isdigit, parts)):
+    if len(parts) > 3 or not all(map(is_natural, parts)):
         raise ValueError(f"{option} {text!r}, expected one to three numbers")
-    x, y, z = [*map(int, parts), 1, 1][:3]
+    x, y, z = [*(integer(part, option) for part in parts), 1, 1][:3]
     return x, y, z
+
+
+def grid(text: str) -> tuple[int, int, int]:
+    """Reads the threads of a grid."""
+    sizes = triple(text, "--grid")
+    if math.prod(sizes) > MOST_THREADS:
+        raise ValueError(
+            f"--grid {text} has {math.prod(sizes)} threads, expected at most "
+            f"{MOST_THREADS}"
+        )
+    return sizes
 
 
 def dtype_of(array: mx.array) -> str:

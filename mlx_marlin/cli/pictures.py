@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from heapq import heapreplace
-from itertools import groupby
+from itertools import accumulate, groupby, takewhile
 
 from mlx_marlin.plan import Plan
 from mlx_marlin.scheduler import Choice
@@ -15,6 +15,9 @@ WIDTH = 56
 """Characters of the longest bar."""
 SPANS = 3
 """Runs of threadgroups that are named; of more, the first two and the last."""
+MOST_DRAWN = 2**18
+"""Threadgroups of a plan that is drawn: a picture takes seconds for more, which it
+would elide."""
 GAP = "..."
 CLOSE = 0.98
 """Share of the predicted time from which bars count as filling it."""
@@ -51,6 +54,16 @@ class Bar:
     def end(self) -> int:
         """When the core is free again."""
         return self.pieces[-1].end if self.pieces else self.begin
+
+
+def why_not_drawn(plan: Plan) -> str | None:
+    """Returns why a plan has too many threadgroups for a picture, or None."""
+    if plan.num_threadgroups <= MOST_DRAWN:
+        return None
+    return (
+        f"not drawn: {plan.num_threadgroups} threadgroups, more than the {MOST_DRAWN} "
+        f"that a picture can have"
+    )
 
 
 def tile_map(plan: Plan) -> str:
@@ -184,7 +197,8 @@ def idle_threadgroups(plan: Plan) -> list[int]:
 
 def _fitting(widths: list[int], most: int) -> int:
     """Returns how many leading widths fit; the first, however wide, does."""
-    return max(1, sum(sum(widths[: each + 1]) <= most for each in range(len(widths))))
+    fitting = takewhile(lambda end: end <= most, accumulate(widths))
+    return max(1, sum(1 for _ in fitting))
 
 
 def _title(plan: Plan) -> str:

@@ -45,6 +45,10 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and returns 0."""
+    if args.save:
+        from mlx_marlin.cli import drawing  # needs matplotlib to draw
+
+        drawing.check(args.save)  # before anything is planned
     wishes = _wishes(args)
     choice = scheduler.compare(
         _problem(args), device=_device(args.chip, args.cores), **wishes
@@ -53,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
     drawn = args.all and (args.save or not args.json)
     shown, missing = _each_strategy(choice, wishes) if drawn else ([choice], [])
     if args.save:
-        from mlx_marlin.cli import drawing  # needs matplotlib to draw
-
         drawing.save(args.save, shown)
     if args.json:
         print(json.dumps(_figures(choice, args.all), indent=2))
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     for each in shown:
         if args.all:
             print(f"\n{_heading(each)}")
-        print(f"\n{pictures.tile_map(each.plan)}\n\n{pictures.timeline(each)}")
+        print(f"\n{_pictures(each)}")
     for line in missing:
         print(f"\n{line}")
     if args.save:
@@ -226,6 +228,13 @@ def _server(choice: Choice) -> str:
     ratio = stock_seconds(problem, choice.device) / choice.prediction.seconds
     kernel = choice.stock.call.kernel
     return f"this plan: {ratio:.2f} times as fast as {kernel} (model, not measured)"
+
+
+def _pictures(choice: Choice) -> str:
+    too_large = pictures.why_not_drawn(choice.plan)
+    if too_large is not None:
+        return too_large
+    return f"{pictures.tile_map(choice.plan)}\n\n{pictures.timeline(choice)}"
 
 
 def _heading(choice: Choice) -> str:

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import backends, device, scheduler, serving, tuned, why_stock
+from mlx_marlin import backends, device, guard, scheduler, serving, tuned, why_stock
 from mlx_marlin.autotune import layers, operands, tuner
 from mlx_marlin.autotune.timing import Spread
 from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
+from mlx_marlin.cli import models
 from mlx_marlin.device import Device, Target
 from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
 from mlx_marlin.problem import Problem, problem_of
@@ -21,6 +22,8 @@ from mlx_marlin.scheduler.stock import stock_prediction
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows that are measured of a model or of a shape without them."""
+MOST_SECONDS = 86400.0
+"""Seconds for each problem: a day."""
 BOTH = "both"
 """What `--layout` takes beside the layouts."""
 SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
@@ -83,6 +86,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("name a shape such as 8x4096x11008, or a model; or --clear")
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds:g} must be above 0")
+    if args.seconds > MOST_SECONDS:
+        raise ValueError(
+            f"--seconds {args.seconds:g}, expected at most {MOST_SECONDS:g}"
+        )
     if args.clear and args.dry_run:
         raise ValueError("--clear removes results and --dry-run nothing: name one")
     found = problems(args)
@@ -92,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\n\n".join(listing(each, why_stock.target()) for each in found))
         return 0
-    place = _folder()
+    place = tuned.folder()
     clock = _clock(args.seconds, place) if found else None
     if args.clear:
         print(f"files removed from {place}: {tuned.clear(place)}")
@@ -101,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Returns the problems that the arguments name, each once."""
-    rows = _rows(args.rows) if args.rows else None
+    rows = models.rows(args.rows) if args.rows else None
     several: list[Problem] = []
     for target in args.targets:
         shape = SHAPE.fullmatch(target)
@@ -139,7 +146,9 @@ def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
         _row(arm, spread, _verdict(arm, outcome))
         for arm, spread in outcome.arms.items()
     ]
-    samples = max(each.samples for each in outcome.arms.values())
+    failed = "a kernel failed its check, never used"
+    rows += [[tuner.name(plan), "", "", failed] for plan in outcome.failed]
+    samples = max((each.samples for each in outcome.arms.values()), default=1)
     how = f": medians of {samples}, +- half the interquartile range"
     return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
 
@@ -183,16 +192,30 @@ def _clock(seconds: float, place: Path) -> Clock:
 def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
     """Measures problem after problem, and keeps each result at once."""
     here = tuned.machine(target, backends.backend())
-    wrong = 0
+    wrong = kept = 0
     for problem in _shown(found):
         outcome = tuner.tune(problem, target, clock)
         _say(report(problem, outcome, clock))
         if outcome.result:
             tuned.write(place, here, [outcome.result])
-        wrong += len(outcome.wrong)
+            kept += 1
+        wrong += len(outcome.wrong) + len(outcome.failed)
     serving.forget()
-    print(f"kept in {place / here.file_name}")
+    print(_kept(kept, len(found), place / here.file_name))
     return 1 if wrong else 0
+
+
+def _kept(kept: int, problems: int, file: Path) -> str:
+    """Returns what was kept, and who serves the problems of which nothing was."""
+    if kept == problems:
+        return f"kept in {file}"
+    served = (
+        "stock MLX serves them"
+        if guard.is_on()
+        else f"set {guard.ENVIRONMENT}=1 to have stock MLX serve them"
+    )
+    left = f"all our plans of {problems - kept} of {problems} problems failed: {served}"
+    return f"{left}\nkept in {file}" if kept else f"{left}\nnothing was kept"
 
 
 def _row(arm: Arm, spread: Spread, verdict: str) -> list[str]:
@@ -270,23 +293,11 @@ def _with_dtype(problem: Problem, dtype: str) -> Problem:
 
 def _load(name: str) -> Any:
     try:
-        from mlx_lm import load  # takes seconds
-    except ImportError as error:
-        raise _missing("reading a model", error) from error
-    try:
-        return load(name, lazy=True)[0]
-    except (ValueError, OSError) as error:
+        return models.load(name, lazy=True)[0]
+    except ValueError as error:
         raise ValueError(
-            f"{name!r} is neither a shape such as 8x4096x11008 nor a model that mlx-lm "
-            f"can load: {error}"
+            f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
         ) from error
-
-
-def _folder() -> Path:
-    try:
-        return tuned.folder()
-    except ImportError as error:
-        raise _missing("keeping results", error) from error
 
 
 def _missing(purpose: str, error: ImportError) -> ImportError:
@@ -315,13 +326,6 @@ def _say(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(f"{text}\n")
-
-
-def _rows(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--rows {text!r}, expected such as {_listed(ROWS)}")
-    return [int(part) for part in parts]
 
 
 def _listed(numbers: Iterable[int]) -> str:

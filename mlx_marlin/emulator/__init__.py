@@ -1,6 +1,6 @@
 """Runs any `mx.fast.metal_kernel` call on the CPU."""
 
-from mlx_marlin.emulator.build import unavailable
+from mlx_marlin.emulator.compiler import unavailable
 from mlx_marlin.emulator.counters import Counters
 from mlx_marlin.emulator.errors import CompileError, EmulatorError, EmulatorWarning
 from mlx_marlin.emulator.metal_kernel import MetalKernel, metal_kernel

@@ -1,31 +1,31 @@
 """From C++ text to a shared library, and the cache of what was built.
 
 Both the run time and every kernel become shared libraries that need no header and no
-library at build time: clang compiles, lld links, nothing else is asked for. So the
+library at build time: clang compiles, a linker links, nothing else is used. So the
 first call costs as little as the second, even with the compiler out of the wheel
 `ziglang`, whose own driver would first build a C library.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import importlib.util
 import os
 import platform
-import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from mlx_marlin import cache
-from mlx_marlin.emulator import compiler
-from mlx_marlin.emulator.compiler import Compiler
+from mlx_marlin.emulator.clangs import Compiler
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
+FOLDER = "emulator"
+"""Name of the folder of the cache that keeps what was built."""
+LIBRARY = "built.so"
 SHIM = "shim"
 """Folder of the shim headers, as debug lines have it."""
 
@@ -111,45 +111,6 @@ def machine_flags() -> tuple[str, ...]:
     return ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
-def _lacks_instructions() -> bool:
-    """Whether this x86-64 cannot run what `machine_flags` asks for."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not machine_flags() or not cpuinfo.exists():
-        return False
-    found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
-    return found is not None and not {"avx2", "f16c", "fma"} <= set(found[1].split())
-
-
-@functools.cache
-def unavailable() -> str | None:
-    """Why no kernel can be compiled here, or None."""
-    for module in ("numpy", "elftools", "platformdirs"):
-        if importlib.util.find_spec(module) is None:
-            return f"the Python module {module!r} is missing"
-    if sys.platform not in ("linux", "darwin"):
-        return f"it runs on Linux and macOS, not on {sys.platform}"
-    if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
-        return f"it runs on x86-64 and arm64, not on {platform.machine()}"
-    if _lacks_instructions():
-        return "this processor lacks AVX2, FMA or F16C"
-    found = compiler.find()
-    if found is None:
-        oldest = compiler.OLDEST_CLANG
-        return f"there is neither a clang >= {oldest} nor the wheel 'ziglang'"
-    try:
-        runtime_library(found)
-    except (OSError, RefusedError) as error:
-        return f"the compiler {found.clang[0]} does not work: {error}"
-    return None
-
-
-@functools.cache
-def _cache_folder() -> Path:
-    folder = cache.folder("emulator")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 @functools.cache
 def _shim_digest() -> bytes:
     digest = hashlib.sha256()
@@ -180,21 +141,60 @@ def _run(command: tuple[str, ...], folder: Path) -> None:
 def _cached(
     found: Compiler,
     flags: tuple[str, ...],
-    target: Path,
+    file_name: str,
     sources: Callable[[Path], list[Path]],
+    folder: Path | None = None,
 ) -> Path:
-    """`target`, once built; `sources` may write its files into the folder given."""
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+    """A library of the cache, built if it is missing or damaged.
+
+    `sources` may write its files into the folder that it is given.
+    """
+    path = folder / file_name if folder else cache.find(FOLDER, file_name)
+    if path and _is_intact(path):
+        _mark_used(path)
+        return path
+    content = _built(found, flags, sources)
+    content += hashlib.sha256(content).digest()
+    if folder:
+        return cache.write(folder, file_name, content)
+    return cache.store(FOLDER, file_name, content)
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether a library ends with the digest of all before.
+
+    Loaders ignore what follows a library's last section.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
+
+
+@functools.cache
+def _mark_used(path: Path) -> None:
+    """Sets a library's time, once per process: `mlx-marlin cache --limit` asks it."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def _built(
+    found: Compiler, flags: tuple[str, ...], sources: Callable[[Path], list[Path]]
+) -> bytes:
+    """Compiles and links; returns the library."""
+    # Not in the cache: a failure here is the compiler's, one of writing is the cache's.
+    with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
         folder = Path(name)
         files = sources(folder)
         _run((*found.clang, *flags, "-c", *map(str, files)), folder)
         objects = tuple(f"{file.stem}.o" for file in files)
-        _run((*found.linker, *objects, "-o", "built.so"), folder)
-        # Several processes may build the same file: the last rename wins.
-        os.replace(folder / "built.so", target)
-    return target
+        _run((*found.linker, *objects, "-o", LIBRARY), folder)
+        library = folder / LIBRARY
+        if not library.exists() or not library.stat().st_size:
+            raise RefusedError(f"{found.linker[0]} has written no library")
+        return library.read_bytes()
 
 
 def runtime_library(found: Compiler) -> Path:
@@ -202,8 +202,8 @@ def runtime_library(found: Compiler) -> Path:
     # Calls inside the run time need no detour through its symbol table.
     flags = (*FLAGS, *machine_flags(), "-fvisibility=hidden")
     files = sorted((HERE / "runtime").glob("*.cpp"))
-    target = _cache_folder() / f"{_key((found.identity, *flags))}.so"
-    return _cached(found, flags, target, lambda _: files)
+    file_name = f"{_key((found.identity, *flags))}.so"
+    return _cached(found, flags, file_name, lambda _: files)
 
 
 def kernel_library(
@@ -235,5 +235,4 @@ def kernel_library(
         return [source]
 
     key = _key((found.identity, *flags, SHIM, text))
-    target = (folder or _cache_folder()) / f"{key}.so"
-    return _cached(found, (*flags, *places), target, write)
+    return _cached(found, (*flags, *places), f"{key}.so", write, folder)

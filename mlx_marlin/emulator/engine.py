@@ -160,7 +160,9 @@ def library() -> ctypes.CDLL:
     """The run time, loaded where kernels find its symbols."""
     found = compiler.find()
     if found is None:
-        raise EmulatorError(f"no Metal kernel can be compiled: {build.unavailable()}")
+        raise EmulatorError(
+            f"no Metal kernel can be compiled: {compiler.unavailable()}"
+        )
     if sys.platform.startswith("linux"):
         ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(build.runtime_library(found)), mode=ctypes.RTLD_GLOBAL)

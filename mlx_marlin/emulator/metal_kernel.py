@@ -54,7 +54,9 @@ def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Prog
     source = SourceMap(dispatch.text, header, translation.body_line)
     found = compiler.find()
     if found is None:
-        raise EmulatorError(f"no Metal kernel can be compiled: {build.unavailable()}")
+        raise EmulatorError(
+            f"no Metal kernel can be compiled: {compiler.unavailable()}"
+        )
     try:
         path = build.kernel_library(found, translation.text, traced)
     except build.RefusedError as refused:

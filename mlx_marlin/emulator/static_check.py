@@ -255,7 +255,7 @@ def _clang(text: str) -> str:
     """What clang says about a text."""
     found = compiler.find()
     if found is None:
-        raise EmulatorError(f"no Metal kernel can be checked: {build.unavailable()}")
+        raise EmulatorError(f"no Metal kernel can be checked: {compiler.unavailable()}")
     answer = subprocess.run(
         (*found.clang, *_FLAGS, "-"),
         input=text,

@@ -38,6 +38,9 @@ _WORDS = {
 _PHRASES = {
     # An array behind `auto&`.
     r"'([^']+) (__local)((?:\[\d+\])+)'": r"'\2 \1\3'",
+    # Clang 19 and 20 give converted values an address space.
+    r"precision: '__private ": "precision: '",
+    r" to '__private (\w+)' \(aka '__private ": r" to '\1' (aka '",
     r"(type 'double').*": r"\1, which Metal does not have",
     r"'this' argument to member function '(.*)' has type "
     r"'(.*__(?:global|local|constant).*)', but .*": (

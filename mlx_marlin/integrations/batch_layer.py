@@ -5,13 +5,14 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.native_layer import NATIVE, PACKED
+from mlx_marlin.guarded_parameters import GuardedParameters
+from mlx_marlin.native_layer import NATIVE, PACKED, replace_entries
 from mlx_marlin.packing import PackedWeight, pack, unpack
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-class BatchLayer(nn.Module):
+class BatchLayer(GuardedParameters):
     """The parameters of a quantized layer of several weights, in either layout.
 
     With `layout="mlx"` they are mlx-lm's own; with `layout="marlin"` they are `words`
@@ -22,7 +23,6 @@ class BatchLayer(nn.Module):
         layout: "mlx" or "marlin".
     """
 
-    layout: str = "mlx"
     group_size: int
     bits: int
     mode: str
@@ -73,12 +73,12 @@ class BatchLayer(nn.Module):
 
     def keep_packed(self) -> None:
         """Packs the layer's arrays, which are in MLX's layout, in place."""
-        native = [self.pop(name, None) for name in NATIVE]
         packed = pack(
-            *native, group_size=self.group_size, bits=self.bits, mode=self.mode
+            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
         )
         self._n, self._k = packed.n, packed.k
-        self["words"], self["quantizers"] = packed.words, packed.scales
+        arrays = dict(zip(PACKED, (packed.words, packed.scales), strict=True))
+        replace_entries(self, NATIVE, arrays)
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])
 
@@ -87,10 +87,12 @@ class BatchLayer(nn.Module):
         layer = twin_of(cls, self)
         for name in ("layout", "_n", "_k"):
             vars(layer).pop(name, None)
-        for name in PACKED:
-            layer.pop(name, None)
         layer._no_grad.difference_update(PACKED)
-        for name, array in zip(NATIVE, self.native(), strict=True):
+        native = dict(zip(NATIVE, self.native(), strict=True))
+        if self.layout == "marlin":
+            arrays = {name: each for name, each in native.items() if each is not None}
+            replace_entries(layer, PACKED, arrays)
+        for name, array in native.items():
             setattr(layer, name, array)
         return layer
 

@@ -30,6 +30,20 @@ FEATURES = (64, 96, 128)
 """Of a head: both of MLX's kernels take these, in these dtypes (0.32.4)."""
 
 
+def check_caches() -> None:
+    """Checks that mlx-lm's caches have the attributes that are used here.
+
+    Raises:
+        AttributeError: If one of them is missing.
+    """
+    of_stream: Any = KVCache
+    used = "keys", "values", "offset", "update_and_fetch"
+    for name in used:
+        getattr(of_stream(), name)
+    for name in (*used, "_idx", "left_padding"):
+        getattr(BatchKVCache([0]), name)
+
+
 def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
     """Returns whether a batch is the next token of one stream, without padding.
 

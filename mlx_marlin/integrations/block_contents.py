@@ -1,11 +1,10 @@
 """What a decoder block of mlx-lm is made of, and whether its graphs stand for it.
 
 A block whose modules are all what its own code makes has a kind, which it shares with
-those of other layers. Every call asks whether the modules are still the same.
+those of other layers. Every call compares it with a snapshot.
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import getitem
 from types import ModuleType
@@ -15,9 +14,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rope_utils, switch_layers
 from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_marlin import serving
+from mlx_marlin.integrations.block_methods import are_original
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
+from mlx_marlin.integrations.block_snapshot import (
+    Snapshot,
+    children_of,
+    take_snapshot,
+)
+from mlx_marlin.integrations.gated_experts import GatedExperts
 from mlx_marlin.integrations.known_blocks import (
     Family,
     Merge,
@@ -25,7 +32,9 @@ from mlx_marlin.integrations.known_blocks import (
     family_of,
 )
 from mlx_marlin.integrations.routed_experts import SharedExpert, routed
-from mlx_marlin.integrations.switch_layers import GatedExperts, MarlinSwitchLinear
+from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
+from mlx_marlin.integrations.tracing import report_untraced
+from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
@@ -50,6 +59,13 @@ OF_EXPERTS = (
 """What a family's experts are made of, beside a shared expert."""
 TRACED: dict[type[nn.Module], type[nn.Module]] = {switch_layers.SwitchGLU: GatedExperts}
 """Classes that graphs have in the place of others."""
+MOST_KINDS = 1024
+"""Kinds of blocks in a process. They are kept for good, with their graphs, and each
+setting that changes makes another."""
+TOO_MANY = (
+    f"decoder blocks with new settings are not traced, because {MOST_KINDS} kinds of "
+    f"blocks have been: call optimize(model, trace=False) if settings keep changing"
+)
 SCALARS = (bool, float, int, str, type(None))
 
 Slots = tuple[tuple[Any, ...], tuple[str, ...]]
@@ -65,27 +81,20 @@ class Contents:
     """What a block was made of when it was looked at.
 
     Attributes:
-        parts: The modules in it: the name of each, itself, and how many entries it has,
-            of which one more may be a bias. (The block itself would be in a circle,
-            which keeps a model's arrays until Python looks for circles.)
-        tree: All modules in those, likewise, after where each is.
+        seen: What each call compares the block with.
         kind: What it shares graphs with; None if its own code must run.
         before: Where the first graph's arrays are: modules, and names in them.
         after: Where the second graph's arrays are.
         windowed: Whether its own mask may hide tokens that are far behind.
-        scale: What its attention calls the factor of q times k.
-        experts: What it has in the place of an MLP, and its attributes, such as how
-            many experts a row chooses.
+        scale: The factor of q times k.
     """
 
-    parts: tuple[tuple[str, nn.Module, int], ...]
-    tree: tuple[tuple[nn.Module, str, nn.Module, int], ...]
+    seen: Snapshot
     kind: Kind | None
     before: Slots = ((), ())
     after: Slots = ((), ())
     windowed: bool = False
-    scale: str = "scale"
-    experts: tuple[nn.Module, dict[str, Any]] | None = None
+    scale: float = 1.0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block looks for itself
@@ -97,34 +106,26 @@ class Contents:
 
 def look(block: nn.Module) -> Contents:
     """Returns what a block is made of now."""
-    children = _children(block).items()
-    parts = tuple((name, child, len(child)) for name, child in children)
-    tree = tuple(entry for _, child in children for entry in _tree(child))
-    own = sys.modules[type(block).__bases__[1].__module__]
+    cls: Any = type(block).__bases__[1]
+    own = sys.modules[cls.__module__]
     family = family_of(own)
+    seen = take_snapshot(block, cls, "_contents")
+    if not are_original(seen.lookups):
+        return Contents(seen, None)
     try:
         kind, before, after = _kind(block, family, own)
+        windowed = family.windowed(block)
+        scale = getattr(block["self_attn"], family.scale)
     except (UnknownError, KeyError):
-        return Contents(parts, tree, None)
+        return Contents(seen, None)
+    except AttributeError as error:  # its own code has other names now
+        report_untraced(str(error), f"decoder blocks of {own.__name__}")
+        return Contents(seen, None)
+    if kind not in _kinds and len(_kinds) >= MOST_KINDS:
+        warn_once("too many kinds", TOO_MANY)
+        return Contents(seen, None)
     kind = _kinds.setdefault(kind, kind)
-    windowed = family.windowed(block)
-    mlp = block[family.place]
-    has_experts = any(name == "experts" for name, _ in kind.after)
-    experts = (mlp, dict(vars(mlp))) if has_experts else None
-    found = parts, tree, kind, before, after
-    return Contents(*found, windowed, family.scale, experts)
-
-
-def is_as_it_was(block: nn.Module, contents: Contents) -> bool:
-    """Returns whether a block is still made of what was found in it: each call asks."""
-    for name, child, count in contents.parts:
-        if block.get(name) is not child or len(child) != count:
-            return False
-    for module, name, child, count in contents.tree:
-        if module.get(name) is not child or len(child) != count:
-            return False
-    experts = contents.experts
-    return experts is None or vars(experts[0]) == experts[1]
+    return Contents(seen, kind, before, after, windowed, scale)
 
 
 _kinds: dict[Kind, Kind] = {}
@@ -149,6 +150,8 @@ def _kind(
     """
     attention = block["self_attn"]
     _as(attention, getattr(own, family.attention))
+    if own.scaled_dot_product_attention is not scaled_dot_product_attention:
+        raise UnknownError  # replaced when this code was imported, and not any more
     heads, kv_heads = (getattr(attention, name) for name in family.heads)
     qkv, q_k_v = _of_attention(attention, heads, kv_heads)
     before, after = _norms(block, attention, family, own)
@@ -243,6 +246,8 @@ def _linears(
     """Returns layers with the same x: the features of joined ones, and the modules."""
     layers: list[Any] = [parent[name] for name in names]
     if any(type(layer) is MarlinPart for layer in layers):
+        for layer in layers:
+            _as(layer, MarlinPart)  # not in an adapter, for one
         shared = layers[0].shared
         parts = [(layer.shared, layer.index) for layer in layers]
         if parts != [(shared, index) for index in range(len(shared.sizes))]:
@@ -272,7 +277,7 @@ def _molded(
     owners: tuple[Any, ...] = ()
     names: tuple[str, ...] = ()
     for name, module in modules.items():
-        cls, children = TRACED.get(type(module), type(module)), _children(module)
+        cls, children = TRACED.get(type(module), type(module)), children_of(module)
         own = tuple(key for key, each in module.items() if isinstance(each, mx.array))
         settings = _settings(module, len(own) + len(children))
         if type(module) is shared:
@@ -295,15 +300,3 @@ def _settings(module: nn.Module, entries: int) -> tuple[tuple[str, object], ...]
     if len(module) != entries:  # a list of something
         raise UnknownError
     return tuple(sorted(settings.items()))
-
-
-def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules in one."""
-    return {name: each for name, each in module.items() if isinstance(each, nn.Module)}
-
-
-def _tree(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module, int]]:
-    """Yields all modules in one, at any depth, as `Contents` has them."""
-    for name, child in _children(module).items():
-        yield module, name, child, len(child)
-        yield from _tree(child)

@@ -7,17 +7,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.module_changes import Changes, Position, module_at
 from mlx_marlin.joined import MarlinPart, can_join, join, separate
+from mlx_marlin.nn import MarlinLinear
 
 SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that take the same x in the models of mlx-lm."""
 
 
-def join_layers(model: nn.Module) -> None:
+def join_layers(model: nn.Module, changes: Changes) -> None:
     """Joins the layers of a model that share x, wherever their kinds allow it.
 
     Args:
         model: A model whose linear layers are converted already.
+        changes: Takes what is changed.
     """
     shared = Counter(id(child) for each in _modules(model) for child in each.values())
     for module in _modules(model):
@@ -28,32 +31,65 @@ def join_layers(model: nn.Module) -> None:
             if alone and can_join(layers):
                 parts = join(layers)
                 mx.eval(parts[0].shared.layer)
-                for name, part in zip(names, parts, strict=True):
-                    module[name] = part
+                changes.replace(_positions(module, names), parts, _separated)
 
 
-def separate_layers(model: nn.Module) -> None:
-    """Makes layers of their own of all that `join_layers` joined."""
-    for module in _modules(model):
-        for names in SHARING:
-            parts: list[Any] = [module.get(name) for name in names]
-            if all(isinstance(part, MarlinPart) for part in parts):
-                layers = separate(parts[0].shared)
-                mx.eval(layers)
-                for name, layer in zip(names, layers, strict=True):
-                    module[name] = layer
+def separate_layers(model: nn.Module, changes: Changes) -> None:
+    """Makes layers of their own of all that `join_layers` joined.
+
+    They are found wherever they are, such as in adapters.
+
+    Args:
+        model: The model.
+        changes: Takes what is changed.
+    """
+    groups: dict[int, dict[int, list[Position]]] = {}
+    for container in _containers(model):
+        pairs = (
+            enumerate(container) if isinstance(container, list) else container.items()
+        )
+        for key, child in pairs:
+            if isinstance(child, MarlinPart):
+                group = groups.setdefault(id(child.shared), {})
+                group.setdefault(child.index, []).append((container, key))
+    for positions in groups.values():
+        _separate(positions, changes)
+
+
+def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
+    """Replaces the parts of one product, by their indices, with layers."""
+    shared = module_at(next(iter(positions.values()))).shared
+    layers = separate(shared)
+    mx.eval(layers)
+    # Where something else took a part's position, the others cannot be joined again.
+    rebuild = join if len(positions) == len(layers) else list
+    order = sorted(positions)
+    changes.replace(
+        [positions[index] for index in order],
+        [layers[index] for index in order],
+        rebuild,
+    )
+
+
+def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:
+    return separate(parts[0].shared)
+
+
+def _positions(module: nn.Module, names: tuple[str, ...]) -> list[list[Position]]:
+    return [[(module, name)] for name in names]
 
 
 def _modules(tree: Any) -> Iterator[nn.Module]:
+    return (each for each in _containers(tree) if isinstance(each, nn.Module))
+
+
+def _containers(tree: Any) -> Iterator[Any]:
     # As `nn.Module.children` looks for them; shared ones come once.
-    found: dict[int, nn.Module] = {}
+    found: dict[int, Any] = {}
     waiting = [tree]
     while waiting:
         each = waiting.pop()
-        if isinstance(each, nn.Module):
-            if id(each) in found:
-                continue
+        if isinstance(each, dict | list) and id(each) not in found:
             found[id(each)] = each
-        if isinstance(each, dict | list):
             waiting.extend(each.values() if isinstance(each, dict) else each)
     return iter(found.values())

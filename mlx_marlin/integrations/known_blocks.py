@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.integrations.routing import Routing
+from mlx_marlin.integrations.tracing import report_untraced
 
 Merge = Callable[[mx.array, mx.array], mx.array]
 """Of two arrays one: how they are added, or gated. Equal ones share graphs."""
@@ -219,13 +220,23 @@ FAMILIES = {
 
 
 def known_blocks() -> set[type[nn.Module]]:
-    """Returns the blocks' classes of all families that somebody imported."""
-    loaded = {name: sys.modules.get(f"mlx_lm.models.{name}") for name in FAMILIES}
-    return {
-        getattr(module, FAMILIES[name].block)
-        for name, module in loaded.items()
-        if module is not None
-    }
+    """Returns the blocks' classes of all families that somebody imported.
+
+    A class that took the place of mlx-lm's own is not among them. A family that mlx-lm
+    no longer has such a class of is reported.
+    """
+    known: set[type[nn.Module]] = set()
+    for name, family in FAMILIES.items():
+        module = sys.modules.get(f"mlx_lm.models.{name}")
+        if module is None:
+            continue
+        cls: Any = getattr(module, family.block, None)
+        if cls is None:
+            reason = f"{module.__name__} has no {family.block}"
+            report_untraced(reason, f"decoder blocks of {name}")
+        elif cls.__module__ == module.__name__:
+            known.add(cls)
+    return known
 
 
 def family_of(own: ModuleType) -> Family:

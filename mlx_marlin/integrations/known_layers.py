@@ -30,6 +30,12 @@ def is_heads(layer: nn.Module) -> bool:
     return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
 
 
+def is_sharded(layer: nn.Module) -> bool:
+    """Returns whether a quantized layer is split over devices, as MLX shards it."""
+    sharded = nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear
+    return isinstance(layer, sharded)
+
+
 def are_experts_of_ours(layer: Any, invariant: bool) -> bool:
     """Returns whether kernels of ours multiply by a layer's experts here."""
     if not is_our_format(layer) or getattr(layer, "global_scale", None) is not None:

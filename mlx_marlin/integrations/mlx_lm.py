@@ -18,19 +18,24 @@ from mlx_marlin.integrations.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
     is_our_format,
+    is_sharded,
     marlin_experts,
     marlin_heads,
     multiplies_experts,
     runs_on_cuda,
 )
+from mlx_marlin.integrations.module_changes import (
+    Changes,
+    Position,
+    module_at,
+)
+from mlx_marlin.integrations.tracing import loaded_code, tracing_code
+from mlx_marlin.integrations.warn_once import warn_once
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
 Convert = Callable[[Any], nn.Module]
-Place = tuple[Any, Any]
-"""A module, dictionary or list, and a key of it."""
-Places = list[Place]
-Done = list[tuple[Places, Convert]]
+Places = list[Position]
 
 
 def optimize(
@@ -50,15 +55,15 @@ def optimize(
     Takes `nn.QuantizedLinear` layers in a format of ours, mlx-lm's layers of several
     experts or heads and, so that a tied output head runs too, `nn.QuantizedEmbedding`.
     Subclasses, which may do something else, and other formats stay as they are, and so
-    do experts that stock MLX would have to serve. If a layer cannot be converted, those
-    before it are turned back.
+    do experts that stock MLX would have to serve. Sharded layers stay too, with a
+    warning. If anything fails, the model is left as it was.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays as they are; "marlin" packs all but embeddings,
-            so the model can be saved for stock MLX only after `restore`. Default: on
-            CUDA "marlin" for the linear layers that our kernels serve there, which read
-            it faster; else "mlx".
+            so the model can be saved or sharded only after `restore`. Default: on CUDA
+            "marlin" for the linear layers that our kernels serve there, which read it
+            faster; else "mlx".
         quantize: Quantize `nn.Linear` layers too, where their k is a multiple of
             `group_size`. `restore` leaves these quantized.
         group_size: Weights that share a scale, for layers that are quantized here; with
@@ -67,9 +72,8 @@ def optimize(
         invariant: Compute each row of every product as if it were alone, so that its
             bits do not depend on the batch. Attention stays MLX's.
         join: Compute layers that share x in one launch: q, k and v, gate and up, where
-            their formats are the same. Such a model can be saved for stock MLX, and
-            its layers be given adapters such as LoRA's, only after `restore`. Default:
-            on CUDA, unless the layout is said to be "mlx".
+            their formats are the same. Such a model can be saved or sharded only after
+            `restore`. Default: on CUDA, unless the layout is said to be "mlx".
         trace: Compute the decoder blocks of mlx-lm that we know as two traced graphs
             each when there are few rows and a cache, which spares the host work. Sums
             of a product and a residual, and there gate times up, are rounded once.
@@ -80,10 +84,12 @@ def optimize(
         The same model.
 
     Raises:
+        TypeError: If `model` is not an `nn.Module`.
         ValueError: If the layout, group size or bits are not ours, the model has no
             layer to convert, or `invariant` is asked of a model that keeps quantized
             layers of MLX's.
     """
+    _check_model(model)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     on_cuda = runs_on_cuda()
@@ -137,24 +143,24 @@ def optimize(
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
-    separate_layers(model)
-    found = _find(model, wanted)
-    if not found and not _find(model, _is_ours):
+    if not _find(model, wanted) and not _find(model, _is_ours):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a format of "
-            "ours, or quantize=True for nn.Linear"
+            "ours, not sharded, or quantize=True for nn.Linear"
         )
     if invariant:
         _refuse_variance(model, wanted)
-    done = _replace(found, convert, progress)
-    if join:
-        try:
-            join_layers(model)
-        except BaseException:
-            separate_layers(model)
-            _turn_back(done)
-            raise
-    _trace(model, trace)
+    _report_sharded(model)
+    changes = Changes()
+    try:
+        separate_layers(model, changes)
+        _replace(_find(model, wanted), convert, progress, changes)
+        if join:
+            join_layers(model, changes)
+        _set_tracing(model, trace, changes)
+    except BaseException:
+        changes.undo()
+        raise
     return model
 
 
@@ -191,19 +197,39 @@ def restore(model: Model, *, progress: bool = False) -> Model:
 
     Returns:
         The same model, with every code, scale and bias as it was.
+
+    Raises:
+        TypeError: If `model` is not an `nn.Module`.
     """
-    _trace(model, False)
-    separate_layers(model)
-    _replace(_find(model, _is_ours), lambda layer: layer.to_stock(), progress)
+    _check_model(model)
+    changes = Changes()
+    try:
+        _set_tracing(model, False, changes)
+        separate_layers(model, changes)
+        ours = _find(model, _is_ours)
+        _replace(ours, lambda layer: layer.to_stock(), progress, changes)
+    except BaseException:
+        changes.undo()
+        raise
     return model
 
 
-def _trace(model: nn.Module, trace: bool) -> None:
-    if "mlx_lm.models.base" not in sys.modules:
-        return  # and so no block of mlx-lm's is here
-    from mlx_marlin.integrations.traced_block import trace_blocks, untrace_blocks
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"
+    raise TypeError(
+        f"model must be an nn.Module, got {type(model).__name__}"
+        + (hint if isinstance(model, tuple) else "")
+    )
 
-    (trace_blocks if trace else untrace_blocks)(model)
+
+def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:
+    if "mlx_lm.models.base" not in sys.modules:
+        return  # the model has no block of mlx-lm's
+    code: Any = tracing_code() if trace else loaded_code()
+    if code is not None:
+        (code.trace_blocks if trace else code.untrace_blocks)(model, changes)
 
 
 def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> None:
@@ -214,6 +240,8 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
     """
 
     def stays(layer: nn.Module) -> bool:
+        if is_sharded(layer):
+            return True
         quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
         if quantized or is_experts(layer) or is_heads(layer):
             return not _is_ours(layer) and not wanted(layer)
@@ -225,7 +253,18 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
     if left:
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
-            f"here and would stay MLX's, such as {_get(left[0])}"
+            f"here and would stay MLX's, such as {module_at(left[0])}"
+        )
+
+
+def _report_sharded(model: nn.Module) -> None:
+    """Warns once per process that sharded layers are not converted."""
+    sharded = _find(model, is_sharded)
+    if sharded:
+        warn_once(
+            "sharded layers",
+            f"{len(sharded)} sharded layers, such as {module_at(sharded[0])}, are not "
+            f"converted: stock MLX computes them",
         )
 
 
@@ -238,7 +277,7 @@ def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]
     return [*found.values()]
 
 
-def _places(tree: Any) -> Iterator[Place]:
+def _places(tree: Any) -> Iterator[Position]:
     # As `nn.Module.leaf_modules` looks for them: in modules, dictionaries and lists.
     for key, child in enumerate(tree) if isinstance(tree, list) else tree.items():
         if isinstance(child, nn.Module) and not child.children():
@@ -247,29 +286,23 @@ def _places(tree: Any) -> Iterator[Place]:
             yield from _places(child)
 
 
-def _replace(found: list[Places], convert: Convert, progress: bool) -> Done:
-    """Converts layers; returns where each stood, and what makes it again.
+def _replace(
+    found: list[Places], convert: Convert, progress: bool, changes: Changes
+) -> None:
+    """Converts layers.
 
     One by one and without holding on to the layers, so that a large model needs memory
     for one layer more.
     """
-    done: Done = []
-    try:
-        for places in _shown(found, progress):
-            layer = _get(places)
-            new = convert(layer)
-            mx.eval(new.parameters())
-            _put(places, new)
-            done.append((places, _way_back(layer)))
-    except BaseException:
-        _turn_back(done)
-        raise
-    return done
+    for places in _shown(found, progress):
+        layer = module_at(places)
+        new = convert(layer)
+        mx.eval(new.parameters())
+        changes.replace([places], [new], _rebuilding(_way_back(layer)))
 
 
-def _turn_back(done: Done) -> None:
-    for places, back in done:
-        _put(places, back(_get(places)))
+def _rebuilding(back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
+    return lambda modules: [back(each) for each in modules]
 
 
 def _way_back(layer: nn.Module) -> Convert:
@@ -287,16 +320,6 @@ def _way_back(layer: nn.Module) -> Convert:
     if is_marlin_heads(layer):
         return partial(ours.from_quantized, layout=layer.layout)
     return lambda new: new.to_stock()
-
-
-def _get(places: Places) -> Any:
-    container, key = places[0]
-    return container[key]
-
-
-def _put(places: Places, layer: nn.Module) -> None:
-    for container, key in places:
-        container[key] = layer
 
 
 def _is_ours(layer: nn.Module) -> bool:

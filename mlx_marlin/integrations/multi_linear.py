@@ -1,11 +1,13 @@
 """The heads' layers of mlx-lm's latent attention, on our kernels."""
 
-from typing import Self
+from dataclasses import replace
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from mlx_marlin.integrations.batch_layer import BatchLayer, twin_of
+from mlx_marlin.native_layer import PACKED
 from mlx_marlin.ops import quantized_matmul
 from mlx_marlin.packed_calls import packed_product
 
@@ -68,3 +70,20 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             transpose=transpose,
             batch=words.shape[:-3],
         )
+
+    # MLX gives the dictionary's method another meaning.
+    def update(  # type: ignore[override]
+        self, parameters: dict[str, Any], strict: bool = True
+    ) -> Self:
+        """Replaces parameters, as `nn.Module.update` does.
+
+        Packed parameters may change their number of heads, as mlx-lm's models do to
+        divide heads among machines, if all of them are replaced together.
+        """
+        packed, words, scales = self.packed, *(parameters.get(name) for name in PACKED)
+        if packed is None or words is None or scales is None:
+            super().update(parameters, strict)
+        else:
+            replace(packed, words=words, scales=scales)  # which checks them
+            dict.update(self, words=words, quantizers=scales)
+        return self

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin import gather_launch, mma
+from mlx_marlin import gather_launch, guard, mma
 from mlx_marlin.derivatives import are_left_out, differentiable
 from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.packing import dtype_name
@@ -35,7 +35,10 @@ def is_ours(logits: mx.array, routing: Routing) -> bool:
     experts = logits.shape[-1]
     few = routing.choices <= min(SIMD_WIDTH, experts) and experts <= MOST_EXPERTS
     known = dtype_name(logits.dtype) in mma.DTYPES
-    return few and known and logits.size > 0
+    if not (few and known and logits.size > 0):
+        return False
+    how = routing.choices, routing.of_all, routing.last
+    return guard.route_fault(logits.dtype, experts, *how) is None
 
 
 def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.array]:
@@ -66,6 +69,9 @@ def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.
     Returns:
         The sums [..., n], rounded once, in the dtype of `results`.
     """
+    *_, choices, _, n = results.shape
+    if guard.combine_fault(results.dtype, n, choices):
+        return stock_sum(results, scores, residual)
     return differentiable(gather_launch.combine, stock_sum)(results, scores, residual)
 
 

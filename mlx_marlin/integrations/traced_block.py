@@ -15,11 +15,13 @@ import mlx.nn as nn
 
 from mlx_marlin import backends
 from mlx_marlin.integrations.block_attention import attend
-from mlx_marlin.integrations.block_cache import is_alone
-from mlx_marlin.integrations.block_contents import Contents, is_as_it_was, look
+from mlx_marlin.integrations.block_cache import check_caches, is_alone
+from mlx_marlin.integrations.block_contents import Contents, look
 from mlx_marlin.integrations.block_regions import Shape
 from mlx_marlin.integrations.block_rotation import on_device
+from mlx_marlin.integrations.block_snapshot import is_unchanged
 from mlx_marlin.integrations.known_blocks import known_blocks
+from mlx_marlin.integrations.module_changes import Changes
 
 MOST_ROWS = 128
 """Rows of a call that is traced, of all streams together."""
@@ -47,7 +49,7 @@ class TracedBlock(nn.Module):
             cache: Any of mlx-lm's.
         """
         contents = self._contents
-        if contents is None or not is_as_it_was(self, contents):
+        if contents is None or not is_unchanged(self, contents.seen):
             contents = self._contents = look(self)
         kind = contents.kind
         if kind is None or cache is None:
@@ -71,9 +73,9 @@ class TracedBlock(nn.Module):
         queries, keys, values = before(
             x, offset, places, *map(getitem, *contents.before)
         )
-        attention, transformed = self["self_attn"], kind.runs["before"] != runs
-        scale, sinks = getattr(attention, contents.scale), attention.get("sinks")
-        how = mask, scale, sinks, transformed, alone
+        transformed = kind.runs["before"] != runs
+        sinks = self["self_attn"].get("sinks")
+        how = mask, contents.scale, sinks, transformed, alone
         attended = attend(queries, keys, values, cache, *how)
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
@@ -88,10 +90,19 @@ class TracedBlock(nn.Module):
         return y
 
 
-def trace_blocks(model: nn.Module) -> None:
+def check() -> None:
+    """Checks that mlx-lm has what this code uses of it.
+
+    Raises:
+        AttributeError: If its caches have changed.
+    """
+    check_caches()
+
+
+def trace_blocks(model: nn.Module, changes: Changes) -> None:
     """Lets the blocks of a model that we know run as traced graphs, in place.
 
-    What was known of blocks that do so already is forgotten, such as their settings.
+    What was known of blocks that do so already is forgotten.
     """
     known = known_blocks()
     for block in model.modules():
@@ -99,15 +110,15 @@ def trace_blocks(model: nn.Module) -> None:
             vars(block).pop("_contents", None)
         cls: Any = type(block)
         if cls in known:
-            block.__class__ = _traced(cls)
+            changes.set_class(block, _traced(cls))
 
 
-def untrace_blocks(model: nn.Module) -> None:
+def untrace_blocks(model: nn.Module, changes: Changes) -> None:
     """Gives the blocks that `trace_blocks` changed their own class back."""
     for block in model.modules():
         if isinstance(block, TracedBlock):
             vars(block).pop("_contents", None)
-            block.__class__ = type(block).__bases__[1]
+            changes.set_class(block, type(block).__bases__[1])
 
 
 class _Last(threading.local):

@@ -229,6 +229,8 @@ def plan(
     Raises:
         ValueError: If the product or the chip is not one that we know.
     """
+    if chip is not None and not isinstance(chip, str):
+        raise ValueError(f"chip={chip!r}, expected a name such as 'Apple M3 Max'")
     target = current() if chip is None else named(chip)
     problem = problem_of(
         m,

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import strategies
 
-from mlx_marlin import emulator, repacking
+from mlx_marlin import emulator, repack_launch
 from mlx_marlin.repacking import to_tiles
 
 PACK_THREE = "to tiles, two weights of 3 bits, groups of 64"
@@ -57,7 +57,7 @@ class RepackCase:
 
     def run(self, words: mx.array) -> mx.array:
         """The codes in the other layout, by the kernel."""
-        move = repacking.repack(
+        move = repack_launch.repack(
             self.to, n=self.n, k=self.k, bits=self.bits, group_size=self.group_size
         )
         made = move(words)

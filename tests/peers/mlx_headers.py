@@ -14,7 +14,7 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-import platformdirs
+from mlx_marlin import cache
 
 MLX = version("mlx")
 FOLDER = "mlx/backend/metal/kernels/"
@@ -27,13 +27,13 @@ _INCLUDE = re.compile(r'^#include "mlx/backend/metal/kernels/([^"]+)".*\n', re.M
 
 def downloaded() -> Path:
     """The folder of the headers, filled when the cache has none."""
-    cache = Path(platformdirs.user_cache_dir("mlx_marlin")) / "peers"
-    target = cache / f"mlx-{MLX}"
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "lock").open("w") as lock:  # the tests' other processes wait here
+    folder = cache.folder("peers")
+    target = folder / f"mlx-{MLX}"
+    cache.make(folder)
+    with (folder / "lock").open("w") as lock:  # the tests' other processes wait here
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=cache) as name:
+            with tempfile.TemporaryDirectory(dir=folder) as name:
                 _unpack(_wheel(Path(name)), Path(name))
                 os.replace(Path(name) / "mlx", target)
     return target

@@ -154,6 +154,15 @@ METAL_FUNC T abs(T value) {
       value);
 }
 
+// Clang 19 has no element-wise minNum. These are the same intrinsics.
+#if __has_builtin(__builtin_elementwise_minnum)
+#define EMU_MINNUM __builtin_elementwise_minnum
+#define EMU_MAXNUM __builtin_elementwise_maxnum
+#else
+#define EMU_MINNUM __builtin_fminf
+#define EMU_MAXNUM __builtin_fmaxf
+#endif
+
 // A NaN loses against a number, as in Metal (fmin and fmax).
 #define EMU_EXTREME(name, builtin, comparison)      \
   template <class A, class B>                       \
@@ -170,11 +179,11 @@ METAL_FUNC T abs(T value) {
         emu::make<T>(first), emu::make<T>(second)); \
   }
 
-#define EMU_EXTREMES                                 \
-  EMU_EXTREME(min, __builtin_elementwise_minnum, <)  \
-  EMU_EXTREME(max, __builtin_elementwise_maxnum, >)  \
-  EMU_EXTREME(fmin, __builtin_elementwise_minnum, <) \
-  EMU_EXTREME(fmax, __builtin_elementwise_maxnum, >)
+#define EMU_EXTREMES               \
+  EMU_EXTREME(min, EMU_MINNUM, <)  \
+  EMU_EXTREME(max, EMU_MAXNUM, >)  \
+  EMU_EXTREME(fmin, EMU_MINNUM, <) \
+  EMU_EXTREME(fmax, EMU_MAXNUM, >)
 
 EMU_EXTREMES
 namespace fast {
@@ -253,5 +262,7 @@ METAL_FUNC T nextafter(T from, T to) {
 #undef EMU_BINARIES
 #undef EMU_EXTREME
 #undef EMU_EXTREMES
+#undef EMU_MINNUM
+#undef EMU_MAXNUM
 
 }  // namespace metal

@@ -1,0 +1,65 @@
+"""Models of mlx-lm, and the numbers of rows, that commands take as arguments."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_marlin.problem import Problem
+
+
+def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
+    """Loads a model and its tokenizer with mlx-lm.
+
+    Args:
+        name: A folder, or a repository on the Hugging Face Hub.
+        lazy: Whether the weights are read only when they are used.
+
+    Raises:
+        ImportError: If mlx-lm cannot be imported.
+        ValueError: If mlx-lm cannot load the model.
+    """
+    try:
+        import mlx_lm  # takes seconds
+    except ImportError as error:
+        raise ImportError(
+            f"reading a model needs pip install 'mlx-marlin[lm]': {error}"
+        ) from error
+    try:
+        model, tokenizer = mlx_lm.load(name, lazy=lazy)[:2]
+    except (ValueError, OSError) as error:
+        raise ValueError(f"mlx-lm cannot load the model {name!r}: {error}") from error
+    return model, tokenizer
+
+
+def rows(text: str) -> list[int]:
+    """Reads numbers of rows, such as "1,4,8".
+
+    Raises:
+        ValueError: If a number is not a decimal integer above 0.
+    """
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--rows {text!r}, expected such as 1,2,4,8")
+    return [int(part) for part in parts]
+
+
+def problems(name: str, counts: Sequence[int]) -> list[Problem]:
+    """Returns the products of a model, as `optimize` would have them computed.
+
+    Args:
+        name: As for `load`.
+        counts: Rows of the activations.
+
+    Raises:
+        ValueError: If mlx-lm cannot load the model, or no layer has a format of ours.
+    """
+    from mlx_marlin import backends
+    from mlx_marlin.autotune import layers
+
+    layout = "marlin" if backends.backend() == "cuda" else "mlx"
+    found = layers.find(load(name, lazy=True)[0], [layout]).problems
+    if not found:
+        raise ValueError(
+            f"the model {name!r} has no quantized linear layer in a format that our "
+            f"kernels read"
+        )
+    return layers.with_rows(found, counts)

@@ -1,0 +1,261 @@
+"""The guard: a kernel is checked on this machine before it serves its first call.
+
+Nothing can be assumed of a GPU's compiler. So the kernel variants of a plan run once on
+small problems with known answers (`known_answers`), and the verdict is kept
+(`verdicts`). Variants that do not compile, raise, end the process or compute something
+else are not used: stock MLX serves, one warning names the kernel, and `why_not` returns
+the reason.
+
+`MLX_MARLIN_GUARD=0` switches the guard off. `1` switches it on for the emulator too,
+where a broken kernel otherwise raises, as tests want it.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from datetime import date
+from functools import lru_cache, partial
+
+import mlx.core as mx
+
+from mlx_marlin import backends, kernel_arguments, source
+from mlx_marlin.guard import known_answers, routing, verdicts
+from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
+from mlx_marlin.guard.verdicts import Verdict
+from mlx_marlin.kernel_arguments import TemplateValue
+
+ENVIRONMENT = "MLX_MARLIN_GUARD"
+
+_verdicts: dict[str, Verdict] = {}
+_warned: set[str] = set()
+
+
+def is_on() -> bool:
+    """Returns whether kernels are checked before they are used.
+
+    Without a device nothing can be checked: graphs can be built and exported there.
+
+    Raises:
+        ValueError: If `MLX_MARLIN_GUARD` is neither 0 nor 1.
+    """
+    wish = os.environ.get(ENVIRONMENT, "")
+    if wish not in ("", "0", "1"):
+        raise ValueError(f"{ENVIRONMENT}={wish!r}, expected 0, 1 or nothing")
+    backend = backends.backend()
+    if wish == "0" or backend == "stock" or backends.missing() is not None:
+        return False
+    return wish == "1" or backend in backends.ON_GPU
+
+
+def why_not(plan: AnyPlan) -> str | None:
+    """Returns why a plan's kernels must not be used here; None if they may.
+
+    The first question for some kernel variants checks them, which compiles them.
+
+    Args:
+        plan: The plan that is to be served.
+    """
+    if not is_on():
+        return None
+    return _reason(verdict_of(plan))
+
+
+def verdict_of(plan: AnyPlan) -> Verdict:
+    """Returns the verdict on a plan's kernels; the first call checks them."""
+    variants = variants_of(plan, _on_cuda())
+    return _verdict(variants, plan.explain(), partial(known_answers.fault_of, plan))
+
+
+def condemn(plan: AnyPlan, fault: str) -> None:
+    """Records that a plan's kernels computed something wrong, and warns.
+
+    Args:
+        plan: The plan whose product was wrong.
+        fault: What was wrong.
+    """
+    if is_on():
+        _keep_failure(variants_of(plan, _on_cuda()), plan.explain(), fault)
+
+
+def repack_fault(to: str, bits: int, order: str) -> str | None:
+    """Returns why a repack kernel must not be used here; None if it may.
+
+    Args:
+        to: The layout that codes come to, "mlx" or "marlin".
+        bits: Bits of a code.
+        order: The order of k, "k32" or "k64".
+    """
+    if not is_on():
+        return None
+    check = partial(known_answers.fault_of_repack, to, bits, order)
+    example = f"{bits}-bit codes, order {order}"
+    return _reason(_verdict(_repack_variants(to, bits, order), example, check))
+
+
+def condemn_repack(to: str, bits: int, order: str, fault: str) -> None:
+    """Records that a repack kernel moved codes to wrong places, and warns.
+
+    Args:
+        to: As for `repack_fault`, and so are `bits` and `order`.
+        bits: Bits of a code.
+        order: The order of k.
+        fault: What was wrong.
+    """
+    if is_on():
+        example = f"{bits}-bit codes, order {order}"
+        _keep_failure(_repack_variants(to, bits, order), example, fault)
+
+
+@lru_cache(256)
+def route_fault(
+    dtype: mx.Dtype, experts: int, choices: int, of_all: bool, last: bool
+) -> str | None:
+    """Returns why the kernel that chooses experts must not be used; None if it may.
+
+    Args:
+        dtype: Of the logits.
+        experts: Logits of a row.
+        choices: Experts of a row.
+        of_all: As for `gather_launch.route`.
+        last: Likewise.
+    """
+    if not is_on():
+        return None
+    asked = (experts, choices, of_all, last)
+    names = ("EXPERTS", "EACH", "OF_ALL", "LAST")
+    variants = _routing_variants("route", dtype, dict(zip(names, asked, strict=True)))
+    check = partial(routing.fault_of_route, dtype, *asked)
+    return _reason(_verdict(variants, f"{choices} of {experts} experts", check))
+
+
+@lru_cache(256)
+def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
+    """Returns why the kernel that adds experts' results must not be used, or None.
+
+    Args:
+        dtype: Of the results.
+        n: Columns of a result.
+        choices: Results of a row.
+    """
+    if not is_on():
+        return None
+    variants = _routing_variants("combine", dtype, {"N": n, "EACH": choices})
+    check = partial(routing.fault_of_combine, dtype, n, choices)
+    return _reason(_verdict(variants, f"{choices} results of {n} columns", check))
+
+
+def verdicts_so_far() -> list[Verdict]:
+    """Returns the verdicts that this machine's cache holds."""
+    return [*verdicts.kept(verdicts.machine_folder(backends.backend()))]
+
+
+def forget() -> None:
+    """Drops what this process knows; verdicts on disk stay."""
+    _verdicts.clear()
+    _warned.clear()
+    route_fault.cache_clear()
+    combine_fault.cache_clear()
+
+
+def _verdict(
+    variants: tuple[KernelVariant, ...], example: str, check: Callable[[], str | None]
+) -> Verdict:
+    key = digest(variants)
+    if key not in _verdicts:
+        blank = partial(_new_verdict, variants, example)
+
+        def judged() -> Verdict:
+            fault = _fault(check)
+            return blank("failed" if fault else "passed", fault or "")
+
+        file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
+        _verdicts[key] = verdicts.checked(file, blank("started", ""), judged)
+        _warn(_verdicts[key])
+    return _verdicts[key]
+
+
+def _fault(check: Callable[[], str | None]) -> str | None:
+    try:
+        with mx.stream(_device()):
+            return check()
+    except Exception as error:  # whatever a compiler, a driver or MLX raises
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+
+
+def _keep_failure(
+    variants: tuple[KernelVariant, ...], example: str, fault: str
+) -> None:
+    key = digest(variants)
+    verdict = _new_verdict(variants, example, "failed", fault)
+    _verdicts[key] = verdict
+    file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
+    verdicts.write(file, verdict)
+    _warn(verdict)
+
+
+def _new_verdict(
+    variants: tuple[KernelVariant, ...], example: str, state: str, fault: str
+) -> Verdict:
+    return Verdict(
+        kernels=" and ".join(each.source.name for each in variants),
+        state=state,
+        fault=fault,
+        example=example,
+        date=date.today().isoformat(),
+    )
+
+
+def _reason(verdict: Verdict) -> str | None:
+    if verdict.failure is None:
+        return None
+    return (
+        f"the kernel {verdict.kernels} failed its check on this machine: "
+        f"{verdict.failure}"
+    )
+
+
+def _warn(verdict: Verdict) -> None:
+    """Warns of a failed check, once per process for each kernel."""
+    if verdict.failure is None or verdict.kernels in _warned:
+        return
+    _warned.add(verdict.kernels)
+    warnings.warn(
+        f"mlx_marlin: {_reason(verdict)}. Stock MLX serves in its place, with right "
+        f"results. Please report this line with the output of `mlx-marlin doctor "
+        f"--json` (docs/troubleshooting.md)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...]:
+    template = kernel_arguments.repack_template(bits, order)
+    return (
+        KernelVariant(
+            source=source.repack_source(to),
+            template=(*template.items(),),
+            dtypes=("uint32", "uint32"),
+        ),
+    )
+
+
+def _routing_variants(
+    body: str, dtype: mx.Dtype, template: dict[str, TemplateValue]
+) -> tuple[KernelVariant, ...]:
+    return (
+        KernelVariant(
+            source=source.routing_source(body),
+            template=(*template.items(),),
+            dtypes=(backends.dtype_name(dtype), "float32"),
+        ),
+    )
+
+
+def _on_cuda() -> bool:
+    return backends.backend() == "cuda"
+
+
+def _device() -> mx.Device:
+    """Returns the device that kernels run on."""
+    return mx.Device(mx.gpu if mx.is_available(mx.Device(mx.gpu)) else mx.cpu)

@@ -1,0 +1,153 @@
+"""Runs a plan's kernel variants on small problems whose answers are known."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+
+from mlx_marlin import backends, launch
+from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin.epilogue import PLAIN
+from mlx_marlin.guard import experts, operands, reference
+from mlx_marlin.guard.reference import Answer, Finish
+from mlx_marlin.guard.variants import AnyPlan, miniatures
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Problem
+from mlx_marlin.repack_launch import repack
+from mlx_marlin.tile_order import tiles_of_rows
+
+
+def fault_of(plan: AnyPlan) -> str | None:
+    """Returns what is wrong with the kernels of a plan; None if nothing is.
+
+    The plan's variants run on a small problem with ragged m and n, several groups and,
+    where the plan splits tiles, several splits. Results are compared with float64;
+    then a row of x becomes NaN, and all other rows must keep their bits.
+
+    Args:
+        plan: The plan that is to be served. Its kernels are built by this call.
+    """
+    smaller = miniatures(plan, on_cuda=backends.backend() == "cuda")
+    faults = (_fault_of(small, first=small is smaller[0]) for small in smaller)
+    return next(filter(None, faults), None)
+
+
+def _fault_of(small: AnyPlan, first: bool) -> str | None:
+    if isinstance(small, DensePlan):
+        return _fault_of_dense(small)
+    if not isinstance(small, Plan):
+        return experts.fault_of(small)
+    return _fault_of_product(small, with_nan=first and small.reduction != "atomic")
+
+
+def fault_of_repack(to: str, bits: int, order: str) -> str | None:
+    """Returns what is wrong with a repack kernel; None if nothing is.
+
+    Args:
+        to: The layout that codes come to, "mlx" or "marlin".
+        bits: Bits of a code.
+        order: The order of k, "k32" or "k64".
+    """
+    size = 32 if order == "k32" else 64
+    form = {"bits": bits, "group_size": size}
+    n, k = 51, 17 * 64 + (size if size == 32 else 0)
+    with mx.stream(mx.cpu):
+        shape = (2, n, k * bits // 8)
+        drawn = mx.random.randint(0, 256, shape, mx.uint8, key=mx.random.key(0))
+        rows = drawn.view(mx.uint32)
+        tiles = tiles_of_rows(rows, n, k, **form)
+        mx.eval(rows, tiles)
+    given, expected = (rows, tiles) if to == "marlin" else (tiles, rows)
+    moved = repack(to, n=n, k=k, **form)(given)
+    if mx.array_equal(moved, expected).item():
+        return None
+    return "it moved codes to wrong places"
+
+
+def _fault_of_product(plan: Plan, with_nan: bool) -> str | None:
+    problem = plan.problem
+    batch = (problem.batch,) if problem.batch > 1 else ()
+    x = operands.activations(problem, (*batch, problem.m, problem.k))
+    weight = operands.draw(problem, batch)
+    finish = _drawn_finish(problem)
+    run = launch.unrecorded_product(plan)
+    given = _as_arguments(problem, x, finish)
+
+    def result(x: mx.array) -> mx.array:
+        return _whole(run(x, *weight.stored, *given), problem)
+
+    y = result(x)
+    with mx.stream(mx.cpu):
+        answer = reference.product(problem, x, weight, finish)
+    wrong = reference.difference(y, answer)
+    if wrong is not None or not with_nan:
+        return wrong
+    return _fault_of_nan(y, x, result)
+
+
+def _fault_of_nan(y: mx.array, x: mx.array, result: launch.Product) -> str | None:
+    """Checks that a NaN stays in its row, and that results are reproducible."""
+    rows = x.reshape(-1, x.shape[-1])
+    last = mx.arange(len(rows))[:, None] == len(rows) - 1
+    first = mx.arange(rows.shape[-1]) == 0
+    # Not a product with NaN: that would be NaN everywhere.
+    spoiled = mx.where(last & first, mx.array(mx.nan, x.dtype), rows).reshape(x.shape)
+    again = result(spoiled)
+    before, after = (each.reshape(len(rows), -1) for each in (y, again))
+    if not mx.isnan(after[-1]).all().item():
+        return "NaN in x did not come out of its row"
+    if not mx.array_equal(before[:-1], after[:-1]).item():
+        return "rows changed when another row became NaN, or from run to run"
+    return None
+
+
+def _fault_of_dense(plan: DensePlan) -> str | None:
+    problem = plan.problem
+    weight = operands.draw(problem)
+    blocks = launch.decoded_blocks(plan, *weight.stored)
+    axis = 0 if plan.transposed else 1
+    decoded = mx.concatenate(blocks, axis=axis)
+    with mx.stream(mx.cpu):
+        off = reference.rounding(weight.exact, problem.dtype)
+        answer = Answer(weight.exact, off + weight.magnitude * 2.0**-20)
+    return reference.difference(decoded, answer)
+
+
+def _drawn_finish(problem: Problem) -> Finish:
+    epilogue, rotation = problem.epilogue, problem.epilogue.rotation
+
+    def drawn(seed: int, *shape: int) -> mx.array:
+        return operands.activations(problem, shape, seed)
+
+    finish = Finish(
+        bias=drawn(2, problem.n) if epilogue.bias else None,
+        multiply=drawn(3, *problem.result_shape) if epilogue.multiply else None,
+        residual=drawn(4, *problem.result_shape) if epilogue.residual else None,
+        norm=None if problem.norm is None else drawn(5, problem.k),
+    )
+    if rotation is None:
+        return finish
+    features = rotation.features
+    with mx.stream(mx.cpu):
+        positions = mx.arange(problem.m if rotation.each else 1, dtype=mx.int32) + 3
+        freqs = mx.power(10000.0, mx.arange(features // 2) / (features / 2))
+        mx.eval(positions, freqs)
+    norms = () if rotation.norm is None else (drawn(6, features), drawn(7, features))
+    return replace(finish, positions=positions, freqs=freqs, head_norms=norms)
+
+
+def _as_arguments(problem: Problem, x: mx.array, finish: Finish) -> list[mx.array]:
+    """Returns what `launch.product` takes after the weight."""
+    if problem.epilogue == PLAIN and problem.norm is None:
+        return []
+    own = (finish.bias, finish.multiply, finish.residual)
+    given = [x if each is None else each for each in own]
+    others = (finish.positions, finish.freqs, *finish.head_norms, finish.norm)
+    return [*given, *(each for each in others if each is not None)]
+
+
+def _whole(y: mx.array, problem: Problem) -> mx.array:
+    """Returns the results of all parts as one array."""
+    if not problem.epilogue.parts:
+        return y
+    axis = 1 if problem.epilogue.rotation is not None else -1
+    return mx.concatenate([*y], axis=axis)

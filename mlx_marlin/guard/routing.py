@@ -1,0 +1,67 @@
+"""Known answers of the CUDA kernels that choose experts and add up their results."""
+
+import mlx.core as mx
+
+from mlx_marlin import gather_launch
+from mlx_marlin.backends import dtype_name
+from mlx_marlin.guard import reference
+from mlx_marlin.guard.reference import Answer
+
+ROWS = 5
+
+
+def fault_of_route(
+    dtype: mx.Dtype, experts: int, choices: int, of_all: bool, last: bool
+) -> str | None:
+    """Returns what is wrong with the kernel that chooses experts; None if nothing is.
+
+    Args:
+        dtype: Of the logits.
+        experts: Logits of a row.
+        choices: Experts of a row.
+        of_all: As for `gather_launch.route`.
+        last: Likewise.
+    """
+    with mx.stream(mx.cpu):
+        # Whole numbers, so that many logits are equal.
+        drawn = mx.random.randint(-6, 6, (ROWS, experts), key=mx.random.key(0))
+        logits = drawn.astype(dtype)
+        mx.eval(logits)
+    chosen, scores = gather_launch.route(logits, choices, of_all, last)
+    mx.eval(chosen, scores)
+    with mx.stream(mx.cpu):
+        nth = mx.arange(experts)
+        order = drawn * experts + (nth if last else experts - 1 - nth)
+        expected = mx.argsort(-order, axis=-1)[:, :choices].astype(mx.uint32)
+        if not mx.array_equal(mx.sort(chosen, axis=-1), mx.sort(expected, axis=-1)):
+            return "it chose other experts"
+        wide = reference.wide(drawn)
+        of_chosen = mx.take_along_axis(wide, chosen, axis=-1)
+        others = wide if of_all else of_chosen
+        values = mx.exp(of_chosen) / mx.exp(others).sum(-1, keepdims=True)
+    return reference.difference(scores, Answer(values, values * 2.0**-16))
+
+
+def fault_of_combine(dtype: mx.Dtype, n: int, choices: int) -> str | None:
+    """Returns what is wrong with the kernel that adds results; None if nothing is.
+
+    Args:
+        dtype: Of the results.
+        n: Columns of a result.
+        choices: Results of a row.
+    """
+    with mx.stream(mx.cpu):
+        keys = mx.random.split(mx.random.key(0), 3)
+        results = mx.random.normal((ROWS, choices, 1, n), key=keys[0])
+        residual = mx.random.normal((ROWS, n), key=keys[1]).astype(dtype)
+        scores = mx.random.uniform(-1, 1, (ROWS, choices), key=keys[2])
+        results = results.astype(dtype)
+        mx.eval(results, residual, scores)
+    y = gather_launch.combine(results, scores, residual)
+    with mx.stream(mx.cpu):
+        terms = reference.wide(results.squeeze(-2)) * reference.wide(scores)[..., None]
+        values = reference.wide(residual) + terms.sum(1)
+        size = mx.abs(reference.wide(residual)) + mx.abs(terms).sum(1)
+        off = size * 2.0**-18 + reference.rounding(values, dtype_name(dtype))
+        answer = Answer(values, off)
+    return reference.difference(y, answer)

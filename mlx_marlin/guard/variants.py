@@ -1,0 +1,277 @@
+"""Kernel variants of a plan, and the smallest problem that runs the same variants.
+
+A variant is what the GPU's compiler sees: the text of a kernel, its template arguments
+and the dtypes of its inputs. Two plans whose variants are equal run the same machine
+code, so what holds for a small problem holds for the large one.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from mlx_marlin import kernel_arguments, source
+from mlx_marlin.cuda_gather_plan import CudaGatherPlan
+from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.formats import GROUP_SIZES, TILE_K, TILE_N
+from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.kernel_arguments import TemplateValue
+from mlx_marlin.kernels import SIMD_WIDTH
+from mlx_marlin.plan import Plan
+from mlx_marlin.problem import Problem
+from mlx_marlin.source import Source
+from mlx_marlin.work import Work, data_parallel
+
+AnyPlan = Plan | DensePlan | GatherPlan | CudaGatherPlan
+
+RAGGED_COLUMNS = 19
+"""Columns of the last tile: more than two fragments of 8, fewer than four."""
+EXPERTS = 5
+FEW_PAIRS = 10
+"""Pairs where each has a block of its own: there are more experts than pairs then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelVariant:
+    """One kernel as the GPU's compiler sees it.
+
+    Attributes:
+        source: Text, name and buffers.
+        template: Template arguments.
+        dtypes: Dtypes of the activations and of the scales.
+    """
+
+    source: Source
+    template: tuple[tuple[str, TemplateValue], ...]
+    dtypes: tuple[str, str]
+
+
+def variants_of(plan: AnyPlan, on_cuda: bool = False) -> tuple[KernelVariant, ...]:
+    """Returns the variants that a plan launches, in the order of its dispatches.
+
+    Args:
+        plan: The plan.
+        on_cuda: Whether a `DensePlan` runs on CUDA; other plans know it.
+    """
+    dtypes = plan.problem.dtype, plan.problem.scale_dtype
+
+    def variant(text: Source, template: dict[str, TemplateValue]) -> KernelVariant:
+        return KernelVariant(source=text, template=(*template.items(),), dtypes=dtypes)
+
+    if isinstance(plan, DensePlan):
+        text = source.of_dense(plan.problem, on_cuda)
+        return (variant(text, kernel_arguments.weight_template(plan.problem)),)
+    if isinstance(plan, GatherPlan):
+        template = kernel_arguments.gather_template(plan)
+        return (variant(source.gather_source(), template),)
+    if isinstance(plan, CudaGatherPlan):
+        template = kernel_arguments.cuda_gather_template(plan)
+        return (variant(source.cuda_gather_source(plan), template),)
+    product = kernel_arguments.product_template(plan)
+    found = [variant(source.of_product(plan), product)]
+    if plan.finishes:
+        reduce = kernel_arguments.reduce_template(plan)
+        found.append(variant(source.of_reduce(plan), reduce))
+    return tuple(found)
+
+
+def digest(variants: tuple[KernelVariant, ...]) -> str:
+    """Returns a digest of variants: it changes with any character of their text."""
+    whole = hashlib.sha256()
+    for variant in variants:
+        whole.update(_text_digest(variant.source))
+        # bool before int: True and 1 are different template arguments.
+        given = [(name, repr(value)) for name, value in variant.template]
+        whole.update(repr((given, variant.dtypes)).encode())
+    return whole.hexdigest()[:32]
+
+
+@lru_cache(256)
+def _text_digest(text: Source) -> bytes:
+    fields = text.name, text.input_names, text.output_names, text.atomic
+    return hashlib.sha256(repr((fields, text.header, text.source)).encode()).digest()
+
+
+def miniatures(plan: AnyPlan, on_cuda: bool = False) -> tuple[AnyPlan, ...]:
+    """Returns small plans with the same variants.
+
+    Their m, n and k are ragged where the variant admits it, k has several groups, and
+    where a variant serves several ways to share the work, each has a plan.
+
+    Args:
+        plan: The plan that is to be served.
+        on_cuda: As for `variants_of`.
+
+    Returns:
+        At least one; `plan` itself if no smaller one has the same variants.
+    """
+    wanted = variants_of(plan, on_cuda)
+    found = [small for small in _smaller(plan) if variants_of(small, on_cuda) == wanted]
+    return tuple(found) or (plan,)
+
+
+def _smaller(plan: AnyPlan) -> Iterator[AnyPlan]:
+    if isinstance(plan, DensePlan):
+        yield from _small_dense(plan)
+    elif isinstance(plan, GatherPlan | CudaGatherPlan):
+        yield from _small_gather(plan)
+    else:
+        yield from _small_products(plan)
+
+
+def _small_products(plan: Plan) -> Iterator[Plan]:
+    problem = _small_problem(plan)
+    tile = plan.tile
+    m_tiles = -(-problem.m // tile.m)
+    wide = plan.wide_n if plan.has_wide_tiles else 0
+    n_tiles = bool(wide) + -(-(problem.n - wide) // tile.n)
+    tiles = problem.batch * m_tiles * n_tiles
+    works = _small_work(plan, tiles, -(-problem.k // tile.k), m_tiles)
+    for work in works:
+        with suppress(ValueError):  # the kernel has not this way
+            yield replace(plan, problem=problem, work=work)
+
+
+def _small_problem(plan: Plan) -> Problem:
+    problem = plan.problem
+    group_size, k = _small_k(problem, _least_k(plan))
+    n = _small_n(plan)
+    return replace(
+        problem,
+        m=_small_m(plan),
+        n=n,
+        k=k,
+        batch=min(problem.batch, 2),
+        group_size=group_size,
+        epilogue=_small_epilogue(problem.epilogue, n),
+        invariant=False,  # says which plans may be chosen, not what a kernel does
+    )
+
+
+def _small_m(plan: Plan) -> int:
+    if plan.kernel == "gemv":
+        return plan.tile.m
+    if plan.problem.norm is not None:
+        return min(plan.problem.m, 5)
+    return 2 * plan.tile.m - 3
+
+
+def _small_n(plan: Plan) -> int:
+    """Returns the columns: a whole tile, and some of the next."""
+    problem = plan.problem
+    if problem.epilogue.rotation is not None:
+        return problem.n  # the template holds its columns
+    if problem.epilogue.gated:
+        return 2 * plan.tile.n
+    has_ragged_template = plan.kernel in ("gemm_register", "gemm_staged")
+    ragged = problem.n % TILE_N != 0 or not has_ragged_template
+    first = plan.wide_n + TILE_N if plan.has_wide_tiles else plan.tile.n
+    return first + (RAGGED_COLUMNS if ragged else TILE_N)
+
+
+def _least_k(plan: Plan) -> int:
+    """Returns the k that gives every slice of k two k tiles and fills each stage."""
+    steps = (2 * plan.simdgroups_k + 1) * plan.tile.k
+    return max(steps, (plan.buffers + 1) * plan.stage_k if plan.buffers else 0)
+
+
+def _small_k(problem: Problem, least: int) -> tuple[int, int]:
+    """Returns a group size of the same kind, and a k of at least two groups."""
+    size = problem.group_size
+    if size not in GROUP_SIZES:  # a whole row
+        k = -(-least // TILE_K) * TILE_K
+        k += TILE_K if k in GROUP_SIZES else 0
+        return k, k
+    unit = problem.format.k_multiple(size)
+    k = max(-(-least // unit), -(-2 * size // unit)) * unit
+    if size == 32 and k % TILE_K == 0:
+        k += 32  # half of a packed tile
+    return size, k
+
+
+def _small_epilogue(epilogue: Epilogue, n: int) -> Epilogue:
+    if not epilogue.parts or epilogue.rotation is not None:
+        return epilogue
+    count = len(epilogue.parts)
+    parts = [n // count - nth for nth in range(count - 1)]
+    return replace(epilogue, parts=(*parts, n - sum(parts)))
+
+
+def _small_work(plan: Plan, tiles: int, k_tiles: int, m_tiles: int) -> Iterator[Work]:
+    """Yields ways to share the work, the one that exercises most first."""
+    strategy = plan.work.strategy
+    if strategy == "data_parallel":
+        yield data_parallel(tiles, k_tiles)
+    elif strategy == "hytis":
+        yield Work(
+            strategy="hytis",
+            tiles=tiles,
+            k_tiles=k_tiles,
+            threadgroups=tiles,
+            whole=m_tiles,
+        )
+    else:
+        yield from (_split_work if plan.is_split else _runs)(tiles, k_tiles)
+
+
+def _runs(tiles: int, k_tiles: int) -> Iterator[Work]:
+    """Yields runs of whole tiles; then more threadgroups than work."""
+    for threadgroups in (max(tiles - 1, 1), tiles + 1):
+        yield Work(
+            strategy="stripe", tiles=tiles, k_tiles=k_tiles, threadgroups=threadgroups
+        )
+
+
+def _split_work(tiles: int, k_tiles: int) -> Iterator[Work]:
+    work = partial(Work, tiles=tiles, k_tiles=k_tiles)
+    streams = partial(work, slices=k_tiles)
+    yield work(strategy="split_k", slices=2, threadgroups=2 * tiles)
+    # Cuts that ignore the borders of tiles.
+    yield streams(strategy="stream_k", threadgroups=2 * tiles - 1)
+    if tiles % 2 == 0:
+        yield streams(strategy="stream_k", threadgroups=tiles + 4, groups=2)
+    if tiles > 1:
+        yield streams(strategy="hybrid", threadgroups=tiles + 2, whole=1)
+    yield work(
+        strategy="stripe",
+        slices=min(k_tiles, 3),
+        threadgroups=min(k_tiles, 3) * tiles - 2,
+        partition="ceil",
+    )
+
+
+def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
+    problem = plan.problem
+    group_size, k = _small_k(problem, 3 * TILE_K)
+    n = TILE_N + RAGGED_COLUMNS
+    small = replace(problem, m=1, n=n, k=k, group_size=group_size, batch=1)
+    small = replace(small, epilogue=Epilogue(), norm=None, invariant=False)
+    yield DensePlan(problem=small, transposed=True, chunk=TILE_N)
+    yield DensePlan(problem=small, transposed=False, chunk=TILE_K)
+
+
+def _small_gather(
+    plan: GatherPlan | CudaGatherPlan,
+) -> Iterator[GatherPlan | CudaGatherPlan]:
+    """Yields a plan where one expert has more pairs than a tile has rows."""
+    columns, ragged = TILE_N, plan.problem.n % TILE_N != 0
+    pairs, experts = 2 * plan.rows + 2 * SIMD_WIDTH, EXPERTS
+    if isinstance(plan, CudaGatherPlan):
+        columns, ragged = TILE_N * plan.simdgroups_n, plan.gate is None
+        together = plan.each or 1
+        pairs = -(-(FEW_PAIRS if plan.by_pair else pairs) // together) * together
+        experts = pairs + 2 if plan.by_pair else EXPERTS
+    least = (2 * plan.simdgroups_k + 1) * TILE_K
+    group_size, k = _small_k(plan.problem, least)
+    small = replace(
+        plan.problem,
+        m=pairs,
+        n=columns + (RAGGED_COLUMNS if ragged else TILE_N),
+        k=k,
+        group_size=group_size,
+        invariant=False,
+    )
+    with suppress(ValueError):
+        yield replace(plan, problem=small, experts=experts)

@@ -1,0 +1,170 @@
+"""What checks found, one file for each set of kernel variants.
+
+A file lies in a folder of its machine (chip, OS build, MLX version) and is named after
+the digest of the kernels, so another machine or another kernel text finds none. It says
+"started" before the kernels run: if the process dies there, the next one reads a failed
+check. A lock, which dies with its process, tells that from a check in progress.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin import cache, cuda_detection, detection
+
+STATES = ("started", "passed", "failed")
+DIED = "the process ended during the check"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of a check.
+
+    Attributes:
+        kernels: Names of the kernels that were checked together.
+        state: One of `STATES`; "started" counts as failed.
+        fault: What was wrong; empty if nothing was.
+        example: A plan or format that runs these variants, in words.
+        date: Of the check, ISO 8601.
+    """
+
+    kernels: str
+    state: str
+    fault: str
+    example: str
+    date: str
+
+    def __post_init__(self) -> None:
+        if self.state not in STATES:
+            raise ValueError(f"state={self.state!r} is not one of {STATES}")
+
+    @property
+    def failure(self) -> str | None:
+        """Why the kernels must not be used; None if they passed."""
+        if self.state == "passed":
+            return None
+        return DIED if self.state == "started" else self.fault
+
+
+def folder() -> Path:
+    """Returns the folder of all verdicts; it may not exist."""
+    return cache.folder("verdicts")
+
+
+@lru_cache(8)
+def machine_folder(backend: str) -> Path:
+    """Returns the folder of this machine's verdicts; it may not exist.
+
+    Its name has the chip, and a digest of all that the GPU's machine code depends on
+    beside a kernel's text: chip, architecture, OS build and driver, MLX.
+
+    Args:
+        backend: "metal", "cuda" or "emulator".
+    """
+    import mlx.core as mx
+
+    gpu = mx.Device(mx.gpu)
+    info = mx.device_info(gpu) if mx.is_available(gpu) else {}
+    chip = str(info.get("device_name", backend))
+    architecture = str(info.get("architecture", platform.machine()))
+    version = str(mx.__version__)  # type: ignore[attr-defined]
+    machine = chip, architecture, platform.system(), _system_build(backend), version
+    digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
+    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
+    return folder() / f"{name}-{digest}"
+
+
+def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
+    """Returns the verdict of a file; if it has none, checks and writes it.
+
+    A verdict that cannot be kept is returned all the same.
+
+    Args:
+        file: Of these kernels on this machine.
+        started: What to write before the kernels run.
+        check: Runs them.
+    """
+    known = read(file)
+    if known is not None and known.state != "started":
+        return known
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return check()
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process checks the same kernels now
+            return check()
+        # It may have written its verdict since.
+        known = _parsed(opened.read())
+        if known is not None:
+            return known
+        return _check_and_keep(file, started, check)
+
+
+def read(file: Path) -> Verdict | None:
+    """Returns the verdict of a file; None if there is none that can be understood."""
+    try:
+        return _parsed(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def write(file: Path, verdict: Verdict) -> None:
+    """Keeps a verdict in the place of what the file says, if it can be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with file.open("r+" if file.exists() else "w", encoding="utf-8") as opened:
+            # In place: the lock is the file's, not the name's.
+            opened.truncate()
+            opened.write(json.dumps(asdict(verdict), indent=1) + "\n")
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError:
+        return
+
+
+def kept(place: Path) -> Iterator[Verdict]:
+    """Yields all verdicts of a machine's folder, by kernels."""
+    files = sorted(place.glob("*.json")) if place.is_dir() else []
+    found = [verdict for file in files if (verdict := read(file)) is not None]
+    yield from sorted(found, key=lambda each: (each.kernels, each.example))
+
+
+def _check_and_keep(
+    file: Path, started: Verdict, check: Callable[[], Verdict]
+) -> Verdict:
+    write(file, started)
+    try:
+        verdict = check()
+    except BaseException:  # an interrupt: nothing was found out
+        file.unlink(missing_ok=True)
+        raise
+    write(file, verdict)
+    return verdict
+
+
+def _parsed(text: str) -> Verdict | None:
+    try:
+        data: Any = json.loads(text)
+        return Verdict(**{name: str(data[name]) for name in Verdict.__slots__})
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _system_build(backend: str) -> str:
+    """Returns what Apple's compiler, or CUDA's, comes with."""
+    build = detection.os_build() or platform.release()
+    if backend != "cuda":
+        return build
+    return f"{build}, driver {cuda_detection.driver_version()}"

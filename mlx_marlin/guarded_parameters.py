@@ -1,0 +1,107 @@
+"""Refuses uses of a layer's parameters that stock MLX could not make sense of."""
+
+import sys
+from types import FrameType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.formats import DTYPE_BYTES, format_of
+from mlx_marlin.native_layer import NATIVE, PACKED
+from mlx_marlin.packing import PackedWeight, dtype_name
+
+SHARDING = "mlx.nn.layers.distributed"
+"""The module of MLX that shards layers."""
+
+
+class GuardedParameters(nn.Module):
+    """A layer whose parameters may be packed, or shared with other layers.
+
+    Such parameters have no counterpart in stock MLX. Saving, sharding and freezing
+    them by the names of MLX's parameters raises, and so does replacing one by an array
+    of another shape or dtype, which a kernel would read out of bounds.
+    """
+
+    layout: str = "mlx"
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The packed weight; None with `layout="mlx"`."""
+        raise NotImplementedError
+
+    def stored(self) -> str | None:
+        """Returns how the parameters differ from MLX's own, or None."""
+        return "packed (layout='marlin')" if self.layout == "marlin" else None
+
+    # MLX collects the parameters of a model by the items of its modules, wherever they
+    # are. Nothing else tells saving from evaluating, so the callers are looked at.
+    def items(self) -> Any:
+        """Returns the entries of the module, unless they are to be saved or sharded.
+
+        Raises:
+            ValueError: If `save_weights`, `mlx_lm.utils.save_model` or a function of
+                `mlx.nn.layers.distributed` asks for parameters that MLX does not have.
+        """
+        stored = self.stored()
+        use = None if stored is None else _refused_use(sys._getframe(1))
+        if use is not None:
+            raise ValueError(f"{type(self).__name__} is {stored}: {use}")
+        return super().items()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.layout == "marlin" and all(each in self for each in PACKED):
+            self._check(name, value)
+        super().__setitem__(name, value)
+
+    def _check(self, name: str, value: Any) -> None:
+        """Checks what replaces a parameter of a packed layer."""
+        packed = self.packed
+        if packed is None or name not in (*PACKED, "bias"):
+            return
+        shapes = packed.words.shape, packed.scales.shape, (*packed.batch, packed.n)
+        shape = dict(zip((*PACKED, "bias"), shapes, strict=True))[name]
+        stored = format_of(packed.mode, packed.bits).scale_dtypes
+        dtypes = {"words": ("uint32",), "quantizers": stored}.get(name, DTYPE_BYTES)
+        is_array = isinstance(value, mx.array)
+        if is_array and value.shape == shape and dtype_name(value.dtype) in dtypes:
+            return
+        got = type(value).__name__
+        if is_array:
+            got = f"{dtype_name(value.dtype)} with shape {value.shape}"
+        raise ValueError(
+            f"{name} of a packed {type(self).__name__} must be one of {[*dtypes]} with "
+            f"shape {shape}, got {got}"
+        )
+
+    def _validate_keys(self, keys: Any, strict: bool) -> Any:
+        stored = self.stored()
+        named = keys if isinstance(keys, list) else [keys]
+        missing = [key for key in named if key in NATIVE]
+        if stored is not None and missing:
+            raise ValueError(
+                f"keys={named!r}: {type(self).__name__} is {stored} and has no "
+                f"{missing[0]!r} to train or freeze; call mlx_marlin.restore(model) "
+                "first"
+            )
+        return super()._validate_keys(keys, strict)  # type: ignore[no-untyped-call]
+
+
+def _refused_use(frame: FrameType | None) -> str | None:
+    """Returns what the callers want that is refused, with the remedy, or None."""
+    while frame is not None:
+        code, module = frame.f_code, frame.f_globals.get("__name__")
+        if code is nn.Module.save_weights.__code__ or (
+            module == "mlx_lm.utils" and code.co_name == "save_model"
+        ):
+            return (
+                "stock MLX cannot load such parameters; call "
+                "mlx_marlin.restore(model) before saving"
+            )
+        if module == SHARDING:
+            return (
+                "it cannot be sharded; shard the model before "
+                "mlx_marlin.optimize(model), or call mlx_marlin.restore(model) first"
+            )
+        frame = frame.f_back
+    return None

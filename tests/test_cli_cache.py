@@ -1,0 +1,222 @@
+"""`mlx-marlin cache` lists what is kept, removes what is asked for and leftovers."""
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_marlin import cache
+from mlx_marlin.cli import main
+
+HOURS = 3600
+DEAD = 2**22 + 1
+"""No process has this number: it is above Linux's and macOS's largest."""
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Gives the test a cache and a temporary folder of its own."""
+    place = tmp_path / "mlx_marlin"
+    monkeypatch.setattr(cache, "root", lambda: place)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return place
+
+
+def keep(name: str, file_name: str, size: int, hours: float = 0) -> Path:
+    """Stores a file that was used some hours ago."""
+    path = cache.write(cache.folder(name), file_name, bytes(size))
+    return aged(path, hours)
+
+
+def aged(path: Path, hours: float) -> Path:
+    then = time.time() - hours * HOURS
+    os.utime(path, (then, then))
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["cache", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_an_empty_cache_is_listed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache"]) == 0
+
+    assert capsys.readouterr().out == f"{root}: nothing\n"
+
+
+def test_folders_are_listed_with_files_sizes_and_contents(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep("emulator", "a.so", 1_500_000)
+    keep("emulator", "b.so", 700_000)
+    keep("verdicts", "a.json", 30)
+
+    assert main(["cache"]) == 0
+
+    assert capsys.readouterr().out.splitlines() == [
+        f"{root}:",
+        "  emulator        2 files    2.2 MB  kernels compiled for the emulator",
+        "  verdicts        1 files      30 B",
+    ]
+
+
+def test_json_has_the_same_in_figures(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep("tuned", "a.json", 12)
+
+    assert answer(capsys) == {
+        "root": str(root),
+        "folders": [
+            {
+                "name": "tuned",
+                "path": str(root / "tuned"),
+                "contents": "results of mlx-marlin tune",
+                "files": 1,
+                "bytes": 12,
+                "untrusted": None,
+            }
+        ],
+        "removed_files": 0,
+        "removed_leftovers": 0,
+    }
+
+
+def test_a_folder_that_is_not_used_is_told_with_the_reason(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep("emulator", "a.so", 1).parent.chmod(0o777)
+
+    main(["cache"])
+
+    reason = f"not used: {root / 'emulator'} can be written by other users (mode 0777)"
+    assert reason in capsys.readouterr().out
+
+
+def test_a_limit_removes_the_kernels_that_were_not_used_for_longest(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = keep("emulator", "a.so", 400, hours=3)
+    recent = keep("emulator", "b.so", 300, hours=1)
+    older = keep("emulator", "c.so", 100, hours=4)
+    used = keep("emulator", "d.so", 600, hours=0)
+    results = keep("tuned", "a.json", 5000, hours=9)
+
+    data = answer(capsys, "--limit", "1kB")
+
+    assert data["removed_files"] == 2
+    assert [path.exists() for path in (old, recent, older, used, results)] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert answer(capsys, "--limit", "0.9 KB")["removed_files"] == 0
+    assert answer(capsys, "--limit", "899")["removed_files"] == 1
+    assert used.exists()
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "5 XB", "1e3", "9" * 400])
+def test_a_limit_that_is_no_size_is_an_error(
+    root: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep("emulator", "a.so", 1)
+
+    assert main(["cache", f"--limit={text}"]) == 2
+
+    assert f"--limit {text!r}, expected a size" in capsys.readouterr().err
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left"), [(["--clear"], []), (["--clear", "emulator"], ["tuned"])]
+)
+def test_clearing_removes_one_folder_or_all(
+    root: Path,
+    arguments: list[str],
+    left: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keep("emulator", "a.so", 1)
+    keep("emulator", "b.so", 1)
+    keep("tuned", "a.json", 1)
+
+    data = answer(capsys, *arguments)
+
+    assert [folder["name"] for folder in data["folders"]] == left
+    assert data["removed_files"] == 3 - len(left)
+    assert [path.name for path in root.parent.glob("mlx_marlin/*")] == left
+    assert root.exists() == bool(left)  # made anew, it has the right mode
+
+
+def test_clearing_what_is_not_there_names_what_is(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = keep("tuned", "a.json", 1)
+
+    assert main(["cache", "--clear", "../tuned"]) == 2
+
+    error = capsys.readouterr().err
+    assert "--clear '../tuned', expected a folder of the cache: tuned" in error
+    assert path.exists()
+
+
+def test_a_folder_that_is_a_link_is_emptied(root: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.so").write_text("a")
+    root.mkdir()
+    (root / "emulator").symlink_to(elsewhere)
+
+    assert main(["cache", "--clear"]) == 0
+
+    assert [*elsewhere.iterdir()] == []
+
+
+def test_old_temporary_folders_of_dead_processes_are_removed(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep("emulator", "a.so", 1)
+    temporary = tmp_path / "temporary"
+    names = {
+        temporary / f"mlx_marlin-{DEAD}-abc": True,
+        temporary / f"mlx_marlin-{os.getpid()}-abc": False,
+        temporary / f"mlx_marlin-{DEAD}": False,
+        temporary / "mlx_marlin-notes": False,
+        root / "emulator" / "tmpabc": True,
+    }
+    for path in names:
+        path.mkdir()
+        (path / "file").write_text("text")
+        aged(path, hours=2)
+    young = temporary / f"mlx_marlin-{DEAD}-young"
+    young.mkdir()
+
+    data = answer(capsys)
+
+    assert data["removed_leftovers"] == 2
+    assert {path: not path.exists() for path in names} == names
+    assert young.exists()
+    assert (root / "emulator" / "a.so").exists()
+
+
+def test_temporary_folders_of_others_are_left_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "temporary" / f"mlx_marlin-{DEAD}-abc"
+    path.mkdir()
+    aged(path, hours=2)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+    assert main(["cache"]) == 0
+
+    assert path.exists()
