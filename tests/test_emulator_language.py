@@ -307,7 +307,10 @@ COUNT = "template <class T, int N> constexpr int count() { return N; }\n"
         ("#define TILE threadgroup float xs[32];\n", "TILE"),
         ("#define TILE(T) threadgroup T /* a \\\n b */ xs[32]\n", "TILE(float);"),
         ("", "#if 1\nthreadgroup float xs[32];\n#endif  \nuint unused = 0;"),
-        ("", "#pragma METAL internals : enable\nthreadgroup float /* of all */ xs[32];"),
+        (
+            "",
+            "#pragma METAL internals : enable\nthreadgroup float /* of all */ xs[32];",
+        ),
         ("", "threadgroup alignas(16) float xs[32];"),
         ("", "threadgroup float // the tile\n  xs[32];"),
     ],

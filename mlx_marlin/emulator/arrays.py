@@ -115,7 +115,8 @@ def output_argument(
     size = math.prod(shape) * dtype.size
     contents = None
     if init_value is not None:
-        filled = raw_array(mx.full(tuple(shape), init_value, dtype))
+        # mx.full gives float32 for a float, whatever integer dtype it is told.
+        filled = raw_array(mx.full(tuple(shape), init_value, dtype).astype(dtype))
         contents = filled.reshape(-1).view(np.uint8)
     return Argument(name, contents, size, 0, writable=True)
 

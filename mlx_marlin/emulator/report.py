@@ -293,7 +293,8 @@ _TRAPS = {
 """What the compiler's checks find, by the number in the trap instruction."""
 _ANY_TRAP = (
     "misaligned access, integer division by zero, or shift by the width of the type or "
-    "more (clang 19 does not tell which)"
+    "more, in trace mode also an index outside of an array (clang 19 does not tell "
+    "which)"
 )
 
 
