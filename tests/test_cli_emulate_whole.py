@@ -130,6 +130,10 @@ def test_elements_that_nobody_writes_are_told(
     [
         (["--kernel", "other"], "--kernel other, expected a kernel of FILE (scale, sh"),
         (["--kernel", "shift"], "kernel shift: parameter 'values' needs an input or"),
+        (
+            ["--input", "x=32:float16"],
+            "parameter 'x' is device const float*, expected an array of that type",
+        ),
         (["--threadgroup-memory", "hold=x"], "'x', expected a number of bytes"),
     ],
 )
@@ -140,6 +144,9 @@ def test_what_is_missing_is_told_in_a_line(
     words: str,
 ) -> None:
     keep = scale[:-2] if "memory" in changes[0] else scale
+    if "x=" in changes[1]:
+        keep = [word for word in scale if not word.startswith("x=")]
+        keep.pop(keep.index("--input"))
 
     assert main([*keep, *changes]) == 2
     assert words in capsys.readouterr().err

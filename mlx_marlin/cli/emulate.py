@@ -99,11 +99,14 @@ def run(args: argparse.Namespace) -> int:
     kernel = chosen(whole_kernels(definition["source"]), args.kernel)
     if kernel:
         definition["name"] = kernel.name
-        definition["header"] += f'#line 1 "{args.file.name}"\n{definition["source"]}\n'
+        definition["header"] += (
+            f'\n#line 1 "{args.file.name}"\n{definition["source"]}\n'
+        )
         memory = all_named(args.threadgroup_memory, "--threadgroup-memory")
         sizes = {name: byte_count(size) for name, size in memory.items()}
-        definition["source"] = kernel.call(arrays, outputs, sizes)
-    call = {
+        call = kernel.call(arrays, outputs, sizes)
+        definition["source"] = f'#line 1 "the call of {kernel.name}"\n{call}'
+    arguments = {
         "inputs": list(arrays.values()),
         "output_shapes": [shape for shape, _, _ in shapes],
         "output_dtypes": [dtype for _, dtype, _ in shapes],
@@ -113,12 +116,12 @@ def run(args: argparse.Namespace) -> int:
     }
     try:
         if args.check and kernel:
-            instance = kernel.instance(value for _, value in call["template"])
+            instance = kernel.instance(value for _, value in arguments["template"])
             emulator.check_text(definition["header"], instances=instance)
         elif args.check:
-            emulator.check(**definition, calls=[call])
-        call["init_value"] = args.init_value
-        return _run(args, emulator.metal_kernel(**definition), call, list(outputs))
+            emulator.check(**definition, calls=[arguments])
+        arguments["init_value"] = args.init_value
+        return _run(args, emulator.metal_kernel(**definition), arguments, list(outputs))
     except emulator.EmulatorError as fault:
         print(fault)
         return 1

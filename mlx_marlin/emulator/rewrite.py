@@ -166,6 +166,8 @@ class Rewriter:
             self._threadgroup_variables(at)
         elif token.text == "function_constant":
             self._function_constant(at)
+        elif token.text == "template":
+            self._host_name(at)
         elif token.text == "is_function_constant_defined":
             self._constant_defined(at)
         elif token.text == "static_cast":
@@ -177,6 +179,19 @@ class Rewriter:
             self._cast(at)
         elif token.text in (".", "->"):
             self._component(at)
+
+    def _host_name(self, at: int) -> None:
+        """`template [[host_name("f")]] [[kernel]] void f<half>(...);`.
+
+        C++ has attributes in other places only.
+        """
+        tokens = self.tokens
+        at = tokens.after(at)
+        while tokens.text(at) == "[":
+            closing = tokens.closing(at)
+            for gone in range(at, closing + 1):
+                tokens.blank(gone)
+            at = tokens.after(closing)
 
     def _component(self, at: int) -> None:
         checked_component(self.tokens, at)

@@ -32,6 +32,10 @@ _MATRICES = frozenset(
     for rows in (2, 3, 4)
 )
 _TEMPLATES = frozenset({"vec", "packed_vec", "atomic", "simdgroup_matrix", "matrix"})
+_LEFT_OUT = {
+    "goto": "Metal has no goto",
+    "virtual": "virtual functions are not supported",
+}
 _RESERVED = frozenset({"kernel", "vertex", "fragment"})
 _BEFORE_VALUE = frozenset([*".+-*/%=?|&!~^", "->", "return"])
 
@@ -55,7 +59,13 @@ def findings(tokens: Tokens) -> Iterator[Finding]:
     for token in tokens:
         lines.append(line)
         line += token.text.count("\n")
-    rules = (_unqualified, _array_parameters, _reserved, _goto, _threadgroup_variables)
+    rules = (
+        _unqualified,
+        _array_parameters,
+        _reserved,
+        _left_out,
+        _threadgroup_variables,
+    )
     for rule in rules:
         for at, message in rule(tokens):
             yield lines[at], message
@@ -194,10 +204,11 @@ def _reserved(tokens: Tokens) -> Iterator[Finding]:
             yield at, f"{word!r} is a keyword of Metal and cannot be a name"
 
 
-def _goto(tokens: Tokens) -> Iterator[Finding]:
+def _left_out(tokens: Tokens) -> Iterator[Finding]:
+    """Keywords of C++ that Metal leaves out, and clang's mode does not."""
     for at in range(len(tokens)):
-        if tokens.text(at) == "goto":
-            yield at, "Metal has no goto"
+        if tokens.text(at) in _LEFT_OUT and tokens.named(at):
+            yield at, _LEFT_OUT[tokens.text(at)]
 
 
 def _ends_line(tokens: Tokens, at: int) -> bool:

@@ -20,6 +20,19 @@ T = TypeVar("T")
 
 _ATTRIBUTE = re.compile(r"\[\[\s*(?P<name>\w+)\s*(?:\(.*?\)\s*)?\]\]", re.DOTALL)
 _SIZE = re.compile(r"[23]$")
+_VECTOR = re.compile(r"[234](x[234])?$")
+_DTYPES = {
+    "float": mx.float32,
+    "half": mx.float16,
+    "bfloat": mx.bfloat16,
+    "short": mx.int16,
+    "ushort": mx.uint16,
+    "int": mx.int32,
+    "uint": mx.uint32,
+    "long": mx.int64,
+    "ulong": mx.uint64,
+}
+"""Element types of arrays. Bytes and `void` may be anything."""
 _MEMORY = frozenset({"buffer", "threadgroup"})
 _TRIPLES = frozenset(
     {"thread_position_in_grid", "thread_position_in_threadgroup"}
@@ -93,7 +106,7 @@ class WholeKernel:
                 arguments.append(f"({parameter.type}){name}")
             else:
                 value = _wanted(self.name, name, inputs, "an input or output")
-                arguments.append(_argument(parameter, value))
+                arguments.append(_argument(self.name, parameter, value))
         instance = f"<{', '.join(self.template)}>" if self.template else ""
         return f"{''.join(declarations)}{self.name}{instance}({', '.join(arguments)});"
 
@@ -136,18 +149,21 @@ def _built_in(parameter: Parameter) -> str:
     return f"{parameter.type}({value})"
 
 
-def _argument(parameter: Parameter, value: object) -> str:
+def _argument(kernel: str, parameter: Parameter, value: object) -> str:
     """An input: MLX declares numbers as references, arrays as pointers to const."""
-    is_array = isinstance(value, mx.array) and value.ndim > 0
     name = parameter.name
-    if not parameter.type.endswith("&"):
-        # Bytes stand for a structure.
-        raw = isinstance(value, mx.array) and value.dtype == mx.uint8
-        cast = raw or not {"const", "constant"} & set(parameter.type.split())
-        return (
-            f"({parameter.type}){name}" if cast else f"{'' if is_array else '&'}{name}"
+    if not (isinstance(value, mx.array) and value.ndim):
+        return name if parameter.type.endswith("&") else f"&{name}"
+    words = (_VECTOR.sub("", word) for word in re.findall(r"\w+", parameter.type))
+    scalars = [_DTYPES[word] for word in words if word in _DTYPES]
+    if scalars and value.dtype not in (*scalars, mx.uint8):
+        raise ValueError(
+            f"kernel {kernel}: parameter {name!r} is {parameter.type}, "
+            f"expected an array of that type or of uint8, not {value.dtype}"
         )
-    return f"*({parameter.type[:-1]}*){name}" if is_array else name
+    if parameter.type.endswith("&"):
+        return f"*({parameter.type[:-1]}*){name}"
+    return f"({parameter.type}){name}"
 
 
 def chosen(kernels: Sequence[WholeKernel], name: str | None) -> WholeKernel | None:
