@@ -190,30 +190,26 @@ def test_functions_of_floats_agree_with_python(
 
 
 TABLES = """
-clamp mix saturate sign smoothstep step
-abs absdiff addsat clz ctz extract_bits hadd insert_bits mad24 madhi madsat max max3
-median3 min min3 mul24 mulhi popcount reverse_bits rhadd rotate subsat
-all any isfinite isinf isnan isnormal isordered isunordered select signbit
-acos acosh asin asinh atan atan2 atanh ceil copysign cos cosh cospi divide exp exp10 exp2
-fabs fdim floor fma fmax fmax3 fmedian3 fmin fmin3 fmod fract frexp ilogb ldexp log log10
-log2 modf nextafter pow powr rint round rsqrt sin sincos sinh sinpi sqrt tan tanh tanpi
-trunc
-cross distance distance_squared dot faceforward length length_squared normalize reflect
-refract
-determinant transpose
+clamp mix saturate sign smoothstep step abs absdiff addsat clz ctz extract_bits hadd
+insert_bits mad24 madhi madsat max max3 median3 min min3 mul24 mulhi popcount
+reverse_bits rhadd rotate subsat all any isfinite isinf isnan isnormal isordered
+isunordered select signbit acos acosh asin asinh atan atan2 atanh ceil copysign cos
+cosh cospi divide exp exp10 exp2 fabs fdim floor fma fmax fmax3 fmedian3 fmin fmin3
+fmod fract frexp ilogb ldexp log log10 log2 modf nextafter pow powr rint round rsqrt
+sin sincos sinh sinpi sqrt tan tanh tanpi trunc cross distance distance_squared dot
+faceforward length length_squared normalize reflect refract determinant transpose
 unpack_unorm4x8_to_float unpack_snorm4x8_to_float unpack_unorm4x8_srgb_to_float
 unpack_unorm2x16_to_float unpack_snorm2x16_to_float unpack_unorm10a2_to_float
 unpack_unorm565_to_float unpack_unorm4x8_to_half unpack_snorm4x8_to_half
 unpack_unorm4x8_srgb_to_half unpack_unorm2x16_to_half unpack_snorm2x16_to_half
-unpack_unorm10a2_to_half unpack_unorm565_to_half
-pack_float_to_unorm4x8 pack_float_to_snorm4x8 pack_float_to_srgb_unorm4x8
-pack_float_to_unorm2x16 pack_float_to_snorm2x16 pack_float_to_unorm10a2
-pack_float_to_unorm565 pack_half_to_unorm4x8 pack_half_to_snorm4x8
-pack_half_to_srgb_unorm4x8 pack_half_to_unorm2x16 pack_half_to_snorm2x16
-pack_half_to_unorm10a2 pack_half_to_unorm565
-threadgroup_barrier simdgroup_barrier
-simd_active_threads_mask simd_all simd_and simd_any simd_ballot simd_broadcast
-simd_broadcast_first simd_is_first simd_is_helper_thread simd_max simd_min simd_or
+unpack_unorm10a2_to_half unpack_unorm565_to_half pack_float_to_unorm4x8
+pack_float_to_snorm4x8 pack_float_to_srgb_unorm4x8 pack_float_to_unorm2x16
+pack_float_to_snorm2x16 pack_float_to_unorm10a2 pack_float_to_unorm565
+pack_half_to_unorm4x8 pack_half_to_snorm4x8 pack_half_to_srgb_unorm4x8
+pack_half_to_unorm2x16 pack_half_to_snorm2x16 pack_half_to_unorm10a2
+pack_half_to_unorm565 threadgroup_barrier simdgroup_barrier simd_active_threads_mask
+simd_all simd_and simd_any simd_ballot simd_broadcast simd_broadcast_first
+simd_is_first simd_is_helper_thread simd_max simd_min simd_or
 simd_prefix_exclusive_product simd_prefix_exclusive_sum simd_prefix_inclusive_product
 simd_prefix_inclusive_sum simd_product simd_shuffle simd_shuffle_and_fill_down
 simd_shuffle_and_fill_up simd_shuffle_down simd_shuffle_rotate_down
@@ -225,12 +221,12 @@ quad_prefix_inclusive_sum quad_product quad_shuffle quad_shuffle_and_fill_down
 quad_shuffle_and_fill_up quad_shuffle_down quad_shuffle_rotate_down
 quad_shuffle_rotate_up quad_shuffle_up quad_shuffle_xor quad_sum quad_xor
 simdgroup_load simdgroup_store simdgroup_multiply simdgroup_multiply_accumulate
-make_filled_simdgroup_matrix
-atomic_store_explicit atomic_load_explicit atomic_exchange_explicit
-atomic_compare_exchange_weak_explicit atomic_fetch_add_explicit
-atomic_fetch_and_explicit atomic_fetch_max_explicit atomic_fetch_min_explicit
-atomic_fetch_or_explicit atomic_fetch_sub_explicit atomic_fetch_xor_explicit
-atomic_max_explicit atomic_min_explicit atomic_thread_fence as_type
+make_filled_simdgroup_matrix atomic_store_explicit atomic_load_explicit
+atomic_exchange_explicit atomic_compare_exchange_weak_explicit
+atomic_fetch_add_explicit atomic_fetch_and_explicit atomic_fetch_max_explicit
+atomic_fetch_min_explicit atomic_fetch_or_explicit atomic_fetch_sub_explicit
+atomic_fetch_xor_explicit atomic_max_explicit atomic_min_explicit atomic_thread_fence
+as_type
 """
 
 

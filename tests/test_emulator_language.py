@@ -328,7 +328,7 @@ def test_threadgroup_variables_are_shared_however_they_are_declared(
 CONSTANT = "constant bool on [[function_constant(1)]];\n"
 CHOSEN = (
     "constant int n = 5;\n"
-    "constant bool chosen = is_function_constant_defined(on) ? on : true;\n"
+    "constant bool chosen = is_function_constant_defined(on) ? on == true : true;\n"
 )
 
 

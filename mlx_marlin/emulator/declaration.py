@@ -8,6 +8,8 @@ from mlx_marlin.emulator.tokens import Tokens
 
 SPACES = frozenset({"device", "threadgroup", "thread"})
 """Address spaces that mean nothing on a CPU."""
+STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
+"""What may stand before a statement."""
 
 
 def is_declarator(tokens: Tokens, opening: int) -> bool:

@@ -13,8 +13,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlx_marlin.emulator import function_constants
 from mlx_marlin.emulator.components import checked_component
-from mlx_marlin.emulator.declaration import SPACES, Declaration, is_declarator
+from mlx_marlin.emulator.declaration import (
+    SPACES,
+    STATEMENT_ENDS,
+    Declaration,
+    is_declarator,
+)
 from mlx_marlin.emulator.tokens import Tokens
 
 _INTEGERS = ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
@@ -31,8 +37,6 @@ _QUALIFIERS = ("const", "volatile", "constant", *SPACES)
 _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
 _NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
-STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
-"""What may stand before a statement."""
 _TEXTS = 128
 """How many texts it keeps: a kernel is called for many shapes, in few dtypes."""
 
@@ -165,11 +169,11 @@ class Rewriter:
         elif token.text == "threadgroup":
             self._threadgroup_variables(at)
         elif token.text == "function_constant":
-            self._function_constant(at)
+            function_constants.declare(self.tokens, at)
         elif token.text == "template":
             self._host_name(at)
         elif token.text == "is_function_constant_defined":
-            self._constant_defined(at)
+            function_constants.replace_query(self.tokens, at)
         elif token.text == "static_cast":
             token.written = "emu::cast"
         elif token.kind == "name":
@@ -284,39 +288,3 @@ class Rewriter:
         for gone in range(at, declaration.end + 1):
             tokens.blank(gone)
         tokens[at].written = references
-
-    def _function_constant(self, at: int) -> None:
-        """`constant bool x [[function_constant(0)]];`: a declaration.
-
-        Its value is that of a definition `constant bool x = true;` further down. If
-        there is none, the kernel links only as long as it does not use it.
-        """
-        tokens = self.tokens
-        begin, opening = at, tokens.before(tokens.before(at))
-        if tokens.text(opening) != "[":  # in `[[buffer(0), function_constant(x)]]`
-            return
-        while tokens.text(begin) not in {"constant", *STATEMENT_ENDS}:
-            begin = tokens.before(begin)
-        end = tokens.closing(opening)
-        if tokens.text(begin) == "constant" and tokens.text(tokens.after(end)) == ";":
-            for gone in range(opening, end + 1):
-                tokens.blank(gone)
-            tokens[begin].written = f"extern {tokens[begin].written}"
-
-    def _constant_defined(self, at: int) -> None:
-        """`is_function_constant_defined(x)`: whether the text gives x a value."""
-        tokens = self.tokens
-        opening = tokens.after(at)
-        name = tokens.text(tokens.after(opening))
-        for gone in range(at, tokens.closing(opening) + 1):
-            tokens.blank(gone)
-        tokens[at].written = str(any(self._gives_value(name))).lower()
-
-    def _gives_value(self, name: str) -> Iterator[bool]:
-        tokens = self.tokens
-        for at in range(len(tokens)):
-            if tokens.text(at) == name and tokens.text(tokens.after(at)) == "=":
-                begin = at
-                while tokens.text(begin) not in {"constant", *STATEMENT_ENDS}:
-                    begin = tokens.before(begin)
-                yield tokens.text(begin) == "constant"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_marlin.emulator import rewrite
-from mlx_marlin.emulator.declaration import is_declarator
+from mlx_marlin.emulator.declaration import STATEMENT_ENDS, is_declarator
 from mlx_marlin.emulator.tokens import Tokens
 
 _SPACES = frozenset(
@@ -198,7 +198,7 @@ def _reserved(tokens: Tokens) -> Iterator[Finding]:
             continue
         before, following = tokens.before(at), tokens.after(at)
         qualifies = tokens.named(following) or tokens.text(following) == "["
-        starts = tokens.text(before) in {*rewrite.STATEMENT_ENDS, ">", "]"}
+        starts = tokens.text(before) in {*STATEMENT_ENDS, ">", "]"}
         in_attribute = tokens.text(before) == "[" and tokens.text(following) in "],"
         if not (in_attribute or (qualifies and (starts or _ends_line(tokens, at)))):
             yield at, f"{word!r} is a keyword of Metal and cannot be a name"
@@ -225,7 +225,7 @@ def _threadgroup_variables(tokens: Tokens) -> Iterator[Finding]:
     for at in range(len(tokens)):
         if tokens.text(at) != "threadgroup" or not tokens.named(at):
             continue
-        if tokens.before_statement(at) not in rewrite.STATEMENT_ENDS:
+        if tokens.before_statement(at) not in STATEMENT_ENDS:
             continue
         if tokens.directive(at) >= 0:  # a macro: it matters where it is used
             continue
