@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -180,12 +181,15 @@ def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
 
 def inputs_of(
     text: Source, names: Sequence[str], numbers: dict[str, mx.array]
-) -> Callable[..., list[mx.array]]:
+) -> Callable[..., tuple[mx.array, ...]]:
     """Returns what picks a kernel's inputs from arrays of these names and numbers."""
+    constants = tuple(numbers.values())
+    order = [*numbers, *names]
+    pick = itemgetter(*map(order.index, text.input_names))
 
-    def inputs(*arrays: mx.array) -> list[mx.array]:
-        given = numbers | dict(zip(names, arrays, strict=False))
-        return [given[name] for name in text.input_names]
+    def inputs(*arrays: mx.array) -> tuple[mx.array, ...]:
+        picked: tuple[mx.array, ...] = pick((*constants, *arrays))
+        return picked
 
     return inputs
 

@@ -41,15 +41,18 @@ def are_left_out() -> bool:
 
 
 def differentiable(
-    ours: Product, stock: Product, backward_of_x: Product | None = None
+    ours: Product,
+    stock: Product,
+    backward_of_x: Callable[[], Product | None] | None = None,
 ) -> Product:
     """Gives a product the derivatives of another one.
 
     Args:
         ours: The product to compute: to MLX its kernels are opaque, or not even seen.
         stock: The same product in MLX's own operations.
-        backward_of_x: From a cotangent, codes, scales and biases to the gradient of x,
-            where there is a shorter way than through `stock`.
+        backward_of_x: Returns the product from a cotangent, codes, scales and biases to
+            the gradient of x, where there is a shorter way than through `stock`. It is
+            called when a gradient is computed.
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
@@ -83,9 +86,10 @@ def differentiable(
 
         grads = mx.vjp(of_floats, [primals[i] for i in moving], _each(cotangent))[1]
         known = dict(zip(moving, grads, strict=True))
-        if backward_of_x is not None:
+        shorter = backward_of_x and backward_of_x()
+        if shorter:
             (cotangent,) = _each(cotangent)  # no parts have this way
-            known[0] = backward_of_x(cotangent, *primals[1:])
+            known[0] = shorter(cotangent, *primals[1:])
         return (
             *[mx.zeros(2)] * repeated,
             *(known.get(i, mx.zeros(3)) for i in range(len(primals))),

@@ -4,6 +4,7 @@ Each question has an answer or None: a missing tool, a slow one, or one that say
 something else is not an error, because the chip table stands in.
 """
 
+import platform
 import re
 import sys
 from collections.abc import Sequence
@@ -26,11 +27,14 @@ def chip_name() -> str | None:
     return (ask(SYSTEM_NAME, QUICK) or "").strip() or None
 
 
-def os_build() -> str | None:
-    """Returns macOS's build, such as "24F74": the GPU's compiler comes with it."""
+def os_build() -> str:
+    """Returns macOS's build, such as "24F74", or another system's kernel release.
+
+    The compiler of the GPU comes with it.
+    """
     if sys.platform != "darwin":
-        return None
-    return (ask(SYSTEM_BUILD, QUICK) or "").strip() or None
+        return platform.release()
+    return (ask(SYSTEM_BUILD, QUICK) or "").strip()
 
 
 def gpu_cores() -> int | None:

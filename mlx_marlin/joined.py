@@ -52,9 +52,6 @@ class Joined:
             self._kept = NOTHING
         return y
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Joined, (self.layer, self.sizes)  # a copy computes for itself
-
 
 class MarlinPart(GuardedParameters, nn.QuantizedLinear):
     """One of several linear layers that share x and are computed together.

@@ -13,7 +13,7 @@ from mlx_marlin import backends, kernel_arguments, source
 from mlx_marlin import cuda_declarations as declarations
 from mlx_marlin.backends import IN_CONSTANT, lazily, readable
 from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import Rotation
+from mlx_marlin.epilogue import PLAIN, Rotation
 from mlx_marlin.formats import TILE_K, TILE_N
 from mlx_marlin.kernels import SIMD_WIDTH
 from mlx_marlin.plan import Plan
@@ -212,6 +212,25 @@ def _multiply(plan: Plan) -> Product:
     start: dict[str, float] = {"init_value": 0.0} if text.atomic else {}
     columns = _columns(text, problem)
     shapes = partial(_shapes, problem, columns)
+    dtypes = [dtype] * len(columns)
+    n = problem.n
+
+    def multiply_plain(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *_: mx.array
+    ) -> mx.array:
+        # Most calls; each step of the general way costs the host part of a microsecond.
+        return kernel(
+            inputs=inputs(x, w, scales, biases),
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=((*x.shape[:-1], n),),
+            output_dtypes=dtypes,
+        )[0]
+
+    is_plain = problem.epilogue == PLAIN and problem.norm is None
+    if is_plain and not (plan.is_split or problem.global_scale or small):
+        return multiply_plain
 
     def multiply(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
@@ -226,7 +245,7 @@ def _multiply(plan: Plan) -> Product:
             grid=grid,
             threadgroup=threadgroup,
             output_shapes=[slots] if slots else shapes(x.shape[:-1]),
-            output_dtypes=[dtype] * len(columns),
+            output_dtypes=dtypes,
             **start,
         )
         return results[0] if plan.is_split else _in_parts(results, problem)

@@ -243,6 +243,7 @@ def forget() -> None:
     """Drops every decision, so that the next call asks for its back end again."""
     serve_native.cache_clear()
     serve_packed.cache_clear()
+    _backward.cache_clear()
     for each in _memories:
         each.clear()
     launch.forget()
@@ -311,7 +312,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
     if reason:
         return Served(stock, reason)
     product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
-    of_x = _backward(problem) if kind.layout == "marlin" else None
+    of_x = partial(_backward, problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), kind)
     return traced_call(run) if backends.backend() == "cuda" else Served(run)
 
@@ -364,8 +365,12 @@ def _dense(problem: Problem) -> DensePlan | None:
     return scheduler.choose_dense(problem, why_stock.target())
 
 
+@lru_cache(KINDS)
 def _backward(problem: Problem) -> Product | None:
-    """Returns the product with the weight as it is, for the gradient of x."""
+    """Returns the product with the weight as it is, for the gradient of x.
+
+    None where stock MLX computes that gradient.
+    """
     if problem.epilogue != PLAIN or problem.norm is not None:
         return None
     plan = dense_plan(problem, transposed=False)

@@ -115,3 +115,4 @@ def _exchanged(columns: int) -> mx.array:
 
 RESULTS |= OF_NUMBERS
 KINDS: Sequence[str] = ("factory raises", "call raises", *TEXTS, *RESULTS)
+OF_CODES: Sequence[str] = [kind for kind in KINDS if kind not in OF_NUMBERS]

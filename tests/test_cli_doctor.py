@@ -12,8 +12,9 @@ import mlx_lm
 import pytest
 from models import tiny_llama
 
-from mlx_marlin import backends, cache, device, emulator, tuned
+from mlx_marlin import backends, cache, device, emulator, guard, tuned
 from mlx_marlin.cli import COMMANDS, diagnosis, folders, main
+from mlx_marlin.guard import known_answers
 from mlx_marlin.problem import Problem
 
 Choose = Callable[[str | None], None]
@@ -89,7 +90,7 @@ def test_json_has_the_facts(
     assert facts["back_end"]["name"] == "emulator"
     assert "MLX has no GPU here" in facts["back_end"]["reason"]
     assert {"found", "used", "identity", "unavailable"} <= facts["compilers"].keys()
-    assert facts["verdicts"] == []
+    assert facts["verdicts"]["kernels"] == []
 
 
 @pytest.mark.parametrize(
@@ -246,10 +247,11 @@ def test_tuned_results_are_counted(
 def test_a_failed_verdict_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdicts = [
-        {"kernel": "marlin_gemv", "passed": True, "reason": None},
-        {"kernel": "marlin_gemm", "passed": False, "reason": "wrong numbers"},
-    ]
+    passed, failed = (
+        {"kernel": name, "passed": reason is None, "reason": reason, "example": "1 row"}
+        for name, reason in (("marlin_gemv", None), ("marlin_gemm", "wrong numbers"))
+    )
+    verdicts = {"on": True, "kernels": [passed, failed]}
     monkeypatch.setattr(diagnosis, "verdicts", lambda: verdicts)
 
     status, facts = found(capsys)
@@ -257,7 +259,40 @@ def test_a_failed_verdict_is_a_problem(
     assert (status, facts["verdicts"]) == (1, verdicts)
     assert facts["problems"] == ["marlin_gemm failed its check: wrong numbers"]
     assert main(["doctor"]) == 1
-    assert "marlin_gemv: passed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 of 2 sets of kernels passed" in printed
+    assert "marlin_gemm failed: wrong numbers (1 row)" in printed
+
+
+@pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+def test_check_runs_kernels_and_keeps_the_verdicts(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(guard.ENVIRONMENT, "1")
+    assert main(["doctor", "--check", "--rows", "1"]) == 0
+    capsys.readouterr()
+    status, facts = found(capsys)
+    assert status == 0
+    assert facts["verdicts"]["on"]
+    assert {each["passed"] for each in facts["verdicts"]["kernels"]} == {True}
+    assert len(facts["verdicts"]["kernels"]) == 2  # float16 and bfloat16
+
+    monkeypatch.setattr(known_answers, "fault_of", lambda _: "planted")
+    assert main(["doctor", "--check", "--rows", "3"]) == 1
+    assert "failed its check: planted" in capsys.readouterr().out
+    status, facts = found(capsys)
+    assert status == 1
+    assert len(facts["verdicts"]["kernels"]) == 4
+
+
+def test_check_needs_something_that_runs_kernels(
+    backend: Choose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    backend("stock")
+    assert main(["doctor", "--check"]) == 2
+    assert "--check: MLX_MARLIN_BACKEND='stock' is set" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("runs")

@@ -31,7 +31,6 @@ from mlx_marlin import (
 from mlx_marlin.autotune import counting, operands, tuner
 from mlx_marlin.cli import main
 from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.guard import verdicts
 from mlx_marlin.measurement import Result
 from mlx_marlin.problem import Problem
 
@@ -170,7 +169,6 @@ def test_plans_that_were_wrong_are_not_served_either(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    verdicts.machine_folder.cache_clear()  # the test's own folder
     right = launch.product  # which the guard's check does not call
     monkeypatch.setattr(
         launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1

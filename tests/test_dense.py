@@ -312,7 +312,8 @@ def test_a_packed_weight_goes_both_ways_without_stock(
 
     assert mlx_marlin.why_not(x, packed, transpose=transpose) is None
 
-    # Of the transposed product it is the gradient of x.
+    if transpose:  # it is the gradient of x
+        mx.grad(lambda x: mlx_marlin.quantized_matmul(x, packed).sum())(x)
     assert [each.transposed for each in decoded] == [False]
     assert [each.problem.layout for each in launch.plans_built()] == (
         ["marlin"] * transpose

@@ -45,7 +45,6 @@ def on_gpu(test: Any) -> Any:
 def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
-    verdicts.machine_folder.cache_clear()
 
 
 def operands() -> tuple[mx.array, tuple[mx.array, ...]]:

@@ -172,10 +172,7 @@ def test_restore_is_all_or_nothing(
 
 
 def test_a_refused_model_stays_joined() -> None:
-    layers = nn.Module()
-    for name in ("gate_proj", "up_proj"):
-        layers[name] = nn.QuantizedLinear(64, 64)
-    model = mlx_marlin.optimize(Layers(layers), join=True)
+    model = mlx_marlin.optimize(Layers(two_layers()), join=True)
     model.layers.append(nn.QuantizedLinear(80, 64, mode="nvfp4"))
     before = dict(model.named_modules())
 
@@ -183,6 +180,37 @@ def test_a_refused_model_stays_joined() -> None:
         mlx_marlin.optimize(model, invariant=True)
 
     assert all(each is before[path] for path, each in model.named_modules())
+
+
+def two_layers() -> nn.Module:
+    layers = nn.Module()
+    for name in ("gate_proj", "up_proj"):
+        layers[name] = nn.QuantizedLinear(64, 64)
+    return layers
+
+
+def test_a_model_of_joined_layers_alone_is_optimized_again() -> None:
+    model = mlx_marlin.optimize(Layers(two_layers()), join=True)
+
+    mlx_marlin.optimize(model, layout="marlin", join=False)
+
+    assert [type(each) for each in model.layers[0].values()] == [MarlinLinear] * 2
+
+
+def test_a_part_whose_other_part_is_gone_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlx_marlin.optimize(Layers(two_layers()), join=True)
+    part = model.layers[0].up_proj
+    del model.layers[0]["gate_proj"]
+    identity = id(part)
+    del part
+    plant(monkeypatch, MarlinLinear, "from_quantized", 1)
+
+    with pytest.raises(PlantedError):
+        mlx_marlin.optimize(model, layout="marlin")
+
+    assert id(model.layers[0].up_proj) == identity
 
 
 @pytest.fixture

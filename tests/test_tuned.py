@@ -23,6 +23,7 @@ from mlx_marlin.epilogue import Epilogue
 from mlx_marlin.measurement import STOCK, Machine, Result, label
 from mlx_marlin.plan import Plan
 from mlx_marlin.problem import Problem
+from mlx_marlin.work import MOST_THREADGROUPS
 
 Choose = Callable[[str | None], None]
 
@@ -290,8 +291,10 @@ def test_a_result_checks_itself(change: dict[str, Any], words: str) -> None:
         replace(measured(PROBLEM), **change)
 
 
-def test_threadgroups_without_number_are_no_result() -> None:
-    plan = scheduler.make(PROBLEM, strategy="stripe", num_threadgroups=10**12)
+def test_threadgroups_without_work_are_no_result() -> None:
+    plan = scheduler.make(
+        PROBLEM, strategy="stripe", num_threadgroups=MOST_THREADGROUPS
+    )
 
     with pytest.raises(ValueError, match="more than 8, the k tiles"):
         Result(plan=plan, stock=False, medians_us={label(plan): 1}, clock="", date="")

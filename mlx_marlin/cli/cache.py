@@ -20,6 +20,7 @@ CONTENTS = {
     KERNELS: "kernels compiled for the emulator",
     "gpus": "measured figures of CUDA devices",
     "tuned": "results of mlx-marlin tune",
+    "verdicts": "checks of kernels on this machine",
 }
 """Name of a folder -> what it keeps. Folders of other names are listed too."""
 ALL = ""

@@ -14,11 +14,14 @@ import warnings
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import detection
 from mlx_marlin.cli import folders
 from mlx_marlin.problem import Problem
+
+if TYPE_CHECKING:
+    from mlx_marlin.guard import Verdict
 
 Facts = dict[str, Any]
 
@@ -28,8 +31,6 @@ VARIABLES = ("MLX_", "CUDA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that are reported."""
 CLANG = re.compile(r"clang(-\d+)?")
 """Names of compilers that the emulator may use."""
-BUILD = ("sysctl", "-n", "kern.osversion")
-"""Prints the build of macOS, such as 25A123."""
 
 
 def collect() -> Facts:
@@ -42,7 +43,7 @@ def collect() -> Facts:
         "compilers": _guarded(compilers),
         "cache": _guarded(folders.collect),
         "tuned": _guarded(tuned_results),
-        "verdicts": verdicts(),
+        "verdicts": _guarded(verdicts),
     }
     facts["problems"] = problems(facts)
     facts["ok"] = not facts["problems"]
@@ -64,7 +65,7 @@ def versions() -> Facts:
         "python": platform.python_version(),
         **found,
         "system": _system(),
-        "build": _build(),
+        "build": detection.os_build(),
         "machine": platform.machine(),
     }
 
@@ -161,34 +162,54 @@ def tuned_results() -> Facts:
     }
 
 
-def verdicts() -> list[Facts]:
-    """Returns the verdicts on kernels that are known on this machine.
+def verdicts() -> Facts:
+    """Returns the verdicts on kernels that are known on this machine."""
+    from mlx_marlin import guard
 
-    Each has "kernel", "passed" (true or false) and "reason" (text or None).
-    """
-    return []
+    return {"on": guard.is_on(), "kernels": [*map(_verdict, guard.verdicts_so_far())]}
 
 
-def check(wanted: Iterable[Problem]) -> list[Facts]:
-    """Checks the kernels that products need, and returns their verdicts.
+def check(wanted: Iterable[Problem]) -> None:
+    """Checks the kernels that products need, with a progress bar.
+
+    The verdicts are kept, so `verdicts` has them.
 
     Args:
         wanted: The products.
 
-    Returns:
-        Verdicts as `verdicts` has them.
-
     Raises:
-        ValueError: If kernels cannot be checked.
+        ValueError: If kernels cannot be checked here.
     """
-    raise ValueError("--check: this version of mlx-marlin cannot check kernels")
+    from tqdm import tqdm
+
+    from mlx_marlin import backends, guard, scheduler, why_stock
+
+    lacking = backends.missing()
+    if lacking or backends.backend() == "stock":
+        raise ValueError(f"--check: {lacking or backends.choice()[1]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the verdicts tell it
+        for problem in tqdm([*wanted], "check", unit="product"):
+            reason = why_stock.not_on_cuda(problem, transpose=True)
+            if reason is None:
+                guard.verdict_of(scheduler.choose(problem, why_stock.target()))
+
+
+def _verdict(verdict: "Verdict") -> Facts:
+    return {
+        "kernel": verdict.kernels,
+        "passed": verdict.failure is None,
+        "reason": verdict.failure,
+        "example": verdict.example,
+        "date": verdict.date,
+    }
 
 
 def problems(facts: Facts) -> list[str]:
     """Returns what prevents our kernels from running, a sentence each."""
     found = [
         f"{name}: {facts[name]['error']}"
-        for name in ("versions", "device", "back_end", "cache")
+        for name in ("versions", "device", "back_end", "cache", "verdicts")
         if "error" in facts[name]
     ]
     back = facts["back_end"]
@@ -197,7 +218,7 @@ def problems(facts: Facts) -> list[str]:
     for folder in facts["cache"].get("folders", ()):
         if folder["problem"]:
             found.append(f"the cache folder {folder['path']} {folder['problem']}")
-    for each in facts["verdicts"]:
+    for each in facts["verdicts"].get("kernels", ()):
         if not each["passed"]:
             found.append(f"{each['kernel']} failed its check: {each['reason']}")
     return found
@@ -229,19 +250,12 @@ def _system() -> str:
         return platform.system()
 
 
-def _build() -> str:
-    """Returns the build of macOS, or another system's kernel release."""
-    if sys.platform != "darwin":
-        return platform.release()
-    return (detection.ask(BUILD, detection.QUICK) or "").strip()
-
-
 def _source_of_device() -> str:
     from mlx_marlin import device
 
     if os.environ.get(device.ENVIRONMENT):
         return f"named by {device.ENVIRONMENT}"
-    if device.current() == device.DEFAULT:
+    if device.current().name == device.DEFAULT.name:
         return "no GPU was found: a stand-in"
     return "detected"
 

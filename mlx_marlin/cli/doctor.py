@@ -160,11 +160,18 @@ def _tuned(facts: Facts) -> list[str]:
     return lines if facts["on"] else [*lines, "switched off by MLX_MARLIN_TUNED=0"]
 
 
-def _verdicts(verdicts: list[Facts]) -> list[str]:
-    return [
-        f"{each['kernel']}: {'passed' if each['passed'] else each['reason']}"
-        for each in verdicts
+def _verdicts(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    kernels = facts["kernels"]
+    passed = sum(each["passed"] for each in kernels)
+    lines = [f"{passed} of {len(kernels)} sets of kernels passed"] if kernels else []
+    lines += [
+        f"{each['kernel']} failed: {each['reason']} ({each['example']})"
+        for each in kernels
+        if not each["passed"]
     ]
+    return lines if facts["on"] else [*lines, "kernels are not checked here"]
 
 
 def _conclusion(facts: Facts) -> list[str]:

@@ -159,7 +159,7 @@ def _small_m(plan: Plan) -> int:
 
 
 def _small_n(plan: Plan) -> int:
-    """Returns the columns: a whole tile, and some of the next."""
+    """Returns the columns: whole tiles, and some of the next."""
     problem = plan.problem
     if problem.epilogue.rotation is not None:
         return problem.n  # the template holds its columns
@@ -168,6 +168,8 @@ def _small_n(plan: Plan) -> int:
     has_ragged_template = plan.kernel in ("gemm_register", "gemm_staged")
     ragged = problem.n % TILE_N != 0 or not has_ragged_template
     first = plan.wide_n + TILE_N if plan.has_wide_tiles else plan.tile.n
+    if plan.tile.n == TILE_N:
+        first += 2 * TILE_N  # enough tiles for two groups of stream-K
     return first + (RAGGED_COLUMNS if ragged else TILE_N)
 
 

@@ -59,27 +59,13 @@ def folder() -> Path:
     return cache.folder("verdicts")
 
 
-@lru_cache(8)
 def machine_folder(backend: str) -> Path:
     """Returns the folder of this machine's verdicts; it may not exist.
-
-    Its name has the chip, and a digest of all that the GPU's machine code depends on
-    beside a kernel's text: chip, architecture, OS build and driver, MLX.
 
     Args:
         backend: "metal", "cuda" or "emulator".
     """
-    import mlx.core as mx
-
-    gpu = mx.Device(mx.gpu)
-    info = mx.device_info(gpu) if mx.is_available(gpu) else {}
-    chip = str(info.get("device_name", backend))
-    architecture = str(info.get("architecture", platform.machine()))
-    version = str(mx.__version__)  # type: ignore[attr-defined]
-    machine = chip, architecture, platform.system(), _system_build(backend), version
-    digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
-    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
-    return folder() / f"{name}-{digest}"
+    return folder() / _machine(backend)
 
 
 def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
@@ -96,7 +82,7 @@ def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdi
     if known is not None and known.state != "started":
         return known
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache.make(file.parent)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError:
         return check()
@@ -106,15 +92,20 @@ def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdi
         except OSError:  # another process checks the same kernels now
             return check()
         # It may have written its verdict since.
-        known = _parsed(opened.read())
+        known = read(file)
         if known is not None:
             return known
         return _check_and_keep(file, started, check)
 
 
 def read(file: Path) -> Verdict | None:
-    """Returns the verdict of a file; None if there is none that can be understood."""
+    """Returns the verdict of a file.
+
+    None if there is none, it cannot be understood, or others may have written it.
+    """
     try:
+        if cache.why_untrusted(file) is not None:
+            return None
         return _parsed(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError):
         return None
@@ -123,7 +114,7 @@ def read(file: Path) -> Verdict | None:
 def write(file: Path, verdict: Verdict) -> None:
     """Keeps a verdict in the place of what the file says, if it can be written."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache.make(file.parent)
         with file.open("r+" if file.exists() else "w", encoding="utf-8") as opened:
             # In place: the lock is the file's, not the name's.
             opened.truncate()
@@ -162,9 +153,28 @@ def _parsed(text: str) -> Verdict | None:
         return None
 
 
+@lru_cache(8)
+def _machine(backend: str) -> str:
+    """Returns a name with the chip and a digest of all that machine code depends on.
+
+    Beside a kernel's text these are chip, architecture, OS build and driver, and MLX.
+    """
+    import mlx.core as mx
+
+    gpu = mx.Device(mx.gpu)
+    info = mx.device_info(gpu) if mx.is_available(gpu) else {}
+    chip = str(info.get("device_name", backend))
+    architecture = str(info.get("architecture", platform.machine()))
+    version = str(mx.__version__)  # type: ignore[attr-defined]
+    machine = chip, architecture, platform.system(), _system_build(backend), version
+    digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
+    name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
+    return f"{name}-{digest}"
+
+
 def _system_build(backend: str) -> str:
     """Returns what Apple's compiler, or CUDA's, comes with."""
-    build = detection.os_build() or platform.release()
+    build = detection.os_build()
     if backend != "cuda":
         return build
     return f"{build}, driver {cuda_detection.driver_version()}"

@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.integrations.module_changes import Changes, Position, module_at
+from mlx_marlin.integrations.module_changes import Changes, Position, Rebuild, module_at
 from mlx_marlin.joined import MarlinPart, can_join, join, separate
 from mlx_marlin.nn import MarlinLinear
 
@@ -57,18 +58,24 @@ def separate_layers(model: nn.Module, changes: Changes) -> None:
 
 
 def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
-    """Replaces the parts of one product, by their indices, with layers."""
-    shared = module_at(next(iter(positions.values()))).shared
-    layers = separate(shared)
+    """Replaces the parts of one product by layers.
+
+    Args:
+        positions: Of each part that is in the model, by its index.
+        changes: Takes what is changed.
+    """
+    indices = sorted(positions)
+    parts = [module_at(positions[index]) for index in indices]
+    layers = separate(parts[0].shared)
     mx.eval(layers)
-    # Where something else took a part's position, the others cannot be joined again.
-    rebuild = join if len(positions) == len(layers) else list
-    order = sorted(positions)
-    changes.replace(
-        [positions[index] for index in order],
-        [layers[index] for index in order],
-        rebuild,
-    )
+    own = [layers[index] for index in indices]
+    # Those of an incomplete product could not be joined again.
+    rebuild: Rebuild = join if len(own) == len(layers) else partial(_return, parts)
+    changes.replace([positions[index] for index in indices], own, rebuild)
+
+
+def _return(parts: list[nn.Module], _: list[Any]) -> list[nn.Module]:
+    return parts
 
 
 def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:

@@ -1,7 +1,7 @@
 """Converts the layers of an mlx-lm model, in place, and back."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +30,9 @@ from mlx_marlin.integrations.module_changes import (
     module_at,
 )
 from mlx_marlin.integrations.tracing import loaded_code, tracing_code
+from mlx_marlin.integrations.warm_up import check_rows, run_once
 from mlx_marlin.integrations.warn_once import warn_once
+from mlx_marlin.joined import MarlinPart
 from mlx_marlin.nn import MarlinLinear
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,6 +50,7 @@ def optimize(
     invariant: bool = False,
     join: bool | None = None,
     trace: bool | None = None,
+    warm_up: Sequence[int] = (),
     progress: bool = False,
 ) -> Model:
     """Makes a model's quantized linear layers run on our kernels, in place.
@@ -78,6 +81,9 @@ def optimize(
             each when there are few rows and a cache, which spares the host work. Sums
             of a product and a residual, and there gate times up, are rounded once.
             Default: on CUDA.
+        warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are built
+            and checked before this function returns, with a progress bar: no later call
+            with so many rows waits for a compiler. Default: none.
         progress: Show a progress bar; needs tqdm.
 
     Returns:
@@ -85,13 +91,14 @@ def optimize(
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
-        ValueError: If the layout, group size or bits are not ours, the model has no
-            layer to convert, or `invariant` is asked of a model that keeps quantized
-            layers of MLX's.
+        ValueError: If the layout, group size, bits or `warm_up` are not ours, the model
+            has no layer to convert, or `invariant` is asked of a model that keeps
+            quantized layers of MLX's.
     """
     _check_model(model)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+    check_rows(warm_up)
     on_cuda = runs_on_cuda()
     join = on_cuda and layout != "mlx" if join is None else join
     trace = on_cuda if trace is None else trace
@@ -143,7 +150,7 @@ def optimize(
             return bool(layer.layout != (layout or default_layout(layer)))
         return False
 
-    if not _find(model, wanted) and not _find(model, _is_ours):
+    if not any(wanted(each) or _is_ours(each) for each in _computing_layers(model)):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a format of "
             "ours, not sharded, or quantize=True for nn.Linear"
@@ -158,6 +165,7 @@ def optimize(
         if join:
             join_layers(model, changes)
         _set_tracing(model, trace, changes)
+        run_once(model, warm_up)
     except BaseException:
         changes.undo()
         raise
@@ -249,11 +257,11 @@ def _refuse_variance(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> N
             return not multiplies_experts(invariant=True)
         return is_marlin_heads(layer)
 
-    left = _find(model, stays)
+    left = [layer for layer in _computing_layers(model) if stays(layer)]
     if left:
         raise ValueError(
             f"invariant=True: {len(left)} quantized layers have no such kernel of ours "
-            f"here and would stay MLX's, such as {module_at(left[0])}"
+            f"here and would stay MLX's, such as {left[0]}"
         )
 
 
@@ -274,6 +282,16 @@ def _find(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Places]
     for container, key in _places(model):
         if wanted(container[key]):
             found.setdefault(id(container[key]), []).append((container, key))
+    return [*found.values()]
+
+
+def _computing_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns a model's layers, with one product for layers that are joined."""
+    found: dict[int, nn.Module] = {}
+    for container, key in _places(model):
+        layer = container[key]
+        layer = layer.shared.layer if isinstance(layer, MarlinPart) else layer
+        found[id(layer)] = layer
     return [*found.values()]
 
 

@@ -1,5 +1,6 @@
 """Builds and checks the kernels that a model needs, so that no later call waits."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ def check_rows(rows: Sequence[int]) -> None:
         )
 
 
-def warm_up(model: nn.Module, rows: Sequence[int]) -> None:
+def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     """Runs a model once for each number of rows, with a progress bar.
 
     A model of mlx-lm runs whole, with m tokens of one stream and with one token of m
@@ -30,6 +31,8 @@ def warm_up(model: nn.Module, rows: Sequence[int]) -> None:
         model: The converted model.
         rows: Rows at a time.
     """
+    if not rows:
+        return
     from tqdm import tqdm
 
     with tqdm(total=len(rows), desc="warm up", unit="row count") as bar:
@@ -59,13 +62,13 @@ def _run_model(
 
 def _cache_of(model: nn.Module) -> Callable[[], Any] | None:
     """Returns what makes a cache for mlx-lm's models; None for other modules."""
-    if not hasattr(model, "layers"):
+    if "cache" not in inspect.signature(type(model).__call__).parameters:
         return None
     try:
         from mlx_lm.models.cache import make_prompt_cache
 
         make_prompt_cache(model)
-    except Exception:  # another module with layers, or another mlx-lm
+    except Exception:  # another mlx-lm, or something that only looks like its models
         return None
     return partial(make_prompt_cache, model)
 
