@@ -82,7 +82,7 @@ class Complaint:
     @property
     def place(self) -> Place:
         """Where it is in Metal text, else in the emulator's headers."""
-        shim = (str(build.INCLUDE), "<")  # <scratch space>: text put there by macros
+        shim = str(build.INCLUDE)
         own = (place for place in self.places if not place.file.startswith(shim))
         return next(own, self.places[0])
 
