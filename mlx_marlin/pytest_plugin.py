@@ -13,7 +13,8 @@ def emulated_metal() -> Iterator[None]:
     """Runs every `mx.fast.metal_kernel` that a test builds in the emulator, traced.
 
     A race, an access out of bounds or a value that was never written fails the test,
-    with the line. Skips where the emulator cannot run.
+    with the line. Output elements that no thread writes are an `EmulatorWarning`. Skips
+    where the emulator cannot run.
     """
     # Here, because pytest imports this file in every project of the environment.
     from mlx_marlin import emulator

@@ -45,7 +45,7 @@ def vocabulary() -> Vocabulary:
     names = _names(Tokens(text))
     macros = [
         name
-        for header in STATIC.glob("*.h")
+        for header in (*STATIC.glob("*.h"), build.INCLUDE / "constants.h")
         for name in re.findall(r"^#define (\w+)", header.read_text(), re.MULTILINE)
         if not name.startswith("EMU_")
     ]

@@ -193,7 +193,7 @@ def test_the_c_locale_is_enough() -> None:
             "--output '100000x100000:float32' has 10000000000 elements, expected at",
         ),
         ("--grid 4 --template N=9999999999", "--template N 9999999999, expected an"),
-        ("--grid 4 --header odd.npy", "odd.npy: byte 1 is not ASCII, expected Metal"),
+        ("--grid 4 --header odd.npy", "odd.npy: byte 1 is not UTF-8, expected Metal"),
     ],
 )
 def test_what_emulate_cannot_do_is_one_line(

@@ -112,3 +112,25 @@ def test_types_are_chosen_by_condition() -> None:
     y[0] = metal::bool_constant<true>::value ? plain(8.5f) : 0;
     """
     assert result(source, "") == 8.5
+
+
+FUNCTIONS = """
+template <typename T>
+void halve(T x, thread float& y) { y = x / 2; }
+template <typename T, void (*change)(T, thread float&)>
+kernel void changed(
+    const device T* x [[buffer(0)]], device float* y [[buffer(1)]], uint i) {
+  float z;
+  change(x[i], z);
+  y[i] = z;
+}
+typedef decltype(changed<float, halve>) changed_t;
+template [[host_name("changed_a")]] kernel changed_t changed<float, halve>;
+template [[host_name("changed_b")]] [[kernel]] void changed<half, halve<half>>(
+    const device half*, device float*, uint);
+"""
+
+
+def test_functions_are_template_arguments_and_instances_have_host_names() -> None:
+    assert result("float x = 6; changed<float, halve>(&x, y, 0);", FUNCTIONS) == 3
+    emulator.check_text(FUNCTIONS)

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from metal_cases import run_checked
 from metal_sources import FLOATS, HALVES, each_thread, run
 
 from mlx_marlin import emulator
+from mlx_marlin.emulator import CompileError, check_text
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -261,3 +263,95 @@ def test_uniform_values_and_arrays_of_the_library_are_what_they_hold() -> None:
     """
 
     assert run(source, FLOATS, shape=(32,))[:4].tolist() == [14, 22, 11, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("static_cast<float>(v.x)", 1),
+        ("static_cast<half>(v[2]) + static_cast<int>(w.y)", 8),
+        ("static_cast<float>(h.z) + static_cast<float>(bfloat(v.w))", 7),
+        ("static_cast<uint>(bytes.w) + static_cast<float>(s.v.y)", 6),
+        ("static_cast<float2>(v.xy).y", 2),
+        ("*static_cast<const thread float*>(table)", 9),
+        ("static_cast<thread float4&>(v)[3]", 4),
+    ],
+)
+def test_elements_of_vectors_are_cast(line: str, expected: float) -> None:
+    source = f"""
+    float4 v = float4(1, 2, 3, 4);
+    int2 w = int2(4, 5);
+    half4 h = half4(v);
+    uchar4 bytes = uchar4(1, 2, 3, 4);
+    Held s;
+    s.v = v;
+    float table[2] = {{9, 8}};
+    out[thread_position_in_grid.x] = {line};
+    """
+
+    out = run_checked(source, header="struct Held { float4 v; };\n")
+
+    assert out[0] == expected
+
+
+TILE = "xs[i] = a[i];\nthreadgroup_barrier(mem_flags::mem_threadgroup);"
+COUNT = "template <class T, int N> constexpr int count() { return N; }\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "declaration"),
+    [
+        (COUNT, "threadgroup float xs[count<float, 32>()];"),
+        (COUNT, "threadgroup float xs[count<half, 4>() * 8], ys[count<int, 2>()];"),
+        ("#define TILE(name) threadgroup float \\\n  name[32];\n", "TILE(xs)"),
+        ("#define TILE threadgroup float xs[32];\n", "TILE"),
+        ("#define TILE(T) threadgroup T /* a \\\n b */ xs[32]\n", "TILE(float);"),
+        ("", "#if 1\nthreadgroup float xs[32];\n#endif  \nuint unused = 0;"),
+        (
+            "",
+            "#pragma METAL internals : enable\nthreadgroup float /* of all */ xs[32];",
+        ),
+        ("", "threadgroup alignas(16) float xs[32];"),
+        ("", "threadgroup float // the tile\n  xs[32];"),
+    ],
+)
+def test_threadgroup_variables_are_shared_however_they_are_declared(
+    header: str, declaration: str
+) -> None:
+    source = f"uint i = thread_index_in_threadgroup;\n{declaration}\n{TILE}"
+
+    out = run_checked(f"{source}\nout[i] = xs[31 - i];", FLOATS, header=header)
+
+    np.testing.assert_array_equal(out, np.arange(31, -1, -1))
+
+
+CONSTANT = "constant bool on [[function_constant(1)]];\n"
+CHOSEN = (
+    "constant int n = 5;\n"
+    "constant bool chosen = is_function_constant_defined(on) ? on == true : true;\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("", 1), ("constant bool on = false;\n", 0), ("constant bool on = true;\n", 1)],
+)
+def test_a_function_constant_is_defined_by_a_definition_behind_it(
+    value: str, expected: int
+) -> None:
+    header = f"{CONSTANT}{CHOSEN}{value}"
+
+    out = run_checked(
+        "out[thread_position_in_grid.x] = chosen && n == 5;", header=header
+    )
+
+    assert out[0] == expected
+
+
+def test_goto_is_refused() -> None:
+    source = "goto end;\nend: out[0] = 1;"
+
+    with pytest.raises(CompileError, match="at source line 1: goto end;"):
+        run(source)
+    with pytest.raises(CompileError, match="Metal has no goto\n    at text line 2"):
+        check_text(f"kernel void f(device float* out [[buffer(0)]]) {{\n{source}\n}}")

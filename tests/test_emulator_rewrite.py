@@ -70,8 +70,8 @@ def test_only_what_clang_does_not_read_is_rewritten(metal: str, cpp: str) -> Non
 def test_threadgroup_variables_become_references() -> None:
     found = rewritten("{ threadgroup vec<T, 4> x[2][N], y; }")
 
-    assert "vec<T, 4> (&x)[2][N] = emu::threadgroup_variable<vec<T, 4> [2][N]," in found
-    assert "vec<T, 4> (&y) = emu::threadgroup_variable<vec<T, 4> ," in found
+    assert "auto& x = emu::threadgroup_variable<vec<T, 4> [2][N]," in found
+    assert "auto& y = emu::threadgroup_variable<vec<T, 4> ," in found
 
 
 def test_the_parameters_of_a_kernel_are_bound_in_order() -> None:

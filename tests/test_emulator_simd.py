@@ -16,6 +16,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 LANES = np.arange(32)
+QUADS = LANES.reshape(8, 4)
+QUAD_PRODUCTS = np.hstack([np.ones((8, 1)), (QUADS + 1).cumprod(1)[:, :3]])
 small_integers = hnp.arrays(np.float32, 64, elements=st.integers(-100, 100))
 
 
@@ -33,6 +35,25 @@ small_integers = hnp.arrays(np.float32, 64, elements=st.integers(-100, 100))
             "simd_shuffle_and_fill_up(v, -v, 2)",
             np.where(LANES < 2, -((LANES - 2) % 32), LANES - 2),
         ),
+        (
+            "simd_shuffle_and_fill_down(v, -v, 3)",
+            np.where(LANES < 29, LANES + 3, -((LANES + 3) % 32)),
+        ),
+        (
+            "simd_shuffle_and_fill_up(v, v + 100, 3, 8)",
+            np.where(LANES % 8 < 3, LANES + 5 + 100, LANES - 3),
+        ),
+        (
+            "quad_shuffle_and_fill_down(v, -v, 1)",
+            np.where(LANES % 4 == 3, -(LANES - 3), LANES + 1),
+        ),
+        ("quad_prefix_inclusive_sum(v)", QUADS.cumsum(1).reshape(-1)),
+        ("quad_prefix_exclusive_product(v + 1)", QUAD_PRODUCTS.reshape(-1)),
+        (
+            "ushort(quad_ballot(lane % 4 > 1)) + 100 * quad_is_first()",
+            np.where(LANES % 4 == 0, 112, 12),
+        ),
+        ("quad_active_threads_mask().all()", np.full(32, 1)),
         ("simd_broadcast(v, 7)", np.full(32, 7)),
         ("simd_broadcast_first(v + 3)", np.full(32, 3)),
         ("simd_sum(v)", np.full(32, 496)),

@@ -4,7 +4,9 @@ import argparse
 import json
 import math
 import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,10 @@ zeros), or for an input also a .npy file or a number, which arrives as a referen
 example:
   mlx-marlin emulate double.metal --input x=4x64:float16 --output y=4x64:float16 \\
       --grid 256 --threadgroup 64 --template T=float16 --trace
+
+A file that defines kernels whole is taken as it is: --input and --output name the
+parameters of the kernel, --template those of its template. An array of uint8 stands for
+a structure of so many bytes.
 """
 
 
@@ -41,17 +47,32 @@ def add_parser(
     """Adds the command's arguments."""
     parser = subparsers.add_parser(
         "emulate",
-        description="Run the body of a Metal kernel as mx.fast.metal_kernel would.",
+        description="Run a Metal kernel as mx.fast.metal_kernel would.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the kernel's body")
+    parser.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="a kernel's body, or whole kernels: `kernel void f(...)`",
+    )
+    parser.add_argument("--kernel", metavar="NAME", help="which of several to run")
     parser.add_argument("--header", type=Path, action="append", default=[])
     parser.add_argument("--input", action="append", default=[], metavar="NAME=ARRAY")
     parser.add_argument("--output", action="append", default=[], metavar="NAME=ARRAY")
     parser.add_argument("--template", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--grid", required=True, metavar="X[,Y[,Z]]", help="threads")
     parser.add_argument("--threadgroup", default="32", metavar="X[,Y[,Z]]")
+    parser.add_argument(
+        "--threadgroup-memory",
+        action="append",
+        default=[],
+        metavar="NAME=BYTES",
+        help="size of a parameter [[threadgroup(n)]] of a whole kernel",
+    )
+    parser.add_argument("--init-value", type=float, help="fill the outputs with it")
+    parser.add_argument("--atomic-outputs", action="store_true")
     parser.add_argument("--seed", type=int, default=0, help="order of threadgroups")
     parser.add_argument("--trace", action="store_true", help="find races, and count")
     parser.add_argument("--check", action="store_true", help="check address spaces")
@@ -61,6 +82,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Runs the kernel; returns 1 if the emulator found a fault in it."""
     from mlx_marlin import emulator
+    from mlx_marlin.emulator.whole_kernel import chosen, whole_kernels
 
     inputs = all_named(args.input, "--input")
     outputs = all_named(args.output, "--output")
@@ -70,10 +92,22 @@ def run(args: argparse.Namespace) -> int:
         "output_names": list(outputs),
         "header": "\n".join(map(metal_text, args.header)),
         "source": metal_text(args.file),
+        "atomic_outputs": args.atomic_outputs,
     }
     shapes = [described(text, "--output") for text in outputs.values()]
-    call = {
-        "inputs": [array_of(text) for text in inputs.values()],
+    arrays = {name: array_of(text) for name, text in inputs.items()}
+    kernel = chosen(whole_kernels(definition["source"]), args.kernel)
+    if kernel:
+        definition["name"] = kernel.name
+        definition["header"] += (
+            f'\n#line 1 "{args.file.name}"\n{definition["source"]}\n'
+        )
+        memory = all_named(args.threadgroup_memory, "--threadgroup-memory")
+        sizes = {name: byte_count(size) for name, size in memory.items()}
+        call = kernel.call(arrays, outputs, sizes)
+        definition["source"] = f'#line 1 "the call of {kernel.name}"\n{call}'
+    arguments = {
+        "inputs": list(arrays.values()),
         "output_shapes": [shape for shape, _, _ in shapes],
         "output_dtypes": [dtype for _, dtype, _ in shapes],
         "grid": grid(args.grid),
@@ -81,9 +115,13 @@ def run(args: argparse.Namespace) -> int:
         "template": [template(each) for each in args.template],
     }
     try:
-        if args.check:
-            emulator.check(**definition, calls=[call])
-        return _run(args, emulator.metal_kernel(**definition), call, list(outputs))
+        if args.check and kernel:
+            instance = kernel.instance(value for _, value in arguments["template"])
+            emulator.check_text(definition["header"], instances=instance)
+        elif args.check:
+            emulator.check(**definition, calls=[arguments])
+        arguments["init_value"] = args.init_value
+        return _run(args, emulator.metal_kernel(**definition), arguments, list(outputs))
     except emulator.EmulatorError as fault:
         print(fault)
         return 1
@@ -98,12 +136,19 @@ def _run(
     from mlx_marlin import emulator
 
     results: list[mx.array] = []
-    with interruptible(), emulator.emulated(seed=args.seed):
+    with (
+        interruptible(),
+        emulator.emulated(seed=args.seed),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always", emulator.EmulatorWarning)
         if args.trace or args.json:
             counted = emulator.trace(lambda: results.extend(kernel(**call)))
         else:
             results.extend(kernel(**call))
             counted = []
+    for warning in told:
+        print(warning.message, file=sys.stderr)
     if args.json:
         print(json.dumps([each.as_json() for each in counted], indent=2))
         return 0
@@ -131,12 +176,12 @@ def interruptible() -> Iterator[None]:
 
 
 def metal_text(path: Path) -> str:
-    """Reads a file of Metal, which is ASCII."""
+    """Reads a file of Metal; comments may hold any character."""
     try:
-        return path.read_text(encoding="ascii")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: byte {error.start} is not ASCII, expected Metal source in ASCII"
+            f"{path}: byte {error.start} is not UTF-8, expected Metal source in UTF-8"
         ) from None
 
 
@@ -227,6 +272,13 @@ def described(text: str, option: str) -> tuple[list[int], mx.Dtype, str]:
             f"{MOST_ELEMENTS}"
         )
     return lengths, getattr(mx, dtype), fill or "random"
+
+
+def byte_count(text: str) -> int:
+    """Reads the size of a parameter in threadgroup memory."""
+    if not is_natural(text):
+        raise ValueError(f"--threadgroup-memory {text!r}, expected a number of bytes")
+    return integer(text, "--threadgroup-memory")
 
 
 def is_natural(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from mlx_marlin.emulator.compiler import unavailable
 from mlx_marlin.emulator.counters import Counters
-from mlx_marlin.emulator.errors import CompileError, EmulatorError
+from mlx_marlin.emulator.errors import CompileError, EmulatorError, EmulatorWarning
 from mlx_marlin.emulator.metal_kernel import MetalKernel, metal_kernel
 from mlx_marlin.emulator.scope import emulated, trace
 from mlx_marlin.emulator.static_check import check, check_text
@@ -11,6 +11,7 @@ __all__ = [
     "CompileError",
     "Counters",
     "EmulatorError",
+    "EmulatorWarning",
     "MetalKernel",
     "check",
     "check_text",

@@ -32,7 +32,7 @@ _NUMPY = {
 }
 
 
-def _raw(array: mx.array) -> npt.NDArray[Any]:
+def raw_array(array: mx.array) -> npt.NDArray[Any]:
     """The array's memory as NumPy sees it, bfloat16 as uint16; no copy."""
     import numpy as np
 
@@ -45,7 +45,7 @@ def _fresh_residue() -> int:
 
     On a GPU a buffer starts at a multiple of 16; MLX's CPU buffers need not.
     """
-    return int(_raw(mx.zeros((64,), mx.uint8)).ctypes.data) % 16
+    return int(raw_array(mx.zeros((64,), mx.uint8)).ctypes.data) % 16
 
 
 def input_argument(
@@ -63,7 +63,7 @@ def input_argument(
     """
     import numpy as np
 
-    raw = _raw(array)
+    raw = raw_array(array)
     residue = (raw.ctypes.data - _fresh_residue()) % 16
     if not raw.flags.c_contiguous:
         if not copy_strided:
@@ -115,7 +115,8 @@ def output_argument(
     size = math.prod(shape) * dtype.size
     contents = None
     if init_value is not None:
-        filled = _raw(mx.full(tuple(shape), init_value, dtype))
+        # mx.full gives float32 for a float, whatever integer dtype it is told.
+        filled = raw_array(mx.full(tuple(shape), init_value, dtype).astype(dtype))
         contents = filled.reshape(-1).view(np.uint8)
     return Argument(name, contents, size, 0, writable=True)
 

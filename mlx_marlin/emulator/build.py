@@ -96,6 +96,12 @@ TRACE_FLAGS = (
     # Accesses of more than 16 bytes would pass without a call.
     "-fno-vectorize",
     "-fno-slp-vectorize",
+    # Private arrays, and private variables that are never set: floats are NaN then.
+    "-fsanitize=array-bounds",
+    "-fsanitize-trap=array-bounds",
+    "-ftrivial-auto-var-init=pattern",
+    "-Werror=uninitialized",
+    "-Wno-sometimes-uninitialized",
 )
 """Flags of a Metal kernel that tells of its accesses to memory."""
 
@@ -225,7 +231,7 @@ def kernel_library(
 
     def write(folder: Path) -> list[Path]:
         source = folder / "translation.cpp"
-        source.write_text(text)
+        source.write_text(text, encoding="utf-8")
         return [source]
 
     key = _key((found.identity, *flags, SHIM, text))

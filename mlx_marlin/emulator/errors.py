@@ -1,4 +1,4 @@
-"""The two errors of the emulator."""
+"""The errors of the emulator, and its warning."""
 
 
 class EmulatorError(RuntimeError):
@@ -11,3 +11,7 @@ class EmulatorError(RuntimeError):
 
 class CompileError(EmulatorError):
     """The Metal text does not compile. The message names the Metal line."""
+
+
+class EmulatorWarning(UserWarning):
+    """A kernel does what is rarely meant: it leaves elements of an output unwritten."""

@@ -27,6 +27,7 @@ from mlx_marlin.emulator.arrays import (
 from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
 from mlx_marlin.emulator.lines import SourceMap
+from mlx_marlin.emulator.outputs import check_outputs
 
 # Kept at import: a test may put this module's `metal_kernel` in its place.
 _stock = mx.fast.metal_kernel
@@ -199,17 +200,22 @@ def _execute(
     for output, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
         arguments.append(output_argument(output.name, shape, dtype, init_value))
     with engine.placed(arguments) as buffers:
-        if all(dispatch.grid):
-            _run(program, buffers)
-        written = buffers[len(buffers) - len(shapes) :]
+        traced = _run(program, buffers) if all(dispatch.grid) else None
+        first = len(buffers) - len(shapes)
+        written = buffers[first:]
         _check_canaries(program.name, written)
+        if traced is not None:
+            memories = traced.memories[first : len(buffers)]
+            pairs = list(zip(written, dtypes, strict=True))
+            check_outputs(program.name, arrays, pairs, memories)
         return [
             output_array(placed, shape, dtype)
             for placed, shape, dtype in zip(written, shapes, dtypes, strict=True)
         ]
 
 
-def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
+def _run(program: _Program, buffers: Sequence[engine.Placed]) -> tracing.Trace | None:
+    """Runs the kernel; returns what trace mode knows."""
     dispatch = program.dispatch
     kernel, source = program.kernel, program.source
     traced = tracing.request(kernel, buffers) if program.traced else None
@@ -230,6 +236,7 @@ def _run(program: _Program, buffers: Sequence[engine.Placed]) -> None:
         launches.append(
             tracing.answer(program.name, kernel, source, buffers, count, traced)
         )
+    return traced
 
 
 def _options(dispatch: Dispatch) -> modes.Options:

@@ -17,6 +17,8 @@ _COMPLAINT = re.compile(
     r"(?P<kind>(?:fatal )?error|note): (?P<text>.*)"
 )
 _MAX_COMPLAINTS = 12
+_NO_FILES = frozenset({"<scratch space>", "<built-in>"})
+"""Where clang says that macros have put text; no line of the kernel is there."""
 
 
 class Fault(IntEnum):
@@ -40,6 +42,7 @@ class Fault(IntEnum):
     LIVELOCK = 15
     TIME_LIMIT = 16
     INTERRUPTED = 17
+    NO_LANE = 18
 
 
 class Activity(IntEnum):
@@ -62,9 +65,12 @@ def compile_message(name: str, source: lines.SourceMap, complaint: str) -> str:
     result = [f"kernel {name} does not compile:"]
     for line in complaint.splitlines():
         found = _COMPLAINT.match(line)
+        if found and found["file"] in _NO_FILES:
+            continue
         if found and len(result) <= _MAX_COMPLAINTS:
             place = lines.Place(lines.shorten(found["file"]), int(found["line"]))
-            result.append(f"  {found['kind']}: {found['text']}")
+            text = found["text"].split(" [-W")[0]
+            result.append(f"  {found['kind']}: {text}")
             result.append(f"    at {source.quote(place)}")
     return "\n".join(result) if len(result) > 1 else f"{result[0]}\n{complaint}"
 
@@ -127,7 +133,8 @@ def _where(scene: Scene) -> Iterator[str]:
     if not report.trace_length:
         return
     here, *callers = report.trace[: report.trace_length]
-    by_signal = report.fault not in (Fault.MISUSE, Fault.THREADGROUP_LIMIT)
+    called = (Fault.MISUSE, Fault.THREADGROUP_LIMIT, Fault.NO_LANE)
+    by_signal = report.fault not in called
     found = scene.places(here, returns=not by_signal)
     yield from map(scene.source.quote, found)
     # The first caller is a guess, for a library function that faulted for the kernel.
@@ -279,13 +286,15 @@ def _barrier_sites(scene: Scene) -> str:
 
 _TRAPS = {
     3: "integer division by zero",
+    18: "index outside of an array",
     20: "shift by the width of the type or more (Metal takes it modulo the width)",
     22: "misaligned access: the address is no multiple of the type's alignment",
 }
 """What the compiler's checks find, by the number in the trap instruction."""
 _ANY_TRAP = (
     "misaligned access, integer division by zero, or shift by the width of the type or "
-    "more (clang 19 does not tell which)"
+    "more, in trace mode also an index outside of an array (clang 19 does not tell "
+    "which)"
 )
 
 
@@ -308,6 +317,14 @@ def _threadgroup_limit(scene: Scene) -> str:
         f"{report.amount} bytes of threadgroup memory with variable {_text(report)!r}, "
         "the limit is 32768"
     )
+
+
+def _no_lane(scene: Scene) -> str:
+    name = _text(scene.report)
+    lane = scene.report.amount
+    if name.startswith("quad"):
+        return f"{name} asks for lane {lane - LANES}, a quad has 4 lanes"
+    return f"{name} asks for lane {lane}, a simdgroup has {LANES} lanes"
 
 
 def _misuse(scene: Scene) -> str:
@@ -346,6 +363,7 @@ _WHAT: dict[Fault, Callable[[Scene], str]] = {
         "emulated(time_limit=seconds) is too short"
     ),
     Fault.INTERRUPTED: lambda scene: "interrupted",
+    Fault.NO_LANE: _no_lane,
 }
 
 

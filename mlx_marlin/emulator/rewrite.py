@@ -13,7 +13,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlx_marlin.emulator.declaration import SPACES, Declaration, is_declarator
+from mlx_marlin.emulator import function_constants
+from mlx_marlin.emulator.components import checked_component
+from mlx_marlin.emulator.declaration import (
+    SPACES,
+    STATEMENT_ENDS,
+    Declaration,
+    is_declarator,
+)
 from mlx_marlin.emulator.tokens import Tokens
 
 _INTEGERS = ("char", "uchar", "short", "ushort", "int", "uint", "long", "ulong")
@@ -30,7 +37,6 @@ _QUALIFIERS = ("const", "volatile", "constant", *SPACES)
 _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
 _NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
-_STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
 _TEXTS = 128
 """How many texts it keeps: a kernel is called for many shapes, in few dtypes."""
 
@@ -163,7 +169,11 @@ class Rewriter:
         elif token.text == "threadgroup":
             self._threadgroup_variables(at)
         elif token.text == "function_constant":
-            self._function_constant(at)
+            function_constants.declare(self.tokens, at)
+        elif token.text == "template":
+            self._host_name(at)
+        elif token.text == "is_function_constant_defined":
+            function_constants.replace_query(self.tokens, at)
         elif token.text == "static_cast":
             token.written = "emu::cast"
         elif token.kind == "name":
@@ -171,6 +181,24 @@ class Rewriter:
             self._initialised_vector(at)
         elif token.text == "(":
             self._cast(at)
+        elif token.text in (".", "->"):
+            self._component(at)
+
+    def _host_name(self, at: int) -> None:
+        """`template [[host_name("f")]] [[kernel]] void f<half>(...);`.
+
+        C++ has attributes in other places only.
+        """
+        tokens = self.tokens
+        at = tokens.after(at)
+        while tokens.text(at) == "[":
+            closing = tokens.closing(at)
+            for gone in range(at, closing + 1):
+                tokens.blank(gone)
+            at = tokens.after(closing)
+
+    def _component(self, at: int) -> None:
+        checked_component(self.tokens, at)
 
     def _literal(self, at: int) -> None:
         if found := _HALF.match(self.tokens.text(at)):
@@ -245,34 +273,18 @@ class Rewriter:
         tokens = self.tokens
         if tokens.text(tokens.before(at)) == "[":  # `[[threadgroup(0)]]`
             tokens[at].written = "threadgroup_memory"
-        if tokens.text(tokens.before(at)) not in _STATEMENT_ENDS:
+        if tokens.before_statement(at) not in STATEMENT_ENDS:
             return
         declaration = Declaration.parse(tokens, tokens.after(at))
         if declaration is None:
             return
-        references = " ".join(
-            f"{declaration.type} (&{name}){dimensions} = emu::threadgroup_variable<"
-            f'{declaration.type} {dimensions}, __COUNTER__>("{name}");'
+        references = "; ".join(
+            f"auto& {name} = emu::threadgroup_variable<"
+            f'{declaration.type} {dimensions}, __COUNTER__>("{name}")'
             for name, dimensions in declaration.variables
         )
+        if tokens.text(declaration.end) == ";":
+            references += ";"
         for gone in range(at, declaration.end + 1):
             tokens.blank(gone)
-        tokens[at].written = references.replace("\n", " ")
-
-    def _function_constant(self, at: int) -> None:
-        """`constant bool x [[function_constant(0)]];`: a declaration.
-
-        Its value is that of a definition `constant bool x = true;` further down. If
-        there is none, the kernel links only as long as it does not use it.
-        """
-        tokens = self.tokens
-        begin, opening = at, tokens.before(tokens.before(at))
-        if tokens.text(opening) != "[":  # in `[[buffer(0), function_constant(x)]]`
-            return
-        while tokens.text(begin) not in {"constant", *_STATEMENT_ENDS}:
-            begin = tokens.before(begin)
-        end = tokens.closing(opening)
-        if tokens.text(begin) == "constant" and tokens.text(tokens.after(end)) == ";":
-            for gone in range(opening, end + 1):
-                tokens.blank(gone)
-            tokens[begin].written = f"extern {tokens[begin].written}"
+        tokens[at].written = references

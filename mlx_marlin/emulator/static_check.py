@@ -48,6 +48,7 @@ _FLAGS = (
     "-Wno-everything",
     "-Wimplicit-float-conversion",
     "-Wdeprecated-declarations",
+    "-Wuninitialized",
     "-I",
     str(_STATIC),
     "-I",
@@ -256,7 +257,10 @@ def _clang(text: str) -> str:
     if found is None:
         raise EmulatorError(f"no Metal kernel can be checked: {compiler.unavailable()}")
     answer = subprocess.run(
-        (*found.clang, *_FLAGS, "-"), input=text, capture_output=True, text=True
+        (*found.clang, *_FLAGS, "-"),
+        input=text,
+        capture_output=True,
+        encoding="utf-8",
     )
     if answer.returncode and all(
         complaint.kind == "warning" for complaint in complaints(answer.stderr)

@@ -14,6 +14,7 @@ _MESSAGE = re.compile(
     r"(?P<kind>(?:fatal )?error|warning|note): (?P<text>.*)"
 )
 _TO_BFLOAT = re.compile(r".*floating-point precision: .* to '.*(?:bfloat|__bf16)")
+_UNSET = re.compile(r"variable '.*' is uninitialized when used here")
 _CANDIDATE = re.compile(
     r"candidate (?:function|template|constructor).*?(?:not viable|ignored): (?P<why>.*)"
 )
@@ -35,6 +36,8 @@ _WORDS = {
     "__bf16": "bfloat",
 }
 _PHRASES = {
+    # An array behind `auto&`.
+    r"'([^']+) (__local)((?:\[\d+\])+)'": r"'\2 \1\3'",
     # Clang 19 and 20 give converted values an address space.
     r"precision: '__private ": "precision: '",
     r" to '__private (\w+)' \(aka '__private ": r" to '\1' (aka '",
@@ -73,7 +76,7 @@ class Complaint:
     def counts(self) -> bool:
         """Whether Metal would complain too."""
         if self.kind == "warning":
-            return _TO_BFLOAT.search(self.text) is not None
+            return any(rule.search(self.text) for rule in (_TO_BFLOAT, _UNSET))
         return not any(map(_FALSE_ALARM.search, (self.text, *self.notes)))
 
     @property

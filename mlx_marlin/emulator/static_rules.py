@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_marlin.emulator import rewrite
-from mlx_marlin.emulator.declaration import is_declarator
+from mlx_marlin.emulator.declaration import STATEMENT_ENDS, is_declarator
 from mlx_marlin.emulator.tokens import Tokens
 
 _SPACES = frozenset(
@@ -25,10 +25,19 @@ _SCALARS = frozenset(
     | {"complex64_t", "size_t", "unsigned", "signed", *_INTEGERS, *_SIZED}
     | {"atomic_int", "atomic_uint", "atomic_float"}
 )
-_TEMPLATES = frozenset({"vec", "packed_vec", "atomic", "simdgroup_matrix"})
+_MATRICES = frozenset(
+    f"{scalar}{columns}x{rows}"
+    for scalar in ("half", "float")
+    for columns in (2, 3, 4)
+    for rows in (2, 3, 4)
+)
+_TEMPLATES = frozenset({"vec", "packed_vec", "atomic", "simdgroup_matrix", "matrix"})
+_LEFT_OUT = {
+    "goto": "Metal has no goto",
+    "virtual": "virtual functions are not supported",
+}
 _RESERVED = frozenset({"kernel", "vertex", "fragment"})
 _BEFORE_VALUE = frozenset([*".+-*/%=?|&!~^", "->", "return"])
-_STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
 
 _MISSING = "device, constant, threadgroup or thread is missing"
 
@@ -50,14 +59,21 @@ def findings(tokens: Tokens) -> Iterator[Finding]:
     for token in tokens:
         lines.append(line)
         line += token.text.count("\n")
-    for rule in (_unqualified, _array_parameters, _reserved, _threadgroup_variables):
+    rules = (
+        _unqualified,
+        _array_parameters,
+        _reserved,
+        _left_out,
+        _threadgroup_variables,
+    )
+    for rule in rules:
         for at, message in rule(tokens):
             yield lines[at], message
 
 
 def _types(tokens: Tokens) -> frozenset[str]:
     """Names that the text declares as types, and Metal's own."""
-    names = set(_SCALARS | _TEMPLATES | rewrite.VECTORS)
+    names = set(_SCALARS | _TEMPLATES | _MATRICES | rewrite.VECTORS)
     for at in range(len(tokens)):
         word, name = tokens.text(at), tokens.after(at)
         if word == "using" and tokens.text(tokens.after(name)) != "=":
@@ -182,10 +198,17 @@ def _reserved(tokens: Tokens) -> Iterator[Finding]:
             continue
         before, following = tokens.before(at), tokens.after(at)
         qualifies = tokens.named(following) or tokens.text(following) == "["
-        starts = tokens.text(before) in {*_STATEMENT_ENDS, ">", "]"}
+        starts = tokens.text(before) in {*STATEMENT_ENDS, ">", "]"}
         in_attribute = tokens.text(before) == "[" and tokens.text(following) in "],"
         if not (in_attribute or (qualifies and (starts or _ends_line(tokens, at)))):
             yield at, f"{word!r} is a keyword of Metal and cannot be a name"
+
+
+def _left_out(tokens: Tokens) -> Iterator[Finding]:
+    """Keywords of C++ that Metal leaves out, and clang's mode does not."""
+    for at in range(len(tokens)):
+        if tokens.text(at) in _LEFT_OUT and tokens.named(at):
+            yield at, _LEFT_OUT[tokens.text(at)]
 
 
 def _ends_line(tokens: Tokens, at: int) -> bool:
@@ -202,7 +225,9 @@ def _threadgroup_variables(tokens: Tokens) -> Iterator[Finding]:
     for at in range(len(tokens)):
         if tokens.text(at) != "threadgroup" or not tokens.named(at):
             continue
-        if tokens.text(tokens.before(at)) not in _STATEMENT_ENDS:
+        if tokens.before_statement(at) not in STATEMENT_ENDS:
+            continue
+        if tokens.directive(at) >= 0:  # a macro: it matters where it is used
             continue
         declared = _declared(tokens, at)
         if declared is None:

@@ -57,7 +57,26 @@ class StaticRewriter(rewrite.Rewriter):
         if qualifier >= 0:
             # Temporaries are in no space in clang, in Metal in `thread`.
             self.tokens.blank(qualifier)
+        if self.tokens.text(at) == "template":
+            self._function_parameters(at)
         super().rewrite(at)
+
+    def _function_parameters(self, at: int) -> None:
+        """`template <void (*f)(float)>`: clang takes functions by reference only."""
+        tokens = self.tokens
+        opening = tokens.after(at)
+        if tokens.text(opening) != "<":
+            return
+        for inner in range(opening, tokens.closing_angle(opening)):
+            name = tokens.after(inner)
+            closing = tokens.after(name)
+            if (
+                tokens.text(inner) == "*"
+                and tokens.text(tokens.before(inner)) == "("
+                and tokens.text(closing) == ")"
+                and tokens.text(tokens.after(closing)) == "("
+            ):
+                tokens[inner].written = "&"
 
     def _literal(self, at: int) -> None:
         """Clang knows `1.0h` in this mode, not `1.0bf`, and lets floats become bfloat.
@@ -70,6 +89,9 @@ class StaticRewriter(rewrite.Rewriter):
             self.tokens[at].written = f"bfloat({text[:-2]})"
         elif _FLOAT.fullmatch(text):
             self.tokens[at].written = _inexact(float(text.rstrip("fF")))
+
+    def _component(self, at: int) -> None:
+        """No check at run time: nothing is run."""
 
     def _threadgroup_variables(self, at: int) -> None:
         super()._threadgroup_variables(at)

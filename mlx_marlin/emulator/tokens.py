@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -111,19 +113,72 @@ class Tokens:
         """Whether a literal number stands there."""
         return 0 <= at < len(self.tokens) and self.tokens[at].kind == "number"
 
+    def opening(self, at: int) -> int:
+        """The bracket that the one at `at` closes, or -1."""
+        wanted = 0
+        while at >= 0:
+            word = self.text(at)
+            if self.tokens[at].kind == "mark":
+                wanted += (word in _OPENING.values()) - (word in _OPENING)
+            if wanted == 0:
+                return at
+            at -= 1
+        return -1
+
     def blank(self, at: int) -> None:
-        """Makes it space that keeps its line breaks."""
+        """Removes a token. Space stays: lines keep their breaks and continuations."""
         token = self.tokens[at]
-        token.text = token.written = "\n" * token.text.count("\n")
-        token.kind = "space"
+        if token.kind != "space":
+            token.text = token.written = ""
+            token.kind = "space"
 
     def line_end(self, at: int) -> int:
         """The space with which the line of a directive ends."""
         while at < len(self.tokens) - 1:
             at += 1
-            if self.tokens[at].kind == "space" and self.text(at).startswith("\n"):
+            if self.text(at).isspace() and "\n" in self.text(at):
                 break
         return at
+
+    @functools.cached_property
+    def _directives(self) -> list[tuple[int, int]]:
+        """First token and end of the line of each preprocessor directive."""
+        marks = (at for at in range(len(self.tokens)) if self.text(at) == "#")
+        found: list[tuple[int, int]] = []
+        for at in marks:
+            if not found or at > found[-1][1]:  # else it is the operator of a macro
+                found.append((at, self.line_end(at)))
+        return found
+
+    def directive(self, at: int) -> int:
+        """The `#` of the directive in whose line the token stands, or -1."""
+        place = bisect_right(self._directives, (at, len(self.tokens))) - 1
+        if place < 0 or at >= self._directives[place][1]:
+            return -1
+        return self._directives[place][0]
+
+    def statement_limit(self, at: int) -> int:
+        """Where a statement must have ended: the end of a macro, or of the text."""
+        mark = self.directive(at)
+        return len(self.tokens) if mark < 0 else self.line_end(mark)
+
+    def before_statement(self, at: int) -> str:
+        """What stands before a token, directives left out.
+
+        Nothing at the start of the text and at the start of a macro's body.
+        """
+        mark = self.directive(at)
+        previous = self.before(at)
+        if mark >= 0:
+            return "" if previous == self._macro_head(mark) else self.text(previous)
+        while previous >= 0 and (line := self.directive(previous)) >= 0:
+            previous = self.before(line)
+        return self.text(previous)
+
+    def _macro_head(self, mark: int) -> int:
+        """The last token before the body of the macro that `#` at `mark` defines."""
+        name = self.after(self.after(mark))
+        return self.closing(name + 1) if self.text(name + 1) == "(" else name
 
     def items(self, opening: int, closing: int) -> Iterator[int]:
         """First tokens of the items of a bracketed list."""
@@ -138,3 +193,9 @@ class Tokens:
     def read(self, begin: int, end: int) -> str:
         """The text of a range, as read."""
         return "".join(token.text for token in self.tokens[begin:end])
+
+    def read_line(self, begin: int, end: int) -> str:
+        """The text of a range in one line, without comments."""
+        tokens = self.tokens[begin:end]
+        words = (" " if token.kind == "space" else token.text for token in tokens)
+        return "".join(words).strip()

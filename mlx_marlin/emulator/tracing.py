@@ -35,6 +35,8 @@ class Memory(ctypes.Structure):
         ("written", ctypes.c_uint32),
         ("residue", ctypes.c_uint64),
         ("cells", ctypes.c_uint64),
+        ("unwritten", ctypes.c_uint64),
+        ("first_unwritten", ctypes.c_uint64),
     ]
 
 

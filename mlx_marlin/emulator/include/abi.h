@@ -118,7 +118,9 @@ MSLEMU_EXPORT void* mslemu_threadgroup_memory(emu::u32 slot, emu::u64 bytes,
 // for long lets other threads run.
 MSLEMU_MEETING void mslemu_poll(const volatile void* address, emu::u64 before,
                                 emu::u64 after);
-// Trace mode only. Before and after an atomic that loads (1), stores (2) or both.
+// Trace mode only. A lane asks for the value of one that no simdgroup has.
+MSLEMU_EXPORT void mslemu_no_lane(const emu::Operation* operation, emu::u32 lane);
+// Before and after an atomic that loads (1), stores (2) or both.
 MSLEMU_EXPORT void mslemu_atomic(const volatile void* address, emu::u32 bytes,
                                  emu::u32 does);
 MSLEMU_EXPORT void mslemu_atomic_done(const volatile void* address, emu::u32 does);

@@ -129,6 +129,15 @@ EMU_FETCH_UPDATE(xor, a ^ b)
 EMU_FETCH_UPDATE(min, b < a ? b : a)
 EMU_FETCH_UPDATE(max, a < b ? b : a)
 #undef EMU_FETCH_UPDATE
+// The operations on 64 bits, without a result.
+METAL_FUNC void atomic_max_explicit(volatile atomic<ulong>* object, ulong operand,
+                                    memory_order order) {
+  atomic_fetch_max_explicit(object, operand, order);
+}
+METAL_FUNC void atomic_min_explicit(volatile atomic<ulong>* object, ulong operand,
+                                    memory_order order) {
+  atomic_fetch_min_explicit(object, operand, order);
+}
 
 METAL_FUNC void atomic_thread_fence(
     [[maybe_unused]] mem_flags flags, [[maybe_unused]] memory_order order,

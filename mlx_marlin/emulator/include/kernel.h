@@ -36,6 +36,11 @@ METAL_FUNC T& threadgroup_variable(const char* name) {
   return *static_cast<T*>(mslemu_threadgroup_memory(Slot, sizeof(T), name));
 }
 
+template <class T>
+METAL_FUNC constexpr T&& whole(T&& object) {
+  return static_cast<T&&>(object);
+}
+
 METAL_FUNC uint3 triple(Coordinates value) { return uint3{value.x, value.y, value.z}; }
 
 // The attributes of a kernel's parameters, by their Metal names.
@@ -96,3 +101,11 @@ METAL_FUNC uint3 thread_position_in_grid() {
 #define coherent(...)
 #define restrict __restrict
 #define double metal_has_no_double
+#define goto metal_has_no_goto
+// The front end puts it around a vector in memory of which a component is used. Clang
+// checks the alignment of what is referred to.
+#ifdef MSLEMU_TRACE
+#define emu_whole(...) ::emu::whole(__VA_ARGS__)
+#else
+#define emu_whole(...) (__VA_ARGS__)
+#endif

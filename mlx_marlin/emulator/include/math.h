@@ -27,6 +27,7 @@ float powf(float, float);
 float fmodf(float, float);
 float ldexpf(float, int);
 float frexpf(float, int*);
+int ilogbf(float);
 }
 
 namespace emu {
@@ -43,6 +44,19 @@ METAL_FUNC T round_sum(float x, float y) {
   if (inexact && !(bits & 1)) bits += (lost > 0) == (sum > 0) ? 1 : -1;
   return T(__builtin_bit_cast(float, bits));
 }
+
+// sin of pi times x, some quarters of a circle further. Their number is exact.
+METAL_FUNC float sin_of_quarters(float x, float quarters) {
+  float nearest = __builtin_elementwise_rint(2.0f * x);
+  float angle = (x - 0.5f * nearest) * 3.14159265358979f;
+  nearest += quarters;
+  float quarter = nearest - 4.0f * __builtin_elementwise_floor(0.25f * nearest);
+  if (quarter == 0.0f) return ::sinf(angle);
+  if (quarter == 1.0f) return ::cosf(angle);
+  return quarter == 2.0f ? -::sinf(angle) : -::cosf(angle);
+}
+METAL_FUNC float sin_pi(float x) { return sin_of_quarters(x, 0.0f); }
+METAL_FUNC float cos_pi(float x) { return sin_of_quarters(x, 1.0f); }
 
 }  // namespace emu
 
@@ -79,8 +93,9 @@ namespace metal {
   EMU_UNARY(asinh, ::asinhf(x))                          \
   EMU_UNARY(acosh, ::acoshf(x))                          \
   EMU_UNARY(atanh, ::atanhf(x))                          \
-  EMU_UNARY(sinpi, ::sinf(x * 3.14159265358979f))        \
-  EMU_UNARY(cospi, ::cosf(x * 3.14159265358979f))        \
+  EMU_UNARY(sinpi, emu::sin_pi(x))                       \
+  EMU_UNARY(cospi, emu::cos_pi(x))                       \
+  EMU_UNARY(tanpi, emu::sin_pi(x) / emu::cos_pi(x))      \
   EMU_UNARY(sqrt, __builtin_elementwise_sqrt(x))         \
   EMU_UNARY(rsqrt, 1.0f / __builtin_elementwise_sqrt(x)) \
   EMU_UNARY(floor, __builtin_elementwise_floor(x))       \
@@ -190,6 +205,10 @@ template <class A, class B, class C>
 METAL_FUNC auto max3(A a, B b, C c) {
   return max(max(a, b), c);
 }
+template <class A, class B, class C>
+METAL_FUNC auto median3(A a, B b, C c) {
+  return max(min(a, b), min(max(a, b), c));
+}
 
 template <class A, class B, class C>
 METAL_FUNC auto fma(A a, B b, C c) {
@@ -221,14 +240,6 @@ METAL_FUNC auto step(A edge, B value) {
 }
 
 template <class T>
-METAL_FUNC T ldexp(T value, int exponent) {
-  return T(::ldexpf(float(value), exponent));
-}
-template <class T>
-METAL_FUNC T frexp(T value, int& exponent) {
-  return T(::frexpf(float(value), &exponent));
-}
-template <class T>
 METAL_FUNC T modf(T value, T& whole) {
   whole = trunc(value);
   return value - whole;
@@ -243,34 +254,6 @@ METAL_FUNC T nextafter(T from, T to) {
   else
     bits += (from < to) == (from > T(0)) ? 1 : -1;
   return __builtin_bit_cast(T, bits);
-}
-
-// Geometry.
-template <class T>
-METAL_FUNC auto dot(T a, T b) {
-  auto sum = a[0] * b[0];
-  for (int i = 1; i < emu::size_of<T>; ++i) sum += a[i] * b[i];
-  return sum;
-}
-template <class T>
-METAL_FUNC auto length_squared(T v) {
-  return dot(v, v);
-}
-template <class T>
-METAL_FUNC auto length(T v) {
-  return sqrt(dot(v, v));
-}
-template <class T>
-METAL_FUNC auto distance(T a, T b) {
-  return length(a - b);
-}
-template <class T>
-METAL_FUNC T normalize(T v) {
-  return v * rsqrt(dot(v, v));
-}
-template <class T>
-METAL_FUNC vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
-  return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 
 #undef EMU_UNARY

@@ -3,6 +3,8 @@
 #pragma once
 #include "atomic.h"
 #include "matrix.h"
+#include "metal_matrix.h"
+#include "pack.h"
 
 using namespace metal;
 

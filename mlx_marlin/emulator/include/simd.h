@@ -46,12 +46,16 @@ METAL_FUNC R meet(const Operation& operation, const T& value, Reduce reduce) {
   return meeting.template result<R>();
 }
 
-// A value that another lane has given; its own if that lane does not exist.
+// A value that another lane has given; its own if that lane does not exist. Trace mode
+// reports lanes that no simdgroup has; those of a quad are counted from kLanes on then.
 template <class T, class Choose>
 METAL_FUNC T fetch(const Operation& operation, const T& value, Choose choose) {
   Meeting<T> meeting(value);
   mslemu_arrive(&operation);
   u32 source = choose(meeting.lane);
+#ifdef MSLEMU_TRACE
+  if (source >= kLanes) mslemu_no_lane(&operation, source);
+#endif
   return meeting.exists(source) ? meeting.of(source) : value;
 }
 
@@ -87,6 +91,18 @@ METAL_FUNC T quad_reduce(const Operation& operation, const T& value, Combine com
   for (u32 lane = quad + 1; lane < quad + 4; ++lane)
     if (meeting.exists(lane)) total = combine(total, meeting.of(lane));
   return total;
+}
+
+// Combines the lanes of the quad that come before this one, itself included if wanted.
+template <class T, class Combine>
+METAL_FUNC T quad_scan(const Operation& operation, const T& value, T identity,
+                       bool inclusive, Combine combine) {
+  Meeting<T> meeting(value);
+  mslemu_arrive(&operation);
+  T total = identity;
+  for (u32 lane = meeting.lane & ~3u; lane < meeting.lane; ++lane)
+    total = combine(total, meeting.of(lane));
+  return inclusive ? combine(total, value) : total;
 }
 
 METAL_FUNC u32 ballot(const Operation& operation, bool value) {
@@ -153,12 +169,18 @@ EMU_REDUCE(or, a | b)
 EMU_REDUCE(xor, a ^ b)
 #undef EMU_REDUCE
 
-#define EMU_SCAN(name, start, inclusive, expression)                     \
-  template <class T>                                                     \
-  METAL_FUNC T simd_prefix_##name(T value) {                             \
-    EMU_OPERATION("simd_prefix_" #name, kSimd);                          \
-    return emu::scan(operation, value, T(start), inclusive,              \
-                     [](T a, T b) EMU_INLINE { return T(expression); }); \
+#define EMU_SCAN(name, start, inclusive, expression)                          \
+  template <class T>                                                          \
+  METAL_FUNC T simd_prefix_##name(T value) {                                  \
+    EMU_OPERATION("simd_prefix_" #name, kSimd);                               \
+    return emu::scan(operation, value, T(start), inclusive,                   \
+                     [](T a, T b) EMU_INLINE { return T(expression); });      \
+  }                                                                           \
+  template <class T>                                                          \
+  METAL_FUNC T quad_prefix_##name(T value) {                                  \
+    EMU_OPERATION("quad_prefix_" #name, kSimd);                               \
+    return emu::quad_scan(operation, value, T(start), inclusive,              \
+                          [](T a, T b) EMU_INLINE { return T(expression); }); \
   }
 EMU_SCAN(exclusive_sum, 0, false, a + b)
 EMU_SCAN(inclusive_sum, 0, true, a + b)
@@ -182,9 +204,9 @@ EMU_FETCH(simd_shuffle_up, delta, lane >= delta ? lane - delta : lane)
 EMU_FETCH(simd_shuffle_down, delta, lane + delta < 32 ? lane + delta : lane)
 EMU_FETCH(simd_shuffle_rotate_up, delta, (lane + 32u - delta % 32u) % 32u)
 EMU_FETCH(simd_shuffle_rotate_down, delta, (lane + delta) % 32u)
-EMU_FETCH(quad_shuffle, from, (lane & ~3u) + from % 4u)
-EMU_FETCH(quad_broadcast, from, (lane & ~3u) + from % 4u)
-EMU_FETCH(quad_shuffle_xor, mask, (lane & ~3u) + ((lane ^ mask) % 4u))
+EMU_FETCH(quad_shuffle, from, from < 4 ? (lane & ~3u) + from : emu::kLanes + from)
+EMU_FETCH(quad_broadcast, from, from < 4 ? (lane & ~3u) + from : emu::kLanes + from)
+EMU_FETCH(quad_shuffle_xor, mask, mask < 4 ? lane ^ mask : emu::kLanes + mask)
 EMU_FETCH(quad_shuffle_up, delta, lane % 4u >= delta ? lane - delta : lane)
 EMU_FETCH(quad_shuffle_down, delta, lane % 4u + delta < 4u ? lane + delta : lane)
 EMU_FETCH(quad_shuffle_rotate_up, delta, (lane & ~3u) + (lane - delta) % 4u)
@@ -202,19 +224,26 @@ METAL_FUNC T quad_broadcast_first(T value) {
   return emu::fetch(operation, value,
                     [](uint lane) EMU_INLINE -> uint { return lane & ~3u; });
 }
-// Data slides in from a second operand at the open end.
-template <class T>
-METAL_FUNC T simd_shuffle_and_fill_up(T value, T fill, ushort delta) {
-  T moved = simd_shuffle_rotate_up(value, delta),
-    filled = simd_shuffle_rotate_up(fill, delta);
-  return emu::self().lane() >= delta ? moved : filled;
-}
-template <class T>
-METAL_FUNC T simd_shuffle_and_fill_down(T value, T fill, ushort delta) {
-  T moved = simd_shuffle_rotate_down(value, delta);
-  T filled = simd_shuffle_rotate_down(fill, delta);
-  return emu::self().lane() + delta < 32 ? moved : filled;
-}
+// Data slides in from a second operand at the open end. The lanes slide in sets of
+// `modulo` neighbours.
+#define EMU_FILL(name, most, step, stays)                                  \
+  template <class T>                                                       \
+  METAL_FUNC T name(T value, T fill, ushort delta, ushort modulo = most) { \
+    EMU_OPERATION(#name, kShuffle);                                        \
+    uint lane = emu::self().lane(), in_set = lane % modulo;                \
+    uint from = lane - in_set + (in_set + step) % modulo;                  \
+    struct Pair {                                                          \
+      T value, fill;                                                       \
+    };                                                                     \
+    Pair pair = emu::fetch(operation, Pair{value, fill},                   \
+                           [=](uint) EMU_INLINE -> uint { return from; }); \
+    return stays ? pair.value : pair.fill;                                 \
+  }
+EMU_FILL(simd_shuffle_and_fill_up, 32, modulo - delta % modulo, in_set >= delta)
+EMU_FILL(simd_shuffle_and_fill_down, 32, delta, in_set + delta < modulo)
+EMU_FILL(quad_shuffle_and_fill_up, 4, modulo - delta % modulo, in_set >= delta)
+EMU_FILL(quad_shuffle_and_fill_down, 4, delta, in_set + delta < modulo)
+#undef EMU_FILL
 
 class simd_vote {
  public:
@@ -248,5 +277,25 @@ METAL_FUNC bool simd_is_first() { return emu::self().lane() == 0; }
 METAL_FUNC bool quad_any(bool value) { return quad_or(uint(value)) != 0; }
 METAL_FUNC bool quad_all(bool value) { return quad_and(uint(value)) != 0; }
 METAL_FUNC bool simd_is_helper_thread() { return false; }
+METAL_FUNC bool quad_is_first() { return emu::self().lane() % 4 == 0; }
+METAL_FUNC bool quad_is_helper_thread() { return false; }
+
+class quad_vote {
+ public:
+  using vote_t = ushort;
+  METAL_FUNC explicit constexpr quad_vote(vote_t votes = 0) : votes_(votes) {}
+  METAL_FUNC explicit constexpr operator vote_t() const { return votes_; }
+  METAL_FUNC bool any() const { return votes_ != 0; }
+  METAL_FUNC bool all() const {
+    return votes_ == (emu::lanes_here() >> (emu::self().lane() & ~3u) & 15u);
+  }
+
+ private:
+  vote_t votes_;
+};
+METAL_FUNC quad_vote quad_ballot(bool value) {
+  return quad_vote(ushort(quad_or(uint(value) << emu::self().lane() % 4)));
+}
+METAL_FUNC quad_vote quad_active_threads_mask() { return quad_ballot(true); }
 
 }  // namespace metal

@@ -69,6 +69,14 @@ struct RemoveQualifiers<T&&> : RemoveQualifiers<T> {};
 template <class T>
 using bare = typename RemoveQualifiers<T>::type;
 
+// A parameter's type that takes no part in deduction.
+template <class T>
+struct Given {
+  using type = T;
+};
+template <class T>
+using given = typename Given<T>::type;
+
 // Element type and length of a vector; length 0 means "not a vector".
 template <class T>
 struct Shape {
@@ -197,12 +205,18 @@ METAL_FUNC constexpr T make(Arguments... arguments) {
   }
 }
 
-template <class To, class From>
-METAL_FUNC constexpr To cast(From&& value) {
-  if constexpr (is_vector<To> || (__is_arithmetic(To) && __is_arithmetic(bare<From>)))
+// static_cast. By value, unless it makes a reference: no reference binds to an element
+// of a vector.
+template <class To, class From, class = enable_if<!__is_reference(To)>>
+METAL_FUNC constexpr To cast(From value) {
+  if constexpr (is_vector<To> || (__is_arithmetic(To) && __is_arithmetic(From)))
     return make<To>(value);
   else
-    return static_cast<To>(static_cast<From&&>(value));
+    return static_cast<To>(value);
+}
+template <class To, class From, class = enable_if<__is_reference(To)>, class = void>
+METAL_FUNC constexpr To cast(From&& value) {
+  return static_cast<To>(static_cast<From&&>(value));
 }
 
 }  // namespace emu

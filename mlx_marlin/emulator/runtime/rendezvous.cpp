@@ -38,6 +38,17 @@ void emu::misuse(Self self, const char* what, const void* site) {
   abandon(worker, report);
 }
 
+extern "C" void mslemu_no_lane(const Operation* operation, u32 lane) {
+  Self self = emu::self();
+  Worker* worker = worker_of(self);
+  Report report = report_of(worker, Fault::kNoLane, self.index);
+  report.text = operation->name;
+  report.amount = lane;
+  report.trace[0] = __builtin_return_address(0);
+  report.trace_length = 1;
+  abandon(worker, report);
+}
+
 extern "C" bool mslemu_arrive(const Operation* operation) {
   return mslemu_arrive_from(operation, __builtin_return_address(0));
 }

@@ -32,6 +32,7 @@ enum class Fault : u32 {
   kLivelock = 15,     // threads wait for what nobody who runs can change
   kTimeLimit = 16,    // a threadgroup has run for too long
   kInterrupted = 17,  // by Ctrl-C
+  kNoLane = 18,       // a value of a lane that no simdgroup or quad has
 };
 
 enum class Activity : u32 { kReady = 0, kReturned = 1, kBarrier = 2, kSimd = 3 };

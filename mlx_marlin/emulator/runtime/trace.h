@@ -53,6 +53,8 @@ struct Memory {
   u32 written;  // whether every byte has a value from the start
   u64 residue;  // address modulo 16
   Cell* cells;
+  u64 unwritten;        // bytes that nobody has written, if it was not filled before
+  u64 first_unwritten;  // offset of the first of them
 };
 
 // What a line of the kernel does to one memory, or how often it performs an operation.

@@ -116,13 +116,24 @@ bool trace_open(Trace* trace) {
   return fine;
 }
 
+// Counts what no thread has written.
+void find_unwritten(Memory& memory) {
+  for (u64 at = memory.bytes; at-- > 0;) {
+    if (memory.cells[at].write.site || memory.cells[at].atomic.site) continue;
+    memory.unwritten += 1;
+    memory.first_unwritten = at;
+  }
+}
+
 void trace_close(Trace* trace) {
   order_close(trace);
   if (trace->locations) munmap(trace->locations, locations_bytes());
   if (trace->locks) munmap(trace->locks, kLocks);
   for (u64 number = 0; number < trace->memory_count; ++number) {
     Memory& memory = trace->memories[number];
-    if (memory.cells) munmap(memory.cells, memory.bytes * sizeof(Cell));
+    if (!memory.cells) continue;
+    if (!memory.written) find_unwritten(memory);
+    munmap(memory.cells, memory.bytes * sizeof(Cell));
   }
 }
 

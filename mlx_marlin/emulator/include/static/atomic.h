@@ -64,6 +64,9 @@ EMU_SPACE(device)
 EMU_SPACE(threadgroup)
 #undef EMU_SPACE
 #undef EMU_UPDATE
+// The only operations on 64 bits: in device memory, without a result.
+void atomic_max_explicit(volatile device atomic<ulong>*, ulong, memory_order);
+void atomic_min_explicit(volatile device atomic<ulong>*, ulong, memory_order);
 
 void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device);
 

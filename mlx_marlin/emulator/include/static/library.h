@@ -2,32 +2,8 @@
 // are overloads for every type, as in Metal, and no templates: `min(1u, 1)` or
 // `max(1.0h, 1.0f)` is ambiguous there, and must be so here.
 #pragma once
+#include "../constants.h"
 #include "types.h"
-
-#define M_PI_F 3.14159265358979323846f
-#define M_E_F 2.71828182845904523536f
-#define M_LOG2E_F 1.44269504088896340736f
-#define M_LOG10E_F 0.434294481903251827651f
-#define M_LN2_F 0.693147180559945309417f
-#define M_LN10_F 2.30258509299404568402f
-#define M_PI_2_F 1.57079632679489661923f
-#define M_PI_4_F 0.785398163397448309616f
-#define M_1_PI_F 0.318309886183790671538f
-#define M_2_PI_F 0.636619772367581343076f
-#define M_SQRT2_F 1.41421356237309504880f
-#define M_SQRT1_2_F 0.707106781186547524401f
-#define M_PI_H half(M_PI_F)
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define HUGE_VALF __builtin_inff()
-#define FLT_MAX __FLT_MAX__
-#define FLT_MIN __FLT_MIN__
-#define FLT_EPSILON __FLT_EPSILON__
-#define HALF_MAX half(65504.0f)
-#define INT_MAX 2147483647
-#define INT_MIN (-2147483647 - 1)
-#define UINT_MAX 4294967295u
-#define CHAR_BIT 8
 
 #define EMU_EACH_VECTOR(M, type) \
   M(type##2, type)               \
@@ -124,9 +100,11 @@ EMU_FLOAT_FUNCTIONS(bfloat, bfloat)
 #undef EMU_FLOAT_FUNCTIONS
 
 #define EMU_SCALAR_FUNCTIONS(T) \
+  int ilogb(T);                 \
+  bool isordered(T, T);         \
+  bool isunordered(T, T);       \
   T ldexp(T, int);              \
   T frexp(T, thread int&);      \
-  int ilogb(T);                 \
   bool isfinite(T);             \
   bool isinf(T);                \
   bool isnan(T);                \
@@ -137,23 +115,28 @@ EMU_SCALAR_FUNCTIONS(float)
 EMU_SCALAR_FUNCTIONS(bfloat)
 #undef EMU_SCALAR_FUNCTIONS
 
-#define EMU_VECTOR_FUNCTIONS(T, E)         \
-  E dot(T, T);                             \
-  E distance(T, T);                        \
-  E distance_squared(T, T);                \
-  E length(T);                             \
-  E length_squared(T);                     \
-  T normalize(T);                          \
-  T faceforward(T, T, T);                  \
-  T reflect(T, T);                         \
-  T clamp(T, E, E);                        \
-  T mix(T, T, E);                          \
-  vec<uchar, emu::size_of<T>> isfinite(T); \
-  vec<uchar, emu::size_of<T>> isinf(T);    \
-  vec<uchar, emu::size_of<T>> isnan(T);    \
-  vec<uchar, emu::size_of<T>> isnormal(T); \
-  vec<uchar, emu::size_of<T>> signbit(T);  \
-  T ldexp(T, vec<int, emu::size_of<T>>);   \
+#define EMU_VECTOR_FUNCTIONS(T, E)               \
+  E dot(T, T);                                   \
+  E distance(T, T);                              \
+  E distance_squared(T, T);                      \
+  E length(T);                                   \
+  E length_squared(T);                           \
+  T normalize(T);                                \
+  T faceforward(T, T, T);                        \
+  T reflect(T, T);                               \
+  T refract(T, T, E);                            \
+  T smoothstep(E, E, T);                         \
+  vec<int, emu::size_of<T>> ilogb(T);            \
+  vec<uchar, emu::size_of<T>> isordered(T, T);   \
+  vec<uchar, emu::size_of<T>> isunordered(T, T); \
+  T clamp(T, E, E);                              \
+  T mix(T, T, E);                                \
+  vec<uchar, emu::size_of<T>> isfinite(T);       \
+  vec<uchar, emu::size_of<T>> isinf(T);          \
+  vec<uchar, emu::size_of<T>> isnan(T);          \
+  vec<uchar, emu::size_of<T>> isnormal(T);       \
+  vec<uchar, emu::size_of<T>> signbit(T);        \
+  T ldexp(T, vec<int, emu::size_of<T>>);         \
   T frexp(T, thread vec<int, emu::size_of<T>>&);
 EMU_EACH_VECTOR(EMU_VECTOR_FUNCTIONS, half)
 EMU_EACH_VECTOR(EMU_VECTOR_FUNCTIONS, float)
@@ -208,11 +191,22 @@ EMU_EACH_FLOAT(EMU_SELECT)
 template <class T, class B, int N>
 vec<T, N> select(vec<T, N>, vec<T, N>, vec<B, N>);
 
-float4 unpack_unorm4x8_to_float(uint);
-float4 unpack_snorm4x8_to_float(uint);
-half4 unpack_unorm4x8_to_half(uint);
-uint pack_float_to_unorm4x8(float4);
-uint pack_float_to_snorm4x8(float4);
+#define EMU_FORMAT(T, size, name, packed)      \
+  vec<T, size> unpack_##name##_to_##T(packed); \
+  packed pack_##T##_to_##name(vec<T, size>);
+#define EMU_FORMATS(T)                         \
+  EMU_FORMAT(T, 4, unorm4x8, uint)             \
+  EMU_FORMAT(T, 4, snorm4x8, uint)             \
+  EMU_FORMAT(T, 2, unorm2x16, uint)            \
+  EMU_FORMAT(T, 2, snorm2x16, uint)            \
+  EMU_FORMAT(T, 4, unorm10a2, uint)            \
+  EMU_FORMAT(T, 3, unorm565, ushort)           \
+  vec<T, 4> unpack_unorm4x8_srgb_to_##T(uint); \
+  uint pack_##T##_to_srgb_unorm4x8(vec<T, 4>);
+EMU_FORMATS(half)
+EMU_FORMATS(float)
+#undef EMU_FORMATS
+#undef EMU_FORMAT
 
 template <class T>
 struct numeric_limits;

@@ -2,6 +2,7 @@
 // arithmetic of strided arrays.
 #pragma once
 #include "atomic.h"
+#include "metal_matrix.h"
 
 using namespace metal;
 

@@ -49,10 +49,16 @@ EMU_SHUFFLE(shuffle_down)
 EMU_SHUFFLE(shuffle_rotate_up)
 EMU_SHUFFLE(shuffle_rotate_down)
 #undef EMU_SHUFFLE
-template <class T>
-T simd_shuffle_and_fill_up(T, T, ushort);
-template <class T>
-T simd_shuffle_and_fill_down(T, T, ushort);
+#define EMU_FILL(name)  \
+  template <class T>    \
+  T name(T, T, ushort); \
+  template <class T>    \
+  T name(T, T, ushort, ushort);
+EMU_FILL(simd_shuffle_and_fill_up)
+EMU_FILL(simd_shuffle_and_fill_down)
+EMU_FILL(quad_shuffle_and_fill_up)
+EMU_FILL(quad_shuffle_and_fill_down)
+#undef EMU_FILL
 
 class simd_vote {
  public:
@@ -71,6 +77,18 @@ bool simd_is_helper_thread();
 bool quad_any(bool);
 bool quad_all(bool);
 bool quad_is_first();
+bool quad_is_helper_thread();
+
+class quad_vote {
+ public:
+  using vote_t = ushort;
+  explicit constexpr quad_vote(vote_t = 0) {}
+  explicit constexpr operator vote_t() const { return 0; }
+  bool any() const;
+  bool all() const;
+};
+quad_vote quad_ballot(bool);
+quad_vote quad_active_threads_mask();
 
 template <class T, int Columns, int Rows>
 struct simdgroup_matrix {

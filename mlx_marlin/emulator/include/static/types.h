@@ -1,6 +1,8 @@
 // Scalars, vectors, packed vectors, conversions and type traits, with address spaces.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
+// Functions may be template arguments.
+#pragma OPENCL EXTENSION __cl_clang_function_pointers : enable
 
 #define device __global
 #define threadgroup __local

@@ -1,0 +1,172 @@
+"""`mlx-marlin emulate` takes files that define kernels whole."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.cli import main
+from mlx_marlin.emulator.whole_kernel import whole_kernels
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+WHOLE = """// Copyright © 2026
+#include <metal_stdlib>
+using namespace metal;
+
+struct Arguments { uint n; float factor; };
+
+kernel void scale(
+    device const float* x [[buffer(0)]],
+    device float* y [[buffer(1)]],
+    constant Arguments& arguments [[buffer(2)]],
+    threadgroup half* hold [[threadgroup(0)]],
+    uint i [[thread_position_in_grid]],
+    ushort2 inside [[thread_position_in_threadgroup]]) {
+  hold[inside.x] = half(x[i]);
+  if (i < arguments.n) y[i] = arguments.factor * hold[inside.x];
+}
+
+template <typename T, int N = 2>
+[[kernel, max_total_threads_per_threadgroup(64)]] void shift(
+    device T* values [[buffer(0)]],
+    device atomic_uint* count [[buffer(1)]],
+    constant int& by,
+    uint3 i [[thread_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  values[i.x] = T(i.x + by * N);
+  if (lane == 0) atomic_fetch_add_explicit(count, 1, memory_order_relaxed);
+}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "whole.metal"
+    path.write_text(WHOLE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def scale(file: Path, tmp_path: Path) -> list[str]:
+    """The command that scales 32 numbers by 3."""
+    arguments = np.array([32], np.uint32).tobytes() + np.array([3], "f4").tobytes()
+    np.save(tmp_path / "arguments.npy", np.frombuffer(arguments, np.uint8))
+    return [
+        *("emulate", str(file), "--kernel", "scale", "--grid", "32"),
+        *("--input", "x=32:float32:arange", "--output", "y=32:float32"),
+        *("--input", f"arguments={tmp_path / 'arguments.npy'}"),
+        *("--threadgroup-memory", "hold=64"),
+    ]
+
+
+def test_parameters_and_templates_are_read() -> None:
+    first, second = whole_kernels(WHOLE)
+
+    assert (first.name, first.template) == ("scale", ())
+    assert [parameter.name for parameter in first.parameters] == [
+        *("x", "y", "arguments", "hold", "i", "inside")
+    ]
+    assert (second.name, second.template) == ("shift", ("T", "N"))
+    assert second.parameters[2].type == "constant int&"
+    assert second.parameters[3].attribute == "thread_position_in_grid"
+    assert whole_kernels("uint kernel = 1; y[0] = kernel;") == []
+
+
+def test_a_whole_kernel_is_checked_and_run(
+    scale: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main([*scale, "--check"])
+
+    assert capsys.readouterr().out == (
+        "y: float32 32, min 0, max 93, mean 46.5, 0 NaN or infinite\n"
+    )
+    assert status == 0
+
+
+def test_its_faults_are_told_with_the_lines_of_the_file(
+    scale: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main([*scale[:-1], "hold=48", "--trace"])
+
+    assert status == 1
+    said = capsys.readouterr().out
+    assert "kernel scale: write outside threadgroup variable 'hold'" in said
+    assert "at whole.metal line 14: hold[inside.x] = half(x[i]);" in said
+
+
+def test_a_template_with_atomic_and_filled_outputs(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["emulate", str(file), "--kernel", "shift", "--grid", "64", "--check"]
+    outputs = ["--output", "values=64:uint32", "--output", "count=1:uint32"]
+    template = ["--template", "T=uint32", "--template", "N=5", "--input", "by=2"]
+    options = ["--atomic-outputs", "--init-value", "7"]
+
+    status = main([*command, *outputs, *template, *options])
+
+    assert status == 0
+    said = capsys.readouterr().out
+    assert "values: uint32 64, min 10, max 73" in said
+    assert "count: uint32 1, min 9, max 9" in said
+
+
+def test_elements_that_nobody_writes_are_told(
+    scale: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [word.replace("y=32:", "y=40:") for word in scale]
+
+    assert main([*command, "--trace"]) == 0
+
+    said = capsys.readouterr().err
+    assert "8 of 40 elements of output 'y' were never written, the first is" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["--kernel", "other"], "--kernel other, expected a kernel of FILE (scale, sh"),
+        (["--kernel", "shift"], "kernel shift: parameter 'values' needs an input or"),
+        (
+            ["--input", "x=32:float16"],
+            "parameter 'x' is device const float*, expected an array of that type",
+        ),
+        (["--threadgroup-memory", "hold=x"], "'x', expected a number of bytes"),
+    ],
+)
+def test_what_is_missing_is_told_in_a_line(
+    scale: list[str],
+    capsys: pytest.CaptureFixture[str],
+    changes: list[str],
+    words: str,
+) -> None:
+    keep = scale[:-2] if "memory" in changes[0] else scale
+    if "x=" in changes[1]:
+        keep = [word for word in scale if not word.startswith("x=")]
+        keep.pop(keep.index("--input"))
+
+    assert main([*keep, *changes]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_messages_name_lines_of_the_file_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pasted.metal"
+    path.write_text(
+        "#define MAKE(kind) kind##9 pasted;\nMAKE(float)\ny[0] = 1;", encoding="utf-8"
+    )
+    command = ["emulate", str(path), "--grid", "1", "--output", "y=1:float32"]
+
+    assert main(command) == 1
+    plain = capsys.readouterr().out
+    assert main([*command, "--check"]) == 1
+    checked = capsys.readouterr().out
+
+    assert "unknown type name 'float9'" in plain
+    assert "unknown type name 'float9'" in checked
+    assert "scratch space" not in plain + checked
+    assert "at source line 2: MAKE(float)" in plain
