@@ -1,5 +1,7 @@
 """Products of rows with weights that they chose, for mixtures of experts."""
 
+from operator import index
+
 import mlx.core as mx
 
 from mlx_marlin import backends
@@ -144,7 +146,7 @@ def gather_qmm(
         refuse_variance(invariant, "our kernels take [experts, n, k], and indices")
         return result
     known = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
-    width = bits or known[1]
+    width = index(bits) if bits else known[1]
     kind = Kind(
         x_shape=x.shape,
         dtype=result.dtype,
@@ -155,7 +157,7 @@ def gather_qmm(
         pairs=result.shape[:-2],
         rows_are_named=lhs_indices is not None,
         transpose=transpose,
-        group_size=group_size or known[0],
+        group_size=index(group_size) if group_size else known[0],
         bits=width,
         mode=mode,
         layout="mlx",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from math import prod
+from operator import index
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -63,6 +64,9 @@ class PackedWeight:
         check_optional_arrays(global_scale=self.global_scale)
         check_format(self.group_size, self.bits, self.mode)
         check_integers(n=self.n, k=self.k)
+        for name in ("n", "k", "group_size", "bits"):
+            # Integers of other libraries are equal to Python's in every cache's key.
+            object.__setattr__(self, name, index(getattr(self, name)))
         known = format_of(self.mode, self.bits)
         _check_groups("PackedWeight", self.k, known, self.group_size)
         _check_global(self.global_scale, self.mode)
@@ -259,14 +263,15 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
 
 
 def _bits(mode: str, bits: int | None) -> int:
-    return MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[1] if bits is None else bits
+    default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[1]
+    return default if bits is None else index(bits)
 
 
 def _group_size(mode: str, group_size: GroupSize, k: int) -> int:
     if group_size == "channel":
         return k
     default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[0]
-    return default if group_size is None else group_size
+    return default if group_size is None else index(group_size)
 
 
 def _check_groups(name: str, k: int, format: Format, group_size: int) -> None:

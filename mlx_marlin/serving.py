@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
+from operator import index
 
 import mlx.core as mx
 
@@ -91,6 +92,9 @@ def serve_native(
     """
     if not x_shape:
         raise ValueError("x has no dimensions, expected [..., k]")
+    # Integers of other libraries are equal to Python's, and caches tell them not apart.
+    bits = None if bits is None else index(bits)
+    group_size = None if group_size is None else index(group_size)
     if bits == 0:  # MLX divides by it
         raise ValueError("bits=0, expected the bits of a code or None")
 

@@ -132,6 +132,8 @@ def test_a_packed_layers_native_arrays_cannot_be_set(name: str) -> None:
 
 def test_integers_of_numpy_are_integers() -> None:
     packed = mlx_marlin.quantize(FLOATS, bits=np.int64(4), group_size=np.int64(32))
+    # Or a cache that was filled by this call would return NumPy's to the next.
+    assert {type(packed.bits), type(packed.group_size)} == {int}
 
     assert packed.group_size == 32
 

@@ -51,8 +51,10 @@ def test_an_interrupt_is_a_status_and_no_text(
 
 def test_a_process_that_is_interrupted_prints_no_traceback() -> None:
     program = """
-import sys, time
+import signal, sys, time
 from mlx_marlin.cli import main, plan
+# A test run in the background is started with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def wait(args):
     print("started", flush=True)
     time.sleep(60)

@@ -27,7 +27,7 @@ LANE = (
 )
 FAULTS = {
     "wrong lane map": ("lane.cuh", *LANE),
-    "does not compile": ("mma.cuh", "#pragma once", "#pragma once\nint broken(;\n"),
+    "does not compile": ("lane.cuh", LANE[0], "broken("),
 }
 NO_DEVICE = pytest.mark.skipif(
     not mx.cuda.is_available(), reason="MLX has no CUDA device here"

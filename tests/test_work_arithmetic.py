@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin import emulator
 from mlx_marlin.work import (
+    MOST_THREADGROUPS,
     MOST_UNEVEN,
     Work,
 )
@@ -93,11 +94,12 @@ def _large_works(draw: st.DrawFn) -> Work:
             partition=draw(st.sampled_from(["balanced", "ceil"])),
         )
     whole = draw(st.integers(1, tiles - 1)) if strategy == "hybrid" else 0
+    most = max(MOST_THREADGROUPS, tiles * k_tiles)
     return Work(
         strategy="stream_k" if strategy == "stream_k" else "hybrid",
         tiles=tiles,
         k_tiles=k_tiles,
-        threadgroups=whole + threadgroups,
+        threadgroups=whole + min(threadgroups, most - whole),
         whole=whole,
         slices=k_tiles,
         minimum=draw(st.integers(1, 16)),
