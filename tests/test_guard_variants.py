@@ -124,7 +124,7 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
 def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
     for dtype in DTYPE_BYTES:
         problem = problem_of(pairs, n, 2048, dtype=dtype)
-        small = assert_same_variants(scheduler.choose_gather(problem, 16))
+        small = assert_same_variants(scheduler.choose_gather(problem, 16, DEVICE))
         assert bytes_of(small) < MOST_BYTES
         if dtype == "float32":
             continue
@@ -170,7 +170,9 @@ def test_right_kernels_of_experts_and_decoding_pass(
     backend("emulator")
     for dtype in ("float16", "bfloat16"):
         problem = problem_of(20, LARGE, LARGE, mode=mode, layout=layout, dtype=dtype)
-        assert known_answers.fault_of(scheduler.choose_gather(problem, 8)) is None
+        assert (
+            known_answers.fault_of(scheduler.choose_gather(problem, 8, DEVICE)) is None
+        )
         assert known_answers.fault_of(dense_plan(problem)) is None
 
 

@@ -82,11 +82,9 @@ def _sums(problem: Problem, x: mx.array, weight: Operands, experts: mx.array) ->
     """Returns the products of rows with their experts, and the error of the sums."""
     rows, nth = reference.wide(x), mx.arange(len(x))
 
-    def chosen(weights: mx.array, rows: mx.array) -> mx.array:
-        return (rows @ weights.swapaxes(-1, -2))[experts, nth]
-
-    off = chosen(weight.magnitude, mx.abs(rows)) * reference.OF_SUM[problem.dtype]
-    return Answer(chosen(weight.exact, rows), off)
+    values = rows @ weight.exact.swapaxes(-1, -2)
+    off = reference.error_of_sum(problem, rows, weight.magnitude)
+    return Answer(values[experts, nth], off[experts, nth])
 
 
 def _of_one(problem: Problem, sums: Answer) -> Answer:

@@ -73,7 +73,7 @@ def product(problem: Problem, x: mx.array, weight: Operands, finish: Finish) -> 
         assert finish.norm is not None
         rows = _normalized(rows, finish.norm, problem.norm)
     total = rows @ weight.exact.swapaxes(-1, -2)
-    off = mx.abs(rows) @ weight.magnitude.swapaxes(-1, -2) * OF_SUM[problem.dtype]
+    off = error_of_sum(problem, rows, weight.magnitude)
     epilogue = problem.epilogue
     if epilogue.rotation is not None:
         total = total if finish.bias is None else total + wide(finish.bias)
@@ -110,6 +110,21 @@ def difference(y: mx.array, answer: Answer) -> str | None:
         f"{wrong} of {prod(y.shape)} results are wrong, by up to {worst:.3g} times "
         f"the allowed error"
     )
+
+
+def error_of_sum(problem: Problem, rows: mx.array, magnitude: mx.array) -> mx.array:
+    """Returns how far a float32 sum may be off, for each result.
+
+    Args:
+        problem: The product.
+        rows: Activations [..., m, k].
+        magnitude: What is added for each weight [..., n, k], as in `Operands`.
+    """
+    # In float32, which is faster: a bound needs no last bits.
+    sums = mx.abs(rows).astype(mx.float32) @ magnitude.astype(mx.float32).swapaxes(
+        -1, -2
+    )
+    return wide(sums) * OF_SUM[problem.dtype]
 
 
 def rounding(values: mx.array, dtype: str) -> mx.array:

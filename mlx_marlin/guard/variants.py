@@ -174,8 +174,8 @@ def _small_n(plan: Plan) -> int:
 
 
 def _least_k(plan: Plan) -> int:
-    """Returns the k that gives every slice of k two k tiles and fills each stage."""
-    steps = (2 * plan.simdgroups_k + 1) * plan.tile.k
+    """Returns the k that gives some slices of k two k tiles and fills each stage."""
+    steps = (plan.simdgroups_k + 2) * plan.tile.k
     return max(steps, (plan.buffers + 1) * plan.stage_k if plan.buffers else 0)
 
 
@@ -265,7 +265,7 @@ def _small_gather(
         together = plan.each or 1
         pairs = -(-(FEW_PAIRS if plan.by_pair else pairs) // together) * together
         experts = pairs + 2 if plan.by_pair else EXPERTS
-    least = (2 * plan.simdgroups_k + 1) * TILE_K
+    least = (plan.simdgroups_k + 2) * TILE_K
     group_size, k = _small_k(plan.problem, least)
     small = replace(
         plan.problem,
