@@ -2,6 +2,8 @@
 
 Measured while tracing, so no kernel runs: works on any machine. The two calls take
 turns, and the least of the medians counts, because a busy machine only adds time.
+Layers and a model are those that stock MLX serves throughout, as it serves one stream
+on most Macs.
 
 Usage: python benchmarks/host_overhead.py
 """
@@ -17,14 +19,26 @@ os.environ["MLX_MARLIN_BACKEND"] = "metal"
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
-from mlx_marlin import launch
+from mlx_marlin import backends, launch, serving
+from mlx_marlin.integrations.joining import join_layers
+from mlx_marlin.integrations.module_changes import Changes
+from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
+from mlx_marlin.nn import MarlinLinear
 
 CALLS = 300
 ROUNDS = 40
-LIMITS = {1: 10.0, 2: 15.0}
+LIMITS = {1: 7.0, 2: 12.0}
 """Microseconds more than stock, by dispatches."""
+LAYER_LIMIT = 0.7
+"""Microseconds more than stock's layer, where stock MLX serves."""
+MODEL_LIMIT = 1.03
+"""Times stock's host time for a token, where stock MLX serves."""
+BLOCKS, TOKENS = 28, 8
 IMPORT_LIMIT = 50.0
 """Milliseconds more than importing MLX."""
 SHAPES = ((8, 4096, 4096), (8, 128, 16384))
@@ -58,6 +72,90 @@ def compare(m: int, n: int, k: int) -> tuple[int, float, float]:
     return dispatches, *(min(_fifths(times[name])) for name in ("stock", "ours"))
 
 
+def in_turn(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Returns the least of the medians of calls that take turns, in microseconds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(microseconds(call))
+    return {name: min(_fifths(taken)) for name, taken in times.items()}
+
+
+def of_layers() -> dict[str, float]:
+    """Returns microseconds that layers of ours take more than stock's."""
+    linear = [nn.QuantizedLinear(256, 256, bias) for bias in (False, True, False)]
+    model = nn.Module()
+    for name, layer in zip("qkv", linear[:1] + linear[2:] * 2, strict=True):
+        setattr(model, f"{name}_proj", MarlinLinear.from_quantized(layer))
+    join_layers(model, Changes())
+    parts = [model.q_proj, model.k_proj, model.v_proj]
+    experts = QuantizedSwitchLinear(256, 256, 8, bias=False)
+    x, row, chosen = mx.zeros((1, 256)), mx.zeros((1, 1, 256)), mx.zeros(2, mx.uint32)
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object], int]] = {
+        "linear": (
+            _of(linear[0], x),
+            _of(MarlinLinear.from_quantized(linear[0]), x),
+            1,
+        ),
+        "linear with a bias": (
+            _of(linear[1], x),
+            _of(MarlinLinear.from_quantized(linear[1]), x),
+            1,
+        ),
+        "joined (each of 3)": (
+            lambda: [linear[0](x) for _ in parts],
+            lambda: [part(x) for part in parts],
+            3,
+        ),
+        "experts": (
+            _of(experts, row, chosen),
+            _of(MarlinSwitchLinear.from_quantized(experts), row, chosen),
+            1,
+        ),
+    }
+    more = {}
+    for name, (stock, ours, count) in pairs.items():
+        taken = in_turn({"stock": stock, "ours": ours})
+        more[name] = (taken["ours"] - taken["stock"]) / count
+    return more
+
+
+def _of(layer: Callable[..., mx.array], *arrays: mx.array) -> Callable[[], mx.array]:
+    return lambda: layer(*arrays)
+
+
+def of_model() -> float:
+    """Returns how many times stock's host time a token takes through our layers."""
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=128,
+        num_hidden_layers=BLOCKS,
+        intermediate_size=256,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=128,
+    )
+    models = {"stock": llama.Model(args), "ours": llama.Model(args)}
+    for model in models.values():
+        nn.quantize(model)
+        mx.eval(model.parameters())
+    mlx_marlin.optimize(models["ours"])
+    token = mx.zeros((1, 1), mx.int32)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(ROUNDS):
+        for name, model in models.items():
+            cache = make_prompt_cache(model)
+            mx.eval(model(token, cache=cache))
+            start = time.perf_counter()
+            for _ in range(TOKENS):
+                y = model(token, cache=cache)
+            times[name].append(time.perf_counter() - start)
+            mx.eval(y)
+    least = {name: min(_fifths(taken)) for name, taken in times.items()}
+    return least["ours"] / least["stock"]
+
+
 def _fifths(values: list[float]) -> list[float]:
     size = len(values) // 5
     return [statistics.median(values[i * size : (i + 1) * size]) for i in range(5)]
@@ -86,6 +184,14 @@ def main() -> int:
             f"{m} rows of {k}→{n}, {dispatches} dispatches: stock {stock:.1f} us, "
             f"ours {ours:.1f} us, {ours - stock:.1f} more (limit {limit:.0f})"
         )
+    os.environ[backends.ENVIRONMENT] = "stock"
+    serving.forget()
+    for name, more in of_layers().items():
+        failed |= more > LAYER_LIMIT
+        print(f"{name}: {more:.2f} us more than stock (limit {LAYER_LIMIT})")
+    times = of_model()
+    failed |= times > MODEL_LIMIT
+    print(f"a token of {BLOCKS} blocks: {times:.3f} times stock (limit {MODEL_LIMIT})")
     plain = import_milliseconds("import mlx.core, mlx.nn")
     whole = import_milliseconds("import mlx.core, mlx.nn, mlx_marlin")
     failed |= whole - plain > IMPORT_LIMIT

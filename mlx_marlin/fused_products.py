@@ -9,8 +9,9 @@ import mlx.nn as nn
 
 from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.finishing import check_rotation
-from mlx_marlin.native_layer import native_product, native_weight
-from mlx_marlin.ops import linears
+from mlx_marlin.guarded_parameters import GuardedParameters
+from mlx_marlin.native_layer import native_product, native_weight, stock_product
+from mlx_marlin.ops import linears, stock_serves
 from mlx_marlin.packed_calls import (
     GATED,
     packed_finished,
@@ -20,7 +21,7 @@ from mlx_marlin.packed_calls import (
 )
 
 
-class FusedProducts(nn.Module):
+class FusedProducts(GuardedParameters):
     """Products of a quantized layer with their neighbours, where kernels have them."""
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
@@ -42,6 +43,13 @@ class FusedProducts(nn.Module):
             x: Activations [..., k].
             sizes: Rows of each part, as for `linears`.
         """
+        known = self._stock_calls
+        cuts = known.get((x.shape, x.dtype, sizes)) if known else None
+        if cuts is None and self.layout == "mlx" and self._is_stock(x, sizes):
+            cuts = [*accumulate(sizes)][:-1]
+            self.remember_stock((x.shape, x.dtype, sizes), cuts)
+        if cuts is not None:
+            return tuple(mx.split(stock_product(self, x), cuts, -1))
         bias: mx.array | None = self.get("bias")
         fused = bias is None or self._keeps_dtype(x, bias)
         results = self._parts(x, sizes, bias if fused else None)
@@ -177,6 +185,20 @@ class FusedProducts(nn.Module):
     def _keeps_dtype(self, x: mx.array, bias: mx.array) -> bool:
         scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
         return bias.dtype in (scales.dtype, x.dtype)
+
+    def _is_stock(self, x: mx.array, parts: tuple[int, ...] = ()) -> bool:
+        """Returns whether MLX's own product serves a call of a layer in its layout."""
+        bias: mx.array | None = self.get("bias")
+        return stock_serves(
+            x,
+            *native_weight(self),
+            self.group_size,
+            self.bits,
+            self.mode,
+            bias=bias is not None and self._keeps_dtype(x, bias),
+            invariant=self.invariant,
+            parts=parts,
+        )
 
     def _packed_arguments(
         self,

@@ -112,6 +112,47 @@ def gather_qmm(
             check_optional_arrays(lhs_indices=lhs_indices, rhs_indices=rhs_indices)
             raise
 
+    y, _ = gather_native(
+        x,
+        w,
+        scales,
+        biases,
+        lhs_indices,
+        rhs_indices,
+        transpose,
+        group_size,
+        bits,
+        mode,
+        global_scale,
+        sorted_indices=sorted_indices,
+        invariant=invariant,
+    )
+    return y
+
+
+def gather_native(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    lhs_indices: mx.array | None,
+    rhs_indices: mx.array | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+    global_scale: mx.array | None,
+    *,
+    sorted_indices: bool,
+    invariant: bool,
+) -> tuple[mx.array, bool]:
+    """Multiplies rows by weights in MLX's layout that they chose.
+
+    The arguments and errors are those of `gather_qmm`.
+
+    Returns:
+        The products, and whether stock MLX serves such calls for good.
+    """
     if scales is None:
         raise TypeError("scales is None, which only a packed weight may leave out")
     # Checks the arguments and tells the result's shape; evaluated only if returned.
@@ -144,7 +185,7 @@ def gather_qmm(
     whole = w.ndim == 3 and scales.shape[:-1] == w.shape[:-1]
     if rhs_indices is None or not alike or not whole:
         refuse_variance(invariant, "our kernels take [experts, n, k], and indices")
-        return result
+        return result, False
     known = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
     width = index(bits) if bits else known[1]
     kind = Kind(
@@ -168,9 +209,10 @@ def gather_qmm(
     )
     served = product_of(kind)
     if served is None:
-        return result
+        # On the CPU that may be so only for now.
+        return result, not (kind.on_cpu and backends.may_hand_over())
     biases = scales if biases is None else biases
-    return served.run(x, lhs_indices, rhs_indices, w, scales, biases)
+    return served.run(x, lhs_indices, rhs_indices, w, scales, biases), False
 
 
 def gather_packed(

@@ -10,7 +10,10 @@ import mlx.nn as nn
 from mlx_marlin.formats import DTYPE_BYTES, format_of
 from mlx_marlin.native_layer import NATIVE, PACKED
 from mlx_marlin.packing import PackedWeight, dtype_name
+from mlx_marlin.serving import StockCalls
 
+MOST_CALLS = 256
+"""Kinds of call that a layer remembers."""
 SHARDING = "mlx.nn.layers.distributed"
 """The module of MLX that shards layers."""
 
@@ -24,6 +27,8 @@ class GuardedParameters(nn.Module):
     """
 
     layout: str = "mlx"
+    _stock_calls: StockCalls | None = None
+    """One object for the life of a layer: what compares attributes sees no change."""
 
     @property
     def packed(self) -> PackedWeight | None:
@@ -53,6 +58,43 @@ class GuardedParameters(nn.Module):
         if self.layout == "marlin" and all(each in self for each in PACKED):
             self._check(name, value)
         super().__setitem__(name, value)
+        self._note_change()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._note_change()
+
+    def pop(self, *name: Any) -> Any:
+        """Removes an entry and returns it, as `dict.pop` does."""
+        self._note_change()
+        return super().pop(*name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._note_change()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "_stock_calls"}
+
+    def remember_stock(self, call: tuple[object, ...], known: Any = True) -> None:
+        """Remembers a call that stock MLX serves, until anything in the layer changes.
+
+        Parameters must not be remembered: `mx.compile` replaces them unnoticed.
+
+        Args:
+            call: All that decides who serves.
+            known: What is worth knowing at the next such call.
+        """
+        calls = self._stock_calls
+        if calls is None:
+            calls = vars(self)["_stock_calls"] = StockCalls()
+        if len(calls) >= MOST_CALLS:
+            calls.clear()
+        calls[call] = known
+
+    def _note_change(self) -> None:
+        if self._stock_calls is not None:
+            self._stock_calls.clear()
 
     def _check(self, name: str, value: Any) -> None:
         """Checks what replaces a parameter of a packed layer."""

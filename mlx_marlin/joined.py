@@ -39,6 +39,7 @@ class Joined:
         """
         known, arrays, waiting = self._kept
         layer = self.layer
+        # `mx.compile` replaces parameters without a call that could be noticed.
         if (
             x is not known
             or index not in waiting

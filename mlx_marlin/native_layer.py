@@ -48,6 +48,21 @@ def native_product(
     )
 
 
+def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
+    """Returns what `nn.QuantizedLinear` does, for a layer in MLX's layout."""
+    y: mx.array = mx.quantized_matmul(
+        x,
+        layer["weight"],
+        scales=layer["scales"],
+        biases=layer.get("biases"),
+        transpose=True,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    return y + layer["bias"] if "bias" in layer else y
+
+
 def native_weight(
     layer: nn.Module,
 ) -> tuple[mx.array, mx.array, mx.array | None]:

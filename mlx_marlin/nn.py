@@ -8,14 +8,13 @@ import mlx.nn as nn
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.fused_products import FusedProducts
-from mlx_marlin.guarded_parameters import GuardedParameters
-from mlx_marlin.native_layer import NATIVE, PACKED, twin
+from mlx_marlin.native_layer import NATIVE, PACKED, stock_product, twin
 from mlx_marlin.packed_calls import packed_product
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 
-class MarlinLinear(GuardedParameters, FusedProducts, nn.QuantizedLinear):
+class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     """A quantized linear layer whose product runs on our kernels.
 
     It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with
@@ -206,6 +205,20 @@ class MarlinLinear(GuardedParameters, FusedProducts, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
+        known = self._stock_calls
+        if known and (x.shape, x.dtype) in known:
+            # As in `stock_product`, whose call would cost the host as much again.
+            y: mx.array = mx.quantized_matmul(
+                x,
+                self["weight"],
+                scales=self["scales"],
+                biases=self.get("biases"),
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+            )
+            return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
         if bias is None and self.layout == "marlin":  # the short way: most layers
             return packed_product(
@@ -220,11 +233,14 @@ class MarlinLinear(GuardedParameters, FusedProducts, nn.QuantizedLinear):
                 None,
                 self.invariant,
             )
+        if self.layout == "mlx" and self._is_stock(x):
+            self.remember_stock((x.shape, x.dtype))
+            return stock_product(self, x)
         # In one kernel, unless the bias would widen the result.
         if bias is None or self._keeps_dtype(x, bias):
             return self._product(x, bias)
-        y: mx.array = self._product(x, None) + bias
-        return y
+        y = self._product(x, None) + bias
+        return y  # noqa: RET504 (MLX is not annotated)
 
     def _extra_repr(self) -> str:
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]

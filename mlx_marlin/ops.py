@@ -16,6 +16,7 @@ from mlx_marlin.finishing import check_operands, split_apart
 from mlx_marlin.packing import PackedWeight
 from mlx_marlin.serving import (
     Served,
+    is_for_good,
     memory,
     remembered,
     serve_native,
@@ -283,6 +284,38 @@ def _refuse_rows(
     if len(w.shape) < 2:
         raise ValueError(f"w has shape {w.shape}, expected [n, k * bits / 32]")
     raise ValueError(f"parts={parts} do not add up to the weight's {w.shape[-2]} rows")
+
+
+def stock_serves(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    group_size: int,
+    bits: int,
+    mode: str,
+    *,
+    bias: bool,
+    invariant: bool,
+    parts: tuple[int, ...] = (),
+) -> bool:
+    """Returns whether MLX's own product serves a layer's calls of this kind for good.
+
+    Args:
+        x: Activations [..., k].
+        w: Codes in MLX's layout, and so are the scales, biases and their format.
+        scales: Scales.
+        biases: Biases, if the mode has them.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The quantization scheme.
+        bias: Whether a bias [n] is added.
+        invariant: As for `linear`.
+        parts: As for `linears`.
+    """
+    finish = bias, None, False, False, parts
+    format = True, group_size, bits, mode
+    return is_for_good(_served(x, w, scales, biases, *format, finish, invariant))
 
 
 def several(results: mx.array) -> tuple[mx.array, ...]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from operator import index
+from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -35,11 +37,13 @@ KINDS = 4096
 class Served:
     """Who serves a kind of call, ready to run; `reason` says why if it is stock MLX.
 
-    `run` may become a quicker one after a call: ask for it each time.
+    `run` may become a quicker one after a call: ask for it each time. `is_stock` is
+    whether it is nothing but MLX's own product, with an epilogue in its operations.
     """
 
     run: Run
     reason: str | None = None
+    is_stock: bool = False
 
 
 Memory = dict[tuple[object, ...], Served]
@@ -57,6 +61,29 @@ def memory() -> Memory:
     made: Memory = {}
     _memories.append(made)
     return made
+
+
+class StockCalls(dict[tuple[object, ...], Any]):
+    """What a layer remembers of calls that stock MLX serves; `forget` empties it."""
+
+    __slots__ = ("__weakref__",)
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        _of_layers.add(self)
+
+
+_of_layers: WeakSet[StockCalls] = WeakSet()
+
+
+def is_for_good(served: Served) -> bool:
+    """Returns whether a call stays stock MLX's until `forget`.
+
+    One that runs on the CPU may be ours as soon as the default device is a GPU.
+    """
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return served.is_stock and not (on_cpu and backends.may_hand_over())
 
 
 def remembered(known: Memory, key: tuple[object, ...], served: Served) -> Served:
@@ -248,7 +275,7 @@ def forget() -> None:
     serve_native.cache_clear()
     serve_packed.cache_clear()
     _backward.cache_clear()
-    for each in _memories:
+    for each in (*_memories, *_of_layers):
         each.clear()
     launch.forget()
     tuned.forget()
@@ -276,7 +303,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
     reason = why_stock.not_here(kind.on_cpu) or why_stock.not_ours(kind)
     if reason:
         why_stock.refuse_variance(kind.invariant, reason)
-        return Served(stock, reason)
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
     batch, m, n = kind.sizes
     problem = Problem(
         m=m,
@@ -297,12 +324,12 @@ def _decide(kind: Kind, stock: Product) -> Served:
     reason = why_stock.not_on_cuda(problem, kind.transpose)
     if reason:
         why_stock.refuse_variance(kind.invariant, reason)
-        return Served(stock, reason)
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
     if not kind.transpose:
         back = dense_plan(problem, transposed=False)
         reason = _fault_of(back)
         if reason:
-            return Served(stock, reason)
+            return Served(stock, reason, is_stock=kind.layout == "mlx")
         product = differentiable(launch.dense_product(back), stock)
         # Plain products are broadcast by MLX, which repeats no x.
         return Served(product if batch > 1 else as_called(product, kind))
@@ -310,11 +337,11 @@ def _decide(kind: Kind, stock: Product) -> Served:
     dense = None if measured else _dense(problem)
     reason = None if dense else why_stock.faster_elsewhere(problem, measured)
     if reason:
-        return Served(stock, reason)
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
     plan = dense or _plan(problem, measured)
     reason = _fault_of(plan)
     if reason:
-        return Served(stock, reason)
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
     product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
     of_x = partial(_backward, problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), kind)

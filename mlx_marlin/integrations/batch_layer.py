@@ -100,7 +100,7 @@ class BatchLayer(GuardedParameters):
 def twin_of(cls: type[Layer], layer: Any) -> Layer:
     """Makes a layer of a class with the arrays and the state of another layer."""
     twin = cls.__new__(cls)
-    vars(twin).update(vars(layer))
+    vars(twin).update(layer.__getstate__())
     twin._no_grad = set(layer._no_grad)
     dict.update(twin, layer)
     return twin

@@ -20,6 +20,7 @@ from mlx_marlin import serving
 from mlx_marlin.integrations.block_methods import are_original
 from mlx_marlin.integrations.block_regions import Arrays, Kind, Mold, Molds, Shape
 from mlx_marlin.integrations.block_snapshot import (
+    STATE,
     Snapshot,
     children_of,
     take_snapshot,
@@ -293,8 +294,7 @@ def _molded(
 
 def _settings(module: nn.Module, entries: int) -> tuple[tuple[str, object], ...]:
     """Returns a module's attributes, if it has but so many entries beside them."""
-    state = {"_no_grad", "_training"}
-    settings = {key: vars(module)[key] for key in vars(module).keys() - state}
+    settings = {key: vars(module)[key] for key in vars(module).keys() - STATE}
     if any(type(each) not in SCALARS for each in settings.values()):
         raise UnknownError
     if len(module) != entries:  # a list of something

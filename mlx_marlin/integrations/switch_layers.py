@@ -5,7 +5,7 @@ from typing import Self
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_marlin.gather import gather_packed, gather_qmm
+from mlx_marlin.gather import gather_native, gather_packed
 from mlx_marlin.integrations.batch_layer import BatchLayer, twin_of
 
 
@@ -55,21 +55,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
         """Returns the product of each row of x with the experts that it chose."""
-        if self.layout == "mlx":
-            y = gather_qmm(
-                x,
-                *self.native(),
-                None,
-                indices,
-                True,
-                self.group_size,
-                self.bits,
-                self.mode,
-                self.get("global_scale"),
-                sorted_indices=sorted_indices,
-                invariant=self.invariant,
-            )
-        else:
+        if self.layout == "marlin":
             return gather_packed(
                 x,
                 self["words"],
@@ -85,6 +71,41 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
                 invariant=self.invariant,
                 bias=self.get("bias"),
             )
-        if "bias" in self:
-            y = y + mx.expand_dims(self["bias"][indices], -2)
-        return y
+        known = self._stock_calls
+        call = x.shape, x.dtype, indices.shape, sorted_indices
+        if known and call in known:
+            y: mx.array = mx.gather_qmm(
+                x,
+                self["weight"],
+                self["scales"],
+                self.get("biases"),
+                rhs_indices=indices,
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+                global_scale=self.get("global_scale"),
+                sorted_indices=sorted_indices,
+            )
+            return self._biased(y, indices)
+        y, is_stock = gather_native(
+            x,
+            *self.native(),
+            None,
+            indices,
+            True,
+            self.group_size,
+            self.bits,
+            self.mode,
+            self.get("global_scale"),
+            sorted_indices=sorted_indices,
+            invariant=self.invariant,
+        )
+        if is_stock:
+            self.remember_stock(call)
+        return self._biased(y, indices)
+
+    def _biased(self, y: mx.array, indices: mx.array) -> mx.array:
+        if "bias" not in self:
+            return y
+        return y + mx.expand_dims(self["bias"][indices], -2)
