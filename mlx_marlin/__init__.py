@@ -1,13 +1,13 @@
 """Marlin-style quantized matrix products for MLX on Apple GPUs, for 1 to 64 rows.
 
-Planning needs no MLX, so names that do are imported when they are first used.
+Planning needs no MLX, and a program that imports the package may never plan: names are
+imported when they are first used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-# Eager: a later import of the submodule `mlx_marlin.plan` would take the name back.
-from mlx_marlin.scheduler import plan
 
 if TYPE_CHECKING:
     from mlx_marlin.gather import gather_qmm
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mlx_marlin.nn import MarlinLinear
     from mlx_marlin.ops import linear, linears, quantized_matmul, why_not
     from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
+    from mlx_marlin.scheduler import plan
 
 __all__ = [
     "MarlinLinear",
@@ -49,6 +50,22 @@ _HOMES = {
     "variants": "instances",
     "why_not": "ops",
 }
+
+
+class _Package(ModuleType):
+    """Keeps `plan` the function, also after an import of the submodule of that name."""
+
+    @property
+    def plan(self) -> Any:
+        """The function `mlx_marlin.scheduler.plan`."""
+        return import_module(f"{__name__}.scheduler").plan
+
+    @plan.setter
+    def plan(self, submodule: ModuleType) -> None:
+        """Ignores the submodule that Python's import sets as an attribute."""
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
