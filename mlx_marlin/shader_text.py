@@ -8,28 +8,30 @@ The tokenizer covers the language of `shaders/`: it does not know raw strings.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 _TOKEN = re.compile(
     r"""
-    (?P<comment>//(?:\\\n|[^\n])*|/\*.*?(?:\*/|\Z))
-    |(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
-    |(?P<word>[A-Za-z_]\w*)
-    |(?P<number>\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*)
+    (?P<space>[ \t\r\f\v]*)
+    (?:(?P<word>[A-Za-z_]\w*)
     |(?P<newline>\n)
     |(?P<continuation>\\\n)
-    |(?P<space>[ \t\r\f\v]+)
+    |(?P<comment>//(?:\\\n|[^\n])*|/\*.*?(?:\*/|\Z))
+    |(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+    |(?P<number>\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*)
     |(?P<operator><<=|>>=|\.\.\.|->\*|->|\+\+|--|<<|>>|&&|\|\||::|\#\#|<:|<%|%:
-        |[-+*/%&|^=!<>]=|.)
+        |[-+*/%&|^=!<>]=|.))
     """,
     re.DOTALL | re.VERBOSE,
 )
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _ANGLES = {"<": 1, ">": -1, ">>": -2}
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+_BEHIND_NAME = frozenset({"(", "=", "[", "{", ";"})
+_CLOSING = frozenset(")]}")
 _CLASSES = frozenset({"struct", "class", "union"})
 _UNNAMED = frozenset(
     {"__attribute__", "alignas", "asm", "decltype", "enum", "extern", "friend"}
@@ -37,17 +39,13 @@ _UNNAMED = frozenset(
 )
 """Words of declarations whose names are not looked for: such declarations stay."""
 
-
-class _Item(NamedTuple):
-    """A token, a whole directive, or the space or line break between tokens."""
-
-    kind: str
-    text: str
+_Item = tuple[str, str]
+"""The kind and the text of a token, a directive, a line break or a necessary space."""
+_BETWEEN = ("newline", "space")
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A declaration outside of all braces, a directive, or line breaks.
+class _Piece(NamedTuple):
+    """A declaration outside of all braces, a directive, or a line break.
 
     Attributes:
         text: Without comments and needless white space.
@@ -62,7 +60,7 @@ class _Piece:
 
 def stripped(text: str) -> str:
     """Returns a text without comments and needless white space, with all its lines."""
-    return "".join(item.text for item in _items(text))
+    return "".join([word for _, word in _items(text)])
 
 
 def lean(files: Sequence[str], body: str) -> str:
@@ -80,7 +78,7 @@ def lean(files: Sequence[str], body: str) -> str:
         The files, joined by line breaks.
     """
     parsed = [_pieces(text) for text in files]
-    used = _used([piece for pieces in parsed for piece in pieces], body)
+    used = _used(chain.from_iterable(parsed), _words(_items(body)))
     return "\n".join(
         "".join(
             piece.text
@@ -92,10 +90,10 @@ def lean(files: Sequence[str], body: str) -> str:
     )
 
 
-def _used(pieces: Sequence[_Piece], body: str) -> set[str]:
-    """Returns all words of the body and of the pieces that stay."""
+def _used(pieces: Iterable[_Piece], words: Iterable[str]) -> set[str]:
+    """Returns words and those of the pieces that stay for them."""
     named: dict[str, list[_Piece]] = {}
-    used = set(_words(_items(body)))
+    used = set(words)
     for piece in pieces:
         if piece.name is None:
             used |= piece.words
@@ -109,12 +107,14 @@ def _used(pieces: Sequence[_Piece], body: str) -> set[str]:
     return used
 
 
-def _words(items: Sequence[_Item]) -> Iterator[str]:
-    for item in items:
-        if item.kind == "word":
-            yield item.text
-        elif item.kind == "directive":
-            yield from _WORD.findall(item.text)
+def _words(items: Iterable[_Item]) -> frozenset[str]:
+    """Returns all identifiers, also those in directives."""
+    items = list(items)
+    words = {text for kind, text in items if kind == "word"}
+    for kind, text in items:
+        if kind == "directive":
+            words.update(_WORD.findall(text))
+    return frozenset(words)
 
 
 def _items(text: str) -> list[_Item]:
@@ -124,48 +124,45 @@ def _items(text: str) -> list[_Item]:
     parameters of a macro has a meaning.
     """
     items: list[_Item] = []
-    directive: list[str] | None = None
+    directive = ""
     previous, spaced = "", False
     for found in _TOKEN.finditer(text):
-        kind, word = found.lastgroup or "", found[0]
+        kind = found.lastgroup or ""
+        space, word = found.group("space", kind)
         if kind == "newline":
-            if directive is not None:
-                items.append(_Item("directive", "".join(directive)))
-                directive = None
-            items.append(_Item("newline", "\n"))
-            previous, spaced = "", False
-        elif kind == "space":
-            spaced = True
+            if directive:
+                items.append(("directive", directive))
+            items.append((kind, word))
+            directive, previous, spaced = "", "", False
         elif kind in ("comment", "continuation"):
-            spaced |= kind == "comment"
+            spaced = spaced or bool(space) or kind == "comment"
             breaks = "\n" * word.count("\n")
-            if directive is not None or kind == "continuation":
-                breaks = breaks.replace("\n", "\\\n")
-            if directive is not None:
-                directive.append(breaks)
+            if directive:
+                directive += breaks.replace("\n", "\\\n")
+            elif kind == "continuation":
+                items.append(("newline", word))
             elif breaks:
-                items.append(_Item("newline", breaks))
-                previous = previous if kind == "continuation" else ""
+                items.append(("newline", breaks))
+                previous = ""
         else:
-            if word == "#" and not previous:
-                directive = []
-            needed = spaced and previous
-            if directive is not None:
-                directive.append(" " + word if needed else word)
+            needed = previous and (spaced or space)
+            if directive or (word == "#" and not previous):
+                directive += f" {word}" if needed else word
             else:
                 if needed and _must_be_apart(previous, word):
-                    items.append(_Item("space", " "))
-                items.append(_Item(kind, word))
+                    items.append(("space", " "))
+                items.append((kind, word))
             previous, spaced = word, False
-    if directive is not None:
-        items.append(_Item("directive", "".join(directive)))
+    if directive:
+        items.append(("directive", directive))
     return items
 
 
 @cache
 def _must_be_apart(first: str, second: str) -> bool:
     """Returns whether two tokens would be read differently without space."""
-    if re.match(r"[\w\"']", first[-1]) and re.match(r"[\w\"']", second[0]):
+    pair = first[-1] + second[0]
+    if re.fullmatch(r"[\w\"']{2}|\.\.", pair):
         return True
     found = _TOKEN.match(first + second)
     return found is not None and found.end() > len(first)
@@ -178,13 +175,14 @@ def _pieces(text: str) -> tuple[_Piece, ...]:
     pieces = []
     at = 0
     while at < len(items):
-        end = at
-        if items[at].kind not in ("newline", "space", "directive"):
-            end = _last(items, at)
-        part = items[at : end + 1]
-        written = "".join(item.text for item in part)
-        pieces.append(_Piece(written, _name(part), frozenset(_words(part))))
-        at = end + 1
+        if items[at][0] in ("newline", "space", "directive"):
+            part = items[at : at + 1]
+            pieces.append(_Piece(part[0][1], None, _words(part)))
+        else:
+            part = items[at : _last(items, at) + 1]
+            written = "".join([word for _, word in part])
+            pieces.append(_Piece(written, _name(part), _words(part)))
+        at += len(part)
     return tuple(pieces)
 
 
@@ -194,27 +192,31 @@ def _last(items: Sequence[_Item], start: int) -> int:
     An unfinished declaration has all items.
     """
     head = _after_template(items, start)
-    to_semicolon = _is_class(items, head) or items[head].text in ("enum", "using")
+    to_semicolon = _is_class(items, head) or items[head][1] in ("enum", "using")
     depth = 0
     for at in range(head, len(items)):
-        text = items[at].text
+        text = items[at][1]
         depth += _BRACKETS.get(text, 0)
-        if depth == 0 and (text == ";" or (text == "}" and not to_semicolon)):
-            return at
-        to_semicolon |= depth == 0 and text == "="
+        if depth == 0:
+            if text == ";" or (text == "}" and not to_semicolon):
+                return at
+            to_semicolon = to_semicolon or text == "="
     return len(items) - 1
 
 
 def _after_template(items: Sequence[_Item], at: int) -> int:
     """Returns the first item behind `template <...>`, or the last one of all."""
-    while items[at].text == "template":
-        depth, parentheses = 0, 0
-        for at in range(at + 1, len(items)):
-            text = items[at].text
-            parentheses += _BRACKETS.get(text, 0)
-            depth += 0 if parentheses else _ANGLES.get(text, 0)
-            if depth <= 0 and text in _ANGLES and not parentheses:
-                break
+    last = len(items) - 1
+    while items[at][1] == "template" and at < last:
+        angles, brackets = 0, 0
+        while at < last:
+            at += 1
+            text = items[at][1]
+            brackets += _BRACKETS.get(text, 0)
+            if text in _ANGLES and brackets == 0:
+                angles += _ANGLES[text]
+                if angles <= 0:
+                    break
         at = _following(items, at)
     return at
 
@@ -222,7 +224,7 @@ def _after_template(items: Sequence[_Item], at: int) -> int:
 def _following(items: Sequence[_Item], at: int) -> int:
     """Returns the next token or directive, or the last item."""
     at += 1
-    while at < len(items) and items[at].kind in ("newline", "space"):
+    while at < len(items) and items[at][0] in _BETWEEN:
         at += 1
     return min(at, len(items) - 1)
 
@@ -230,30 +232,35 @@ def _following(items: Sequence[_Item], at: int) -> int:
 def _is_class(items: Sequence[_Item], at: int) -> bool:
     """Returns whether a class is declared, rather than what has its type."""
     name = _following(items, at)
-    behind = items[_following(items, name)].text
-    return items[at].text in _CLASSES and behind in ("{", "<", ":", ";")
+    behind = items[_following(items, name)][1]
+    return items[at][1] in _CLASSES and behind in ("{", "<", ":", ";")
 
 
 def _name(part: Sequence[_Item]) -> str | None:
     """Returns the name that a declaration declares, None if it has to stay."""
-    head = _after_template(part, 0)
-    if any(item.kind == "directive" for item in part):
-        return None
-    items = [item for item in part[head:] if item.kind not in ("newline", "space")]
-    texts = [item.text for item in items]
-    outer = _outside_of_brackets(texts)
-    if not outer or texts[-1] not in ("}", ";"):
+    items = [
+        item for item in part[_after_template(part, 0) :] if item[0] not in _BETWEEN
+    ]
+    texts = [text for _, text in items]
+    if not _is_complete(texts) or any(kind == "directive" for kind, _ in part):
         return None
     if _is_class(items, 0):
-        ends = outer[-2:] == ["{", ";"] or len(texts) == 3
-        return texts[1] if ends and outer.count("{") < 2 else None
+        outer = _outside_of_brackets(texts)
+        whole = outer[-2:] == ["{", ";"] and outer.count("{") == 1
+        return texts[1] if whole or len(texts) == 3 else None
     if texts[0] == "using":
         return texts[1] if texts[2:3] == ["="] else None
-    at = next(i for i, text in enumerate(texts) if text in ("(", "=", "[", "{", ";"))
-    if at == 0 or items[at - 1].kind != "word" or _UNNAMED & {*texts[:at]}:
+    at = next((i for i, text in enumerate(texts) if text in _BEHIND_NAME), 0)
+    if at == 0 or items[at - 1][0] != "word" or not _UNNAMED.isdisjoint(texts[:at]):
         return None
-    behind = _outside_of_brackets(texts[at:])
-    return None if "," in behind else texts[at - 1]
+    several = texts[-1] == ";" and "," in _outside_of_brackets(texts[at:])
+    return None if several else texts[at - 1]
+
+
+def _is_complete(texts: Sequence[str]) -> bool:
+    """Returns whether a declaration has its end and as many brackets as it opens."""
+    ends = texts[-1:] in (["}"], [";"]) and texts[0] not in _CLOSING
+    return ends and sum(_BRACKETS.get(text, 0) for text in texts) == 0
 
 
 def _outside_of_brackets(texts: Sequence[str]) -> list[str]:

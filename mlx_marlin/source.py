@@ -2,7 +2,8 @@
 
 The files under `shaders/` are ordinary Metal; nothing is pasted into them. A kernel is
 the body `kernels/NAME.metal` with what it uses of the `lib` files as its header,
-configured by template arguments alone. Both are stripped (`shader_text`). Those of CUDA stand in `cuda/` and include `lib` files, behind
+configured by template arguments alone. Both are stripped
+(`shader_text`). Those of CUDA stand in `cuda/` and include `lib` files, behind
 `cuda/prelude.cuh`, which says Metal's words in CUDA.
 """
 
