@@ -10,7 +10,6 @@ The tokenizer covers the language of `shaders/`: it does not know raw strings.
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 _TOKEN = re.compile(
@@ -51,11 +50,16 @@ class _Piece(NamedTuple):
         text: Without comments and needless white space.
         name: The name that it declares; None if it always stays.
         words: All identifiers in it.
+        parameters: Of a function, the identifiers that occur in the list of parameters
+            and not before it.
+        is_class: Whether it declares a class.
     """
 
     text: str
     name: str | None
     words: frozenset[str]
+    parameters: frozenset[str] = frozenset()
+    is_class: bool = False
 
 
 def stripped(text: str) -> str:
@@ -67,8 +71,10 @@ def lean(files: Sequence[str], body: str) -> str:
     """Returns the declarations of files that a kernel's body uses, stripped.
 
     A declaration stays if its name occurs in the body, in a directive or in another
-    declaration that stays. This never separates overloads or specializations. A
-    declaration that is removed leaves its line breaks.
+    declaration that stays. All overloads and specializations of a name stay, except
+    overloads with a parameter of one of the files' classes that nothing else mentions:
+    no value of such a class exists. A declaration that is removed leaves its line
+    breaks.
 
     Args:
         files: Texts of declarations.
@@ -78,33 +84,35 @@ def lean(files: Sequence[str], body: str) -> str:
         The files, joined by line breaks.
     """
     parsed = [_pieces(text) for text in files]
-    used = _used(chain.from_iterable(parsed), _words(_items(body)))
+    kept = _kept([piece for pieces in parsed for piece in pieces], body)
     return "\n".join(
         "".join(
-            piece.text
-            if piece.name is None or piece.name in used
-            else "\n" * piece.text.count("\n")
+            piece.text if piece in kept else "\n" * piece.text.count("\n")
             for piece in pieces
         )
         for pieces in parsed
     )
 
 
-def _used(pieces: Iterable[_Piece], words: Iterable[str]) -> set[str]:
-    """Returns words and those of the pieces that stay for them."""
-    named: dict[str, list[_Piece]] = {}
-    used = set(words)
-    for piece in pieces:
-        if piece.name is None:
-            used |= piece.words
-        else:
-            named.setdefault(piece.name, []).append(piece)
-    waiting = list(used)
+def _kept(pieces: Sequence[_Piece], body: str) -> set[_Piece]:
+    """Returns the pieces that a body uses, directly or through others."""
+    classes = {piece.name for piece in pieces if piece.is_class}
+    used = set(_words(_items(body)))
+    kept: set[_Piece] = set()
+    waiting = list(pieces)
     while waiting:
-        for piece in named.get(waiting.pop(), ()):
-            waiting += piece.words - used
-            used |= piece.words
-    return used
+        found = [
+            piece
+            for piece in waiting
+            if piece.name is None
+            or (piece.name in used and piece.parameters & classes <= used)
+        ]
+        if not found:
+            break
+        kept.update(found)
+        used.update(*(piece.words for piece in found))
+        waiting = [piece for piece in waiting if piece not in kept]
+    return kept
 
 
 def _words(items: Iterable[_Item]) -> frozenset[str]:
@@ -180,10 +188,33 @@ def _pieces(text: str) -> tuple[_Piece, ...]:
             pieces.append(_Piece(part[0][1], None, _words(part)))
         else:
             part = items[at : _last(items, at) + 1]
-            written = "".join([word for _, word in part])
-            pieces.append(_Piece(written, _name(part), _words(part)))
+            pieces.append(_declaration(part))
         at += len(part)
     return tuple(pieces)
+
+
+def _declaration(part: Sequence[_Item]) -> _Piece:
+    name = _name(part)
+    text = "".join([word for _, word in part])
+    head = _after_template(part, 0)
+    if name is None or _is_class(part, head):
+        return _Piece(text, name, _words(part), is_class=name is not None)
+    return _Piece(text, name, _words(part), _parameters(part, name))
+
+
+def _parameters(part: Sequence[_Item], name: str) -> frozenset[str]:
+    """Returns the words of a function's parameters that do not occur before them."""
+    head = _after_template(part, 0)
+    first = next(at for at in range(head, len(part)) if part[at][1] == name)
+    opening = _following(part, first)
+    if part[opening][1] != "(":
+        return frozenset()
+    depth = 0
+    for end in range(opening, len(part)):
+        depth += _BRACKETS.get(part[end][1], 0)
+        if depth == 0:
+            break
+    return _words(part[opening:end]) - _words(part[:opening])
 
 
 def _last(items: Sequence[_Item], start: int) -> int:
