@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-_TOKEN = re.compile(
-    r"""
+_TOKEN = r"""
     (?P<space>[ \t\r\f\v]*)
     (?:(?P<word>[A-Za-z_]\w*)
     |(?P<newline>\n)
@@ -23,10 +22,8 @@ _TOKEN = re.compile(
     |(?P<number>\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*)
     |(?P<operator><<=|>>=|\.\.\.|->\*|->|\+\+|--|<<|>>|&&|\|\||::|\#\#|<:|<%|%:
         |[-+*/%&|^=!<>]=|.))
-    """,
-    re.DOTALL | re.VERBOSE,
-)
-_WORD = re.compile(r"[A-Za-z_]\w*")
+"""
+_WORD = r"[A-Za-z_]\w*"
 _ANGLES = {"<": 1, ">": -1, ">>": -2}
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _BEHIND_NAME = frozenset({"(", "=", "[", "{", ";"})
@@ -60,6 +57,12 @@ class _Piece(NamedTuple):
     words: frozenset[str]
     parameters: frozenset[str] = frozenset()
     is_class: bool = False
+
+
+@cache
+def _token() -> re.Pattern[str]:
+    """Returns the compiled pattern; compiling it would take a millisecond of import."""
+    return re.compile(_TOKEN, re.DOTALL | re.VERBOSE)
 
 
 def stripped(text: str) -> str:
@@ -121,7 +124,7 @@ def _words(items: Iterable[_Item]) -> frozenset[str]:
     words = {text for kind, text in items if kind == "word"}
     for kind, text in items:
         if kind == "directive":
-            words.update(_WORD.findall(text))
+            words.update(re.findall(_WORD, text))
     return frozenset(words)
 
 
@@ -134,7 +137,7 @@ def _items(text: str) -> list[_Item]:
     items: list[_Item] = []
     directive = ""
     previous, spaced = "", False
-    for found in _TOKEN.finditer(text):
+    for found in _token().finditer(text):
         kind = found.lastgroup or ""
         space, word = found.group("space", kind)
         if kind == "newline":
@@ -153,14 +156,16 @@ def _items(text: str) -> list[_Item]:
                 items.append(("newline", breaks))
                 previous = ""
         else:
+            # All words need the same space, which keeps the cache of pairs small.
+            shape = "a" if kind == "word" else word
             needed = previous and (spaced or space)
             if directive or (word == "#" and not previous):
                 directive += f" {word}" if needed else word
             else:
-                if needed and _must_be_apart(previous, word):
+                if needed and _must_be_apart(previous, shape):
                     items.append(("space", " "))
                 items.append((kind, word))
-            previous, spaced = word, False
+            previous, spaced = shape, False
     if directive:
         items.append(("directive", directive))
     return items
@@ -172,7 +177,7 @@ def _must_be_apart(first: str, second: str) -> bool:
     pair = first[-1] + second[0]
     if re.fullmatch(r"[\w\"']{2}|\.\.", pair):
         return True
-    found = _TOKEN.match(first + second)
+    found = _token().match(first + second)
     return found is not None and found.end() > len(first)
 
 
