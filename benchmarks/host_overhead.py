@@ -24,7 +24,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
-from mlx_marlin import backends, launch, serving
+from mlx_marlin import backends, launch, serving, source
+from mlx_marlin.formats import LAYOUTS
 from mlx_marlin.integrations.joining import join_layers
 from mlx_marlin.integrations.module_changes import Changes
 from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
@@ -41,6 +42,7 @@ MODEL_LIMIT = 1.03
 BLOCKS, TOKENS = 28, 8
 IMPORT_LIMIT = 50.0
 """Milliseconds more than importing MLX."""
+PRODUCTS = ("gemv", "gemm_register", "gemm_staged")
 SHAPES = ((8, 4096, 4096), (8, 128, 16384))
 """m, n, k: one whole plan, one that splits k."""
 
@@ -174,6 +176,23 @@ def import_milliseconds(statement: str) -> float:
     return min(float(run.stdout) for run in runs)
 
 
+def text_bytes() -> dict[str, int]:
+    """Returns the bytes of text that MLX joins and hashes for each Metal kernel."""
+    kernels = (
+        *(source.product_source(kernel) for kernel in PRODUCTS),
+        source.gather_source(),
+        source.reduce_source(),
+        source.dequantize_source(),
+        *map(source.repack_source, LAYOUTS),
+    )
+    return {text.name: len(text.header) + len(text.source) for text in kernels}
+
+
+def print_text_bytes() -> None:
+    for name, size in text_bytes().items():
+        print(f"text of {name}: {size} bytes")
+
+
 def main() -> int:
     failed = False
     for m, n, k in SHAPES:
@@ -199,6 +218,7 @@ def main() -> int:
         f"import: mlx {plain:.0f} ms, with mlx_marlin {whole:.0f} ms, "
         f"{whole - plain:.0f} more (limit {IMPORT_LIMIT:.0f})"
     )
+    print_text_bytes()
     return int(failed)
 
 

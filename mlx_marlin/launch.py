@@ -224,7 +224,7 @@ def _multiply(plan: Plan) -> Product:
             template=template,
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=((*x.shape[:-1], n),),
+            output_shapes=[(*x.shape[:-1], n)],
             output_dtypes=dtypes,
         )[0]
 

@@ -1,17 +1,20 @@
 """Finds the Metal or CUDA text of a plan's kernels.
 
 The files under `shaders/` are ordinary Metal; nothing is pasted into them. A kernel is
-the body `kernels/NAME.metal` with the joined `lib` files as its header, configured by
-template arguments alone. Those of CUDA stand in `cuda/` and include `lib` files, behind
+the body `kernels/NAME.metal` with what it uses of the `lib` files as its header,
+configured by template arguments alone. Both are stripped
+(`shader_text`). Those of CUDA stand in `cuda/` and include `lib` files, behind
 `cuda/prelude.cuh`, which says Metal's words in CUDA.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from mlx_marlin import cuda_declarations as declarations
+from mlx_marlin import shader_text
 from mlx_marlin.cuda_gather_plan import CudaGatherPlan
 from mlx_marlin.epilogue import PLAIN
 from mlx_marlin.plan import Plan
@@ -89,14 +92,9 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
         atomic: Whether it adds to its output.
     """
     body = f"{kernel}_fused" if fused else kernel
-    return Source(
-        name=f"marlin_{body}" + "_atomic" * atomic,
-        input_names=(*OPERANDS, *NUMBERS, *(declarations.FINISH if fused else ())),
-        output_names=("out",),
-        header=_lib(*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel),
-        source=_read(f"kernels/{body}.metal"),
-        atomic=atomic,
-    )
+    inputs = (*OPERANDS, *NUMBERS, *(declarations.FINISH if fused else ()))
+    files = (*WEIGHT, "epilogue", *LEANING.get(kernel, ()), kernel)
+    return _of_metal(body, inputs, files, atomic)
 
 
 def cuda_product_source(plan: Plan) -> Source:
@@ -113,13 +111,9 @@ def cuda_product_source(plan: Plan) -> Source:
 @cache
 def gather_source() -> Source:
     """Returns the text of the kernel for experts' products."""
-    return Source(
-        name="marlin_gather",
-        input_names=(*OPERANDS, "sources", "experts", "shape"),
-        output_names=("out",),
-        header=_lib(*WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
-        source=_read("kernels/gather.metal"),
-    )
+    inputs = (*OPERANDS, "sources", "experts", "shape")
+    files = (*WEIGHT, "epilogue", "gemm_register", "gemv", "gather")
+    return _of_metal("gather", inputs, files)
 
 
 def cuda_gather_source(plan: CudaGatherPlan) -> Source:
@@ -155,13 +149,8 @@ def routing_source(body: str) -> Source:
 @cache
 def dequantize_source() -> Source:
     """Returns the text of the kernel that decodes a block of a weight."""
-    return Source(
-        name="marlin_dequantize",
-        input_names=("w", "scales", "biases", "shape"),
-        output_names=("out",),
-        header=_lib(*WEIGHT, "dequantize"),
-        source=_read("kernels/dequantize.metal"),
-    )
+    inputs = (*OPERANDS[1:], "shape")
+    return _of_metal("dequantize", inputs, (*WEIGHT, "dequantize"))
 
 
 def decoding_source(problem: Problem) -> Source:
@@ -174,13 +163,7 @@ def decoding_source(problem: Problem) -> Source:
 def repack_source(layout: str) -> Source:
     """Returns the text of the kernel that moves codes to a layout from the other."""
     body = "pack" if layout == "marlin" else "unpack"
-    return Source(
-        name=f"marlin_{body}",
-        input_names=("w", "shape"),
-        output_names=("out",),
-        header=_lib("work", "repack"),
-        source=_read(f"kernels/{body}.metal"),
-    )
+    return _of_metal(body, ("w", "shape"), ("work", "repack"))
 
 
 @cache
@@ -191,13 +174,8 @@ def reduce_source(fused: bool = False) -> Source:
         fused: Whether it applies an epilogue.
     """
     body = "reduce_fused" if fused else "reduce"
-    return Source(
-        name=f"marlin_{body}",
-        input_names=("partials", *NUMBERS, *(declarations.FINISH if fused else ())),
-        output_names=("out",),
-        header=_lib("work", "epilogue", "reduce"),
-        source=_read(f"kernels/{body}.metal"),
-    )
+    inputs = ("partials", *NUMBERS, *(declarations.FINISH if fused else ()))
+    return _of_metal(body, inputs, ("work", "epilogue", "reduce"))
 
 
 def sums_source(plan: Plan) -> Source:
@@ -276,13 +254,40 @@ def _cuda_folder() -> Path:
     return shader_folder() / "cuda"
 
 
-def _lib(*names: str) -> str:
-    """Returns files of `lib` in a namespace: Metal's own headers may gain any name.
+def _of_metal(
+    body: str, inputs: tuple[str, ...], files: Sequence[str], atomic: bool = False
+) -> Source:
+    """Returns the text of a Metal kernel.
 
-    The files themselves have none, because those of CUDA include them inside one.
+    Args:
+        body: The file of its body.
+        inputs: The buffers that it reads.
+        files: The files of `lib` that it uses, in the order of their dependencies.
+        atomic: Whether it adds to its output.
     """
-    text = "\n".join(_read(f"lib/{name}.metal") for name in names)
-    return f"namespace marlin {{\n{text}}}  // namespace marlin\n"
+    text = _read(f"kernels/{body}.metal")
+    return Source(
+        name=f"marlin_{body}" + "_atomic" * atomic,
+        input_names=inputs,
+        output_names=("out",),
+        header=header(files, text),
+        source=shader_text.stripped(text),
+        atomic=atomic,
+    )
+
+
+def header(names: Sequence[str], body: str) -> str:
+    """Returns what a body uses of files of `lib`, in a namespace.
+
+    Metal's own headers may gain any name. The files themselves have no namespace,
+    because those of CUDA include them inside one.
+
+    Args:
+        names: The files, without their suffix, in the order of their dependencies.
+        body: Metal text that uses them.
+    """
+    text = shader_text.lean([_read(f"lib/{name}.metal") for name in names], body)
+    return f"namespace marlin {{\n{text}}}\n"
 
 
 def _read(file: str) -> str:

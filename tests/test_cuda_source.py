@@ -25,6 +25,7 @@ from mlx_marlin import (
     repacking,
     scheduler,
     serving,
+    shader_text,
     source,
 )
 from mlx_marlin.cli import demo_report
@@ -176,7 +177,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     )
     own = body_of(source.sums_source(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
-    assert metal.source == text_of("kernels/reduce.metal")
+    assert metal.source == shader_text.stripped(text_of("kernels/reduce.metal"))
     assert "#include" not in metal.header
 
 
@@ -188,7 +189,7 @@ def test_and_that_of_what_decodes() -> None:
     before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
     assert body_of(text, "cuda/dequantize.cu") == before
     assert text.input_names == ("w", "scales", "numbers")
-    assert metal.source == text_of("kernels/dequantize.metal")
+    assert metal.source == shader_text.stripped(text_of("kernels/dequantize.metal"))
 
 
 NVFP4 = {"mode": "nvfp4", "group_size": 16, "scale_dtype": "uint8"}

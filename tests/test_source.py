@@ -7,7 +7,7 @@ import pytest
 import strategies
 from hypothesis import given
 
-from mlx_marlin import kernel_arguments, launch, source
+from mlx_marlin import kernel_arguments, launch, shader_text, source
 from mlx_marlin.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 from mlx_marlin.kernels import PADDED_COLUMNS
@@ -58,16 +58,18 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     folder = source.shader_folder()
     body = kernel + "_fused" * fused
     assert text.name == f"marlin_{body}"
-    assert text.source == (folder / "kernels" / f"{body}.metal").read_text()
+    own = (folder / "kernels" / f"{body}.metal").read_text()
+    assert text.source == shader_text.stripped(own)
     libraries: tuple[str, ...] = (*source.WEIGHT, "epilogue")
     libraries = (*libraries, *source.LEANING.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
-    positions = [
-        text.header.index((folder / "lib" / f"{name}.metal").read_text())
-        for name in libraries
-    ]
-    assert positions == sorted(positions)
+    assert text.header == source.header(libraries, own)
+    # A function of the kernel's own file has the line that it has there.
+    files = [(folder / "lib" / f"{name}.metal").read_text() for name in libraries]
+    function = f"METAL_FUNC void {kernel}("
+    lines = [0, *"\n".join(files).splitlines()]
+    assert text.header.splitlines().index(function) == lines.index(function)
     operands = ("partials",) if kernel == "reduce" else ("x", "w", "scales", "biases")
     finish = ("bias", "multiplier", "residual", "parts") if fused else ()
     assert text.input_names == (*operands, "shape", "schedule", *finish)
@@ -79,15 +81,17 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
     text, product = source.dequantize_source(), source.product_source("gemv")
 
     folder = source.shader_folder()
-    libraries = [
-        (folder / "lib" / f"{name}.metal").read_text() for name in source.WEIGHT
+    own = (folder / "kernels" / "dequantize.metal").read_text()
+    assert text.header == source.header((*source.WEIGHT, "dequantize"), own)
+    files = [
+        (folder / "lib" / f"{name}.metal").read_text()
+        for name in (*source.WEIGHT, "dequantize")
     ]
-    shared = "\n".join(libraries)
-    assert text.header.startswith(f"namespace marlin {{\n{shared}")
-    assert product.header.startswith(f"namespace marlin {{\n{shared}")
-    own = (folder / "lib" / "dequantize.metal").read_text()
-    assert text.header.endswith(f"{own}}}  // namespace marlin\n")
-    assert text.source == (folder / "kernels" / "dequantize.metal").read_text()
+    assert text.header.count("\n") == "\n".join(files).count("\n") + 2
+    decode = shader_text.stripped(files[source.WEIGHT.index("values")]).split("}\n")[0]
+    assert decode in text.header
+    assert decode in product.header
+    assert text.source == shader_text.stripped(own)
     assert text.name == "marlin_dequantize"
     assert text.input_names == ("w", "scales", "biases", "shape")
     assert not re.search(r"(w|scales|biases|shape)_(shape|strides|ndim)", text.source)
@@ -199,7 +203,7 @@ def test_activations_have_the_numbers_of_the_shaders() -> None:
 def numbers_of(text: str) -> dict[str, float]:
     """Returns the numbers that a text states outside of functions, in its order."""
     found: dict[str, float] = {}
-    for name, value in re.findall(r"constant constexpr \w+ (\w+) = ([^;]+);", text):
+    for name, value in re.findall(r"constant constexpr \w+ (\w+) ?= ?([^;]+);", text):
         found[name] = eval(value.removesuffix("f"), {}, dict(found))
     return found
 
