@@ -39,7 +39,7 @@ LAYER_LIMIT = 0.7
 """Microseconds more than stock's layer, where stock MLX serves."""
 MODEL_LIMIT = 1.03
 """Times stock's host time for a token, where stock MLX serves."""
-BLOCKS, TOKENS = 28, 8
+BLOCKS, TOKENS = 28, 1
 IMPORT_LIMIT = 50.0
 """Milliseconds more than importing MLX."""
 PRODUCTS = ("gemv", "gemm_register", "gemm_staged")
@@ -145,7 +145,7 @@ def of_model() -> float:
     mlx_marlin.optimize(models["ours"])
     token = mx.zeros((1, 1), mx.int32)
     times: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(ROUNDS):
+    for _ in range(5 * ROUNDS):
         for name, model in models.items():
             cache = make_prompt_cache(model)
             mx.eval(model(token, cache=cache))
@@ -154,8 +154,8 @@ def of_model() -> float:
                 y = model(token, cache=cache)
             times[name].append(time.perf_counter() - start)
             mx.eval(y)
-    least = {name: min(_fifths(taken)) for name, taken in times.items()}
-    return least["ours"] / least["stock"]
+    # A token takes so long that something interrupts most: only the least tells.
+    return min(times["ours"]) / min(times["stock"])
 
 
 def _fifths(values: list[float]) -> list[float]:

@@ -14,6 +14,8 @@ from mlx_marlin.serving import StockCalls
 
 MOST_CALLS = 256
 """Kinds of call that a layer remembers."""
+NONE = StockCalls()
+"""What a layer has that remembers nothing."""
 SHARDING = "mlx.nn.layers.distributed"
 """The module of MLX that shards layers."""
 
@@ -27,7 +29,7 @@ class GuardedParameters(nn.Module):
     """
 
     layout: str = "mlx"
-    _stock_calls: StockCalls | None = None
+    _stock_calls: StockCalls = NONE
     """One object for the life of a layer: what compares attributes sees no change."""
 
     @property
@@ -86,15 +88,14 @@ class GuardedParameters(nn.Module):
             known: What is worth knowing at the next such call.
         """
         calls = self._stock_calls
-        if calls is None:
+        if calls is NONE:
             calls = vars(self)["_stock_calls"] = StockCalls()
         if len(calls) >= MOST_CALLS:
             calls.clear()
         calls[call] = known
 
     def _note_change(self) -> None:
-        if self._stock_calls is not None:
-            self._stock_calls.clear()
+        self._stock_calls.clear()
 
     def _check(self, name: str, value: Any) -> None:
         """Checks what replaces a parameter of a packed layer."""

@@ -6,12 +6,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.argument_types import check_format, check_integers
-from mlx_marlin.formats import LAYOUTS, MODE_DEFAULTS, format_of
+from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.fused_products import FusedProducts
 from mlx_marlin.native_layer import NATIVE, PACKED, stock_product, twin
 from mlx_marlin.packed_calls import packed_product
 from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
+
+FEW_ROWS = 8
+"""Rows of a call that a layer remembers by its shape alone."""
 
 
 class MarlinLinear(FusedProducts, nn.QuantizedLinear):
@@ -205,8 +208,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        known = self._stock_calls
-        if known and (x.shape, x.dtype) in known:
+        if (has_bias := self._stock_calls.get(x.shape)) is not None:
             # As in `stock_product`, whose call would cost the host as much again.
             y: mx.array = mx.quantized_matmul(
                 x,
@@ -218,7 +220,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 bits=self.bits,
                 mode=self.mode,
             )
-            return y + self["bias"] if "bias" in self else y
+            return y + self["bias"] if has_bias else y
         bias: mx.array | None = self.get("bias")
         if bias is None and self.layout == "marlin":  # the short way: most layers
             return packed_product(
@@ -234,13 +236,24 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 self.invariant,
             )
         if self.layout == "mlx" and self._is_stock(x):
-            self.remember_stock((x.shape, x.dtype))
+            if self._is_stock_in_all_dtypes(x):
+                self.remember_stock(x.shape, "bias" in self)
             return stock_product(self, x)
         # In one kernel, unless the bias would widen the result.
         if bias is None or self._keeps_dtype(x, bias):
             return self._product(x, bias)
         y = self._product(x, None) + bias
         return y  # noqa: RET504 (MLX is not annotated)
+
+    def _is_stock_in_all_dtypes(self, x: mx.array) -> bool:
+        """Returns whether a shape alone tells that stock MLX serves.
+
+        Of few rows only: each dtype takes planning, and prompts have many shapes.
+        """
+        if x.size > FEW_ROWS * x.shape[-1]:
+            return False
+        others = (mx.zeros(x.shape, getattr(mx, name)) for name in DTYPE_BYTES)
+        return all(map(self._is_stock, others))
 
     def _extra_repr(self) -> str:
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
