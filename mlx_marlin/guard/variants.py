@@ -259,7 +259,7 @@ def _small_gather(
 ) -> Iterator[GatherPlan | CudaGatherPlan]:
     """Yields a plan where one expert has more pairs than a tile has rows."""
     columns, ragged = TILE_N, plan.problem.n % TILE_N != 0
-    pairs, experts = 2 * plan.rows + 2 * SIMD_WIDTH, EXPERTS
+    pairs, experts = 2 * plan.rows + 2 * SIMD_WIDTH + 5, EXPERTS
     if isinstance(plan, CudaGatherPlan):
         columns, ragged = TILE_N * plan.simdgroups_n, plan.gate is None
         together = plan.each or 1
