@@ -67,8 +67,9 @@ def make(folder: Path) -> None:
     Raises:
         OSError: If it cannot be made, or is not trusted.
     """
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    # One by one: `parents=True` gives those in between the mode that umask leaves.
+    for each in (*reversed(folder.parents), folder):
+        each.mkdir(mode=0o700, exist_ok=True)
     if reason := why_untrusted(folder):
         raise PermissionError(reason)
 

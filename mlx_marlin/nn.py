@@ -288,10 +288,12 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
     def keep_packed(self) -> None:
         """Packs the layer's arrays, which are in MLX's layout, in place."""
-        native = [self.pop(name, None) for name in NATIVE]
-        self._take(
-            pack(*native, group_size=self.group_size, bits=self.bits, mode=self.mode)
+        packed = pack(
+            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
         )
+        for name in NATIVE:
+            self.pop(name, None)
+        self._take(packed)
 
     def _take(self, packed: PackedWeight) -> None:
         self.output_dims, self.input_dims = packed.n, packed.k

@@ -1,5 +1,6 @@
 """The guard: kernels with planted faults never serve; stock MLX does, and says so."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -16,6 +17,7 @@ from guard_faults import Fault
 import mlx_marlin
 from mlx_marlin import (
     backends,
+    cache,
     emulator,
     guard,
     launch,
@@ -549,3 +551,34 @@ def test_on_a_mac_the_usual_kernels_pass(
         for layout in ("mlx", "marlin"):
             problem = problem_of(m, 4096, 4096, dtype=dtype, layout=layout)
             assert guard.why_not(scheduler.choose(problem, DEVICE)) is None
+
+
+def test_a_umask_of_groups_loses_no_verdict(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cache, "root", lambda: tmp_path / "new" / "mlx_marlin")
+    monkeypatch.setattr(verdicts, "folder", lambda: cache.root() / "verdicts")
+    before = os.umask(0o002)
+    try:
+        x, w = operands(m=1)
+        mlx_marlin.quantized_matmul(x, *w)
+        (verdict,) = guard.verdicts_so_far()
+        plan = scheduler.choose(problem_of(1, N, K), DEVICE)
+        with pytest.warns(RuntimeWarning, match="wrong by hand"):
+            guard.condemn(plan, "wrong by hand")
+    finally:
+        os.umask(before)
+    assert verdict.state == "passed"
+    assert [each.state for each in guard.verdicts_so_far()] == ["failed"]
+
+
+def test_without_locks_verdicts_are_kept_all_the_same(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(verdicts.fcntl, "flock", flock)
+    x, w = operands(m=1)
+    mlx_marlin.quantized_matmul(x, *w)
+    assert [each.state for each in guard.verdicts_so_far()] == ["passed"]

@@ -14,7 +14,7 @@ from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.device import named
 from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
-from mlx_marlin.guard import known_answers, operands, routing
+from mlx_marlin.guard import known_answers, operands, reference, routing
 from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
 from mlx_marlin.kernel_arguments import weight_template
 from mlx_marlin.plan import Plan
@@ -264,3 +264,21 @@ def test_right_kernels_around_cudas_experts_pass(
 ) -> None:
     assert routing.fault_of_route(mx.bfloat16, 40, 4, of_all, last) is None
     assert routing.fault_of_combine(mx.float16, 72, 4) is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("epilogue", [PLAIN, GATED, *EPILOGUES[1:]], ids=str)
+def test_the_exact_answer_rounded_once_passes(
+    epilogue: Epilogue, mode: str, dtype: str
+) -> None:
+    problem = problem_of(
+        5, 512, 2048, mode=mode, layout="marlin", dtype=dtype, epilogue=epilogue
+    )
+    x = operands.activations(problem, (problem.m, problem.k))
+    finish = known_answers._drawn_finish(problem)
+    with mx.stream(mx.cpu):
+        weight = operands.draw(problem)
+        answer = reference.product(problem, x, weight, finish)
+        rounded = answer.values.astype(getattr(mx, dtype))
+    assert reference.difference(rounded, answer) is None

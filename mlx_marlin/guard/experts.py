@@ -99,4 +99,5 @@ def _gated(problem: Problem, first: mx.array, up: mx.array, gate: str) -> Answer
         first, up = mx.minimum(first, 7), mx.clip(up, -7, 7)
         y = first * mx.sigmoid(1.702 * first) * (up + 1)
     size = mx.sqrt(mx.square(y).mean())
-    return Answer(y, size * reference.OF_PAIRS[problem.dtype])
+    off = size * reference.OF_PAIRS[problem.dtype]
+    return Answer(y, off + reference.rounding(y, problem.dtype))

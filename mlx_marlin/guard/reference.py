@@ -85,7 +85,8 @@ def product(problem: Problem, x: mx.array, weight: Operands, finish: Finish) -> 
         total, off = _finished(total, off, epilogue, finish)
     if epilogue.is_paired or problem.norm is not None:
         size = mx.sqrt(mx.square(total).mean())
-        return Answer(total, size * OF_PAIRS[problem.dtype])
+        off = size * OF_PAIRS[problem.dtype] + rounding(total, problem.dtype)
+        return Answer(total, off)
     return Answer(total, off + rounding(total, problem.dtype))
 
 

@@ -89,8 +89,10 @@ def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdi
     with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # another process checks the same kernels now
+        except BlockingIOError:  # another process checks the same kernels now
             return check()
+        except OSError:
+            pass  # a file system without locks: deaths are still noticed
         # It may have written its verdict since.
         known = read(file)
         if known is not None:
@@ -115,7 +117,8 @@ def write(file: Path, verdict: Verdict) -> None:
     """Keeps a verdict in the place of what the file says, if it can be written."""
     try:
         cache.make(file.parent)
-        with file.open("r+" if file.exists() else "w", encoding="utf-8") as opened:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
             # In place: the lock is the file's, not the name's.
             opened.truncate()
             opened.write(json.dumps(asdict(verdict), indent=1) + "\n")
