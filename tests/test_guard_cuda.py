@@ -32,9 +32,8 @@ FAULTS = {
 NO_DEVICE = pytest.mark.skipif(
     not mx.cuda.is_available(), reason="MLX has no CUDA device here"
 )
-MOST_SECONDS = 0.030
-"""Of a check beyond compiling. 14 to 18 ms were measured with an H100 (2026-11-23), of
-which float64 on the CPU is most; the aim was 10."""
+MOST_SECONDS = 0.010
+"""Of a check beyond compiling; 14 to 18 ms were measured with an H100 (2026-11-23)."""
 
 
 def on_gpu(test: Any) -> Any:
@@ -145,4 +144,4 @@ def test_on_a_gpu_a_check_is_short(guarded: None, backend: Choose) -> None:
             assert guard.known_answers.fault_of(plan) is None
         seconds.append((time.perf_counter() - start) / 5)
     print([f"{each * 1e3:.1f} ms" for each in seconds])
-    assert min(seconds) < MOST_SECONDS
+    assert max(seconds) < MOST_SECONDS

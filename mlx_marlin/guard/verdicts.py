@@ -92,7 +92,9 @@ def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdi
         except BlockingIOError:  # another process checks the same kernels now
             return check()
         except OSError:
-            pass  # a file system without locks: deaths are still noticed
+            # A file system without locks. "started" still tells a death; a check that
+            # another process makes at the same moment would be taken for one.
+            pass
         # It may have written its verdict since.
         known = read(file)
         if known is not None:
