@@ -51,7 +51,7 @@ from cuda_report import (
 from cuda_weights import Format, zero_native
 
 import mlx_marlin
-from mlx_marlin import backends
+from mlx_marlin.backends import selection
 
 STREAMS = (1, 4, 8, 16, 32)
 PROMPT, NEW, REPEATS = 64, 64, 3
@@ -146,7 +146,7 @@ def generate_once(
 
 def to_compile(asked: argparse.Namespace, format: Format) -> list[Task]:
     """Returns what compiles the kernels of a run; nothing without a CUDA device."""
-    if backends.backend() != "cuda":
+    if selection.backend() != "cuda":
         return []
     return [
         partial(generate_once, name, asked.sizes, format, asked.prompt, streams)

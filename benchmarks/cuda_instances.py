@@ -17,7 +17,7 @@ from cuda_products import (
 from cuda_weights import Format, biases_of_stock, zero_native
 
 import mlx_marlin
-from mlx_marlin import backends, kernel_arguments
+from mlx_marlin.backends import arguments, selection
 
 
 def needed(
@@ -31,7 +31,7 @@ def needed(
     longer to compile each than we do: these come first. The most rows below each power
     of two stand for the others.
     """
-    if backends.backend() != "cuda":
+    if selection.backend() != "cuda":
         return []
     of_stock = {1 << (m - 1).bit_length(): m for m in sorted(rows)}
     tasks: list[Task] = [
@@ -53,8 +53,8 @@ def instance(format: Format, layout: str, shape: Shape, rows: int) -> Hashable:
     plan = plan_of(rows, shape, format, layout)
     if plan is None:
         return None
-    reduce = kernel_arguments.reduce_template(plan) if plan.finishes else {}
-    templates = (kernel_arguments.product_template(plan), reduce)
+    reduce = arguments.reduce_template(plan) if plan.finishes else {}
+    templates = (arguments.product_template(plan), reduce)
     return (
         str(format),
         plan.kernel,

@@ -26,10 +26,10 @@ from cuda_weights import (
 )
 
 import mlx_marlin
-from mlx_marlin import backends, launch
-from mlx_marlin.derivatives import left_out
-from mlx_marlin.measurement import label
-from mlx_marlin.plan import Plan
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.planning.measurement import label
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products.autodiff import left_out
 
 Shape = tuple[int, int]
 """k, n."""
@@ -166,7 +166,7 @@ def traced(x: mx.array, copies: list[Any], product: Product, products: int) -> B
         return [copies[(start + i) % len(copies)] for i in range(products)]
 
     replayed: Callable[..., list[mx.array]] = all_of
-    if backends.backend() != "emulator":  # which computes at once
+    if selection.backend() != "emulator":  # which computes at once
         replayed = mx.compile(all_of)
         with left_out():
             replayed(x, *next_of(0))

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin import backends
+from mlx_marlin.backends import selection
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
         "command": shlex.join(["python", *sys.argv]),
         "device": str(mx.device_info().get("device_name", mx.default_device())),
         "driver": driver,
-        "backend": backends.backend(),
+        "backend": selection.backend(),
         "mlx": mx.__version__,
         "python": sys.version.split()[0],
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),

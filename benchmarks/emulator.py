@@ -23,11 +23,12 @@ os.environ["MLX_MARLIN_BACKEND"] = "emulator"
 
 import mlx.core as mx
 
-from mlx_marlin import emulator, launch, scheduler
-from mlx_marlin.device import Device
-from mlx_marlin.emulator import build
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin import emulator
+from mlx_marlin.backends import launch, planner
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.emulator.compiling import build
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
 
 ROWS = (8, 16, 32)
 REPEATS = 5
@@ -116,7 +117,7 @@ def check(kernel: dict[str, Any], call: dict[str, Any]) -> None:
 def measure_rows(m: int) -> bool:
     """Measures all of it for m rows of 4096→4096; whether every bound is kept."""
     problem = Problem(m=m, n=4096, k=4096)
-    plan = scheduler.choose(problem, Device.named("Apple M3 Max"))
+    plan = planner.choose(problem, Device.named("Apple M3 Max"))
     x = mx.random.normal((m, 4096)).astype(mx.float16)
     arrays = (x, *mx.quantize(mx.random.normal((4096, 4096)).astype(mx.float16)))
     mx.eval(arrays)

@@ -24,12 +24,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
-from mlx_marlin import backends, launch, serving, source
-from mlx_marlin.formats import LAYOUTS
-from mlx_marlin.integrations.joining import join_layers
-from mlx_marlin.integrations.module_changes import Changes
-from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.backends import launch, selection, source
+from mlx_marlin.integrations.mlx_lm.joining import join_layers
+from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products import dispatch
+from mlx_marlin.weights.formats import LAYOUTS
 
 CALLS = 300
 ROUNDS = 40
@@ -203,8 +204,8 @@ def main() -> int:
             f"{m} rows of {k}→{n}, {dispatches} dispatches: stock {stock:.1f} us, "
             f"ours {ours:.1f} us, {ours - stock:.1f} more (limit {limit:.0f})"
         )
-    os.environ[backends.ENVIRONMENT] = "stock"
-    serving.forget()
+    os.environ[selection.ENVIRONMENT] = "stock"
+    dispatch.forget()
     for name, more in of_layers().items():
         failed |= more > LAYER_LIMIT
         print(f"{name}: {more:.2f} us more than stock (limit {LAYER_LIMIT})")

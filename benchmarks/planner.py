@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from itertools import product
 
-from mlx_marlin import scheduler
-from mlx_marlin.device import Device
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.cost import loop_of
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.cost import loop_of
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.planning.problem import Problem
 
 CHIPS = ("Apple M1", "Apple M3 Max", "Apple M4 Pro", "Apple M3 Ultra")
 SHAPES = (
@@ -54,7 +54,7 @@ def seconds(
 
 def choose_afresh(problem: Problem, device: Device) -> object:
     loop_of.cache_clear()
-    return scheduler.choose.__wrapped__(problem, device)
+    return planner.choose.__wrapped__(problem, device)
 
 
 def main() -> int:
@@ -62,8 +62,8 @@ def main() -> int:
     for chip, (n, k), m in product(CHIPS, SHAPES, ROWS):
         asked = Problem(m=m, n=n, k=k), Device.named(chip)
         uncached.append(seconds(choose_afresh, *asked, calls=1))
-        scheduler.choose(*asked)
-        cached.append(seconds(scheduler.choose, *asked, calls=100))
+        planner.choose(*asked)
+        cached.append(seconds(planner.choose, *asked, calls=100))
     print(
         f"{len(uncached)} products: uncached median "
         f"{statistics.median(uncached) * 1e3:.2f} ms, slowest "

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from mlx_marlin import scheduler
-from mlx_marlin.device import Device
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.scheduler.cost import memory_seconds
-from mlx_marlin.scheduler.gather import chosen_experts, gather_seconds
-from mlx_marlin.scheduler.stock import stock_prediction
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.cost import memory_seconds
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experts import chosen_experts, gather_seconds
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.planning.problem import Problem, problem_of
 
 CHIPS = ("Apple M1 Max", "Apple M3 Max", "Apple M4 Pro", "Apple M4 Max")
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 33, 48, 64, 128, 512)
@@ -133,10 +133,10 @@ MIXTURE = Model(
 
 def served_seconds(problem: Problem, device: Device) -> float:
     """Returns the predicted time of whoever serves a product with a native weight."""
-    if scheduler.stock_reason(problem, device):
+    if planner.stock_reason(problem, device):
         return stock_prediction(problem, device).seconds
-    plan = scheduler.choose(problem, device)
-    return scheduler.predict(plan, device).seconds
+    plan = planner.choose(problem, device)
+    return planner.predict(plan, device).seconds
 
 
 def problems(
@@ -172,7 +172,7 @@ def expert_seconds(
         problem = Problem(m=pairs, n=n, k=k)
         asked = (problem, experts.count, is_sorted, device)
         stock, ours = gather_seconds(*asked)
-        served = stock if scheduler.gather_reason(*asked) else ours
+        served = stock if planner.gather_reason(*asked) else ours
         cached = memory_seconds(round(hit * problem.weight_bytes), device)
         yield layers * stock, layers * served, layers * min(stock, cached)
 

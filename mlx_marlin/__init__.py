@@ -4,19 +4,23 @@ Planning needs no MLX, and a program that imports the package may never plan: na
 imported when they are first used.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_marlin.gather import gather_qmm
-    from mlx_marlin.instances import variants
-    from mlx_marlin.integrations.mlx_lm import optimize, restore
-    from mlx_marlin.nn import MarlinLinear
-    from mlx_marlin.ops import linear, linears, quantized_matmul, why_not
-    from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
-    from mlx_marlin.scheduler import plan
+    from mlx_marlin.backends.metal.instances import variants
+    from mlx_marlin.backends.planner import plan
+    from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
+    from mlx_marlin.layers.linear import MarlinLinear
+    from mlx_marlin.products.experts.matmul import gather_qmm
+    from mlx_marlin.products.matmul import (
+        linear,
+        linears,
+        quantized_matmul,
+        why_not,
+    )
+    from mlx_marlin.products.packing import pack, quantize, unpack
+    from mlx_marlin.weights.packed_weight import PackedWeight
 
 __all__ = [
     "MarlinLinear",
@@ -36,36 +40,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "MarlinLinear": "nn",
-    "PackedWeight": "packing",
-    "gather_qmm": "gather",
-    "linear": "ops",
-    "linears": "ops",
-    "optimize": "integrations.mlx_lm",
-    "pack": "packing",
-    "quantize": "packing",
-    "quantized_matmul": "ops",
-    "restore": "integrations.mlx_lm",
-    "unpack": "packing",
-    "variants": "instances",
-    "why_not": "ops",
+    "MarlinLinear": "layers.linear",
+    "PackedWeight": "weights.packed_weight",
+    "gather_qmm": "products.experts.matmul",
+    "linear": "products.matmul",
+    "linears": "products.matmul",
+    "optimize": "integrations.mlx_lm.convert",
+    "plan": "backends.planner",
+    "pack": "products.packing",
+    "quantize": "products.packing",
+    "quantized_matmul": "products.matmul",
+    "restore": "integrations.mlx_lm.convert",
+    "unpack": "products.packing",
+    "variants": "backends.metal.instances",
+    "why_not": "products.matmul",
 }
-
-
-class _Package(ModuleType):
-    """Keeps `plan` the function, also after an import of the submodule of that name."""
-
-    @property
-    def plan(self) -> Any:
-        """The function `mlx_marlin.scheduler.plan`."""
-        return import_module(f"{__name__}.scheduler").plan
-
-    @plan.setter
-    def plan(self, submodule: ModuleType) -> None:
-        """Ignores the submodule that Python's import sets as an attribute."""
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.packing import pack
+from mlx_marlin.products.packing import pack
 
 K, N = 128, 40
 

@@ -10,11 +10,16 @@ import oracles
 import pytest
 from hypothesis import settings
 
-from mlx_marlin import backends, gather_serving, guard, launch, serving, tuned
-from mlx_marlin.epilogue import PLAIN, Epilogue
-from mlx_marlin.integrations import block_attention, warn_once
-from mlx_marlin.packing import PackedWeight, unpack
-from mlx_marlin.plan import Plan
+from mlx_marlin import guard
+from mlx_marlin.backends import launch, selection, tuned_results
+from mlx_marlin.integrations.mlx_lm import warn_once
+from mlx_marlin.integrations.tracing import attention
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.experts import dispatch as experts_dispatch
+from mlx_marlin.products.packing import unpack
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 Shape = tuple[int, ...]
 
@@ -24,7 +29,7 @@ settings.register_profile("mlx_marlin", parent=settings.default, deadline=None)
 settings.load_profile("mlx_marlin")
 
 # What somebody has measured here must not decide what a test sees.
-os.environ[tuned.ENVIRONMENT] = "0"
+os.environ[tuned_results.ENVIRONMENT] = "0"
 # Tests of kernels want a fault to raise; those of the guard switch it on.
 os.environ[guard.ENVIRONMENT] = "0"
 
@@ -41,9 +46,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
 
     def choose(name: str | None) -> None:
         if name is None:
-            monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+            monkeypatch.delenv(selection.ENVIRONMENT, raising=False)
         else:
-            monkeypatch.setenv(backends.ENVIRONMENT, name)
+            monkeypatch.setenv(selection.ENVIRONMENT, name)
         _forget()
 
     _forget()
@@ -52,15 +57,15 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
 
 
 def _forget() -> None:
-    serving.forget()
-    gather_serving.forget()
+    dispatch.forget()
+    experts_dispatch.forget()
 
 
 @pytest.fixture
 def kernels(backend: Callable[[str | None], None]) -> None:
     """Serves every call that is ours by the kernels, on whatever runs them here."""
     backend(None)
-    here = backends.backend()
+    here = selection.backend()
     if here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     backend(here)  # forced: none is handed over for speed
@@ -79,13 +84,13 @@ def on_cpu(
 def grouped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, Shape]]:
     """Lists the shapes of q and of all keys where heads attend together."""
     found: list[tuple[Shape, Shape]] = []
-    own = block_attention._grouped
+    own = attention._grouped
 
     def listed(queries: mx.array, keys: mx.array, *others: Any) -> mx.array:
         found.append((queries.shape, keys.shape))
         return own(queries, keys, *others)
 
-    monkeypatch.setattr(block_attention, "_grouped", listed)
+    monkeypatch.setattr(attention, "_grouped", listed)
     return found
 
 

@@ -15,13 +15,14 @@ import oracles
 from format_cases import GROUPED, Weight, layouts_of, step_of
 from oracles import Floats, exact
 
-from mlx_marlin import mma, scheduler
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.device import named
-from mlx_marlin.epilogue import PLAIN, Epilogue, Rotation
-from mlx_marlin.kernels import k_tile
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal.limits import k_tile
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
 
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""
@@ -221,7 +222,7 @@ def plan_of(
         norm=norm,
     )
     wishes = {"kernel": "mma"} | way | more
-    plan = scheduler.make(problem, device=h200(), **wishes)
+    plan = planner.make(problem, device=h200(), **wishes)
     assert plan.kernel == wishes["kernel"]
     return plan
 

@@ -12,12 +12,12 @@ from cuda_cases import Case, k_of
 from format_cases import Weight
 from oracles import Floats, exact
 
-from mlx_marlin import gather_launch
-from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.integrations import routing
-from mlx_marlin.integrations.routing import Routing
-from mlx_marlin.packing import pack
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.integrations.tracing import routing
+from mlx_marlin.integrations.tracing.routing import Routing
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
 
 Place = Callable[[mx.array], mx.array]
 EXPERTS, N, GATED_N = 6, 70, 96
@@ -127,7 +127,7 @@ class Call:
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
         given = [place(self.x), *arrays, *map(place, (*self.biases, experts, *rows))]
-        product = gather_launch.cuda_gather_product(self.plan)
+        product = experts_launch.cuda_gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
     def stored(self, weight: Weight) -> tuple[mx.array, mx.array, mx.array]:

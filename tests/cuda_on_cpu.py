@@ -35,12 +35,15 @@ from cuda_cases import (
 )
 from format_cases import Weight
 
-from mlx_marlin import cache, emulator, launch, mma, serving
-from mlx_marlin.dense_plan import DensePlan
+from mlx_marlin import cache, emulator
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import metal_kernel
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.plan import Plan
-from mlx_marlin.source import OPERANDS
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products import dispatch
 
 HOST = Path(__file__).parent / "cuda_host"
 _INCLUDE = re.compile(r'#include [<"](?P<file>[^>"]+)[>"]')
@@ -139,7 +142,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> No
     kernel = partial(cuda_kernel, changes=changes)
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
     # The emulator computes at once and cannot be traced.
-    monkeypatch.setattr(serving, "traced", lambda run, _: run)
+    monkeypatch.setattr(dispatch, "traced", lambda run, _: run)
 
 
 def plan_of(case: Case, **more: Any) -> Plan:

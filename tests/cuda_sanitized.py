@@ -49,9 +49,9 @@ from cuda_cases import (
 from format_cases import arguments
 from oracles import exact
 
-from mlx_marlin import gather_launch, launch
-from mlx_marlin.dense_plan import dense_plan
-from mlx_marlin.epilogue import Epilogue
+from mlx_marlin.backends import experts_launch, launch
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
 
 Run = Callable[[], float]
 """Computes a result and returns its relative error over the one that it may have."""
@@ -168,8 +168,8 @@ def multiply_experts(call: cuda_experts.Call) -> float:
 
 
 def choose_experts(choice: cuda_experts.Choice) -> float:
-    choice.check(gather_launch.route, at_end)
-    choice.check_sum(gather_launch.combine, at_end)
+    choice.check(experts_launch.route, at_end)
+    choice.check_sum(experts_launch.combine, at_end)
     return 0
 
 

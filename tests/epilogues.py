@@ -8,8 +8,8 @@ import oracles
 import strategies
 from oracles import Floats, exact
 
-from mlx_marlin.epilogue import Epilogue, Rotation
-from mlx_marlin.plan import Plan
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.plan import Plan
 
 ERROR_FUNCTION = np.vectorize(math.erf, otypes=[float])
 STEEPEST = 1.13

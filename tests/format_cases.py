@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from oracles import Floats, exact
 
-from mlx_marlin import launch
-from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
-from mlx_marlin.kernels import GEMV_ROWS, k_tile
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.work import Tile, Work, data_parallel
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.metal.limits import GEMV_ROWS, k_tile
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
 
 Integers = NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import backends
+from mlx_marlin.backends import kernels
 
 Outputs = list[mx.array]
 
@@ -34,7 +34,7 @@ class Fault:
                 raise RuntimeError("[metal_kernel] the factory raised")
             return self._wrapped(metal_kernel(name=name, **self._changed(texts)))
 
-        patch.setattr(backends, "_factory", lambda: factory)
+        patch.setattr(kernels, "_factory", lambda: factory)
         return self
 
     def _changed(self, texts: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 
-from mlx_marlin.emulator import build, compiler
-from mlx_marlin.emulator.tokens import Tokens
+from mlx_marlin.emulator.compiling import build, compiler
+from mlx_marlin.emulator.language.tokens import Tokens
 
 STATIC = build.INCLUDE / "static"
 KEYWORDS = ("device", "threadgroup", "constant", "thread", "half", "bfloat")

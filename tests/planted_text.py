@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin import source
+from mlx_marlin.backends import source
 
 TEXTS = (
     source.product_source,

@@ -10,8 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin import emulator, kernel_arguments, layout, source
-from mlx_marlin.work import Work
+from mlx_marlin import emulator
+from mlx_marlin.backends import arguments, source
+from mlx_marlin.planning.work import Work
+from mlx_marlin.weights import layout
 
 LENGTH = 64
 """Calls of a dispatch; one length for all, so that a kernel is compiled once."""
@@ -72,7 +74,7 @@ def repack_offsets(
         k: Columns of a weight.
         bits: Bits of a code.
     """
-    template = kernel_arguments.repack_template(bits, layout.order_of_group(64))
+    template = arguments.repack_template(bits, layout.order_of_group(64))
     x, y, z = zip(*positions, strict=True)
     found = _called(
         f"run_of_threadgroup_{bits}",

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from metal_vocabulary import vocabulary
 
-from mlx_marlin import source
-from mlx_marlin.emulator.rewrite import definitions
-from mlx_marlin.emulator.tokens import Tokens
+from mlx_marlin.backends import source
+from mlx_marlin.emulator.language.rewrite import definitions
+from mlx_marlin.emulator.language.tokens import Tokens
 
 FILE = Path(__file__).parent / "data" / "shader_tokens.json"
 CPP = frozenset(

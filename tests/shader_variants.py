@@ -10,12 +10,11 @@ from typing import Any
 import mlx.core as mx
 import strategies
 
-from mlx_marlin import cuda_declarations, device, kernel_arguments, scheduler, source
-from mlx_marlin.emulator import check
-from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
-from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
-from mlx_marlin.formats import WIDTHS as WIDTHS_OF_CODES
-from mlx_marlin.kernels import (
+from mlx_marlin.backends import arguments, planner, source
+from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
+from mlx_marlin.backends.metal.limits import (
     FRAGMENT,
     FRAGMENTS_M,
     GEMV_ROWS,
@@ -23,11 +22,20 @@ from mlx_marlin.kernels import (
     Reduction,
     k_tile,
 )
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
-from mlx_marlin.scheduler.decompositions import WIDTHS
-from mlx_marlin.work import Tile, Work, data_parallel
+from mlx_marlin.emulator import check
+from mlx_marlin.planning.decompositions import WIDTHS
+from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.weights.formats import (
+    CHANNEL,
+    DTYPE_BYTES,
+    FORMATS,
+    TILE_N,
+    Format,
+)
+from mlx_marlin.weights.formats import WIDTHS as WIDTHS_OF_CODES
 
 DEMO_SHAPES = ((320, 320), (64, 320), (640, 320), (320, 640), (1024, 320))
 """n, k of the products of the demo's model."""
@@ -99,7 +107,7 @@ class Variant:
 
     kernel: str
     kind: str
-    values: tuple[tuple[str, kernel_arguments.TemplateValue], ...]
+    values: tuple[tuple[str, arguments.TemplateValue], ...]
 
     @property
     def source(self) -> source.Source:
@@ -153,7 +161,7 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
             yield mx.zeros(3, mx.int32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
-        elif name in cuda_declarations.FINISH:
+        elif name in declarations.FINISH:
             yield mx.zeros(8, dtypes["out"])
         else:
             yield mx.zeros(8, dtypes["x" if name == "x" else "scales"])
@@ -166,10 +174,10 @@ def variants_of(plan: Plan) -> list[Variant]:
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": out}
     finished = "plain" if problem.epilogue == PLAIN else "fused"
     kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
-    values = {**kernel_arguments.product_template(plan), **dtypes}
+    values = {**arguments.product_template(plan), **dtypes}
     found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
     if plan.finishes:
-        values = {**kernel_arguments.reduce_template(plan), "out": problem.dtype}
+        values = {**arguments.reduce_template(plan), "out": problem.dtype}
         found.append(Variant("reduce", finished, tuple(values.items())))
     return found
 
@@ -177,7 +185,7 @@ def variants_of(plan: Plan) -> list[Variant]:
 def decoder_of(problem: Problem) -> Variant:
     """The instance that decodes a problem's weight."""
     dtypes = {"scales": problem.scale_dtype, "out": problem.dtype}
-    values = {**kernel_arguments.weight_template(problem), **dtypes}
+    values = {**arguments.weight_template(problem), **dtypes}
     return Variant("dequantize", "plain", tuple(values.items()))
 
 
@@ -190,15 +198,15 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
     chips = [device.Device.named(name) for name in ("Apple M1", "Apple M3")]
     for m, n, invariant, chip in product((8, 512), (64, 63), (False, True), chips):
         each = replace(problem, m=m, n=n, invariant=invariant)
-        plan = scheduler.choose_gather(each, 8, chip)
-        values = {**kernel_arguments.gather_template(plan), **dtypes}
+        plan = planner.choose_gather(each, 8, chip)
+        values = {**arguments.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 
 
 def repacks() -> Iterator[Variant]:
     """The instances that move codes of any width, to tiles and back."""
     for bits, order in product(WIDTHS_OF_CODES, ("k32", "k64")):
-        values = {**kernel_arguments.repack_template(bits, order), "out": "uint32"}
+        values = {**arguments.repack_template(bits, order), "out": "uint32"}
         for kernel in ("pack", "unpack"):
             yield Variant(kernel, "plain", tuple(values.items()))
 
@@ -372,7 +380,7 @@ def chosen_variants() -> tuple[Variant, ...]:
     # The demo's weights, in both layouts.
     likes = [Problem(m=1, n=64, k=1024, layout=layout) for layout in ("mlx", "marlin")]
     for like, (n, k), m in product(likes, SHAPES, ROWS):
-        plan = scheduler.choose(replace(like, m=m, n=n, k=k), device.DEFAULT)
+        plan = planner.choose(replace(like, m=m, n=n, k=k), device.DEFAULT)
         found.update(dict.fromkeys(variants_of(plan)))
     return tuple(found)
 
@@ -411,7 +419,7 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
     )
 
 
-Pair = tuple[tuple[str, kernel_arguments.TemplateValue], ...]
+Pair = tuple[tuple[str, arguments.TemplateValue], ...]
 MOST_ABLE = 800
 """Instances with a pair among which the one with most other pairs is looked for."""
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_marlin
-from mlx_marlin import backends, launch, source
+from mlx_marlin.backends import launch, selection, source
 
 package = Path(mlx_marlin.__file__).parent
 assert source.shader_folder() == package / "shaders", source.shader_folder()
-assert backends.backend() in ("metal", "emulator"), backends.backend()
+assert selection.backend() in ("metal", "emulator"), selection.backend()
 
 x = mx.random.normal((8, 512))
 w, scales, biases = mx.quantize(mx.random.normal((96, 512)))
@@ -21,4 +21,4 @@ for weight in ((w, scales, biases), (mlx_marlin.pack(w, scales, biases),)):
     error = mx.abs(y - mx.quantized_matmul(x, w, scales, biases)).max().item()
     assert error < 1e-3, error
 assert launch.plans_built(), "stock MLX served the calls"
-print(f"{package}: {backends.backend()} agrees with stock MLX")
+print(f"{package}: {selection.backend()} agrees with stock MLX")

@@ -5,9 +5,9 @@ Run as a program, this file prints the table of docs/stock.md.
 
 from dataclasses import dataclass
 
-from mlx_marlin.device import Device
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.stock import stock_prediction
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.planning.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

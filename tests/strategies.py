@@ -10,11 +10,10 @@ import mlx.core as mx
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, device
-from mlx_marlin.device import Device
-from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
-from mlx_marlin.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
-from mlx_marlin.kernels import (
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import (
     FRAGMENT,
     FRAGMENTS_M,
     GEMV_ROWS,
@@ -22,11 +21,11 @@ from mlx_marlin.kernels import (
     Reduction,
     k_tile,
 )
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.staging import BUFFERS
-from mlx_marlin.work import (
+from mlx_marlin.backends.metal.staging import BUFFERS
+from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.planning.work import (
     MOST_GROUPS,
     PARTITIONS,
     STRATEGIES,
@@ -34,6 +33,14 @@ from mlx_marlin.work import (
     Tile,
     Work,
     data_parallel,
+)
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import (
+    CHANNEL,
+    DTYPE_BYTES,
+    FORMATS,
+    GROUPS,
+    LAYOUTS,
 )
 
 EDGES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128)
@@ -460,7 +467,7 @@ def _cut(tiles: int, k_tiles: int) -> list[Work]:
 
 def another_schedule(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
-    if backends.backend() != "emulator":
+    if selection.backend() != "emulator":
         return nullcontext()
     from mlx_marlin import emulator
 

@@ -13,18 +13,26 @@ import oracles
 import pytest
 from models import Layers, tiny_llama
 
-from mlx_marlin import backends, emulator, launch, scheduler
-from mlx_marlin.autotune import counting, layers, operands, timing, tuner
-from mlx_marlin.autotune.operands import Operands
-from mlx_marlin.autotune.timing import Spread
-from mlx_marlin.autotune.tuner import Arm, Clock
-from mlx_marlin.device import DEFAULT, Device, named
+from mlx_marlin import emulator
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import cost
+from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.emulator.counters import Counters, Operation, Traffic
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, format_of
-from mlx_marlin.measurement import STOCK, label
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.scheduler import cost
+from mlx_marlin.planning.measurement import STOCK, label
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.tuning import (
+    counting,
+    layers,
+    operands,
+    timing,
+    tuner,
+)
+from mlx_marlin.tuning.operands import Operands
+from mlx_marlin.tuning.timing import Spread
+from mlx_marlin.tuning.tuner import Arm, Clock
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, format_of
 
 M3_MAX = Device.named("M3 Max")
 SMALL = Problem(m=4, n=64, k=256)
@@ -264,7 +272,7 @@ def test_the_shortlist_has_the_first_ones_and_every_kinds_first(
     chip: str, m: int, kinds: int
 ) -> None:
     problem = replace(LARGE, m=m, layout="marlin")
-    candidates = scheduler.compare(problem, device=named(chip)).candidates
+    candidates = planner.compare(problem, device=named(chip)).candidates
     firsts: dict[str, Plan] = {}
     for each in candidates:
         firsts.setdefault(each.plan.strategy, each.plan)
@@ -285,8 +293,8 @@ def test_the_models_answer_stands_first(m: int) -> None:
 
     arms = tuner.arms(problem, M3_MAX, times_stock=True)
 
-    stays = scheduler.stock_reason(problem, M3_MAX) is not None
-    assert arms[0] == (None if stays else scheduler.choose(problem, M3_MAX))
+    stays = planner.stock_reason(problem, M3_MAX) is not None
+    assert arms[0] == (None if stays else planner.choose(problem, M3_MAX))
     assert arms.count(None) == 1
     assert len({tuner.name(arm) for arm in arms}) == len(arms)
 
@@ -308,7 +316,7 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
                     m=m, n=40, k=256, dtype=dtype, scale_dtype=dtype, layout=layout
                 )
                 given = operands.operands(problem, 1)
-                product = launch.product(scheduler.choose(problem, DEFAULT))
+                product = launch.product(planner.choose(problem, DEFAULT))
 
                 assert operands.is_right(product, given), (dtype, layout, m)
 
@@ -335,7 +343,7 @@ def test_operands_of_every_scheme_are_right_and_a_wrong_product_is_told(
             8, 40, 256, mode=mode, bits=bits, group_size=group_size, layout=layout
         )
         given = operands.operands(problem, 1)
-        product = launch.product(scheduler.choose(problem, target))
+        product = launch.product(planner.choose(problem, target))
 
         assert operands.is_right(product, given), layout
         assert not operands.is_right(
@@ -404,9 +412,9 @@ def test_without_a_clear_winner_the_models_answer_stays(
         outcome = tuner.tune(problem, M3_MAX, clock)
 
         assert outcome.result is not None
-        stays = scheduler.stock_reason(problem, M3_MAX) is not None
+        stays = planner.stock_reason(problem, M3_MAX) is not None
         assert outcome.result.stock == stays
-        assert outcome.result.plan == scheduler.choose(problem, M3_MAX)
+        assert outcome.result.plan == planner.choose(problem, M3_MAX)
 
 
 def test_a_clear_winner_replaces_the_models_plan(fake: Callable[..., Clock]) -> None:
@@ -456,7 +464,7 @@ def test_a_plan_whose_product_is_wrong_never_wins(
 
     assert outcome.wrong == (wrong,)
     assert outcome.result is not None
-    assert outcome.result.plan == scheduler.choose(LARGE, M3_MAX)
+    assert outcome.result.plan == planner.choose(LARGE, M3_MAX)
 
 
 def test_nothing_is_kept_if_no_product_is_right(
@@ -481,7 +489,7 @@ def test_wall_time_measures_every_arm_on_all_weights(
         used[[id(each[0]) for each in given.weights].index(id(w))] += 1
         return stock(x, w, *rest)
 
-    plan = scheduler.choose(SMALL, M3_MAX)
+    plan = planner.choose(SMALL, M3_MAX)
     measured = tuner.wall_time({None: stock, plan: counted}, given, seconds=0.01)
 
     assert [*measured] == [None, plan]
@@ -558,7 +566,7 @@ def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend(on)
-    monkeypatch.setattr(backends, "missing", lambda: None)
+    monkeypatch.setattr(selection, "missing", lambda: None)
 
     clock = tuner.clock(named(chip))
 

@@ -15,24 +15,24 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, launch, scheduler
-from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.device import Device
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import Reduction
+from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
+from mlx_marlin.backends.planner import predict
 from mlx_marlin.emulator import emulated, trace
-from mlx_marlin.formats import CHANNEL, FORMATS
-from mlx_marlin.kernels import Reduction
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.scheduler import predict
-from mlx_marlin.scheduler.candidates import candidates
-from mlx_marlin.scheduler.stock import stock_call, stock_prediction
-from mlx_marlin.work import STRATEGIES, Work, data_parallel
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
+from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
+from mlx_marlin.weights.formats import CHANNEL, FORMATS
 
 needs_kernels = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 needs_emulator = pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 
 RAGGED = {
@@ -303,7 +303,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
     )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(backends.ENVIRONMENT, "metal")
+        patch.setenv(selection.ENVIRONMENT, "metal")
         launch.forget()
         mx.export_function(calls.append, launch.product(plan), *blanks)
     launch.forget()
@@ -327,7 +327,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
 @pytest.mark.parametrize("m", [3, 8, 16])
 def test_each_weight_is_read_once(m: int, layout: str) -> None:
     problem = Problem(m=m, n=64, k=256, batch=3, layout=layout)
-    plan = scheduler.make(problem, strategy="data_parallel")
+    plan = planner.make(problem, strategy="data_parallel")
     x, native = strategies.arrays(problem, seed=0)
     arguments = strategies.stored(problem, native)
 
@@ -444,10 +444,10 @@ def test_what_takes_one_weight_refuses_several() -> None:
     problem = Problem(m=2, n=256, k=256, batch=2)
 
     with pytest.raises(ValueError, match="hytis takes one weight, got batch=2"):
-        scheduler.make(problem, strategy="hytis")
+        planner.make(problem, strategy="hytis")
     with pytest.raises(ValueError, match="hytis takes one weight, got batch=2"):
-        scheduler.make(problem, simdgroups_n=2)
-    wide = scheduler.make(replace(problem, batch=1), strategy="hytis")
+        planner.make(problem, simdgroups_n=2)
+    wide = planner.make(replace(problem, batch=1), strategy="hytis")
     with pytest.raises(ValueError, match="hytis takes one weight, got batch=2"):
         replace(wide, problem=problem)
     with pytest.raises(ValueError, match="batch=2, expected one weight"):
@@ -488,8 +488,8 @@ def test_many_small_products_fill_what_one_splits_for() -> None:
     device = Device.named("Apple M3 Max")
     one = Problem(m=8, n=128, k=2048, invariant=True)
 
-    alone = scheduler.choose(one, device)
-    together = scheduler.choose(replace(one, batch=128), device)
+    alone = planner.choose(one, device)
+    together = planner.choose(replace(one, batch=128), device)
 
     assert alone.is_split
     assert not together.is_split

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from strategies import broadcast
 
 import mlx_marlin
-from mlx_marlin import backends, device, scheduler, serving
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends import devices, planner, selection
+from mlx_marlin.backends.metal import device
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
 
 Shape = tuple[int, ...]
 Choose = Callable[[str | None], None]
@@ -33,14 +35,14 @@ def weights(*batch: int, n: int = N, k: int = K, **options: Any) -> list[mx.arra
 @pytest.fixture(scope="module")
 def _kernels() -> Any:
     """Serves every call that is ours by the kernels."""
-    here = backends.backend()
+    here = selection.backend()
     if here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(backends.ENVIRONMENT, here)
-        serving.forget()
+        patch.setenv(selection.ENVIRONMENT, here)
+        dispatch.forget()
         yield
-    serving.forget()
+    dispatch.forget()
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -232,7 +234,7 @@ def _on_a_mac(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     here = device.Device.named("Apple M3 Max")
-    monkeypatch.setattr(device, "current", lambda: here)
+    monkeypatch.setattr(devices, "current", lambda: here)
 
 
 @pytest.mark.usefixtures("_on_a_mac")
@@ -253,6 +255,6 @@ def test_a_batch_is_never_decoded_into_plain_numbers() -> None:
     here = device.Device.named("Apple M5")
     problem = Problem(m=512, n=4096, k=4096, layout="marlin")
 
-    assert scheduler.choose_dense(problem, here)
+    assert planner.choose_dense(problem, here)
     several = Problem(m=512, n=4096, k=4096, layout="marlin", batch=2)
-    assert scheduler.choose_dense(several, here) is None
+    assert planner.choose_dense(several, here) is None

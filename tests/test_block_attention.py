@@ -11,8 +11,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
 from numpy.typing import NDArray
 
-from mlx_marlin.integrations import block_attention, block_cache
-from mlx_marlin.integrations.block_attention import attend
+from mlx_marlin.integrations.tracing import attention
+from mlx_marlin.integrations.tracing import cache as block_cache
+from mlx_marlin.integrations.tracing.attention import attend
 
 FEATURES = 32
 SCALE = 0.3
@@ -228,13 +229,13 @@ def test_layers_of_a_token_share_what_the_mask_adds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, ...]] = []
-    own = block_attention._masking
+    own = attention._masking
 
     def listed(mask: mx.array, *others: Any) -> mx.array:
         made.append(mask.shape)
         return own(mask, *others)
 
-    monkeypatch.setattr(block_attention, "_masking", listed)
+    monkeypatch.setattr(attention, "_masking", listed)
     layers = [filled(8, 2, PADDING) for _ in range(3)]
     for _ in range(2):
         mask = layers[0].make_mask(1)
@@ -265,22 +266,22 @@ def test_a_mask_that_goes_late_takes_its_own_sums_only() -> None:
     for _ in range(2):
         masks.append(cache.make_mask(1))
         attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, masks[-1], SCALE)
-    kept = block_attention._last_summands
+    kept = attention._last_summands
 
     del masks[0]
 
-    assert block_attention._last_summands is kept is not None
+    assert attention._last_summands is kept is not None
 
 
 def test_what_a_mask_adds_is_kept_as_long_as_the_mask() -> None:
     cache = filled(8, 2, PADDING)
     mask = cache.make_mask(1)
     attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, mask, SCALE)
-    assert block_attention._last_summands is not None
+    assert attention._last_summands is not None
 
     del mask
 
-    assert block_attention._last_summands is None
+    assert attention._last_summands is None
 
 
 def test_a_mask_is_made_again_for_other_heads_and_dtypes() -> None:

@@ -12,9 +12,10 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlx_marlin.integrations import block_attention, block_cache
-from mlx_marlin.integrations.block_attention import attend
-from mlx_marlin.integrations.block_cache import (
+from mlx_marlin.integrations.tracing import attention
+from mlx_marlin.integrations.tracing import cache as block_cache
+from mlx_marlin.integrations.tracing.attention import attend
+from mlx_marlin.integrations.tracing.cache import (
     CUDNN_STEP,
     is_alone,
     updated,
@@ -354,7 +355,7 @@ def test_a_cache_serves_a_lone_stream_and_many_in_turn(
 def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Returns the shapes of the masks under which blocks of one row attend."""
     found: list[Any] = []
-    own = block_attention.scaled_dot_product_attention
+    own = attention.scaled_dot_product_attention
 
     def listed(queries: mx.array, *args: Any, **options: Any) -> mx.array:
         mask = options["mask"]
@@ -363,7 +364,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         y: mx.array = own(queries, *args, **options)
         return y
 
-    monkeypatch.setattr(block_attention, "scaled_dot_product_attention", listed)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", listed)
     return found
 
 

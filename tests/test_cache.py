@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin import cache, emulator
-from mlx_marlin.emulator import build, compiler
+from mlx_marlin.emulator.compiling import build, compiler
 
 
 @pytest.fixture

@@ -9,13 +9,9 @@ import pytest
 from rule_mutants import MUTANTS, OBJECT, OF_TILE, Mutant
 
 from mlx_marlin import emulator
-from mlx_marlin.emulator import (
-    CompileError,
-    check,
-    check_text,
-    static_check,
-    static_messages,
-)
+from mlx_marlin.emulator import CompileError, check, check_text
+from mlx_marlin.emulator.static import check as static_check
+from mlx_marlin.emulator.static import messages
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -59,7 +55,7 @@ def checked(line: str, header: str = "", **changes: Any) -> frozenset[tuple[str,
 )
 def test_a_conversion_is_told_alike_whatever_clang_says(said: str) -> None:
     warning = "implicit conversion loses floating-point precision: "
-    (complaint,) = static_messages.complaints(f"a:1:1: warning: {warning}{said} [-Wx]")
+    (complaint,) = messages.complaints(f"a:1:1: warning: {warning}{said} [-Wx]")
 
     assert complaint.counts
     assert complaint.sentence == f"{warning}'float' to 'bfloat' (aka 'bfloat')"

@@ -14,7 +14,7 @@ from shader_variants import (
 )
 
 from mlx_marlin import emulator
-from mlx_marlin.formats import CODES, FORMATS
+from mlx_marlin.weights.formats import CODES, FORMATS
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"

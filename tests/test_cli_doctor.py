@@ -12,10 +12,12 @@ import mlx_lm
 import pytest
 from models import tiny_llama
 
-from mlx_marlin import backends, cache, device, emulator, guard, tuned
-from mlx_marlin.cli import COMMANDS, diagnosis, folders, main
+from mlx_marlin import cache, emulator, guard
+from mlx_marlin.backends import devices, kernels, tuned_results
+from mlx_marlin.cli import COMMANDS, main
+from mlx_marlin.cli.diagnosis import folders, machine
 from mlx_marlin.guard import known_answers
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.problem import Problem
 
 Choose = Callable[[str | None], None]
 SECTIONS = (
@@ -37,7 +39,7 @@ def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     emulator.unavailable()  # builds its run time in the user's cache, once
     place = tmp_path / "cache"
     monkeypatch.setattr(cache, "folder", lambda name: place / name)
-    monkeypatch.delenv(tuned.ENVIRONMENT)
+    monkeypatch.delenv(tuned_results.ENVIRONMENT)
     backend(None)
     return place
 
@@ -48,7 +50,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     monkeypatch.setattr(emulator, "unavailable", lambda: None)
-    backends.forget()
+    kernels.forget()
 
 
 def found(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
@@ -74,16 +76,16 @@ def test_the_text_has_a_section_for_each_thing_and_a_conclusion(
 def test_json_has_the_facts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(device.ENVIRONMENT, "M3 Max, 30 cores")
-    device.current.cache_clear()
+    monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max, 30 cores")
+    devices.current.cache_clear()
 
     status, facts = found(capsys)
 
-    device.current.cache_clear()
+    devices.current.cache_clear()
     assert (status, facts["ok"], facts["problems"]) == (0, True, [])
     assert facts["versions"]["mlx"] == mx.__version__
     assert facts["versions"]["python"] == sys.version.split()[0]
-    assert facts["environment"][device.ENVIRONMENT] == "M3 Max, 30 cores"
+    assert facts["environment"][devices.ENVIRONMENT] == "M3 Max, 30 cores"
     assert facts["device"]["generation"] == "M3"
     assert facts["device"]["cores"] == 30
     assert facts["device"]["source"] == "named by MLX_MARLIN_DEVICE"
@@ -112,17 +114,17 @@ def test_what_a_variable_prevents_is_a_problem(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    device.current.cache_clear()
-    backends.forget()
+    devices.current.cache_clear()
+    kernels.forget()
 
     status, facts = found(capsys)
 
-    device.current.cache_clear()
+    devices.current.cache_clear()
     assert (status, facts["ok"]) == (1, False)
     assert words in facts["problems"][0]
     assert main(["doctor"]) == 1
     assert words in capsys.readouterr().out.split("conclusion")[1]
-    device.current.cache_clear()
+    devices.current.cache_clear()
 
 
 @pytest.mark.parametrize("name", [None, "emulator"])
@@ -225,7 +227,7 @@ def test_tuned_results_are_counted(
 ) -> None:
     place = root / "tuned"
     place.mkdir(parents=True)
-    here = tuned.machine(device.current(), "emulator").file_name
+    here = tuned_results.machine(devices.current(), "emulator").file_name
     (place / here).write_text('{"results": [1, 2]}')
     (place / "another.json").write_text('{"results": [1]}')
     (place / "broken.json").write_text("{")
@@ -238,7 +240,7 @@ def test_tuned_results_are_counted(
     assert files["broken.json"]["results"] is None
     assert [each for each in files if files[each]["this_machine"]] == [here]
     assert "are ignored" in facts["tuned"]["ignored"][0]
-    monkeypatch.setenv(tuned.ENVIRONMENT, "0")
+    monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
     assert main(["doctor"]) == 0
     assert "switched off by MLX_MARLIN_TUNED=0" in capsys.readouterr().out
 
@@ -252,7 +254,7 @@ def test_a_failed_verdict_is_a_problem(
         for name, reason in (("marlin_gemv", None), ("marlin_gemm", "wrong numbers"))
     )
     verdicts = {"on": True, "kernels": [passed, failed]}
-    monkeypatch.setattr(diagnosis, "verdicts", lambda: verdicts)
+    monkeypatch.setattr(machine, "verdicts", lambda: verdicts)
 
     status, facts = found(capsys)
 
@@ -302,8 +304,8 @@ def test_a_part_that_fails_hides_no_other(
     def fails() -> None:
         raise RuntimeError("no such driver")
 
-    monkeypatch.setattr(device, "current", fails)
-    monkeypatch.setattr("mlx_marlin.emulator.compiler.find", fails)
+    monkeypatch.setattr(devices, "current", fails)
+    monkeypatch.setattr("mlx_marlin.emulator.compiling.compiler.find", fails)
     monkeypatch.setattr(folders, "collect", fails)
 
     status, facts = found(capsys)
@@ -331,7 +333,7 @@ def test_without_mlx_the_rest_is_told(
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Lists the products whose kernels are to be checked."""
     products: list[Problem] = []
-    monkeypatch.setattr(diagnosis, "check", products.extend)
+    monkeypatch.setattr(machine, "check", products.extend)
     return products
 
 
@@ -402,8 +404,8 @@ def test_the_versions_are_told(
     assert exited.value.code == 0
     assert said.startswith("mlx-marlin ")
     assert f"(mlx {mx.__version__}, mlx-lm {mlx_lm.__version__})" in said
-    monkeypatch.setattr(diagnosis, "_version", {"mlx-marlin": "1.2"}.get)
-    assert diagnosis.version_line() == "mlx-marlin 1.2"
+    monkeypatch.setattr(machine, "_version", {"mlx-marlin": "1.2"}.get)
+    assert machine.version_line() == "mlx-marlin 1.2"
 
 
 def test_help_lists_every_command_in_a_line_the_most_useful_first(

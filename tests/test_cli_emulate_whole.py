@@ -7,7 +7,7 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.cli import main
-from mlx_marlin.emulator.whole_kernel import whole_kernels
+from mlx_marlin.emulator.language.whole_kernel import whole_kernels
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"

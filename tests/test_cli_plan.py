@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin import scheduler
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import main
-from mlx_marlin.cli.pictures import tile_map, timeline
-from mlx_marlin.device import Device
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.work import STRATEGIES
+from mlx_marlin.cli.pictures.text import tile_map, timeline
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import STRATEGIES
 
 KEYS = (
     "strategy",
@@ -99,7 +99,7 @@ def test_a_plan_is_followed_by_its_map_and_timeline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printed = lines(capsys, "plan", "16", "5120", "17408", "--chip", "M4")
-    choice = scheduler.plan(16, 5120, 17408, chip="M4")
+    choice = planner.plan(16, 5120, 17408, chip="M4")
 
     pictures = f"\n\n{tile_map(choice.plan)}\n\n{timeline(choice)}"
     assert "\n".join(printed).endswith(pictures)
@@ -189,7 +189,7 @@ def test_every_option_reaches_the_plan(
         drawn.append(plan)
         return ""
 
-    monkeypatch.setattr("mlx_marlin.cli.pictures.tile_map", keep)
+    monkeypatch.setattr("mlx_marlin.cli.pictures.text.tile_map", keep)
     printed = lines(
         capsys, "plan", "2", "320", "1280", "--chip", "M4", *options.split()
     )
@@ -208,7 +208,7 @@ def test_json_is_the_problem_and_the_figures_of_the_choice(
 ) -> None:
     printed = figures(capsys, "16 2560 9728 --chip M3 --bias")
     problem = Problem(m=16, n=2560, k=9728, epilogue=Epilogue(bias=True))
-    choice = scheduler.compare(problem, device=Device.named("M3"))
+    choice = planner.compare(problem, device=Device.named("M3"))
 
     assert set(KEYS) <= printed.keys()
     asked = printed.pop("problem")
@@ -222,7 +222,7 @@ def test_json_is_the_problem_and_the_figures_of_the_choice(
 def test_a_batch_is_said_drawn_and_carried(capsys: pytest.CaptureFixture[str]) -> None:
     words = "plan 2 64 512 --chip M4 --batch 3"
     printed = lines(capsys, *words.split())
-    choice = scheduler.plan(2, 64, 512, chip="M4", batch=3)
+    choice = planner.plan(2, 64, 512, chip="M4", batch=3)
 
     assert "each of 3 weights" in printed[0]
     assert f"plan      {choice.plan.explain()}" == printed[2]
@@ -259,7 +259,7 @@ def test_json_of_all_lists_the_candidates_the_chosen_one_first(
 ) -> None:
     printed = figures(capsys, "8 224 5120 --chip M4 --cores 5 --all")
     problem = Problem(m=8, n=224, k=5120)
-    choice = scheduler.compare(problem, device=Device.named("M4", 5))
+    choice = planner.compare(problem, device=Device.named("M4", 5))
 
     candidates = printed["candidates"]
     assert candidates[0] == choice.figures()
@@ -284,7 +284,7 @@ def test_all_prints_the_table_and_pictures_of_every_strategy(
     words = "plan 8 224 5120 --chip M4 --cores 5 --all"
     printed = lines(capsys, *words.split())
     problem = Problem(m=8, n=224, k=5120)
-    choice = scheduler.compare(problem, device=Device.named("M4", 5))
+    choice = planner.compare(problem, device=Device.named("M4", 5))
 
     text = "\n".join(printed)
     assert f"compared, times in us {MODEL}\n{choice.table()}\n" in text

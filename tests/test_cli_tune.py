@@ -17,22 +17,20 @@ from arguments import activations, weight
 from models import Layers, tiny_llama
 
 import mlx_marlin
-from mlx_marlin import (
-    backends,
-    cache,
-    device,
-    emulator,
-    guard,
+from mlx_marlin import cache, emulator, guard
+from mlx_marlin.backends import (
+    devices,
     launch,
-    scheduler,
-    serving,
-    tuned,
+    planner,
+    selection,
+    tuned_results,
 )
-from mlx_marlin.autotune import counting, operands, tuner
+from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.cli import main
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.measurement import Result
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
+from mlx_marlin.tuning import counting, operands, tuner
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -50,7 +48,7 @@ def kept(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     monkeypatch.setattr(
         cache, "folder", lambda name: {"emulator": compiled}.get(name, tmp_path / name)
     )
-    monkeypatch.delenv(tuned.ENVIRONMENT)
+    monkeypatch.delenv(tuned_results.ENVIRONMENT)
     backend("emulator")
     return tmp_path / "tuned"
 
@@ -65,7 +63,9 @@ def longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(kept: Path) -> dict[Problem, Result]:
-    return tuned.read(kept, tuned.machine(device.current(), "emulator"))
+    return tuned_results.read(
+        kept, tuned_results.machine(devices.current(), "emulator")
+    )
 
 
 def without_dates(kept: Path) -> Any:
@@ -86,7 +86,7 @@ def test_a_shape_is_tuned_kept_and_used(
 
     (result,) = results(kept).values()
     assert result.plan.problem == PROBLEM
-    assert result.plan != scheduler.choose(PROBLEM, device.current())
+    assert result.plan != planner.choose(PROBLEM, devices.current())
     assert result.clock == "emulator counters"
     assert "us (emulator counters)" in capsys.readouterr().out
     after = mlx_marlin.quantized_matmul(x, *native)
@@ -100,7 +100,8 @@ def test_another_process_uses_what_was_kept(kept: Path, longest_first: None) -> 
     program = f"""
 from pathlib import Path
 import mlx.core as mx
-from mlx_marlin import cache, launch, quantized_matmul
+from mlx_marlin import cache, quantized_matmul
+from mlx_marlin.backends import launch
 cache.folder = lambda name: {{"tuned": Path({str(kept)!r})}}[name]
 launch.product = lambda plan: print(plan.explain()) or (lambda x, *_: mx.zeros((4, 64)))
 w = mx.quantize(mx.zeros((64, 256), mx.float16), group_size=64, bits=4)
@@ -195,7 +196,7 @@ def measured_problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     def tune(problem: Problem, *_: Any) -> tuner.Outcome:
         seen.append(problem)
         spread = tuner.Spread(median=1e-6)
-        plan = scheduler.choose(problem, device.current())
+        plan = planner.choose(problem, devices.current())
         return tuner.Outcome(arms={plan: spread}, wrong=(), result=None)
 
     monkeypatch.setattr(tuner, "tune", tune)
@@ -346,7 +347,7 @@ def test_a_dry_run_lists_and_measures_nothing(
     assert main(["tune", "4x64x256", "--dry-run"]) == 0
 
     said = capsys.readouterr().out
-    for plan in tuner.arms(PROBLEM, device.current(), times_stock=False):
+    for plan in tuner.arms(PROBLEM, devices.current(), times_stock=False):
         assert tuner.name(plan) in said
     assert "us by the model, not measured" in said
     assert (seen, kept.exists()) == ([], False)
@@ -395,9 +396,9 @@ def test_clearing_removes_what_was_kept(
     assert results(kept)
 
     # Whatever chip is named.
-    monkeypatch.setenv(device.ENVIRONMENT, "H200")
+    monkeypatch.setenv(devices.ENVIRONMENT, "H200")
     assert main(["tune", "--clear"]) == 0
-    monkeypatch.delenv(device.ENVIRONMENT)
+    monkeypatch.delenv(devices.ENVIRONMENT)
 
     assert f"files removed from {kept}: 1" in capsys.readouterr().out
     assert results(kept) == {}
@@ -439,12 +440,12 @@ def test_what_cannot_be_tuned_is_said(
 def on_h200(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90"
 ) -> None:
-    h200 = device.named("NVIDIA H200")
+    h200 = devices.named("NVIDIA H200")
     assert isinstance(h200, CudaDevice)
     here = replace(h200, arch=arch)
     backend("cuda")
-    monkeypatch.setattr(device, "current", lambda: here)
-    monkeypatch.setattr(backends, "missing", lambda: None)
+    monkeypatch.setattr(devices, "current", lambda: here)
+    monkeypatch.setattr(selection, "missing", lambda: None)
 
 
 def test_what_no_plan_serves_is_said_and_left_out(
@@ -460,8 +461,8 @@ def test_what_no_plan_serves_is_said_and_left_out(
     assert [each.m for each in seen] == [128, 129]
     assert "not measured" not in capsys.readouterr().out
 
-    monkeypatch.setattr(backends, "backend", cached(lambda: "cuda"))
-    monkeypatch.setattr(backends, "forced_backend", cached(lambda: None))
+    monkeypatch.setattr(selection, "backend", cached(lambda: "cuda"))
+    monkeypatch.setattr(selection, "forced_backend", cached(lambda: None))
     seen.clear()
     assert main(["tune", "64x256", "--rows", "128,129"]) == 0
 
@@ -545,7 +546,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_measuring(
 
     assert f"the results cannot be kept in {kept}: " in capsys.readouterr().err
     assert seen == []
-    serving.forget()
+    dispatch.forget()
     assert mlx_marlin.why_not(activations(4, 256), *weight(64, 256)) is None
 
 
@@ -560,10 +561,10 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    here = device.named(chip)
+    here = devices.named(chip)
     backend(on)
-    monkeypatch.setattr(device, "current", lambda: here)
-    monkeypatch.setattr(backends, "missing", lambda: None)
+    monkeypatch.setattr(devices, "current", lambda: here)
+    monkeypatch.setattr(selection, "missing", lambda: None)
     monkeypatch.setattr(operands, "CACHE_BYTES", 2**15)
     monkeypatch.setattr(operands, "CUDA_CACHE_BYTES", 2**15)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
@@ -574,7 +575,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     words = ["tune", "4x64x256", "--seconds", "0.1", "--layout", "mlx"]
     assert main(words) == 0
 
-    (result,) = tuned.read(kept, tuned.machine(here, on)).values()
+    (result,) = tuned_results.read(kept, tuned_results.machine(here, on)).values()
     assert result.clock == "wall time"
     arms = tuner.arms(PROBLEM, here, times_stock=True)
     assert {*result.medians_us} == {*map(tuner.name, arms)}
@@ -591,7 +592,7 @@ def test_a_chip_that_is_only_named_is_not_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     backend("metal")
-    monkeypatch.setenv(device.ENVIRONMENT, "M3 Max")
+    monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max")
 
     assert main(["tune", "4x64x256"]) == 2
 

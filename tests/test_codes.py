@@ -7,7 +7,7 @@ from format_cases import read_codes, write_codes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.codes import codes_of_words, words_of_codes
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
 
 WIDTHS = range(1, 9)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -14,14 +14,20 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin import kernel_arguments, scheduler, source
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.epilogue import Epilogue, Rotation
-from mlx_marlin.kernel_arguments import TemplateValue
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import problem_of
-from mlx_marlin.source import Source
+from mlx_marlin.backends import (
+    arguments as kernel_arguments,
+)
+from mlx_marlin.backends import (
+    planner,
+    source,
+)
+from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import problem_of
 
 NVCC = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
@@ -129,7 +135,7 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
     device_name, asked = PLANS[name]
     device = CudaDevice.named(device_name)
     wishes = {"strategy": "split_k", "k_parallel": 4} if name == "split" else {}
-    plan = scheduler.make(problem_of(**asked), device=device, **wishes)
+    plan = planner.make(problem_of(**asked), device=device, **wishes)
 
     said = compiled(
         source.cuda_product_source(plan),
@@ -162,7 +168,7 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
 def test_routing_compiles(
     body: str, template: dict[str, TemplateValue], tmp_path: Path
 ) -> None:
-    plan = scheduler.make(problem_of(8, 64, 64, dtype=template["T"]))
+    plan = planner.make(problem_of(8, 64, 64, dtype=template["T"]))
     text = source.routing_source(body)
     said = compiled(text, plan, CudaDevice.named(H200), tmp_path, template)
     assert max(map(int, SPILLED.findall(said))) == 0, said
@@ -183,7 +189,7 @@ def test_experts_compile_and_their_registers_suffice(
 ) -> None:
     device = CudaDevice.named(H200)
     problem = problem_of(pairs, 768, 2048, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, 128, each, device, gate, bias)
+    plan = planner.choose_cuda_gather(problem, 128, each, device, gate, bias)
     text = source.cuda_gather_source(plan)
 
     template = kernel_arguments.cuda_gather_template(plan)

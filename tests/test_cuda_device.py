@@ -11,17 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import (
-    cache,
-    cuda_detection,
-    cuda_device,
-    device,
-    scheduler,
-    why_stock,
-)
+from mlx_marlin import cache
+from mlx_marlin.backends import devices, planner
+from mlx_marlin.backends.cuda import detection
+from mlx_marlin.backends.cuda import device as cuda_device
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.limits import OF_CUDA
 from mlx_marlin.cli import main
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.kernels import OF_CUDA
+from mlx_marlin.products import eligibility
 
 Choose = Callable[[str | None], None]
 H200 = CudaDevice.named("NVIDIA H200")
@@ -30,16 +28,16 @@ H200 = CudaDevice.named("NVIDIA H200")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv(device.ENVIRONMENT, raising=False)
-    device.current.cache_clear()
+    devices.current.cache_clear()
     yield
-    device.current.cache_clear()
+    devices.current.cache_clear()
 
 
 @pytest.mark.parametrize(
     "name", ["NVIDIA H200", "H200", "nvidia h200", "NVIDIA  H200 "]
 )
 def test_a_device_is_found_by_its_name(name: str) -> None:
-    assert device.named(name) == H200
+    assert devices.named(name) == H200
     assert (H200.cores, H200.arch, H200.capability) == (132, "sm_90", (9, 0))
 
 
@@ -50,21 +48,21 @@ def test_names_may_leave_out_the_brand_and_be_aliases() -> None:
 
 
 def test_another_number_of_multiprocessors_is_another_variant() -> None:
-    part = device.named("H200", 66)
+    part = devices.named("H200", 66)
 
     assert isinstance(part, CudaDevice)
     assert (part.multiprocessors, part.name) == (66, "NVIDIA H200")
     assert part.variant == "NVIDIA H200 with 66 multiprocessors"
-    assert device.named("H200", 132) == H200
+    assert devices.named("H200", 132) == H200
 
 
 def test_apples_chips_are_still_found() -> None:
-    assert device.named("M3 Max", 30) == device.Device.named("M3 Max", 30)
+    assert devices.named("M3 Max", 30) == device.Device.named("M3 Max", 30)
 
 
 def test_an_unknown_device_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(ValueError, match=r"'NVIDIA Q1' is not one of: .*NVIDIA H200"):
-        device.named("NVIDIA Q1")
+        devices.named("NVIDIA Q1")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +106,8 @@ class Driver:
 
     def __init__(self, **attributes: int) -> None:
         self.says = {
-            cuda_detection.MULTIPROCESSORS: attributes.get("multiprocessors", 0),
-            cuda_detection.SHARED_BYTES: attributes.get("shared", 0),
+            detection.MULTIPROCESSORS: attributes.get("multiprocessors", 0),
+            detection.SHARED_BYTES: attributes.get("shared", 0),
         }
 
     def cuDeviceGet(self, _: Any, index: int) -> int:  # noqa: N802
@@ -130,7 +128,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
 
     def make(name: str, driver: Driver | None, default: mx.DeviceType = mx.gpu) -> None:
         info = {"device_name": name, "architecture": "sm_90"}
-        monkeypatch.setattr(cuda_detection, "_driver", lambda: driver)
+        monkeypatch.setattr(detection, "_driver", lambda: driver)
         monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
         monkeypatch.setattr(mx, "stream", lambda _: nullcontext())
@@ -144,13 +142,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
 def test_a_known_device_has_its_stated_figures(machine: Callable[..., None]) -> None:
     machine("NVIDIA H200", Driver(multiprocessors=132, shared=232448))
 
-    assert device.current() == H200
+    assert devices.current() == H200
 
 
 def test_the_driver_counts_the_multiprocessors(machine: Callable[..., None]) -> None:
     machine("NVIDIA H200", Driver(multiprocessors=60, shared=100000))
 
-    found = device.current()
+    found = devices.current()
 
     assert isinstance(found, CudaDevice)
     assert (found.multiprocessors, found.shared_bytes) == (60, 100000)
@@ -162,7 +160,7 @@ def test_a_driver_that_says_nothing_leaves_the_table(
 ) -> None:
     machine("NVIDIA H200", Driver())
 
-    assert device.current() == H200
+    assert devices.current() == H200
 
 
 def test_an_unknown_device_is_measured_once(
@@ -171,14 +169,12 @@ def test_an_unknown_device_is_measured_once(
     machine("NVIDIA Q1", Driver(multiprocessors=50, shared=101376))
     asked: list[str] = []
     monkeypatch.setattr(
-        cuda_detection, "_bandwidth_gbs", lambda: asked.append("memory") or 700.0
+        detection, "_bandwidth_gbs", lambda: asked.append("memory") or 700.0
     )
-    monkeypatch.setattr(
-        cuda_detection, "_tflops", lambda: asked.append("matrix") or 200.0
-    )
+    monkeypatch.setattr(detection, "_tflops", lambda: asked.append("matrix") or 200.0)
 
-    first = cuda_detection.here()
-    second = cuda_detection.here()
+    first = detection.here()
+    second = detection.here()
 
     assert first == second
     assert first is not None
@@ -196,9 +192,9 @@ def test_what_cannot_be_measured_is_planned_as_a_small_device(
     def no_room() -> float:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(cuda_detection, "_bandwidth_gbs", no_room)
+    monkeypatch.setattr(detection, "_bandwidth_gbs", no_room)
 
-    found = cuda_detection.here()
+    found = detection.here()
 
     assert found is not None
     assert found.name == "NVIDIA Q1"
@@ -213,7 +209,7 @@ def test_a_kept_file_that_is_odd_is_measured_anew(
     monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
     cache.store("gpus", "kept.json", text.encode())
 
-    assert cuda_detection._read("kept.json") is None
+    assert detection._read("kept.json") is None
 
 
 def test_figures_that_others_may_have_written_are_not_read(
@@ -221,19 +217,19 @@ def test_figures_that_others_may_have_written_are_not_read(
 ) -> None:
     monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
     figures = {"bandwidth_gbs": 700.0, "tflops": 200.0}
-    cuda_detection._write("kept.json", figures)
-    assert cuda_detection._read("kept.json") == figures
+    detection._write("kept.json", figures)
+    assert detection._read("kept.json") == figures
 
     (tmp_path / "gpus" / "kept.json").chmod(0o666)
 
-    assert cuda_detection._read("kept.json") is None
+    assert detection._read("kept.json") is None
 
 
 def test_the_probe_measures_and_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_detection, "COPIED", 2**12)
-    monkeypatch.setattr(cuda_detection, "SIDE", 16)
+    monkeypatch.setattr(detection, "COPIED", 2**12)
+    monkeypatch.setattr(detection, "SIDE", 16)
 
-    for measured in (cuda_detection._bandwidth_gbs(), cuda_detection._tflops()):
+    for measured in (detection._bandwidth_gbs(), detection._tflops()):
         assert measured > 0
         assert measured == float(f"{measured:.2g}")
 
@@ -244,7 +240,7 @@ def test_without_a_driver_mlx_is_not_asked(
     machine("NVIDIA H200", None)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: pytest.fail("asked"))
 
-    assert device.current() == device.DEFAULT
+    assert devices.current() == device.DEFAULT
 
 
 def test_the_default_device_may_be_another_at_the_next_call(
@@ -252,14 +248,14 @@ def test_the_default_device_may_be_another_at_the_next_call(
 ) -> None:
     machine("NVIDIA H200", Driver(), mx.cpu)
 
-    assert device.current() == H200
+    assert devices.current() == H200
 
 
 def test_the_environment_may_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.ENVIRONMENT, "NVIDIA H200, 100 cores")
     monkeypatch.setenv(device.ARCHITECTURE_ENVIRONMENT, "applegpu_g15s")
 
-    found = device.current()
+    found = devices.current()
 
     assert isinstance(found, CudaDevice)
     assert (found.cores, found.arch) == (100, "sm_90")
@@ -279,13 +275,13 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
     monkeypatch: pytest.MonkeyPatch,
     back_end: str,
     wish: str | None,
-    expected: device.Target,
+    expected: devices.Target,
 ) -> None:
     backend(back_end)
     if wish:
         monkeypatch.setenv(device.ENVIRONMENT, wish)
 
-    assert why_stock.target() == expected
+    assert eligibility.target() == expected
 
 
 @pytest.mark.parametrize(
@@ -306,7 +302,7 @@ def test_a_device_of_another_back_end_is_an_error(
     monkeypatch.setenv(device.ENVIRONMENT, wish)
 
     with pytest.raises(ValueError, match=words):
-        why_stock.target()
+        eligibility.target()
 
 
 def test_tuning_is_refused_where_other_kernels_run(
@@ -339,7 +335,7 @@ def test_what_would_be_tuned_is_listed(
 
 
 def test_a_plan_can_be_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert scheduler.plan(4, 4096, 4096, chip="H200").plan.kernel == "mma"
+    assert planner.plan(4, 4096, 4096, chip="H200").plan.kernel == "mma"
     assert main(["plan", "4", "4096", "4096", "--chip", "H200", "--all"]) == 0
 
     said = capsys.readouterr().out

@@ -19,11 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import exact
 
-from mlx_marlin import emulator, launch, scheduler, serving, source, tuned
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.measurement import Result, label
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin import emulator
+from mlx_marlin.backends import launch, planner, source, tuned_results
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import dispatch
 
 H200 = cuda_cases.h200()
 FORMATS = (
@@ -115,13 +117,13 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = problem_of(1, 192, 128, layout="marlin")
-    plan = scheduler.make(plain, device=H200, kernel="mma", simdgroups_n=1)
+    plan = planner.make(plain, device=H200, kernel="mma", simdgroups_n=1)
     times = {label(plan): 1.0}
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
     )
-    monkeypatch.setattr(tuned, "_found", cache(lambda *_: {plain: result}))
-    assert tuned.find(plain, H200, "cuda") == result
+    monkeypatch.setattr(tuned_results, "_found", cache(lambda *_: {plain: result}))
+    assert tuned_results.find(plain, H200, "cuda") == result
     layer, x = layer_of("marlin"), mx.random.normal((1, 128)).astype(mx.float16)
 
     layer.gated(x)
@@ -133,7 +135,7 @@ def test_no_rows_have_half_the_columns(backend: Callable[[str | None], None]) ->
     backend("stock")
     call = (0, 128), mx.float16, 192, 128, 64, 4, "affine", mx.float16, True, False
     x, none = mx.zeros((0, 128), mx.float16), mx.zeros(())
-    assert serving.serve_packed(*call, GATED).run(x, none, none, none).shape == (0, 96)
+    assert dispatch.serve_packed(*call, GATED).run(x, none, none, none).shape == (0, 96)
 
 
 def assert_apart(layer: MarlinLinear, rows: int) -> None:
@@ -161,7 +163,7 @@ def test_plans_have_both_halves_of_a_result_in_a_block(
     m: int, pairs: int, k: int
 ) -> None:
     asked = problem_of(m, 64 * pairs, k, layout="marlin", epilogue=GATED)
-    plan = scheduler.choose(asked, H200)
+    plan = planner.choose(asked, H200)
 
     assert asked.result_shape == (m, 32 * pairs)
     assert plan.simdgroups_n % 2 == 0
@@ -212,22 +214,22 @@ def test_there_are_two_halves_of_one_product(more: dict[str, Any], words: str) -
 def test_a_plan_that_parts_them_is_refused(wishes: dict[str, Any], words: str) -> None:
     asked = problem_of(1, 192, 1024, layout="marlin", epilogue=GATED)
     with pytest.raises(ValueError, match=words):
-        scheduler.make(asked, device=H200, **{"simdgroups_n": 2} | wishes)
+        planner.make(asked, device=H200, **{"simdgroups_n": 2} | wishes)
 
 
 def test_metals_kernels_have_no_gate() -> None:
     with pytest.raises(ValueError, match="gated=True needs a CUDA kernel"):
-        scheduler.make(problem_of(1, 192, 1024, epilogue=GATED))
+        planner.make(problem_of(1, 192, 1024, epilogue=GATED))
 
 
 def test_halves_that_are_no_whole_tiles_are_refused() -> None:
     asked = problem_of(1, 96, 1024, layout="marlin", epilogue=GATED)
     with pytest.raises(ValueError, match="whole tiles of 32 columns each, and n is 96"):
-        scheduler.make(asked, device=H200)
+        planner.make(asked, device=H200)
 
 
 def test_the_text_declares_the_gate_and_reads_no_array_more() -> None:
-    plan = scheduler.choose(
+    plan = planner.choose(
         problem_of(1, 192, 1024, layout="marlin", epilogue=GATED), H200
     )
     text = source.cuda_product_source(plan)

@@ -20,14 +20,15 @@ from oracles import exact
 from test_gather import Call, kind
 
 import mlx_marlin
-from mlx_marlin import gather_launch, gather_serving, scheduler, source
-from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.gather_kind import pairs_of_row
-from mlx_marlin.gather_serving import why_not_gather
-from mlx_marlin.integrations.gated_experts import GatedExperts
-from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
-from mlx_marlin.packing import pack
-from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin.backends import experts_launch, planner, source
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products.experts import dispatch
+from mlx_marlin.products.experts.dispatch import why_not_gather
+from mlx_marlin.products.experts.request import pairs_of_row
+from mlx_marlin.products.packing import pack
 
 H200 = cuda_cases.h200()
 AFFINE = ("affine", 4, 64)
@@ -101,9 +102,9 @@ def on_cuda(
 @pytest.mark.usefixtures("on_cuda")
 def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
-    monkeypatch.setattr(gather_serving, "traced_call", traced.append)
-    gather_serving.product_of(kind(on_cpu=False))
-    gather_serving.serve_gated(kind(on_cpu=False, layout="marlin", n=64), "silu")
+    monkeypatch.setattr(dispatch, "traced_call", traced.append)
+    dispatch.product_of(kind(on_cpu=False))
+    dispatch.serve_gated(kind(on_cpu=False, layout="marlin", n=64), "silu")
     assert len(traced) == 2
 
 
@@ -263,13 +264,13 @@ def assert_near(y: mx.array, own: SwitchGLU, x: mx.array, chosen: mx.array) -> N
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
     """Lists the plans of experts' products."""
     plans: list[CudaGatherPlan] = []
-    own = gather_launch.cuda_gather_product
+    own = experts_launch.cuda_gather_product
 
     def listed(plan: CudaGatherPlan) -> Any:
         plans.append(plan)
         return own(plan)
 
-    monkeypatch.setattr(gather_launch, "cuda_gather_product", listed)
+    monkeypatch.setattr(experts_launch, "cuda_gather_product", listed)
     return plans
 
 
@@ -394,8 +395,8 @@ def test_gradients_go_through_gate_and_up(
 )
 def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:
     fields = {"on_cpu": False, "layout": "marlin", "n": 64}
-    assert gather_serving.serve_gated(kind(**fields), "silu") is not None
-    assert gather_serving.serve_gated(kind(**fields | changes), "silu") is None
+    assert dispatch.serve_gated(kind(**fields), "silu") is not None
+    assert dispatch.serve_gated(kind(**fields | changes), "silu") is None
 
 
 @pytest.mark.parametrize(
@@ -424,7 +425,7 @@ def test_a_plan_fits_the_device_and_says_itself(
     pairs: int, experts: int, n: int, k: int
 ) -> None:
     problem = problem_of(pairs, n, k, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200)
+    plan = planner.choose_cuda_gather(problem, experts, 0, H200)
 
     assert plan.threads <= 1024
     assert plan.threadgroup_bytes <= H200.shared_bytes
@@ -439,14 +440,14 @@ def test_a_plan_fits_the_device_and_says_itself(
 )
 def test_large_experts_are_planned(n: int, k: int, bits: int, experts: int) -> None:
     problem = problem_of(800, n, k, bits=bits, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200)
+    plan = planner.choose_cuda_gather(problem, experts, 0, H200)
     assert plan.num_threadgroups >= experts * n / 32 / 8
 
 
 @given(pairs=st.integers(1, 2000), experts=st.integers(1, 300), n=st.integers(1, 200))
 def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
     problem = problem_of(pairs, 32 * n, 2048, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, experts, 0, H200, gate="silu")
+    plan = planner.choose_cuda_gather(problem, experts, 0, H200, gate="silu")
 
     assert plan.simdgroups_n % 2 == 0
     columns = 32 * plan.simdgroups_n * plan.num_threadgroups
@@ -477,7 +478,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
 
 @pytest.mark.parametrize("each", [0, 2])
 def test_the_text_reads_rows_only_where_they_are_named(each: int) -> None:
-    plan = scheduler.choose_cuda_gather(problem_of(8, 64, 128), 4, each, H200)
+    plan = planner.choose_cuda_gather(problem_of(8, 64, 128), 4, each, H200)
     text = source.cuda_gather_source(plan)
 
     read = ("x", "w", "scales", "biases", "experts")

@@ -50,11 +50,12 @@ from format_cases import arguments
 from oracles import exact
 
 import mlx_marlin
-from mlx_marlin import device, gather_launch, launch, staged_x
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.packing import pack
+from mlx_marlin.backends import devices, experts_launch, launch
+from mlx_marlin.backends.cuda import pipelined
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.products.packing import pack
 
 pytestmark = [
     pytest.mark.skipif(
@@ -78,9 +79,9 @@ STAGED_TURNS = cycle((("float16", 13), ("bfloat16", 32), ("bfloat16", 7)))
 def product_of(case: Case, **more: Any) -> launch.Product:
     """Returns what computes a case, if this device can."""
     plan = cuda_cases.plan_of(case, **more)
-    here = device.current()
+    here = devices.current()
     capability = here.capability if isinstance(here, CudaDevice) else None
-    if plan.has_staged_x and capability != staged_x.CAPABILITY:
+    if plan.has_staged_x and capability != pipelined.CAPABILITY:
         pytest.skip(f"{plan.kernel} is Hopper's, and this is {capability}")
     return launch.product(plan)
 
@@ -233,10 +234,10 @@ def test_experts(name: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
-    case.check(gather_launch.route)
-    case.check_sum(gather_launch.combine)
+    case.check(experts_launch.route)
+    case.check_sum(experts_launch.combine)
     same_bits(
-        lambda: gather_launch.route(case.logits, case.each, case.of_all, case.last)[1]
+        lambda: experts_launch.route(case.logits, case.each, case.of_all, case.last)[1]
     )
 
 

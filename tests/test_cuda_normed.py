@@ -19,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import exact
 
-from mlx_marlin import emulator, launch, mma, scheduler, source
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.kernels import OF_CUDA
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin import emulator
+from mlx_marlin.backends import launch, planner, source
+from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal.limits import OF_CUDA
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.problem import Problem, problem_of
 
 H200 = cuda_cases.h200()
 RTX = CudaDevice.named("NVIDIA GeForce RTX 4090")
@@ -232,7 +234,7 @@ def test_plans_have_whole_rows_in_a_block(
 ) -> None:
     asked = problem_of(m, n, k, layout="marlin", dtype=dtype, norm=1e-5)
 
-    plan = scheduler.choose(asked, device)
+    plan = planner.choose(asked, device)
 
     assert (plan.kernel, plan.reduction) == ("mma", "none")
     assert mma.NORMED_BYTES < plan.threadgroup_bytes <= device.shared_bytes
@@ -243,7 +245,7 @@ def test_plans_have_whole_rows_in_a_block(
 def test_a_kernel_asks_for_the_same_memory_whatever_the_rows_are() -> None:
     """MLX asks the driver once for a kernel's text, at its first call."""
     plans = [
-        scheduler.choose(problem_of(m, 192, 1024, layout="marlin", norm=1e-5), H200)
+        planner.choose(problem_of(m, 192, 1024, layout="marlin", norm=1e-5), H200)
         for m in (1, 3, 8)
     ]
 
@@ -256,8 +258,8 @@ def test_rows_are_normalized_before_where_blocks_would_do_it_too_often() -> None
     narrow = problem_of(1, 512, 16384, layout="marlin", norm=1e-5)
 
     for asked in (gate_and_up, narrow):  # waves of blocks; splits would be faster
-        assert "normalize the rows again" in str(scheduler.stock_reason(asked, RTX))
-        assert scheduler.stock_reason(asked, H200) is None
+        assert "normalize the rows again" in str(planner.stock_reason(asked, RTX))
+        assert planner.stock_reason(asked, H200) is None
 
 
 @pytest.mark.parametrize(
@@ -273,7 +275,7 @@ def test_more_rows_are_refused(
 ) -> None:
     asked = problem_of(m, 64, k, layout="marlin", norm=1e-5, **more)
     with pytest.raises(ValueError, match=words):
-        scheduler.make(asked, device=H200)
+        planner.make(asked, device=H200)
 
 
 @pytest.mark.parametrize("more", [{"batch": 2}, {"norm": -1e-5}])
@@ -291,17 +293,17 @@ def test_a_norm_is_of_one_product_and_adds_nothing_negative(
 def test_other_plans_are_refused(wishes: dict[str, Any]) -> None:
     asked = problem_of(8, 192, 1024, layout="marlin", norm=1e-5)
     with pytest.raises(ValueError, match="needs kernel='mma' and reduction='none'"):
-        scheduler.make(asked, device=H200, **wishes)
+        planner.make(asked, device=H200, **wishes)
 
 
 def test_metals_kernels_have_none() -> None:
     with pytest.raises(ValueError, match="needs kernel='mma'"):
-        scheduler.make(problem_of(1, 192, 1024, norm=1e-5))
+        planner.make(problem_of(1, 192, 1024, norm=1e-5))
 
 
 def test_the_text_declares_the_rows_and_reads_the_norm() -> None:
     asked = problem_of(1, 192, 1024, layout="marlin", epilogue=GATED, norm=1e-5)
-    plan = scheduler.choose(asked, H200)
+    plan = planner.choose(asked, H200)
     text = source.cuda_product_source(plan)
 
     assert text.name == "marlin_mma_gated_normed"

@@ -12,16 +12,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 
-from mlx_marlin import cuda_device, measurement, mma, scheduler, staged_x
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.kernels import OF_CUDA, Kernel, k_tile
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import cuda_ways
-from mlx_marlin.work import STRATEGIES, Strategy, Tile, Work, data_parallel
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.cuda import candidates, device, mma, pipelined
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal.limits import OF_CUDA, Kernel, k_tile
+from mlx_marlin.planning import measurement
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import (
+    STRATEGIES,
+    Strategy,
+    Tile,
+    Work,
+    data_parallel,
+)
 
 H200 = CudaDevice.named("NVIDIA H200")
-DEVICES = st.sampled_from((*cuda_device.gpus().values(), cuda_device.DEFAULT))
+DEVICES = st.sampled_from((*device.gpus().values(), device.DEFAULT))
 OURS: tuple[Strategy, ...] = tuple(each for each in STRATEGIES if each != "hytis")
 HALVES = st.sampled_from(mma.DTYPES)
 
@@ -55,18 +62,18 @@ def mma_plans(draw: st.DrawFn) -> Plan:
 def staged_plans(draw: st.DrawFn) -> Plan:
     """Draws any valid plan of a kernel with stages of x, sensible or not."""
     kernel = draw(st.sampled_from(("mma_staged", "wgmma")))
-    traits = staged_x.KERNELS[kernel]
+    traits = pipelined.KERNELS[kernel]
     fragments_m = draw(st.sampled_from(traits.fragments_m))
     across = draw(st.integers(1, mma.MOST_SIMDGROUPS_N))
     columns = -(-across // traits.together) * traits.together
     most = (traits.most_simdgroups - 4) // columns
-    room = (mma.SHARED_LIMIT - staged_x.BARRIER_BYTES) // staged_x.stage_bytes(
+    room = (mma.SHARED_LIMIT - pipelined.BARRIER_BYTES) // pipelined.stage_bytes(
         8 * fragments_m
     )
     blocks = [
         (along, buffers)
         for along in range(1, most + 1)
-        for buffers in staged_x.buffers_of(fragments_m, along)
+        for buffers in pipelined.buffers_of(fragments_m, along)
         if buffers <= room
     ]
     along, buffers = draw(st.sampled_from(blocks))
@@ -272,17 +279,17 @@ def test_an_invariant_plan_cuts_k_alike_for_all_rows() -> None:
 def test_the_chosen_plan_is_right_for_the_device(
     problem: Problem, gpu: CudaDevice
 ) -> None:
-    plan = scheduler.choose(problem, gpu)
+    plan = planner.choose(problem, gpu)
 
     assert plan.problem == problem
     assert plan.kernel in OF_CUDA
     assert plan.threadgroup_bytes <= gpu.shared_bytes
-    assert scheduler.predict(plan, gpu).seconds > 0
+    assert planner.predict(plan, gpu).seconds > 0
     along, k_tiles = plan.simdgroups_k, plan.work.total // plan.work.pieces
     if plan.kernel == "mma":
-        assert k_tiles // along >= cuda_ways.LEAST_K_TILES or along == 1
+        assert k_tiles // along >= candidates.LEAST_K_TILES or along == 1
     else:
-        assert along <= -(-k_tiles * plan.tile.k // staged_x.STAGE_K)
+        assert along <= -(-k_tiles * plan.tile.k // pipelined.STAGE_K)
 
 
 @pytest.mark.parametrize("m", [8, 32, 64])
@@ -290,7 +297,7 @@ def test_little_shared_memory_leaves_fewer_warps(m: int) -> None:
     gpu = replace(H200, shared_bytes=48 * 1024)  # what every CUDA device has
 
     for n, k in ((4096, 4096), (28672, 8192)):
-        plan = scheduler.choose(Problem(m=m, n=n, k=k), gpu)
+        plan = planner.choose(Problem(m=m, n=n, k=k), gpu)
         assert plan.threadgroup_bytes <= gpu.shared_bytes
 
 
@@ -302,7 +309,7 @@ def test_every_strategy_can_be_had(
     if strategy == "hybrid" and tiles < 2:
         return
 
-    plan = scheduler.make(problem, device=gpu, strategy=strategy)
+    plan = planner.make(problem, device=gpu, strategy=strategy)
 
     assert plan.strategy == strategy
 
@@ -310,13 +317,11 @@ def test_every_strategy_can_be_had(
 def test_kernels_and_widths_with_too_few_tiles_leave_it_to_others() -> None:
     one = Problem(m=64, n=64, k=1024, layout="marlin")  # of wgmma's
 
-    plan = scheduler.make(one, device=H200, strategy="hybrid")
+    plan = planner.make(one, device=H200, strategy="hybrid")
 
     assert (plan.kernel, plan.n_tiles * plan.m_tiles) != ("wgmma", 1)
     with pytest.raises(ValueError, match="hybrid with 1 tiles"):
-        scheduler.make(
-            replace(one, n=32), device=H200, kernel="wgmma", strategy="hybrid"
-        )
+        planner.make(replace(one, n=32), device=H200, kernel="wgmma", strategy="hybrid")
 
 
 @given(SMALL, st.sampled_from(OURS), st.integers(1, 8), st.integers(1, 2))
@@ -326,7 +331,7 @@ def test_wished_plans_cover_their_product(
     if strategy == "hybrid" and problem.n <= 32 * across:
         return
 
-    plan = scheduler.make(
+    plan = planner.make(
         problem,
         device=H200,
         strategy=strategy,
@@ -345,7 +350,7 @@ def test_wished_plans_cover_their_product(
 def test_wished_warps_along_k_leave_room_for_the_tiles(along: int) -> None:
     problem = Problem(m=8, n=28672, k=8192)
 
-    plan = scheduler.make(problem, device=H200, simdgroups_k=along)
+    plan = planner.make(problem, device=H200, simdgroups_k=along)
 
     assert plan.simdgroups_k == along
     assert 1 <= plan.simdgroups_n <= mma.MOST_SIMDGROUPS // along
@@ -354,8 +359,8 @@ def test_wished_warps_along_k_leave_room_for_the_tiles(along: int) -> None:
 def test_wishes_about_work_are_kept() -> None:
     problem = Problem(m=8, n=4096, k=4096, group_size=128)
 
-    split = scheduler.make(problem, device=H200, strategy="split_k", k_parallel=4)
-    stream = scheduler.make(
+    split = planner.make(problem, device=H200, strategy="split_k", k_parallel=4)
+    stream = planner.make(
         problem, device=H200, strategy="stream_k", num_threadgroups=77
     )
 
@@ -381,14 +386,14 @@ def test_wishes_about_work_are_kept() -> None:
 )
 def test_wishes_that_are_metals_are_refused(wishes: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        scheduler.make(Problem(m=8, n=512, k=1024), device=H200, **wishes)
+        planner.make(Problem(m=8, n=512, k=1024), device=H200, **wishes)
 
 
 def test_apples_chips_have_no_such_kernel() -> None:
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        scheduler.make(Problem(m=8, n=512, k=1024), kernel="mma")
+        planner.make(Problem(m=8, n=512, k=1024), kernel="mma")
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        scheduler.compare(Problem(m=8, n=512, k=1024), kernel="mma")
+        planner.compare(Problem(m=8, n=512, k=1024), kernel="mma")
 
 
 @pytest.mark.parametrize(
@@ -401,7 +406,7 @@ def test_few_rows_have_the_blocks_that_were_measured_to_be_best(
 ) -> None:
     problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
 
-    plan = scheduler.choose(problem, H200)
+    plan = planner.choose(problem, H200)
 
     assert plan.strategy == "data_parallel"
     assert (plan.simdgroups_n, plan.simdgroups_k) == best
@@ -438,8 +443,8 @@ def predicted_us(shape: tuple[int, int], m: int, **wishes: Any) -> float:
     """Returns the model's microseconds of a plan on an H200, its columns and k."""
     n, k = shape
     problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
-    plan = scheduler.make(problem, device=H200, **wishes)
-    return scheduler.predict(plan, H200).seconds * 1e6
+    plan = planner.make(problem, device=H200, **wishes)
+    return planner.predict(plan, H200).seconds * 1e6
 
 
 @pytest.mark.parametrize(("kernel", "shape", "m", "across", "along", "us"), MEASURED)
@@ -547,17 +552,17 @@ def test_no_worse_block_is_chosen_than_was_measured(
         if (name, sides, rows) == (kernel, shape, m)
     )
 
-    plan = scheduler.choose(problem, H200)
+    plan = planner.choose(problem, H200)
 
     assert plan.kernel == kernel
-    predicted = scheduler.predict(plan, H200).seconds * 1e6
+    predicted = planner.predict(plan, H200).seconds * 1e6
     assert predicted == pytest.approx(least, rel=0.15)
 
 
 def test_few_columns_of_long_k_are_split() -> None:
     problem = Problem(m=8, n=1024, k=57344, group_size=128, layout="marlin")
 
-    plan = scheduler.choose(problem, H200)
+    plan = planner.choose(problem, H200)
 
     assert plan.is_split
     assert plan.num_threadgroups > 100
@@ -570,7 +575,7 @@ def test_an_invariant_product_is_cut_alike_for_any_rows(
     asked = replace(problem, invariant=True)
     cuts = set()
     for m in (1, 8, 9, 24, 33, 64):
-        plan = scheduler.choose(replace(asked, m=m), gpu)
+        plan = planner.choose(replace(asked, m=m), gpu)
         assert plan.problem.m == m
         work = plan.work
         splits = [
@@ -602,17 +607,17 @@ def test_beyond_the_served_rows_stock_serves_with_a_reason(
     problem = Problem(m=most, **asked)
     more = replace(problem, m=most + 1)
 
-    assert scheduler.stock_reason(problem, H200) is None
-    assert f"{most + 1} rows on NVIDIA H200" in str(scheduler.stock_reason(more, H200))
-    assert scheduler.stock_reason(replace(more, invariant=True), H200) is None
-    assert scheduler.experiments(problem, H200) == []
+    assert planner.stock_reason(problem, H200) is None
+    assert f"{most + 1} rows on NVIDIA H200" in str(planner.stock_reason(more, H200))
+    assert planner.stock_reason(replace(more, invariant=True), H200) is None
+    assert planner.experiments(problem, H200) == []
 
 
 def test_many_rows_of_a_packed_weight_are_a_plain_product() -> None:
     few = Problem(m=128, n=512, k=1024, layout="marlin")
     many = replace(few, m=129)
 
-    dense = scheduler.choose_dense(many, H200)
+    dense = planner.choose_dense(many, H200)
     assert dense is not None
     assert dense.transposed
     others = (
@@ -621,15 +626,15 @@ def test_many_rows_of_a_packed_weight_are_a_plain_product() -> None:
         replace(many, batch=2),
         replace(many, invariant=True),
     )
-    assert [scheduler.choose_dense(each, H200) for each in others] == [None] * 4
+    assert [planner.choose_dense(each, H200) for each in others] == [None] * 4
 
 
 def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
     many = Problem(m=200, n=4096, k=4096, layout="marlin")
 
-    assert scheduler.stock_reason(many, H200) is None
-    assert scheduler.compare(many, device=H200).reason is None
-    assert scheduler.stock_reason(replace(many, layout="mlx"), H200) is not None
+    assert planner.stock_reason(many, H200) is None
+    assert planner.compare(many, device=H200).reason is None
+    assert planner.stock_reason(replace(many, layout="mlx"), H200) is not None
 
 
 @pytest.mark.parametrize(
@@ -652,11 +657,11 @@ def test_what_one_block_has_no_room_for_another_has(
     asked = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
     gpu = CudaDevice.named(name)
 
-    plan = scheduler.make(asked, device=gpu, **wishes)
+    plan = planner.make(asked, device=gpu, **wishes)
 
     assert found in (None, plan.simdgroups_k)
     assert plan.buffers == wishes.get("buffers", 0)
-    assert scheduler.compare(asked, device=gpu, **wishes).plan == plan
+    assert planner.compare(asked, device=gpu, **wishes).plan == plan
 
 
 def test_a_block_that_a_device_has_no_memory_for_is_refused() -> None:
@@ -664,15 +669,15 @@ def test_a_block_that_a_device_has_no_memory_for_is_refused() -> None:
     small = CudaDevice.named("RTX 4090")
 
     with pytest.raises(ValueError, match=r"110592 bytes.*more than the 101376 of"):
-        scheduler.make(problem, device=small, simdgroups_n=8, simdgroups_k=3)
+        planner.make(problem, device=small, simdgroups_n=8, simdgroups_k=3)
 
 
 def test_a_comparison_begins_with_the_choice_and_can_be_shown() -> None:
     problem = Problem(m=32, n=17408, k=5120, group_size=128, layout="marlin")
 
-    choice = scheduler.compare(problem, device=H200)
+    choice = planner.compare(problem, device=H200)
 
-    assert choice.plan == scheduler.choose(problem, H200)
+    assert choice.plan == planner.choose(problem, H200)
     assert choice.candidates[0].plan == choice.plan
     assert len({each.plan for each in choice.candidates}) == len(choice.candidates)
     assert choice.stock is None
@@ -686,7 +691,7 @@ def test_a_plan_is_made_within_a_few_milliseconds() -> None:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        scheduler.make(problem, device=H200)
+        planner.make(problem, device=H200)
         times.append(time.perf_counter() - start)
 
     assert min(times) < 5e-3  # alone 0.7 ms; other tests may run beside it

@@ -33,15 +33,18 @@ from hypothesis import strategies as st
 from mlx_lm.models import rope_utils
 from oracles import exact
 
-from mlx_marlin import emulator, launch, measurement, mma, scheduler, source
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.epilogue import Epilogue, Rotation
-from mlx_marlin.formats import TILE_N
-from mlx_marlin.integrations.block_rotation import periods_of
-from mlx_marlin.measurement import Result, label
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.scheduler.cuda_cost import OWN_ROPE_SECONDS
+from mlx_marlin import emulator
+from mlx_marlin.backends import launch, planner, source
+from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.integrations.tracing.rotation import periods_of
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning import measurement
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.weights.formats import TILE_N
 
 H200 = cuda_cases.h200()
 A100 = CudaDevice.named("NVIDIA A100")
@@ -405,9 +408,9 @@ def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
     rows = problem_of(48, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
     few = problem_of(4, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
 
-    assert "more time than a rope takes" in str(scheduler.stock_reason(rows, A100))
-    assert scheduler.stock_reason(rows, H200) is None
-    assert scheduler.stock_reason(few, A100) is None
+    assert "more time than a rope takes" in str(planner.stock_reason(rows, A100))
+    assert planner.stock_reason(rows, H200) is None
+    assert planner.stock_reason(few, A100) is None
 
 
 def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
@@ -417,12 +420,12 @@ def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
     bare = replace(heads, epilogue=Epilogue())
 
     inside, own = (
-        scheduler.predict(scheduler.choose(each, A100), A100).seconds
+        planner.predict(planner.choose(each, A100), A100).seconds
         for each in (heads, bare)
     )
 
     assert 2 * OWN_ROPE_SECONDS < inside - own < 18e-6
-    assert scheduler.stock_reason(heads, A100) is None
+    assert planner.stock_reason(heads, A100) is None
 
 
 @given(
@@ -438,7 +441,7 @@ def test_plans_have_both_halves_of_a_head_in_a_block(
     epilogue = Epilogue(rotation=Rotation(features, features, norm=norm))
     problem = problem_of(m, heads * features, k, layout="marlin", epilogue=epilogue)
 
-    plan = scheduler.choose(problem, H200)
+    plan = planner.choose(problem, H200)
 
     whole = 2 * TILE_N if norm is None else features  # with a norm, the whole head
     assert plan.tile.n % whole == 0
@@ -489,27 +492,27 @@ def test_a_plan_that_parts_halves_is_refused(
     wishes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        scheduler.make(asked(), device=H200, **{"simdgroups_n": 2} | wishes)
+        planner.make(asked(), device=H200, **{"simdgroups_n": 2} | wishes)
 
 
 def test_a_plan_that_parts_heads_with_norms_is_refused() -> None:
     problem = asked(replace(OF_128, columns=256))
     with pytest.raises(ValueError, match="a multiple of 4 as simdgroups_n"):
-        scheduler.make(problem, device=H200, simdgroups_n=2)
+        planner.make(problem, device=H200, simdgroups_n=2)
 
 
 def test_metals_kernels_have_no_rotation() -> None:
     with pytest.raises(ValueError, match=r"rotation=.* needs a CUDA kernel"):
-        scheduler.make(asked(layout="mlx"))
+        planner.make(asked(layout="mlx"))
 
 
 def test_halves_that_are_no_whole_tiles_are_refused() -> None:
     with pytest.raises(ValueError, match="32 columns, and heads have 32 features"):
-        scheduler.make(asked(Rotation(32, 64)), device=H200)
+        planner.make(asked(Rotation(32, 64)), device=H200)
 
 
 def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
-    plan = scheduler.choose(asked(parts=PARTS), H200)
+    plan = planner.choose(asked(parts=PARTS), H200)
     text = source.cuda_product_source(plan)
 
     assert text.name == "marlin_mma_rotated"
@@ -520,7 +523,7 @@ def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
 
 
 def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
-    plan = scheduler.choose(asked(NORMED_HEADS), H200)
+    plan = planner.choose(asked(NORMED_HEADS), H200)
     text = source.cuda_product_source(plan)
 
     assert text.name == "marlin_mma_rotated_norms"
@@ -529,7 +532,7 @@ def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
 
 
 def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
-    plan = scheduler.choose(asked(NORMED_HEADS, PARTS), H200)
+    plan = planner.choose(asked(NORMED_HEADS, PARTS), H200)
     times = {label(plan): 1.0}
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"

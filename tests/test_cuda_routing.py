@@ -12,31 +12,32 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_emulator
 
-from mlx_marlin import derivatives, gather_launch, kernel_arguments, source
-from mlx_marlin.cuda_gather_plan import GATES
-from mlx_marlin.epilogue import ACTIVATIONS
-from mlx_marlin.integrations import routing
-from mlx_marlin.integrations.routing import (
+from mlx_marlin.backends import arguments, experts_launch, source
+from mlx_marlin.backends.cuda.experts_plan import GATES
+from mlx_marlin.integrations.tracing import routing
+from mlx_marlin.integrations.tracing.routing import (
     MOST_EXPERTS,
     Routing,
     choose_experts,
     is_ours,
     weighted_sum,
 )
+from mlx_marlin.planning.epilogue import ACTIVATIONS
+from mlx_marlin.products import autodiff
 
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_a_kernel_chooses(case: cuda_experts.Choice) -> None:
-    case.check(gather_launch.route)
+    case.check(experts_launch.route)
 
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_a_kernel_adds_up(case: cuda_experts.Choice) -> None:
-    case.check_sum(gather_launch.combine)
+    case.check_sum(experts_launch.combine)
 
 
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
@@ -56,7 +57,7 @@ def test_of_equal_logits_the_first_or_the_last_are_chosen(experts: int) -> None:
     logits[:, :6] = [0, 2, 1, 2, 2, 1], [-0.0, 0.0, 0.0, -0.0, -1, -1]
     logits[1, experts - 1] = 0
     for last in (False, True):
-        found, scores = gather_launch.route(
+        found, scores = experts_launch.route(
             mx.array(logits, mx.float16), 4, False, last
         )
         turned = np.flip(logits, axis=1) if last else logits
@@ -70,7 +71,7 @@ def test_of_equal_logits_the_first_or_the_last_are_chosen(experts: int) -> None:
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("-inf")])
 def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> None:
     logits = mx.full((2, 5), value, mx.bfloat16)
-    experts, _ = gather_launch.route(logits, 3, True, False)
+    experts, _ = experts_launch.route(logits, 3, True, False)
     assert mx.max(experts).item() < 5
 
 
@@ -134,14 +135,14 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     results = mx.array([1]), mx.array([0.5])
-    monkeypatch.setattr(gather_launch, "route", lambda *_: results)
-    with derivatives.left_out():
+    monkeypatch.setattr(experts_launch, "route", lambda *_: results)
+    with autodiff.left_out():
         assert choose_experts(mx.zeros((1, 2)), Routing(1)) is results
 
 
 def test_shaders_and_plans_number_gates_alike() -> None:
     text = (source.shader_folder() / "cuda" / "gated.cuh").read_text()
-    assert f"CLIPPED_SWIGLU = {kernel_arguments.GATES['swiglu_oai']};" in text
-    assert tuple(kernel_arguments.GATES) == GATES
-    assert kernel_arguments.GATES["silu"] == ACTIVATIONS.index("silu")
-    assert kernel_arguments.GATES["swiglu_oai"] not in range(len(ACTIVATIONS))
+    assert f"CLIPPED_SWIGLU = {arguments.GATES['swiglu_oai']};" in text
+    assert tuple(arguments.GATES) == GATES
+    assert arguments.GATES["silu"] == ACTIVATIONS.index("silu")
+    assert arguments.GATES["swiglu_oai"] not in range(len(ACTIVATIONS))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_emulator
 
-from mlx_marlin import launch, mma
-from mlx_marlin.kernels import OF_CUDA
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.metal.limits import OF_CUDA
 
 NAMES = [*cuda_sanitized.runs()]
 

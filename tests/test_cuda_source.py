@@ -15,29 +15,29 @@ from arguments import activations, weight
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin import (
-    backends,
-    cuda_declarations,
-    cuda_device,
-    device,
-    kernel_arguments,
+from mlx_marlin.backends import (
+    arguments as kernel_arguments,
+)
+from mlx_marlin.backends import (
+    devices,
     launch,
-    repacking,
-    scheduler,
-    serving,
-    shader_text,
+    planner,
+    selection,
     source,
 )
+from mlx_marlin.backends.cuda import declarations, search
+from mlx_marlin.backends.cuda import device as cuda_device
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal import shader_text
 from mlx_marlin.cli import demo_report
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.integrations.mlx_lm import default_layout
-from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import cuda
+from mlx_marlin.integrations.mlx_lm.convert import default_layout
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch, repacking
+from mlx_marlin.products.packing import pack
 
 Choose = Callable[[str | None], None]
 H200 = CudaDevice.named("NVIDIA H200")
@@ -86,10 +86,10 @@ def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx.fast, "cuda_kernel", recorder)
-    monkeypatch.setattr(device, "current", lambda: H200)
+    monkeypatch.setattr(devices, "current", lambda: H200)
     # Once, and not again without derivatives.
-    monkeypatch.setattr(serving, "traced", lambda run, _: mx.compile(run))
-    assert backends.backend() == "cuda"
+    monkeypatch.setattr(dispatch, "traced", lambda run, _: mx.compile(run))
+    assert selection.backend() == "cuda"
     return recorder
 
 
@@ -99,7 +99,7 @@ def plan_of(**options: Any) -> Plan:
     problem = Problem(
         **fields | {name: options.pop(name) for name in list(options) if name in NAMES}
     )
-    return scheduler.make(problem, device=H200, **{"kernel": "mma"} | options)
+    return planner.make(problem, device=H200, **{"kernel": "mma"} | options)
 
 
 def powerset(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -160,7 +160,7 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain + rows
     assert body_of(fused, "cuda/mma.cu") == (
         f"{biases}const T* multiplier = nullptr;\n{PLACES}"
-        f"const int* parts = numbers + 14;\n{cuda_declarations.FUSED.declaration}{rows}"
+        f"const int* parts = numbers + 14;\n{declarations.FUSED.declaration}{rows}"
     )
     assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
 
@@ -171,10 +171,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
 
     digest = source.cuda_product_source(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
-    assert (
-        body_of(text, "cuda/reduce.cu")
-        == PLACES + cuda_declarations.AS_IT_IS.declaration
-    )
+    assert body_of(text, "cuda/reduce.cu") == PLACES + declarations.AS_IT_IS.declaration
     own = body_of(source.sums_source(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
     assert metal.source == shader_text.stripped(text_of("kernels/reduce.metal"))
@@ -213,7 +210,7 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
     assert source.decoding_source(plan.problem).input_names == read
 
 
-@pytest.mark.parametrize("names", [*powerset(cuda_declarations.FINISHING)], ids=str)
+@pytest.mark.parametrize("names", [*powerset(declarations.FINISHING)], ids=str)
 def test_an_epilogues_arrays_are_inputs_where_there_are_any(
     names: tuple[str, ...],
 ) -> None:
@@ -340,7 +337,7 @@ def test_an_epilogue_is_the_products_or_the_reduces() -> None:
 
 
 def test_metals_reduce_has_no_such_argument() -> None:
-    plan = scheduler.make(Problem(m=9, n=N, k=K), strategy="split_k", k_parallel=2)
+    plan = planner.make(Problem(m=9, n=N, k=K), strategy="split_k", k_parallel=2)
 
     assert "SIMDGROUPS_N" not in kernel_arguments.reduce_template(plan)
 
@@ -502,7 +499,7 @@ def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
     assert ("BATCHED", True) in recorder.called[0]["template"]
 
 
-MANY_ROWS = {"mlx": cuda.FEW_ROWS + 1, "marlin": cuda.MOST_ROWS + 1}
+MANY_ROWS = {"mlx": search.FEW_ROWS + 1, "marlin": search.MOST_ROWS + 1}
 STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "float32": (
         lambda: (activations(3, K), *weight(N, K)),
@@ -563,7 +560,7 @@ def test_an_old_device_is_stocks(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = replace(cuda_device.DEFAULT, name="an old device", arch="sm_75")
-    monkeypatch.setattr(device, "current", lambda: old)
+    monkeypatch.setattr(devices, "current", lambda: old)
     packed = pack(*weight(N, K, dtype=mx.float16))
     x = activations(3, K, dtype=mx.float16)
 
@@ -611,10 +608,10 @@ def test_what_a_layer_remembers_ends_with_what_decided_it(
     layer.invariant = True
     layer(x)
     assert launch.plans_built()[-1].problem.invariant
-    monkeypatch.setenv(backends.ENVIRONMENT, "stock")
+    monkeypatch.setenv(selection.ENVIRONMENT, "stock")
     layer.invariant = False
     assert is_ours()
-    serving.forget()
+    dispatch.forget()
     assert not is_ours()
 
 

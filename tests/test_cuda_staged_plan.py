@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import cuda_device, scheduler, staged_x
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.kernels import OF_CUDA, Kernel
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import cuda_ways
-from mlx_marlin.work import Tile, Work, data_parallel
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.cuda import candidates, device, pipelined
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal.limits import OF_CUDA, Kernel
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Tile, Work, data_parallel
 
 H200 = CudaDevice.named("NVIDIA H200")
 STAGED: tuple[Kernel, ...] = ("mma_staged", "wgmma")
@@ -141,26 +141,26 @@ def test_sums_and_stages_take_turns_in_shared_memory(
     assert plan_of(**fields).threadgroup_bytes == size
 
 
-HAVE = {gpu for gpu in cuda_device.gpus().values() if gpu.arch == "sm_90"}
+HAVE = {gpu for gpu in device.gpus().values() if gpu.arch == "sm_90"}
 LARGE = Problem(m=64, n=28672, k=8192, group_size=128, layout="marlin")
 
 
 def kernels(problem: Problem, gpu: CudaDevice = H200, **wishes: Any) -> set[str]:
     """Returns the kernels that plans are compared of."""
-    compared = scheduler.compare(problem, device=gpu, **wishes).candidates
+    compared = planner.compare(problem, device=gpu, **wishes).candidates
     return {each.plan.kernel for each in compared}
 
 
-@pytest.mark.parametrize("gpu", cuda_device.gpus().values(), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", device.gpus().values(), ids=lambda gpu: gpu.name)
 def test_only_hopper_has_it(gpu: CudaDevice) -> None:
     has = gpu in HAVE
     assert kernels(LARGE, gpu) == ({*OF_CUDA} if has else {"mma"})
     for kernel in STAGED:
         if has:
-            assert scheduler.make(LARGE, device=gpu, kernel=kernel).kernel == kernel
+            assert planner.make(LARGE, device=gpu, kernel=kernel).kernel == kernel
             continue
         with pytest.raises(ValueError, match=r"compute capability 9\.0, and .* has"):
-            scheduler.make(LARGE, device=gpu, kernel=kernel)
+            planner.make(LARGE, device=gpu, kernel=kernel)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,15 @@ def test_neither_older_nor_newer_devices_have_it(arch: str) -> None:
     gpu = replace(H200, arch=arch)
 
     assert kernels(LARGE, gpu) == {"mma"}
-    assert scheduler.choose(LARGE, gpu).kernel == "mma"
+    assert planner.choose(LARGE, gpu).kernel == "mma"
     digits = f"{arch[3:-1]}.{arch[-1]}"
     for kernel in STAGED:
         with pytest.raises(ValueError, match=f"NVIDIA H200 has {digits}"):
-            scheduler.make(LARGE, device=gpu, kernel=kernel)
+            planner.make(LARGE, device=gpu, kernel=kernel)
 
 
 OTHERS = {
-    "few rows": {"m": cuda_ways.LEAST_ROWS - 1},
+    "few rows": {"m": candidates.LEAST_ROWS - 1},
     "layout": {"layout": "mlx"},
     "invariant": {"invariant": True},
 }
@@ -188,7 +188,7 @@ OTHERS = {
 def test_they_are_offered_for_packed_weights_whose_sums_may_vary(
     other: str,
 ) -> None:
-    assert kernels(replace(LARGE, m=cuda_ways.LEAST_ROWS)) == {*OF_CUDA}
+    assert kernels(replace(LARGE, m=candidates.LEAST_ROWS)) == {*OF_CUDA}
     assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
 
 
@@ -201,7 +201,7 @@ def test_asked_for_one_says_why_it_cannot(
     other: str, words: str, kernel: Kernel
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        scheduler.make(replace(LARGE, **OTHERS[other]), device=H200, kernel=kernel)
+        planner.make(replace(LARGE, **OTHERS[other]), device=H200, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)
@@ -210,7 +210,7 @@ def test_either_kernel_can_be_asked_for(kernel: Kernel, m: int) -> None:
     problem = replace(LARGE, m=m)
 
     assert kernels(problem, kernel=kernel) == {kernel}
-    assert scheduler.make(problem, device=H200, kernel=kernel).kernel == kernel
+    assert planner.make(problem, device=H200, kernel=kernel).kernel == kernel
 
 
 @pytest.mark.parametrize("kernel", STAGED)
@@ -218,9 +218,9 @@ def test_either_kernel_can_be_asked_for(kernel: Kernel, m: int) -> None:
 def test_tiles_have_the_fewest_fragments_that_need_no_more_of_them(
     m: int, kernel: Kernel
 ) -> None:
-    plan = scheduler.make(replace(LARGE, m=m), device=H200, kernel=kernel)
+    plan = planner.make(replace(LARGE, m=m), device=H200, kernel=kernel)
 
-    known = staged_x.KERNELS[kernel].fragments_m
+    known = pipelined.KERNELS[kernel].fragments_m
     tiles = -(-m // (8 * known[-1]))
     assert plan.m_tiles == tiles
     fewer = [each for each in known if each < plan.fragments_m]
@@ -250,7 +250,7 @@ def test_what_it_cannot_have_it_is_not_compared_with(
 ) -> None:
     problem = replace(LARGE, m=m, n=sides[0], k=sides[1])
 
-    compared = scheduler.compare(problem, device=H200, **wishes).candidates
+    compared = planner.compare(problem, device=H200, **wishes).candidates
 
     for each in compared:
         assert {name: getattr(each.plan, name) for name in wishes} == wishes
@@ -259,12 +259,12 @@ def test_what_it_cannot_have_it_is_not_compared_with(
 @pytest.mark.parametrize("kernel", STAGED)
 @pytest.mark.parametrize("along", [1, 2, 3, 4, 6])
 def test_wished_slices_leave_room_for_the_others(along: int, kernel: Kernel) -> None:
-    plan = scheduler.make(
+    plan = planner.make(
         replace(LARGE, m=16), device=H200, kernel=kernel, simdgroups_k=along
     )
 
     assert plan.simdgroups_k == along
-    assert plan.simdgroups <= staged_x.KERNELS[kernel].most_simdgroups
+    assert plan.simdgroups <= pipelined.KERNELS[kernel].most_simdgroups
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
@@ -272,7 +272,7 @@ def test_wished_slices_leave_room_for_the_others(along: int, kernel: Kernel) -> 
 def test_little_shared_memory_leaves_other_plans(m: int, size: tuple[int, int]) -> None:
     gpu = replace(H200, shared_bytes=48 * 1024)
 
-    plan = scheduler.choose(replace(LARGE, m=m, n=size[0], k=size[1]), gpu)
+    plan = planner.choose(replace(LARGE, m=m, n=size[0], k=size[1]), gpu)
 
     assert plan.threadgroup_bytes <= gpu.shared_bytes
 
@@ -304,12 +304,12 @@ def test_wishes_that_it_cannot_have_are_refused(
     wishes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        scheduler.make(LARGE, device=H200, **wishes)
+        planner.make(LARGE, device=H200, **wishes)
 
 
 def test_buffers_can_be_asked_for() -> None:
-    for buffers in staged_x.buffers_of(8, 1)[:6]:
-        plan = scheduler.make(
+    for buffers in pipelined.buffers_of(8, 1)[:6]:
+        plan = planner.make(
             LARGE, device=H200, kernel="wgmma", buffers=buffers, simdgroups_k=1
         )
         assert plan.buffers == buffers

@@ -28,12 +28,12 @@ from cuda_cases import (
 from cuda_on_cpu import SHARED_LIMIT, check, check_batch, check_moved, plan_of, run
 from oracles import exact
 
-from mlx_marlin import mma, staged_x
+from mlx_marlin.backends.cuda import mma, pipelined
+from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.formats import FORMATS
-from mlx_marlin.plan import Plan
-from mlx_marlin.source import OPERANDS
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.weights.formats import FORMATS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -77,7 +77,7 @@ def facts(case: Case) -> set[object]:
     codes = FORMATS[mode, bits].codes
     group = {32: "step 32", 128: "a stage's"}.get(group_size, "step 64")
     plan = BLOCKS[m, RING_WAYS.index(way)]
-    in_halves = plan.fragments_m > staged_x.WHOLE_FRAGMENTS
+    in_halves = plan.fragments_m > pipelined.WHOLE_FRAGMENTS
     return {
         (codes, bits, dtype),
         (codes, group_size),

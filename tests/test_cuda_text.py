@@ -29,13 +29,14 @@ from cuda_on_cpu import (
 from oracles import Floats, exact
 
 import mlx_marlin
-from mlx_marlin import backends, device, launch, mma, scheduler
-from mlx_marlin.dense_plan import dense_plan
+from mlx_marlin.backends import devices, launch, selection
+from mlx_marlin.backends.cuda import mma, search
+from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.formats import FORMATS
-from mlx_marlin.packing import pack
-from mlx_marlin.source import OPERANDS
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import FORMATS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -128,12 +129,12 @@ def chosen(
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     # Not Hopper: what its kernel has in shared memory is more than the emulator's.
     older = replace(cuda_cases.h200(), arch="sm_80")
-    monkeypatch.setattr(device, "current", lambda: older)
+    monkeypatch.setattr(devices, "current", lambda: older)
     backend(None)
-    assert backends.backend() == "cuda"
+    assert selection.backend() == "cuda"
 
 
-MANY = scheduler.cuda.MOST_ROWS + 1
+MANY = search.MOST_ROWS + 1
 FINISHED: dict[str, tuple[dict[str, Any], Callable[[Floats, Floats], Floats]]] = {
     "nothing": ({}, lambda y, _: y),
     "bias": ({"bias": True}, lambda y, bias: y + bias),

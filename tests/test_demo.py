@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import backends
+from mlx_marlin.backends import selection
 from mlx_marlin.cli import demo, demo_report, main
 from mlx_marlin.cli.generation import (
     Generation,
@@ -134,7 +134,7 @@ def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
 ) -> None:
     backend(None)
     with monkeypatch.context() as patch:
-        patch.setattr(backends, "backend", lambda: "stock")
+        patch.setattr(selection, "backend", lambda: "stock")
         assert demo_report.complaints(8.0, 8.0)
 
     backend("stock")
@@ -151,7 +151,7 @@ def test_the_demo_succeeds_through_our_kernels(
     output = capsys.readouterr().out
     assert "2 of 2 texts equal stock MLX's" in output
     assert "gemm_register" in output
-    assert demo_report.BACKENDS[backends.backend()] in output
+    assert demo_report.BACKENDS[selection.backend()] in output
 
 
 def test_a_wrong_weight_fails_the_demo(

@@ -15,26 +15,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import (
-    backends,
-    device,
-    kernel_arguments,
-    launch,
-    repacking,
-    scheduler,
-    serving,
+from mlx_marlin.backends import (
+    arguments as kernel_arguments,
 )
-from mlx_marlin.dense_plan import DensePlan, dense_plan
-from mlx_marlin.device import Device
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.dense import LEAST_ROWS, dense_seconds
-from mlx_marlin.scheduler.handover import margin_over_stock, stock_seconds
+from mlx_marlin.backends import (
+    devices,
+    launch,
+    planner,
+    selection,
+)
+from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.handover import margin_over_stock, stock_seconds
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch, repacking
 
 Choose = Callable[[str | None], None]
 
 emulated = pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 
 
@@ -110,10 +111,10 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
 @pytest.fixture(scope="module")
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(backends.ENVIRONMENT, "metal")
-        serving.forget()
+        patch.setenv(selection.ENVIRONMENT, "metal")
+        dispatch.forget()
         yield
-    serving.forget()
+    dispatch.forget()
 
 
 def blanks(plan: DensePlan) -> list[mx.array]:
@@ -191,14 +192,14 @@ def test_it_is_chosen_where_the_model_sees_nothing_faster(
     here, chosen = Device.named(chip), set()
     for m, (n, k) in [(m, s) for m in (64, 65, 128, 2000) for s in MODEL_SHAPES]:
         problem = asked(layout, m, n, k)
-        ours = scheduler.predict(scheduler.choose(problem, here), here).seconds
+        ours = planner.predict(planner.choose(problem, here), here).seconds
         stock = stock_seconds(problem, here)
         most = ours
         if layout == "mlx":  # stock MLX could serve it, and ours have to be faster
             most = min(ours, stock) / margin_over_stock(problem, here)
         expected = m >= LEAST_ROWS and dense_seconds(problem, here) < most
 
-        found = scheduler.choose_dense(problem, here)
+        found = planner.choose_dense(problem, here)
 
         assert found == (dense_plan(problem) if expected else None)
         chosen.add(expected)
@@ -222,7 +223,7 @@ def test_matrix_units_and_many_rows_decide(
 ) -> None:
     problem = asked(layout, m, 4096, 4096)
 
-    assert bool(scheduler.choose_dense(problem, Device.named(chip))) == expected
+    assert bool(planner.choose_dense(problem, Device.named(chip))) == expected
 
 
 @given(
@@ -234,10 +235,10 @@ def test_matrix_units_and_many_rows_decide(
 def test_what_it_cannot_do_it_is_not_chosen_for(problem: Problem, chip: Device) -> None:
     fused = replace(problem, epilogue=Epilogue(bias=True))
 
-    assert scheduler.choose_dense(fused, chip) is None
-    assert scheduler.choose_dense(replace(problem, invariant=True), chip) is None
+    assert planner.choose_dense(fused, chip) is None
+    assert planner.choose_dense(replace(problem, invariant=True), chip) is None
     few = replace(problem, m=min(problem.m, LEAST_ROWS - 1))
-    assert scheduler.choose_dense(few, chip) is None
+    assert planner.choose_dense(few, chip) is None
     assert dense_seconds(problem, chip) > problem.bytes / (chip.bandwidth_gbs * 1e9)
 
 
@@ -258,7 +259,7 @@ def pretend_a_mac(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(device, "current", lambda: Device.named("M5"))
+    monkeypatch.setattr(devices, "current", lambda: Device.named("M5"))
 
 
 def large(rows: int) -> tuple[mx.array, tuple[mx.array, ...]]:

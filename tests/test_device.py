@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin import detection, device
-from mlx_marlin.device import DEFAULT, Device
+from mlx_marlin.backends import devices
+from mlx_marlin.backends.metal import detection, device
+from mlx_marlin.backends.metal.device import DEFAULT, Device
 
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
 
@@ -18,11 +19,11 @@ Tools = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def _ask_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(device.ENVIRONMENT, raising=False)
-    monkeypatch.delenv(device.ARCHITECTURE_ENVIRONMENT, raising=False)
-    device.current.cache_clear()
+    monkeypatch.delenv(devices.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(devices.ARCHITECTURE_ENVIRONMENT, raising=False)
+    devices.current.cache_clear()
     yield
-    device.current.cache_clear()
+    devices.current.cache_clear()
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def mac(monkeypatch: pytest.MonkeyPatch, install: Tools) -> Tools:
 
     def pretend(name: str = "", arch: str = "", **tools: str) -> None:
         monkeypatch.setattr(sys, "platform", "darwin")
-        monkeypatch.setattr(device, "_metal", lambda: (name, arch))
+        monkeypatch.setattr(detection, "_metal", lambda: (name, arch))
         install(**tools)
 
     return pretend
@@ -195,7 +196,7 @@ def test_only_what_a_core_of_m1_and_m2_holds_is_known(chip: Device) -> None:
 
 
 def test_unknown_chips_have_the_cores_of_the_nearest_known() -> None:
-    newer = device._newer("Apple M9 Max")
+    newer = detection._newer("Apple M9 Max")
 
     assert newer.core == Device.named("M5").core
     assert DEFAULT.core == Device.named("M1").core
@@ -215,21 +216,21 @@ def test_the_environment_decides_first(
     monkeypatch: pytest.MonkeyPatch, mac: Tools, wish: str, cores: int
 ) -> None:
     mac("Apple M1", "applegpu_g13g", ioreg=ioreg(8))
-    monkeypatch.setenv(device.ENVIRONMENT, wish)
+    monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
-    assert device.current() == Device.named("M3 Max", cores)
+    assert devices.current() == Device.named("M3 Max", cores)
 
 
 @pytest.mark.parametrize("wish", ["M3 Max:many", "M3 Max, 30 cats", ":30", "M3,3,0"])
 def test_a_wish_that_cannot_be_read_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, wish: str
 ) -> None:
-    monkeypatch.setenv(device.ENVIRONMENT, wish)
+    monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
     with pytest.raises(
         ValueError, match=f"MLX_MARLIN_DEVICE='{wish}': expected a chip"
     ):
-        device.current()
+        devices.current()
 
 
 @pytest.mark.parametrize(
@@ -239,10 +240,10 @@ def test_a_wish_that_cannot_be_read_names_the_variable(
 def test_a_wish_that_no_chip_meets_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, wish: str, answer: str
 ) -> None:
-    monkeypatch.setenv(device.ENVIRONMENT, wish)
+    monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
     with pytest.raises(ValueError, match=f"MLX_MARLIN_DEVICE='{wish}': .*{answer}"):
-        device.current()
+        devices.current()
 
 
 @pytest.mark.parametrize("wish", [None, "M5 Max, 32 cores"])
@@ -251,9 +252,9 @@ def test_mlx_s_variable_replaces_the_architecture(
 ) -> None:
     mac("Apple M5 Max", "applegpu_g17s", ioreg=ioreg(32))
     if wish:
-        monkeypatch.setenv(device.ENVIRONMENT, wish)
-    monkeypatch.setenv(device.ARCHITECTURE_ENVIRONMENT, "applegpu_g15d")
-    chip = device.current()
+        monkeypatch.setenv(devices.ENVIRONMENT, wish)
+    monkeypatch.setenv(devices.ARCHITECTURE_ENVIRONMENT, "applegpu_g15d")
+    chip = devices.current()
 
     assert (chip.generation, chip.cores) == ("M5", 32)
     assert (chip.arch_gen, chip.size_letter) == (15, "d")
@@ -263,29 +264,29 @@ def test_mlx_s_variable_replaces_the_architecture(
 def test_mlx_s_variable_must_be_an_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(device.ARCHITECTURE_ENVIRONMENT, "M5")
+    monkeypatch.setenv(devices.ARCHITECTURE_ENVIRONMENT, "M5")
 
     with pytest.raises(ValueError, match="MLX_METAL_GPU_ARCH: arch='M5': expected"):
-        device.current()
+        devices.current()
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has a device of its own")
 def test_elsewhere_no_tool_is_asked(install: Tools) -> None:
     install(ioreg=ioreg(40), sysctl=sysctl("Apple M3 Max"))
 
-    assert device.current() == DEFAULT
+    assert devices.current() == DEFAULT
 
 
 def test_the_real_core_count_of_a_known_chip_is_used(mac: Tools) -> None:
     mac("Apple M3 Max", "applegpu_g15s", ioreg=ioreg(30), system_profiler=profiler(40))
 
-    assert device.current() == Device.named("M3 Max", 30)
+    assert devices.current() == Device.named("M3 Max", 30)
 
 
 def test_the_architecture_that_metal_states_is_kept(mac: Tools) -> None:
     mac("Apple M5 Pro", "applegpu_g17g", ioreg=ioreg(20))
 
-    assert device.current() == replace(Device.named("M5 Pro"), arch="applegpu_g17g")
+    assert devices.current() == replace(Device.named("M5 Pro"), arch="applegpu_g17g")
 
 
 @pytest.mark.parametrize("metal", ["Apple Paravirtual device", ""])
@@ -294,12 +295,12 @@ def test_the_system_s_name_stands_in_for_one_that_no_chip_has(
 ) -> None:
     mac(metal, "", sysctl=sysctl("Apple M4 (Virtual)"))
 
-    assert device.current() == Device.named("M4")
+    assert devices.current() == Device.named("M4")
 
 
 def test_a_newer_chip_is_planned_as_the_default_of_its_generation(mac: Tools) -> None:
     mac("Apple M6 Pro", "applegpu_g18s", sysctl=sysctl("Apple M6 Pro"))
-    chip = device.current()
+    chip = devices.current()
 
     assert (chip.name, chip.generation) == ("Apple M6 Pro", "M6")
     assert (chip.arch, chip.has_tensor_units) == ("applegpu_g18s", True)
@@ -310,13 +311,13 @@ def test_a_newer_chip_is_planned_as_the_default_of_its_generation(mac: Tools) ->
 def test_a_gpu_of_no_known_name_is_of_no_generation(mac: Tools, brand: str) -> None:
     mac("Apple Paravirtual device", "virtual", sysctl=brand)
 
-    assert device.current().generation == "unknown"
+    assert devices.current().generation == "unknown"
 
 
 def test_a_mac_that_says_nothing_is_the_default(mac: Tools) -> None:
     mac()
 
-    assert device.current() == DEFAULT
+    assert devices.current() == DEFAULT
 
 
 FAILING = "echo '\"gpu-core-count\" = 20'; exit 1"
@@ -345,7 +346,7 @@ def test_without_any_count_the_table_stands_in(mac: Tools, answer: str | None) -
     mac("Apple M3 Max", **({} if answer is None else {"system_profiler": answer}))
 
     assert detection.gpu_cores() is None
-    assert device.current() == Device.named("M3 Max")
+    assert devices.current() == Device.named("M3 Max")
 
 
 def test_a_tool_that_hangs_is_left(

@@ -12,9 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.emulator import build
+from mlx_marlin.emulator.compiling import build
 from mlx_marlin.emulator.dispatch import record
-from mlx_marlin.emulator.frontend import translate
+from mlx_marlin.emulator.language.frontend import translate
 from mlx_marlin.emulator.report import Fault
 
 ZIG = importlib.util.find_spec("ziglang")

@@ -9,7 +9,7 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 from mlx_marlin import emulator
-from mlx_marlin.emulator import build, compiler
+from mlx_marlin.emulator.compiling import build, compiler
 
 pytestmark = [
     pytest.mark.skipif(

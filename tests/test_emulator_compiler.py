@@ -13,7 +13,7 @@ import pytest
 from metal_sources import each_thread, to_numpy
 
 from mlx_marlin import cache, emulator
-from mlx_marlin.emulator import build, clangs, compiler
+from mlx_marlin.emulator.compiling import build, clangs, compiler
 
 pytestmark = [
     pytest.mark.skipif(
@@ -256,8 +256,9 @@ def test_a_nan_loses_against_a_number(
 CLANG_19 = shutil.which("clang-19")
 COMPUTE = """
 import mlx.core as mx
-from mlx_marlin import emulator, launch, quantized_matmul
-from mlx_marlin.emulator import compiler
+from mlx_marlin import emulator, quantized_matmul
+from mlx_marlin.backends import launch
+from mlx_marlin.emulator.compiling import compiler
 x = mx.random.normal((4, 256))
 native = mx.quantize(mx.random.normal((64, 256)))
 y = quantized_matmul(x, *native)

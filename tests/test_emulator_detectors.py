@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from metal_sources import FLOATS, HALVES, each_thread, run
 
 from mlx_marlin import emulator
-from mlx_marlin.emulator import CompileError, EmulatorError, compiler, emulated
+from mlx_marlin.emulator import CompileError, EmulatorError, emulated
+from mlx_marlin.emulator.compiling import compiler
 
 pytestmark = [
     pytest.mark.skipif(

@@ -5,9 +5,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_marlin.emulator import CompileError
-from mlx_marlin.emulator.frontend import translate
-from mlx_marlin.emulator.rewrite import rewritten
-from mlx_marlin.emulator.tokens import Tokens
+from mlx_marlin.emulator.language.frontend import translate
+from mlx_marlin.emulator.language.rewrite import rewritten
+from mlx_marlin.emulator.language.tokens import Tokens
 
 MARKS = [*"<>()[]{};,:=*&.#\"'\n", "::", "->", "//", "/*", "*/", "\\\n"]
 TYPES = ["float4", "half2", "vec", "packed_vec", "T", "struct", "metal", "x", "y"]

@@ -12,15 +12,15 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, launch, scheduler
-from mlx_marlin.epilogue import ACTIVATIONS, PLAIN, Epilogue
-from mlx_marlin.kernels import Reduction
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.metal.limits import Reduction
+from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 
@@ -74,8 +74,8 @@ def plan_of(epilogue: Epilogue, m: int, route: Reduction, dtype: str) -> Plan:
         m=m, n=70, k=448, dtype=dtype, scale_dtype=dtype, epilogue=epilogue
     )
     if route == "none":
-        return scheduler.make(problem, strategy="data_parallel")
-    return scheduler.make(
+        return planner.make(problem, strategy="data_parallel")
+    return planner.make(
         problem, strategy="stream_k", num_threadgroups=7, minimum=2, reduction=route
     )
 
@@ -117,11 +117,9 @@ def test_each_operand_alone(epilogue: Epilogue, dtype: str, route: Reduction) ->
 def test_results_of_fewer_than_eight_elements(m: int, n: int, route: Reduction) -> None:
     """MLX would hand over their operands in another address space."""
     problem = Problem(m=m, n=n, k=256, epilogue=EVERYTHING)
-    plan = scheduler.make(problem, strategy="data_parallel")
+    plan = planner.make(problem, strategy="data_parallel")
     if route != "none":
-        plan = scheduler.make(
-            problem, strategy="split_k", k_parallel=3, reduction=route
-        )
+        plan = planner.make(problem, strategy="split_k", k_parallel=3, reduction=route)
 
     assert_finished(plan, seed=3)
 
@@ -142,11 +140,9 @@ def test_large_values_stay_numbers(activation: str, route: Reduction) -> None:
         scale_dtype="float32",
         epilogue=epilogue,
     )
-    plan = scheduler.make(problem, strategy="data_parallel")
+    plan = planner.make(problem, strategy="data_parallel")
     if route != "none":
-        plan = scheduler.make(
-            problem, strategy="split_k", k_parallel=3, reduction=route
-        )
+        plan = planner.make(problem, strategy="split_k", k_parallel=3, reduction=route)
     _, native = strategies.arrays(problem, seed=0)
     x = mx.zeros((2, 256))
     result = mx.zeros((2, values.size))

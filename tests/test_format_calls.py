@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten
 from models import Layers, assert_same_model
 
 import mlx_marlin
-from mlx_marlin.embedding import MarlinEmbedding
-from mlx_marlin.formats import FORMATS
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.packing import pack as packed_of
-from mlx_marlin.packing import quantize
-from mlx_marlin.stock_weight import as_mlx
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products.packing import pack as packed_of
+from mlx_marlin.products.packing import quantize
+from mlx_marlin.products.stock_weight import as_mlx
+from mlx_marlin.weights.formats import FORMATS
 
 pytestmark = pytest.mark.usefixtures("kernels", "_the_same_numbers")
 

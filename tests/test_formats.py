@@ -13,14 +13,14 @@ from format_cases import Variant, Weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, launch
-from mlx_marlin.dense_plan import dense_plan
-from mlx_marlin.formats import CHANNEL, FORMATS, format_of
-from mlx_marlin.packing import pack
-from mlx_marlin.stock_weight import stock_product
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.products.packing import pack
+from mlx_marlin.products.stock_weight import stock_product
+from mlx_marlin.weights.formats import CHANNEL, FORMATS, format_of
 
 kernels = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 VARIANTS = format_cases.VARIANTS
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -226,7 +226,7 @@ def test_a_weight_as_plain_numbers_is_rounded_once(variant: Variant) -> None:
 @kernels
 @pytest.mark.parametrize("variant", DECODED, ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
-    if backends.backend() != "emulator":
+    if selection.backend() != "emulator":
         pytest.skip("only the emulator sees every access")
     from mlx_marlin import emulator
 

@@ -16,21 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import backends, gather_launch, scheduler
-from mlx_marlin.device import Device
-from mlx_marlin.formats import format_of
-from mlx_marlin.gather_kind import Kind
-from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.gather_serving import why_not_gather
-from mlx_marlin.packing import pack, unpack
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.cost import memory_seconds
-from mlx_marlin.scheduler.gather import (
+from mlx_marlin.backends import experts_launch, planner, selection
+from mlx_marlin.backends.metal.cost import memory_seconds
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experts import (
     chosen_experts,
     expected_tiles,
     gather_seconds,
 )
-from mlx_marlin.stock_weight import as_mlx
+from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.experts.dispatch import why_not_gather
+from mlx_marlin.products.experts.request import Kind
+from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.products.stock_weight import as_mlx
+from mlx_marlin.weights.formats import format_of
 
 Choose = Callable[[str | None], None]
 
@@ -171,7 +171,7 @@ def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) ->
 
 
 @pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 @given(call=calls(), seed=st.integers(0, 99))
 @settings(max_examples=12)
@@ -183,7 +183,7 @@ def test_no_call_races_or_strays(call: Call, seed: int) -> None:
 
 
 @pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 @pytest.mark.parametrize("dot_rows", [0, 2])
 def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
@@ -209,7 +209,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
     for seed in range(3):
         with emulator.emulated(seed=seed, trace=True):
-            mx.eval(gather_launch.gather_product(plan)(x, *native, *pairs))
+            mx.eval(experts_launch.gather_product(plan)(x, *native, *pairs))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -249,7 +249,7 @@ def test_halves_keep_their_bits_with_one_fragment_and_with_more(layout: str) -> 
     y = few.run(invariant=True)
 
     assert mx.array_equal(y, call.run(invariant=True)[:4])
-    if backends.backend() == "emulator":  # of others' matrices we do not know
+    if selection.backend() == "emulator":  # of others' matrices we do not know
         assert not mx.array_equal(y, few.run())
 
 
@@ -265,7 +265,7 @@ def test_an_invariant_sum_is_cut_alike_for_any_pairs(
 ) -> None:
     def planned(pairs: int) -> GatherPlan:
         problem = Problem(m=pairs, n=70, k=256, bits=bits, dtype=dtype, invariant=True)
-        return scheduler.choose_gather(problem, experts, device)
+        return planner.choose_gather(problem, experts, device)
 
     one, several = planned(1), planned(pairs)
 
@@ -542,7 +542,7 @@ def test_the_model_leaves_stock_where_rows_share_experts(chip: str) -> None:
 
     def reason(pairs: int) -> str | None:
         problem = Problem(m=pairs, n=768, k=2048)
-        return scheduler.gather_reason(problem, 128, False, device)
+        return planner.gather_reason(problem, 128, False, device)
 
     assert "times stock MLX's speed" in str(reason(8))
     assert reason(256) is None
@@ -584,10 +584,10 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
     device = Device.named("Apple M1 Max")
     stock, ours = gather_seconds(problem, 128, True, device)
 
-    monkeypatch.setattr("mlx_marlin.scheduler.gather.MOST_DOT_ROWS", 0)
-    scheduler.choose_gather.cache_clear()
+    monkeypatch.setattr("mlx_marlin.backends.metal.experts.MOST_DOT_ROWS", 0)
+    planner.choose_gather.cache_clear()
     with_matrices = gather_seconds(problem, 128, True, device)
-    scheduler.choose_gather.cache_clear()
+    planner.choose_gather.cache_clear()
 
     assert with_matrices[0] == stock
     assert with_matrices[1] > 1.2 * ours
@@ -596,7 +596,7 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
 def leaves(chip: str, pairs: int, k: int = 2048, **form: Any) -> bool:
     """Whether a product of unsorted pairs over 128 experts leaves stock MLX."""
     problem = Problem(m=pairs, n=768, k=k, **form)
-    return not scheduler.gather_reason(problem, 128, False, Device.named(chip))
+    return not planner.gather_reason(problem, 128, False, Device.named(chip))
 
 
 @pytest.mark.parametrize(
@@ -654,7 +654,7 @@ def test_few_k_are_not_left_to_the_small_margin() -> None:
 def test_a_plan_fits_the_hardware_and_says_itself(
     pairs: int, experts: int, n: int, device: Device
 ) -> None:
-    plan = scheduler.choose_gather(Problem(m=pairs, n=n, k=64), experts, device)
+    plan = planner.choose_gather(Problem(m=pairs, n=n, k=64), experts, device)
 
     assert plan.threads <= 256
     assert plan.threadgroup_bytes <= 32768
@@ -669,13 +669,13 @@ def test_dot_products_and_two_fragments_of_native_codes_are_too_much_code_for_an
 ) -> None:
     problem, m1 = Problem(m=pairs, n=768, k=2048), Device.named(chip)
 
-    assert scheduler.choose_gather(problem, 8, m1).fragments_m == 1
-    assert scheduler.choose_gather(problem, 8, M3).fragments_m == 2
+    assert planner.choose_gather(problem, 8, m1).fragments_m == 1
+    assert planner.choose_gather(problem, 8, M3).fragments_m == 2
     for other in (
         replace(problem, layout="marlin"),
         replace(problem, invariant=True),
     ):
-        assert scheduler.choose_gather(other, 8, m1).fragments_m == 2
+        assert planner.choose_gather(other, 8, m1).fragments_m == 2
 
 
 @pytest.mark.parametrize(
@@ -723,7 +723,7 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     weight = native if layout == "mlx" else stored
 
     counters = emulator.trace(
-        gather_launch.gather_product(plan), x, *weight, sources, chosen
+        experts_launch.gather_product(plan), x, *weight, sources, chosen
     )
 
     read = counters[0].of("w")
@@ -782,7 +782,9 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
     pairs = mx.arange(6, dtype=mx.uint32), mx.array(FEW, mx.uint32)
     weight = packed.words, packed.scales, packed.scales
 
-    counters = emulator.trace(gather_launch.gather_product(plan), x, *weight, *pairs)[0]
+    counters = emulator.trace(experts_launch.gather_product(plan), x, *weight, *pairs)[
+        0
+    ]
 
     read = counters.of("w")
     assert read.read_bytes == 3 * 64 * K // 2  # nobody chose one of four experts
@@ -799,7 +801,7 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
             names.append(record["name"])
 
     problem = Problem(m=64, n=40, k=K, layout="marlin")
-    product = gather_launch.gather_product(scheduler.choose_gather(problem, 4, M1))
+    product = experts_launch.gather_product(planner.choose_gather(problem, 4, M1))
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
     scales = PACKED.scales.astype(mx.float16)

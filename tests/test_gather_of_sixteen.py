@@ -9,8 +9,9 @@ import oracles
 import pytest
 
 import mlx_marlin
-from mlx_marlin.packing import PackedWeight, pack
-from mlx_marlin.stock_weight import plain
+from mlx_marlin.products.packing import pack
+from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 Choose = Callable[[str | None], None]
 EXPERTS, N, K = 4, 40, 128

@@ -16,18 +16,18 @@ from format_cases import Variant
 from test_epilogue import EVERYTHING, assert_finished
 from test_formats import assert_close
 
-from mlx_marlin import backends, scheduler
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
-from mlx_marlin.kernels import Reduction, step_k
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.staging import barriers
+from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends.metal.limits import Reduction, step_k
+from mlx_marlin.backends.metal.staging import barriers
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 emulated = pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 STAGINGS = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
 """Buffers and loaders."""
@@ -36,7 +36,7 @@ by_staging = pytest.mark.parametrize(("buffers", "loaders"), STAGINGS)
 
 def traced(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator look for races and stray accesses; elsewhere does nothing."""
-    if backends.backend() != "emulator":
+    if selection.backend() != "emulator":
         return nullcontext()
     from mlx_marlin import emulator
 
@@ -71,14 +71,14 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     body = variant.plan(m, n, k, threadgroups=7)
     # A tile of few rows has room for three buffers of float.
     fragments = 1 if buffers == 3 else variant.fragments
-    wishes = scheduler.Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+    wishes = planner.Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
     wishes["fragments_m"] = fragments
     if variant.dtype == "float16":
         wishes["simdgroups_m"] = rows
     wishes["strategy"] = "stream_k" if variant.split else "data_parallel"
     if variant.split:
         wishes |= {"num_threadgroups": 7, "minimum": 1}
-    plan = scheduler.make(body.problem, subtract=variant.subtract, **wishes)
+    plan = planner.make(body.problem, subtract=variant.subtract, **wishes)
     weight = variant.weight(n, k, seed=3)
     x = format_cases.activations(m, k, dtype=variant.dtype, seed=4)
 
@@ -146,7 +146,7 @@ def test_an_epilogue_finishes_the_product(
     buffers: int, loaders: int, reduction: Reduction
 ) -> None:
     problem = Problem(m=19, n=70, k=448, epilogue=EVERYTHING)
-    plan = scheduler.make(
+    plan = planner.make(
         problem,
         kernel="gemm_staged",
         buffers=buffers,
@@ -167,7 +167,7 @@ def test_what_is_made_on_a_wish_computes_the_product(
     problem = Problem(
         m=m, n=70, k=384, group_size=128, dtype=dtype, scale_dtype=dtype, layout=layout
     )
-    plan = scheduler.make(problem, kernel="gemm_staged")
+    plan = planner.make(problem, kernel="gemm_staged")
     weight = strategies.weight_of(problem, seed=m)
     x = format_cases.activations(m, problem.k, dtype=dtype, seed=m)
 
@@ -197,12 +197,12 @@ def test_barriers_memory_and_traffic_are_those_of_the_plan(
     problem = replace(RAGGED, m=24)
     weight = strategies.weight_of(problem, seed=0)
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=1)
-    whole = scheduler.make(problem, strategy="data_parallel", simdgroups_k=2)
+    whole = planner.make(problem, strategy="data_parallel", simdgroups_k=2)
     assert (whole.fragments_m, whole.simdgroups_m, whole.m_tiles) == (2, 2, 1)
-    streams = scheduler.make(
+    streams = planner.make(
         problem, strategy="stream_k", num_threadgroups=7, minimum=1, simdgroups_k=2
     )
-    wide = scheduler.make(problem, strategy="hytis", simdgroups_n=2, simdgroups_k=2)
+    wide = planner.make(problem, strategy="hytis", simdgroups_n=2, simdgroups_k=2)
     for plan in (whole, streams, wide):
         plan = staged(plan, buffers, loaders)
 

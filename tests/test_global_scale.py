@@ -14,10 +14,10 @@ import strategies
 from format_cases import Variant, Weight
 
 import mlx_marlin
-from mlx_marlin import backends, launch
-from mlx_marlin.dense_plan import DensePlan, dense_plan
-from mlx_marlin.packing import quantize, unpack
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import quantize, unpack
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -84,7 +84,7 @@ def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
-    if backends.backend() != "emulator":
+    if selection.backend() != "emulator":
         pytest.skip("only the emulator sees every access")
     from mlx_marlin import emulator
 

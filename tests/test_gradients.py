@@ -7,8 +7,9 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.packing import PackedWeight, pack
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 K, N = 128, 40
 W, SCALES, BIASES = mx.quantize(mx.random.normal((N, K), key=mx.random.key(0)))

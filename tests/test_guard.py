@@ -15,24 +15,21 @@ import pytest
 from guard_faults import Fault
 
 import mlx_marlin
-from mlx_marlin import (
-    backends,
-    cache,
-    emulator,
-    guard,
+from mlx_marlin import cache, emulator, guard
+from mlx_marlin.backends import (
     launch,
+    planner,
     repack_launch,
-    repacking,
-    scheduler,
-    serving,
-    tile_order,
+    selection,
 )
-from mlx_marlin.dense_plan import dense_plan
-from mlx_marlin.device import named
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.planner import STAGED
 from mlx_marlin.guard import known_answers, verdicts
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.scheduler import STAGED
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import dispatch, repacking
+from mlx_marlin.weights import tile_order
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
@@ -59,7 +56,7 @@ def guarded(
 
 def new_process() -> None:
     """Forgets all that a process remembers, as if another one began."""
-    serving.forget()
+    dispatch.forget()
 
 
 def chosen(kernel: str) -> Callable[[Problem, Any], Plan]:
@@ -72,7 +69,7 @@ def chosen(kernel: str) -> Callable[[Problem, Any], Plan]:
     }
 
     def choose(problem: Problem, _: Any) -> Plan:
-        return scheduler.make(problem, device=DEVICE, **wishes[kernel])
+        return planner.make(problem, device=DEVICE, **wishes[kernel])
 
     return choose
 
@@ -100,7 +97,7 @@ def collected(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 def test_a_right_kernel_serves_after_its_check(
     kernel: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "choose", chosen(kernel))
+    monkeypatch.setattr(planner, "choose", chosen(kernel))
     x, w = operands()
     y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
 
@@ -117,7 +114,7 @@ def test_a_right_kernel_serves_after_its_check(
 def test_a_kernel_with_a_fault_never_serves(
     kernel: str, kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "choose", chosen(kernel))
+    monkeypatch.setattr(planner, "choose", chosen(kernel))
     fault = Fault(kernel, kind).plant(monkeypatch)
     x, w = operands()
     expected = mx.quantized_matmul(x, *w)
@@ -327,8 +324,8 @@ def test_packed_weights_are_unpacked_without_our_kernels(
 
 def launch_free_weight(problem: Problem, packed: Any) -> mx.array:
     """Returns the weight that a packed one stands for, by `guard.operands`."""
-    from mlx_marlin.codes import codes_of_words
     from mlx_marlin.guard import operands as own
+    from mlx_marlin.weights.bit_streams import codes_of_words
 
     form = {"bits": problem.bits, "group_size": problem.group_size}
     words = tile_order.rows_of_tiles(packed.words, problem.n, problem.k, **form)
@@ -374,7 +371,7 @@ def test_without_a_device_nothing_is_checked_or_exported(
     ran: list[Any] = []
     monkeypatch.setattr(known_answers, "fault_of", ran.append)
     # MLX cannot export a function with derivatives of its own.
-    monkeypatch.setattr(serving, "differentiable", lambda ours, *_: ours)
+    monkeypatch.setattr(dispatch, "differentiable", lambda ours, *_: ours)
     x, w = operands()
     mx.eval(x, w)
     names: list[str] = []
@@ -490,7 +487,7 @@ def test_where_nothing_can_be_written_each_process_checks(
 def test_another_kernel_text_has_no_verdict_yet(
     guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = scheduler.make(problem_of(1, N, K), device=DEVICE, kernel="gemv")
+    plan = planner.make(problem_of(1, N, K), device=DEVICE, kernel="gemv")
     own = guard.variants_of(plan)
     changed = [
         guard.KernelVariant(
@@ -523,7 +520,7 @@ def test_a_plan_of_tuning_is_checked_too(
 
 def test_condemned_kernels_stay_condemned(guarded: Path) -> None:
     x, w = operands(m=1)
-    plan = scheduler.choose(problem_of(1, N, K), DEVICE)
+    plan = planner.choose(problem_of(1, N, K), DEVICE)
     assert mlx_marlin.why_not(x, *w) is None
     with pytest.warns(RuntimeWarning, match="found by tuning"):
         guard.condemn(plan, "found by tuning")
@@ -538,7 +535,7 @@ def test_backends_that_need_no_check_have_none(
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     backend("stock")
     assert not guard.is_on()
-    assert backends.backend() == "stock"
+    assert selection.backend() == "stock"
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="no Metal device here")
@@ -550,7 +547,7 @@ def test_on_a_mac_the_usual_kernels_pass(
     for dtype in ("float16", "bfloat16"):
         for layout in ("mlx", "marlin"):
             problem = problem_of(m, 4096, 4096, dtype=dtype, layout=layout)
-            assert guard.why_not(scheduler.choose(problem, DEVICE)) is None
+            assert guard.why_not(planner.choose(problem, DEVICE)) is None
 
 
 def test_a_umask_of_groups_loses_no_verdict(
@@ -563,7 +560,7 @@ def test_a_umask_of_groups_loses_no_verdict(
         x, w = operands(m=1)
         mlx_marlin.quantized_matmul(x, *w)
         (verdict,) = guard.verdicts_so_far()
-        plan = scheduler.choose(problem_of(1, N, K), DEVICE)
+        plan = planner.choose(problem_of(1, N, K), DEVICE)
         with pytest.warns(RuntimeWarning, match="wrong by hand"):
             guard.condemn(plan, "wrong by hand")
     finally:

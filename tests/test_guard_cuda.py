@@ -11,13 +11,15 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard, scheduler, serving, source
-from mlx_marlin.device import Target
+from mlx_marlin import guard
+from mlx_marlin.backends import planner, source
+from mlx_marlin.backends.devices import Target
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.variants import miniatures
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.why_stock import target
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.eligibility import target
 
 Choose = Callable[[str | None], None]
 N, K = 256, 1024
@@ -55,7 +57,7 @@ def operands() -> tuple[mx.array, tuple[mx.array, ...]]:
 def few_warps(problem: Problem, device: Target) -> Plan:
     """Returns a plan for which the emulator has memory."""
     few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
-    return scheduler.make(problem, device=device, **few)
+    return planner.make(problem, device=device, **few)
 
 
 def assert_stock_serves() -> None:
@@ -67,7 +69,7 @@ def assert_stock_serves() -> None:
         assert len(found) == 1
         assert mx.array_equal(y, mx.quantized_matmul(x, *w))
         assert "failed its check" in str(mlx_marlin.why_not(x, packed))
-        serving.forget()
+        dispatch.forget()
 
 
 @cuda_on_cpu.needs_emulator
@@ -75,7 +77,7 @@ def test_a_cuda_kernel_with_a_fault_never_serves(
     guarded: None, backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda_on_cpu.serve(monkeypatch, {"lane.cuh": LANE})
-    monkeypatch.setattr(scheduler, "choose", few_warps)
+    monkeypatch.setattr(planner, "choose", few_warps)
     backend("cuda")
     assert_stock_serves()
 
@@ -84,7 +86,7 @@ def test_a_cuda_kernel_with_a_fault_never_serves(
 def test_a_right_cuda_kernel_serves(
     guarded: None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "choose", few_warps)
+    monkeypatch.setattr(planner, "choose", few_warps)
     x, w = operands()
     assert mlx_marlin.why_not(x, mlx_marlin.pack(*w)) is None
     assert {each.state for each in guard.verdicts_so_far()} == {"passed"}
@@ -123,7 +125,7 @@ def test_on_a_gpu_every_kernel_of_a_model_passes_quickly(
     for dtype in ("float16", "bfloat16"):
         for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
             problem = problem_of(m, n, k, dtype=dtype, layout="marlin")
-            plan = scheduler.choose(problem, target())
+            plan = planner.choose(problem, target())
             assert guard.why_not(plan) is None
             assert miniatures(plan, on_cuda=True)[0] is not plan
 
@@ -133,7 +135,7 @@ def test_on_a_gpu_a_check_is_short(guarded: None, backend: Choose) -> None:
     """Beyond compiling: MLX keeps what the first check compiled."""
     backend("cuda")
     plans: list[Any] = [
-        scheduler.choose(problem_of(m, 4096, 4096, layout="marlin"), target())
+        planner.choose(problem_of(m, 4096, 4096, layout="marlin"), target())
         for m in (1, 8, 16, 64)
     ]
     seconds = []

@@ -9,16 +9,19 @@ import mlx.core as mx
 import pytest
 from cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION, h200
 
-from mlx_marlin import emulator, instances, mma, scheduler
-from mlx_marlin.dense_plan import dense_plan
-from mlx_marlin.device import named
-from mlx_marlin.epilogue import PLAIN, Epilogue
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS
+from mlx_marlin import emulator
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.arguments import weight_template
+from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import instances
 from mlx_marlin.guard import known_answers, operands, reference, routing
 from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
-from mlx_marlin.kernel_arguments import weight_template
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 needs_emulator = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
@@ -89,7 +92,7 @@ def test_every_candidate_of_metal_has_a_small_problem_with_its_edges() -> None:
         )
         if problem.n == LARGE and batch == 1 and draw.random() < 0.3:
             problem = replace(problem, epilogue=Epilogue(bias=True, parts=parts))
-        for candidate in scheduler.compare(problem, device=DEVICE).candidates[::7]:
+        for candidate in planner.compare(problem, device=DEVICE).candidates[::7]:
             plan = candidate.plan
             small = assert_same_variants(plan)
             assert isinstance(small, Plan)
@@ -114,7 +117,7 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
             asked = replace(problem, epilogue=epilogue, norm=norm)
             if mma.why_not(asked):
                 continue
-            choice = scheduler.compare(asked, device=h200())
+            choice = planner.compare(asked, device=h200())
             for candidate in choice.candidates[::5]:
                 assert_same_variants(candidate.plan)
 
@@ -124,14 +127,14 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
 def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
     for dtype in DTYPE_BYTES:
         problem = problem_of(pairs, n, 2048, dtype=dtype)
-        small = assert_same_variants(scheduler.choose_gather(problem, 16, DEVICE))
+        small = assert_same_variants(planner.choose_gather(problem, 16, DEVICE))
         assert bytes_of(small) < MOST_BYTES
         if dtype == "float32":
             continue
         packed = problem_of(pairs, n, 2048, dtype=dtype, layout="marlin")
         gates = (None, "silu") if n % 32 == 0 else (None,)
         for gate in gates:
-            plan = scheduler.choose_cuda_gather(packed, 16, 2, h200(), gate, False)
+            plan = planner.choose_cuda_gather(packed, 16, 2, h200(), gate, False)
             assert_same_variants(plan)
 
 
@@ -157,7 +160,7 @@ def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> Non
         )
         if mode == "nvfp4" and problem.layout == "marlin":
             problem = replace(problem, global_scale=draw.random() < 0.5)
-        candidates = scheduler.compare(problem, device=DEVICE).candidates
+        candidates = planner.compare(problem, device=DEVICE).candidates
         assert known_answers.fault_of(draw.choice(candidates).plan) is None
 
 
@@ -170,9 +173,7 @@ def test_right_kernels_of_experts_and_decoding_pass(
     backend("emulator")
     for dtype in ("float16", "bfloat16"):
         problem = problem_of(20, LARGE, LARGE, mode=mode, layout=layout, dtype=dtype)
-        assert (
-            known_answers.fault_of(scheduler.choose_gather(problem, 8, DEVICE)) is None
-        )
+        assert known_answers.fault_of(planner.choose_gather(problem, 8, DEVICE)) is None
         assert known_answers.fault_of(dense_plan(problem)) is None
 
 
@@ -196,7 +197,7 @@ def test_right_kernels_of_cuda_pass(
         m, n, 1024, layout="marlin", epilogue=epilogue, norm=norm, dtype="bfloat16"
     )
     few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
-    plan = scheduler.make(problem, device=h200(), **few)
+    plan = planner.make(problem, device=h200(), **few)
     assert plan.threadgroup_bytes <= cuda_on_cpu.SHARED_LIMIT
     assert known_answers.fault_of(plan) is None
 
@@ -211,7 +212,7 @@ def test_right_kernels_of_cudas_experts_pass(
     pairs: int, gate: str | None, bias: bool, on_cpu: None
 ) -> None:
     problem = problem_of(pairs, 256, 512, layout="marlin")
-    plan = scheduler.choose_cuda_gather(problem, 4, 2, h200(), gate, bias)
+    plan = planner.choose_cuda_gather(problem, 4, 2, h200(), gate, bias)
     assert known_answers.fault_of(plan) is None
 
 
@@ -249,7 +250,7 @@ def test_known_answers_mean_what_mlx_decodes(form: dict[str, Any]) -> None:
 
 def test_problems_keep_what_decides_their_kernels() -> None:
     problem = Problem(m=7, n=5000, k=4096, layout="marlin", invariant=True)
-    plan = scheduler.make(problem, device=DEVICE)
+    plan = planner.make(problem, device=DEVICE)
     small = miniatures(plan)[0]
     assert isinstance(small, Plan)
     assert not small.problem.invariant

@@ -18,7 +18,7 @@ from mlx_lm.quant.dwq import dwq_quantize
 from models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
 
 import mlx_marlin
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.layers.linear import MarlinLinear
 
 pytestmark = pytest.mark.usefixtures("_stock")
 

@@ -9,15 +9,15 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, launch, scheduler
-from mlx_marlin.device import DEFAULT, Device
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 ROWS = (1, 5, 8, 9, 31, 64)
@@ -30,7 +30,7 @@ CHIPS = ("Apple M1", "Apple M3 Max", "Apple M2 Ultra")
 def planned(problem: Problem, chip: Device) -> dict[int, Plan]:
     """Returns the plans of a problem for several numbers of rows."""
     asked = (replace(problem, m=m) for m in (*ROWS, MOST))
-    return {each.m: scheduler.choose(each, chip) for each in asked}
+    return {each.m: planner.choose(each, chip) for each in asked}
 
 
 def run(
@@ -111,8 +111,8 @@ def test_any_rows_keep_their_bits(
     rows = min(rows, MOST - first)
     x, native = strategies.arrays(replace(problem, m=MOST), seed=rows)
     weight = stored(problem, native)
-    all_rows = scheduler.choose(replace(problem, m=MOST), chip)
-    some_rows = scheduler.choose(replace(problem, m=rows), chip)
+    all_rows = planner.choose(replace(problem, m=MOST), chip)
+    some_rows = planner.choose(replace(problem, m=rows), chip)
 
     whole = run(all_rows, x, weight)
     some = run(some_rows, x[first : first + rows], weight)
@@ -143,7 +143,7 @@ def test_invariant_products_are_right(m: int) -> None:
     problem = Problem(m=m, n=150, k=448, invariant=True)
     x, native = strategies.arrays(problem, seed=m)
 
-    y = run(scheduler.choose(problem, DEFAULT), x, native)
+    y = run(planner.choose(problem, DEFAULT), x, native)
 
     stock = mx.quantized_matmul(x, *native, group_size=64, bits=4)
     oracles.assert_close(y, stock, x, native, group_size=64)
@@ -159,7 +159,7 @@ def test_the_cut_of_k_does_not_depend_on_the_rows(
 ) -> None:
     problem = replace(problem, invariant=True)
 
-    one, several = (scheduler.choose(replace(problem, m=m), chip) for m in (1, rows))
+    one, several = (planner.choose(replace(problem, m=m), chip) for m in (1, rows))
 
     assert one.work.slices == several.work.slices
     assert one.simdgroups_k == several.simdgroups_k

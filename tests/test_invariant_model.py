@@ -8,9 +8,9 @@ import pytest
 from models import Layers, tiny_llama
 
 import mlx_marlin
-from mlx_marlin import launch
-from mlx_marlin.embedding import MarlinEmbedding
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.backends import launch
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 

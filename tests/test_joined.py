@@ -10,10 +10,17 @@ from arguments import activations
 from models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama
 
 import mlx_marlin
-from mlx_marlin import launch, serving
-from mlx_marlin.integrations import mlx_lm as integration
-from mlx_marlin.joined import Joined, MarlinPart, can_join, join, separate
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.backends import launch
+from mlx_marlin.integrations.mlx_lm import convert as integration
+from mlx_marlin.layers.joined import (
+    Joined,
+    MarlinPart,
+    can_join,
+    join,
+    separate,
+)
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products import dispatch
 
 NAMES = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
@@ -28,7 +35,7 @@ def layers(*sizes: int, bias: bool = False, **options: Any) -> list[MarlinLinear
 def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:
     model = tiny_llama()
     expected = mlx_marlin.optimize(model, layout=layout)(TOKENS)
-    serving.forget()
+    dispatch.forget()
 
     joined = mlx_marlin.optimize(model, layout=layout, join=True)
     y = joined(TOKENS)
@@ -91,7 +98,7 @@ def test_a_failure_while_joining_leaves_the_model_as_it_was(
             raise MemoryError
         return join(layers)
 
-    monkeypatch.setattr("mlx_marlin.integrations.joining.join", failing)
+    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.joining.join", failing)
 
     with pytest.raises(MemoryError):
         integration.optimize(model, join=True)

@@ -17,8 +17,8 @@ from mlx_lm.utils import compute_bits_per_weight, dequantize_model, get_total_pa
 from models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama, types
 
 import mlx_marlin
-from mlx_marlin.joined import MarlinPart
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.linear import MarlinLinear
 
 pytestmark = [
     pytest.mark.usefixtures("_stock"),

@@ -9,17 +9,17 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, launch, scheduler
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.metal.limits import Reduction
 from mlx_marlin.emulator import Counters, emulated, trace
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.formats import FORMATS
-from mlx_marlin.kernels import Reduction
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 
 
@@ -34,7 +34,7 @@ def counters(plan: Plan) -> Counters:
 
 
 def chosen(m: int, n: int = 256, k: int = 512) -> Plan:
-    plan = scheduler.choose(Problem(m=m, n=n, k=k), strategies.KNOWN_DEVICES[0])
+    plan = planner.choose(Problem(m=m, n=n, k=k), strategies.KNOWN_DEVICES[0])
     assert plan.kernel == "gemm_register"
     return plan
 
@@ -106,7 +106,7 @@ def ragged(
         scale_dtype="uint8" if floating else "float16",
         layout=layout,
     )
-    plan = scheduler.choose(problem, strategies.KNOWN_DEVICES[0])
+    plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
     assert plan.kernel == "gemm_register"
     return plan
 
@@ -174,7 +174,7 @@ LANE_BYTES = {2: 1.8, 3: 2.3, 4: 2.8, 5: 3.3, 8: 1.3, 16: 1.8, 32: 3.5}
 @pytest.mark.parametrize("m", LANE_BYTES)
 def test_lanes_receive_few_bytes_for_a_weight(m: int, layout: str) -> None:
     problem = Problem(m=m, n=256, k=512, layout=layout)
-    plan = scheduler.choose(problem, strategies.KNOWN_DEVICES[0])
+    plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
 
     found = counters(plan)
 

@@ -11,15 +11,15 @@ import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import backends, launch, scheduler
-from mlx_marlin.kernels import Reduction
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.work import STRATEGIES
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.metal.limits import Reduction
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import STRATEGIES
+from mlx_marlin.products.packing import pack
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 
@@ -72,7 +72,7 @@ def test_the_chosen_plan_computes_the_product(
         scale_dtype=dtype,
         layout=layout,
     )
-    plan = scheduler.choose(problem, strategies.KNOWN_DEVICES[0])
+    plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
     x, native = strategies.arrays(problem, seed=m)
 
     y = run(plan, x, native)
@@ -164,7 +164,7 @@ def test_arrays_may_start_anywhere_in_their_buffers(
 def test_a_threadgroup_may_have_many_units(m: int) -> None:
     """Its scratch is used again, so a unit must wait until the one before is stored."""
     problem = Problem(m=m, n=192, k=1024)
-    plan = scheduler.make(
+    plan = planner.make(
         problem,
         strategy="stripe",
         num_threadgroups=1,
@@ -172,7 +172,7 @@ def test_a_threadgroup_may_have_many_units(m: int) -> None:
         simdgroups_k=8,
     )
     x, native = strategies.arrays(problem, seed=m)
-    one_each = scheduler.make(problem, strategy="split_k", k_parallel=2)
+    one_each = planner.make(problem, strategy="split_k", k_parallel=2)
     expected = run(one_each, x, native)
 
     for seed in range(8):
@@ -270,7 +270,7 @@ def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
 
 def test_partial_sums_are_added_in_ascending_k() -> None:
     problem = Problem(m=3, n=40, k=512, dtype="float32", scale_dtype="float32")
-    plan = scheduler.make(problem, strategy="split_k", k_parallel=7)
+    plan = planner.make(problem, strategy="split_k", k_parallel=7)
     random = np.random.default_rng(0)
     size = plan.workspace_shape
     assert size[0] == 7

@@ -13,20 +13,21 @@ import strategies
 from hypothesis import given, settings
 
 import mlx_marlin
-from mlx_marlin import (
-    backends,
-    emulator,
-    kernel_arguments,
+from mlx_marlin import emulator
+from mlx_marlin.backends import (
+    arguments,
+    kernels,
     launch,
-    layout,
-    scheduler,
-    serving,
+    planner,
+    selection,
 )
-from mlx_marlin.epilogue import PLAIN, Epilogue
-from mlx_marlin.kernels import Reduction
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.backends.metal.limits import Reduction
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights import layout
 
 Choose = Callable[[str | None], None]
 
@@ -103,10 +104,10 @@ def arguments_of(node: Node) -> list[str]:
 @pytest.fixture(scope="module")
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(backends.ENVIRONMENT, "metal")
-        serving.forget()
+        patch.setenv(selection.ENVIRONMENT, "metal")
+        dispatch.forget()
         yield
-    serving.forget()
+    dispatch.forget()
 
 
 PLANS = strategies.plans(
@@ -136,7 +137,7 @@ def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     assert [each[1:] for each in first.outputs] == [(sums, dtype)]
     assert len(calls) == 1 + plan.finishes
     if plan.finishes:
-        if prod(sums) >= backends.IN_CONSTANT:
+        if prod(sums) >= kernels.IN_CONSTANT:
             assert last.inputs[0] == first.outputs[0]
         assert last.grid == (-(-problem.m // 4) * problem.n, 1, 1)
         assert prod(last.threadgroup) <= 256
@@ -182,16 +183,14 @@ def test_few_partial_sums_are_no_constants(
     m: int, n: int, reduction: Reduction
 ) -> None:
     problem = Problem(m=m, n=n, k=256)
-    plan = scheduler.make(
-        problem, strategy="split_k", k_parallel=2, reduction=reduction
-    )
+    plan = planner.make(problem, strategy="split_k", k_parallel=2, reduction=reduction)
 
     _, finish = kernel_calls(plan)
 
     assert spaces_of(finish)["partials"] == "device"
 
 
-def instance(values: Mapping[str, kernel_arguments.TemplateValue]) -> str:
+def instance(values: Mapping[str, arguments.TemplateValue]) -> str:
     """Returns how MLX spells template arguments."""
     metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
     return ", ".join(
@@ -207,8 +206,8 @@ def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
     calls = kernel_calls(plan)
 
     templates = [
-        kernel_arguments.product_template(plan),
-        kernel_arguments.reduce_template(plan),
+        arguments.product_template(plan),
+        arguments.reduce_template(plan),
     ]
     for call, template in zip(calls, templates, strict=False):
         found = re.search(r"decltype\(\w+<(.*?)>\)", call.text)
@@ -244,8 +243,8 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     recorder = Recorder()
     monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
     problem = Problem(m=9, n=40, k=512)
-    split = scheduler.make(problem, strategy="split_k", k_parallel=2)
-    whole = scheduler.make(problem, strategy="data_parallel")
+    split = planner.make(problem, strategy="split_k", k_parallel=2)
+    whole = planner.make(problem, strategy="data_parallel")
 
     for plan in (split, whole, split):
         y = launch.product(plan)(*blanks(problem))
@@ -255,7 +254,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     assert names == ["marlin_gemm_register", "marlin_reduce"]
     assert len(recorder.called) == 5
     assert {"header", "source", "input_names", "output_names"} < {*recorder.built[0]}
-    serving.forget()
+    dispatch.forget()
     launch.product(whole)
     assert len(recorder.built) == 3
 
@@ -269,7 +268,7 @@ def test_only_atomic_sums_begin_with_zeros(
     problem = Problem(m=9, n=40, k=512, epilogue=Epilogue(bias=True))
     reductions: tuple[Reduction, ...] = ("workspace", "atomic")
     for reduction in reductions:
-        plan = scheduler.make(
+        plan = planner.make(
             problem, strategy="split_k", k_parallel=2, reduction=reduction
         )
         launch.product(plan)(*blanks(problem))
@@ -308,7 +307,7 @@ def test_the_emulators_factory_takes_the_same_calls(
     monkeypatch.setattr(mx.fast, "metal_kernel", None)
     problem = Problem(m=1, n=40, k=512)
 
-    launch.product(scheduler.make(problem))(*blanks(problem))
+    launch.product(planner.make(problem))(*blanks(problem))
 
     assert [each["name"] for each in recorder.built] == ["marlin_gemv"]
 
@@ -322,7 +321,7 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     problem = Problem(m=1, n=1, k=32, group_size=32)
     x, w, scales, biases = blanks(problem)
 
-    launch.product(scheduler.make(problem))(x, w + 3, scales + 2, biases + 1)
+    launch.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
 
     _, w, scales, biases, shape, schedule = recorder.called[0]["inputs"]
     assert w.tolist() == [3] * 4 + [0] * 4
@@ -343,7 +342,7 @@ def test_so_are_few_scales_of_one_byte(
     )
     x, w, scales, _ = blanks(problem)
 
-    launch.product(scheduler.make(problem))(x, w, scales + 2, scales + 2)
+    launch.product(planner.make(problem))(x, w, scales + 2, scales + 2)
 
     _, w, scales, biases, *_ = recorder.called[0]["inputs"]
     assert w.shape == (3, 16)
@@ -360,7 +359,7 @@ def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(
     problem = Problem(m=3, n=2, k=64, epilogue=Epilogue(bias=True, residual=True))
     *operands, bias, _, residual = blanks(problem)
 
-    launch.product(scheduler.make(problem))(
+    launch.product(planner.make(problem))(
         *operands, bias + 1, mx.array(0.0), residual + 2
     )
 
@@ -372,7 +371,7 @@ def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(
 
 def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
     backend("metal")
-    plans = [scheduler.make(Problem(m=m, n=40, k=512)) for m in (9, 1, 9)]
+    plans = [planner.make(Problem(m=m, n=40, k=512)) for m in (9, 1, 9)]
 
     for plan in plans:
         launch.product(plan)
@@ -384,7 +383,7 @@ def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
 def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> None:
     backend(name)
 
-    assert backends.backend() == backends.forced_backend() == name
+    assert selection.backend() == selection.forced_backend() == name
 
 
 def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) -> None:
@@ -455,17 +454,17 @@ def test_what_the_machine_has_decides_otherwise(
 ) -> None:
     machine(has_metal, default, None, has_cuda)
 
-    assert backends.backend() == expected
-    assert backends.forced_backend() is None
+    assert selection.backend() == expected
+    assert selection.forced_backend() is None
 
 
 def test_an_empty_environment_variable_is_no_wish(
     machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(False, mx.cpu, None)
-    monkeypatch.setenv(backends.ENVIRONMENT, "")
+    monkeypatch.setenv(selection.ENVIRONMENT, "")
 
-    assert backends.backend() == "emulator"
+    assert selection.backend() == "emulator"
 
 
 def test_without_a_compiler_stock_answers_after_one_warning(

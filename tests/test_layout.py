@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from mlx_marlin import layout
-from mlx_marlin.layout import (
+from mlx_marlin.weights import layout
+from mlx_marlin.weights.layout import (
     K_DIGITS,
     ROW,
     STORED,

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import backends, serving, why_stock
-from mlx_marlin.epilogue import ACTIVATIONS, Epilogue
-from mlx_marlin.packing import pack
+from mlx_marlin.backends import selection
+from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
+from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products.packing import pack
 
 Choose = Callable[[str | None], None]
 Record = Callable[..., list[str]]
@@ -92,7 +93,7 @@ def test_without_an_epilogue_it_is_the_product() -> None:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Record:
     """Returns what lists the operations in a function's graph."""
     # MLX cannot export a function with derivatives of its own.
-    monkeypatch.setattr(serving, "differentiable", lambda ours, *_: ours)
+    monkeypatch.setattr(dispatch, "differentiable", lambda ours, *_: ours)
 
     def record(function: Callable[..., mx.array], *arrays: mx.array) -> list[str]:
         names: list[str] = []
@@ -266,8 +267,8 @@ def test_an_invariant_product_is_never_handed_over(
 ) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(why_stock, "not_here", lambda _: None)
-    assert backends.backend() == "metal"
+    monkeypatch.setattr(eligibility, "not_here", lambda _: None)
+    assert selection.backend() == "metal"
     x, native = activations(1, K), weight()
     mx.eval(native)
 

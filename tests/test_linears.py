@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin import launch, serving
+from mlx_marlin.backends import launch
 from mlx_marlin.emulator import emulated
-from mlx_marlin.epilogue import MOST_PARTS, Epilogue
-from mlx_marlin.packing import pack
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import pack
 
 Choose = Callable[[str | None], None]
 
@@ -103,7 +104,7 @@ def test_all_parts_take_one_dispatch(
 ) -> None:
     backend("metal")
     # MLX cannot export a function with derivatives of its own.
-    monkeypatch.setattr(serving, "differentiable", lambda ours, *_: ours)
+    monkeypatch.setattr(dispatch, "differentiable", lambda ours, *_: ours)
     x, native = activations(8, K), weight(n=96)
     mx.eval(native)
 

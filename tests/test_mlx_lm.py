@@ -12,7 +12,7 @@ from mlx_lm.utils import compute_bits_per_weight, dequantize_model, get_total_pa
 from models import LAYOUTS, TOKENS, assert_same_model, tiny_llama, types
 
 import mlx_marlin
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.layers.linear import MarlinLinear
 
 pytestmark = pytest.mark.usefixtures("_stock")
 

@@ -12,8 +12,8 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from models import TOKENS, arrays, types
 
 import mlx_marlin
-from mlx_marlin import launch
-from mlx_marlin.plan import Plan
+from mlx_marlin.backends import launch
+from mlx_marlin.planning.plan import Plan
 
 HEADS = 4
 

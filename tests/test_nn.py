@@ -11,10 +11,10 @@ import oracles
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_marlin.embedding import MarlinEmbedding
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.packing import PackedWeight
-from mlx_marlin.plan import Plan
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 LAYOUTS = ["mlx", "marlin"]
 K, N = 192, 40

@@ -28,11 +28,11 @@ from format_cases import Variant, Weight
 from numpy.typing import NDArray
 
 import mlx_marlin
-from mlx_marlin import backends
-from mlx_marlin.formats import FORMATS
+from mlx_marlin.backends import selection
+from mlx_marlin.weights.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() == "stock", reason="nothing here runs Metal kernels"
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
 N, K = 40, 384

@@ -11,9 +11,9 @@ import pytest
 from arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 
 import mlx_marlin
-from mlx_marlin import backends, launch
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products.packing import pack
 
 Choose = Callable[[str | None], None]
 
@@ -22,7 +22,7 @@ def assert_right(y: mx.array, x: mx.array, native: tuple[mx.array, ...]) -> None
     """Checks a product: MLX's own bits if stock serves it, else against float64."""
     stock = mx.quantized_matmul(x, *native)
     assert (y.shape, y.dtype) == (stock.shape, stock.dtype)
-    if backends.backend() == "stock":
+    if selection.backend() == "stock":
         assert mx.array_equal(y, stock)
     else:
         oracles.assert_close(y, stock, x, native, group_size=64, offset=64)

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from models import LAYOUTS, TOKENS, Layers, arrays, assert_same_model, tiny_llama, types
 
 import mlx_marlin
-from mlx_marlin.embedding import MarlinEmbedding
-from mlx_marlin.nn import MarlinLinear
-from mlx_marlin.plan import Plan
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("_stock")
 

@@ -16,11 +16,12 @@ from test_traced_block import one_stream, tiny
 
 import mlx_marlin
 from mlx_marlin import integrations
-from mlx_marlin.integrations import joining, traced_block
-from mlx_marlin.integrations.module_changes import Changes
-from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
-from mlx_marlin.integrations.traced_block import TracedBlock
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.integrations.mlx_lm import joining
+from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.integrations.tracing import block
+from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.linear import MarlinLinear
 
 pytestmark = pytest.mark.usefixtures("_stock")
 
@@ -72,7 +73,7 @@ STAGES: list[tuple[Callable[[], nn.Module], Any, str, int]] = [
     (experts, MarlinSwitchLinear, "from_quantized", 5),
     (dense, joining, "join", 1),
     (dense, joining, "join", 3),
-    (dense, traced_block, "trace_blocks", 1),
+    (dense, block, "trace_blocks", 1),
     (dense, Changes, "set_class", 2),
 ]
 """A model, and what raises, in which call."""
@@ -284,7 +285,7 @@ def test_a_cache_that_mlx_lm_changed_leaves_blocks_untraced(
             super().__init__(padding)
             del self._idx
 
-    monkeypatch.setattr("mlx_marlin.integrations.block_cache.BatchKVCache", Changed)
+    monkeypatch.setattr("mlx_marlin.integrations.tracing.cache.BatchKVCache", Changed)
     model = dense()
 
     with pytest.warns(RuntimeWarning, match=r"not traced.*_idx"):

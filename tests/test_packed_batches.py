@@ -17,12 +17,14 @@ from oracles import Floats
 from strategies import ANY_FORMAT, Grouped, Shape, broadcast
 
 import mlx_marlin
-from mlx_marlin import backends, launch, serving
-from mlx_marlin.dense_plan import DensePlan, dense_plan
+from mlx_marlin.backends import launch, selection
 from mlx_marlin.emulator import trace
-from mlx_marlin.packing import PackedWeight, pack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 BOTH_WAYS = pytest.mark.parametrize("transpose", [True, False])
 Choose = Callable[[str | None], None]
@@ -46,14 +48,14 @@ def plain(x: mx.array, decoded: Floats, transpose: bool) -> Floats:
 @pytest.fixture(scope="module", params=["kernels", "stock"])
 def _served_by(request: pytest.FixtureRequest) -> Any:
     """Serves every call by the kernels, then by stock MLX."""
-    here = backends.backend() if request.param == "kernels" else "stock"
+    here = selection.backend() if request.param == "kernels" else "stock"
     if request.param == "kernels" and here == "stock":
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(backends.ENVIRONMENT, here)
-        serving.forget()
+        patch.setenv(selection.ENVIRONMENT, here)
+        dispatch.forget()
         yield
-    serving.forget()
+    dispatch.forget()
 
 
 @pytest.mark.usefixtures("_served_by")
@@ -158,7 +160,7 @@ def test_only_weights_of_whole_tiles_are_one_below_each_other(
 @BOTH_WAYS
 @pytest.mark.parametrize(("of_x", "n"), [((2, 3, 4), 40), ((4,), 40), ((4,), 64)])
 def test_all_that_is_read_was_given(of_x: Shape, n: int, transpose: bool) -> None:
-    if backends.backend() != "emulator":
+    if selection.backend() != "emulator":
         pytest.skip("only the emulator traces")
     packed, decoded = packed_weights(3, n=n)
     x = activations(*of_x, K if transpose else n)

@@ -11,7 +11,8 @@ import pytest
 from format_cases import GROUPED
 
 import mlx_marlin
-from mlx_marlin.packing import PackedWeight, pack, quantize
+from mlx_marlin.products.packing import pack, quantize
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 Copy = Callable[[PackedWeight], PackedWeight]
 COPIES: dict[str, Copy] = {

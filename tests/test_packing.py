@@ -16,10 +16,11 @@ from format_cases import GROUPED, MLX_MODES, Integers, Weight, read_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import layout, quantizers
-from mlx_marlin.formats import CHANNEL, FORMATS, format_of
-from mlx_marlin.packing import PackedWeight, pack, quantize, unpack
-from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.products.packing import pack, quantize, unpack
+from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.weights import layout, quantizers
+from mlx_marlin.weights.formats import CHANNEL, FORMATS, format_of
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 SEEDS = st.integers(0, 2**32 - 1)
 grouped = pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)

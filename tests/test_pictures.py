@@ -14,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import devices, plans, problems
 
-from mlx_marlin import scheduler
-from mlx_marlin.cli import drawing, main, pictures
-from mlx_marlin.device import DEFAULT, Device
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import Choice, predict
-from mlx_marlin.scheduler.stock import stock_prediction
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.backends.planner import Choice, predict
+from mlx_marlin.cli import main
+from mlx_marlin.cli.pictures import drawing
+from mlx_marlin.cli.pictures import text as pictures
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "seven_tiles"
 LARGEST_SVG = 60_000
@@ -42,7 +44,7 @@ def wide_plans(draw: st.DrawFn) -> Plan:
     """Draws a plan with wide tiles."""
     m, width = draw(st.sampled_from([(1, 2), (8, 4), (16, 2), (16, 4), (100, 2)]))
     columns = draw(st.integers(width + 1, 60))
-    return scheduler.make(
+    return planner.make(
         Problem(m=m, n=32 * columns, k=512),
         strategy="hytis",
         simdgroups_n=width,
@@ -220,7 +222,7 @@ def test_a_timeline_lists_ranges_and_ends_within_the_predicted_time(
 
 def test_a_bar_tells_whole_tiles_from_parts() -> None:
     problem = Problem(m=8, n=96, k=5760)
-    plan = scheduler.make(problem, strategy="stream_k", num_threadgroups=2)
+    plan = planner.make(problem, strategy="stream_k", num_threadgroups=2)
     rows = pictures.timeline(chosen(plan)).splitlines()[2:]
 
     assert re.search(r"\|0=+\|1-+$", rows[0])
@@ -405,7 +407,7 @@ def test_where_nothing_can_be_saved_nothing_is_planned(
     (tmp_path / "folder.svg").mkdir()
     path = tmp_path / name
     planned = []
-    monkeypatch.setattr(scheduler, "compare", lambda *_, **__: planned.append(1))
+    monkeypatch.setattr(planner, "compare", lambda *_, **__: planned.append(1))
 
     status = main([*SEVEN.split(), "--save", str(path)])
     captured = capsys.readouterr()

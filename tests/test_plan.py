@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ANY_FORMAT, plans, problems
 
-from mlx_marlin.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.formats import DTYPE_BYTES
-from mlx_marlin.plan import Plan, Tile
-from mlx_marlin.problem import Problem
-from mlx_marlin.work import Work, data_parallel
+from mlx_marlin.planning.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan, Tile
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.weights.formats import DTYPE_BYTES
 
 SMALL = problems(max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin import scheduler
-from mlx_marlin.device import Device
-from mlx_marlin.problem import problem_of
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.planning.problem import problem_of
 
 PREDICTED = runpy.run_path(
     str(Path(__file__).parent.parent / "benchmarks" / "predicted.py")
@@ -50,7 +50,7 @@ def test_no_product_with_a_native_weight_is_served_slower_than_by_stock(
 def test_without_handing_over_some_products_would_be_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler, "stock_reason", lambda *_: None)
+    monkeypatch.setattr(planner, "stock_reason", lambda *_: None)
     slower = PREDICTED["slower_products"](Device.named("Apple M3 Max"), [32])
 
     problem = problem_of(32, 1024, 4096)

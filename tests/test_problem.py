@@ -9,9 +9,9 @@ from hypothesis import given
 from strategies import ANY_FORMAT, problems
 
 import mlx_marlin
-from mlx_marlin.epilogue import PLAIN, Epilogue
-from mlx_marlin.formats import FORMATS, format_of
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import FORMATS, format_of
 
 
 @pytest.mark.parametrize(

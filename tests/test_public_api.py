@@ -65,7 +65,8 @@ def test_every_public_name_is_documented(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_can_be_imported_first(name: str) -> None:
     # Also after the submodule of the same name, which would take its place.
-    program = f"from mlx_marlin import {name}; import mlx_marlin.plan, mlx_marlin.ops; "
+    submodules = "mlx_marlin.planning.plan, mlx_marlin.products.matmul"
+    program = f"from mlx_marlin import {name}; import {submodules}; "
     check = f"import mlx_marlin; assert callable(mlx_marlin.{name}) is callable({name})"
 
     run(program + check + f" and mlx_marlin.{name} is {name}")

@@ -7,7 +7,7 @@ from pathlib import Path
 import oracles
 import pytest
 
-from mlx_marlin import launch
+from mlx_marlin.backends import launch
 from mlx_marlin.cli import COMMANDS, main
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

@@ -14,22 +14,19 @@ from format_cases import GROUPED, Integers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import (
-    backends,
-    emulator,
-    kernel_arguments,
-    layout,
-    repack_launch,
-    repacking,
-)
-from mlx_marlin.formats import WIDTHS, planes_of
-from mlx_marlin.packing import PackedWeight, pack, unpack
-from mlx_marlin.repacking import to_rows, to_tiles
+from mlx_marlin import emulator
+from mlx_marlin.backends import arguments, repack_launch, selection
+from mlx_marlin.products import repacking
+from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.products.repacking import to_rows, to_tiles
+from mlx_marlin.weights import layout
+from mlx_marlin.weights.formats import WIDTHS, planes_of
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 Choose = Callable[[str | None], None]
 
 emulated = pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 GROUP_SIZES = (16, 32, 64, 128)
 
@@ -237,7 +234,7 @@ def test_what_is_not_there_is_not_read() -> None:
 
 def test_tiles_of_a_threadgroup_make_whole_lines_in_mlxs_layout() -> None:
     for bits in WIDTHS:
-        bytes_of_row = kernel_arguments.repack_tiles(bits) * 64 * bits // 8
+        bytes_of_row = arguments.repack_tiles(bits) * 64 * bits // 8
         assert bytes_of_row % 128 == 0
         assert bytes_of_row // 2 % 128 != 0
 
@@ -278,10 +275,8 @@ def test_packing_and_unpacking_are_one_dispatch_on_metal(
 
     assert len(calls) == 2
     order = layout.order_of_group(weight["group_size"])
-    template = ", ".join(
-        map(str, kernel_arguments.repack_template(bits, order).values())
-    )
-    of_threadgroup = kernel_arguments.repack_tiles(bits)
+    template = ", ".join(map(str, arguments.repack_template(bits, order).values()))
+    of_threadgroup = arguments.repack_tiles(bits)
     threads = repack_launch.REPACK_THREADS * -(-k // (64 * of_threadgroup))
     for call, name, made in zip(calls, ("pack", "unpack"), (tiles, rows), strict=True):
         text = call["arguments"][1]

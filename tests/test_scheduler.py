@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
 
-from mlx_marlin import scheduler
-from mlx_marlin.device import DEFAULT, Device
-from mlx_marlin.kernels import GEMV_ROWS
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.candidates import candidates
-from mlx_marlin.scheduler.decompositions import ACCEPTED
-from mlx_marlin.work import PARTITIONS, STRATEGIES, Strategy
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.planning.decompositions import ACCEPTED
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
 
 M3_MAX = Device.named("Apple M3 Max")
 LARGE = problems(max_m=300, max_n=40_000, max_k=30_000, formats=ANY_FORMAT)
@@ -30,7 +30,7 @@ STREAMS = ("stream_k", "hybrid")
 def test_every_chip_gets_a_plan_for_every_problem(
     chip: Device, problem: Problem
 ) -> None:
-    plan = scheduler.choose(problem, chip)
+    plan = planner.choose(problem, chip)
 
     assert plan.problem == problem
     assert plan.work.idle == 0
@@ -43,10 +43,10 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
     problem: Problem, chip: Device
 ) -> None:
     def doubted(plan: Plan) -> float:
-        seconds = scheduler.predict(plan, chip).seconds
-        return seconds * (1 + scheduler.MODEL_ERROR) if plan.is_split else seconds
+        seconds = planner.predict(plan, chip).seconds
+        return seconds * (1 + planner.MODEL_ERROR) if plan.is_split else seconds
 
-    chosen = doubted(scheduler.choose(problem, chip))
+    chosen = doubted(planner.choose(problem, chip))
     cheapest = min(doubted(plan) for plan in candidates(problem, chip, {}))
 
     assert chosen == pytest.approx(cheapest, rel=1e-9)
@@ -56,8 +56,8 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
 def test_leaving_out_hopeless_plans_changes_no_choice(
     problem: Problem, chip: Device
 ) -> None:
-    assert scheduler.make(problem, device=chip) == (
-        scheduler.compare(problem, device=chip).plan
+    assert planner.make(problem, device=chip) == (
+        planner.compare(problem, device=chip).plan
     )
 
 
@@ -75,7 +75,7 @@ def test_candidates_are_different_plans_of_all_fitting_strategies(
 def test_a_mean_split_has_a_trip_for_each_simdgroup(
     problem: Problem, chip: Device
 ) -> None:
-    plan = scheduler.choose(problem, chip)
+    plan = planner.choose(problem, chip)
 
     trips = -(-problem.k // 64) * plan.work.tiles
     along_k = plan.simdgroups_k // plan.simdgroups_n
@@ -96,7 +96,7 @@ def test_cores_are_no_less_busy_than_predicted(plan: Plan, chip: Device) -> None
     working = [load for load in loads if load]
     dealt = [sum(working[core :: chip.cores]) for core in range(chip.cores)]
 
-    predicted = scheduler.predict(plan, chip).busy
+    predicted = planner.predict(plan, chip).busy
 
     assert 0 < predicted <= 1 + 1e-9
     assert predicted <= sum(loads) / chip.cores / max(dealt) + 1e-9
@@ -115,9 +115,9 @@ def test_awkward_shapes_keep_nine_tenths_of_the_cores_busy(
     for group_size in (32, 64, 128):
         problem = Problem(m=16, n=n, k=k, group_size=group_size)
 
-        plan = scheduler.choose(problem, device)
+        plan = planner.choose(problem, device)
 
-        assert scheduler.predict(plan, device).busy >= 0.9
+        assert planner.predict(plan, device).busy >= 0.9
         ranges = (plan.work.range(index) for index in range(plan.num_threadgroups))
         lengths = [end - begin for begin, end in ranges]
         dealt = [sum(lengths[core :: device.cores]) for core in range(device.cores)]
@@ -126,7 +126,7 @@ def test_awkward_shapes_keep_nine_tenths_of_the_cores_busy(
 
 @given(plans(of=problems(formats=ANY_FORMAT)), devices())
 def test_a_prediction_is_never_faster_than_memory(plan: Plan, chip: Device) -> None:
-    prediction = scheduler.predict(plan, chip)
+    prediction = planner.predict(plan, chip)
 
     floor = plan.problem.bytes / (chip.bandwidth_gbs * 1e9)
     assert prediction.seconds > floor
@@ -154,7 +154,7 @@ def test_a_prediction_is_never_faster_than_memory(plan: Plan, chip: Device) -> N
 def test_rows_choose_the_tile(
     rows: int, tile_m: int, fragments_m: int, simdgroups_m: int
 ) -> None:
-    plan = scheduler.choose(Problem(m=rows, n=4096, k=4096), M3_MAX)
+    plan = planner.choose(Problem(m=rows, n=4096, k=4096), M3_MAX)
 
     assert plan.kernel == "gemm_register"
     assert plan.tile.m == tile_m
@@ -165,11 +165,9 @@ def test_rows_choose_the_tile(
 def test_the_model_meets_the_published_calibration_of_its_study() -> None:
     # 5120→17408 on M3 Max with perfect balance: 0.9 of the bandwidth below the
     # issue limit, 16 slots a matrix product and 0.6 of the others above it.
-    few = scheduler.predict(
-        scheduler.choose(Problem(m=8, n=17408, k=5120), M3_MAX), M3_MAX
-    )
-    many = scheduler.predict(
-        scheduler.choose(Problem(m=16, n=17408, k=5120), M3_MAX), M3_MAX
+    few = planner.predict(planner.choose(Problem(m=8, n=17408, k=5120), M3_MAX), M3_MAX)
+    many = planner.predict(
+        planner.choose(Problem(m=16, n=17408, k=5120), M3_MAX), M3_MAX
     )
 
     assert few.bound == "memory"
@@ -180,7 +178,7 @@ def test_the_model_meets_the_published_calibration_of_its_study() -> None:
 
 @pytest.mark.parametrize("rows", [4, 16, 64])
 def test_plenty_of_tiles_are_computed_whole(rows: int) -> None:
-    plan = scheduler.choose(Problem(m=rows, n=40 * 32 * 8, k=4096), M3_MAX)
+    plan = planner.choose(Problem(m=rows, n=40 * 32 * 8, k=4096), M3_MAX)
 
     # Runs of whole tiles cost the same, less what a threadgroup does at first.
     assert plan.strategy in ("data_parallel", "stripe")
@@ -189,7 +187,7 @@ def test_plenty_of_tiles_are_computed_whole(rows: int) -> None:
 
 
 def test_few_tiles_and_a_long_k_are_split_over_the_cores() -> None:
-    plan = scheduler.choose(Problem(m=16, n=256, k=16384), M3_MAX)
+    plan = planner.choose(Problem(m=16, n=256, k=16384), M3_MAX)
 
     assert plan.m_tiles * plan.n_tiles == 8
     assert plan.is_split
@@ -198,7 +196,7 @@ def test_few_tiles_and_a_long_k_are_split_over_the_cores() -> None:
 
 
 def test_a_small_product_stays_in_one_dispatch() -> None:
-    plan = scheduler.choose(Problem(m=8, n=576, k=576), M3_MAX)
+    plan = planner.choose(Problem(m=8, n=576, k=576), M3_MAX)
 
     assert plan.dispatches == 1
     assert plan.simdgroups_k > 1
@@ -224,20 +222,20 @@ def field_of(plan: Plan, wish: str) -> object:
 def test_every_strategy_can_be_had(
     problem: Problem, chip: Device, strategy: Strategy
 ) -> None:
-    one_tile = scheduler.make(problem, strategy="data_parallel").work.tiles == 1
+    one_tile = planner.make(problem, strategy="data_parallel").work.tiles == 1
     columns = -(-problem.n // 32)
     if (strategy == "hybrid" and one_tile) or (strategy == "hytis" and columns < 3):
         with pytest.raises(ValueError, match=rf"{strategy}|simdgroups_n|whole"):
-            scheduler.make(problem, device=chip, strategy=strategy)
+            planner.make(problem, device=chip, strategy=strategy)
         return
 
-    plan = scheduler.make(problem, device=chip, strategy=strategy)
+    plan = planner.make(problem, device=chip, strategy=strategy)
 
     assert plan.strategy == strategy
 
 
 @st.composite
-def _wishes(draw: st.DrawFn) -> tuple[Problem, scheduler.Wishes]:
+def _wishes(draw: st.DrawFn) -> tuple[Problem, planner.Wishes]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems(formats=ANY_FORMAT))
     plan = draw(plans(of=st.just(problem)))
@@ -250,9 +248,9 @@ def _wishes(draw: st.DrawFn) -> tuple[Problem, scheduler.Wishes]:
 
 
 @given(_wishes(), devices())
-def test_wishes_are_kept(asked: tuple[Problem, scheduler.Wishes], chip: Device) -> None:
+def test_wishes_are_kept(asked: tuple[Problem, planner.Wishes], chip: Device) -> None:
     problem, wishes = asked
-    plan = scheduler.make(problem, device=chip, **wishes)
+    plan = planner.make(problem, device=chip, **wishes)
 
     assert {name: field_of(plan, name) for name in wishes} == wishes
 
@@ -272,12 +270,12 @@ def test_wishes_are_kept(asked: tuple[Problem, scheduler.Wishes], chip: Device) 
     ],
 )
 def test_a_wish_alone_leaves_the_strategies_that_take_it(
-    wishes: scheduler.Wishes, strategies: set[str]
+    wishes: planner.Wishes, strategies: set[str]
 ) -> None:
     problem = Problem(m=8, n=256, k=1024)
 
     for chip in ("Apple M1", "Apple M3 Max"):
-        plan = scheduler.make(problem, device=Device.named(chip), **wishes)
+        plan = planner.make(problem, device=Device.named(chip), **wishes)
 
         assert plan.strategy in strategies
         assert {name: field_of(plan, name) for name in wishes} == wishes
@@ -287,14 +285,14 @@ def test_a_wish_is_kept_where_one_of_the_strategies_cannot_have_it() -> None:
     # 20 tiles on 8 cores: `hybrid` would begin with 8 whole ones.
     problem = Problem(m=8, n=640, k=1024)
 
-    plan = scheduler.make(problem, device=Device.named("Apple M1"), num_threadgroups=7)
+    plan = planner.make(problem, device=Device.named("Apple M1"), num_threadgroups=7)
 
     assert plan.num_threadgroups == 7
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_a_wished_partition_reaches_the_plan(partition: str) -> None:
-    plan = scheduler.make(
+    plan = planner.make(
         Problem(m=8, n=224, k=64),
         strategy="stripe",
         partition=partition,  # type: ignore[arg-type]
@@ -311,7 +309,7 @@ def test_streams_have_eight_trips_a_split_whatever_the_group_is(strategy: str) -
     for group_size, k_tiles in ((32, 8), (64, 8), (128, 4)):
         problem = Problem(m=8, n=1024, k=8192, group_size=group_size)
 
-        plan = scheduler.make(problem, strategy=strategy)  # type: ignore[arg-type]
+        plan = planner.make(problem, strategy=strategy)  # type: ignore[arg-type]
 
         assert plan.work.minimum == k_tiles
 
@@ -321,7 +319,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
         found = set()
         for m in (1, 5, 8, 31, 64, 200):
             problem = Problem(m=m, n=576, k=4096, invariant=True)
-            plan = scheduler.choose(problem, chip)
+            plan = planner.choose(problem, chip)
             assert plan.work.strategy in ("data_parallel", "split_k")
             assert plan.kernel == "gemm_register"
             assert plan.subtract
@@ -358,25 +356,25 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
-    wishes: scheduler.Wishes, words: str
+    wishes: planner.Wishes, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        scheduler.make(Problem(m=8, n=256, k=512), **wishes)
+        planner.make(Problem(m=8, n=256, k=512), **wishes)
 
 
 def test_a_cached_choice_takes_less_than_five_microseconds() -> None:
     problem = Problem(m=8, n=4096, k=4096)
     again = Problem(m=8, n=4096, k=4096)  # equal, not identical: as in a call
-    scheduler.choose(problem, M3_MAX)
+    planner.choose(problem, M3_MAX)
     best = min(
-        timeit.repeat(lambda: scheduler.choose(again, M3_MAX), number=1000, repeat=20)
+        timeit.repeat(lambda: planner.choose(again, M3_MAX), number=1000, repeat=20)
     )
 
     assert best / 1000 < 5e-6
 
 
 def test_one_row_stays_with_stock() -> None:
-    reason = scheduler.stock_reason(Problem(m=1, n=4096, k=4096), M3_MAX)
+    reason = planner.stock_reason(Problem(m=1, n=4096, k=4096), M3_MAX)
 
     assert reason is not None
     assert "1 row is bound by reading the weight, 25.6 us by the model" in reason
@@ -384,7 +382,7 @@ def test_one_row_stays_with_stock() -> None:
 
 @pytest.mark.parametrize(("rows", "ours"), [(3, False), (8, True), (16, True)])
 def test_stock_serves_where_the_model_sees_no_gain(rows: int, ours: bool) -> None:
-    reason = scheduler.stock_reason(Problem(m=rows, n=4096, k=4096), M3_MAX)
+    reason = planner.stock_reason(Problem(m=rows, n=4096, k=4096), M3_MAX)
 
     assert (reason is None) == ours
     assert ours or "the model gives our kernels" in (reason or "")
@@ -392,32 +390,33 @@ def test_stock_serves_where_the_model_sees_no_gain(rows: int, ours: bool) -> Non
 
 @given(problems(layouts=st.just("marlin"), formats=ANY_FORMAT), devices())
 def test_a_packed_weight_is_never_handed_over(problem: Problem, chip: Device) -> None:
-    assert scheduler.stock_reason(problem, chip) is None
+    assert planner.stock_reason(problem, chip) is None
 
 
 @given(problems(formats=ANY_FORMAT), devices())
 def test_an_invariant_product_is_never_handed_over(
     problem: Problem, chip: Device
 ) -> None:
-    assert scheduler.stock_reason(replace(problem, invariant=True), chip) is None
+    assert planner.stock_reason(replace(problem, invariant=True), chip) is None
 
 
 @given(LARGE, devices())
 def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> None:
-    choice = scheduler.compare(problem, device=chip)
+    choice = planner.compare(problem, device=chip)
 
-    assert choice.plan == choice.candidates[0].plan == scheduler.choose(problem, chip)
+    assert choice.plan == choice.candidates[0].plan == planner.choose(problem, chip)
     assert len(choice.candidates) == len([*candidates(problem, chip, {})])
-    assert choice.reason == scheduler.stock_reason(problem, chip)
+    assert choice.reason == planner.stock_reason(problem, chip)
 
 
 def test_planning_needs_neither_mlx_nor_numpy() -> None:
     program = """
 import sys
 sys.modules["mlx"] = sys.modules["numpy"] = None
-from mlx_marlin import device, scheduler
-from mlx_marlin.problem import Problem
-print(scheduler.choose(Problem(m=8, n=512, k=512), device.Device.named("M1")).explain())
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal import device
+from mlx_marlin.planning.problem import Problem
+print(planner.choose(Problem(m=8, n=512, k=512), device.Device.named("M1")).explain())
 """
     answer = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
@@ -429,7 +428,7 @@ print(scheduler.choose(Problem(m=8, n=512, k=512), device.Device.named("M1")).ex
 def test_streams_come_in_groups_where_activations_do_not_stay_near() -> None:
     fields = {"strategy": "stream_k", "num_threadgroups": 160}
     small, large = (
-        scheduler.make(Problem(m=m, n=4096, k=14336), device=M3_MAX, **fields)
+        planner.make(Problem(m=m, n=4096, k=14336), device=M3_MAX, **fields)
         for m in (8, 48)
     )
 
@@ -440,7 +439,7 @@ def test_streams_come_in_groups_where_activations_do_not_stay_near() -> None:
 @pytest.mark.parametrize("groups", [0, 3, 16])
 def test_groups_that_do_not_divide_the_work_are_refused(groups: int) -> None:
     with pytest.raises(ValueError, match=f"groups={groups}"):
-        scheduler.make(Problem(m=8, n=4096, k=4096), strategy="stream_k", groups=groups)
+        planner.make(Problem(m=8, n=4096, k=4096), strategy="stream_k", groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +455,7 @@ def test_groups_that_do_not_divide_the_work_are_refused(groups: int) -> None:
 def test_a_plan_is_made_for_the_format_that_is_asked_for(
     asked: dict[str, Any], bits: int, group_size: int, scales: str
 ) -> None:
-    choice = scheduler.plan(8, 4096, 4096, dtype="bfloat16", chip="M3", **asked)
+    choice = planner.plan(8, 4096, 4096, dtype="bfloat16", chip="M3", **asked)
 
     problem = choice.plan.problem
     assert (problem.bits, problem.group_size) == (bits, group_size)
@@ -466,4 +465,4 @@ def test_a_plan_is_made_for_the_format_that_is_asked_for(
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mode='q4_0' is not one of \('affine', "):
-        scheduler.plan(8, 64, 64, mode="q4_0")
+        planner.plan(8, 64, 64, mode="q4_0")

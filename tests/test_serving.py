@@ -9,9 +9,11 @@ from arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from format_cases import OF_MLX, any_weight
 
 import mlx_marlin
-from mlx_marlin import device, launch, serving
-from mlx_marlin.packing import pack
-from mlx_marlin.plan import Plan
+from mlx_marlin.backends import devices, launch
+from mlx_marlin.backends.metal import device
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import pack
 
 Choose = Callable[[str | None], None]
 
@@ -155,7 +157,7 @@ def on_a_mac(
         backend(None)
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
-        monkeypatch.setattr(device, "current", lambda: device.Device.named(chip))
+        monkeypatch.setattr(devices, "current", lambda: device.Device.named(chip))
 
     return pretend
 
@@ -229,7 +231,7 @@ def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> 
 def test_no_more_kinds_are_remembered_than_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "KINDS", 2)
+    monkeypatch.setattr(dispatch, "KINDS", 2)
     x, native = activations(4, K), weight()
     packed = pack(*native)
     layer = mlx_marlin.MarlinLinear(K, N, False, layout="marlin")
@@ -243,7 +245,7 @@ def test_no_more_kinds_are_remembered_than_said(
         ):
             assert y.shape == (m, N)
 
-    sizes = [len(each) for each in serving._memories]
+    sizes = [len(each) for each in dispatch._memories]
     assert 0 < max(sizes) <= 2
 
 
@@ -255,5 +257,5 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
 
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
     assert [plan.problem.m for plan in launch.plans_built()] == [3]
-    serving.forget()
+    dispatch.forget()
     assert launch.plans_built() == []

@@ -5,8 +5,9 @@ import shader_functions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator, kernel_arguments
-from mlx_marlin.formats import TILE_K, TILE_N, WIDTHS
+from mlx_marlin import emulator
+from mlx_marlin.backends import arguments
+from mlx_marlin.weights.formats import TILE_K, TILE_N, WIDTHS
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
@@ -37,7 +38,7 @@ def test_a_weight_of_a_batch_may_begin_beyond_32_bits(
     bits: int, n: int, k_tiles: int, batches: list[int]
 ) -> None:
     n, k_tiles = max(n, 2**12), max(k_tiles, 2**8)
-    tiles = kernel_arguments.repack_tiles(bits)
+    tiles = arguments.repack_tiles(bits)
     last = (-(-k_tiles // tiles) - 1, -(-n // TILE_N) - 1)
     positions = [(*last, batch) for batch in (*batches, 2**16 - 1)]
 

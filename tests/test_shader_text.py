@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import source
-from mlx_marlin.emulator.rewrite import definitions
-from mlx_marlin.emulator.tokens import Tokens
-from mlx_marlin.formats import LAYOUTS
-from mlx_marlin.shader_text import lean, stripped
+from mlx_marlin.backends import source
+from mlx_marlin.backends.metal.shader_text import lean, stripped
+from mlx_marlin.emulator.language.rewrite import definitions
+from mlx_marlin.emulator.language.tokens import Tokens
+from mlx_marlin.weights.formats import LAYOUTS
 
 FOLDER = source.shader_folder()
 FILES = sorted(FOLDER.rglob("*.metal"))

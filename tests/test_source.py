@@ -7,11 +7,12 @@ import pytest
 import strategies
 from hypothesis import given
 
-from mlx_marlin import kernel_arguments, launch, shader_text, source
-from mlx_marlin.epilogue import ACTIVATIONS, PLAIN
-from mlx_marlin.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
-from mlx_marlin.kernels import PADDED_COLUMNS
-from mlx_marlin.plan import Plan
+from mlx_marlin.backends import arguments, launch, source
+from mlx_marlin.backends.metal import shader_text
+from mlx_marlin.backends.metal.limits import PADDED_COLUMNS
+from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.weights.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 
 KERNELS = ("gemv", "gemm_register", "gemm_staged")
 ALL = [(kernel, fused) for kernel in (*KERNELS, "reduce") for fused in (False, True)]
@@ -118,9 +119,7 @@ def test_no_body_makes_mlx_add_shape_parameters(kernel: str, fused: bool) -> Non
     assert re.search(r"\bthread\w*_(in|per)_\w+", text.source)
 
 
-def assert_all_used(
-    body: str, template: dict[str, kernel_arguments.TemplateValue]
-) -> None:
+def assert_all_used(body: str, template: dict[str, arguments.TemplateValue]) -> None:
     for name in template:
         assert re.search(rf"\b{name}\b", body)
     used = set(re.findall(r"\b[A-Z][A-Z_]*\b", re.sub(r"//.*", "", body)))
@@ -132,16 +131,16 @@ def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
     first = source.product_source(plan.kernel, is_fused(plan))
     last = source.reduce_source(plan.problem.epilogue != PLAIN)
 
-    assert_all_used(first.source, kernel_arguments.product_template(plan))
-    assert_all_used(last.source, kernel_arguments.reduce_template(plan))
-    weight = kernel_arguments.weight_template(plan.problem)
+    assert_all_used(first.source, arguments.product_template(plan))
+    assert_all_used(last.source, arguments.reduce_template(plan))
+    weight = arguments.weight_template(plan.problem)
     assert_all_used(source.dequantize_source().source, weight)
-    assert weight.items() <= kernel_arguments.product_template(plan).items()
+    assert weight.items() <= arguments.product_template(plan).items()
 
 
 @given(plan=PLANS)
 def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
-    template = kernel_arguments.product_template(plan)
+    template = arguments.product_template(plan)
 
     assert template["SIMDGROUPS_K"] == plan.simdgroups_k
     assert template["WIDE"] == plan.simdgroups_n
@@ -169,8 +168,8 @@ FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 @given(plan=PLANS)
 def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
     first, last = (
-        kernel_arguments.product_template(plan),
-        kernel_arguments.reduce_template(plan),
+        arguments.product_template(plan),
+        arguments.reduce_template(plan),
     )
     epilogue = plan.problem.epilogue
 
@@ -212,9 +211,7 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
     text = (source.shader_folder() / "lib" / "decode.metal").read_text()
 
     codes = {name.upper(): i for i, name in enumerate(CODES)}
-    assert numbers_of(text) == codes | {
-        "GLOBAL_FLOATING": kernel_arguments.GLOBAL_FLOATING
-    }
+    assert numbers_of(text) == codes | {"GLOBAL_FLOATING": arguments.GLOBAL_FLOATING}
 
 
 def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
@@ -242,7 +239,7 @@ def read_by_the_shaders(array: str) -> list[str]:
 def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
     plan: Plan,
 ) -> None:
-    shape, schedule = kernel_arguments.shape(plan), kernel_arguments.schedule(plan)
+    shape, schedule = arguments.shape(plan), arguments.schedule(plan)
 
     assert len(shape) < 8
     assert len(schedule) < 8
@@ -270,9 +267,9 @@ def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
 
 @given(plan=PLANS)
 def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
-    whole, *rest = kernel_arguments.finishing_schedule(plan)
+    whole, *rest = arguments.finishing_schedule(plan)
 
-    assert rest == [*kernel_arguments.schedule(plan)[1:]]
+    assert rest == [*arguments.schedule(plan)[1:]]
     if plan.reduction == "workspace":
         assert whole == plan.work.whole
     else:
@@ -296,7 +293,7 @@ def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
     size = re.search(r"threadgroup float scratch\[(.*)\];", body)
     assert size is not None
 
-    values = dict(kernel_arguments.product_template(plan))
+    values = dict(arguments.product_template(plan))
     factors = size[1].replace("marlin::", "")
     floats = eval(factors, {}, values | {"SCRATCH_ROW": PADDED_COLUMNS})
 
@@ -306,7 +303,8 @@ def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
 @pytest.fixture
 def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr(source, "__file__", str(tmp_path / "package" / "source.py"))
+    file = tmp_path / "package" / "backends" / "source.py"
+    monkeypatch.setattr(source, "__file__", str(file))
     monkeypatch.setattr(source, "shader_folder", source.shader_folder.__wrapped__)
 
 

@@ -9,15 +9,15 @@ import strategies
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import scheduler
-from mlx_marlin.autotune import tuner
-from mlx_marlin.device import Device
-from mlx_marlin.kernels import THREADGROUP_LIMIT
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.candidates import candidates
-from mlx_marlin.staging import BUFFERS, barriers, buffer_bytes, phases
-from mlx_marlin.work import Tile, data_parallel
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
+from mlx_marlin.backends.metal.staging import BUFFERS, barriers, buffer_bytes, phases
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Tile, data_parallel
+from mlx_marlin.tuning import tuner
 
 M3_MAX = Device.named("Apple M3 Max")
 STAGES = st.integers(1, 40)
@@ -183,15 +183,15 @@ PROBLEMS = strategies.problems(max_m=300, max_n=4000, formats=strategies.ANY_FOR
 def test_any_product_can_be_staged_on_a_wish(
     problem: Problem, chip: Device, buffers: int, loaders: int
 ) -> None:
-    wishes = scheduler.Wishes(kernel="gemm_staged", buffers=buffers)
+    wishes = planner.Wishes(kernel="gemm_staged", buffers=buffers)
     if buffers > 1:
         wishes["loaders"] = loaders
 
-    plan = scheduler.make(problem, device=chip, **wishes)
+    plan = planner.make(problem, device=chip, **wishes)
 
     assert (plan.kernel, plan.buffers) == ("gemm_staged", buffers)
     assert plan.loaders == (loaders if buffers > 1 else 0)
-    assert scheduler.predict(plan, chip).seconds > 0
+    assert planner.predict(plan, chip).seconds > 0
 
 
 @given(PROBLEMS, strategies.devices())
@@ -203,23 +203,23 @@ def test_nothing_is_staged_without_a_wish(problem: Problem, chip: Device) -> Non
 
 def test_the_tuner_tries_it_where_several_simdgroups_decode_the_same_weights() -> None:
     problem = Problem(m=64, n=4096, k=4096)
-    found = scheduler.experiments(problem, M3_MAX)
+    found = planner.experiments(problem, M3_MAX)
 
     assert {each.kernel for each in found} == {"gemm_staged"}
     assert {each.buffers for each in found} >= {1, 2}
     assert {each.loaders for each in found} == {0, 1}
     arms = tuner.arms(problem, M3_MAX, times_stock=False)
     assert {*found} < {*arms}
-    assert arms[0] == scheduler.choose(problem, M3_MAX)
+    assert arms[0] == planner.choose(problem, M3_MAX)
     assert len({tuner.name(arm) for arm in arms}) == len(arms)
     for m in (1, 8, 16):
-        assert not scheduler.experiments(replace(problem, m=m), M3_MAX)
-    assert not scheduler.experiments(replace(problem, invariant=True), M3_MAX)
+        assert not planner.experiments(replace(problem, m=m), M3_MAX)
+    assert not planner.experiments(replace(problem, invariant=True), M3_MAX)
 
 
 def test_the_model_charges_barriers_and_memory() -> None:
     seconds = {
-        each.buffers: scheduler.predict(each, M3_MAX)
+        each.buffers: planner.predict(each, M3_MAX)
         for each in strategies.stagings(
             replace(PLAN, kernel="gemm_register", buffers=0)
         )

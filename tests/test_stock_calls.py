@@ -10,11 +10,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_marlin import backends, gather_serving, ops, serving
-from mlx_marlin.integrations.joining import join_layers
-from mlx_marlin.integrations.module_changes import Changes
-from mlx_marlin.integrations.switch_layers import MarlinSwitchLinear
-from mlx_marlin.nn import MarlinLinear
+from mlx_marlin.backends import selection
+from mlx_marlin.integrations.mlx_lm.joining import join_layers
+from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products import dispatch, matmul
+from mlx_marlin.products.experts import dispatch as experts_dispatch
 
 K, N, EXPERTS = 128, 64, 4
 X = mx.random.normal((3, K), key=mx.random.key(1))
@@ -63,7 +65,7 @@ def layer(request: pytest.FixtureRequest, backend: Choose) -> Layer:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the times that a decision was asked for."""
     found: list[str] = []
-    served, product_of = ops._served, gather_serving.product_of
+    served, product_of = matmul._served, experts_dispatch.product_of
 
     def listed(*given: Any) -> Any:
         found.append("product")
@@ -73,8 +75,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append("experts")
         return product_of(*given)
 
-    monkeypatch.setattr(ops, "_served", listed)
-    monkeypatch.setattr("mlx_marlin.gather.product_of", listed_experts)
+    monkeypatch.setattr(matmul, "_served", listed)
+    monkeypatch.setattr("mlx_marlin.products.experts.matmul.product_of", listed_experts)
     return found
 
 
@@ -110,7 +112,7 @@ def test_another_shape_or_dtype_is_another_call(
 def test_forgetting_expires_it(layer: Layer, asked: list[str]) -> None:
     layer(layer.ours)
     asked.clear()
-    serving.forget()
+    dispatch.forget()
     layer(layer.ours)
     assert asked
 
@@ -167,7 +169,7 @@ def test_copies_remember_for_themselves(layer: Layer) -> None:
 def test_a_call_on_the_cpu_is_not_remembered_where_a_gpu_might_serve(
     layer: Layer, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "may_hand_over", lambda: True)
+    monkeypatch.setattr(selection, "may_hand_over", lambda: True)
     layer(layer.ours)
     asked.clear()
     layer(layer.ours)

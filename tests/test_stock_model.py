@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stock_times import NOTES, ROWS, Row, table
 
-from mlx_marlin import device
-from mlx_marlin.device import Device
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler import stock_dispatch
-from mlx_marlin.scheduler.stock import (
+from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock import kernels
+from mlx_marlin.backends.metal.stock.prediction import (
     StockCall,
     stock_call,
     stock_prediction,
     stock_split,
 )
+from mlx_marlin.planning.problem import Problem
 
 PAGE = Path(__file__).parent.parent / "docs" / "stock.md"
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
@@ -106,7 +106,7 @@ def test_the_matrix_kernel_wins_from_the_rows_that_were_measured(
     """MLX #3987, M3 Max: both kernels forced. Small products come too early."""
 
     def seconds(m: int, limit: int) -> float:
-        monkeypatch.setattr(stock_dispatch, "_vector_limit", lambda *_: limit)
+        monkeypatch.setattr(kernels, "_vector_limit", lambda *_: limit)
         uncached = stock_prediction.__wrapped__
         return uncached(product(m, n, k, 128), Device.named("M3 Max")).seconds
 

@@ -18,13 +18,18 @@ import planted_text
 import pytest
 from format_cases import Variant
 
-from mlx_marlin import backends, gather_launch, launch, source
-from mlx_marlin.dense_plan import dense_plan
-from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.plan import Plan
+from mlx_marlin.backends import (
+    experts_launch,
+    launch,
+    selection,
+    source,
+)
+from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.plan import Plan
 
 pytestmark = pytest.mark.skipif(
-    backends.backend() != "emulator", reason="the emulator does not run here"
+    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 
 FLUSHING = """
@@ -183,7 +188,7 @@ def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None
     pairs = mx.arange(6, dtype=mx.uint32), mx.array([0, 1, 1, 1, 1, 1], mx.uint32)
     arrays = (activations(6, of_one.dtype), words, scales, scales, *pairs)
 
-    expected = gather_launch.gather_product(plan)(*arrays)
+    expected = experts_launch.gather_product(plan)(*arrays)
 
     flushing()
-    assert same_bits(gather_launch.gather_product(plan)(*arrays), expected)
+    assert same_bits(experts_launch.gather_product(plan)(*arrays), expected)

@@ -8,8 +8,9 @@ import pytest
 from metal_vocabulary import used
 from shader_variants import Variant, checked, covering_variants
 
-from mlx_marlin import emulator, source
-from mlx_marlin.formats import LAYOUTS
+from mlx_marlin import emulator
+from mlx_marlin.backends import source
+from mlx_marlin.weights.formats import LAYOUTS
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin.packing import PackedWeight
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 Choose = Callable[[str | None], None]
 

@@ -26,21 +26,24 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import LAYOUTS, arrays, assert_same_model
 
 import mlx_marlin
-from mlx_marlin import gather_launch, launch, serving
-from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import Rotation
-from mlx_marlin.finishing import rotated, split_apart
-from mlx_marlin.integrations import block_regions, traced_block
-from mlx_marlin.integrations.block_rotation import HOST_BYTES
-from mlx_marlin.integrations.known_blocks import FAMILIES
-from mlx_marlin.integrations.routing import Routing, stock_sum
-from mlx_marlin.integrations.traced_block import TracedBlock
-from mlx_marlin.joined import MarlinPart
-from mlx_marlin.packing import PackedWeight, unpack
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.stock_weight import plain
+from mlx_marlin.backends import experts_launch, launch
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.integrations.tracing import block as traced_block
+from mlx_marlin.integrations.tracing import regions
+from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing.rotation import HOST_BYTES
+from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
+from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import Rotation
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import unpack
+from mlx_marlin.products.reference_epilogue import rotated, split_apart
+from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 
@@ -299,9 +302,9 @@ def cuda(
         return mx.stop_gradient(stock_sum(*given))
 
     backend("cuda")
-    monkeypatch.setattr(gather_launch, "cuda_gather_product", of_experts)
-    monkeypatch.setattr(gather_launch, "route", route)
-    monkeypatch.setattr(gather_launch, "combine", combine)
+    monkeypatch.setattr(experts_launch, "cuda_gather_product", of_experts)
+    monkeypatch.setattr(experts_launch, "route", route)
+    monkeypatch.setattr(experts_launch, "combine", combine)
     monkeypatch.setattr(launch, "product", product)
     monkeypatch.setattr(launch, "dense_product", dense_product)
     return plans
@@ -614,17 +617,17 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def listed(name: str) -> None:
-        own = getattr(block_regions, name)
+        own = getattr(regions, name)
 
         def region(*arguments: Any) -> Any:
             found.append(name)
             return own(*arguments)
 
-        monkeypatch.setattr(block_regions, name, region)
+        monkeypatch.setattr(regions, name, region)
 
     listed("_before")
     listed("_after")
-    serving.forget()
+    dispatch.forget()
     return found
 
 
@@ -1099,7 +1102,7 @@ def test_a_failure_leaves_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BreakError
 
     model = tiny("llama")
-    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.join_layers", fail)
+    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.convert.join_layers", fail)
 
     with pytest.raises(BreakError):
         mlx_marlin.optimize(model, join=True, trace=True)

@@ -13,9 +13,9 @@ from mlx_lm.models import base, llama, switch_layers
 from test_traced_block import assert_equal, one_stream, tiny, traced
 
 import mlx_marlin
-from mlx_marlin.integrations import block_contents
-from mlx_marlin.integrations.block_snapshot import is_unchanged
-from mlx_marlin.integrations.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing import contents as block_contents
+from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing.snapshot import is_unchanged
 
 pytestmark = pytest.mark.usefixtures("_stock")
 

@@ -17,13 +17,16 @@ from arguments import activations, weight
 from hypothesis import HealthCheck, assume, given, settings
 
 import mlx_marlin
-from mlx_marlin import cache, device, launch, measurement, scheduler, serving, tuned
-from mlx_marlin.device import DEFAULT, Device
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.measurement import STOCK, Machine, Result, label
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.work import MOST_THREADGROUPS
+from mlx_marlin import cache
+from mlx_marlin.backends import devices, launch, planner, tuned_results
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.planning import measurement
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.measurement import STOCK, Machine, Result, label
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import MOST_THREADGROUPS
+from mlx_marlin.products import dispatch
 
 Choose = Callable[[str | None], None]
 
@@ -40,7 +43,7 @@ PROBLEM = Problem(m=4, n=64, k=256)
 
 def measured(problem: Problem, *, rank: int = 0, stock: bool = False) -> Result:
     """Returns a result that keeps one of the model's candidates."""
-    plan = scheduler.compare(problem).candidates[rank].plan
+    plan = planner.compare(problem).candidates[rank].plan
     times = {label(plan): 12.5, STOCK: 10.25 if stock else 20.0}
     return Result(
         plan=plan, stock=stock, medians_us=times, clock="wall time", date="2026-11-20"
@@ -55,10 +58,10 @@ def by_problem(*results: Result) -> dict[Problem, Result]:
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Keeps results in a folder of the test, and reads them."""
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
-    monkeypatch.delenv(tuned.ENVIRONMENT)
-    tuned.forget()
+    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    tuned_results.forget()
     yield tmp_path / "tuned"
-    tuned.forget()
+    tuned_results.forget()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -73,9 +76,9 @@ def test_any_plan_comes_back_as_it_was(tmp_path: Path, plan: Plan) -> None:
         date="a day",
     )
 
-    tuned.write(tmp_path, HERE, [result])
+    tuned_results.write(tmp_path, HERE, [result])
 
-    found = tuned.read(tmp_path, HERE)
+    found = tuned_results.read(tmp_path, HERE)
     assert found[plan.problem] == result
     assert found[plan.problem].plan.work.units == plan.work.units
 
@@ -84,20 +87,20 @@ def test_results_are_added_and_newer_ones_replace_older_ones(tmp_path: Path) -> 
     other = measured(replace(PROBLEM, m=9))
     newer = measured(PROBLEM, rank=1)
 
-    tuned.write(tmp_path, HERE, [measured(PROBLEM)])
-    tuned.write(tmp_path, HERE, [other])
-    file = tuned.write(tmp_path, HERE, [newer])
+    tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
+    tuned_results.write(tmp_path, HERE, [other])
+    file = tuned_results.write(tmp_path, HERE, [newer])
 
-    assert tuned.read(tmp_path, HERE) == by_problem(newer, other)
+    assert tuned_results.read(tmp_path, HERE) == by_problem(newer, other)
     assert {each.name for each in tmp_path.iterdir()} == {"lock", file.name}
 
 
 def test_a_file_is_the_same_in_whatever_order_it_was_written(tmp_path: Path) -> None:
     results = [measured(replace(PROBLEM, m=m, n=n)) for m in (1, 9) for n in (64, 96)]
 
-    one = tuned.write(tmp_path / "a", HERE, results)
+    one = tuned_results.write(tmp_path / "a", HERE, results)
     for each in reversed(results):
-        other = tuned.write(tmp_path / "b", HERE, [each])
+        other = tuned_results.write(tmp_path / "b", HERE, [each])
 
     assert one.read_bytes() == other.read_bytes()
 
@@ -108,16 +111,16 @@ def test_whatever_times_depend_on_has_a_file_of_its_own(
 ) -> None:
     value = getattr(HERE, field)
     other = replace(HERE, **{field: value + 1 if field == "cores" else f"{value}x"})
-    tuned.write(tmp_path, HERE, [measured(PROBLEM)])
+    tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
 
-    assert tuned.read(tmp_path, other) == {}
+    assert tuned_results.read(tmp_path, other) == {}
     assert len({HERE.file_name, other.file_name}) == 2
 
 
 def test_the_emulator_is_a_machine_of_its_own() -> None:
     m3 = Device.named("M3 Max", 30)
 
-    real, emulated = (tuned.machine(m3, name) for name in ("metal", "emulator"))
+    real, emulated = (tuned_results.machine(m3, name) for name in ("metal", "emulator"))
 
     assert (real.chip, real.cores, real.architecture) == (m3.name, 30, m3.arch)
     assert emulated.chip == "emulator for Apple M3 Max"
@@ -130,11 +133,11 @@ def test_a_shader_that_changes_changes_the_machine(
     suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def kernels() -> str:
-        tuned._kernels.cache_clear()
-        return tuned.machine(DEFAULT, "metal").kernels
+        tuned_results._kernels.cache_clear()
+        return tuned_results.machine(DEFAULT, "metal").kernels
 
     before = kernels()
-    monkeypatch.setattr(tuned, "shader_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuned_results, "shader_folder", lambda: tmp_path)
     (tmp_path / ".a.swp").write_text("an editor's")
     empty = kernels()
     shader = tmp_path / f"a.{suffix}"
@@ -152,7 +155,7 @@ def test_a_shader_that_changes_changes_the_machine(
 def warned(place: Path) -> tuple[dict[Problem, Result], str]:
     """Reads what is not all valid, and returns the one warning too."""
     with pytest.warns(RuntimeWarning, match="are ignored") as caught:
-        results = tuned.read(place, HERE)
+        results = tuned_results.read(place, HERE)
     assert len(caught) == 1
     return results, str(caught[0].message)
 
@@ -181,13 +184,13 @@ def test_a_file_that_is_none_is_ignored_and_replaced(
     assert results == {}
     assert "`mlx-marlin tune` measures them anew" in message
     with pytest.warns(RuntimeWarning, match="are ignored"):
-        tuned.write(tmp_path, HERE, [measured(PROBLEM)])
-    assert tuned.read(tmp_path, HERE) == by_problem(measured(PROBLEM))
+        tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
+    assert tuned_results.read(tmp_path, HERE) == by_problem(measured(PROBLEM))
 
 
 def test_another_machines_file_under_our_name_is_ignored(tmp_path: Path) -> None:
     other = replace(HERE, cores=11)
-    file = tuned.write(tmp_path, other, [measured(PROBLEM)])
+    file = tuned_results.write(tmp_path, other, [measured(PROBLEM)])
     file.rename(tmp_path / HERE.file_name)
 
     results, message = warned(tmp_path)
@@ -233,7 +236,7 @@ def test_a_row_of_nonsense_is_ignored_and_the_others_hold(
     tmp_path: Path, path: tuple[str, ...], value: Any
 ) -> None:
     good, bad = measured(replace(PROBLEM, m=9)), measured(PROBLEM)
-    file = tuned.write(tmp_path, HERE, [bad, good])
+    file = tuned_results.write(tmp_path, HERE, [bad, good])
     data = json.loads(file.read_text())
     at = next(row for row in data["results"] if row["problem"]["m"] == PROBLEM.m)
     for name in path[:-1]:
@@ -247,11 +250,11 @@ def test_a_row_of_nonsense_is_ignored_and_the_others_hold(
 
 
 def test_no_value_anywhere_in_a_file_is_fatal(tmp_path: Path) -> None:
-    hybrid = scheduler.make(Problem(m=1, n=512, k=512), strategy="hybrid")
+    hybrid = planner.make(Problem(m=1, n=512, k=512), strategy="hybrid")
     result = Result(
         plan=hybrid, stock=False, medians_us={label(hybrid): 1}, clock="", date=""
     )
-    file = tuned.write(tmp_path, HERE, [result])
+    file = tuned_results.write(tmp_path, HERE, [result])
     whole = json.loads(file.read_text())
 
     def places(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -268,7 +271,7 @@ def test_no_value_anywhere_in_a_file_is_fatal(tmp_path: Path) -> None:
             file.write_text(json.dumps(whole))
             with warnings.catch_warnings(record=True):
                 warnings.simplefilter("always")
-                tuned.read(tmp_path, HERE)
+                tuned_results.read(tmp_path, HERE)
             tried += 1
         tree[key] = value
     assert tried > 300
@@ -279,8 +282,8 @@ def test_no_value_anywhere_in_a_file_is_fatal(tmp_path: Path) -> None:
     [
         ({"medians_us": {}}, "has no time for"),
         ({"stock": True, "medians_us": {label(measured(PROBLEM).plan): 1}}, "stock"),
-        ({"plan": scheduler.make(PROBLEM, k_parallel=4, reduction="atomic")}, "atomic"),
-        ({"plan": scheduler.make(replace(PROBLEM, invariant=True))}, "invariant=True"),
+        ({"plan": planner.make(PROBLEM, k_parallel=4, reduction="atomic")}, "atomic"),
+        ({"plan": planner.make(replace(PROBLEM, invariant=True))}, "invariant=True"),
     ],
 )
 def test_a_result_checks_itself(change: dict[str, Any], words: str) -> None:
@@ -292,9 +295,7 @@ def test_a_result_checks_itself(change: dict[str, Any], words: str) -> None:
 
 
 def test_threadgroups_without_work_are_no_result() -> None:
-    plan = scheduler.make(
-        PROBLEM, strategy="stripe", num_threadgroups=MOST_THREADGROUPS
-    )
+    plan = planner.make(PROBLEM, strategy="stripe", num_threadgroups=MOST_THREADGROUPS)
 
     with pytest.raises(ValueError, match="more than 8, the k tiles"):
         Result(plan=plan, stock=False, medians_us={label(plan): 1}, clock="", date="")
@@ -307,7 +308,7 @@ def write_rows(place: str, first: int, barrier: Any) -> None:
     """Adds results one by one, in a process of its own."""
     barrier.wait()
     for m in range(first, first + ROWS_EACH):
-        tuned.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])
+        tuned_results.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -324,48 +325,50 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
         each.join()
 
     assert [each.exitcode for each in writers] == [0, 0, 0]
-    rows = {each.m for each in tuned.read(tmp_path, HERE)}
+    rows = {each.m for each in tuned_results.read(tmp_path, HERE)}
     assert rows == {*range(1, 1 + 3 * ROWS_EACH)}
 
 
 def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
-    here = tuned.machine(DEFAULT, "emulator")
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") is None
+    here = tuned_results.machine(DEFAULT, "emulator")
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
 
-    tuned.write(kept, here, [measured(PROBLEM)])
+    tuned_results.write(kept, here, [measured(PROBLEM)])
 
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") is None
-    tuned.forget()
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
-    assert tuned.find(replace(PROBLEM, m=5), DEFAULT, "emulator") is None
-    assert tuned.find(PROBLEM, DEFAULT, "metal") is None
-    tuned.clear(kept)
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    tuned_results.forget()
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
+    assert tuned_results.find(replace(PROBLEM, m=5), DEFAULT, "emulator") is None
+    assert tuned_results.find(PROBLEM, DEFAULT, "metal") is None
+    tuned_results.clear(kept)
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
 
 
 def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
     finished = replace(PROBLEM, epilogue=Epilogue(bias=True, activation="silu"))
     result = measured(PROBLEM, rank=2)
-    tuned.write(kept, tuned.machine(DEFAULT, "emulator"), [result])
+    tuned_results.write(kept, tuned_results.machine(DEFAULT, "emulator"), [result])
 
-    found = tuned.find(finished, DEFAULT, "emulator")
+    found = tuned_results.find(finished, DEFAULT, "emulator")
 
     assert found is not None
     assert found.plan == replace(result.plan, problem=finished)
     invariant = replace(PROBLEM, invariant=True)
-    assert tuned.find(invariant, DEFAULT, "emulator") is None
+    assert tuned_results.find(invariant, DEFAULT, "emulator") is None
 
 
 def test_the_environment_turns_reading_off(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned.write(kept, tuned.machine(DEFAULT, "emulator"), [measured(PROBLEM)])
-    monkeypatch.setenv(tuned.ENVIRONMENT, "0")
+    tuned_results.write(
+        kept, tuned_results.machine(DEFAULT, "emulator"), [measured(PROBLEM)]
+    )
+    monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
 
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") is None
-    monkeypatch.setenv(tuned.ENVIRONMENT, "1")
-    tuned.forget()
-    assert tuned.find(PROBLEM, DEFAULT, "emulator") is not None
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    monkeypatch.setenv(tuned_results.ENVIRONMENT, "1")
+    tuned_results.forget()
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is not None
 
 
 def test_times_of_this_chip_are_not_those_of_a_named_one(
@@ -373,12 +376,14 @@ def test_times_of_this_chip_are_not_those_of_a_named_one(
 ) -> None:
     m3 = Device.named("M3 Max")
     for backend in ("metal", "emulator"):
-        tuned.write(kept, tuned.machine(m3, backend), [measured(PROBLEM)])
+        tuned_results.write(
+            kept, tuned_results.machine(m3, backend), [measured(PROBLEM)]
+        )
 
-    monkeypatch.setenv(device.ENVIRONMENT, "M3 Max")
+    monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max")
 
-    assert tuned.find(PROBLEM, m3, "metal") is None
-    assert tuned.find(PROBLEM, m3, "emulator") is not None
+    assert tuned_results.find(PROBLEM, m3, "metal") is None
+    assert tuned_results.find(PROBLEM, m3, "emulator") is not None
 
 
 @pytest.mark.parametrize("of", ["file", "folder"])
@@ -386,7 +391,7 @@ def test_results_that_others_may_have_written_are_ignored(
     tmp_path: Path, of: str
 ) -> None:
     place = tmp_path / "tuned"
-    file = tuned.write(place, HERE, [measured(PROBLEM)])
+    file = tuned_results.write(place, HERE, [measured(PROBLEM)])
     (file if of == "file" else place).chmod(0o777)
 
     results, message = warned(place)
@@ -397,30 +402,30 @@ def test_results_that_others_may_have_written_are_ignored(
 
 def test_results_are_not_written_where_others_may_write(tmp_path: Path) -> None:
     place = tmp_path / "tuned"
-    tuned.write(place, HERE, [measured(PROBLEM)])
+    tuned_results.write(place, HERE, [measured(PROBLEM)])
     place.chmod(0o777)
 
     with pytest.raises(PermissionError, match="can be written by other users"):
-        tuned.write(place, HERE, [measured(PROBLEM, rank=1)])
+        tuned_results.write(place, HERE, [measured(PROBLEM, rank=1)])
 
     place.chmod(0o700)
-    assert tuned.read(place, HERE) == by_problem(measured(PROBLEM))
+    assert tuned_results.read(place, HERE) == by_problem(measured(PROBLEM))
 
 
 def test_clearing_removes_every_machines_file(tmp_path: Path) -> None:
-    assert tuned.clear(tmp_path / "none") == 0
+    assert tuned_results.clear(tmp_path / "none") == 0
     for cores in (1, 2):
-        tuned.write(tmp_path, replace(HERE, cores=cores), [measured(PROBLEM)])
+        tuned_results.write(tmp_path, replace(HERE, cores=cores), [measured(PROBLEM)])
 
-    assert tuned.clear(tmp_path) == 2
-    assert tuned.clear(tmp_path) == 0
+    assert tuned_results.clear(tmp_path) == 2
+    assert tuned_results.clear(tmp_path) == 0
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(OSError, match="file"):
-        tuned.write(tmp_path / "file" / "tuned", HERE, [measured(PROBLEM)])
+        tuned_results.write(tmp_path / "file" / "tuned", HERE, [measured(PROBLEM)])
 
 
 HALF = {"dtype": mx.float16}
@@ -429,15 +434,17 @@ X, NATIVE = activations(4, 256, **HALF), weight(64, 256, **HALF)
 
 def test_what_was_measured_beats_the_model(kept: Path, ran: list[Plan]) -> None:
     result = measured(PROBLEM, rank=2)
-    assert result.plan != scheduler.choose(PROBLEM, device.current())
+    assert result.plan != planner.choose(PROBLEM, devices.current())
     mlx_marlin.quantized_matmul(X, *NATIVE)
-    tuned.write(kept, tuned.machine(device.current(), "emulator"), [result])
+    tuned_results.write(
+        kept, tuned_results.machine(devices.current(), "emulator"), [result]
+    )
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
-    serving.forget()
+    dispatch.forget()
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
-    model = scheduler.choose(PROBLEM, device.current())
+    model = planner.choose(PROBLEM, devices.current())
     assert ran == [model, model, result.plan]
 
 
@@ -445,7 +452,7 @@ def test_a_cached_call_asks_for_nothing(
     kept: Path, ran: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlx_marlin.quantized_matmul(X, *NATIVE)
-    monkeypatch.setattr(tuned, "find", None)
+    monkeypatch.setattr(tuned_results, "find", None)
 
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
@@ -456,14 +463,14 @@ def test_a_bad_file_is_told_once_and_the_model_decides(
     kept: Path, ran: list[Plan]
 ) -> None:
     kept.mkdir()
-    here = tuned.machine(device.current(), "emulator")
+    here = tuned_results.machine(devices.current(), "emulator")
     (kept / here.file_name).write_text("nonsense")
 
     with pytest.warns(RuntimeWarning, match="are ignored"):
         mlx_marlin.quantized_matmul(X, *NATIVE)
     mlx_marlin.quantized_matmul(X[:2], *NATIVE)  # another warning would be an error
 
-    assert ran[0] == scheduler.choose(PROBLEM, device.current())
+    assert ran[0] == planner.choose(PROBLEM, devices.current())
 
 
 @pytest.fixture
@@ -473,7 +480,7 @@ def on_an_m3(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Device:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(device, "current", lambda: m3)
+    monkeypatch.setattr(devices, "current", lambda: m3)
     return m3
 
 
@@ -487,9 +494,9 @@ def test_stock_serves_what_it_was_measured_to_serve_faster(
     assert (model is None) == (m == 8)
 
     for stock in (True, False):
-        here = tuned.machine(on_an_m3, "metal")
-        tuned.write(kept, here, [measured(problem, stock=stock)])
-        serving.forget()
+        here = tuned_results.machine(on_an_m3, "metal")
+        tuned_results.write(kept, here, [measured(problem, stock=stock)])
+        dispatch.forget()
         said = "measured here: stock MLX took 10.2 us, our best 12.5 us"
         assert mlx_marlin.why_not(x, *native) == (said if stock else None)
 
@@ -499,8 +506,8 @@ def test_what_the_emulator_counted_is_not_asked_on_a_mac(
 ) -> None:
     problem = Problem(m=8, n=4096, k=4096)
     x, native = activations(8, 4096, **HALF), weight(4096, 4096, **HALF)
-    emulated = tuned.machine(on_an_m3, "emulator")
-    tuned.write(kept, emulated, [measured(problem, stock=True)])
+    emulated = tuned_results.machine(on_an_m3, "emulator")
+    tuned_results.write(kept, emulated, [measured(problem, stock=True)])
 
     assert mlx_marlin.why_not(x, *native) is None
 
@@ -509,7 +516,7 @@ def test_who_forces_a_back_end_gets_our_best_plan(
     kept: Path, on_an_m3: Device, backend: Choose
 ) -> None:
     result = measured(PROBLEM, rank=2, stock=True)
-    tuned.write(kept, tuned.machine(on_an_m3, "metal"), [result])
+    tuned_results.write(kept, tuned_results.machine(on_an_m3, "metal"), [result])
     backend("metal")
 
     assert mlx_marlin.why_not(X, *NATIVE) is None
@@ -535,7 +542,7 @@ def test_labels_tell_a_problems_plans_apart() -> None:
         for n, k in ((64, 256), (4096, 4096), (11008, 4096)):
             problem = Problem(m=m, n=n, k=k)
             for target in (DEFAULT, Device.named("M3 Max")):
-                choice = scheduler.compare(problem, device=target)
+                choice = planner.compare(problem, device=target)
                 plans = {each.plan for each in choice.candidates}
 
                 assert len({label(each) for each in plans}) == len(plans)

@@ -6,13 +6,13 @@ from itertools import product
 import pytest
 
 import mlx_marlin
-from mlx_marlin import scheduler
-from mlx_marlin.device import Device
-from mlx_marlin.formats import DTYPE_BYTES, FORMATS
-from mlx_marlin.instances import variant_of
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.scheduler.candidates import Wishes, candidates
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.candidates import Wishes, candidates
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.instances import variant_of
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 CHIPS = ("Apple M1", "Apple M4 Pro", "Apple M3 Ultra")
 SHAPES = tuple(
@@ -36,7 +36,7 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
             yield from candidates(problem, device, Wishes())
             if batch > 1 or m <= 16:
                 continue
-            for buffers, loaders in scheduler.STAGED:
+            for buffers, loaders in planner.STAGED:
                 wishes = Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
                 yield from candidates(problem, device, wishes)
 

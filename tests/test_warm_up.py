@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from models import tiny_llama
 
 import mlx_marlin
-from mlx_marlin import emulator, guard, launch
+from mlx_marlin import emulator, guard
+from mlx_marlin.backends import launch
 from mlx_marlin.guard import known_answers, verdicts
 
 pytestmark = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from strategies import works
 
-from mlx_marlin.work import (
+from mlx_marlin.planning.work import (
     MOST_GROUPS,
     Split,
     Work,

@@ -7,11 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.work import (
-    MOST_THREADGROUPS,
-    MOST_UNEVEN,
-    Work,
-)
+from mlx_marlin.planning.work import MOST_THREADGROUPS, MOST_UNEVEN, Work
 
 needs_emulator = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"

@@ -2,11 +2,7 @@
 
 import pytest
 
-from mlx_marlin.work import (
-    Tile,
-    Work,
-    data_parallel,
-)
+from mlx_marlin.planning.work import Tile, Work, data_parallel
 
 
 def work_of(base: str, **fields: object) -> Work:

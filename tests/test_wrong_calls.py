@@ -8,7 +8,7 @@ import pytest
 from arguments import BIASES, FP4, FP4_SCALES, PACKED, SCALES, K, N, W, X, activations
 
 import mlx_marlin
-from mlx_marlin.packing import PackedWeight
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mode": ((X, W, SCALES, BIASES), {"mode": "foo"}),

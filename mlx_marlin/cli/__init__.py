@@ -66,9 +66,9 @@ class _Version(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        from mlx_marlin.cli import diagnosis
+        from mlx_marlin.cli.diagnosis import machine
 
-        print(diagnosis.version_line())
+        print(machine.version_line())
         parser.exit()
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import backends, launch, serving
+from mlx_marlin.backends import launch, selection
 from mlx_marlin.cli import models
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.products import dispatch
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
     from mlx_marlin.cli.generation import Generation
@@ -160,16 +161,16 @@ def check(args: argparse.Namespace) -> None:
     for count in args.batch:
         if not 1 <= count <= MOST_PROMPTS:
             raise ValueError(f"--batch {count}, expected 1 to {MOST_PROMPTS}")
-    lacking = backends.missing()
+    lacking = selection.missing()
     if lacking is not None:
         raise ValueError(lacking)
 
 
 def _insist() -> None:
     """Makes every product ours on a GPU too, where stock MLX would be as fast."""
-    if backends.backend() in backends.ON_GPU:
-        os.environ[backends.ENVIRONMENT] = backends.backend()
-        serving.forget()
+    if selection.backend() in selection.ON_GPU:
+        os.environ[selection.ENVIRONMENT] = selection.backend()
+        dispatch.forget()
 
 
 def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcome]:

@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin import backends, launch
+from mlx_marlin.backends import launch, selection
 from mlx_marlin.cli.generation import Generation, compare_tokens
-from mlx_marlin.packing import dtype_name
-from mlx_marlin.plan import Plan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.weights.dtypes import dtype_name
 
 TOLERANCE = 0.005
 """Relative difference of the perplexities, ours to stock's, that fails the demo."""
@@ -44,7 +44,7 @@ def opening(name: str, model: nn.Module, layout: str | None) -> str:
     return (
         f"model     {name}: {size / 1e6:.1f} MB, {', '.join(dtypes)}\n"
         f"layout    {layout or 'the one for this back end'}\n"
-        f"back end  {BACKENDS[backends.backend()]}"
+        f"back end  {BACKENDS[selection.backend()]}"
     )
 
 
@@ -71,7 +71,7 @@ def batch(
             "===",
             *comparison(ours, stock),
             f"time: {ours.step_ms / count:.1f} ms a token, {ours.step_ms:.1f} ms a "
-            f"step, {TIMED[backends.backend()]}",
+            f"step, {TIMED[selection.backend()]}",
         ]
     )
 
@@ -124,8 +124,8 @@ def complaints(ours: float, stock: float) -> list[str]:
             f"{stock:.4f}"
         )
     # CUDA has kernels for some models only: those of float32 are stock MLX's.
-    none_ran = backends.backend() == "cuda" and not launch.plans_built()
-    is_stock = backends.backend() == "stock" and backends.forced_backend() != "stock"
+    none_ran = selection.backend() == "cuda" and not launch.plans_built()
+    is_stock = selection.backend() == "stock" and selection.forced_backend() != "stock"
     if is_stock or none_ran:
         found.append("none of our kernels ran: stock MLX served every product")
     return found

@@ -4,9 +4,10 @@ import argparse
 import json
 from collections.abc import Iterable
 
-from mlx_marlin.cli import diagnosis, models
-from mlx_marlin.cli.diagnosis import Facts
-from mlx_marlin.problem import Problem, problem_of
+from mlx_marlin.cli import models
+from mlx_marlin.cli.diagnosis import machine
+from mlx_marlin.cli.diagnosis.machine import Facts
+from mlx_marlin.planning.problem import Problem, problem_of
 
 ROWS = (1, 4, 8)
 """Rows whose kernels are checked, if none are named."""
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something prevents our kernels from running."""
     wanted = problems_to_check(args)
     if wanted:
-        diagnosis.check(wanted)
-    facts = diagnosis.collect()
+        machine.check(wanted)
+    facts = machine.collect()
     print(json.dumps(facts, indent=2) if args.json else report(facts))
     return 0 if facts["ok"] else 1
 

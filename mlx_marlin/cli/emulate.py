@@ -82,7 +82,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Runs the kernel; returns 1 if the emulator found a fault in it."""
     from mlx_marlin import emulator
-    from mlx_marlin.emulator.whole_kernel import chosen, whole_kernels
+    from mlx_marlin.emulator.language.whole_kernel import chosen, whole_kernels
 
     inputs = all_named(args.input, "--input")
     outputs = all_named(args.output, "--output")

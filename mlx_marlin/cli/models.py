@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.problem import Problem
 
 
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
@@ -52,10 +52,10 @@ def problems(name: str, counts: Sequence[int]) -> list[Problem]:
     Raises:
         ValueError: If mlx-lm cannot load the model, or no layer has a format of ours.
     """
-    from mlx_marlin import backends
-    from mlx_marlin.autotune import layers
+    from mlx_marlin.backends import selection
+    from mlx_marlin.tuning import layers
 
-    layout = "marlin" if backends.backend() == "cuda" else "mlx"
+    layout = "marlin" if selection.backend() == "cuda" else "mlx"
     found = layers.find(load(name, lazy=True)[0], [layout]).problems
     if not found:
         raise ValueError(

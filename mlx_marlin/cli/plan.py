@@ -6,17 +6,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import device, scheduler
-from mlx_marlin.cli import pictures
-from mlx_marlin.cuda_device import CudaDevice
-from mlx_marlin.device import Target
-from mlx_marlin.epilogue import ACTIVATIONS, Epilogue
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
-from mlx_marlin.kernels import KERNELS, REDUCTIONS
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.scheduler import Candidate, Choice, Wishes
-from mlx_marlin.scheduler.handover import handover, stock_seconds
-from mlx_marlin.work import PARTITIONS, STRATEGIES
+from mlx_marlin.backends import devices, planner
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.devices import Target
+from mlx_marlin.backends.metal.limits import KERNELS, REDUCTIONS
+from mlx_marlin.backends.metal.stock.handover import handover, stock_seconds
+from mlx_marlin.backends.planner import Candidate, Choice, Wishes
+from mlx_marlin.cli.pictures import text
+from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
 
 def add_parser(
@@ -46,11 +46,11 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and returns 0."""
     if args.save:
-        from mlx_marlin.cli import drawing  # needs matplotlib to draw
+        from mlx_marlin.cli.pictures import drawing  # needs matplotlib to draw
 
         drawing.check(args.save)  # before anything is planned
     wishes = _wishes(args)
-    choice = scheduler.compare(
+    choice = planner.compare(
         _problem(args), device=_device(args.chip, args.cores), **wishes
     )
     # Only what is drawn is made: a strategy may have to be planned for it.
@@ -135,8 +135,8 @@ def _problem(args: argparse.Namespace) -> Problem:
 def _device(name: str | None, cores: int | None) -> Target:
     """Returns the chip to plan for: a named one, or this machine's."""
     if name is not None:
-        return device.named(name, cores)
-    here = device.current()
+        return devices.named(name, cores)
+    here = devices.current()
     if cores is None:
         return here
     if isinstance(here, CudaDevice):
@@ -165,7 +165,7 @@ def _each_strategy(choice: Choice, wishes: Wishes) -> tuple[list[Choice], list[s
             shown.append(
                 _as_chosen(choice, found[0])
                 if found
-                else scheduler.compare(
+                else planner.compare(
                     choice.plan.problem,
                     device=choice.device,
                     **wishes | Wishes(strategy=strategy),
@@ -231,10 +231,10 @@ def _server(choice: Choice) -> str:
 
 
 def _pictures(choice: Choice) -> str:
-    too_large = pictures.why_not_drawn(choice.plan)
+    too_large = text.why_not_drawn(choice.plan)
     if too_large is not None:
         return too_large
-    return f"{pictures.tile_map(choice.plan)}\n\n{pictures.timeline(choice)}"
+    return f"{text.tile_map(choice.plan)}\n\n{text.timeline(choice)}"
 
 
 def _heading(choice: Choice) -> str:

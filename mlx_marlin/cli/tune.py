@@ -9,16 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import backends, device, guard, scheduler, serving, tuned, why_stock
-from mlx_marlin.autotune import layers, operands, tuner
-from mlx_marlin.autotune.timing import Spread
-from mlx_marlin.autotune.tuner import Arm, Clock, Outcome
+from mlx_marlin import guard
+from mlx_marlin.backends import devices, planner, selection, tuned_results
+from mlx_marlin.backends.devices import Target
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.cli import models
-from mlx_marlin.device import Device, Target
-from mlx_marlin.formats import DTYPE_BYTES, LAYOUTS, MODES
-from mlx_marlin.problem import Problem, problem_of
-from mlx_marlin.scheduler.choice import aligned
-from mlx_marlin.scheduler.stock import stock_prediction
+from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.tuning import layers, operands, tuner
+from mlx_marlin.tuning.timing import Spread
+from mlx_marlin.tuning.tuner import Arm, Clock, Outcome
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Rows that are measured of a model or of a shape without them."""
@@ -97,13 +100,13 @@ def run(args: argparse.Namespace) -> int:
         operands.check(problem)
     found = _tunable(found)
     if args.dry_run:
-        print("\n\n".join(listing(each, why_stock.target()) for each in found))
+        print("\n\n".join(listing(each, eligibility.target()) for each in found))
         return 0
-    place = tuned.folder()
+    place = tuned_results.folder()
     clock = _clock(args.seconds, place) if found else None
     if args.clear:
-        print(f"files removed from {place}: {tuned.clear(place)}")
-    return _tune(found, why_stock.target(), clock, place) if clock else 0
+        print(f"files removed from {place}: {tuned_results.clear(place)}")
+    return _tune(found, eligibility.target(), clock, place) if clock else 0
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -123,7 +126,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def listing(problem: Problem, target: Target) -> str:
     """Lists what would be measured for a problem, with what the model says of it."""
-    times_stock = backends.backend() in backends.ON_GPU
+    times_stock = selection.backend() in selection.ON_GPU
     rows = [["", "us by the model, not measured"]]
     for arm in tuner.arms(problem, target, times_stock=times_stock):
         rows.append([tuner.name(arm), _predicted(arm, problem, target)])
@@ -133,7 +136,7 @@ def listing(problem: Problem, target: Target) -> str:
 def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
     """Returns the model's microseconds; of stock MLX there is no model on CUDA."""
     if arm is not None:
-        return f"{scheduler.predict(arm, target).seconds * 1e6:.1f}"
+        return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
     if not isinstance(target, Device):
         return ""
     return f"{stock_prediction(problem, target).seconds * 1e6:.1f}"
@@ -159,7 +162,7 @@ def _tunable(found: list[Problem]) -> list[Problem]:
     Raises:
         ValueError: If there are problems, and none can be.
     """
-    reasons = {each: tuner.why_not(each, why_stock.target()) for each in found}
+    reasons = {each: tuner.why_not(each, eligibility.target()) for each in found}
     said = [
         f"{each.explain()}: not measured, {reason}"
         for each, reason in reasons.items()
@@ -179,28 +182,28 @@ def _clock(seconds: float, place: Path) -> Clock:
         ValueError: If nothing here can be measured.
         OSError: If the folder cannot be written to.
     """
-    if tuned.stands_for_another(backends.backend()):
+    if tuned_results.stands_for_another(selection.backend()):
         raise ValueError(
-            f"{device.ENVIRONMENT} names the chip to plan for, but the one here would "
+            f"{devices.ENVIRONMENT} names the chip to plan for, but the one here would "
             f"be measured: unset it"
         )
-    clock = tuner.clock(why_stock.target(), seconds)
+    clock = tuner.clock(eligibility.target(), seconds)
     _check_writable(place)  # before minutes are spent
     return clock
 
 
 def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
     """Measures problem after problem, and keeps each result at once."""
-    here = tuned.machine(target, backends.backend())
+    here = tuned_results.machine(target, selection.backend())
     wrong = kept = 0
     for problem in _shown(found):
         outcome = tuner.tune(problem, target, clock)
         _say(report(problem, outcome, clock))
         if outcome.result:
-            tuned.write(place, here, [outcome.result])
+            tuned_results.write(place, here, [outcome.result])
             kept += 1
         wrong += len(outcome.wrong) + len(outcome.failed)
-    serving.forget()
+    dispatch.forget()
     print(_kept(kept, len(found), place / here.file_name))
     return 1 if wrong else 0
 
@@ -257,7 +260,7 @@ def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
 
 def _usual_layout() -> str:
     """Returns the layout of what `optimize` converts, unless another is named."""
-    return "marlin" if backends.backend() == "cuda" else "mlx"
+    return "marlin" if selection.backend() == "cuda" else "mlx"
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
@@ -306,7 +309,7 @@ def _missing(purpose: str, error: ImportError) -> ImportError:
 
 def _check_writable(place: Path) -> None:
     try:
-        with tuned.locked(place):
+        with tuned_results.locked(place):
             tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         raise OSError(

@@ -1,11 +1,11 @@
 """Runs any `mx.fast.metal_kernel` call on the CPU."""
 
-from mlx_marlin.emulator.compiler import unavailable
+from mlx_marlin.emulator.compiling.compiler import unavailable
 from mlx_marlin.emulator.counters import Counters
 from mlx_marlin.emulator.errors import CompileError, EmulatorError, EmulatorWarning
+from mlx_marlin.emulator.language.scope import emulated, trace
 from mlx_marlin.emulator.metal_kernel import MetalKernel, metal_kernel
-from mlx_marlin.emulator.scope import emulated, trace
-from mlx_marlin.emulator.static_check import check, check_text
+from mlx_marlin.emulator.static.check import check, check_text
 
 __all__ = [
     "CompileError",

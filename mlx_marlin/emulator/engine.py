@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_marlin.emulator import build, compiler
+from mlx_marlin.emulator.compiling import build, compiler
 from mlx_marlin.emulator.errors import EmulatorError
 from mlx_marlin.emulator.modes import Options
 

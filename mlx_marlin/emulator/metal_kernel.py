@@ -9,24 +9,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator import (
-    build,
-    compiler,
-    engine,
-    frontend,
-    modes,
-    report,
-    tracing,
-)
+from mlx_marlin.emulator import engine, modes, report, tracing
 from mlx_marlin.emulator.arrays import (
     info_arguments,
     input_argument,
     output_argument,
     output_array,
 )
+from mlx_marlin.emulator.compiling import build, compiler
 from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
-from mlx_marlin.emulator.lines import SourceMap
+from mlx_marlin.emulator.language import frontend
+from mlx_marlin.emulator.language.lines import SourceMap
 from mlx_marlin.emulator.outputs import check_outputs
 
 # Kept at import: a test may put this module's `metal_kernel` in its place.

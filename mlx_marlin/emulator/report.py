@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mlx_marlin.emulator import compiler, engine, lines
+from mlx_marlin.emulator import engine
+from mlx_marlin.emulator.compiling import compiler
+from mlx_marlin.emulator.language import lines
 
 LANES = 32
 _COMPLAINT = re.compile(

@@ -6,7 +6,8 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
 
-from mlx_marlin.emulator import counters, engine, lines
+from mlx_marlin.emulator import counters, engine
+from mlx_marlin.emulator.language import lines
 
 VALUES = 10
 MAX_COUNTERS = 1 << 16

@@ -18,11 +18,12 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from mlx_marlin import backends, kernel_arguments, source
+from mlx_marlin.backends import arguments, selection, source
+from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.guard import known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
-from mlx_marlin.kernel_arguments import TemplateValue
+from mlx_marlin.weights import dtypes
 
 ENVIRONMENT = "MLX_MARLIN_GUARD"
 
@@ -41,10 +42,10 @@ def is_on() -> bool:
     wish = os.environ.get(ENVIRONMENT, "")
     if wish not in ("", "0", "1"):
         raise ValueError(f"{ENVIRONMENT}={wish!r}, expected 0, 1 or nothing")
-    backend = backends.backend()
-    if wish == "0" or backend == "stock" or backends.missing() is not None:
+    backend = selection.backend()
+    if wish == "0" or backend == "stock" or selection.missing() is not None:
         return False
-    return wish == "1" or backend in backends.ON_GPU
+    return wish == "1" or backend in selection.ON_GPU
 
 
 def why_not(plan: AnyPlan) -> str | None:
@@ -146,7 +147,7 @@ def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
 
 def verdicts_so_far() -> list[Verdict]:
     """Returns the verdicts that this machine's cache holds."""
-    return [*verdicts.kept(verdicts.machine_folder(backends.backend()))]
+    return [*verdicts.kept(verdicts.machine_folder(selection.backend()))]
 
 
 def forget() -> None:
@@ -168,7 +169,7 @@ def _verdict(
             fault = _fault(check)
             return blank("failed" if fault else "passed", fault or "")
 
-        file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
+        file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
         _verdicts[key] = verdicts.checked(file, blank("started", ""), judged)
         _warn(_verdicts[key])
     return _verdicts[key]
@@ -189,7 +190,7 @@ def _keep_failure(
     key = digest(variants)
     verdict = _new_verdict(variants, example, "failed", fault)
     _verdicts[key] = verdict
-    file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
+    file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
     verdicts.write(file, verdict)
     _warn(verdict)
 
@@ -230,7 +231,7 @@ def _warn(verdict: Verdict) -> None:
 
 
 def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...]:
-    template = kernel_arguments.repack_template(bits, order)
+    template = arguments.repack_template(bits, order)
     return (
         KernelVariant(
             source=source.repack_source(to),
@@ -247,13 +248,13 @@ def _routing_variants(
         KernelVariant(
             source=source.routing_source(body),
             template=(*template.items(),),
-            dtypes=(backends.dtype_name(dtype), "float32"),
+            dtypes=(dtypes.dtype_name(dtype), "float32"),
         ),
     )
 
 
 def _on_cuda() -> bool:
-    return backends.backend() == "cuda"
+    return selection.backend() == "cuda"
 
 
 def _device() -> mx.Device:

@@ -2,13 +2,13 @@
 
 import mlx.core as mx
 
-from mlx_marlin import gather_launch
-from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.gather_plan import GatherPlan
+from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.metal.experts_plan import GatherPlan
 from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.problem import Problem
 
 
 def fault_of(plan: GatherPlan | CudaGatherPlan) -> str | None:
@@ -27,7 +27,7 @@ def _metal(plan: GatherPlan) -> tuple[mx.array, Answer]:
     x = operands.activations(problem, (problem.m + 1, problem.k))
     weight = operands.draw(problem, (plan.experts,))
     experts, sources = _choices(problem.m, plan.experts, len(x))
-    y = gather_launch.gather_product(plan)(x, *weight.stored, sources, experts)
+    y = experts_launch.gather_product(plan)(x, *weight.stored, sources, experts)
     with mx.stream(mx.cpu):
         return y, _of_one(problem, _sums(problem, x[sources], weight, experts))
 
@@ -46,7 +46,7 @@ def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
     weights, biases = weights[:count], biases[: count * plan.bias]
     second = weights[1].stored[:2] if plan.gate else ()
     named = () if plan.each else (sources,)
-    y = gather_launch.cuda_gather_product(plan)(
+    y = experts_launch.cuda_gather_product(plan)(
         x, *weights[0].stored, *second, *biases, experts, *named
     )
     with mx.stream(mx.cpu):

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin import backends, launch
-from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import PLAIN
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.guard import experts, operands, reference
 from mlx_marlin.guard.reference import Answer, Finish
 from mlx_marlin.guard.variants import AnyPlan, miniatures
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.repack_launch import repack
-from mlx_marlin.tile_order import tiles_of_rows
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.tile_order import tiles_of_rows
 
 
 def fault_of(plan: AnyPlan) -> str | None:
@@ -26,7 +26,7 @@ def fault_of(plan: AnyPlan) -> str | None:
     Args:
         plan: The plan that is to be served. Its kernels are built by this call.
     """
-    smaller = miniatures(plan, on_cuda=backends.backend() == "cuda")
+    smaller = miniatures(plan, on_cuda=selection.backend() == "cuda")
     faults = (_fault_of(small, first=small is smaller[0]) for small in smaller)
     return next(filter(None, faults), None)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin import layout, tile_order
-from mlx_marlin.codes import words_of_codes
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights import layout, tile_order
+from mlx_marlin.weights.bit_streams import words_of_codes
 
 LARGEST_NVFP4 = 6.0 * 448.0
 """The largest E2M1 times the largest E4M3: a global scale is divided by it (MLX)."""

@@ -10,9 +10,9 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.epilogue import Epilogue, Rotation
 from mlx_marlin.guard.operands import Operands
-from mlx_marlin.problem import Problem
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.problem import Problem
 
 ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
 """Relative error of a result: two units in the last place."""

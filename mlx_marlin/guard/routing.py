@@ -2,10 +2,10 @@
 
 import mlx.core as mx
 
-from mlx_marlin import gather_launch
-from mlx_marlin.backends import dtype_name
+from mlx_marlin.backends import experts_launch
 from mlx_marlin.guard import reference
 from mlx_marlin.guard.reference import Answer
+from mlx_marlin.weights.dtypes import dtype_name
 
 ROWS = 5
 
@@ -27,7 +27,7 @@ def fault_of_route(
         drawn = mx.random.randint(-6, 6, (ROWS, experts), key=mx.random.key(0))
         logits = drawn.astype(dtype)
         mx.eval(logits)
-    chosen, scores = gather_launch.route(logits, choices, of_all, last)
+    chosen, scores = experts_launch.route(logits, choices, of_all, last)
     mx.eval(chosen, scores)
     with mx.stream(mx.cpu):
         nth = mx.arange(experts)
@@ -57,7 +57,7 @@ def fault_of_combine(dtype: mx.Dtype, n: int, choices: int) -> str | None:
         scores = mx.random.uniform(-1, 1, (ROWS, choices), key=keys[2])
         results = results.astype(dtype)
         mx.eval(results, residual, scores)
-    y = gather_launch.combine(results, scores, residual)
+    y = experts_launch.combine(results, scores, residual)
     with mx.stream(mx.cpu):
         terms = reference.wide(results.squeeze(-2)) * reference.wide(scores)[..., None]
         values = reference.wide(residual) + terms.sum(1)

@@ -11,18 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from mlx_marlin import kernel_arguments, source
-from mlx_marlin.cuda_gather_plan import CudaGatherPlan
-from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import Epilogue
-from mlx_marlin.formats import GROUP_SIZES, TILE_K, TILE_N
-from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.kernel_arguments import TemplateValue
-from mlx_marlin.kernels import SIMD_WIDTH
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.source import Source
-from mlx_marlin.work import Work, data_parallel
+from mlx_marlin.backends import arguments, source
+from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.limits import SIMD_WIDTH
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.weights.formats import GROUP_SIZES, TILE_K, TILE_N
 
 AnyPlan = Plan | DensePlan | GatherPlan | CudaGatherPlan
 
@@ -62,17 +62,17 @@ def variants_of(plan: AnyPlan, on_cuda: bool = False) -> tuple[KernelVariant, ..
 
     if isinstance(plan, DensePlan):
         text = source.of_dense(plan.problem, on_cuda)
-        return (variant(text, kernel_arguments.weight_template(plan.problem)),)
+        return (variant(text, arguments.weight_template(plan.problem)),)
     if isinstance(plan, GatherPlan):
-        template = kernel_arguments.gather_template(plan)
+        template = arguments.gather_template(plan)
         return (variant(source.gather_source(), template),)
     if isinstance(plan, CudaGatherPlan):
-        template = kernel_arguments.cuda_gather_template(plan)
+        template = arguments.cuda_gather_template(plan)
         return (variant(source.cuda_gather_source(plan), template),)
-    product = kernel_arguments.product_template(plan)
+    product = arguments.product_template(plan)
     found = [variant(source.of_product(plan), product)]
     if plan.finishes:
-        reduce = kernel_arguments.reduce_template(plan)
+        reduce = arguments.reduce_template(plan)
         found.append(variant(source.of_reduce(plan), reduce))
     return tuple(found)
 

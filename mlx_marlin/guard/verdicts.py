@@ -18,7 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache, cuda_detection, detection
+from mlx_marlin import cache
+from mlx_marlin.backends.cuda import detection as cuda_detection
+from mlx_marlin.backends.metal import detection
 
 STATES = ("started", "passed", "failed")
 DIED = "the process ended during the check"

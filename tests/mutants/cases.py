@@ -11,14 +11,14 @@ from function_cases import FUNCTION_CASES, FunctionCase
 from gather_cases import GATHER_CASES, GatherCase
 from repack_cases import REPACK_CASES, RepackCase
 
-from mlx_marlin import launch
-from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import PLAIN, Epilogue
-from mlx_marlin.formats import format_of
-from mlx_marlin.kernels import Reduction, k_tile
-from mlx_marlin.plan import Plan
-from mlx_marlin.problem import Problem
-from mlx_marlin.work import Partition, Tile, Work, data_parallel
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.metal.limits import Reduction, k_tile
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
+from mlx_marlin.weights.formats import format_of
 
 GEMV_TAIL = "gemv, packed groups of 32, k tail, slices"
 GEMV_NATIVE = "gemv, native groups of 64, nine tiles in four slices"

@@ -16,11 +16,11 @@ from mutant import Detector
 from repack_cases import RepackCase
 
 from mlx_marlin import emulator
-from mlx_marlin.dense_plan import DensePlan
-from mlx_marlin.epilogue import PLAIN
-from mlx_marlin.formats import TILE_N, format_of
-from mlx_marlin.plan import Plan
-from mlx_marlin.staging import barriers
+from mlx_marlin.backends.metal.staging import barriers
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.weights.formats import TILE_N, format_of
 
 Verdict = str | None
 

@@ -9,10 +9,11 @@ import oracles
 import strategies
 from format_cases import Weight
 
-from mlx_marlin import emulator, gather_launch
-from mlx_marlin.gather_plan import GatherPlan
-from mlx_marlin.packing import pack
-from mlx_marlin.problem import Problem
+from mlx_marlin import emulator
+from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
 
 GATHER_NATIVE = "experts, native codes of 4 bits, odd offsets"
 GATHER_PACKED = "experts, packed codes of 3 bits, groups of 32, k tail"
@@ -74,7 +75,7 @@ class GatherCase:
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The products [pairs, n]."""
-        y = gather_launch.gather_product(self.plan)(*arrays)
+        y = experts_launch.gather_product(self.plan)(*arrays)
         mx.eval(y)
         return y
 

@@ -26,9 +26,10 @@ from cuda_on_cpu import check_moved
 from detectors import REPORTS, TIME_LIMIT
 from mutant import Detector, Mutant
 
-from mlx_marlin import emulator, gather_launch
-from mlx_marlin.epilogue import Epilogue, Rotation
-from mlx_marlin.source import OPERANDS
+from mlx_marlin import emulator
+from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.source import OPERANDS
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
 
 pytestmark = [
     pytest.mark.mutant,
@@ -163,11 +164,13 @@ CASES |= {
     planted_cuda_gather.ADDED_UP: cuda_experts.ROUTINGS[1],
 }
 CHECKS |= {
-    planted_cuda_gather.CHOSEN: lambda choice: choice.check(gather_launch.route),
-    planted_cuda_gather.CHOSEN_OF_ALL: lambda choice: choice.check(gather_launch.route),
-    planted_cuda_gather.CHOSEN_FEW: lambda choice: choice.check(gather_launch.route),
+    planted_cuda_gather.CHOSEN: lambda choice: choice.check(experts_launch.route),
+    planted_cuda_gather.CHOSEN_OF_ALL: lambda choice: choice.check(
+        experts_launch.route
+    ),
+    planted_cuda_gather.CHOSEN_FEW: lambda choice: choice.check(experts_launch.route),
     planted_cuda_gather.ADDED_UP: lambda choice: choice.check_sum(
-        gather_launch.combine
+        experts_launch.combine
     ),
 }
 MUTANTS = (

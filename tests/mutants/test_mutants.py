@@ -10,12 +10,12 @@ from catalogue import MUTANTS
 from detectors import detect
 from mutant import Detector, Mutant
 
-from mlx_marlin import backends, source
+from mlx_marlin.backends import selection, source
 
 pytestmark = [
     pytest.mark.mutant,
     pytest.mark.skipif(
-        backends.backend() != "emulator", reason="the emulator does not run here"
+        selection.backend() != "emulator", reason="the emulator does not run here"
     ),
 ]
 

@@ -1,0 +1,1 @@
+"""The CUDA back end, for NVIDIA GPUs."""

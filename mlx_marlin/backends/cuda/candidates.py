@@ -1,0 +1,251 @@
+"""Which ways to cut a product for a CUDA device are worth comparing."""
+
+from collections.abc import Iterable, Iterator
+
+from mlx_marlin.backends.cuda import mma, pipelined
+from mlx_marlin.backends.cuda.cost import MOST_WARPS, Way
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal.candidates import Wishes
+from mlx_marlin.backends.metal.limits import OF_CUDA, PADDED_COLUMNS, Kernel, k_tile
+from mlx_marlin.planning import decompositions
+from mlx_marlin.planning.decompositions import Space
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.weights.formats import TILE_N
+
+FRAGMENTS_M: dict[str, tuple[int, ...]] = {
+    "mma": mma.FRAGMENTS_M,
+    **{kernel: traits.fragments_m for kernel, traits in pipelined.KERNELS.items()},
+}
+LEAST_ROWS = 9
+"""Rows from which kernels with stages of x are compared: for 8, "mma" reads about as
+fast as memory is."""
+SCHEDULERS = 4
+"""Of a multiprocessor (NVIDIA, CUDA C++ Programming Guide): warps that they share
+evenly waste no registers."""
+MOST_SLICES = 16
+"""Warps that share a tile's k: the best number where one tile has a whole block
+(measured, docs/cuda.md, 4096→4096)."""
+LEAST_K_TILES = 2
+"""K tiles that a warp's slice should have."""
+EVEN_ENOUGH = 0.9
+"""Mean load over the fullest multiprocessor's with which whole tiles are not split."""
+MOST_MULTIPLIERS: dict[str, dict[int, int]] = {
+    "mma_staged": {1: 28, 2: 28, 3: 24, 4: 20},
+    "wgmma": {2: 24, 3: 16, 4: 16, 6: 8, 8: 8},
+}
+"""Warps that multiply out of stages, by fragments_m: as many as leave each the
+registers for its sums (measured, docs/cuda.md)."""
+FEW_MULTIPLIERS = {"mma_staged": 20, "wgmma": 8}
+"""Likewise where words of more than 4 bits take twice the registers (a guess)."""
+BUFFER_BYTES, MOST_BUFFERS = 96 * 1024, 12
+"""What stages of x may take, and how many there are: 12 of up to 32 rows, 8 of 48, 6 of
+64 (measured: more were no faster, docs/cuda.md), and more only where slices of k need
+them."""
+MOST_BUFFER_BYTES = 128 * 1024
+"""What these may take: the sums of a block's warps and other blocks want room too."""
+
+
+def ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
+    """Yields the ways to cut a problem that have the wished fields.
+
+    Raises:
+        ValueError: If none of the kernels, however wide, can be cut as is wished.
+    """
+    refused: ValueError | None = None
+    found = False
+    for kernel in _kernels(problem, device, wishes):
+        fragments_m = wishes.get("fragments_m", fewest_fragments(problem, kernel))
+        for across in _widths(problem, kernel, wishes):
+            try:
+                works = [*_works(problem, fragments_m, across, device, wishes)]
+            except ValueError as error:  # too few tiles, where narrower ones would do
+                refused = refused or error
+                continue
+            found = True
+            for work in works:
+                if _can_meet(work, wishes):
+                    along = _along(
+                        problem, kernel, fragments_m, across, work, device, wishes
+                    )
+                    yield Way(kernel, fragments_m, work, across, along)
+    if refused and not found:
+        raise refused
+
+
+def _along(
+    problem: Problem,
+    kernel: Kernel,
+    fragments_m: int,
+    across: int,
+    work: Work,
+    device: CudaDevice,
+    wishes: Wishes,
+) -> int:
+    if "simdgroups_k" in wishes:
+        return wishes["simdgroups_k"]
+    if kernel == "mma":
+        return _slices(problem, fragments_m, across, work, device)
+    return _staged_slices(problem, kernel, fragments_m, across, work)
+
+
+def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Kernel]:
+    if "kernel" in wishes:
+        yield wishes["kernel"]
+        return
+    yield "mma"
+    here = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
+    room = device.shared_bytes - pipelined.BARRIER_BYTES
+    if not here or room < MOST_BUFFER_BYTES or pipelined.why_not(problem):
+        return
+    for kernel in OF_CUDA[1:]:
+        if _fits_stages(problem, kernel, wishes):
+            yield kernel
+
+
+def _fits_stages(problem: Problem, kernel: Kernel, wishes: Wishes) -> bool:
+    """Returns whether such a kernel could have what is wished of any kernel."""
+    traits = pipelined.KERNELS[kernel]
+    fragments_m = wishes.get("fragments_m", fewest_fragments(problem, kernel))
+    if fragments_m not in traits.fragments_m or {"buffers", "loaders"} & wishes.keys():
+        return False
+    across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
+    warps = pipelined.simdgroups(kernel, across, along)
+    return warps <= traits.most_simdgroups and bool(_stages(fragments_m, along))
+
+
+def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
+    if "simdgroups_n" in wishes:
+        return (wishes["simdgroups_n"],)
+    along = wishes.get("simdgroups_k", 1)
+    room = mma.MOST_SIMDGROUPS // along
+    if kernel in pipelined.KERNELS:
+        traits = pipelined.KERNELS[kernel]
+        multipliers = traits.most_simdgroups - pipelined.LOADERS
+        # One at least, whose plan says what is wrong.
+        room = traits.together * max(multipliers // traits.together // along, 1)
+    most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
+    each = mma.least_tiles(problem)
+    return range(each, max(most, each) + 1, each)
+
+
+def _works(
+    problem: Problem, fragments_m: int, across: int, device: CudaDevice, wishes: Wishes
+) -> Iterator[Work]:
+    rows = mma.FRAGMENT_ROWS * fragments_m
+    space = Space(
+        m_tiles=-(-problem.m // rows),
+        n_tiles=-(-problem.n // (TILE_N * across)),
+        batch=problem.batch,
+        k_tiles=-(-problem.k // k_tile(problem.group_size)),
+        trips=k_tile(problem.group_size) // 64,
+        cores=device.multiprocessors,
+        widest=1,  # no wide tiles beside narrow ones
+        x_bytes=problem.activation_bytes,
+    )
+    named = {name: wish for name, wish in wishes.items() if name != "simdgroups_n"}
+    if named.keys() & decompositions.WORK_WISHES:
+        yield from (work for work, _ in decompositions.works(space, named))
+        return
+    yield from _worth_comparing(space, problem)
+
+
+def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
+    """Yields whole tiles, and splits where those leave multiprocessors idle."""
+    tiles, cores = space.tiles, space.cores
+    yield data_parallel(tiles, space.k_tiles)
+    # What is split meets after the epilogue's turn, and other blocks have no rows.
+    if problem.epilogue.is_paired or problem.norm is not None:
+        return
+    if tiles >= EVEN_ENOUGH * cores * -(-tiles // cores):
+        return
+    most = space.k_tiles // LEAST_K_TILES
+    slices = min(cores // tiles, most)
+    if slices > 1:
+        yield Work(
+            strategy="split_k",
+            tiles=tiles,
+            k_tiles=space.k_tiles,
+            threadgroups=tiles * slices,
+            slices=slices,
+        )
+    total = tiles * space.k_tiles
+    if problem.invariant or total < 2 * LEAST_K_TILES * cores:
+        return
+    yield Work(
+        strategy="stream_k",
+        tiles=tiles,
+        k_tiles=space.k_tiles,
+        threadgroups=cores,
+        slices=space.k_tiles,
+        minimum=min(LEAST_K_TILES, space.k_tiles),
+    )
+
+
+def _slices(
+    problem: Problem, fragments_m: int, across: int, work: Work, device: CudaDevice
+) -> int:
+    """Returns as many warps along k as a block has room for and k tiles to give."""
+    most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
+    sums = across * mma.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
+    room = min(device.shared_bytes, mma.SHARED_LIMIT) - mma.normed_bytes(problem)
+    shared = room // sums
+    mean = work.total // work.pieces
+    along = max(min(most // across, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
+    return _even(across, along)
+
+
+def _even(across: int, along: int) -> int:
+    """Returns one slice fewer where all schedulers then have as many warps.
+
+    Not where that is many fewer.
+    """
+    fewer = along - 1
+    if across * along % SCHEDULERS and not across * fewer % SCHEDULERS:
+        return fewer if fewer >= 0.75 * along else along
+    return along
+
+
+def _staged_slices(
+    problem: Problem, kernel: Kernel, fragments_m: int, across: int, work: Work
+) -> int:
+    """Returns as many slices of k as a block has room for and stages."""
+    few = problem.bits > 4
+    most = FEW_MULTIPLIERS[kernel] if few else MOST_MULTIPLIERS[kernel][fragments_m]
+    trips = pipelined.STAGE_K // k_tile(problem.group_size)
+    stages = -(-(work.total // work.pieces) // trips)
+    columns = pipelined.columns(kernel, across)
+    along = _even(columns, max(min(most // columns, stages), 1))
+    while along > 1 and not _stages(fragments_m, along):
+        along -= 1
+    return along
+
+
+def _stages(fragments_m: int, along: int) -> list[int]:
+    """Returns how many stages of x slices of k may have, as far as there is memory."""
+    each = pipelined.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    fitting = pipelined.buffers_of(fragments_m, along)
+    return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
+
+
+def buffers(fragments_m: int, along: int) -> int:
+    """Returns the stages: as many as may be and are worth their memory."""
+    each = pipelined.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    fitting = pipelined.buffers_of(fragments_m, along)
+    worth = (count for count in fitting if count * each <= BUFFER_BYTES)
+    least = next(iter(fitting), 0)  # none: the plan says why
+    return max((count for count in worth if count <= MOST_BUFFERS), default=least)
+
+
+def fewest_fragments(problem: Problem, kernel: Kernel) -> int:
+    """Returns the fewest fragments of 8 rows with the fewest tiles down the rows."""
+    fragments = -(-problem.m // mma.FRAGMENT_ROWS)
+    known = FRAGMENTS_M[kernel]
+    least = -(-fragments // -(-fragments // known[-1]))
+    return next(each for each in known if each >= least)
+
+
+def _can_meet(work: Work, wishes: Wishes) -> bool:
+    """Returns whether a work's splits, if it has any, can meet as wished."""
+    wished = "reduction" in wishes and "strategy" not in wishes
+    return not wished or work.is_split == (wishes["reduction"] != "none")

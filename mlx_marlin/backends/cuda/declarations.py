@@ -1,0 +1,133 @@
+"""What stands before the body of a CUDA kernel: its epilogue, and arrays it lacks.
+
+A body has one text; what it calls `epilogue`, `rows` and the arrays that a kernel does
+not read is declared before it, in the words of `shaders/cuda`.
+"""
+
+from typing import NamedTuple
+
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+
+FINISHING = ("bias", "multiplier", "residual")
+FINISH = (*FINISHING, "parts")
+ABSENT = {
+    "biases": "const auto* biases = scales;\n",
+    **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
+}
+"""What a CUDA body calls an array that its kernel does not read: each costs MLX 0.3 us
+a call (measured, docs/cuda.md)."""
+
+
+class Declared(NamedTuple):
+    """What stands before a CUDA body, for its epilogue or for the rows that it reads.
+
+    Attributes:
+        suffix: Of the kernel's name.
+        arrays: That it may read for them.
+        numbers: Of a plan that it reads for them.
+        declaration: What the body calls `epilogue` or `rows`.
+    """
+
+    suffix: str = ""
+    arrays: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    declaration: str = ""
+
+    def beside(self, other: "Declared") -> "Declared":
+        """Returns what declares both."""
+        return Declared(
+            self.suffix + other.suffix,
+            self.arrays + other.arrays,
+            self.numbers + other.numbers,
+            self.declaration + other.declaration,
+        )
+
+
+NOTHING = Declared()
+NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
+SECOND = ("second", "second_scales")
+"""Arrays of packed weights that experts have beside `w`."""
+AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
+NO_SECOND = Declared(
+    declaration="const uint32_t* second = nullptr;\n"
+    "const auto* second_scales = scales;\n"
+)
+EXPERT_BIASES = ("expert_bias", "second_bias")
+BIASED = Declared(
+    "_biased",
+    EXPERT_BIASES[:1],
+    declaration="const marlin::Biased<T> epilogue{expert_bias};\n",
+)
+FUSED = Declared(
+    "_fused",
+    FINISHING,
+    FINISH[-1:],
+    "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
+    "    bias, multiplier, residual, parts};\n",
+)
+GATED = Declared(
+    "_gated",
+    declaration="const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n",
+)
+GATED_BIASED = Declared(
+    "_gated_biased",
+    EXPERT_BIASES,
+    declaration="using Biases = marlin::Biases<T>;\n"
+    "const marlin::Paired<marlin::Gated<ACTIVATION, Biases>> epilogue{\n"
+    "    {{expert_bias, second_bias}}};\n",
+)
+ROTATION = ("places", "periods")
+ROTATED = Declared(
+    "_rotated",
+    ("bias", *ROTATION),
+    FINISH[-1:],
+    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
+    "const marlin::Paired<Heads> epilogue{\n"
+    "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
+)
+HEAD_NORMS = ("q_norm", "k_norm")
+ROTATED_NORMS = Declared(
+    "_rotated_norms",
+    ("bias", *ROTATION, *HEAD_NORMS),
+    FINISH[-1:],
+    "using Norms = marlin::Normalized<T, HEAD_EPSILON, QUERIES, FEATURES>;\n"
+    "using Heads =\n"
+    "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"
+    "const marlin::Paired<Heads> epilogue{\n"
+    "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
+)
+AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
+NORMED = Declared(
+    "_normed",
+    ("norm",),
+    declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
+)
+"""What the body of "mma" calls `rows`; the other kernels read x themselves."""
+
+
+def of_epilogue(epilogue: Epilogue) -> Declared:
+    """Returns what declares the epilogue of a product."""
+    if epilogue.gated:
+        return GATED
+    if epilogue.rotation is not None:
+        return ROTATED if epilogue.rotation.norm is None else ROTATED_NORMS
+    return AS_IT_IS if epilogue == PLAIN else FUSED
+
+
+def of_product(plan: Plan) -> Declared:
+    """Returns what declares the epilogue of a plan's first kernel, and its rows."""
+    declared = AS_IT_IS if plan.is_split else of_epilogue(plan.problem.epilogue)
+    if plan.kernel != "mma":
+        return declared
+    return declared.beside(AS_THEY_LIE if plan.problem.norm is None else NORMED)
+
+
+def of_experts(plan: CudaGatherPlan) -> Declared:
+    """Returns what declares the epilogue of experts' products, and what they lack."""
+    if plan.gate:
+        declared = GATED_BIASED if plan.bias else GATED
+    else:
+        declared = NO_SECOND.beside(BIASED if plan.bias else AS_IT_IS)
+    return declared.beside(NO_SOURCES) if plan.each else declared

@@ -1,0 +1,173 @@
+"""Which CUDA device this machine has: what MLX, the driver and a short probe say.
+
+A device of the table has its stated figures, so that plans are the same everywhere;
+the multiprocessors are those that the driver counts. Of any other device bandwidth and
+arithmetic are measured once, rounded, and kept as a file of the user's cache.
+"""
+
+import ctypes
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from mlx_marlin import cache
+from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
+
+FOLDER = "gpus"
+"""Name of the folder of the cache that keeps what was measured."""
+DRIVER = "libcuda.so.1"
+MULTIPROCESSORS = 16
+"""CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
+SHARED_BYTES = 97
+"""CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
+
+COPIED = 2**28
+"""float16 values that the probe reads: 512 MB, many times any second-level cache."""
+SIDE = 8192
+"""Rows, columns and k of the probe's product."""
+TRIES = 5
+"""Runs of each, of which the fastest counts: others had the device for a while."""
+DIGITS = 2
+"""Significant digits that are kept: plans must not follow the noise."""
+
+
+def here() -> CudaDevice | None:
+    """Returns the CUDA device that MLX computes on; None where it has none."""
+    driver = _driver()
+    if driver is None:
+        return None  # before MLX is imported, which takes long
+    import mlx.core as mx
+
+    if not mx.cuda.is_available():
+        return None
+    info = mx.device_info(mx.gpu)
+    name = str(info.get("device_name", "")) or DEFAULT.name
+    known = gpus().get(key(name))
+    device = known or _measured(name, str(info.get("architecture", "")), driver)
+    count = _attribute(driver, MULTIPROCESSORS)
+    shared = _attribute(driver, SHARED_BYTES) or device.shared_bytes
+    if known and count not in (0, known.multiprocessors):
+        device = known.with_multiprocessors(count)
+    return replace(
+        device,
+        multiprocessors=count or device.multiprocessors,
+        shared_bytes=shared,
+    )
+
+
+def driver_version() -> int:
+    """Returns the version of the CUDA driver, such as 13000; 0 where there is none."""
+    driver = _driver()
+    return 0 if driver is None else _version(driver)
+
+
+def _driver() -> Any:
+    """Returns the driver's library, ready to be asked; None where there is none."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return None
+    return None if driver.cuInit(0) else driver
+
+
+def _attribute(driver: Any, attribute: int) -> int:
+    """Returns what the driver says of its first device, 0 if it says nothing."""
+    value, device = ctypes.c_int(0), ctypes.c_int(0)
+    if driver.cuDeviceGet(ctypes.byref(device), 0):
+        return 0
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return 0 if failed else value.value
+
+
+def _version(driver: Any) -> int:
+    value = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(value))
+    return value.value
+
+
+def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
+    """Returns a device that is not in the table: measured, or the default."""
+    import mlx.core as mx
+
+    version = mx.__version__  # type: ignore[attr-defined]
+    file_name = _file_name(f"{name}, driver {_version(driver)}, MLX {version}")
+    found = _read(file_name)
+    if found is None:
+        try:
+            with mx.stream(mx.gpu):
+                found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
+        except (RuntimeError, ValueError, MemoryError):  # no room, or while MLX traces
+            return replace(DEFAULT, name=name, arch=arch or DEFAULT.arch)
+        _write(file_name, found)
+    return CudaDevice(
+        name=name,
+        variant=f"{name}, measured",
+        multiprocessors=DEFAULT.multiprocessors,
+        shared_bytes=DEFAULT.shared_bytes,
+        arch=arch or DEFAULT.arch,
+        **found,
+    )
+
+
+def _bandwidth_gbs() -> float:
+    """Returns the bandwidth at which MLX reads a large array."""
+
+    values = _drawn(COPIED)
+    return _rounded(values.nbytes / _seconds(lambda: values.max()) / 1e9)
+
+
+def _tflops() -> float:
+    """Returns the arithmetic of MLX's own product of halves."""
+
+    a = _drawn(SIDE, SIDE)
+    return _rounded(2 * SIDE**3 / _seconds(lambda: a @ a) / 1e12)
+
+
+def _drawn(*shape: int) -> Any:
+    """Returns numbers to compute with: of zeros a device may be faster."""
+    import mlx.core as mx
+
+    return mx.random.uniform(-1, 1, shape, mx.float16, key=mx.random.key(0))
+
+
+def _seconds(make: Any) -> float:
+    """Returns the least time of some runs, after one that compiles."""
+    import time
+
+    import mlx.core as mx
+
+    mx.eval(make())
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        mx.eval(make())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _file_name(what: str) -> str:
+    """Returns the name of the file that keeps a device's measured figures."""
+    return f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+
+
+def _read(file_name: str) -> dict[str, float] | None:
+    """Returns figures that were kept; None if there are none, or they are invalid."""
+    file = cache.find(FOLDER, file_name)
+    try:
+        kept = json.loads(file.read_text("utf-8")) if file else {}
+        found = {name: float(kept[name]) for name in ("bandwidth_gbs", "tflops")}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if min(found.values()) > 0 else None
+
+
+def _write(file_name: str, figures: dict[str, float]) -> None:
+    """Keeps figures. If they cannot be written, the next process measures again."""
+    with suppress(OSError):
+        cache.store(FOLDER, file_name, json.dumps(figures).encode())

@@ -1,0 +1,153 @@
+"""What the CUDA kernel "mma" can compute, and what a plan of it must look like.
+
+It decodes a weight into fragments of 16x8x16 matrix products, which hold two halves or
+two bfloat16 values a register. Every tile is `simdgroups_n` packed tiles wide, each of
+which has `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
+"""
+
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
+
+FRAGMENT_ROWS = 8
+"""Rows of x in a 16x8x16 product: those of the weight are the other operand."""
+FRAGMENTS_M = (1, 2, 3, 4)
+"""Fragments of x that a warp may hold."""
+MOST_SIMDGROUPS_N = 8
+"""Tiles of 32 columns side by side."""
+MOST_SIMDGROUPS = 28
+"""Warps of a block: they leave each 72 registers."""
+SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory that a block may have where it has most (NVIDIA, CUDA C++
+Programming Guide, compute capability 9.0); the scheduler knows the device's own."""
+CAPABILITY = (8, 0)
+"""What has these matrix products of bfloat16 too (NVIDIA, PTX ISA, mma.m16n8k16)."""
+NORMED_BYTES = 76 * 1024
+"""Bytes of a block for a norm's weight and the rows that it normalizes: 8 of 4096
+values. Sums of its warps want room too, and what is left caches scales (a guess). The
+same for all rows: MLX asks for a kernel's shared memory once, whatever later calls
+need."""
+NORMED_PADDING = 16
+"""Bytes behind each of these: 8 rows are read at once (shaders/cuda/rows.cuh)."""
+DTYPES = ("float16", "bfloat16")
+"""Activations that a fragment holds as they are."""
+
+
+def why_not(problem: Problem) -> str | None:
+    """Says why the kernel cannot compute a problem; None if it can."""
+    if problem.dtype not in DTYPES:
+        return (
+            f"our CUDA kernels multiply {' and '.join(DTYPES)}, and dtype is "
+            f"{problem.dtype}"
+        )
+    if problem.scale_dtype not in (problem.dtype, "uint8"):
+        return (
+            f"our CUDA kernels take bytes as scales or the dtype of x, "
+            f"{problem.dtype}, and not scales in {problem.scale_dtype}"
+        )
+    # An integer times its scale is no half: it enters the sums of a longer group.
+    if problem.group_size == 16 and problem.format.codes != "floating":
+        return (
+            f"our CUDA kernels have no groups of 16 integers, and mode is "
+            f"{problem.mode}"
+        )
+    if problem.epilogue.gated and problem.n % (2 * TILE_N):
+        return (
+            f"gate and up need whole tiles of {TILE_N} columns each, and n is "
+            f"{problem.n}"
+        )
+    rotation = problem.epilogue.rotation
+    if rotation is not None and rotation.features % (2 * TILE_N):
+        return (
+            f"halves of a head need whole tiles of {TILE_N} columns, and heads have "
+            f"{rotation.features} features"
+        )
+    if least_tiles(problem) > MOST_SIMDGROUPS_N:
+        return (
+            f"our CUDA kernels normalize heads of up to {MOST_SIMDGROUPS_N * TILE_N} "
+            f"features, and these have {least_tiles(problem) * TILE_N}"
+        )
+    return _why_not_normed(problem)
+
+
+def least_tiles(problem: Problem) -> int:
+    """Returns the packed tiles that must lie in a block: its width is a multiple.
+
+    Two have both columns of each pair; a whole head is what its norm needs.
+    """
+    rotation = problem.epilogue.rotation
+    if rotation is not None and rotation.norm is not None:
+        return rotation.features // TILE_N
+    return 2 if problem.epilogue.is_paired else 1
+
+
+def normed_bytes(problem: Problem) -> int:
+    """Returns the bytes of a block's shared memory that its norm needs."""
+    return 0 if problem.norm is None else NORMED_BYTES
+
+
+def _why_not_normed(problem: Problem) -> str | None:
+    if problem.norm is None:
+        return None
+    row = problem.k * DTYPE_BYTES[problem.dtype] + NORMED_PADDING
+    if problem.m > FRAGMENT_ROWS or (problem.m + 1) * row > NORMED_BYTES:
+        return (
+            f"our CUDA kernels normalize up to {FRAGMENT_ROWS} rows in "
+            f"{NORMED_BYTES} bytes, and there are {problem.m} of {problem.k}"
+        )
+    if problem.invariant:
+        return "our CUDA kernels normalize no rows with invariant=True"
+    return None
+
+
+def check(
+    problem: Problem,
+    *,
+    fragments_m: int,
+    simdgroups_m: int,
+    simdgroups_n: int,
+    simdgroups_k: int,
+    tile_m: int,
+    tile_n: int,
+    subtract: bool,
+) -> None:
+    """Checks the fields of a plan that have other limits than Metal's.
+
+    Raises:
+        ValueError: If the kernel cannot have them.
+    """
+    reason = why_not(problem)
+    if reason is not None:
+        raise ValueError(f"kernel='mma': {reason}")
+    if fragments_m not in FRAGMENTS_M:
+        raise ValueError(f"fragments_m={fragments_m} is not one of {FRAGMENTS_M}")
+    if simdgroups_m != 1 or subtract:
+        raise ValueError(
+            f"mma has simdgroups_m=1 and subtract=False, got "
+            f"simdgroups_m={simdgroups_m}, subtract={subtract}"
+        )
+    check_counts(simdgroups_n, simdgroups_k)
+    if simdgroups_n * simdgroups_k > MOST_SIMDGROUPS:
+        raise ValueError(
+            f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} is more than "
+            f"{MOST_SIMDGROUPS} simdgroups in a threadgroup"
+        )
+    check_sides(fragments_m, simdgroups_n, tile_m, tile_n)
+
+
+def check_counts(simdgroups_n: int, simdgroups_k: int) -> None:
+    """Raises a ValueError if a block cannot have so many tiles or slices."""
+    if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
+        raise ValueError(
+            f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
+            f"simdgroups_k={simdgroups_k} at least 1"
+        )
+
+
+def check_sides(fragments_m: int, simdgroups_n: int, tile_m: int, tile_n: int) -> None:
+    """Raises a ValueError if a tile is not what its fragments and columns make."""
+    sides = FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
+    if (tile_m, tile_n) != sides:
+        raise ValueError(
+            f"fragments_m={fragments_m} and simdgroups_n={simdgroups_n} make tiles of "
+            f"{sides[0]}x{sides[1]}, got tile.m={tile_m}, tile.n={tile_n}"
+        )

@@ -1,0 +1,277 @@
+"""Plans for CUDA devices: the best of all CUDA's kernels, and when stock MLX serves."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
+
+from mlx_marlin.backends.cuda import candidates, mma, pipelined
+from mlx_marlin.backends.cuda.cost import (
+    OWN_HEAD_NORM_SECONDS,
+    OWN_NORM_SECONDS,
+    OWN_ROPE_SECONDS,
+    Way,
+    prediction,
+)
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal.candidates import INVARIANT_ROWS, Wishes
+from mlx_marlin.backends.metal.cost import Prediction
+from mlx_marlin.backends.metal.limits import OF_CUDA, Kernel, Reduction, k_tile
+from mlx_marlin.planning.choice import Candidate, Choice
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import STRATEGIES, Tile, data_parallel
+from mlx_marlin.weights.formats import TILE_N
+
+MOST_ROWS = 128
+"""Rows up to which our kernels serve a packed weight; beyond, a plain product does, of
+the weight decoded once."""
+MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
+"""Rows up to which they serve one in MLX's layout, affine 4-bit, by its least size;
+beyond, stock MLX does (measured, docs/cuda.md)."""
+FEW_ROWS = 5
+"""The same in other formats of that layout, which have not been timed: for so few rows
+stock MLX takes longer than for 8."""
+MODEL_ERROR = 0.06
+"""What a split must gain more, as on Apple's devices."""
+
+
+def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
+    """Returns the best plan that has the wished fields.
+
+    Raises:
+        ValueError: If no plan has these fields.
+    """
+    if problem.invariant and problem.m != INVARIANT_ROWS:
+        of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
+        return _with_rows(of_all, problem, device, wishes)
+    _check(problem, device, wishes)
+    ranked = sorted(
+        candidates.ways(problem, device, wishes),
+        key=lambda way: _rank(problem, way, device),
+    )
+    if not ranked:
+        raise ValueError(
+            f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
+            f"worth comparing; name a strategy too, such as 'split_k'"
+        )
+    refused: ValueError | None = None
+    for way in ranked:
+        try:
+            return _plan(problem, way, device, wishes)
+        except ValueError as error:  # no room for what is wished, but perhaps elsewhere
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
+    """Returns what `make` would, with all that it was compared to."""
+    chosen = make(problem, device, wishes)
+    plans = {chosen: None}
+    if not problem.invariant:
+        for way in candidates.ways(problem, device, wishes):
+            with suppress(ValueError):  # as in make
+                plans[_plan(problem, way, device, wishes)] = None
+    compared = [
+        Candidate(plan=each, prediction=predict(each, device)) for each in plans
+    ]
+    # The chosen one first: the others were ranked before their plans were made.
+    others = sorted(compared[1:], key=lambda each: each.seconds)
+    return Choice(
+        plan=chosen,
+        device=device,
+        prediction=compared[0].prediction,
+        stock=None,
+        reason=handover(problem, device),
+        candidates=(compared[0], *others),
+    )
+
+
+def handover(problem: Problem, device: CudaDevice) -> str | None:
+    """Says why stock MLX should serve a product for speed; None if ours should."""
+    for apart, seconds, reason in _apart(problem):
+        both = (predict(make(each, device, {}), device) for each in (problem, apart))
+        inside, own = (each.seconds for each in both)
+        if inside > own + seconds:
+            return f"on {device.variant} {reason}"
+    if problem.norm is not None:
+        return None
+    most = most_rows(problem)
+    if problem.invariant or problem.m <= most or dense(problem) is not None:
+        return None
+    return (
+        f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
+        f"with such a weight in the layout {problem.layout!r}"
+    )
+
+
+def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
+    """Yields a product without its norm, and one without its rotation.
+
+    With each come the seconds that MLX's own kernels for it take, and what to say if
+    both together are faster.
+    """
+    if problem.norm is not None:
+        reason = "every block of this product would normalize the rows again"
+        yield replace(problem, norm=None), OWN_NORM_SECONDS, reason
+    epilogue = problem.epilogue
+    if epilogue.rotation is not None:
+        norms = 0 if epilogue.rotation.norm is None else 2
+        # Of q and k, which one row without norms has in one array.
+        ropes = 2 if problem.m > 1 or norms else 1
+        seconds = ropes * OWN_ROPE_SECONDS + norms * OWN_HEAD_NORM_SECONDS
+        own = "norms and ropes take" if norms else "a rope takes"
+        reason = f"to rotate heads costs this product more time than {own}"
+        yield (
+            replace(problem, epilogue=replace(epilogue, rotation=None)),
+            seconds,
+            reason,
+        )
+
+
+def most_rows(problem: Problem) -> int:
+    """Returns the rows up to which our kernels serve a product's weight for speed."""
+    if problem.layout == "marlin":
+        return MOST_ROWS
+    if (problem.mode, problem.bits) != ("affine", 4):
+        return FEW_ROWS
+    size = problem.n * problem.k
+    return next(rows for least, rows in MOST_ROWS_OF_MLX if size >= least)
+
+
+def dense(problem: Problem) -> DensePlan | None:
+    """Returns the plain product of a weight decoded once, where that is faster."""
+    if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
+        return None
+    return dense_plan(problem) if problem.m > MOST_ROWS else None
+
+
+def predict(plan: Plan, device: CudaDevice) -> Prediction:
+    """Returns what the model says about a plan."""
+    way = Way(
+        plan.kernel,
+        plan.fragments_m,
+        plan.work,
+        plan.simdgroups_n,
+        plan.simdgroups_k,
+    )
+    return prediction(plan.problem, way, device)
+
+
+def _rank(problem: Problem, way: Way, device: CudaDevice) -> tuple[float, ...]:
+    """Returns what ways are compared by: time first, then the simpler one.
+
+    Where a product leaves multiprocessors idle, others that do not wait for it fill
+    them, such as those of q, k and v: a time counts half as it is and half as the share
+    of the device that it takes.
+    """
+    found = prediction(problem, way, device)
+    busy = way.work.threadgroups - way.work.idle
+    share = min(busy / device.multiprocessors, 1.0)
+    return (
+        found.seconds * (1 + share) / 2 * (1 + MODEL_ERROR * way.work.is_split),
+        found.memory,
+        OF_CUDA.index(way.kernel),
+        STRATEGIES.index(way.work.strategy),
+        way.across,
+    )
+
+
+def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
+    """Refuses a problem and wishes that are other kernels'."""
+    reason = mma.why_not(problem)
+    if reason is not None:
+        raise ValueError(reason)
+    kernel = wishes.get("kernel", "mma")
+    if kernel not in OF_CUDA:
+        raise ValueError(f"kernel={kernel!r} is not one of CUDA's, {OF_CUDA}")
+    of_x = (
+        {"loaders": pipelined.LOADERS}
+        if kernel in pipelined.KERNELS
+        else {"buffers": 0, "loaders": 0}
+    )
+    expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **of_x}
+    given = cast(dict[str, Any], wishes)
+    for name, value in expected.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"{name}={given[name]!r}, expected {value!r} on a CUDA device"
+            )
+    if wishes.get("strategy") == "hytis":
+        raise ValueError(
+            f"strategy='hytis' has tiles of two widths, which {kernel} has not"
+        )
+    across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
+    if min(across, along) < 1 or across * along > mma.MOST_SIMDGROUPS:
+        raise ValueError(
+            f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
+            f"{mma.MOST_SIMDGROUPS} simdgroups"
+        )
+    known = candidates.FRAGMENTS_M[kernel]
+    if wishes.get("fragments_m", known[0]) not in known:
+        raise ValueError(f"fragments_m={wishes['fragments_m']} is not one of {known}")
+    if kernel in pipelined.KERNELS:
+        _check_device(kernel, device)
+
+
+def _check_device(kernel: Kernel, device: CudaDevice) -> None:
+    if device.capability != pipelined.CAPABILITY:
+        needed = ".".join(map(str, pipelined.CAPABILITY))
+        raise ValueError(
+            f"kernel={kernel!r} needs compute capability {needed}, and {device.name} "
+            f"has {'.'.join(map(str, device.capability))}"
+        )
+
+
+def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Plan:
+    work, fragments_m = way.work, way.fragments_m
+    natural: Reduction = "workspace" if work.is_split else "none"
+    staged = way.kernel in pipelined.KERNELS
+    buffers = (
+        wishes.get("buffers", candidates.buffers(fragments_m, way.along))
+        if staged
+        else 0
+    )
+    plan = Plan(
+        problem=problem,
+        kernel=way.kernel,
+        tile=Tile(
+            m=mma.FRAGMENT_ROWS * fragments_m,
+            n=TILE_N * way.across,
+            k=k_tile(problem.group_size),
+        ),
+        fragments_m=fragments_m,
+        simdgroups_n=way.across,
+        simdgroups_k=way.along,
+        work=work,
+        reduction=wishes.get("reduction", natural),
+        buffers=buffers,
+        loaders=pipelined.LOADERS if staged else 0,
+    )
+    if plan.threadgroup_bytes > device.shared_bytes:
+        raise ValueError(
+            f"simdgroups_n={way.across}, simdgroups_k={way.along}, "
+            f"fragments_m={fragments_m}, buffers={buffers} "
+            f"need {plan.threadgroup_bytes} bytes of shared memory, more than the "
+            f"{device.shared_bytes} of {device.name}"
+        )
+    return plan
+
+
+def _with_rows(
+    plan: Plan, problem: Problem, device: CudaDevice, wishes: Wishes
+) -> Plan:
+    """Returns an invariant plan for another number of rows: k is cut as it was."""
+    fragments_m = wishes.get("fragments_m", candidates.fewest_fragments(problem, "mma"))
+    m_tiles = -(-problem.m // (mma.FRAGMENT_ROWS * fragments_m))
+    tiles = problem.batch * m_tiles * plan.n_tiles
+    work = data_parallel(tiles, plan.k_tiles)
+    if plan.work.strategy == "split_k":
+        slices = plan.work.slices
+        work = replace(
+            plan.work, tiles=tiles, threadgroups=tiles * slices, slices=slices
+        )
+    way = Way("mma", fragments_m, work, plan.simdgroups_n, plan.simdgroups_k)
+    return _plan(problem, way, device, wishes)

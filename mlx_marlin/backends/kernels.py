@@ -1,0 +1,151 @@
+"""Makes kernels: the only file that asks MLX, or the emulator, for one."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from operator import itemgetter
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.weights.dtypes import dtype
+
+IN_CONSTANT = 8
+"""MLX hands inputs of fewer elements over in Metal's `constant` address space, which
+our kernels' `device` pointers do not reach. CUDA has no such rule."""
+
+
+class KernelCall(Protocol):
+    """What `mx.fast.metal_kernel` and `cuda_kernel` return, to MLX an `object`."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, mx.Dtype | int | bool]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        init_value: float | None = None,
+    ) -> list[mx.array]:
+        """Adds one dispatch to the graph."""
+        ...
+
+
+def forget() -> None:
+    """Drops what was asked once and built once: back end, kernels."""
+    selection.forget()
+    for cached in (kernel, _cuda_kernel):
+        cached.cache_clear()
+
+
+def kernel_of(plan: Plan, text: Source) -> KernelCall:
+    """Returns a plan's kernel."""
+    if not plan.on_cuda:
+        return kernel(text)
+    return lazily(text, plan.threadgroup_bytes if "x" in text.input_names else 0)
+
+
+def lazily(text: Source, shared_memory: int) -> KernelCall:
+    """Returns a CUDA kernel that its first call builds.
+
+    Only a machine with CUDA can have it, and any machine may plan.
+    """
+    built = cache(partial(_cuda_kernel, text, shared_memory))
+
+    def call(**arguments: Any) -> list[mx.array]:
+        return built()(**arguments)
+
+    return call
+
+
+@cache
+def kernel(text: Source) -> KernelCall:
+    """Returns the kernel of a Metal text, which is built once."""
+    built = cast(
+        KernelCall,
+        _factory()(
+            name=text.name,
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            header=text.header,
+            source=text.source,
+            atomic_outputs=text.atomic,
+        ),
+    )
+    reason = selection.missing()
+    return built if reason is None else _without_device(text.name, built, reason)
+
+
+def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
+    """Returns a kernel that can be traced; a call outside of a trace says why not."""
+
+    def call(**arguments: Any) -> list[mx.array]:
+        try:
+            return built(**arguments)
+        except RuntimeError as error:  # "No Metal back-end."
+            raise ValueError(f"the kernel {name} cannot run: {reason}") from error
+
+    return call
+
+
+def inputs_of(
+    text: Source, names: Sequence[str], numbers: dict[str, mx.array]
+) -> Callable[..., tuple[mx.array, ...]]:
+    """Returns what picks a kernel's inputs from arrays of these names and numbers."""
+    constants = tuple(numbers.values())
+    order = [*numbers, *names]
+    pick = itemgetter(*map(order.index, text.input_names))
+
+    def inputs(*arrays: mx.array) -> tuple[mx.array, ...]:
+        picked: tuple[mx.array, ...] = pick((*constants, *arrays))
+        return picked
+
+    return inputs
+
+
+def readable(array: mx.array) -> mx.array:
+    """Pads an array that MLX would hand over in `constant`."""
+    if array.size >= IN_CONSTANT or selection.backend() == "cuda":
+        return array
+    return mx.pad(array.flatten(), (0, IN_CONSTANT - array.size))
+
+
+def template(
+    values: dict[str, TemplateValue],
+) -> list[tuple[str, mx.Dtype | int | bool]]:
+    """Returns template arguments as MLX takes them, with dtypes for their names."""
+    return [
+        (name, dtype(value) if isinstance(value, str) else value)
+        for name, value in values.items()
+    ]
+
+
+@cache
+def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
+    if not mx.cuda.is_available():
+        reason = selection.missing() or "MLX has no CUDA device here"
+        raise ValueError(f"the kernel {text.name} cannot run: {reason}")
+    return cast(
+        KernelCall,
+        mx.fast.cuda_kernel(
+            name=text.name,
+            input_names=list(text.input_names),
+            output_names=list(text.output_names),
+            header=text.header,
+            source=text.source,
+            shared_memory=shared_memory,
+        ),
+    )
+
+
+def _factory() -> Callable[..., object]:
+    if selection.backend() != "emulator":
+        return mx.fast.metal_kernel
+    from mlx_marlin.emulator import metal_kernel
+
+    return metal_kernel

@@ -1,0 +1,310 @@
+"""Runs plans: calls their kernels with arrays. It decides nothing."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_marlin.backends import arguments, kernels, selection, source
+from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends.kernels import IN_CONSTANT, lazily, readable
+from mlx_marlin.backends.metal.limits import SIMD_WIDTH
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import PLAIN, Rotation
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights import dtypes as weights_dtypes
+from mlx_marlin.weights.formats import TILE_K, TILE_N
+
+ROWS_OF_THREAD = 4
+"""Rows of a column that a thread of the reduce finishes; the shader says the same."""
+REMEMBERED = 4096
+"""Plans that `plans_built` tells of."""
+
+Product = Callable[..., mx.array]
+"""From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
+epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
+not as any array. With a rotation, the places of rows, int32 [m] or any, and the periods
+of a head's pairs, float32 [features / 2], follow, and the weights [features] of norms
+of q and k, if heads are normalized; y is [m, heads, 1, features]. Of a batch of
+products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the batch as a
+first dimension. With parts, there is a tuple of y [..., columns], and callers know
+it."""
+
+
+def forget() -> None:
+    """Drops what was asked once and built once: back end, kernels, plans built."""
+    kernels.forget()
+    _built.clear()
+
+
+def plans_built() -> list[Plan]:
+    """Returns the plans that were prepared last, oldest first, each once."""
+    return list(dict.fromkeys(list(_built)))
+
+
+def product(plan: Plan) -> Product:
+    """Builds the call that runs a plan.
+
+    Returns:
+        A function from x [..., k] in the problem's dtype, codes, scales and biases in
+        the problem's layout (packed: biases are interleaved with the scales, and the
+        argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
+        the problem's dtype. If the problem has an epilogue or a norm, bias, multiplier
+        and residual follow, in the problem's dtype; those that it leaves out are not
+        read. A rotation's places and periods, both weights of its norms if it has them,
+        and the norm's weight [k] stand behind them.
+        With parts, there is a tuple of results, [..., columns] each; with a rotation
+        each is [m, heads, 1, features].
+    """
+    _built.append(plan)
+    return unrecorded_product(plan)
+
+
+def unrecorded_product(plan: Plan) -> Product:
+    """Builds the same call as `product`, and `plans_built` does not list the plan."""
+    multiply = _multiply(plan)
+    if not plan.finishes:
+        return multiply
+    reduce = reduction(plan)
+    return lambda x, w, scales, biases, *finish: reduce(
+        multiply(x, w, scales, biases), *finish, rows=x.shape[:-1]
+    )
+
+
+def dense_product(plan: DensePlan) -> Product:
+    """Builds the call that decodes a weight and multiplies it with MLX's own product.
+
+    Returns:
+        A function as `product` builds it, without an epilogue's arrays. Of several
+        weights, x and the weights are broadcast, and both may have any dimensions
+        before their own.
+    """
+    decoders = [_decoder(plan, block) for block in plan.chunks]
+
+    def multiply(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        parts = []
+        for decode in decoders:
+            weight = decode(w, scales, biases)
+            if plan.problem.batch > 1:
+                whole = weight.reshape(*w.shape[:-3], plan.padded_n, -1)
+                weight = whole[..., : plan.problem.n, :]
+            parts.append(x @ (weight.T if plan.transposed else weight))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    return multiply
+
+
+def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    """Builds the call that decodes a whole weight.
+
+    Returns:
+        A function from codes, scales and biases to the weight [n, k] in the problem's
+        dtype.
+    """
+    problem = plan.problem
+    return _decoder(plan, (0, plan.rows, 0, problem.k))
+
+
+def decoded_blocks(
+    plan: DensePlan, w: mx.array, scales: mx.array, biases: mx.array
+) -> list[mx.array]:
+    """Returns the weight's blocks as `dense_product` decodes them, chunk by chunk."""
+    return [_decoder(plan, block)(w, scales, biases) for block in plan.chunks]
+
+
+def _decoder(
+    plan: DensePlan, block: tuple[int, int, int, int]
+) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    problem = plan.problem
+    on_cuda = selection.backend() == "cuda"
+    text = source.of_dense(problem, on_cuda)
+    kernel = lazily(text, 0) if on_cuda else kernels.kernel(text)
+    template = kernels.template(arguments.weight_template(problem))
+    _, rows, _, length = block
+    steps = length // (32 if problem.group_size == 32 else TILE_K)
+    threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
+    shape = mx.array((plan.rows, problem.k, *block), mx.int32)
+    inputs = kernels.inputs_of(
+        text, source.OPERANDS[1:], {"shape": shape, "numbers": shape}
+    )
+    dtype = weights_dtypes.dtype(problem.dtype)
+
+    def decode(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+        if problem.global_scale:
+            biases = biases.view(mx.uint8)
+        return kernel(
+            inputs=inputs(readable(w), readable(scales), readable(biases)),
+            template=template,
+            grid=(threads, 1, 1),
+            threadgroup=(min(threads, 128), 1, 1),
+            output_shapes=((rows, length),),
+            output_dtypes=(dtype,),
+        )[0]
+
+    return decode
+
+
+def reduction(plan: Plan) -> Callable[..., mx.array]:
+    """Builds the call that adds a split plan's partial sums, in ascending k.
+
+    Returns:
+        A function from float32 of `workspace_shape`, and the epilogue's arrays if there
+        is one, to y [m, n] in the problem's dtype, or [*rows, n].
+    """
+    problem = plan.problem
+    text = source.of_reduce(plan)
+    kernel = kernels.kernel_of(plan, text)
+    template = kernels.template(arguments.reduce_template(plan))
+    numbers = _numbers(plan, arguments.finishing_schedule(plan))
+    inputs = kernels.inputs_of(text, ("partials", *declarations.FINISHING), numbers)
+    threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
+    columns = _columns(text, problem)
+
+    def reduce(
+        partials: mx.array,
+        *finish: mx.array,
+        rows: tuple[int, ...] = problem.result_shape[:-1],
+    ) -> mx.array:
+        results = kernel(
+            inputs=inputs(readable(partials), *map(readable, finish)),
+            template=template,
+            grid=(threads, 1, 1),
+            threadgroup=(min(threads, 256), 1, 1),
+            output_shapes=[(*rows, n) for n in columns],
+            output_dtypes=[weights_dtypes.dtype(problem.dtype)] * len(columns),
+        )
+        return _in_parts(results, problem)
+
+    return reduce
+
+
+_built: deque[Plan] = deque(maxlen=REMEMBERED)
+
+
+def _multiply(plan: Plan) -> Product:
+    problem = plan.problem
+    text = source.of_product(plan)
+    kernel = kernels.kernel_of(plan, text)
+    dtype = mx.float32 if plan.is_split else weights_dtypes.dtype(problem.dtype)
+    by_slots = plan.reduction == "workspace"
+    slots = plan.workspace_shape if by_slots else None
+    template = kernels.template(arguments.product_template(plan))
+    grid = (plan.num_threadgroups * plan.threads, 1, 1)
+    threadgroup = (plan.threads, 1, 1)
+    arrays = (
+        *source.OPERANDS,
+        *declarations.FINISHING,
+        *_of_rotation(problem.epilogue.rotation),
+        *declarations.NORMED.arrays,
+    )
+    inputs = kernels.inputs_of(text, arrays, _numbers(plan, arguments.schedule(plan)))
+    words = problem.n * problem.k * problem.bits // 32
+    least = problem.batch * min(problem.n * problem.groups, words)
+    small = least < IN_CONSTANT
+    start: dict[str, float] = {"init_value": 0.0} if text.atomic else {}
+    columns = _columns(text, problem)
+    shapes = partial(_shapes, problem, columns)
+    dtypes = [dtype] * len(columns)
+    n = problem.n
+
+    def multiply_plain(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *_: mx.array
+    ) -> mx.array:
+        # Most calls; each step of the general way costs the host part of a microsecond.
+        return kernel(
+            inputs=inputs(x, w, scales, biases),
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[(*x.shape[:-1], n)],
+            output_dtypes=dtypes,
+        )[0]
+
+    is_plain = problem.epilogue == PLAIN and problem.norm is None
+    if is_plain and not (plan.is_split or problem.global_scale or small):
+        return multiply_plain
+
+    def multiply(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
+    ) -> mx.array:
+        if problem.global_scale:
+            biases = biases.view(mx.uint8)
+        if small:
+            w, scales, biases = readable(w), readable(scales), readable(biases)
+        results = kernel(
+            inputs=inputs(x, w, scales, biases, *map(readable, finish)),
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[slots] if slots else shapes(x.shape[:-1]),
+            output_dtypes=dtypes,
+            **start,
+        )
+        return results[0] if plan.is_split else _in_parts(results, problem)
+
+    return multiply
+
+
+def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
+    """Returns the names of a rotation's arrays, in the order of a call."""
+    if rotation is None:
+        return ()
+    norms = declarations.HEAD_NORMS if rotation.norm is not None else ()
+    return (*declarations.ROTATION, *norms)
+
+
+def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
+    """Returns the columns of each array that a kernel writes."""
+    if text.output_names == ("out",):
+        return (problem.columns,)
+    return problem.epilogue.parts
+
+
+def _shapes(
+    problem: Problem, columns: tuple[int, ...], rows: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Returns the shapes of a kernel's results, each of so many columns."""
+    rotation = problem.epilogue.rotation
+    if rotation is None:
+        return [(*rows, n) for n in columns]
+    features = rotation.features
+    return [(problem.m, n // features, 1, features) for n in columns]
+
+
+def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
+    """Returns a result, or with parts all of them: a tuple, as callers know.
+
+    Where a kernel wrote them one after the other, they are taken apart without a copy.
+    """
+    parts = problem.epilogue.parts
+    if not parts:
+        return results[0]
+    if len(results) == 1:
+        flat, rows = results[0].flatten(), results[0].shape[:-1]
+        ends = [math.prod(rows) * end for end in accumulate(parts)]
+        results = [
+            flat[end - math.prod(rows) * columns : end].reshape(*rows, columns)
+            for end, columns in zip(ends, parts, strict=True)
+        ]
+    return cast(mx.array, tuple(results))
+
+
+def _numbers(plan: Plan, schedule: tuple[int, ...]) -> dict[str, mx.array]:
+    """Returns a plan's numbers by the names that texts have for them.
+
+    On Metal they arrive in `constant`, where they belong: they are never padded.
+    """
+    named = {
+        "shape": arguments.shape(plan),
+        "schedule": schedule,
+        "parts": arguments.parts(plan),
+        "numbers": arguments.numbers(plan),
+    }
+    return {name: mx.array(each, mx.int32) for name, each in named.items()}

@@ -1,0 +1,1 @@
+"""The Metal back end, for Apple GPUs and the emulator."""

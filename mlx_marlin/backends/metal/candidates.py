@@ -1,0 +1,287 @@
+"""The plans worth comparing for one product, and how a user's wishes narrow them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any, TypedDict
+
+from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENT,
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    MAX_SIMDGROUPS,
+    THREADGROUP_LIMIT,
+    Kernel,
+    Reduction,
+    k_tile,
+    step_k,
+)
+from mlx_marlin.backends.metal.staging import buffer_bytes
+from mlx_marlin.planning import decompositions
+from mlx_marlin.planning.decompositions import WORK_WISHES, Space
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import (
+    Partition,
+    Strategy,
+    Tile,
+    Work,
+    data_parallel,
+)
+from mlx_marlin.weights.formats import TILE_N
+
+ROWS_OF_ONE_FRAGMENT = 8
+"""Up to so many rows a simdgroup holds one row fragment, beyond two: they share one
+decode of the weights. A pair's second half past the last row is left out."""
+MAX_SIMDGROUPS_M = 4
+"""Simdgroups side by side: tiles of up to 64 rows, with room for two along k."""
+SIMDGROUPS_K = (1, 2, 4, 8)
+"""Simdgroups that may share a tile's k."""
+INVARIANT_ROWS = 8
+"""The rows for which an invariant product's splits of k are chosen, whatever m is."""
+INVARIANT_SIMDGROUPS_K = (1, 2)
+"""Simdgroups along k that every m has room for."""
+DEFAULT_BUFFERS = 2
+"""Buffers of `gemm_staged`, where there is room: one barrier a stage, in the least
+memory."""
+
+
+class Wishes(TypedDict, total=False):
+    """Fields of a plan that are not to be chosen; the rest follows from them."""
+
+    kernel: Kernel
+    fragments_m: int
+    simdgroups_m: int
+    simdgroups_n: int
+    simdgroups_k: int
+    strategy: Strategy
+    partition: Partition
+    k_parallel: int
+    num_threadgroups: int
+    whole: int
+    minimum: int
+    groups: int
+    reduction: Reduction
+    subtract: bool
+    buffers: int
+    loaders: int
+
+
+def candidates(
+    problem: Problem,
+    device: Device,
+    wishes: Wishes,
+    worth: Callable[[Plan, Work], bool] = lambda body, work: True,
+) -> Iterator[Plan]:
+    """Yields the plans to compare, at least one.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+        wishes: Fields of the plans.
+        worth: Whether to make a plan of work at all, given what its threadgroups look
+            like. Default: of all.
+
+    Raises:
+        ValueError: If a wish makes no plan, as `Plan` says it.
+    """
+    body = _body(problem, wishes)
+    if problem.invariant and not WORK_WISHES & wishes.keys():
+        yield _invariant(body, device, wishes)
+        return
+    space = Space(
+        m_tiles=body.m_tiles,
+        n_tiles=body.n_tiles,
+        batch=problem.batch,
+        k_tiles=body.k_tiles,
+        trips=body.tile.k // k_tile(1),
+        cores=device.cores,
+        widest=wishes.get("simdgroups_k", _most_along_k(body)),
+        x_bytes=problem.activation_bytes,
+    )
+    works = list(decompositions.works(space, wishes))
+    if "strategy" not in wishes:
+        works = [each for each in works if _can_meet(each[0], wishes)]
+    if not works:
+        raise ValueError(
+            f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
+            f"worth comparing; name a strategy too, such as 'split_k'"
+        )
+    shared = _fields(body)
+    for work, simdgroups_n in works:
+        if not worth(body, work):
+            continue
+        count = (
+            wishes["simdgroups_k"]
+            if "simdgroups_k" in wishes
+            else _simdgroups_k(body, work, device, simdgroups_n)
+        )
+        yield _with_work(shared, work, simdgroups_n, count, wishes)
+
+
+def _body(problem: Problem, wishes: Wishes) -> Plan:
+    """Returns what a threadgroup looks like, as the plan with one for each tile."""
+    kernel = wishes.get("kernel", _kernel(problem))
+    buffers = wishes.get("buffers", _buffers(problem, kernel, wishes))
+    most = most_rows(problem, buffers)
+    fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel, most))
+    simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m, most))
+    rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    return Plan(
+        problem=problem,
+        kernel=kernel,
+        tile=tile,
+        fragments_m=fragments_m,
+        simdgroups_m=simdgroups_m,
+        work=data_parallel(tiles, -(-problem.k // tile.k)),
+        subtract=wishes.get("subtract", subtracts(problem, fragments_m)),
+        buffers=buffers,
+        loaders=wishes.get("loaders", 0),
+    )
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    """Returns a plan's fields: building others from them is faster than `replace`."""
+    return {each.name: getattr(plan, each.name) for each in fields(plan)}
+
+
+def _with_work(
+    shared: dict[str, Any],
+    work: Work,
+    simdgroups_n: int,
+    simdgroups_k: int,
+    wishes: Wishes,
+) -> Plan:
+    natural: Reduction = "workspace" if work.is_split else "none"
+    return Plan(
+        **{
+            **shared,
+            "work": work,
+            "simdgroups_n": simdgroups_n,
+            "simdgroups_k": simdgroups_k,
+            "reduction": wishes.get("reduction", natural),
+        }
+    )
+
+
+def _can_meet(work: Work, wishes: Wishes) -> bool:
+    """Returns whether a work's splits, if it has any, can meet as wished."""
+    return ("reduction" not in wishes) or work.is_split == (
+        wishes["reduction"] != "none"
+    )
+
+
+def _kernel(problem: Problem) -> Kernel:
+    """Returns the kernel with fewer slots: dot products up to a few rows."""
+    few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
+    return "gemv" if few else "gemm_register"
+
+
+def _buffers(problem: Problem, kernel: Kernel, wishes: Wishes) -> int:
+    """Returns a kernel's buffers; wished simdgroups may leave room for one only."""
+    if kernel != "gemm_staged":
+        return 0
+    rows = FRAGMENT * wishes.get("fragments_m", 1) * wishes.get("simdgroups_m", 1)
+    k = step_k(problem.group_size) * wishes.get("simdgroups_k", 1)
+    size = buffer_bytes(rows, TILE_N, k, problem.fragment_bytes)
+    return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1
+
+
+def most_rows(problem: Problem, buffers: int) -> int:
+    """Returns the rows of the largest tile, or of that for which buffers have room."""
+    most = FRAGMENT * max(FRAGMENTS_M) * MAX_SIMDGROUPS_M
+    if buffers < 1:
+        return most
+    row = buffer_bytes(1, 0, step_k(problem.group_size), problem.fragment_bytes)
+    return min(THREADGROUP_LIMIT // (buffers * row) - TILE_N, most)
+
+
+def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
+    """Returns how many fragments of 8 rows a simdgroup holds."""
+    if kernel == "gemv":
+        return 0
+    few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
+    return 1 if few else 2
+
+
+def subtracts(problem: Problem, fragments_m: int) -> bool:
+    """Returns whether codes lose their offset first, the more exact form.
+
+    Where x is widened to float32, converting the codes does it at no cost. In half it
+    costs 9 % with one fragment, 4 % with two (counted); in float32 results it shows.
+    """
+    if problem.invariant or problem.format.codes == "floating":
+        return True  # floats have no offset
+    if fragments_m == 0:
+        return problem.dtype == "float32"
+    return fragments_m >= 2 or problem.dtype != "float16"
+
+
+def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:
+    """Returns how many simdgroups cover the rows side by side."""
+    if fragments_m == 0:
+        return 1
+    rows = FRAGMENT * fragments_m
+    return max(min(-(-problem.m // rows), MAX_SIMDGROUPS_M, most // rows), 1)
+
+
+def _most_along_k(body: Plan) -> int:
+    """Returns the simdgroups along k for which a threadgroup has threads and memory."""
+    threads = (MAX_SIMDGROUPS - body.loaders) // body.simdgroups_m
+    return min(threads, THREADGROUP_LIMIT // body.threadgroup_bytes)
+
+
+def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> int:
+    """Returns the fewest simdgroups along k that fill a core, or as many as can be.
+
+    Never more than the trips of a mean split: the others would have no work.
+    """
+    trips = work.total // work.pieces * (body.tile.k // k_tile(1))
+    most = max(1, min(_most_along_k(body), trips))
+    turns = max(-(-work.threadgroups // device.cores), 1)
+    enough = SIMDGROUPS_TO_FILL / (turns * body.simdgroups_m)
+    chosen = simdgroups_n
+    for count in SIMDGROUPS_K:
+        if count <= most and count % simdgroups_n == 0:
+            chosen = count
+            if count >= enough:
+                break
+    return chosen
+
+
+def _invariant(body: Plan, device: Device, wishes: Wishes) -> Plan:
+    """Returns the plan whose splits of k depend on the weight and the device only."""
+    weight = replace(body.problem, m=INVARIANT_ROWS)
+    slices, simdgroups_k = _invariant_split(weight, device)
+    tiles = body.work.tiles
+    work = data_parallel(tiles, body.k_tiles)
+    if slices > 1:
+        work = replace(
+            work,
+            strategy="split_k",
+            threadgroups=tiles * slices,
+            whole=0,
+            slices=slices,
+        )
+    simdgroups_k = wishes.get("simdgroups_k", simdgroups_k)
+    return _with_work(_fields(body), work, 1, simdgroups_k, wishes)
+
+
+@lru_cache(maxsize=1024)
+def _invariant_split(problem: Problem, device: Device) -> tuple[int, int]:
+    """Returns (slices of k, simdgroups along k) that suit INVARIANT_ROWS rows best."""
+    strategies: tuple[Strategy, ...] = ("data_parallel", "split_k")
+    plans = [
+        plan
+        for strategy in strategies
+        for count in INVARIANT_SIMDGROUPS_K
+        for plan in candidates(
+            problem, device, Wishes(strategy=strategy, simdgroups_k=count)
+        )
+    ]
+    best = min(plans, key=lambda plan: predict(plan, device).seconds)
+    return best.work.slices, best.simdgroups_k

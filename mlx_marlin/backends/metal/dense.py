@@ -1,0 +1,58 @@
+"""When a weight had better be decoded once and multiplied as plain numbers."""
+
+from mlx_marlin.backends.metal.cost import (
+    FURTHER_DISPATCH,
+    SCHEDULERS_PER_CORE,
+    memory_seconds,
+    rates_of,
+)
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import FRAGMENT
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import DTYPE_BYTES
+
+LEAST_ROWS = 65
+"""Below, a weight is decoded once for all rows anyway."""
+EFFICIENCY = 0.9
+"""Share of the matrix rate that MLX's plain product reaches: with it the model gives
+the 9 % over the quantized one that were reported for an M4 Max."""
+
+
+def dense_seconds(problem: Problem, device: Device) -> float:
+    """Returns what decoding the weight and multiplying it should take, by the model."""
+    weight = problem.n * problem.k * DTYPE_BYTES[problem.dtype]
+    operands = problem.activation_bytes + problem.output_bytes
+    decode = memory_seconds(problem.weight_bytes + weight, device)
+    multiply = max(
+        memory_seconds(weight + operands, device), _arithmetic(problem, device)
+    )
+    return decode + FURTHER_DISPATCH + multiply
+
+
+def _arithmetic(problem: Problem, device: Device) -> float:
+    clocks = device.cores * device.clock_ghz * 1e9
+    if device.has_tensor_units and problem.dtype != "float32":
+        return problem.flops / (clocks * device.core.tensor_flops_per_clock)
+    products = problem.flops / (2 * FRAGMENT**3)
+    slots = products * rates_of(device).matrix_slots
+    return slots / (SCHEDULERS_PER_CORE * clocks * EFFICIENCY)
+
+
+def dense_if_faster(
+    problem: Problem, device: Device, others: float
+) -> DensePlan | None:
+    """Returns the plain product where it should be faster than all else, or None.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+        others: Seconds that it has to stay below.
+    """
+    plain = problem.epilogue == PLAIN and problem.batch == 1
+    if problem.m < LEAST_ROWS or not plain or problem.invariant:
+        return None
+    if dense_seconds(problem, device) >= others:
+        return None
+    return dense_plan(problem)

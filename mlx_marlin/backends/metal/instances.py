@@ -1,0 +1,192 @@
+"""Every instance of our kernels that a plan can ask for, without a wish.
+
+An instance is a kernel with template arguments. Those of an epilogue (`BIAS`,
+`ACTIVATION`, `MULTIPLY`, `RESIDUAL`, `PARTS`) go with every instance that writes a
+result and are left out here.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+
+from mlx_marlin.backends import arguments, source
+from mlx_marlin.backends.metal.candidates import (
+    MAX_SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    most_rows,
+    subtracts,
+)
+from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENT,
+    GEMV_ROWS,
+    MAX_SIMDGROUPS,
+    Kernel,
+    k_tile,
+)
+from mlx_marlin.backends.planner import STAGED
+from mlx_marlin.planning.decompositions import WIDTHS
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.weights.formats import (
+    CHANNEL,
+    DTYPE_BYTES,
+    FORMATS,
+    TILE_N,
+    Format,
+)
+
+K = 1024
+"""Columns of the weight that stands for all: enough for every way to share them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One instance of a kernel that computes products.
+
+    Attributes:
+        plan: The least plan that asks for it; it tells the format too.
+        name: The kernel's name, as MLX gets it.
+        template: Its template arguments.
+    """
+
+    plan: Plan
+    name: str
+    template: tuple[tuple[str, arguments.TemplateValue], ...]
+
+
+def variants(
+    *,
+    mode: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    dtype: str | None = None,
+    layout: str | None = None,
+) -> Iterator[Variant]:
+    """Lists the instances that products run on, of every format or of some.
+
+    Args:
+        mode: Only weights of this scheme.
+        bits: Only codes of so many bits.
+        group_size: Only groups of this size; 0 is a whole row.
+        dtype: Only activations of this dtype.
+        layout: Only weights in this layout, "mlx" or "marlin".
+
+    Yields:
+        Each instance once.
+    """
+    wished = (mode, bits, group_size, dtype, layout)
+    for format, of in product(FORMATS.values(), DTYPE_BYTES):
+        for stored in format.layouts:
+            for size in format.group_sizes_in(stored):
+                known = (format.mode, format.bits, size, of, stored)
+                pairs = zip(wished, known, strict=True)
+                if all(wish in (None, has) for wish, has in pairs):
+                    yield from _of_format(format, size, of, stored)
+
+
+def _of_format(
+    format: Format, group_size: int, dtype: str, layout: str
+) -> Iterator[Variant]:
+    floating = format.codes == "floating"
+    problem = Problem(
+        m=1,
+        n=2 * TILE_N,
+        k=K,
+        group_size=K if group_size == CHANNEL else group_size,
+        bits=format.bits,
+        mode=format.mode,
+        dtype=dtype,
+        scale_dtype="uint8" if floating else dtype,
+        layout=layout,
+    )
+    ragged = replace(problem, n=2 * TILE_N - 1)
+    several = replace(problem, batch=2)
+    both = replace(ragged, batch=2)
+    found: dict[tuple[object, ...], Variant] = {}
+    for each in (problem, ragged, several, both):
+        for body in _bodies(each):
+            for plan in _ways(body):
+                variant = variant_of(plan)
+                found.setdefault((variant.name, variant.template), variant)
+    yield from found.values()
+
+
+def variant_of(plan: Plan) -> Variant:
+    """Returns the instance that a plan asks for, an epilogue left out."""
+    text = source.product_source(plan.kernel)
+    template = arguments.product_template(plan)
+    return Variant(plan=plan, name=text.name, template=(*template.items(),))
+
+
+def _bodies(problem: Problem) -> Iterator[Plan]:
+    """Yields every threadgroup, as the plan that gives one a tile."""
+    for rows, count in product(range(1, GEMV_ROWS[problem.dtype] + 1), SIMDGROUPS_K):
+        yield _body(problem, "gemv", 0, 1, count, rows)
+    groups = [(1, 1), *((2, side) for side in range(1, MAX_SIMDGROUPS_M + 1))]
+    for (fragments_m, simdgroups_m), count in product(groups, SIMDGROUPS_K):
+        rows = FRAGMENT * fragments_m * simdgroups_m
+        shared = fragments_m, simdgroups_m, count, rows
+        if simdgroups_m * count <= MAX_SIMDGROUPS:
+            yield _body(problem, "gemm_register", *shared)
+        for buffers, loaders in STAGED if problem.batch == 1 else ():
+            most = most_rows(problem, buffers)
+            # Only where several simdgroups would decode the same, or memory forbids it.
+            if rows > most or (simdgroups_m == 1 and most >= 4 * FRAGMENT):
+                continue
+            if (simdgroups_m * count + loaders) <= MAX_SIMDGROUPS:
+                yield from _fitting(problem, *shared, buffers, loaders)
+
+
+def _fitting(problem: Problem, *staged: int) -> Iterator[Plan]:
+    """Yields a threadgroup of `gemm_staged`, if its memory is not too large."""
+    with suppress(ValueError):
+        yield _body(problem, "gemm_staged", *staged)
+
+
+def _body(
+    problem: Problem,
+    kernel: Kernel,
+    fragments_m: int,
+    simdgroups_m: int,
+    simdgroups_k: int,
+    rows: int,
+    buffers: int = 0,
+    loaders: int = 0,
+) -> Plan:
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    return Plan(
+        problem=replace(problem, m=rows),
+        kernel=kernel,
+        tile=tile,
+        fragments_m=fragments_m,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=simdgroups_k,
+        work=data_parallel(2 * problem.batch, problem.k // tile.k),
+        subtract=subtracts(problem, fragments_m),
+        buffers=buffers,
+        loaders=loaders,
+    )
+
+
+def _ways(body: Plan) -> Iterator[Plan]:
+    """Yields a threadgroup with a whole tile, with a range, and with wide tiles."""
+    yield body
+    work = body.work
+    ranges = Work(
+        strategy="stripe", tiles=work.tiles, k_tiles=work.k_tiles, threadgroups=1
+    )
+    yield replace(body, work=ranges)
+    if body.problem.batch > 1:
+        return
+    rest = body.problem.n % TILE_N - TILE_N if body.problem.n % TILE_N else 0
+    for width in WIDTHS:
+        # Cores then have two threadgroups or more: they need no more simdgroups.
+        least = max(SIMDGROUPS_TO_FILL // 2, body.simdgroups_m * width)
+        few = body.simdgroups_m * body.simdgroups_k <= least
+        if body.simdgroups_k % width == 0 and few:
+            wide = replace(work, strategy="hytis", whole=1)
+            problem = replace(body.problem, n=TILE_N * (width + 1) + rest)
+            yield replace(body, problem=problem, work=wide, simdgroups_n=width)

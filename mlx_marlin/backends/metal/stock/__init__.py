@@ -1,0 +1,1 @@
+"""A model of stock MLX on Apple GPUs, and when it should serve a call."""

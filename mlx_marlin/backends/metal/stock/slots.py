@@ -1,0 +1,62 @@
+"""What stock MLX's kernels cost beside their matrix products, by format.
+
+The counts are of an open compiler for the first Apple generation, on the kernels that
+MLX 0.32.4 ships: they rank and are not Apple's. Activations are half.
+"""
+
+from dataclasses import dataclass
+
+from mlx_marlin.planning.problem import Problem
+
+TILE_WEIGHTS = 1024
+"""Weights of a tile of the matrix kernels, 32 rows of w x 32 k, for four simdgroups."""
+TILE_SIMDGROUPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockSlots:
+    """The issue slots of one format.
+
+    Attributes:
+        vector: Of `qmv_fast`, for a weight and a row.
+        wide: Of `qmv_wide` for a weight, by its rows: 2, 3, 4, 5.
+        tile: Of the matrix kernels for a weight and 32 rows, without 8x8 products.
+    """
+
+    vector: float
+    wide: tuple[float, ...]
+    tile: float
+
+
+def _counted(
+    weights: int, vector: int, wide_weights: int, wide: tuple[int, ...], tile: int
+) -> StockSlots:
+    """Returns the slots for a weight, from those of a trip of each main loop."""
+    return StockSlots(
+        vector=vector / weights,
+        wide=tuple(each / wide_weights for each in wide),
+        tile=TILE_SIMDGROUPS * tile / TILE_WEIGHTS,
+    )
+
+
+_COUNTED = {
+    ("affine", 1): _counted(4096, 467, 2048, (475, 558, 641, 724), 127),
+    ("affine", 2): _counted(2048, 256, 2048, (471, 554, 637, 720), 123),
+    ("affine", 3): _counted(2048, 320, 2048, (700, 708, 769, 852), 131),
+    ("affine", 4): _counted(2048, 256, 2048, (469, 552, 635, 718), 121),
+    ("affine", 5): _counted(2048, 384, 2048, (828, 836, 882, 965), 135),
+    ("affine", 6): _counted(1024, 192, 2048, (824, 832, 866, 949), 140),
+    ("affine", 8): _counted(1024, 128, 2048, (365, 448, 531, 614), 104),
+    ("mxfp4", 4): _counted(2048, 472, 1024, (275, 312, 349, 386), 168),
+    ("mxfp8", 8): _counted(1024, 432, 1024, (428, 465, 502, 539), 180),
+    ("nvfp4", 4): _counted(2048, 496, 512, (154, 175, 196, 217), 172),
+}
+"""By mode and bits: weights of a trip of `qmv_fast` and its slots, those of `qmv_wide`,
+and the slots of a simdgroup for a tile. The last of affine 4-bit was counted of the
+whole kernel, the others by how much more or less the loader of w takes."""
+
+
+def stock_slots(problem: Problem) -> StockSlots:
+    """Returns the counts of a format; of the affine one where MLX does not have it."""
+    key = (problem.mode, problem.bits)
+    return _COUNTED.get(key) or _COUNTED["affine", problem.bits]

@@ -1,0 +1,1 @@
+"""What `mlx-marlin doctor` reports."""

@@ -1,0 +1,275 @@
+"""Pictures of a plan in text: who computes which tile, and who is busy how long."""
+
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import accumulate, groupby, takewhile
+
+from mlx_marlin.backends.planner import Choice
+from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.work import Split
+
+SHOWN = 12
+"""Rows and columns of tiles, and threadgroups, that are shown; more are elided."""
+WIDTH = 56
+"""Characters of the longest bar."""
+SPANS = 3
+"""Runs of threadgroups that are named; of more, the first two and the last."""
+MOST_DRAWN = 2**18
+"""Threadgroups of a plan that is drawn: a picture takes seconds for more, which it
+would elide."""
+GAP = "..."
+CLOSE = 0.98
+"""Share of the predicted time from which bars count as filling it."""
+WHOLE, PART = "=", "-"
+"""What bars are made of: a tile that one threadgroup computes alone, or a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A split in time; a unit of time is a k tile of a tile that is not wide."""
+
+    split: Split
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """What a threadgroup does in time, and where.
+
+    Attributes:
+        threadgroup: Its number.
+        core: The core that would run it.
+        begin: When the core begins with it.
+        pieces: Its splits, one after another; an idle threadgroup has none.
+    """
+
+    threadgroup: int
+    core: int
+    begin: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def end(self) -> int:
+        """When the core is free again."""
+        return self.pieces[-1].end if self.pieces else self.begin
+
+
+def why_not_drawn(plan: Plan) -> str | None:
+    """Returns why a plan has too many threadgroups for a picture, or None."""
+    if plan.num_threadgroups <= MOST_DRAWN:
+        return None
+    return (
+        f"not drawn: {plan.num_threadgroups} threadgroups, more than the {MOST_DRAWN} "
+        f"that a picture can have"
+    )
+
+
+def tile_map(plan: Plan) -> str:
+    """Draws the tiles of the result, each with the threadgroups that compute it.
+
+    Args:
+        plan: The plan to draw.
+
+    Returns:
+        Lines of text, one for each row of tiles; long rows and columns are elided. A
+        wide tile spans the columns of the tiles that it replaces.
+    """
+    columns = shown_columns(plan, SHOWN)
+    lines = [("col", [GAP if each is None else f"{each}" for each in columns])]
+    for row in ends(plan.m_tiles, SHOWN):
+        if row is None:
+            lines.append((GAP, [GAP] * len(columns)))
+            continue
+        owners = [GAP if each is None else _owners(plan, row, each) for each in columns]
+        lines.append((f"row {row}", owners))
+    spans = [0 if each is None else span(plan, each) for each in columns]
+    idle = spans_of(idle_threadgroups(plan))
+    text = [_title(plan), *_grid(lines, spans)]
+    return "\n".join([*text, f"idle: {idle}"] if idle else text)
+
+
+def timeline(choice: Choice) -> str:
+    """Draws the splits of each threadgroup as bars over the predicted time.
+
+    Args:
+        choice: The plan to draw, the device it runs on and the time that it takes.
+
+    Returns:
+        Lines of text, one for each threadgroup; the middle of many is elided.
+    """
+    bars = schedule(choice.plan, choice.device.cores)
+    last = max(bar.end for bar in bars)
+    until_last = fullest(choice, bars)
+    dispatch = choice.prediction.dispatch
+    until = f"{(choice.prediction.seconds - dispatch) * 1e6:.1f} us"
+    axis = f"0{until:>{WIDTH - 1}} (model, not measured)"
+    rows = [["threadgroup", "core", "k tiles", axis]]
+    for index in ends(len(bars), SHOWN):
+        if index is None:
+            rows.append(["", "", "", GAP])
+        else:
+            rows.append(_bar_row(choice.plan, bars[index], WIDTH / until_last))
+    title = f"threadgroups over time: {WHOLE} a whole tile, {PART} a part of one"
+    text = f"{title}\n{aligned(rows)}"
+    if last < CLOSE * until_last:
+        text += "\nthe rest of the time: at worst the longest meet on one core"
+    if dispatch:
+        text += f"\nthen {dispatch * 1e6:.1f} us (model, not measured) for "
+        text += _further(choice.plan)
+    return text
+
+
+def schedule(plan: Plan, cores: int) -> list[Bar]:
+    """Deals the threadgroups out in turn, each to the core that is free first.
+
+    The threadgroups that a core holds at a time share it, so to draw them one after
+    another changes no core's end. Metal does not say how it deals them out.
+    """
+    free = [(0, core) for core in range(cores)]
+    bars = []
+    for threadgroup in range(plan.num_threadgroups):
+        begin, core = free[0]
+        pieces = _pieces(plan, threadgroup, begin)
+        bar = Bar(threadgroup=threadgroup, core=core, begin=begin, pieces=pieces)
+        heapreplace(free, (bar.end, core))
+        bars.append(bar)
+    return bars
+
+
+def fullest(choice: Choice, bars: list[Bar]) -> float:
+    """Returns the k tiles of the fullest core that the predicted time stands for.
+
+    Those of the bars, or more: the model reckons with the longest ranges meeting on
+    one core.
+    """
+    total = sum(bar.end - bar.begin for bar in bars)
+    by_model = total / (choice.device.cores * choice.prediction.busy)
+    return max(by_model, *(bar.end for bar in bars))
+
+
+def ends(count: int, most: int) -> list[int | None]:
+    """Returns 0 .. count - 1; None stands for the middle of more than `most`."""
+    if count <= most:
+        return list(range(count))
+    half = most // 2
+    return [*range(half), None, *range(count - half, count)]
+
+
+def shown_columns(plan: Plan, most: int) -> list[int | None]:
+    """Returns the columns of tiles; None for the middle of more than `most` columns.
+
+    A wide tile counts as often as it is wide, but the outermost ones always show. The
+    columns of several products follow each other.
+    """
+    columns = plan.problem.batch * plan.n_tiles
+    widths = [span(plan, column) for column in range(columns)]
+    if sum(widths) <= most:
+        return list(range(columns))
+    left = _fitting(widths, most // 2)
+    right = _fitting(widths[left:][::-1], most // 2)
+    return [*range(left), None, *range(columns - right, columns)]
+
+
+def span(plan: Plan, column: int) -> int:
+    """Returns how many columns of ordinary tiles a column of tiles spans."""
+    return plan.columns_of(column * plan.m_tiles) // plan.tile.n
+
+
+def spans_of(threadgroups: list[int]) -> str:
+    """Names threadgroups: "3", "0-2", "0,2,4", and "0,2..14" for more than three."""
+    runs = [
+        [threadgroup for _, threadgroup in run]
+        for _, run in groupby(enumerate(threadgroups), lambda each: each[1] - each[0])
+    ]
+    names = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(names) > SPANS:
+        return f"{names[0]},{names[1]}..{names[-1]}"
+    return ",".join(names)
+
+
+def idle_threadgroups(plan: Plan) -> list[int]:
+    """Returns the threadgroups without work."""
+    ranges = map(plan.work.range, range(plan.num_threadgroups))
+    return [index for index, (begin, end) in enumerate(ranges) if begin == end]
+
+
+def _fitting(widths: list[int], most: int) -> int:
+    """Returns how many leading widths fit; the first, however wide, does."""
+    fitting = takewhile(lambda end: end <= most, accumulate(widths))
+    return max(1, sum(1 for _ in fitting))
+
+
+def _title(plan: Plan) -> str:
+    wide = f", wide ones {plan.tile.m} x {plan.wide_n}" if plan.wide_columns else ""
+    several = f", columns a product: {plan.n_tiles}" if plan.problem.batch > 1 else ""
+    return f"threadgroups of each tile of {plan.tile.m} x {plan.tile.n}{wide}{several}"
+
+
+def _owners(plan: Plan, row: int, column: int) -> str:
+    return spans_of(plan.work.threadgroups_of(column * plan.m_tiles + row))
+
+
+def _grid(lines: list[tuple[str, list[str]]], spans: list[int]) -> list[str]:
+    """Returns rows of cells, those of a wide column as wide as the ones it spans.
+
+    Args:
+        lines: The name and the cells of each row.
+        spans: The columns that each cell spans; 0 is a gap as wide as its text.
+    """
+    bar = len(" | ")
+    width = max(
+        -(-(len(cell) - bar * (wide - 1)) // wide)
+        for _, cells in lines
+        for cell, wide in zip(cells, spans, strict=True)
+        if wide
+    )
+    widths = [wide * width + bar * (wide - 1) if wide else len(GAP) for wide in spans]
+    name = max(len(head) for head, _ in lines)
+    return [
+        " | ".join([head.rjust(name), *map(str.center, cells, widths)]) + " |"
+        for head, cells in lines
+    ]
+
+
+def _pieces(plan: Plan, threadgroup: int, begin: int) -> tuple[Piece, ...]:
+    """Returns a threadgroup's splits in time; a wide tile takes as long as it is."""
+    pieces = []
+    for split in plan.work.splits(threadgroup):
+        wide = plan.columns_of(split.tile) // plan.tile.n
+        end = begin + split.k_tile_count * wide
+        pieces.append(Piece(split=split, begin=begin, end=end))
+        begin = end
+    return tuple(pieces)
+
+
+def _bar_row(plan: Plan, bar: Bar, scale: float) -> list[str]:
+    begin, end = plan.work.range(bar.threadgroup)
+    if begin == end:
+        return [f"{bar.threadgroup}", "", "idle", ""]
+    before = " " * round(bar.begin * scale)
+    text = before
+    for piece in bar.pieces:
+        text += _piece_text(piece, round(piece.end * scale) - len(text))
+    if text == before:
+        text += "|"
+    return [f"{bar.threadgroup}", f"{bar.core}", f"{begin}-{end - 1}", text]
+
+
+def _piece_text(piece: Piece, width: int) -> str:
+    """Draws a split: a border, its tile where that fits, and what it is made of.
+
+    Nothing where it is too short to be seen.
+    """
+    if width < 1:
+        return ""
+    fill = PART if piece.split.requires_fixup else WHOLE
+    name = f"|{piece.split.tile}"
+    return (name if len(name) <= width else "|").ljust(width, fill)
+
+
+def _further(plan: Plan) -> str:
+    if plan.reduction == "atomic":
+        return "zeroing the sums before, and what is left to do to them"
+    return "a dispatch that adds the splits"

@@ -1,0 +1,1 @@
+"""Compilers of the emulator, and what they build."""

@@ -1,0 +1,1 @@
+"""Metal text, rewritten as C++."""

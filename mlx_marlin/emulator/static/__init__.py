@@ -1,0 +1,1 @@
+"""The static check of Metal text."""

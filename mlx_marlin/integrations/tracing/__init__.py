@@ -1,0 +1,1 @@
+"""Decoder blocks of mlx-lm as cached graphs."""

@@ -1,0 +1,78 @@
+"""The experts of a gated network, as traced graphs compute them."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
+
+from mlx_marlin.backends import selection
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.products.experts.matmul import gather_gated
+
+
+class GatedExperts(SwitchGLU):
+    """What traced graphs have in the place of mlx-lm's experts of a gated network.
+
+    Our CUDA kernels find an expert's rows themselves, so none are sorted, and multiply
+    gate and up in one. Where stock MLX serves them nevertheless, as it does activations
+    in float32, it gets them unsorted too.
+    """
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Returns what the experts that a row chose make of it [..., choices, k]."""
+        return self.results(x, indices).squeeze(-2)
+
+    def results(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Returns the same as [..., choices, 1, k], which spares the host a view.
+
+        Args:
+            x: Activations [..., k].
+            indices: The experts of each row [..., choices], not differentiated.
+        """
+        layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
+        ours = all(type(each) is MarlinSwitchLinear for each in layers)
+        if selection.backend() != "cuda" or not ours:
+            own: mx.array = super().__call__(x, indices)
+            return mx.expand_dims(own, -2)
+        gate, up, down = layers
+        gating = _gating(self.activation)
+        y = None if gating is None else _gated(gate, up, x, indices, gating)
+        if y is None:
+            x = mx.expand_dims(x, (-2, -3))
+            y = self.activation(up(x, indices), gate(x, indices))
+        result: mx.array = down(y, indices)
+        return result
+
+
+def _gating(activation: nn.Module) -> str | None:
+    """Returns what kernels call an activation of gate and up, if they have it."""
+    if type(activation) is SwiGLU:
+        return "silu"
+    if type(activation) is not SwigluOAI:
+        return None
+    known = activation._alpha == 1.702 and activation._limit == 7
+    return "swiglu_oai" if known else None
+
+
+def _gated(
+    gate: MarlinSwitchLinear,
+    up: MarlinSwitchLinear,
+    x: mx.array,
+    indices: mx.array,
+    gating: str,
+) -> mx.array | None:
+    """Returns the product of gate and up as one, if they are packed alike."""
+    formats = [
+        (each._n, each._k, each.group_size, each.bits, each.mode)
+        for each in (gate, up)
+        if each.layout == "marlin" and not each.invariant
+    ]
+    biases = tuple(each["bias"] for each in (gate, up) if "bias" in each)
+    if len(formats) < 2 or formats[0] != formats[1] or len(biases) == 1:
+        return None
+    weights = gate["words"], gate["quantizers"], up["words"], up["quantizers"]
+    if weights[1].dtype != weights[3].dtype:
+        return None
+    return gather_gated(x, weights, *formats[0], indices, gating, biases)

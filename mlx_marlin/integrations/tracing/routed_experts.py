@@ -1,0 +1,67 @@
+"""What traced graphs have in the place of mlx-lm's blocks of experts."""
+
+from functools import cache
+from typing import ClassVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from mlx_marlin.integrations.mlx_lm.known_layers import runs_on_cuda
+from mlx_marlin.integrations.tracing.known_blocks import Experts
+from mlx_marlin.integrations.tracing.routing import (
+    choose_experts,
+    is_ours,
+    weighted_sum,
+)
+from mlx_marlin.layers.linear import MarlinLinear
+
+
+class RoutedExperts(nn.Module):
+    """A block of experts whose choice and sum are kernels of ours, on CUDA.
+
+    A class for each of mlx-lm's derives from this and that one, whose own code runs
+    elsewhere.
+    """
+
+    known: ClassVar[Experts]
+
+    def added(self, x: mx.array, residual: mx.array) -> mx.array:
+        """Returns what the experts make of x [..., k], plus a residual."""
+        total = self._by_kernels(x, residual) if runs_on_cuda() else None
+        return residual + self(x) if total is None else total
+
+    def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:
+        """Returns the same; None where kernels do not take it, or dtypes differ."""
+        known, logits = self.known, self[self.known.router](x)
+        routing = known.routing(self)
+        if not is_ours(logits, routing):
+            return None
+        experts, scores = choose_experts(logits, routing)
+        results = self[known.layers].results(x, experts)
+        if known.shared is not None:
+            share = mx.sigmoid(self["shared_expert_gate"](x))
+            residual = residual + share * self["shared_expert"](x)
+        if len({each.dtype for each in (x, logits, results, residual)}) > 1:
+            return None
+        return weighted_sum(results, scores, residual)
+
+
+class SharedExpert(nn.Module):
+    """An expert of all rows, a gated network; gate and up may be joined."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns what the network makes of x [..., k]."""
+        if "joined" in self:
+            layer: MarlinLinear = self["joined"]
+            y = layer.gated(x)
+        else:
+            y = swiglu(self["gate_proj"](x), self["up_proj"](x))
+        down: mx.array = self["down_proj"](y)
+        return down
+
+
+@cache
+def routed(cls: type[nn.Module], known: Experts) -> type[RoutedExperts]:
+    """Returns the class that stands for one of mlx-lm's."""
+    return type(f"Routed{cls.__name__}", (RoutedExperts, cls), {"known": known})

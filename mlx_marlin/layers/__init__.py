@@ -1,0 +1,1 @@
+"""Layers that multiply through our kernels."""

@@ -1,0 +1,107 @@
+"""What mlx-lm's layers of several weights have in common on our kernels."""
+
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.native import NATIVE, PACKED, replace_entries
+from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+class BatchLayer(GuardedParameters):
+    """The parameters of a quantized layer of several weights, in either layout.
+
+    With `layout="mlx"` they are mlx-lm's own; with `layout="marlin"` they are `words`
+    and `quantizers`, and `weight`, `scales` and `biases` are unpacked when something
+    asks for them.
+
+    Attributes:
+        layout: "mlx" or "marlin".
+    """
+
+    group_size: int
+    bits: int
+    mode: str
+    _n: int
+    _k: int
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The packed weights; None with `layout="mlx"`."""
+        if self.layout == "mlx":
+            return None
+        return PackedWeight(
+            words=self["words"],
+            scales=self["quantizers"],
+            n=self._n,
+            k=self._k,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+    @property
+    def weight(self) -> mx.array:
+        """Codes in MLX's layout, uint32 [weights, n, k * bits / 32]."""
+        return self.native()[0]
+
+    @property
+    def scales(self) -> mx.array:
+        """Scales [weights, n, k / group_size]."""
+        return self.native()[1]
+
+    @property
+    def biases(self) -> mx.array | None:
+        """Biases [weights, n, k / group_size]; None where the mode has none."""
+        return self.native()[2]
+
+    @biases.setter
+    def biases(self, none: mx.array | None) -> None:
+        """Takes the None that mlx-lm's layers set where the mode has no biases."""
+
+    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Returns codes, scales and biases, if there are, in MLX's layout."""
+        packed = self.packed
+        if packed is None:
+            return self["weight"], self["scales"], self.get("biases")
+        words, scales, *biases = unpack(packed)
+        return words, scales, biases[0] if biases else None
+
+    def keep_packed(self) -> None:
+        """Packs the layer's arrays, which are in MLX's layout, in place."""
+        packed = pack(
+            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
+        self._n, self._k = packed.n, packed.k
+        arrays = dict(zip(PACKED, (packed.words, packed.scales), strict=True))
+        replace_entries(self, NATIVE, arrays)
+        self.layout = "marlin"
+        self.freeze(keys=[*PACKED])
+
+    def stock_twin(self, cls: type[Layer]) -> Layer:
+        """Makes mlx-lm's own layer with the same parameters, in MLX's layout."""
+        layer = twin_of(cls, self)
+        for name in ("layout", "_n", "_k"):
+            vars(layer).pop(name, None)
+        layer._no_grad.difference_update(PACKED)
+        native = dict(zip(NATIVE, self.native(), strict=True))
+        if self.layout == "marlin":
+            arrays = {name: each for name, each in native.items() if each is not None}
+            replace_entries(layer, PACKED, arrays)
+        for name, array in native.items():
+            setattr(layer, name, array)
+        return layer
+
+
+def twin_of(cls: type[Layer], layer: Any) -> Layer:
+    """Makes a layer of a class with the arrays and the state of another layer."""
+    twin = cls.__new__(cls)
+    vars(twin).update(layer.__getstate__())
+    twin._no_grad = set(layer._no_grad)
+    dict.update(twin, layer)
+    return twin

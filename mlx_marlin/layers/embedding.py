@@ -1,0 +1,40 @@
+"""An embedding whose tied output head multiplies through our kernels."""
+
+from typing import Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.layers.native import NATIVE, native_product, twin
+
+
+class MarlinEmbedding(nn.QuantizedEmbedding):
+    """A quantized embedding whose `as_linear`, a tied output head, runs on our kernels.
+
+    Its parameters are MLX's own: looking up a row needs MLX's layout.
+    """
+
+    @classmethod
+    def from_quantized(
+        cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
+    ) -> Self:
+        """Makes an embedding that shares the arrays of MLX's."""
+        ours = twin(cls, layer)
+        ours.invariant = invariant
+        ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
+        for name in NATIVE:
+            if name in layer:
+                ours[name] = layer[name]
+        return ours
+
+    def to_stock(self) -> nn.QuantizedEmbedding:
+        """Returns MLX's own layer with the same arrays."""
+        layer = twin(nn.QuantizedEmbedding, self)
+        layer.num_embeddings, layer.dims = self.num_embeddings, self.dims
+        for name in NATIVE:
+            setattr(layer, name, self.get(name))
+        return layer
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
+        return native_product(self, x, None, self.invariant)

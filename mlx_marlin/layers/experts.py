@@ -1,0 +1,111 @@
+"""The experts' layers of mlx-lm, on our kernels."""
+
+from typing import Self
+
+import mlx.core as mx
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from mlx_marlin.layers.batch import BatchLayer, twin_of
+from mlx_marlin.products.experts.matmul import gather_native, gather_packed
+
+
+class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
+    """A quantized layer of several experts whose products run on our kernels.
+
+    It is a `QuantizedSwitchLinear`. With `layout="mlx"` it has the same parameters;
+    with `layout="marlin"` its parameters are `words` and `quantizers`, and `weight`,
+    `scales` and `biases` are unpacked when something asks for them.
+
+    Attributes:
+        layout: "mlx" or "marlin".
+        invariant: Whether a row's bits must not depend on the other rows.
+    """
+
+    invariant: bool = False
+
+    @classmethod
+    def from_quantized(
+        cls,
+        layer: QuantizedSwitchLinear,
+        *,
+        layout: str = "mlx",
+        invariant: bool = False,
+    ) -> Self:
+        """Makes a layer with the parameters of mlx-lm's.
+
+        Args:
+            layer: The layer; it stays as it is.
+            layout: "mlx" shares the layer's arrays; "marlin" packs them.
+            invariant: Whether a row's bits must not depend on the other rows.
+        """
+        is_ours = isinstance(layer, MarlinSwitchLinear)
+        ours = twin_of(cls, layer.to_stock() if is_ours else layer)
+        ours.invariant = invariant
+        if layout == "marlin":
+            ours.keep_packed()
+        return ours
+
+    def to_stock(self) -> QuantizedSwitchLinear:
+        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
+        layer = self.stock_twin(QuantizedSwitchLinear)
+        vars(layer).pop("invariant", None)
+        return layer
+
+    def __call__(
+        self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+    ) -> mx.array:
+        """Returns the product of each row of x with the experts that it chose."""
+        if self.layout == "marlin":
+            return gather_packed(
+                x,
+                self["words"],
+                self["quantizers"],
+                self._n,
+                self._k,
+                self.group_size,
+                self.bits,
+                self.mode,
+                None,
+                indices,
+                sorted_indices=sorted_indices,
+                invariant=self.invariant,
+                bias=self.get("bias"),
+            )
+        known = self._stock_calls
+        call = x.shape, x.dtype, indices.shape, sorted_indices
+        if known and call in known:
+            y: mx.array = mx.gather_qmm(
+                x,
+                self["weight"],
+                self["scales"],
+                self.get("biases"),
+                rhs_indices=indices,
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+                global_scale=self.get("global_scale"),
+                sorted_indices=sorted_indices,
+            )
+            return self._biased(y, indices)
+        y, is_stock = gather_native(
+            x,
+            *self.native(),
+            None,
+            indices,
+            True,
+            self.group_size,
+            self.bits,
+            self.mode,
+            self.get("global_scale"),
+            sorted_indices=sorted_indices,
+            invariant=self.invariant,
+        )
+        if is_stock:
+            self.remember_stock(call)
+        return self._biased(y, indices)
+
+    def _biased(self, y: mx.array, indices: mx.array) -> mx.array:
+        if "bias" not in self:
+            return y
+        return y + mx.expand_dims(self["bias"][indices], -2)

@@ -1,0 +1,244 @@
+"""What a layer of ours computes beside its product: what comes before and after."""
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.native import (
+    native_product,
+    native_weight,
+    stock_product,
+)
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.products.matmul import linears, stock_serves
+from mlx_marlin.products.packed import (
+    GATED,
+    packed_finished,
+    packed_gated,
+    packed_parts,
+    packed_product,
+)
+from mlx_marlin.products.reference_epilogue import check_rotation
+
+
+class FusedProducts(GuardedParameters):
+    """Products of a quantized layer with their neighbours, where kernels have them."""
+
+    def added(self, x: mx.array, residual: mx.array) -> mx.array:
+        """Returns the layer's result plus a residual [..., n].
+
+        Our kernels round the sum once, where calling the layer and adding rounds twice.
+        """
+        bias: mx.array | None = self.get("bias")
+        given = [residual] if bias is None else [residual, bias]
+        if all(self._keeps_dtype(x, each) for each in given):
+            return self._product(x, bias, residual)
+        y: mx.array = residual + self(x)
+        return y
+
+    def parts(self, x: mx.array, sizes: tuple[int, ...]) -> tuple[mx.array, ...]:
+        """Returns the product in parts, for a layer with the rows of several.
+
+        Args:
+            x: Activations [..., k].
+            sizes: Rows of each part, as for `linears`.
+        """
+        known = self._stock_calls
+        cuts = known.get((x.shape, x.dtype, sizes)) if known else None
+        if cuts is None and self.layout == "mlx" and self._is_stock(x, sizes):
+            cuts = [*accumulate(sizes)][:-1]
+            self.remember_stock((x.shape, x.dtype, sizes), cuts)
+        if cuts is not None:
+            return tuple(mx.split(stock_product(self, x), cuts, -1))
+        bias: mx.array | None = self.get("bias")
+        fused = bias is None or self._keeps_dtype(x, bias)
+        results = self._parts(x, sizes, bias if fused else None)
+        if fused or bias is None:
+            return results
+        biases = mx.split(bias, [*accumulate(sizes)][:-1])
+        return tuple(y + own for y, own in zip(results, biases, strict=True))
+
+    def gated(self, x: mx.array) -> mx.array:
+        """Returns the product's first half through SiLU, times its second half.
+
+        For a layer with the rows of gate and up, in equal parts. Our kernels for CUDA
+        round the result once, of up to 128 rows and a packed weight without bias whose
+        halves are whole tiles; else it is rounded three times, as by both layers.
+
+        Args:
+            x: Activations [..., k].
+        """
+        y: mx.array | None = None
+        if self.layout == "marlin" and "bias" not in self and not self.invariant:
+            y = packed_gated(x, *self._packed_arguments())
+        if y is None:
+            gate, up = self.halves(x)
+            y = nn.silu(gate) * up
+        return y
+
+    def normed(
+        self,
+        x: mx.array,
+        norm: nn.RMSNorm,
+        parts: tuple[int, ...] = (),
+        gated: bool = False,
+    ) -> Any:
+        """Returns what the layer makes of rows that a norm has been through.
+
+        Our kernels for CUDA normalize few rows themselves, for a packed weight: up to
+        8 of 4096 values, of longer ones fewer.
+
+        Args:
+            x: Activations [..., k].
+            norm: What comes before the layer.
+            parts: Rows of each part, if the result is wanted as by `parts`.
+            gated: Whether it is wanted as by `gated`.
+        """
+        bias: mx.array | None = self.get("bias")
+        if self._takes(norm, x) and not (gated and bias is not None):
+            epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
+            given = [norm["weight"]] if bias is None else [bias, norm["weight"]]
+            packed = self._packed_arguments()
+            y = packed_finished(x, *packed, epilogue, given, norm.eps)
+            if y is not None:
+                return y
+        x = norm(x)
+        if gated:
+            return self.gated(x)
+        return self.parts(x, parts) if parts else self(x)
+
+    def rotated(
+        self,
+        x: mx.array,
+        norm: nn.RMSNorm,
+        rotation: Rotation,
+        parts: tuple[int, ...],
+        places: mx.array,
+        periods: mx.array,
+        norms: tuple[mx.array, ...] = (),
+    ) -> Any:
+        """Returns heads of normalized rows, rotated, for a layer with those of several.
+
+        Our kernels for CUDA rotate before they round, for a packed weight and heads of
+        a multiple of 64 features, with norms up to 256. Of more than 128 rows the
+        product is MLX's, of the decoded weight, and so is what follows.
+
+        Args:
+            x: Activations [..., k], each row a stream's next token.
+            norm: What comes before the layer.
+            rotation: What follows.
+            parts: Rows of each part; none for one result.
+            places: Of each row, int32 [m]; or any number, the first of which is that
+                of all rows.
+            periods: As in `Rotation`, float32 [features / 2].
+            norms: Weights [features] of the norms of heads, likewise, in the dtype of
+                x.
+
+        Returns:
+            Of each part, [m, heads, 1, features]; None where our kernels rotate no such
+            heads, or would take longer for it than a rope does.
+
+        Raises:
+            ValueError: If places, periods or norms are not what the rotation takes, or
+                the weight is not whole heads.
+        """
+        check_rotation(x.size // x.shape[-1], rotation, places, periods, norms)
+        if not self._may_fuse(x) or any(each.dtype != x.dtype for each in norms):
+            return None
+        bias: mx.array | None = self.get("bias")
+        epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
+        given = [*([] if bias is None else [bias]), places, periods, *norms]
+        packed, y = self._packed_arguments(), None
+        if self._takes(norm, x):
+            all_given = [*given, norm["weight"]]
+            y = packed_finished(x, *packed, epilogue, all_given, norm.eps)
+        if y is None:
+            y = packed_finished(norm(x), *packed, epilogue, given)
+        return y
+
+    def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
+        """Returns whether a norm is one that kernels could compute for this layer."""
+        if type(norm) is not nn.RMSNorm or not self._may_fuse(x):
+            return False
+        weight = norm["weight"]
+        fits: bool = weight.shape == (self.input_dims,) and weight.dtype == x.dtype
+        return fits
+
+    def _may_fuse(self, x: mx.array) -> bool:
+        """Returns whether more than a product and a bias could be one kernel's."""
+        bias: mx.array | None = self.get("bias")
+        if self.layout != "marlin" or self.invariant:
+            return False
+        return bias is None or self._keeps_dtype(x, bias)
+
+    def halves(self, x: mx.array) -> Iterable[mx.array]:
+        """Returns both halves of the product, such as gate and up.
+
+        Args:
+            x: Activations [..., k]. Of one row, both results lie in one array.
+        """
+        if x.size == x.shape[-1] and not self.invariant:
+            return mx.split(self(x), 2, axis=-1)
+        n = self.output_dims if self.layout == "marlin" else len(self["weight"])
+        return self.parts(x, (n // 2, n // 2))
+
+    def _keeps_dtype(self, x: mx.array, bias: mx.array) -> bool:
+        scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
+        return bias.dtype in (scales.dtype, x.dtype)
+
+    def _is_stock(self, x: mx.array, parts: tuple[int, ...] = ()) -> bool:
+        """Returns whether MLX's own product serves a call of a layer in its layout."""
+        bias: mx.array | None = self.get("bias")
+        return stock_serves(
+            x,
+            *native_weight(self),
+            self.group_size,
+            self.bits,
+            self.mode,
+            bias=bias is not None and self._keeps_dtype(x, bias),
+            invariant=self.invariant,
+            parts=parts,
+        )
+
+    def _packed_arguments(
+        self,
+    ) -> tuple[mx.array, mx.array, int, int, int, int, str]:
+        """Returns what the calls of `packed_calls` take after x."""
+        return (
+            self["words"],
+            self["quantizers"],
+            self.output_dims,
+            self.input_dims,
+            self.group_size,
+            self.bits,
+            self.mode,
+        )
+
+    def _product(
+        self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
+    ) -> mx.array:
+        if self.layout == "mlx":
+            return native_product(self, x, bias, self.invariant, residual)
+        packed = self._packed_arguments()
+        return packed_product(x, *packed, bias, self.invariant, residual=residual)
+
+    def _parts(
+        self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
+    ) -> tuple[mx.array, ...]:
+        if self.layout == "marlin":
+            packed = self._packed_arguments()
+            return packed_parts(x, *packed, sizes, bias, self.invariant)
+        return linears(
+            x,
+            *native_weight(self),
+            parts=sizes,
+            bias=bias,
+            invariant=self.invariant,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )

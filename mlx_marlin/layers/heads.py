@@ -1,0 +1,89 @@
+"""The heads' layers of mlx-lm's latent attention, on our kernels."""
+
+from dataclasses import replace
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx_lm.models.mla import QuantizedMultiLinear
+
+from mlx_marlin.layers.batch import BatchLayer, twin_of
+from mlx_marlin.layers.native import PACKED
+from mlx_marlin.products.matmul import quantized_matmul
+from mlx_marlin.products.packed import packed_product
+
+
+# mlx-lm's layer has weight and scales as plain attributes, which it never sets again.
+class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[override]
+    """A quantized layer of several heads whose products run on our kernels.
+
+    It is a `QuantizedMultiLinear`. With `layout="mlx"` it has the same parameters, and
+    products with weights that are not transposed, as latent attention asks one for when
+    it reads a prompt, are stock MLX's. With `layout="marlin"` its parameters are
+    `words` and `quantizers`, and for these products our kernel decodes the weights,
+    which MLX then multiplies as plain numbers.
+
+    Attributes:
+        layout: "mlx" or "marlin".
+    """
+
+    @classmethod
+    def from_quantized(
+        cls, layer: QuantizedMultiLinear, *, layout: str = "mlx"
+    ) -> Self:
+        """Makes a layer with the parameters of mlx-lm's.
+
+        Args:
+            layer: The layer; it stays as it is.
+            layout: "mlx" shares the layer's arrays; "marlin" packs them.
+        """
+        is_ours = isinstance(layer, MarlinMultiLinear)
+        ours = twin_of(cls, layer.to_stock() if is_ours else layer)
+        if layout == "marlin":
+            ours.keep_packed()
+        return ours
+
+    def to_stock(self) -> QuantizedMultiLinear:
+        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
+        return self.stock_twin(QuantizedMultiLinear)
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        """Returns the product of each head's rows.
+
+        Args:
+            x: Rows [..., heads or 1, rows, k], or [..., n] if not transposed.
+            transpose: Whether the product is x @ w.T or x @ w.
+        """
+        if self.layout == "mlx":
+            return quantized_matmul(
+                x, *self.native(), transpose, self.group_size, self.bits, self.mode
+            )
+        words = self["words"]
+        return packed_product(
+            x,
+            words,
+            self["quantizers"],
+            self._n,
+            self._k,
+            self.group_size,
+            self.bits,
+            self.mode,
+            transpose=transpose,
+            batch=words.shape[:-3],
+        )
+
+    # MLX gives the dictionary's method another meaning.
+    def update(  # type: ignore[override]
+        self, parameters: dict[str, Any], strict: bool = True
+    ) -> Self:
+        """Replaces parameters, as `nn.Module.update` does.
+
+        Packed parameters may change their number of heads, as mlx-lm's models do to
+        divide heads among machines, if all of them are replaced together.
+        """
+        packed, words, scales = self.packed, *(parameters.get(name) for name in PACKED)
+        if packed is None or words is None or scales is None:
+            super().update(parameters, strict)
+        else:
+            replace(packed, words=words, scales=scales)  # which checks them
+            dict.update(self, words=words, quantizers=scales)
+        return self

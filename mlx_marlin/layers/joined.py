@@ -1,0 +1,226 @@
+"""Layers with the same input as one product: q, k and v, or gate and up."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import is_
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.native import NATIVE, twin
+from mlx_marlin.planning.epilogue import MOST_PARTS
+
+Kept = tuple[mx.array | None, list[mx.array], dict[int, mx.array]]
+"""The last x, the parameters, and the results that were not taken yet."""
+NOTHING: Kept = (None, [], {})
+
+
+class Joined:
+    """The product of several layers, kept until each has taken its part.
+
+    Args:
+        layer: One layer with the rows of all.
+        sizes: Features that come out of each.
+    """
+
+    def __init__(self, layer: MarlinLinear, sizes: Sequence[int]) -> None:
+        self.layer = layer
+        self.sizes = tuple(sizes)
+        self._kept = NOTHING
+
+    def part(self, x: mx.array, index: int) -> mx.array:
+        """Returns one layer's result; the first call computes those of all layers.
+
+        A call with another x, after a parameter was replaced, or for the same layer
+        again computes them anew.
+        """
+        known, arrays, waiting = self._kept
+        layer = self.layer
+        # `mx.compile` replaces parameters without a call that could be noticed.
+        if (
+            x is not known
+            or index not in waiting
+            or len(arrays) != len(layer)
+            or not all(map(is_, arrays, layer.values()))
+        ):
+            waiting = dict(enumerate(layer.parts(x, self.sizes)))
+            self._kept = x, [*layer.values()], waiting
+        y = waiting.pop(index)
+        if not waiting:
+            self._kept = NOTHING
+        return y
+
+
+class MarlinPart(GuardedParameters, nn.QuantizedLinear):
+    """One of several linear layers that share x and are computed together.
+
+    It is an `nn.QuantizedLinear`, whose `weight`, `scales`, `biases` and `bias` are
+    computed from the joined layer when they are read, so that adapters can wrap it.
+    The first part holds the joined layer as "joined", and with it the parameters of
+    all parts. `modules` does not list that layer, because a replacement of it would
+    have no effect.
+
+    Between the calls with one x, that array must not be changed in place.
+    """
+
+    def __init__(self, joined: Joined, index: int) -> None:
+        nn.Module.__init__(self)
+        layer = joined.layer
+        self.group_size, self.bits, self.mode = layer.group_size, layer.bits, layer.mode
+        self.train(layer.training)
+        # One set for all parts: `freeze` and `unfreeze` change it in place.
+        self._no_grad = layer._no_grad
+        self.index = index
+        if index == 0:
+            self["joined"] = layer
+        self.shared = joined
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns the layer's product [..., n] of x [..., k], with its bias if any."""
+        return self.shared.part(x, self.index)
+
+    @property
+    def weight(self) -> mx.array:  # type: ignore[override]
+        """Codes of this part in MLX's layout, uint32 [n, k * bits / 32]."""
+        return self._own_rows(self.shared.layer.weight)
+
+    @property
+    def scales(self) -> mx.array:  # type: ignore[override]
+        """Scales of this part [n, k / group_size]."""
+        return self._own_rows(self.shared.layer.scales)
+
+    @property
+    def biases(self) -> mx.array | None:  # type: ignore[override]
+        """Biases of this part [n, k / group_size]; None where the mode has none."""
+        biases = self.shared.layer.biases
+        return None if biases is None else self._own_rows(biases)
+
+    @property
+    def bias(self) -> mx.array:  # type: ignore[override]
+        """What this part adds to its product [n]."""
+        if "bias" not in self:
+            raise AttributeError(f"{type(self).__name__} has no attribute 'bias'")
+        return self._own_rows(self.shared.layer["bias"])
+
+    def stored(self) -> str | None:
+        """Returns how the parameters differ from MLX's own."""
+        return f"joined with {len(self.shared.sizes) - 1} other layers (join=True)"
+
+    def children(self) -> dict[str, Any]:
+        """Returns no modules: tools must not find the joined layer."""
+        return {}
+
+    def _own_rows(self, array: mx.array) -> mx.array:
+        sizes = self.shared.sizes
+        first = sum(sizes[: self.index])
+        return array[first : first + sizes[self.index]]
+
+    def _set_training_mode(self, mode: bool) -> None:
+        super()._set_training_mode(mode)
+        shared = vars(self).get("shared")  # not while the part is being made
+        if shared is not None:
+            shared.layer._set_training_mode(mode)
+
+    def _validate_keys(self, keys: Any, strict: bool) -> Any:
+        # MLX found no arrays to freeze in the part itself.
+        joined = self.shared.layer
+        return [*joined] if keys == [] else super()._validate_keys(keys, strict)
+
+    def __contains__(self, name: object) -> bool:
+        # "bias" in a layer is how tools ask whether it has one.
+        if name == "bias" and "shared" in vars(self):
+            return "bias" in self.shared.layer
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> mx.array:
+        if name == "bias" and name in self:
+            return self.bias
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if "shared" in vars(self) and value is not self.shared.layer:
+            raise ValueError(
+                f"{name!r} cannot be set: {type(self).__name__} is {self.stored()}; "
+                "call mlx_marlin.restore(model) first"
+            )
+        super().__setitem__(name, value)
+
+    def _extra_repr(self) -> str:
+        features = self.shared.sizes[self.index]
+        return f"output_dims={features}, part {self.index} of {len(self.shared.sizes)}"
+
+
+def can_join(layers: Sequence[nn.Module]) -> bool:
+    """Returns whether layers differ in their rows only."""
+    if not 2 <= len(layers) <= MOST_PARTS:
+        return False
+    if any(type(layer) is not MarlinLinear for layer in layers):
+        return False
+    return len({_kind(layer) for layer in layers}) == 1
+
+
+def join(layers: Sequence[MarlinLinear]) -> list[MarlinPart]:
+    """Makes one product of several layers, exactly.
+
+    Args:
+        layers: 2 to 6 layers with the same input; they stay as they are.
+
+    Returns:
+        What takes the place of each.
+
+    Raises:
+        ValueError: If the layers differ in more than their rows.
+    """
+    if not can_join(layers):
+        kinds = ", ".join(str(layer) for layer in layers)
+        raise ValueError(
+            f"layers must be 2 to {MOST_PARTS} MarlinLinear of one input, format, "
+            f"layout and dtype, all with a bias or none, got {kinds}"
+        )
+    rows = [_rows(layer) for layer in layers]
+    whole = {name: mx.concatenate([each[name] for each in rows]) for name in rows[0]}
+    joined = Joined(_layer(layers[0], whole), [len(each["weight"]) for each in rows])
+    return [MarlinPart(joined, index) for index in range(len(rows))]
+
+
+def separate(joined: Joined) -> list[MarlinLinear]:
+    """Returns the layers that were joined: the inverse of `join`."""
+    layer = joined.layer
+    whole = _rows(layer)
+    parts = []
+    for end, size in zip(accumulate(joined.sizes), joined.sizes, strict=True):
+        own = slice(end - size, end)
+        rows = {name: mx.contiguous(array[own]) for name, array in whole.items()}
+        parts.append(_layer(layer, rows))
+    return parts
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    packed = layer.layout == "marlin"
+    scales = layer["quantizers" if packed else "scales"]
+    columns = layer.input_dims if packed else layer["weight"].shape[-1]
+    bias = layer["bias"].dtype if "bias" in layer else None
+    format = layer.mode, layer.bits, layer.group_size
+    return columns, *format, layer.layout, layer.invariant, scales.dtype, bias
+
+
+def _rows(layer: MarlinLinear) -> dict[str, mx.array]:
+    """Returns a layer's arrays in MLX's layout: each has a row for each feature."""
+    arrays = dict(zip(NATIVE, layer.native(), strict=True)) | {
+        "bias": layer.get("bias")
+    }
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _layer(like: MarlinLinear, rows: dict[str, mx.array]) -> MarlinLinear:
+    """Returns a layer of the same kind and layout with other rows."""
+    layer = twin(MarlinLinear, like)
+    layer.layout, layer.invariant = "mlx", like.invariant
+    for name, array in rows.items():
+        layer[name] = array
+    if like.layout == "marlin":
+        layer.keep_packed()
+    return layer

@@ -1,0 +1,344 @@
+"""Layers that multiply through our kernels and pass for MLX's own everywhere else."""
+
+from typing import Any, NoReturn, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.argument_types import check_format, check_integers
+from mlx_marlin.layers.fused_products import FusedProducts
+from mlx_marlin.layers.native import NATIVE, PACKED, stock_product, twin
+from mlx_marlin.products.packed import packed_product
+from mlx_marlin.products.packing import pack, quantize, unpack
+from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.weights.formats import (
+    DTYPE_BYTES,
+    LAYOUTS,
+    MODE_DEFAULTS,
+    format_of,
+)
+from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
+
+FEW_ROWS = 8
+"""Rows of a call that a layer remembers by its shape alone."""
+
+
+class MarlinLinear(FusedProducts, nn.QuantizedLinear):
+    """A quantized linear layer whose product runs on our kernels.
+
+    It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with
+    `layout="marlin"` its parameters are `words` and `quantizers`, and `weight`,
+    `scales` and `biases` are unpacked when something asks for them.
+
+    Args:
+        input_dims (int): Features that go in, k.
+        output_dims (int): Features that come out, n.
+        bias (bool): Whether to add a bias. Default: True.
+        group_size (int, optional): Weights that share a scale; with `layout="marlin"`
+            also sizes that MLX has not, and "channel". Default: the mode's.
+        bits (int, optional): Bits of a code. Default: the mode's.
+        mode (str): Quantization scheme. Default: "affine".
+        layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
+            kernels. Default: "mlx".
+        invariant (bool): Whether a row's bits must not depend on how many rows there
+            are, as for `linear`. Default: False.
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        bias: bool = True,
+        group_size: GroupSize = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        *,
+        layout: str = "mlx",
+        invariant: bool = False,
+    ) -> None:
+        check_integers(input_dims=input_dims, output_dims=output_dims)
+        _check(layout, mode, bits, group_size)
+        if _is_packed_only(layout, group_size, mode, bits):
+            nn.Module.__init__(self)
+            floats = nn.Linear(input_dims, output_dims, False)
+            self._quantize(floats.weight, group_size, bits, mode)
+            self.invariant = invariant
+            if bias:
+                self["bias"] = mx.zeros((output_dims,))
+                self.freeze()
+            return
+        # MLX fills None in, though its annotations do not say so.
+        size: Any = group_size
+        width: Any = bits
+        super().__init__(input_dims, output_dims, bias, size, width, mode)
+        self.layout = "mlx"
+        self.invariant = invariant
+        if layout == "marlin":
+            self.keep_packed()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear_layer: nn.Module,
+        group_size: GroupSize = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        *,
+        layout: str = "mlx",
+        invariant: bool = False,
+    ) -> Self:
+        """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
+        _check_layer("linear_layer", linear_layer, nn.Linear)
+        _check(layout, mode, bits, group_size)
+        if _is_packed_only(layout, group_size, mode, bits):
+            ours = cls.__new__(cls)
+            nn.Module.__init__(ours)
+            ours._quantize(linear_layer.weight, group_size, bits, mode)
+            ours.invariant = invariant
+            if "bias" in linear_layer:
+                ours["bias"] = linear_layer["bias"]
+            return ours
+        size: Any = group_size
+        width: Any = bits
+        quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
+        return cls.from_quantized(quantized, layout=layout, invariant=invariant)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        layer: nn.QuantizedLinear,
+        *,
+        layout: str = "mlx",
+        invariant: bool = False,
+    ) -> Self:
+        """Makes a layer with the parameters of an `nn.QuantizedLinear`.
+
+        Args:
+            layer: The layer; it stays as it is.
+            layout: "mlx" shares the layer's arrays; "marlin" packs them.
+            invariant: Whether a row's bits must not depend on how many rows there are.
+
+        Raises:
+            TypeError: If the layer is not an `nn.QuantizedLinear`.
+            ValueError: If the layout is unknown or our format cannot hold the weight.
+        """
+        _check_layer("layer", layer, nn.QuantizedLinear)
+        _check(layout, layer.mode, layer.bits)
+        sizes = format_of(layer.mode, layer.bits).group_sizes
+        if layout == "mlx" and layer.group_size not in sizes:
+            raise ValueError(
+                f"layout='mlx' has groups of {sizes}, and the layer has "
+                f"group_size={layer.group_size}"
+            )
+        ours = twin(cls, layer)
+        ours.layout = "mlx"
+        ours.invariant = invariant
+        for name in NATIVE:
+            ours._keep(name, getattr(layer, name))
+        if "bias" in layer:
+            ours["bias"] = layer["bias"]
+        if layout == "marlin":
+            ours.keep_packed()
+        return ours
+
+    def to_stock(self) -> nn.QuantizedLinear | nn.Linear:
+        """Returns MLX's own layer with the same parameters, in MLX's layout.
+
+        Groups longer than MLX's become several. MLX has none of 16 integers: such a
+        layer becomes an `nn.Linear` of the numbers that its codes stand for.
+        """
+        layer: nn.QuantizedLinear | nn.Linear
+        packed = self.packed
+        size = self.group_size if packed is None else stock_group_size(packed)
+        if packed is not None and size is None:
+            layer = nn.Linear.__new__(nn.Linear)
+            nn.Module.__init__(layer)
+            layer.train(self.training)
+            layer.weight = plain(packed, packed.dtype)
+        else:
+            layer = twin(nn.QuantizedLinear, self)
+            layer.group_size = size
+            native = self.native() if packed is None else (*as_mlx(packed), None)
+            for name, array in zip(NATIVE, native, strict=False):
+                setattr(layer, name, array)
+        if "bias" in self:
+            layer["bias"] = self["bias"]
+        return layer
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The packed weight; None with `layout="mlx"`."""
+        if self.layout == "mlx":
+            return None
+        return PackedWeight(
+            words=self["words"],
+            scales=self["quantizers"],
+            n=self.output_dims,
+            k=self.input_dims,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+    # MLX's layer has these as plain attributes, which it never sets again.
+    @property
+    def weight(self) -> mx.array:
+        """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
+        return self.native()[0]
+
+    @weight.deleter
+    def weight(self) -> None:
+        _refuse_change("weight")
+
+    @property
+    def scales(self) -> mx.array:
+        """Scales [n, k / group_size]."""
+        return self.native()[1]
+
+    @scales.deleter
+    def scales(self) -> None:
+        _refuse_change("scales")
+
+    @property
+    def biases(self) -> mx.array | None:
+        """Biases [n, k / group_size]; None where the mode has none."""
+        return self.native()[2]
+
+    @biases.setter
+    def biases(self, none: mx.array | None) -> None:
+        """Takes the None that MLX's layer sets where the mode has no biases."""
+
+    @biases.deleter
+    def biases(self) -> None:
+        _refuse_change("biases")
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
+        if (has_bias := self._stock_calls.get(x.shape)) is not None:
+            # As in `stock_product`, whose call would cost the host as much again.
+            y: mx.array = mx.quantized_matmul(
+                x,
+                self["weight"],
+                scales=self["scales"],
+                biases=self.get("biases"),
+                transpose=True,
+                group_size=self.group_size,
+                bits=self.bits,
+                mode=self.mode,
+            )
+            return y + self["bias"] if has_bias else y
+        bias: mx.array | None = self.get("bias")
+        if bias is None and self.layout == "marlin":  # the short way: most layers
+            return packed_product(
+                x,
+                self["words"],
+                self["quantizers"],
+                self.output_dims,
+                self.input_dims,
+                self.group_size,
+                self.bits,
+                self.mode,
+                None,
+                self.invariant,
+            )
+        if self.layout == "mlx" and self._is_stock(x):
+            if self._is_stock_in_all_dtypes(x):
+                self.remember_stock(x.shape, "bias" in self)
+            return stock_product(self, x)
+        # In one kernel, unless the bias would widen the result.
+        if bias is None or self._keeps_dtype(x, bias):
+            return self._product(x, bias)
+        y = self._product(x, None) + bias
+        return y  # noqa: RET504 (MLX is not annotated)
+
+    def _is_stock_in_all_dtypes(self, x: mx.array) -> bool:
+        """Returns whether a shape alone tells that stock MLX serves.
+
+        Of few rows only: each dtype takes planning, and prompts have many shapes.
+        """
+        if x.size > FEW_ROWS * x.shape[-1]:
+            return False
+        others = (mx.zeros(x.shape, getattr(mx, name)) for name in DTYPE_BYTES)
+        return all(map(self._is_stock, others))
+
+    def _extra_repr(self) -> str:
+        stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
+        invariant = ", invariant" if self.invariant else ""
+        return f"{stock}, layout={self.layout}{invariant}"
+
+    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Returns codes, scales and biases, if there are, in MLX's layout."""
+        packed = self.packed
+        if packed is not None:
+            words, scales, *biases = unpack(packed)
+            return words, scales, biases[0] if biases else None
+        # Missing while the layer is being built: then an attribute like any other.
+        named = NATIVE if self.mode == "affine" else NATIVE[:2]
+        missing = [name for name in named if name not in self]
+        if missing:
+            raise AttributeError(f"{type(self).__name__} has no {missing[0]!r} yet")
+        return self["weight"], self["scales"], self.get("biases")
+
+    def _keep(self, name: str, array: mx.array | None) -> None:
+        """Keeps a native array; a property of this class hides the attribute."""
+        if array is not None:
+            self[name] = array
+
+    def _quantize(
+        self, weight: mx.array, group_size: GroupSize, bits: int | None, mode: str
+    ) -> None:
+        """Takes a weight in a format that MLX does not quantize to."""
+        packed = quantize(weight, group_size=group_size, bits=bits, mode=mode)
+        self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
+        self._take(packed)
+
+    def keep_packed(self) -> None:
+        """Packs the layer's arrays, which are in MLX's layout, in place."""
+        packed = pack(
+            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
+        )
+        for name in NATIVE:
+            self.pop(name, None)
+        self._take(packed)
+
+    def _take(self, packed: PackedWeight) -> None:
+        self.output_dims, self.input_dims = packed.n, packed.k
+        self["words"], self["quantizers"] = packed.words, packed.scales
+        self.layout = "marlin"
+        self.freeze(keys=[*PACKED])
+
+
+def _is_packed_only(
+    layout: str, group_size: GroupSize, mode: str, bits: int | None
+) -> bool:
+    """Returns whether MLX cannot quantize to a format that our packed layout has."""
+    known = format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)
+    of_mlx = group_size in (None, *known.group_sizes)
+    return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)
+
+
+def _refuse_change(name: str) -> NoReturn:
+    """Refuses an array that takes a packed one's place: MLX deletes what was there."""
+    raise TypeError(
+        f"{name} of a layer with layout='marlin' cannot be set, because its parameters "
+        f"are {' and '.join(PACKED)}: set {name} of the layer that to_stock() returns "
+        f"and make a new one with from_quantized"
+    )
+
+
+def _check_layer(name: str, layer: object, expected: type[nn.Module]) -> None:
+    if not isinstance(layer, expected):
+        raise TypeError(
+            f"{name} must be an nn.{expected.__name__}, got {type(layer).__name__}"
+        )
+
+
+def _check(
+    layout: str, mode: str, bits: int | None, group_size: GroupSize = None
+) -> None:
+    check_format(group_size, bits, mode, may_be_row=True)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
+    if mode not in MODE_DEFAULTS:
+        raise ValueError(f"mode={mode!r} is not one of {[*MODE_DEFAULTS]}")
+    format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)

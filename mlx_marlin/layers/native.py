@@ -1,0 +1,96 @@
+"""What our layers share with MLX's own: their format, and arrays in MLX's layout."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.products.matmul import linear, quantized_matmul
+
+NATIVE = ("weight", "scales", "biases")
+"""A layer's arrays in MLX's layout."""
+PACKED = ("words", "quantizers")
+"""A layer's arrays if they are packed."""
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def native_product(
+    layer: nn.Module,
+    x: mx.array,
+    bias: mx.array | None,
+    invariant: bool,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Multiplies x [..., k] by a layer's weight, which is in MLX's layout.
+
+    Args:
+        layer: Its weight is [n, k].
+        x: Activations.
+        bias: Bias [n] to add.
+        invariant: As for `linear`.
+        residual: Summands [..., n].
+    """
+    weight = native_weight(layer)
+    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
+    if bias is None and residual is None and not invariant:
+        return quantized_matmul(x, *weight, True, group_size, bits, mode)
+    return linear(
+        x,
+        *weight,
+        bias=bias,
+        residual=residual,
+        invariant=invariant,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+    )
+
+
+def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
+    """Returns what `nn.QuantizedLinear` does, for a layer in MLX's layout."""
+    y: mx.array = mx.quantized_matmul(
+        x,
+        layer["weight"],
+        scales=layer["scales"],
+        biases=layer.get("biases"),
+        transpose=True,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    return y + layer["bias"] if "bias" in layer else y
+
+
+def native_weight(
+    layer: nn.Module,
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Returns codes, scales and biases, if there are, as products take them."""
+    return layer["weight"], layer["scales"], layer.get("biases")
+
+
+def twin(cls: type[Layer], layer: nn.Module) -> Layer:
+    """Makes a layer without parameters, in the same format and state as another."""
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    twin.group_size, twin.bits, twin.mode = layer.group_size, layer.bits, layer.mode
+    twin.train(layer.training)
+    twin._no_grad = set(layer._no_grad).difference(PACKED)
+    return twin
+
+
+def replace_entries(
+    layer: nn.Module, names: Sequence[str], arrays: dict[str, mx.array]
+) -> None:
+    """Replaces the entries of these names, where the first of them is.
+
+    So the parameters keep their order when they are packed and unpacked.
+    """
+    entries = [*dict.items(layer)]
+    layer.clear()
+    for name, value in entries:
+        if name == names[0]:
+            dict.update(layer, arrays)
+        elif name not in names:
+            dict.update(layer, {name: value})

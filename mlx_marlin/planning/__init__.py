@@ -1,0 +1,1 @@
+"""Problems and plans as values, without a device, MLX or NumPy."""

@@ -1,0 +1,148 @@
+"""A choice and its reasons: the plan, what it should cost, and what lost against it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_marlin.backends.devices import Target
+from mlx_marlin.backends.metal.cost import Prediction
+from mlx_marlin.backends.metal.stock.prediction import StockPrediction
+from mlx_marlin.planning.plan import Plan
+
+SAME = 0.005
+"""Predictions nearer to each other than this share count as equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan and what the model says about it."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time."""
+        return self.prediction.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How a product would be computed, and why so.
+
+    Attributes:
+        plan: The plan of our kernels that was chosen.
+        device: The chip that it was chosen for.
+        prediction: What the model says about the plan.
+        stock: What the model says about stock MLX's own product; None on CUDA, where
+            there is no model of it.
+        reason: Why stock MLX serves the product all the same; None if our plan does.
+        candidates: All plans that were compared, the chosen one first.
+    """
+
+    plan: Plan
+    device: Target
+    prediction: Prediction
+    stock: StockPrediction | None
+    reason: str | None
+    candidates: tuple[Candidate, ...]
+
+    def explain(self) -> str:
+        """Says in a line what runs, what it should cost, and who serves it."""
+        served = "stock MLX" if self.reason else "our kernels"
+        stock = self.stock and f", stock MLX {_us(self.stock.seconds)} us"
+        return (
+            f"{self.plan.explain()}; predicted {_us(self.prediction.seconds)} us on "
+            f"{self.device.variant}{stock or ''} (model, "
+            f"not measured); served by {served}"
+        )
+
+    def table(self) -> str:
+        """Lists every candidate: predicted time, what bounds it, why it lost."""
+        heads = ["strategy", "threadgroups", "simdgroups", "slots", "busy", "us"]
+        rows = [[*heads, "bound by", ""], *map(self._row, self.candidates)]
+        stock = self.stock
+        if stock is None:
+            return aligned(rows)
+        call = [stock.call.kernel, f"{stock.call.threadgroups}", "", ""]
+        times = ["", _us(stock.seconds), stock.bound]
+        rows.append([*call, *times, self.reason or "stock MLX, slower by the model"])
+        return aligned(rows)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the choice as values that JSON can hold."""
+        plan, work = self.plan, self.plan.work
+        return {
+            "strategy": work.strategy,
+            "variant": plan.variant,
+            "tile": [plan.tile.m, plan.tile.n, plan.tile.k],
+            "threadgroups": work.threadgroups,
+            "splits": work.slots,
+            "busy": round(self.prediction.busy, 4),
+            "predicted_us": round(self.prediction.seconds * 1e6, 2),
+            "stock_us": self.stock and round(self.stock.seconds * 1e6, 2),
+            "bytes": plan.problem.bytes,
+            "workspace_bytes": plan.workspace_bytes,
+            "dispatches": plan.dispatches,
+            "bound": self.prediction.bound,
+            "served_by": "stock" if self.reason else "ours",
+            "reason": self.reason or self.plan.explain(),
+            "device": self.device.variant,
+            "measured": False,
+        }
+
+    def _row(self, candidate: Candidate) -> list[str]:
+        plan, prediction = candidate.plan, candidate.prediction
+        along = f"{plan.simdgroups_m}x{plan.simdgroups_n}x{plan.simdgroups_k}"
+        return [
+            plan.work.strategy,
+            f"{plan.work.threadgroups}",
+            along,
+            f"{plan.work.slots}",
+            f"{prediction.busy:.2f}",
+            _us(prediction.seconds),
+            prediction.bound,
+            self._verdict(candidate),
+        ]
+
+    def _verdict(self, candidate: Candidate) -> str:
+        """Says why a candidate was not chosen."""
+        if candidate.plan == self.plan:
+            return "chosen"
+        ours, best = candidate.prediction, self.prediction
+        more = ours.seconds / best.seconds - 1
+        if more <= SAME:
+            later = candidate.plan.dispatches > self.plan.dispatches
+            return (
+                "a dispatch more, for less than the model's error"
+                if later
+                else ("no faster, and less simple")
+            )
+        causes = {
+            "cores less evenly busy": best.busy / ours.busy,
+            "too few simdgroups to hide latency": best.fill / ours.fill,
+            "more to read, issue or store": ours.longest / best.longest,
+            "further dispatches": 1 + (ours.dispatch - best.dispatch) / best.seconds,
+        }
+        return f"{more:.1%} slower: {max(causes, key=causes.__getitem__)}"
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Returns rows of cells in columns: words to the left, numbers to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    numeric = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return cell.replace(".", "", 1).isdecimal() or not cell
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"

@@ -1,0 +1,1 @@
+"""Quantized products on arrays."""

@@ -1,0 +1,207 @@
+"""Quantizing weights, and moving them between MLX's layout and ours, on MLX arrays."""
+
+from math import prod
+from operator import index
+
+import mlx.core as mx
+
+from mlx_marlin.argument_types import (
+    check_arrays,
+    check_format,
+    check_optional_arrays,
+)
+from mlx_marlin.products.repacking import to_rows, to_tiles
+from mlx_marlin.weights import layout, quantizers
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import (
+    DTYPE_BYTES,
+    MODE_DEFAULTS,
+    Format,
+    format_of,
+)
+from mlx_marlin.weights.packed_weight import (
+    GroupSize,
+    PackedWeight,
+    check_global_scale,
+    check_groups,
+)
+from mlx_marlin.weights.tile_order import deinterleave, interleave
+
+
+def quantize(
+    w: mx.array,
+    *,
+    group_size: GroupSize = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    symmetric: bool = False,
+    global_scale: mx.array | None = None,
+) -> PackedWeight:
+    """Quantizes a weight and packs it.
+
+    Args:
+        w: Weight [n, k] or a batch [..., n, k], float16, bfloat16 or float32; k a
+            multiple of `group_size`.
+        group_size: Weights along k that share a scale, "channel" or k for a whole row.
+            Default: the mode's.
+        bits: Bits of a code. Default: the mode's.
+        mode: A scheme of `mx.quantize`, or "symmetric": codes of b bits stand for
+            -2^(b-1) to 2^(b-1) - 1 times the scale, and zero is exact.
+        symmetric: The same as `mode="symmetric"`.
+        global_scale: For "nvfp4" the largest magnitude of w, float32 of one element, as
+            `mx.quantize` takes it. Default: none.
+
+    Returns:
+        The packed weight. Its scales have w's dtype, or are bytes.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If w or the format is not one of ours.
+    """
+    check_arrays(w=w)
+    check_optional_arrays(global_scale=global_scale)
+    check_format(group_size, bits, mode, may_be_row=True)
+    if symmetric and mode not in ("affine", "symmetric"):
+        raise ValueError(f"symmetric=True is not for mode={mode!r}, only for integers")
+    mode = "symmetric" if symmetric else mode
+    bits = _bits(mode, bits)
+    format = format_of(mode, bits)
+    if w.ndim < 2 or dtype_name(w.dtype) not in DTYPE_BYTES:
+        raise ValueError(
+            f"w must be a matrix [n, k] or a batch of them, of {[*DTYPE_BYTES]}, "
+            f"got {dtype_name(w.dtype)} with shape {w.shape}"
+        )
+    if 0 in w.shape:
+        raise ValueError(f"w has shape {w.shape}, expected at least one row and column")
+    size = _group_size(mode, group_size, w.shape[-1])
+    check_groups("w", w.shape[-1], format, size)
+    check_global_scale(global_scale, mode)
+    if mode == "zero_point":
+        raise ValueError('mode="zero_point" is for weights that are quantized already')
+    parts: tuple[mx.array, ...]
+    if mode == "symmetric":
+        parts = quantizers.symmetric(w, size, bits)
+    elif size in format.group_sizes:
+        parts = mx.quantize(w, size, bits, mode, global_scale=global_scale)
+    else:
+        parts = quantizers.affine(w, size, bits)
+    return pack(
+        *parts, group_size=size, bits=bits, mode=mode, global_scale=global_scale
+    )
+
+
+def pack(
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None = None,
+    *,
+    group_size: GroupSize = None,
+    bits: int | None = None,
+    mode: str = "affine",
+    global_scale: mx.array | None = None,
+) -> PackedWeight:
+    """Packs a quantized weight, exactly.
+
+    n is padded to a multiple of 32 and k to a multiple of 64, with code 0, scale 0 and
+    bias 0: padding stands for zero.
+
+    Args:
+        w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32], or a batch of
+            them [..., n, k * bits / 32].
+        scales: Scales [..., n, k / group_size].
+        biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
+            numbers in the scales' dtype; None for schemes without.
+        group_size: Weights along k that share a scale, "channel" or k for a whole row.
+            Default: the mode's.
+        bits: Bits of a code. Default: the mode's.
+        mode: MLX's scheme, or "symmetric" or "zero_point".
+        global_scale: As in `PackedWeight`.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If the arrays do not belong together or are not in our format.
+    """
+    check_arrays(w=w, scales=scales)
+    check_optional_arrays(biases=biases, global_scale=global_scale)
+    check_format(group_size, bits, mode, may_be_row=True)
+    bits = _bits(mode, bits)
+    format = format_of(mode, bits)
+    n, k, size = _check_native(w, scales, biases, format, group_size)
+    padded_n, padded_k = layout.padded(n, k)
+    stored = [scales] if biases is None else [scales, biases]
+    return PackedWeight(
+        words=to_tiles(w, n, k, bits=bits, group_size=size),
+        scales=interleave(stored, padded_n, -(-padded_k // size)),
+        n=n,
+        k=k,
+        group_size=size,
+        bits=bits,
+        mode=mode,
+        global_scale=global_scale,
+    )
+
+
+def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
+    """Returns what `pack` was given, exactly: codes, scales, biases if there are.
+
+    Raises:
+        TypeError: If `packed` is not a `PackedWeight`.
+    """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
+    format = format_of(packed.mode, packed.bits)
+    words = to_rows(
+        packed.words,
+        packed.n,
+        packed.k,
+        bits=packed.bits,
+        group_size=packed.group_size,
+    )
+    groups = packed.k // packed.group_size
+    return words, *deinterleave(packed.scales, packed.n, groups, format.parameters)
+
+
+def _bits(mode: str, bits: int | None) -> int:
+    default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[1]
+    return default if bits is None else index(bits)
+
+
+def _group_size(mode: str, group_size: GroupSize, k: int) -> int:
+    if group_size == "channel":
+        return k
+    default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[0]
+    return default if group_size is None else index(group_size)
+
+
+def _check_native(
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    format: Format,
+    group_size: GroupSize,
+) -> tuple[int, int, int]:
+    """Checks a weight in MLX's layout; returns n, k and the group size."""
+    if w.ndim < 2 or w.dtype != mx.uint32 or prod(w.shape) == 0:
+        raise ValueError(
+            f"w must be a non-empty uint32 matrix [n, k * {format.bits} / 32] or a "
+            f"batch of them, got {dtype_name(w.dtype)} with shape {w.shape}"
+        )
+    n, k = w.shape[-2], w.shape[-1] * 32 // format.bits
+    size = _group_size(format.mode, group_size, k)
+    check_groups("w", k, format, size)
+    if (biases is not None) != (format.parameters == 2):
+        expected = "biases" if format.codes == "affine" else "zero points as biases"
+        raise ValueError(
+            f"mode={format.mode!r} takes "
+            + (f"{expected}, got None" if biases is None else "no biases")
+        )
+    for name, array in (("scales", scales), ("biases", biases)):
+        if array is None:
+            continue
+        shape = (*w.shape[:-1], k // size)
+        if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:
+            raise ValueError(
+                f"{name} must be one of {[*format.scale_dtypes]} with shape {shape}, "
+                f"got {dtype_name(array.dtype)} with shape {array.shape}"
+            )
+    return n, k, size

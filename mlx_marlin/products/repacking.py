@@ -1,0 +1,91 @@
+"""Moves codes between MLX's rows of bits and packed tiles, exactly.
+
+Kernels of ours do it on Metal, after their known-answer check; elsewhere MLX's own
+operations do.
+"""
+
+import mlx.core as mx
+
+from mlx_marlin import guard
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.repack_launch import repack
+from mlx_marlin.weights import layout, tile_order
+
+CHECKED_CODES = 2**24
+"""Codes that are compared at a time, which bounds the memory that it takes."""
+
+
+def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
+    """Returns the codes of rows as tiles, as `tile_order.tiles_of_rows` does.
+
+    The tiles are read back and compared with `w` before they are returned, except in a
+    trace of `mx.compile` or another transformation, where nothing can be compared.
+
+    Raises:
+        RuntimeError: If MLX's operations do not return the same codes.
+    """
+    form = {"bits": bits, "group_size": group_size}
+    if _by_kernel("marlin", **form):
+        tiles = repack("marlin", n=n, k=k, **form)(w)
+        if _is_same(w, tiles, n, k, **form):
+            return tiles
+        order = layout.order_of_group(group_size)
+        guard.condemn_repack("marlin", bits, order, f"wrong codes for {k}→{n}")
+    tiles = tile_order.tiles_of_rows(w, n, k, **form)
+    if not _is_same(w, tiles, n, k, **form):
+        raise RuntimeError(
+            f"packing {k}→{n} of {bits} bits in groups of {group_size} changed its "
+            f"codes; the weight was left as it was"
+        )
+    return tiles
+
+
+def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
+    """Returns the codes of tiles as rows, as `tile_order.rows_of_tiles` does."""
+    form = {"bits": bits, "group_size": group_size}
+    if _by_kernel("mlx", **form):
+        return repack("mlx", n=n, k=k, **form)(words)
+    return tile_order.rows_of_tiles(words, n, k, **form)
+
+
+def _by_kernel(to: str, bits: int, group_size: int) -> bool:
+    if not _on_gpu():
+        return False
+    return guard.repack_fault(to, bits, layout.order_of_group(group_size)) is None
+
+
+def _on_gpu() -> bool:
+    # Elsewhere the same moves are MLX's operations: on a CPU they are compiled code,
+    # and the emulator would run the kernels a thread at a time.
+    if selection.backend() != "metal":
+        return False
+    here = mx.default_device() != mx.Device(mx.cpu)
+    return here or selection.forced_backend() is not None
+
+
+def _is_same(
+    w: mx.array, tiles: mx.array, n: int, k: int, *, bits: int, group_size: int
+) -> bool:
+    """Returns whether tiles hold the codes of w; also where it cannot be found out."""
+    if selection.missing() is not None:
+        return True  # graphs can be built here, and nothing computed
+    rows = w.reshape(-1, n, w.shape[-1])
+    stored = tiles.reshape(-1, *tiles.shape[-3:])
+    at_once = max(CHECKED_CODES // (k * layout.TILE_N), 1)  # tiles along n
+    try:
+        for own, packed in zip(rows, stored, strict=True):
+            for first in range(0, len(packed), at_once):
+                part = own[first * layout.TILE_N : (first + at_once) * layout.TILE_N]
+                read = tile_order.rows_of_tiles(
+                    packed[first : first + at_once],
+                    len(part),
+                    k,
+                    bits=bits,
+                    group_size=group_size,
+                )
+                if not mx.array_equal(part, read).item():
+                    return False
+    except ValueError as error:
+        if "function transformations" not in str(error):
+            raise
+    return True

@@ -1,0 +1,125 @@
+"""Products in stock MLX's operations, also of packed weights, that it serves for us."""
+
+import mlx.core as mx
+
+from mlx_marlin.products.packing import unpack
+from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS, format_of
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+LARGEST_NVFP4 = 6.0 * 448.0
+"""The largest E2M1 times the largest E4M3: MLX divides global scales by it."""
+
+
+def stock_group_size(packed: PackedWeight) -> int | None:
+    """Returns the group size in which stock MLX can have a weight, if it can."""
+    return stock_groups(packed.mode, packed.bits, packed.group_size)
+
+
+def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
+    """Returns the group size in which stock MLX can have a kind of weight.
+
+    Longer groups than it knows become several.
+
+    Args:
+        mode: The quantization scheme.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+
+    Returns:
+        None for groups of 16 integers, which it can not have.
+    """
+    if group_size in format_of(mode, bits).group_sizes:
+        return group_size
+    return next((each for each in reversed(GROUPS) if group_size % each == 0), None)
+
+
+def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases that mean the same to stock MLX.
+
+    They are in groups of `stock_group_size`, or of the weight's own size where that is
+    None. A zero point becomes the bias that it stands for, rounded to the scales'
+    dtype. A global scale is left out.
+    """
+    words, scales, *rest = unpack(packed)
+    if packed.mode == "symmetric":
+        rest = [-(2 ** (packed.bits - 1)) * scales]
+    elif packed.mode == "zero_point":
+        rest = [-scales * rest[0]]
+    times = packed.group_size // (stock_group_size(packed) or packed.group_size)
+    if times > 1:
+        scales, *rest = (mx.repeat(each, times, axis=-1) for each in (scales, *rest))
+    return words, scales, *rest
+
+
+def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.array:
+    """Multiplies x by a packed weight in MLX's operations: x @ w.T, or x @ w.
+
+    Weights of a batch are broadcast with x.
+    """
+    size = stock_group_size(packed)
+    if size is None:
+        dtype = mx.result_type(x.dtype, packed.dtype)
+        w = plain(packed, dtype)
+        return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
+    words, scales, *rest = as_mlx(packed)
+    scale = packed.global_scale
+    y = native_product(
+        # Without its global scale the product may leave half's range.
+        x if scale is None else x.astype(mx.float32),
+        words,
+        scales,
+        rest[0] if rest else None,
+        transpose,
+        size,
+        packed.bits,
+        packed.mode if packed.mode in MODE_DEFAULTS else "affine",
+    )
+    return y if scale is None else (y * (scale / LARGEST_NVFP4)).astype(x.dtype)
+
+
+def native_product(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    transpose: bool,
+    group_size: int | None,
+    bits: int | None,
+    mode: str,
+) -> mx.array:
+    """Multiplies x by weights in MLX's layout, broadcast as plain matrices would be."""
+    # MLX broadcasts x over a batch of weights only if x is batched too; left alone it
+    # answers with the first weight's product.
+    missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
+    rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
+    batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
+    y = mx.quantized_matmul(
+        batched,
+        w,
+        scales,
+        biases,
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+    )
+    return y if rows is x else y.squeeze(-2)
+
+
+def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """Returns a weight of integers [n, k] as plain numbers, in MLX's operations.
+
+    Each is computed in float32 and rounded once.
+    """
+    words, scales, *rest = unpack(packed)
+    zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0
+    codes = codes_of_words(words, packed.bits).astype(mx.float32)
+    groups = codes.reshape(*packed.shape[:-1], -1, packed.group_size) - zero
+    wide = scales.astype(mx.float32)[..., None]
+    if packed.mode == "zero_point":
+        groups = groups - rest[0][..., None]
+    weights = wide * groups
+    if packed.mode == "affine":
+        weights = weights + rest[0][..., None]
+    return weights.reshape(packed.shape).astype(dtype)

@@ -1,0 +1,196 @@
+"""What products are measured on: activations, and weights that no cache can hold."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.devices import Target
+from mlx_marlin.backends.launch import Product
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
+from mlx_marlin.tuning.timing import Weight
+from mlx_marlin.weights.bit_streams import codes_of_words
+
+CACHE_BYTES = 64 * 2**20
+"""Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
+CUDA_CACHE_BYTES = 128 * 2**20
+"""No second-level cache of NVIDIA's is larger (126 MB of a B200, 50 of an H100 or H200:
+NVIDIA's architecture papers)."""
+MOST_WEIGHTS = 256
+"""Arrays of small weights stay few: a model's own small ones lie in the cache too."""
+TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
+"""Most an element may be off, over the root mean square of all. Rounding stays below a
+third of it, also that of TF32; an element that lacks a split is off by about 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Operands:
+    """The arrays of a problem.
+
+    Attributes:
+        problem: The problem.
+        x: Activations [m, k].
+        native: One weight in MLX's layout: codes, scales, and biases or zero points.
+        weights: Weights in the problem's layout, as many as are taken in turn; the
+            first one is `native`.
+    """
+
+    problem: Problem
+    x: mx.array
+    native: Weight
+    weights: tuple[Weight, ...]
+
+
+def rotated(problem: Problem, device: Target) -> int:
+    """Returns how many weights are larger than the cache together."""
+    if isinstance(device, CudaDevice):
+        cache = CUDA_CACHE_BYTES
+    else:
+        cache = CACHE_BYTES * (2 if device.tier == "ultra" else 1)
+    return min(cache // problem.weight_bytes + 1, MOST_WEIGHTS)
+
+
+def check(problem: Problem) -> None:
+    """Checks that stock MLX, which plans are compared with, has a problem's groups.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    sizes = problem.format.group_sizes
+    if problem.group_size not in sizes:
+        raise ValueError(
+            f"group_size={problem.group_size} is not one of {sizes}: plans are "
+            f"compared with stock MLX, which has no others"
+        )
+
+
+def operands(problem: Problem, count: int) -> Operands:
+    """Makes operands whose values are drawn, the same every time.
+
+    Args:
+        problem: The problem.
+        count: Weights to take in turn.
+
+    Raises:
+        ValueError: If stock MLX, which plans are compared with, has no such groups.
+    """
+    check(problem)
+    x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
+    natives = [_native(problem, seed) for seed in range(1, count + 1)]
+    made = Operands(
+        problem=problem,
+        x=x.astype(getattr(mx, problem.dtype)),
+        native=natives[0],
+        weights=tuple(_laid_out(problem, native) for native in natives),
+    )
+    mx.eval(made.x, made.native, made.weights)
+    return made
+
+
+def stock_product(problem: Problem) -> Product:
+    """Returns stock MLX's own product of a problem in MLX's layout."""
+    has_biases = problem.format.codes == "affine"
+
+    def product(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            w,
+            scales,
+            biases if has_biases else None,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        )
+
+    return product
+
+
+def is_right(product: Product, given: Operands) -> bool:
+    """Whether a product agrees with one of MLX's own that is computed in float32."""
+    problem = given.problem
+    expected = _exact(problem, given.x.astype(mx.float32), given.native)
+    actual = product(given.x, *given.weights[0]).astype(mx.float32)
+    if actual.shape != expected.shape:
+        return False
+    most = mx.abs(actual - expected).max() / mx.sqrt(mx.square(expected).mean())
+    # What is not a number is in no order.
+    return bool((most <= TOLERANCES[problem.dtype]).item())
+
+
+def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
+    w, scales, third = native
+    if problem.format.codes != "floating":
+        scales, third = scales.astype(mx.float32), third.astype(mx.float32)
+    if _is_of_mlx(problem) and selection.backend() != "cuda":
+        return stock_product(problem)(x, w, scales, third)
+    # Plain numbers: stock MLX has no such scheme, or on CUDA (0.32.4) it raises for 64
+    # rows of float32 (measured: 5120→17408).
+    return x @ _decoded(problem, w, scales, third).T
+
+
+def _is_of_mlx(problem: Problem) -> bool:
+    return problem.format.codes in ("affine", "floating")
+
+
+def _decoded(
+    problem: Problem, w: mx.array, scales: mx.array, third: mx.array
+) -> mx.array:
+    """Returns a weight [n, k] as float32."""
+    if _is_of_mlx(problem):
+        return mx.dequantize(
+            w,
+            scales,
+            third if problem.format.codes == "affine" else None,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        ).astype(mx.float32)
+    is_symmetric = problem.format.codes == "symmetric"
+    zero = 2 ** (problem.bits - 1) if is_symmetric else third[..., None]
+    codes = codes_of_words(w, problem.bits).astype(mx.float32)
+    groups = codes.reshape(problem.n, problem.groups, problem.group_size)
+    return ((groups - zero) * scales[..., None]).reshape(problem.n, problem.k)
+
+
+def _native(problem: Problem, seed: int) -> Weight:
+    """Draws a weight around zero that gives results of x's own size, or less.
+
+    What is no bias or zero point is not read.
+    """
+    keys = mx.random.split(mx.random.key(seed), 2)
+    if problem.format.codes == "floating":
+        drawn = mx.random.normal((problem.n, problem.k), key=keys[0]) / problem.k**0.5
+        parts = mx.quantize(
+            drawn, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
+        )
+        return parts[0], parts[1], parts[1]
+    # Bytes, because MLX draws large integers as floats, whose last bits are zero.
+    codes = (problem.n, problem.k * problem.bits // 8)
+    w = mx.random.randint(0, 256, codes, mx.uint8, key=keys[0]).view(mx.uint32)
+    groups = (problem.n, problem.groups)
+    size = mx.random.uniform(0.05, 0.15, groups, key=keys[1]) / problem.k**0.5
+    dtype = getattr(mx, problem.scale_dtype)
+    scales = size.astype(dtype)
+    if problem.format.codes == "affine":
+        middle = (2**problem.bits - 1) / 2
+        return w, scales, (-middle * size).astype(dtype)
+    zero = 2 ** (problem.bits - 1)
+    return (
+        w,
+        scales,
+        mx.random.randint(zero - 1, zero + 2, groups, key=keys[0]).astype(dtype),
+    )
+
+
+def _laid_out(problem: Problem, native: Weight) -> Weight:
+    if problem.layout == "mlx":
+        return native
+    stored = native[: 1 + problem.format.parameters]
+    packed = pack(
+        *stored, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
+    )
+    return packed.words, packed.scales, packed.scales

@@ -1,0 +1,1 @@
+"""Quantized weights: formats, the packed layout, the values that hold them."""

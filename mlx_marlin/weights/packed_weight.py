@@ -1,0 +1,146 @@
+"""A quantized weight in the packed layout, as one value."""
+
+from dataclasses import dataclass, field, fields
+from operator import index
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_marlin.argument_types import (
+    check_arrays,
+    check_format,
+    check_integers,
+    check_optional_arrays,
+)
+from mlx_marlin.weights import layout
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import Format, format_of
+
+GroupSize = int | Literal["channel"] | None
+"""Weights that share a scale; "channel" is a whole row, None what the mode has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedWeight:
+    """A quantized weight [n, k], or a batch of them, in the packed ("marlin") layout.
+
+    Attributes:
+        words: Codes, uint32 [..., n tiles, k tiles, 64 * bits], in the order of
+            `layout`.
+        scales: What a group stores, [..., n tiles, groups, 32 or 64]: for each of 8
+            fragment rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale,
+            bias) or (scale, zero point) of these rows.
+        n: Rows of the weight: features that come out.
+        k: Columns of the weight: features that go in.
+        group_size: Weights along k that share a scale; k itself for a whole row.
+        bits: Bits of a code.
+        mode: The scheme: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4", or "symmetric",
+            which stores no bias, or "zero_point".
+        global_scale: For "nvfp4" perhaps one scale more, of all of the weight: float32
+            of one element, as MLX means it. A weight is 1/2688 of it too.
+        third: What kernels take in the place of biases.
+        kind: All that decides who multiplies by it: n, k, group_size, bits, mode, dtype
+            of the scales, whether there is a global scale, batch.
+    """
+
+    words: mx.array
+    scales: mx.array
+    n: int
+    k: int
+    group_size: int = 64
+    bits: int = 4
+    mode: str = "affine"
+    global_scale: mx.array | None = None
+    third: mx.array = field(init=False, repr=False)
+    kind: tuple[int, int, int, int, str, mx.Dtype, bool, tuple[int, ...]] = field(
+        init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        check_arrays(words=self.words, scales=self.scales)
+        check_optional_arrays(global_scale=self.global_scale)
+        check_format(self.group_size, self.bits, self.mode)
+        check_integers(n=self.n, k=self.k)
+        for name in ("n", "k", "group_size", "bits"):
+            # Integers of other libraries are equal to Python's in every cache's key.
+            object.__setattr__(self, name, index(getattr(self, name)))
+        known = format_of(self.mode, self.bits)
+        check_groups("PackedWeight", self.k, known, self.group_size)
+        check_global_scale(self.global_scale, self.mode)
+        n, k = layout.padded(self.n, self.k)
+        tiles = (n // layout.TILE_N, k // layout.TILE_K)
+        words = (*self.batch, *tiles, layout.tile_words(self.bits))
+        stored = known.parameters * layout.TILE_N
+        scales = (*self.batch, tiles[0], -(-k // self.group_size), stored)
+        if self.words.shape != words or self.words.dtype != mx.uint32:
+            raise ValueError(
+                f"words must be uint32 {words} for {self.k}→{self.n}, "
+                f"got {dtype_name(self.words.dtype)} {self.words.shape}"
+            )
+        dtype = dtype_name(self.scales.dtype)
+        if self.scales.shape != scales or dtype not in known.scale_dtypes:
+            raise ValueError(
+                f"scales must be one of {[*known.scale_dtypes]} with shape {scales}, "
+                f"got {dtype} {self.scales.shape}"
+            )
+        scale = self.global_scale
+        # Twice: MLX hands arrays under eight bytes over in another address space.
+        third = self.scales if scale is None else mx.repeat(scale.reshape(1), 2)
+        object.__setattr__(self, "third", third)
+        format = self.n, self.k, self.group_size, self.bits, self.mode
+        kind = *format, self.scales.dtype, scale is not None, self.batch
+        object.__setattr__(self, "kind", kind)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Returns what `copy` and `pickle` make the weight from.
+
+        Only what a caller gives: `kind` holds an MLX dtype, which cannot be pickled.
+        """
+        given = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.init
+        }
+        return _from_fields, (given,)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Leading axes, such as (experts,); empty for one weight."""
+        return self.words.shape[:-3]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape (..., n, k) of the weight that this stands for."""
+        return *self.batch, self.n, self.k
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the scales."""
+        return self.scales.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and biases, padding included."""
+        return self.words.nbytes + self.scales.nbytes
+
+
+def _from_fields(given: dict[str, Any]) -> PackedWeight:
+    return PackedWeight(**given)
+
+
+def check_groups(name: str, k: int, format: Format, group_size: int) -> None:
+    """Checks that a weight of k columns can be packed in groups of this size."""
+    wrong = format.why_not(group_size, k, "marlin")
+    if wrong is not None:
+        raise ValueError(f"{name} [n, {k}] cannot be packed: {wrong}")
+
+
+def check_global_scale(scale: mx.array | None, mode: str) -> None:
+    """Checks that a global scale, if there is one, fits the mode."""
+    if scale is None:
+        return
+    if mode != "nvfp4":
+        raise ValueError(f"global_scale is for nvfp4, not for mode={mode!r}")
+    if scale.size != 1 or scale.dtype != mx.float32:
+        raise ValueError(
+            f"global_scale must be float32 of one element, "
+            f"got {dtype_name(scale.dtype)} with shape {scale.shape}"
+        )

@@ -1,0 +1,48 @@
+"""Quantizers of our own, for what `mx.quantize` does not do: codes, scales, biases."""
+
+import mlx.core as mx
+
+from mlx_marlin.weights.bit_streams import words_of_codes
+
+
+def affine(
+    w: mx.array, group_size: int, bits: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns codes, scales and biases by the rule of `mx.quantize`, for any group.
+
+    The end of a group that is farther from zero is exact, and so is zero itself; one
+    bit has room for the two ends only.
+    """
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
+    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+    is_low = mx.abs(low) > mx.abs(high)
+    most = 2**bits - 1
+    step = mx.maximum((high - low) / most, 1e-7)
+    step = mx.where(is_low, step, -step)
+    edge = mx.where(is_low, low, high)
+    zero = mx.round(edge / step)
+    bias = mx.where(zero == 0, 0, edge)
+    step = mx.where(zero == 0, step, edge / zero)
+    if bits == 1:
+        step, bias = mx.maximum(high - low, 1e-7), low
+    codes = mx.clip(mx.round((groups - bias) / step), 0, most)
+    words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
+    return words, step.squeeze(-1).astype(w.dtype), bias.squeeze(-1).astype(w.dtype)
+
+
+def symmetric(w: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array]:
+    """Returns codes and scales around an exact zero.
+
+    The value of largest magnitude becomes the most negative code, so its sign decides
+    the scale's.
+    """
+    zero = 2 ** (bits - 1)
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
+    largest = mx.take_along_axis(
+        groups, mx.abs(groups).argmax(-1, keepdims=True), axis=-1
+    )
+    scales = (largest / -zero).astype(w.dtype)
+    divisor = mx.where(scales == 0, 1, scales).astype(mx.float32)
+    codes = mx.clip(mx.round(groups / divisor) + zero, 0, 2 * zero - 1)
+    words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
+    return words, scales.squeeze(-1)

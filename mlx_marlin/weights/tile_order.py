@@ -1,0 +1,130 @@
+"""Moves codes and scales between MLX's rows and packed tiles, in MLX's operations.
+
+No kernel of ours runs here: this is what the repack kernels are compared with, and how
+a packed weight is read where they do not run.
+"""
+
+import mlx.core as mx
+
+from mlx_marlin.weights import layout
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.formats import planes_of
+
+
+def tiles_of_rows(
+    w: mx.array, n: int, k: int, *, bits: int, group_size: int
+) -> mx.array:
+    """Returns the codes of rows as tiles; those past n or k are 0.
+
+    Args:
+        w: Codes, uint32 [..., n, k * bits / 32]: one weight or a batch.
+        n: Rows of the weight.
+        k: Columns of the weight.
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale.
+
+    Returns:
+        uint32 [..., n tiles, k tiles, 64 * bits], in the order of `layout`.
+    """
+    rows, columns = layout.padded(n, k)
+    *batch, _, _ = w.shape
+    whole = [(0, 0)] * len(batch)
+    codes = mx.pad(codes_of_words(w, bits), [*whole, (0, rows - n), (0, columns - k)])
+    order = layout.order_of_group(group_size)
+    tiles = _store(codes.reshape(-1, columns), bits, order)
+    return tiles.reshape(*batch, rows // layout.TILE_N, *tiles.shape[1:])
+
+
+def rows_of_tiles(
+    words: mx.array, n: int, k: int, *, bits: int, group_size: int
+) -> mx.array:
+    """Returns the codes of tiles as rows: the inverse of `tiles_of_rows`."""
+    *batch, _, k_tiles, of_tile = words.shape
+    order = layout.order_of_group(group_size)
+    codes = _load(words.reshape(-1, k_tiles, of_tile), bits, order)
+    whole = codes.reshape(*batch, *layout.padded(n, k))
+    return words_of_codes(whole[..., :n, :k], bits)
+
+
+def interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
+    """Returns scales, or scales and biases, in the order of packed tiles.
+
+    Args:
+        stored: Arrays [..., n, groups] of one shape.
+        padded_n: Rows with those that fill the last tile; padding is 0.
+        padded_groups: Groups with those of padded k.
+
+    Returns:
+        [..., n tiles, groups, 32 * len(stored)], as in `PackedWeight`.
+    """
+    *batch, n, groups = stored[0].shape
+    dtype = mx.result_type(*stored)
+    factors = mx.stack([each.astype(dtype) for each in stored])
+    whole = [(0, 0)] * (1 + len(batch))
+    factors = mx.pad(factors, [*whole, (0, padded_n - n), (0, padded_groups - groups)])
+    digits = factors.reshape(len(stored), -1, 4, 8, padded_groups)
+    return digits.transpose(1, 4, 3, 2, 0).reshape(
+        *batch, padded_n // layout.TILE_N, padded_groups, -1
+    )
+
+
+def deinterleave(scales: mx.array, n: int, groups: int, parameters: int) -> mx.array:
+    """Returns what `interleave` was given, stacked [parameters, ..., n, groups].
+
+    Args:
+        scales: Scales of a packed weight.
+        n: Rows of the weight.
+        groups: Groups of a row.
+        parameters: Values stored for a group.
+    """
+    *batch, n_tiles, padded_groups, _ = scales.shape
+    digits = scales.reshape(-1, padded_groups, 8, 4, parameters)
+    factors = digits.transpose(4, 0, 3, 2, 1).reshape(
+        parameters, *batch, n_tiles * layout.TILE_N, padded_groups
+    )
+    return factors[..., :n, :groups]
+
+
+def _store(codes: mx.array, bits: int, order: str) -> mx.array:
+    """Arranges padded codes [n, k] as words, plane after plane in each tile."""
+    n, k = codes.shape
+    planes, low = [], 0
+    for own in planes_of(bits):
+        plane = codes >> low & (1 << own) - 1
+        digits = plane.reshape(_loaded_shape(own, order, n, k))
+        stored = digits.transpose(_permutation()).reshape(n // 32, k // 64, -1)
+        planes.append(words_of_codes(stored, own))
+        low += own
+    return mx.concatenate(planes, axis=-1)
+
+
+def _load(words: mx.array, bits: int, order: str) -> mx.array:
+    """Reads the padded codes [n, k] of words: the inverse of `_store`."""
+    tiles_n, tiles_k, _ = words.shape
+    n, k = tiles_n * layout.TILE_N, tiles_k * layout.TILE_K
+    codes, low, first = mx.zeros((n, k), mx.uint8), 0, 0
+    for own in planes_of(bits):
+        end = first + layout.tile_words(own)
+        radix = layout.sizes(own, order)
+        stored = codes_of_words(words[..., first:end], own).reshape(
+            tiles_n, tiles_k, *(radix[name] for name in layout.STORED)
+        )
+        codes = codes | stored.transpose(_inverse(_permutation())).reshape(n, k) << low
+        low, first = low + own, end
+    return codes
+
+
+def _loaded_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
+    radix = layout.sizes(bits, order)
+    row = (radix[name] for name in layout.ROW)
+    column = (radix[name] for name in layout.K_DIGITS)
+    return (n // layout.TILE_N, *row, k // layout.TILE_K, *column)
+
+
+def _permutation() -> tuple[int, ...]:
+    loaded = ("tile_n", *layout.ROW, "tile_k", *layout.K_DIGITS)
+    return tuple(loaded.index(name) for name in ("tile_n", "tile_k", *layout.STORED))
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(permutation.index(axis) for axis in range(len(permutation)))
