@@ -17,7 +17,8 @@ from cuda_products import (
 from cuda_weights import Format, biases_of_stock, zero_native
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, selection
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.cuda import arguments as cuda_arguments
 
 
 def needed(
@@ -53,8 +54,8 @@ def instance(format: Format, layout: str, shape: Shape, rows: int) -> Hashable:
     plan = plan_of(rows, shape, format, layout)
     if plan is None:
         return None
-    reduce = arguments.reduce_template(plan) if plan.finishes else {}
-    templates = (arguments.product_template(plan), reduce)
+    reduce = cuda_arguments.reduce_template(plan) if plan.finishes else {}
+    templates = (cuda_arguments.product_template(plan), reduce)
     return (
         str(format),
         plan.kernel,

@@ -24,7 +24,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
-from mlx_marlin.backends import launch, selection, source
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.integrations.mlx_lm.joining import join_layers
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
@@ -180,11 +181,11 @@ def import_milliseconds(statement: str) -> float:
 def text_bytes() -> dict[str, int]:
     """Returns the bytes of text that MLX joins and hashes for each Metal kernel."""
     kernels = (
-        *(source.product_source(kernel) for kernel in PRODUCTS),
-        source.gather_source(),
-        source.reduce_source(),
-        source.dequantize_source(),
-        *map(source.repack_source, LAYOUTS),
+        *(metal_source.product_source(kernel) for kernel in PRODUCTS),
+        metal_source.gather_source(),
+        metal_source.reduce_source(),
+        metal_source.dequantize_source(),
+        *map(metal_source.repack_source, LAYOUTS),
     )
     return {text.name: len(text.header) + len(text.source) for text in kernels}
 

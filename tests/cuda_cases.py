@@ -16,13 +16,13 @@ from format_cases import GROUPED, Weight, layouts_of, step_of
 from oracles import Floats, exact
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal.limits import k_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import k_tile
 
 N, TILES_K = 200, 7
 """Columns that fill no tile, and k tiles that no number of slices divides."""
@@ -168,7 +168,7 @@ def formats() -> Iterator[tuple[str, int, int]]:
             scale_dtype="uint8" if mode[:2] in ("mx", "nv") else "float16",
             layout="marlin",
         )
-        if mma.why_not(problem) is None:
+        if limits.why_not(problem) is None:
             yield mode, bits, group_size
 
 
@@ -178,9 +178,9 @@ def cases() -> Iterator[Case]:
     Of packed weights every third one has each kernel; floats, which have one group size
     only, have two.
     """
-    of_mma = zip(cycle(mma.DTYPES), cycle(ROWS), cycle(WAYS), strict=True)
+    of_mma = zip(cycle(limits.DTYPES), cycle(ROWS), cycle(WAYS), strict=True)
     of_ring = [
-        zip(cycle(mma.DTYPES), cycle(rows), cycle(ring_ways(kernel)), strict=True)
+        zip(cycle(limits.DTYPES), cycle(rows), cycle(ring_ways(kernel)), strict=True)
         for kernel, rows in RING_ROWS.items()
     ]
     layouts, turns = cycle((0, 0, -1)), cycle((of_mma, *of_ring))

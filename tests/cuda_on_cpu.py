@@ -37,7 +37,7 @@ from format_cases import Weight
 
 from mlx_marlin import cache, emulator
 from mlx_marlin.backends import launch
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.planning.dense_plan import DensePlan
@@ -137,7 +137,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> No
 
     Normalized rows have as much memory there as small ones need.
     """
-    monkeypatch.setattr(mma, "NORMED_BYTES", 16 * 1024)
+    monkeypatch.setattr(limits, "NORMED_BYTES", 16 * 1024)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     kernel = partial(cuda_kernel, changes=changes)
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)

@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from oracles import Floats, exact
 
 from mlx_marlin.backends import launch
-from mlx_marlin.backends.metal.limits import GEMV_ROWS, k_tile
+from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import k_tile
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
@@ -303,7 +305,7 @@ class Variant:
                 threadgroups=max(threadgroups, 1),
                 slices=work.k_tiles,
             )
-        return Plan(
+        return MetalPlan(
             problem=self.problem(m, n, k),
             kernel="gemm_register" if self.fragments else "gemv",
             tile=tile,

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from strategies import Native
 
-from mlx_marlin.backends.metal.limits import step_k
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import step_k
 
 Vector = NDArray[np.float32]
 TRIP = 64

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from mlx_marlin.backends import source
+from mlx_marlin.backends.metal import source as metal_source
 
 TEXTS = (
-    source.product_source,
-    source.gather_source,
-    source.dequantize_source,
-    source.reduce_source,
-    source.repack_source,
+    metal_source.product_source,
+    metal_source.gather_source,
+    metal_source.dequantize_source,
+    metal_source.reduce_source,
+    metal_source.repack_source,
 )
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import arguments, source
+from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.planning.work import Work
 from mlx_marlin.weights import layout
 

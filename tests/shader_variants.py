@@ -12,21 +12,18 @@ import strategies
 
 from mlx_marlin.backends import arguments, planner, source
 from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
-from mlx_marlin.backends.metal.limits import (
-    FRAGMENT,
-    FRAGMENTS_M,
-    GEMV_ROWS,
-    MAX_SIMDGROUPS,
-    Reduction,
-    k_tile,
-)
+from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.decompositions import WIDTHS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import FRAGMENT, Reduction, k_tile
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.weights.formats import (
     CHANNEL,
@@ -113,14 +110,16 @@ class Variant:
     def source(self) -> source.Source:
         fused, atomic = self.kind == "fused", self.kind == "atomic"
         if self.kernel == "reduce":
-            return source.reduce_source(fused)
+            return metal_source.reduce_source(fused)
         if self.kernel == "dequantize":
-            return source.dequantize_source()
+            return metal_source.dequantize_source()
         if self.kernel == "gather":
-            return source.gather_source()
+            return metal_source.gather_source()
         if self.kernel in ("pack", "unpack"):
-            return source.repack_source("marlin" if self.kernel == "pack" else "mlx")
-        return source.product_source(self.kernel, fused, atomic)
+            return metal_source.repack_source(
+                "marlin" if self.kernel == "pack" else "mlx"
+            )
+        return metal_source.product_source(self.kernel, fused, atomic)
 
     @property
     def pairs(self) -> Iterator["Pair"]:
@@ -174,10 +173,10 @@ def variants_of(plan: Plan) -> list[Variant]:
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": out}
     finished = "plain" if problem.epilogue == PLAIN else "fused"
     kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
-    values = {**arguments.product_template(plan), **dtypes}
+    values = {**metal_arguments.product_template(plan), **dtypes}
     found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
     if plan.finishes:
-        values = {**arguments.reduce_template(plan), "out": problem.dtype}
+        values = {**metal_arguments.reduce_template(plan), "out": problem.dtype}
         found.append(Variant("reduce", finished, tuple(values.items())))
     return found
 
@@ -199,14 +198,14 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
     for m, n, invariant, chip in product((8, 512), (64, 63), (False, True), chips):
         each = replace(problem, m=m, n=n, invariant=invariant)
         plan = planner.choose_gather(each, 8, chip)
-        values = {**arguments.gather_template(plan), **dtypes}
+        values = {**metal_arguments.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 
 
 def repacks() -> Iterator[Variant]:
     """The instances that move codes of any width, to tiles and back."""
     for bits, order in product(WIDTHS_OF_CODES, ("k32", "k64")):
-        values = {**arguments.repack_template(bits, order), "out": "uint32"}
+        values = {**metal_arguments.repack_template(bits, order), "out": "uint32"}
         for kernel in ("pack", "unpack"):
             yield Variant(kernel, "plain", tuple(values.items()))
 
@@ -299,7 +298,7 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
             continue
         tile = Tile(m=rows, k=k_tile(problem.group_size))
         for subtract in (False, True):
-            body = Plan(
+            body = MetalPlan(
                 problem=replace(problem, m=rows),
                 kernel="gemm_register" if fragments_m else "gemv",
                 tile=tile,

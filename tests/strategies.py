@@ -13,18 +13,13 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.limits import (
-    FRAGMENT,
-    FRAGMENTS_M,
-    GEMV_ROWS,
-    MAX_SIMDGROUPS,
-    Reduction,
-    k_tile,
-)
+from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import BUFFERS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.planning.tiles import FRAGMENT, Reduction, k_tile
 from mlx_marlin.planning.work import (
     MOST_GROUPS,
     PARTITIONS,
@@ -247,7 +242,7 @@ def plans(
     else:
         tiles = problem.batch * m_tiles * n_tiles
         work = draw(works(tiles=tiles, k_tiles=k_tiles, strategies=ONE_TILE_SIZE))
-    plan = Plan(
+    plan = MetalPlan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
         tile=tile,
@@ -416,7 +411,7 @@ def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list
     rows = problem.m if problem.m <= GEMV_ROWS[problem.dtype] else FRAGMENT
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     m_tiles, n_tiles = -(-problem.m // tile.m), -(-problem.n // tile.n)
-    body = Plan(
+    body = MetalPlan(
         problem=problem,
         kernel="gemv" if rows == problem.m else "gemm_register",
         tile=tile,

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import launch, planner, selection
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.limits import Reduction
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
 from mlx_marlin.backends.planner import predict
 from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
+from mlx_marlin.planning.tiles import Reduction
 from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 

@@ -14,14 +14,10 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import (
-    arguments as kernel_arguments,
-)
-from mlx_marlin.backends import (
-    planner,
-    source,
-)
+from mlx_marlin.backends import planner
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.cuda import arguments as cuda_arguments
+from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
 from mlx_marlin.backends.source import Source
@@ -138,11 +134,11 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
     plan = planner.make(problem_of(**asked), device=device, **wishes)
 
     said = compiled(
-        source.cuda_product_source(plan),
+        cuda_source.of_product(plan),
         plan,
         device,
         tmp_path,
-        kernel_arguments.product_template(plan),
+        cuda_arguments.product_template(plan),
         "float" if plan.is_split else None,
     )
 
@@ -150,8 +146,8 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
     assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said
     assert plan.finishes == (name == "split")
     if plan.finishes:
-        template = kernel_arguments.reduce_template(plan)
-        compiled(source.sums_source(plan), plan, device, tmp_path, template)
+        template = cuda_arguments.reduce_template(plan)
+        compiled(cuda_source.of_reduce(plan), plan, device, tmp_path, template)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +165,7 @@ def test_routing_compiles(
     body: str, template: dict[str, TemplateValue], tmp_path: Path
 ) -> None:
     plan = planner.make(problem_of(8, 64, 64, dtype=template["T"]))
-    text = source.routing_source(body)
+    text = cuda_source.routing_source(body)
     said = compiled(text, plan, CudaDevice.named(H200), tmp_path, template)
     assert max(map(int, SPILLED.findall(said))) == 0, said
 
@@ -190,9 +186,9 @@ def test_experts_compile_and_their_registers_suffice(
     device = CudaDevice.named(H200)
     problem = problem_of(pairs, 768, 2048, layout="marlin")
     plan = planner.choose_cuda_gather(problem, 128, each, device, gate, bias)
-    text = source.cuda_gather_source(plan)
+    text = cuda_source.cuda_gather_source(plan)
 
-    template = kernel_arguments.cuda_gather_template(plan)
+    template = cuda_arguments.cuda_gather_template(plan)
     said = compiled(text, plan, device, tmp_path, template)
 
     assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said

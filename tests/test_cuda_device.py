@@ -16,8 +16,8 @@ from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.cuda import detection
 from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.metal import device
-from mlx_marlin.backends.metal.limits import OF_CUDA
 from mlx_marlin.cli import main
 from mlx_marlin.products import eligibility
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from oracles import exact
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, planner, source, tuned_results
+from mlx_marlin.backends import launch, planner, tuned_results
+from mlx_marlin.backends.cuda import source
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Result, label

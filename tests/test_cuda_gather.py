@@ -20,7 +20,8 @@ from oracles import exact
 from test_gather import Call, kind
 
 import mlx_marlin
-from mlx_marlin.backends import experts_launch, planner, source
+from mlx_marlin.backends import experts_launch, planner
+from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
 from mlx_marlin.layers.experts import MarlinSwitchLinear
@@ -479,7 +480,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
 @pytest.mark.parametrize("each", [0, 2])
 def test_the_text_reads_rows_only_where_they_are_named(each: int) -> None:
     plan = planner.choose_cuda_gather(problem_of(8, 64, 128), 4, each, H200)
-    text = source.cuda_gather_source(plan)
+    text = cuda_source.cuda_gather_source(plan)
 
     read = ("x", "w", "scales", "biases", "experts")
     assert text.input_names == (*read, *(() if each else ("sources",)), "numbers")

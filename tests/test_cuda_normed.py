@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from oracles import exact
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, planner, source
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends import launch, planner
+from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.metal.limits import OF_CUDA
+from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -226,7 +226,7 @@ def layer_of(layout: str = "marlin", *, bias: bool = False) -> MarlinLinear:
     m=st.integers(1, 8),
     n=st.integers(1, 3000),
     k=st.integers(1, 64).map(lambda groups: 64 * groups),
-    dtype=st.sampled_from(mma.DTYPES),
+    dtype=st.sampled_from(limits.DTYPES),
     device=st.sampled_from([H200, RTX]),
 )
 def test_plans_have_whole_rows_in_a_block(
@@ -237,7 +237,7 @@ def test_plans_have_whole_rows_in_a_block(
     plan = planner.choose(asked, device)
 
     assert (plan.kernel, plan.reduction) == ("mma", "none")
-    assert mma.NORMED_BYTES < plan.threadgroup_bytes <= device.shared_bytes
+    assert limits.NORMED_BYTES < plan.threadgroup_bytes <= device.shared_bytes
     assert "normalized rows (eps 1e-05)" in asked.explain()
     assert "normalized" not in replace(asked, norm=None).explain()
 

@@ -34,8 +34,8 @@ from mlx_lm.models import rope_utils
 from oracles import exact
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, planner, source
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends import launch, planner
+from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.integrations.tracing.rotation import periods_of
@@ -84,7 +84,7 @@ NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    ("call", "dtype"), [*zip(GATED_WAYS, cycle(mma.DTYPES), strict=False)], ids=str
+    ("call", "dtype"), [*zip(GATED_WAYS, cycle(limits.DTYPES), strict=False)], ids=str
 )
 def test_integers_are_exact_at_the_first_place(
     call: tuple[int, dict[str, Any]], dtype: str

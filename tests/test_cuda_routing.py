@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from cuda_on_cpu import needs_emulator
 
-from mlx_marlin.backends import arguments, experts_launch, source
+from mlx_marlin.backends import experts_launch, source
+from mlx_marlin.backends.cuda import arguments
 from mlx_marlin.backends.cuda.experts_plan import GATES
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (

@@ -11,8 +11,8 @@ import pytest
 from cuda_on_cpu import needs_emulator
 
 from mlx_marlin.backends import launch
-from mlx_marlin.backends.cuda import mma
-from mlx_marlin.backends.metal.limits import OF_CUDA
+from mlx_marlin.backends.cuda import limits
+from mlx_marlin.backends.cuda.limits import OF_CUDA
 
 NAMES = [*cuda_sanitized.runs()]
 
@@ -23,7 +23,7 @@ def test_every_format_way_and_epilogue_is_watched() -> None:
     for case in cases:
         assert f"format {case}" in NAMES
     for way in (*cuda_cases.WAYS, *cuda_cases.RING_WAYS):
-        for dtype in mma.DTYPES:
+        for dtype in limits.DTYPES:
             assert any(str(way) in name and dtype in name for name in NAMES)
     for kind in ("large block", "gated", "normed", "batch", "anywhere", "decode"):
         assert any(name.startswith(kind) for name in NAMES)

@@ -15,20 +15,15 @@ from arguments import activations, weight
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin.backends import (
-    arguments as kernel_arguments,
-)
-from mlx_marlin.backends import (
-    devices,
-    launch,
-    planner,
-    selection,
-    source,
-)
+from mlx_marlin.backends import arguments, devices, launch, planner, selection, source
+from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import declarations, search
 from mlx_marlin.backends.cuda import device as cuda_device
+from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import shader_text
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.cli import demo_report
 from mlx_marlin.integrations.mlx_lm.convert import default_layout
 from mlx_marlin.layers.experts import MarlinSwitchLinear
@@ -75,7 +70,7 @@ def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget_texts() -> None:
-    source._included.cache_clear()
+    cuda_source._included.cache_clear()
 
 
 @pytest.fixture
@@ -144,10 +139,8 @@ PLACES = "const int* shape = numbers + 0;\nconst int* schedule = numbers + 7;\n"
 
 def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     plan = plan_of(**WHOLE, layout="marlin")
-    text = source.cuda_product_source(plan)
-    fused = source.cuda_product_source(
-        plan_of(**WHOLE, layout="marlin", epilogue=FUSED)
-    )
+    text = cuda_source.of_product(plan)
+    fused = cuda_source.of_product(plan_of(**WHOLE, layout="marlin", epilogue=FUSED))
 
     threads, digest, include = text.header.splitlines(keepends=True)
     assert threads == f"#define THREADS {plan.threads}\n"
@@ -167,12 +160,12 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
 
 def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     plan, fused = plan_of(**SPLIT), plan_of(**SPLIT, epilogue=FUSED)
-    metal, text = source.reduce_source(), source.sums_source(plan)
+    metal, text = metal_source.reduce_source(), cuda_source.of_reduce(plan)
 
-    digest = source.cuda_product_source(plan).header.splitlines()[1]
+    digest = cuda_source.of_product(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
     assert body_of(text, "cuda/reduce.cu") == PLACES + declarations.AS_IT_IS.declaration
-    own = body_of(source.sums_source(fused), "cuda/reduce.cu")
+    own = body_of(cuda_source.of_reduce(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
     assert metal.source == shader_text.stripped(text_of("kernels/reduce.metal"))
     assert "#include" not in metal.header
@@ -180,7 +173,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
 
 def test_and_that_of_what_decodes() -> None:
     plan = plan_of(**WHOLE, layout="marlin")
-    metal, text = source.dequantize_source(), source.decoding_source(plan.problem)
+    metal, text = metal_source.dequantize_source(), cuda_source.of_dense(plan.problem)
 
     assert text.header.endswith(included("cuda/decoding.cuh"))
     before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
@@ -206,8 +199,8 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
     plan = plan_of(**WHOLE, **format)
 
     read = (*("w", "scales"), *biases, "numbers")
-    assert source.cuda_product_source(plan).input_names == ("x", *read)
-    assert source.decoding_source(plan.problem).input_names == read
+    assert cuda_source.of_product(plan).input_names == ("x", *read)
+    assert cuda_source.of_dense(plan.problem).input_names == read
 
 
 @pytest.mark.parametrize("names", [*powerset(declarations.FINISHING)], ids=str)
@@ -225,9 +218,9 @@ def test_an_epilogues_arrays_are_inputs_where_there_are_any(
 
     finish = (*names, "numbers")
     product = ("x", "w", "scales")
-    assert source.cuda_product_source(whole).input_names == (*product, *finish)
-    assert source.cuda_product_source(split).input_names == (*product, "numbers")
-    assert source.sums_source(split).input_names == ("partials", *finish)
+    assert cuda_source.of_product(whole).input_names == (*product, *finish)
+    assert cuda_source.of_product(split).input_names == (*product, "numbers")
+    assert cuda_source.of_reduce(split).input_names == ("partials", *finish)
 
 
 @pytest.mark.parametrize("file", ["cuda/instructions.cuh", "lib/words.metal"])
@@ -238,8 +231,8 @@ def test_a_header_changes_with_any_file_that_it_may_include(
         forget_texts()
         plan = plan_of(**SPLIT)
         return [
-            source.cuda_product_source(plan).header,
-            source.sums_source(plan).header,
+            cuda_source.of_product(plan).header,
+            cuda_source.of_reduce(plan).header,
         ]
 
     before = headers()
@@ -253,7 +246,7 @@ def test_a_header_changes_with_any_file_that_it_may_include(
 def test_template_arguments_are_in_order() -> None:
     plan = plan_of(**WHOLE, group_size=128, layout="marlin", bits=8)
 
-    assert list(kernel_arguments.product_template(plan).items()) == [
+    assert list(cuda_arguments.product_template(plan).items()) == [
         ("FRAGMENTS_M", 2),
         ("SIMDGROUPS_N", 3),
         ("SIMDGROUPS_K", 2),
@@ -276,10 +269,8 @@ def test_hoppers_kernels_have_another_header_and_bodies(
     kernel: str, across: int
 ) -> None:
     plan = plan_of(**RING | {"kernel": kernel})
-    text = source.cuda_product_source(plan)
-    fused = source.cuda_product_source(
-        plan_of(**RING | {"kernel": kernel}, epilogue=FUSED)
-    )
+    text = cuda_source.of_product(plan)
+    fused = cuda_source.of_product(plan_of(**RING | {"kernel": kernel}, epilogue=FUSED))
 
     threads, _, include = text.header.splitlines(keepends=True)
     assert threads == f"#define THREADS {32 * (2 * across + 4)}\n"
@@ -292,7 +283,7 @@ def test_hoppers_kernels_have_another_header_and_bodies(
 
 
 def test_hoppers_template_arguments_have_the_stages() -> None:
-    found = [*kernel_arguments.product_template(plan_of(**RING, m=40, bits=3)).items()]
+    found = [*cuda_arguments.product_template(plan_of(**RING, m=40, bits=3)).items()]
 
     assert found == [
         ("FRAGMENTS_M", 6),
@@ -326,20 +317,20 @@ def test_an_epilogue_is_the_products_or_the_reduces() -> None:
     whole = plan_of(**WHOLE, epilogue=FUSED)
     split = plan_of(**SPLIT, epilogue=FUSED, batch=2)
 
-    template = kernel_arguments.product_template(whole)
+    template = cuda_arguments.product_template(whole)
     assert list(template.items())[-6:] == list(finish.items())
-    assert "T" not in kernel_arguments.product_template(split)
-    assert kernel_arguments.product_template(split)["WHOLE"] is False
+    assert "T" not in cuda_arguments.product_template(split)
+    assert cuda_arguments.product_template(split)["WHOLE"] is False
     reduce = {"BATCHED": True, "SIMDGROUPS_N": 2}
-    assert kernel_arguments.reduce_template(split) == reduce | finish
-    plain = kernel_arguments.reduce_template(plan_of(**SPLIT))
+    assert cuda_arguments.reduce_template(split) == reduce | finish
+    plain = cuda_arguments.reduce_template(plan_of(**SPLIT))
     assert plain == {"BATCHED": False, "SIMDGROUPS_N": 2, "T": "float16"}
 
 
 def test_metals_reduce_has_no_such_argument() -> None:
     plan = planner.make(Problem(m=9, n=N, k=K), strategy="split_k", k_parallel=2)
 
-    assert "SIMDGROUPS_N" not in kernel_arguments.reduce_template(plan)
+    assert "SIMDGROUPS_N" not in metal_arguments.reduce_template(plan)
 
 
 def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
@@ -358,13 +349,13 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     assert call["threadgroup"] == (threads, 1, 1)
     assert call["output_shapes"] == [(9, N)]
     assert "init_value" not in call
-    assert call["template"] == [*kernel_arguments.product_template(plan).items()]
+    assert call["template"] == [*cuda_arguments.product_template(plan).items()]
     # Small arrays go as they are: CUDA has no other address space for them.
     _, w, scales, numbers = call["inputs"]
     assert (w.shape, scales.shape) == ((4,), (2,))
     assert numbers.tolist() == [
-        *kernel_arguments.shape(plan),
-        *kernel_arguments.schedule(plan),
+        *arguments.shape(plan),
+        *arguments.schedule(plan),
     ]
 
 
@@ -404,12 +395,12 @@ def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
     launch.product(plan)(*blanks(plan))
 
     assert (
-        len(kernel_arguments.shape(plan))
-        == len(kernel_arguments.schedule(plan))
-        == source.SECTION
+        len(arguments.shape(plan))
+        == len(arguments.schedule(plan))
+        == cuda_source.SECTION
     )
     *_, numbers = recorder.called[0]["inputs"]
-    assert numbers[2 * source.SECTION :].tolist() == [0, 40, N]
+    assert numbers[2 * cuda_source.SECTION :].tolist() == [0, 40, N]
 
 
 def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> None:
@@ -441,9 +432,9 @@ def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
         first = recorder.built[0]
         return first["name"], first["header"], first["source"]
 
-    text = source.cuda_product_source(plan_of(**WHOLE))
+    text = cuda_source.of_product(plan_of(**WHOLE))
     assert built(**WHOLE) == ("marlin_mma", text.header, text.source)
-    assert built(**SPLIT)[1] == source.cuda_product_source(plan_of(**SPLIT)).header
+    assert built(**SPLIT)[1] == cuda_source.of_product(plan_of(**SPLIT)).header
 
 
 def test_another_block_is_another_kernel_and_the_same_is_built_once(
@@ -477,9 +468,9 @@ def test_without_cuda_a_kernel_is_an_error_when_it_runs(
 def test_our_kernels_serve_few_rows_in_both_layouts(recorder: Recorder) -> None:
     x, native = activations(3, K, dtype=mx.float16), weight(N, K, dtype=mx.float16)
 
-    for arguments in (native, (pack(*native),)):
-        assert mlx_marlin.why_not(x, *arguments) is None
-        y = mlx_marlin.quantized_matmul(x, *arguments)
+    for given in (native, (pack(*native),)):
+        assert mlx_marlin.why_not(x, *given) is None
+        y = mlx_marlin.quantized_matmul(x, *given)
         assert (y.shape, y.dtype) == ((3, N), mx.float16)
 
     plans = launch.plans_built()

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.cuda import candidates, device, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.metal.limits import OF_CUDA, Kernel
+from mlx_marlin.backends.cuda.limits import OF_CUDA
+from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Kernel
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -33,7 +35,7 @@ def plan_of(**fields: Any) -> Plan:
         "buffers": 2,
         "loaders": 4,
     }
-    return Plan(**{**defaults, **fields})
+    return CudaPlan(**{**defaults, **fields})
 
 
 SPLIT = Work(strategy="split_k", tiles=2, k_tiles=16, threadgroups=4, slices=2)
@@ -50,8 +52,6 @@ HYTIS = replace(data_parallel(2, 16), strategy="hytis", whole=1)
         ({"problem": replace(PACKED, group_size=16)}, "no groups of 16 integers"),
         ({"fragments_m": 1, "tile": Tile(m=8, n=64)}, "fragments_m=1 is not one of"),
         ({"fragments_m": 5, "tile": Tile(m=40, n=64)}, "fragments_m=5 is not one of"),
-        ({"simdgroups_m": 2}, "got simdgroups_m=2, subtract=False, loaders=4"),
-        ({"subtract": True}, "got simdgroups_m=1, subtract=True, loaders=4"),
         ({"loaders": 0}, "loaders=4, got .*loaders=0"),
         ({"loaders": 8}, "loaders=4, got .*loaders=8"),
         ({"buffers": 0}, "buffers=0 is not one of .2, 4, 6, 8, .* fragments_m=4"),

@@ -28,7 +28,7 @@ from cuda_cases import (
 from cuda_on_cpu import SHARED_LIMIT, check, check_batch, check_moved, plan_of, run
 from oracles import exact
 
-from mlx_marlin.backends.cuda import mma, pipelined
+from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.planning.epilogue import Epilogue
@@ -66,7 +66,7 @@ BLOCKS = {
 def every_case() -> Iterator[Case]:
     """Yields every format in each dtype with the next blocks of all."""
     blocks = cycle(BLOCKS)
-    for (mode, bits, group_size), dtype in product(cuda_cases.formats(), mma.DTYPES):
+    for (mode, bits, group_size), dtype in product(cuda_cases.formats(), limits.DTYPES):
         for m, i in islice(blocks, BLOCKS_EACH):
             yield mode, bits, group_size, "marlin", dtype, m, RING_WAYS[i]
 

@@ -30,7 +30,7 @@ from oracles import Floats, exact
 
 import mlx_marlin
 from mlx_marlin.backends import devices, launch, selection
-from mlx_marlin.backends.cuda import mma, search
+from mlx_marlin.backends.cuda import limits, search
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.planning.dense_plan import dense_plan
@@ -54,7 +54,7 @@ def every_case() -> Iterator[Case]:
     """Yields every format in every layout and dtype, and with each the next of rest."""
     rows, ways = cycle(ROWS), cycle(WAYS)
     formats = dict.fromkeys(case[:3] for case in cuda_cases.cases())
-    for (mode, bits, group_size), dtype in product(formats, mma.DTYPES):
+    for (mode, bits, group_size), dtype in product(formats, limits.DTYPES):
         for layout in format_cases.layouts_of(mode, bits, group_size):
             yield mode, bits, group_size, layout, dtype, next(rows), next(ways)
 

@@ -15,15 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import (
-    arguments as kernel_arguments,
-)
-from mlx_marlin.backends import (
-    devices,
-    launch,
-    planner,
-    selection,
-)
+from mlx_marlin.backends import arguments, devices, launch, planner, selection
 from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.handover import margin_over_stock, stock_seconds
@@ -147,7 +139,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
         grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
         assert [*grid] == [threads, 1, 1]
         assert [*threadgroup] == [min(threads, 128), 1, 1]
-        values = map(int, kernel_arguments.weight_template(problem).values())
+        values = map(int, arguments.weight_template(problem).values())
         assert ", ".join(map(str, values)) in call["arguments"][1]
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import launch, planner, selection
-from mlx_marlin.backends.metal.limits import Reduction
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Reduction
 from mlx_marlin.products.packing import pack
 
 pytestmark = pytest.mark.skipif(

@@ -17,10 +17,11 @@ from test_epilogue import EVERYTHING, assert_finished
 from test_formats import assert_close
 
 from mlx_marlin.backends import planner, selection
-from mlx_marlin.backends.metal.limits import Reduction, step_k
 from mlx_marlin.backends.metal.staging import barriers
+from mlx_marlin.planning import overrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Reduction, step_k
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +72,7 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     body = variant.plan(m, n, k, threadgroups=7)
     # A tile of few rows has room for three buffers of float.
     fragments = 1 if buffers == 3 else variant.fragments
-    wishes = planner.Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+    wishes = overrides.Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
     wishes["fragments_m"] = fragments
     if variant.dtype == "float16":
         wishes["simdgroups_m"] = rows

@@ -13,6 +13,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, source
+from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.variants import miniatures
@@ -109,11 +110,11 @@ def test_on_a_gpu_a_kernel_with_a_fault_never_serves(
     assert old in text
     changed.write_text(text.replace(old, new, 1))
     monkeypatch.setattr(source, "shader_folder", lambda: tmp_path / "shaders")
-    source._included.cache_clear()
+    cuda_source._included.cache_clear()
     try:
         assert_stock_serves()
     finally:
-        source._included.cache_clear()
+        cuda_source._included.cache_clear()
 
 
 @on_gpu
@@ -127,7 +128,7 @@ def test_on_a_gpu_every_kernel_of_a_model_passes_quickly(
             problem = problem_of(m, n, k, dtype=dtype, layout="marlin")
             plan = planner.choose(problem, target())
             assert guard.why_not(plan) is None
-            assert miniatures(plan, on_cuda=True)[0] is not plan
+            assert miniatures(plan)[0] is not plan
 
 
 @on_gpu

@@ -12,7 +12,7 @@ from cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION, h200
 from mlx_marlin import emulator
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.arguments import weight_template
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import instances
 from mlx_marlin.guard import known_answers, operands, reference, routing
@@ -61,11 +61,11 @@ def bytes_of(plan: AnyPlan) -> int:
     return plan.problem.bytes + (weights - 1) * plan.problem.weight_bytes
 
 
-def assert_same_variants(plan: AnyPlan, on_cuda: bool = False) -> AnyPlan:
-    smaller = miniatures(plan, on_cuda)
+def assert_same_variants(plan: AnyPlan) -> AnyPlan:
+    smaller = miniatures(plan)
     for small in smaller:
         assert small is not plan, plan.explain()
-        assert variants_of(small, on_cuda) == variants_of(plan, on_cuda)
+        assert variants_of(small) == variants_of(plan)
     return smaller[0]
 
 
@@ -115,7 +115,7 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
             (Epilogue(rotation=ROTATION, bias=True), None),
         ):
             asked = replace(problem, epilogue=epilogue, norm=norm)
-            if mma.why_not(asked):
+            if limits.why_not(asked):
                 continue
             choice = planner.compare(asked, device=h200())
             for candidate in choice.candidates[::5]:

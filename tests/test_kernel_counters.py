@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import launch, planner, selection
-from mlx_marlin.backends.metal.limits import Reduction
 from mlx_marlin.emulator import Counters, emulated, trace
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 

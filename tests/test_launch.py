@@ -21,10 +21,11 @@ from mlx_marlin.backends import (
     planner,
     selection,
 )
-from mlx_marlin.backends.metal.limits import Reduction
+from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Reduction
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout
@@ -206,8 +207,8 @@ def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
     calls = kernel_calls(plan)
 
     templates = [
-        arguments.product_template(plan),
-        arguments.reduce_template(plan),
+        metal_arguments.product_template(plan),
+        metal_arguments.reduce_template(plan),
     ]
     for call, template in zip(calls, templates, strict=False):
         found = re.search(r"decltype\(\w+<(.*?)>\)", call.text)

@@ -17,10 +17,11 @@ from strategies import devices, plans, problems
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
-from mlx_marlin.backends.planner import Choice, predict
+from mlx_marlin.backends.planner import predict
 from mlx_marlin.cli import main
 from mlx_marlin.cli.pictures import drawing
 from mlx_marlin.cli.pictures import text as pictures
+from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ANY_FORMAT, plans, problems
 
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan, Tile
@@ -31,7 +32,7 @@ def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: Any) -> P
         "fragments_m": 1,
         "work": data_parallel(-(-m // 8) * -(-n // 32), -(-k // tile.k)),
     }
-    return Plan(**{**defaults, **fields})
+    return MetalPlan(**{**defaults, **fields})
 
 
 @given(plans(of=SMALL))

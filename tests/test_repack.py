@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import arguments, repack_launch, selection
+from mlx_marlin.backends import repack_launch, selection
+from mlx_marlin.backends.metal import arguments
 from mlx_marlin.products import repacking
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.repacking import to_rows, to_tiles

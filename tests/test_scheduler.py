@@ -15,6 +15,7 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.planning import overrides, search
 from mlx_marlin.planning.decompositions import ACCEPTED
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -44,7 +45,7 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
 ) -> None:
     def doubted(plan: Plan) -> float:
         seconds = planner.predict(plan, chip).seconds
-        return seconds * (1 + planner.MODEL_ERROR) if plan.is_split else seconds
+        return seconds * (1 + search.MODEL_ERROR) if plan.is_split else seconds
 
     chosen = doubted(planner.choose(problem, chip))
     cheapest = min(doubted(plan) for plan in candidates(problem, chip, {}))
@@ -235,7 +236,7 @@ def test_every_strategy_can_be_had(
 
 
 @st.composite
-def _wishes(draw: st.DrawFn) -> tuple[Problem, planner.Wishes]:
+def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.Wishes]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems(formats=ANY_FORMAT))
     plan = draw(plans(of=st.just(problem)))
@@ -248,7 +249,7 @@ def _wishes(draw: st.DrawFn) -> tuple[Problem, planner.Wishes]:
 
 
 @given(_wishes(), devices())
-def test_wishes_are_kept(asked: tuple[Problem, planner.Wishes], chip: Device) -> None:
+def test_wishes_are_kept(asked: tuple[Problem, overrides.Wishes], chip: Device) -> None:
     problem, wishes = asked
     plan = planner.make(problem, device=chip, **wishes)
 
@@ -270,7 +271,7 @@ def test_wishes_are_kept(asked: tuple[Problem, planner.Wishes], chip: Device) ->
     ],
 )
 def test_a_wish_alone_leaves_the_strategies_that_take_it(
-    wishes: planner.Wishes, strategies: set[str]
+    wishes: overrides.Wishes, strategies: set[str]
 ) -> None:
     problem = Problem(m=8, n=256, k=1024)
 
@@ -356,7 +357,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
-    wishes: planner.Wishes, words: str
+    wishes: overrides.Wishes, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         planner.make(Problem(m=8, n=256, k=512), **wishes)

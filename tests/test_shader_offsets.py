@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import arguments
+from mlx_marlin.backends.metal import arguments
 from mlx_marlin.weights.formats import TILE_K, TILE_N, WIDTHS
 
 pytestmark = pytest.mark.skipif(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import source
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.shader_text import lean, stripped
 from mlx_marlin.emulator.language.rewrite import definitions
 from mlx_marlin.emulator.language.tokens import Tokens
@@ -20,22 +21,27 @@ BODIES = sorted((FOLDER / "kernels").glob("*.metal"))
 LIBRARIES = [path.read_text() for path in sorted((FOLDER / "lib").glob("*.metal"))]
 KERNELS = [
     *(
-        source.product_source(kernel, fused)
+        metal_source.product_source(kernel, fused)
         for kernel in ("gemv", "gemm_register", "gemm_staged")
         for fused in (False, True)
     ),
-    *(source.reduce_source(fused) for fused in (False, True)),
-    source.gather_source(),
-    source.dequantize_source(),
-    *map(source.repack_source, LAYOUTS),
+    *(metal_source.reduce_source(fused) for fused in (False, True)),
+    metal_source.gather_source(),
+    metal_source.dequantize_source(),
+    *map(metal_source.repack_source, LAYOUTS),
 ]
 
 LIBRARIES_OF = {
-    kernel: (*source.WEIGHT, "epilogue", *source.LEANING.get(kernel, ()), kernel)
+    kernel: (
+        *metal_source.WEIGHT,
+        "epilogue",
+        *metal_source.LEANING.get(kernel, ()),
+        kernel,
+    )
     for kernel in ("gemv", "gemm_register", "gemm_staged")
 } | {
-    "gather": (*source.WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
-    "dequantize": (*source.WEIGHT, "dequantize"),
+    "gather": (*metal_source.WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
+    "dequantize": (*metal_source.WEIGHT, "dequantize"),
     "reduce": ("work", "epilogue", "reduce"),
     "pack": ("work", "repack"),
     "unpack": ("work", "repack"),
@@ -126,9 +132,9 @@ def test_a_kernel_has_the_definitions_that_it_can_use(text: source.Source) -> No
 @pytest.mark.parametrize("kernel", ["gemv", "gemm_register", "gather"])
 def test_functions_of_other_kernels_are_gone(kernel: str) -> None:
     texts = {
-        "gemv": source.product_source("gemv"),
-        "gemm_register": source.product_source("gemm_register"),
-        "gather": source.gather_source(),
+        "gemv": metal_source.product_source("gemv"),
+        "gemm_register": metal_source.product_source("gemm_register"),
+        "gather": metal_source.gather_source(),
     }
 
     assert "splits_of_element" in (FOLDER / "lib" / "work.metal").read_text()

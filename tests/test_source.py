@@ -8,10 +8,12 @@ import strategies
 from hypothesis import given
 
 from mlx_marlin.backends import arguments, launch, source
+from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import shader_text
-from mlx_marlin.backends.metal.limits import PADDED_COLUMNS
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.tiles import PADDED_COLUMNS
 from mlx_marlin.weights.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 
 KERNELS = ("gemv", "gemm_register", "gemm_staged")
@@ -35,8 +37,8 @@ def test_the_shaders_lie_in_two_folders() -> None:
 
 def text_of(kernel: str, fused: bool) -> source.Source:
     if kernel == "reduce":
-        return source.reduce_source(fused)
-    return source.product_source(kernel, fused)
+        return metal_source.reduce_source(fused)
+    return metal_source.product_source(kernel, fused)
 
 
 def is_fused(plan: Plan) -> bool:
@@ -61,11 +63,11 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     assert text.name == f"marlin_{body}"
     own = (folder / "kernels" / f"{body}.metal").read_text()
     assert text.source == shader_text.stripped(own)
-    libraries: tuple[str, ...] = (*source.WEIGHT, "epilogue")
-    libraries = (*libraries, *source.LEANING.get(kernel, ()), kernel)
+    libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue")
+    libraries = (*libraries, *metal_source.LEANING.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
-    assert text.header == source.header(libraries, own)
+    assert text.header == metal_source.header(libraries, own)
     # A function of the kernel's own file has the line that it has there.
     files = [(folder / "lib" / f"{name}.metal").read_text() for name in libraries]
     function = f"METAL_FUNC void {kernel}("
@@ -79,17 +81,22 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
 
 
 def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
-    text, product = source.dequantize_source(), source.product_source("gemv")
+    text, product = (
+        metal_source.dequantize_source(),
+        metal_source.product_source("gemv"),
+    )
 
     folder = source.shader_folder()
     own = (folder / "kernels" / "dequantize.metal").read_text()
-    assert text.header == source.header((*source.WEIGHT, "dequantize"), own)
+    assert text.header == metal_source.header((*metal_source.WEIGHT, "dequantize"), own)
     files = [
         (folder / "lib" / f"{name}.metal").read_text()
-        for name in (*source.WEIGHT, "dequantize")
+        for name in (*metal_source.WEIGHT, "dequantize")
     ]
     assert text.header.count("\n") == "\n".join(files).count("\n") + 2
-    decode = shader_text.stripped(files[source.WEIGHT.index("values")]).split("}\n")[0]
+    decode = shader_text.stripped(files[metal_source.WEIGHT.index("values")]).split(
+        "}\n"
+    )[0]
     assert decode in text.header
     assert decode in product.header
     assert text.source == shader_text.stripped(own)
@@ -100,12 +107,12 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_that_adds_to_its_output_has_a_name_of_its_own(kernel: str) -> None:
-    text = source.product_source(kernel, atomic=True)
+    text = metal_source.product_source(kernel, atomic=True)
 
     # MLX keeps kernels by name and text; the text is the same.
     assert text.name == f"marlin_{kernel}_atomic"
     assert text.atomic
-    assert text.source == source.product_source(kernel).source
+    assert text.source == metal_source.product_source(kernel).source
 
 
 @pytest.mark.parametrize(("kernel", "fused"), ALL)
@@ -128,19 +135,19 @@ def assert_all_used(body: str, template: dict[str, arguments.TemplateValue]) -> 
 
 @given(plan=PLANS)
 def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
-    first = source.product_source(plan.kernel, is_fused(plan))
-    last = source.reduce_source(plan.problem.epilogue != PLAIN)
+    first = metal_source.product_source(plan.kernel, is_fused(plan))
+    last = metal_source.reduce_source(plan.problem.epilogue != PLAIN)
 
-    assert_all_used(first.source, arguments.product_template(plan))
-    assert_all_used(last.source, arguments.reduce_template(plan))
+    assert_all_used(first.source, metal_arguments.product_template(plan))
+    assert_all_used(last.source, metal_arguments.reduce_template(plan))
     weight = arguments.weight_template(plan.problem)
-    assert_all_used(source.dequantize_source().source, weight)
-    assert weight.items() <= arguments.product_template(plan).items()
+    assert_all_used(metal_source.dequantize_source().source, weight)
+    assert weight.items() <= metal_arguments.product_template(plan).items()
 
 
 @given(plan=PLANS)
 def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
-    template = arguments.product_template(plan)
+    template = metal_arguments.product_template(plan)
 
     assert template["SIMDGROUPS_K"] == plan.simdgroups_k
     assert template["WIDE"] == plan.simdgroups_n
@@ -168,8 +175,8 @@ FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 @given(plan=PLANS)
 def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
     first, last = (
-        arguments.product_template(plan),
-        arguments.reduce_template(plan),
+        metal_arguments.product_template(plan),
+        metal_arguments.reduce_template(plan),
     )
     epilogue = plan.problem.epilogue
 
@@ -277,7 +284,7 @@ def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
 
 
 def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
-    numbers = numbers_of(source.product_source("gemv").header)
+    numbers = numbers_of(metal_source.product_source("gemv").header)
 
     others = {name.upper() for name in (*ACTIVATIONS, *CODES, "global_floating")}
     assert {name: value for name, value in numbers.items() if name not in others} == {
@@ -289,11 +296,11 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
 
 @given(plan=PLANS.filter(lambda plan: plan.kernel != "gemm_staged"))
 def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
-    body = source.product_source(plan.kernel, is_fused(plan)).source
+    body = metal_source.product_source(plan.kernel, is_fused(plan)).source
     size = re.search(r"threadgroup float scratch\[(.*)\];", body)
     assert size is not None
 
-    values = dict(arguments.product_template(plan))
+    values = dict(metal_arguments.product_template(plan))
     factors = size[1].replace("marlin::", "")
     floats = eval(factors, {}, values | {"SCRATCH_ROW": PADDED_COLUMNS})
 

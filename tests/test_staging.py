@@ -13,8 +13,9 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import BUFFERS, barriers, buffer_bytes, phases
-from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning import overrides
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, data_parallel
 from mlx_marlin.tuning import tuner
@@ -122,7 +123,7 @@ def test_three_buffers_have_three_roles_that_move_on_by_one(stages: int) -> None
 
 
 PROBLEM = Problem(m=64, n=256, k=512, group_size=32)
-PLAN = Plan(
+PLAN = MetalPlan(
     problem=PROBLEM,
     kernel="gemm_staged",
     tile=Tile(m=64),
@@ -183,7 +184,7 @@ PROBLEMS = strategies.problems(max_m=300, max_n=4000, formats=strategies.ANY_FOR
 def test_any_product_can_be_staged_on_a_wish(
     problem: Problem, chip: Device, buffers: int, loaders: int
 ) -> None:
-    wishes = planner.Wishes(kernel="gemm_staged", buffers=buffers)
+    wishes = overrides.Wishes(kernel="gemm_staged", buffers=buffers)
     if buffers > 1:
         wishes["loaders"] = loaders
 

@@ -18,12 +18,8 @@ import planted_text
 import pytest
 from format_cases import Variant
 
-from mlx_marlin.backends import (
-    experts_launch,
-    launch,
-    selection,
-    source,
-)
+from mlx_marlin.backends import experts_launch, launch, selection, source
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts_plan import GatherPlan
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.plan import Plan
@@ -86,7 +82,7 @@ def flushing(
         for file in (folder / "lib").iterdir():
             text = file.read_text(encoding="ascii").replace(old, new)
             file.write_text(CONVERSION.sub(r"Converted<\1>::from(", text))
-        first = folder / "lib" / f"{source.WEIGHT[0]}.metal"
+        first = folder / "lib" / f"{metal_source.WEIGHT[0]}.metal"
         first.write_text(FLUSHING + first.read_text(encoding="ascii"))
         planted_text.plant(folder, monkeypatch)
 

@@ -9,7 +9,7 @@ from metal_vocabulary import used
 from shader_variants import Variant, checked, covering_variants
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import source
+from mlx_marlin.backends.metal import source
 from mlx_marlin.weights.formats import LAYOUTS
 
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 import mlx_marlin
 from mlx_marlin import cache
-from mlx_marlin.backends import devices, launch, planner, tuned_results
+from mlx_marlin.backends import devices, launch, planner, registry, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.epilogue import Epilogue
@@ -556,8 +556,8 @@ def test_the_file_that_the_documentation_shows_is_one() -> None:
     (row,) = data["results"]
 
     assert measurement.machine_of(data["machine"]).cores == 8
-    assert measurement.row(measurement.result(row)) == row
-    assert [*measurement.row(measurement.result(row))] == [*row]
+    assert measurement.row(measurement.result(row, registry.plan_type)) == row
+    assert [*measurement.row(measurement.result(row, registry.plan_type))] == [*row]
 
 
 def test_a_row_names_what_it_holds() -> None:

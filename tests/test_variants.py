@@ -7,9 +7,10 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.candidates import Wishes, candidates
+from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
+from mlx_marlin.planning.overrides import Wishes
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS

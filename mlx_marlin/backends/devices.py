@@ -9,6 +9,7 @@ from functools import lru_cache
 from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.planning.device import PlanningDevice
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
 """Names the device to plan for: "Apple M3 Max", "Apple M3 Max, 30 cores" or "NVIDIA
@@ -17,7 +18,7 @@ ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's own variable: the architecture that it chooses its kernels for."""
 WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
 """How the environment names a device."""
-Target = Device | CudaDevice
+Target = PlanningDevice
 """What plans are made for."""
 
 
@@ -36,7 +37,7 @@ def current() -> Target:
     wish = os.environ.get(ENVIRONMENT)
     device = _parse(wish) if wish else _here()
     arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
-    if not arch or isinstance(device, CudaDevice):
+    if not arch or not isinstance(device, Device):
         return device
     try:
         return replace(device, arch=arch)

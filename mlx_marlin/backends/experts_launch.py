@@ -8,12 +8,15 @@ from math import gcd, prod
 
 import mlx.core as mx
 
-from mlx_marlin.backends import arguments, kernels, source
+from mlx_marlin.backends import kernels
+from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
 from mlx_marlin.backends.kernels import lazily, readable
+from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.backends.metal.experts_plan import GatherPlan
-from mlx_marlin.backends.metal.limits import SIMD_WIDTH
+from mlx_marlin.planning.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes
 
 COMBINING_THREADS = 128
@@ -59,9 +62,9 @@ def cuda_gather_product(plan: CudaGatherPlan) -> Callable[..., mx.array]:
         dimensions it is shaped as the experts of pairs.
     """
     problem = plan.problem
-    text = source.cuda_gather_source(plan)
+    text = cuda_source.cuda_gather_source(plan)
     kernel = lazily(text, plan.threadgroup_bytes)
-    template = kernels.template(arguments.cuda_gather_template(plan))
+    template = kernels.template(cuda_arguments.cuda_gather_template(plan))
     numbers = {"numbers": mx.array((problem.m, problem.n, problem.k), mx.int32)}
     biases = declarations.EXPERT_BIASES if plan.gate else declarations.EXPERT_BIASES[:1]
     second = declarations.SECOND if plan.gate else ()
@@ -142,4 +145,4 @@ def combine(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array
 
 
 def _routing(body: str) -> kernels.KernelCall:
-    return lazily(source.routing_source(body), 0)
+    return lazily(cuda_source.routing_source(body), 0)

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from operator import itemgetter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.kernel_call import KernelCall
 from mlx_marlin.backends.source import Source
-from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.dtypes import dtype
 
 IN_CONSTANT = 8
@@ -18,36 +18,11 @@ IN_CONSTANT = 8
 our kernels' `device` pointers do not reach. CUDA has no such rule."""
 
 
-class KernelCall(Protocol):
-    """What `mx.fast.metal_kernel` and `cuda_kernel` return, to MLX an `object`."""
-
-    def __call__(
-        self,
-        *,
-        inputs: Sequence[mx.array],
-        template: Sequence[tuple[str, mx.Dtype | int | bool]],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-        init_value: float | None = None,
-    ) -> list[mx.array]:
-        """Adds one dispatch to the graph."""
-        ...
-
-
 def forget() -> None:
     """Drops what was asked once and built once: back end, kernels."""
     selection.forget()
     for cached in (kernel, _cuda_kernel):
         cached.cache_clear()
-
-
-def kernel_of(plan: Plan, text: Source) -> KernelCall:
-    """Returns a plan's kernel."""
-    if not plan.on_cuda:
-        return kernel(text)
-    return lazily(text, plan.threadgroup_bytes if "x" in text.input_names else 0)
 
 
 def lazily(text: Source, shared_memory: int) -> KernelCall:

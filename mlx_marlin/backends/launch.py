@@ -9,14 +9,14 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends import arguments, kernels, selection, source
-from mlx_marlin.backends.cuda import declarations
-from mlx_marlin.backends.kernels import IN_CONSTANT, lazily, readable
-from mlx_marlin.backends.metal.limits import SIMD_WIDTH
+from mlx_marlin.backends import arguments, kernels, registry, selection, source
+from mlx_marlin.backends.base import Backend
+from mlx_marlin.backends.kernels import IN_CONSTANT, readable
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes as weights_dtypes
 from mlx_marlin.weights.formats import TILE_K, TILE_N
 
@@ -123,9 +123,9 @@ def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
-    on_cuda = selection.backend() == "cuda"
-    text = source.of_dense(problem, on_cuda)
-    kernel = lazily(text, 0) if on_cuda else kernels.kernel(text)
+    backend = registry.named(selection.backend())
+    text = backend.decode_source(problem)
+    kernel = backend.kernel(text, 0)
     template = kernels.template(arguments.weight_template(problem))
     _, rows, _, length = block
     steps = length // (32 if problem.group_size == 32 else TILE_K)
@@ -159,11 +159,14 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         is one, to y [m, n] in the problem's dtype, or [*rows, n].
     """
     problem = plan.problem
-    text = source.of_reduce(plan)
-    kernel = kernels.kernel_of(plan, text)
-    template = kernels.template(arguments.reduce_template(plan))
-    numbers = _numbers(plan, arguments.finishing_schedule(plan))
-    inputs = kernels.inputs_of(text, ("partials", *declarations.FINISHING), numbers)
+    backend = registry.of_plan(plan)
+    text = backend.reduce_source(plan)
+    kernel = backend.kernel(text, 0)
+    template = kernels.template(backend.reduce_template(plan))
+    numbers = _numbers(backend, plan)
+    if "schedule" in numbers:
+        numbers["schedule"] = mx.array(arguments.finishing_schedule(plan), mx.int32)
+    inputs = kernels.inputs_of(text, ("partials", *source.FINISHING), numbers)
     threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
     columns = _columns(text, problem)
 
@@ -190,21 +193,22 @@ _built: deque[Plan] = deque(maxlen=REMEMBERED)
 
 def _multiply(plan: Plan) -> Product:
     problem = plan.problem
-    text = source.of_product(plan)
-    kernel = kernels.kernel_of(plan, text)
+    backend = registry.of_plan(plan)
+    text = backend.product_source(plan)
+    kernel = backend.kernel(text, plan.threadgroup_bytes)
     dtype = mx.float32 if plan.is_split else weights_dtypes.dtype(problem.dtype)
     by_slots = plan.reduction == "workspace"
     slots = plan.workspace_shape if by_slots else None
-    template = kernels.template(arguments.product_template(plan))
+    template = kernels.template(backend.product_template(plan))
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
     arrays = (
         *source.OPERANDS,
-        *declarations.FINISHING,
+        *source.FINISHING,
         *_of_rotation(problem.epilogue.rotation),
-        *declarations.NORMED.arrays,
+        *source.NORM,
     )
-    inputs = kernels.inputs_of(text, arrays, _numbers(plan, arguments.schedule(plan)))
+    inputs = kernels.inputs_of(text, arrays, _numbers(backend, plan))
     words = problem.n * problem.k * problem.bits // 32
     least = problem.batch * min(problem.n * problem.groups, words)
     small = least < IN_CONSTANT
@@ -256,8 +260,8 @@ def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
     """Returns the names of a rotation's arrays, in the order of a call."""
     if rotation is None:
         return ()
-    norms = declarations.HEAD_NORMS if rotation.norm is not None else ()
-    return (*declarations.ROTATION, *norms)
+    norms = source.HEAD_NORMS if rotation.norm is not None else ()
+    return (*source.ROTATION, *norms)
 
 
 def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
@@ -296,15 +300,10 @@ def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
     return cast(mx.array, tuple(results))
 
 
-def _numbers(plan: Plan, schedule: tuple[int, ...]) -> dict[str, mx.array]:
+def _numbers(backend: Backend, plan: Plan) -> dict[str, mx.array]:
     """Returns a plan's numbers by the names that texts have for them.
 
     On Metal they arrive in `constant`, where they belong: they are never padded.
     """
-    named = {
-        "shape": arguments.shape(plan),
-        "schedule": schedule,
-        "parts": arguments.parts(plan),
-        "numbers": arguments.numbers(plan),
-    }
+    named = backend.numbers(plan)
     return {name: mx.array(each, mx.int32) for name, each in named.items()}

@@ -1,40 +1,27 @@
-"""Chooses a plan: candidates, what each should cost, the cheapest one.
+"""Chooses plans: asks the back end of a device for candidates and takes the cheapest.
 
-Pure Python and pure functions of (problem, device): no clock, no MLX, no NumPy.
+Pure functions of (problem, device): no clock, no MLX, no NumPy.
 """
 
-from functools import lru_cache
-from math import inf
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Unpack
 
-from mlx_marlin.backends.cuda import search
-from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends import registry
 from mlx_marlin.backends.cuda.experts import choose_cuda_gather
-from mlx_marlin.backends.devices import Target, current, named
-from mlx_marlin.backends.metal import cost
-from mlx_marlin.backends.metal.candidates import Wishes, candidates
-from mlx_marlin.backends.metal.cost import Prediction, least_seconds
-from mlx_marlin.backends.metal.dense import dense_if_faster
+from mlx_marlin.backends.devices import current, named
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.backends.metal.experts import choose_gather, gather_reason
-from mlx_marlin.backends.metal.limits import OF_CUDA
-from mlx_marlin.backends.metal.stock.handover import (
-    handover,
-    margin_over_stock,
-    stock_seconds,
-)
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
-from mlx_marlin.planning.choice import Candidate, Choice
+from mlx_marlin.planning import search
+from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.overrides import Wishes
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.work import STRATEGIES, Work
 
 __all__ = [
-    "Candidate",
-    "Choice",
-    "Prediction",
-    "Wishes",
     "choose",
     "choose_cuda_gather",
     "choose_dense",
@@ -48,67 +35,49 @@ __all__ = [
     "stock_reason",
 ]
 
-MODEL_ERROR = 0.06
-"""How far the cost model is from published times; a split must gain more than this."""
-
-STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
-"""(buffers, loaders) of `gemm_staged` that are worth a try."""
-HOPELESS = 1.25
-"""How many times the chosen plan's predicted time is too long for a try."""
-
 
 @lru_cache(maxsize=4096)
-def choose(problem: Problem, device: Target) -> Plan:
+def choose(problem: Problem, device: PlanningDevice) -> Plan:
     """Returns the plan with the least predicted time; cached.
 
     Args:
         problem: The product to compute.
-        device: The chip to plan for, such as `device.current()`.
+        device: The chip to plan for, such as `devices.current()`.
     """
     return make(problem, device=device)
 
 
 @lru_cache(maxsize=4096)
-def choose_dense(problem: Problem, device: Target) -> DensePlan | None:
+def choose_dense(problem: Problem, device: PlanningDevice) -> DensePlan | None:
     """Returns the plain product of decoded weights if that should be fastest; cached.
-
-    Of a native weight by the same margin by which a call leaves stock MLX.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
     """
-    if isinstance(device, CudaDevice):
-        return search.dense(problem)
-    others = predict(choose(problem, device), device).seconds
-    if problem.layout == "mlx":
-        margin = margin_over_stock(problem, device)
-        others = min(others, stock_seconds(problem, device)) / margin
-    return dense_if_faster(problem, device, others)
+    ours = partial(_of_chosen, problem, device)
+    return registry.of_device(device).decode_once(problem, device, ours)
 
 
 @lru_cache(maxsize=4096)
-def stock_reason(problem: Problem, device: Target) -> str | None:
-    """Says why stock MLX should serve a product for speed; None if ours should.
+def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
+    """Returns why stock MLX should serve a product for speed; None if ours should.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
     """
-    if isinstance(device, CudaDevice):
-        return search.handover(problem, device)
-    return handover(problem, device, predict(choose(problem, device), device))
+    ours = partial(_of_chosen, problem, device)
+    return registry.of_device(device).handover(problem, device, ours)
 
 
-def predict(plan: Plan, device: Target) -> Prediction:
+def predict(plan: Plan, device: PlanningDevice) -> Prediction:
     """Returns what the model says about a plan on a device."""
-    if isinstance(device, CudaDevice):
-        return search.predict(plan, device)
-    return cost.predict(plan, device)
+    return registry.of_device(device).predict(plan, device)
 
 
 def make(
-    problem: Problem, *, device: Target = DEFAULT, **wishes: Unpack[Wishes]
+    problem: Problem, *, device: PlanningDevice = DEFAULT, **wishes: Unpack[Wishes]
 ) -> Plan:
     """Returns the best plan that has the wished fields.
 
@@ -121,28 +90,12 @@ def make(
     Raises:
         ValueError: If no plan has these fields.
     """
-    if isinstance(device, CudaDevice):
-        return search.make(problem, device, wishes)
-    _refuse_cuda(wishes)
-    best: Plan | None = None
-    least: tuple[float, ...] = (inf,)
-
-    def can_win(body: Plan, work: Work) -> bool:
-        if wishes:
-            return True  # or it would depend on times which wishes are refused
-        seconds = least_seconds(body, device, work.is_split)
-        return seconds * _doubt(work.is_split) <= least[0]
-
-    for plan in candidates(problem, device, wishes, can_win):
-        rank = _rank(plan, cost.predict(plan, device))
-        if rank < least:
-            best, least = plan, rank
-    assert best is not None, "there is at least one candidate"
-    return best
+    offer = registry.of_device(device).options
+    return search.best(partial(offer, problem, device, wishes))
 
 
 def compare(
-    problem: Problem, *, device: Target = DEFAULT, **wishes: Unpack[Wishes]
+    problem: Problem, *, device: PlanningDevice = DEFAULT, **wishes: Unpack[Wishes]
 ) -> Choice:
     """Returns what `make` would, with all that it was compared to.
 
@@ -154,46 +107,27 @@ def compare(
     Raises:
         ValueError: If no plan has these fields.
     """
-    if isinstance(device, CudaDevice):
-        return search.compare(problem, device, wishes)
-    _refuse_cuda(wishes)
-    compared = [
-        Candidate(plan=plan, prediction=cost.predict(plan, device))
-        for plan in candidates(problem, device, wishes)
-    ]
-    compared.sort(key=lambda each: _rank(each.plan, each.prediction))
-    best = compared[0]
+    backend = registry.of_device(device)
+    candidates = search.ranked(partial(backend.options, problem, device, wishes))
+    ours = candidates[0].prediction
     return Choice(
-        plan=best.plan,
+        plan=candidates[0].plan,
         device=device,
-        prediction=best.prediction,
-        stock=stock_prediction(problem, device),
-        reason=handover(problem, device, best.prediction),
-        candidates=tuple(compared),
+        prediction=ours,
+        stock=backend.predict_stock(problem, device),
+        reason=backend.handover(problem, device, lambda: ours),
+        candidates=candidates,
     )
 
 
-def experiments(problem: Problem, device: Target) -> list[Plan]:
-    """Returns plans of `gemm_staged` for a tuner to try: nothing else asks for them.
-
-    Where several simdgroups of the chosen plan decode the same weights, and the model
-    does not expect much less of them.
+def experiments(problem: Problem, device: PlanningDevice) -> Sequence[Plan]:
+    """Returns plans for a tuner to try beside the candidates.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
     """
-    best = choose(problem, device)
-    if best.simdgroups_m == 1 or problem.invariant:  # nor any of CUDA's
-        return []
-    most = HOPELESS * predict(best, device).seconds
-    plans = []
-    for buffers, loaders in STAGED:
-        wishes = Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
-        staged = make(problem, device=device, **wishes)
-        if predict(staged, device).seconds <= most:
-            plans.append(staged)
-    return plans
+    return registry.of_device(device).experiments(problem, device)
 
 
 def plan(
@@ -248,24 +182,5 @@ def plan(
     return compare(problem, device=target)
 
 
-def _refuse_cuda(wishes: Wishes) -> None:
-    if wishes.get("kernel") in OF_CUDA:
-        raise ValueError(
-            f"kernel={wishes['kernel']!r} needs a CUDA device, such as 'NVIDIA H200'"
-        )
-
-
-def _rank(plan: Plan, prediction: Prediction) -> tuple[float, int, int, int, int]:
-    """Returns what plans are compared by: time first, then the simpler one."""
-    return (
-        prediction.seconds * _doubt(plan.is_split),
-        plan.dispatches,
-        STRATEGIES.index(plan.work.strategy),
-        plan.simdgroups_k,
-        plan.num_threadgroups,
-    )
-
-
-def _doubt(is_split: bool) -> float:
-    """Returns the factor on a time that a split has to make good."""
-    return 1 + MODEL_ERROR * is_split
+def _of_chosen(problem: Problem, device: PlanningDevice) -> Prediction:
+    return predict(choose(problem, device), device)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from mlx_marlin.backends import arguments, kernels, source
+from mlx_marlin.backends import kernels
+from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.weights import layout
 
 REPACK_THREADS = 256

@@ -14,13 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from mlx_marlin import cache
-from mlx_marlin.backends import devices
+from mlx_marlin.backends import devices, registry
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.measurement import NONSENSE, Machine, Result
-from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work
 
@@ -178,7 +177,8 @@ def _kernels() -> str:
     for path in sorted(texts):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes() + b"\0")
-    for kind in (Problem, Epilogue, Plan, Tile, Work, Result):
+    plans = (each.plan_type for each in registry.BACKENDS)
+    for kind in (Problem, Epilogue, *plans, Tile, Work, Result):
         names = [each.name for each in fields(kind)]
         digest.update(f"{kind.__name__} {names}".encode())
     return digest.hexdigest()[:16]
@@ -202,7 +202,7 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
     results: Results = {}
     for row in rows:
         try:
-            result = measurement.result(row)
+            result = measurement.result(row, registry.plan_type)
         except NONSENSE as error:
             complaints.append(f"{type(error).__name__}: {error}")
         else:

@@ -6,15 +6,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin.backends import devices, planner
+from mlx_marlin.backends import devices, planner, registry
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal.limits import KERNELS, REDUCTIONS
-from mlx_marlin.backends.metal.stock.handover import handover, stock_seconds
-from mlx_marlin.backends.planner import Candidate, Choice, Wishes
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import KERNELS
+from mlx_marlin.backends.metal.stock.handover import stock_seconds
 from mlx_marlin.cli.pictures import text
+from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
+from mlx_marlin.planning.overrides import Wishes
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.tiles import REDUCTIONS
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
@@ -141,6 +144,7 @@ def _device(name: str | None, cores: int | None) -> Target:
         return here
     if isinstance(here, CudaDevice):
         return here.with_multiprocessors(cores)
+    assert isinstance(here, Device)
     return replace(here, cores=cores, variant=f"{here.name} with {cores} GPU cores")
 
 
@@ -179,9 +183,8 @@ def _each_strategy(choice: Choice, wishes: Wishes) -> tuple[list[Choice], list[s
 def _as_chosen(choice: Choice, candidate: Candidate) -> Choice:
     """Returns the choice as it would be if a candidate had won."""
     ours = candidate.prediction
-    if isinstance(choice.device, CudaDevice):
-        return replace(choice, plan=candidate.plan, prediction=ours)
-    reason = handover(choice.plan.problem, choice.device, ours)
+    backend = registry.of_device(choice.device)
+    reason = backend.handover(choice.plan.problem, choice.device, lambda: ours)
     return replace(choice, plan=candidate.plan, prediction=ours, reason=reason)
 
 
@@ -210,7 +213,7 @@ def _words(choice: Choice) -> str:
 
 def _stock(choice: Choice) -> str:
     if choice.stock is None:
-        return "no model of stock MLX on CUDA"
+        return "no model of stock MLX on this device"
     return choice.stock.explain().removeprefix("stock MLX: ")
 
 
@@ -219,12 +222,13 @@ def _server(choice: Choice) -> str:
     problem = choice.plan.problem
     if choice.reason:
         return f"stock MLX: {choice.reason} (model, not measured)"
-    if choice.stock is None or isinstance(choice.device, CudaDevice):
+    if choice.stock is None:
         return "this plan"
     if problem.layout != "mlx":
         return "this plan: stock MLX cannot read a packed weight"
     if problem.invariant:
         return "this plan: stock MLX's bits of a row depend on the number of rows"
+    assert isinstance(choice.device, Device)
     ratio = stock_seconds(problem, choice.device) / choice.prediction.seconds
     kernel = choice.stock.call.kernel
     return f"this plan: {ratio:.2f} times as fast as {kernel} (model, not measured)"

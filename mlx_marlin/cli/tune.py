@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import guard
-from mlx_marlin.backends import devices, planner, selection, tuned_results
+from mlx_marlin.backends import (
+    devices,
+    planner,
+    selection,
+    tuned_results,
+)
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction

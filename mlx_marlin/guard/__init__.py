@@ -18,8 +18,10 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from mlx_marlin.backends import arguments, selection, source
+from mlx_marlin.backends import selection
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.cuda import source as cuda_source
+from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.guard import known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
@@ -63,7 +65,7 @@ def why_not(plan: AnyPlan) -> str | None:
 
 def verdict_of(plan: AnyPlan) -> Verdict:
     """Returns the verdict on a plan's kernels; the first call checks them."""
-    variants = variants_of(plan, _on_cuda())
+    variants = variants_of(plan)
     return _verdict(variants, plan.explain(), partial(known_answers.fault_of, plan))
 
 
@@ -75,7 +77,7 @@ def condemn(plan: AnyPlan, fault: str) -> None:
         fault: What was wrong.
     """
     if is_on():
-        _keep_failure(variants_of(plan, _on_cuda()), plan.explain(), fault)
+        _keep_failure(variants_of(plan), plan.explain(), fault)
 
 
 def repack_fault(to: str, bits: int, order: str) -> str | None:
@@ -246,15 +248,11 @@ def _routing_variants(
 ) -> tuple[KernelVariant, ...]:
     return (
         KernelVariant(
-            source=source.routing_source(body),
+            source=cuda_source.routing_source(body),
             template=(*template.items(),),
             dtypes=(dtypes.dtype_name(dtype), "float32"),
         ),
     )
-
-
-def _on_cuda() -> bool:
-    return selection.backend() == "cuda"
 
 
 def _device() -> mx.Device:

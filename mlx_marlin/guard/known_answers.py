@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import launch
 from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.guard import experts, operands, reference
 from mlx_marlin.guard.reference import Answer, Finish
@@ -26,7 +26,7 @@ def fault_of(plan: AnyPlan) -> str | None:
     Args:
         plan: The plan that is to be served. Its kernels are built by this call.
     """
-    smaller = miniatures(plan, on_cuda=selection.backend() == "cuda")
+    smaller = miniatures(plan)
     faults = (_fault_of(small, first=small is smaller[0]) for small in smaller)
     return next(filter(None, faults), None)
 

@@ -11,16 +11,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from mlx_marlin.backends import arguments, source
+from mlx_marlin.backends import arguments, registry, selection
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.cuda import arguments as cuda_arguments
+from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.metal import arguments as metal_arguments
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts_plan import GatherPlan
-from mlx_marlin.backends.metal.limits import SIMD_WIDTH
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import SIMD_WIDTH
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.weights.formats import GROUP_SIZES, TILE_K, TILE_N
 
@@ -48,12 +52,11 @@ class KernelVariant:
     dtypes: tuple[str, str]
 
 
-def variants_of(plan: AnyPlan, on_cuda: bool = False) -> tuple[KernelVariant, ...]:
+def variants_of(plan: AnyPlan) -> tuple[KernelVariant, ...]:
     """Returns the variants that a plan launches, in the order of its dispatches.
 
     Args:
         plan: The plan.
-        on_cuda: Whether a `DensePlan` runs on CUDA; other plans know it.
     """
     dtypes = plan.problem.dtype, plan.problem.scale_dtype
 
@@ -61,19 +64,20 @@ def variants_of(plan: AnyPlan, on_cuda: bool = False) -> tuple[KernelVariant, ..
         return KernelVariant(source=text, template=(*template.items(),), dtypes=dtypes)
 
     if isinstance(plan, DensePlan):
-        text = source.of_dense(plan.problem, on_cuda)
+        text = registry.named(selection.backend()).decode_source(plan.problem)
         return (variant(text, arguments.weight_template(plan.problem)),)
     if isinstance(plan, GatherPlan):
-        template = arguments.gather_template(plan)
-        return (variant(source.gather_source(), template),)
+        template = metal_arguments.gather_template(plan)
+        return (variant(metal_source.gather_source(), template),)
     if isinstance(plan, CudaGatherPlan):
-        template = arguments.cuda_gather_template(plan)
-        return (variant(source.cuda_gather_source(plan), template),)
-    product = arguments.product_template(plan)
-    found = [variant(source.of_product(plan), product)]
+        template = cuda_arguments.cuda_gather_template(plan)
+        return (variant(cuda_source.cuda_gather_source(plan), template),)
+    backend = registry.of_plan(plan)
+    product = backend.product_template(plan)
+    found = [variant(backend.product_source(plan), product)]
     if plan.finishes:
-        reduce = arguments.reduce_template(plan)
-        found.append(variant(source.of_reduce(plan), reduce))
+        reduce = backend.reduce_template(plan)
+        found.append(variant(backend.reduce_source(plan), reduce))
     return tuple(found)
 
 
@@ -94,7 +98,7 @@ def _text_digest(text: Source) -> bytes:
     return hashlib.sha256(repr((fields, text.header, text.source)).encode()).digest()
 
 
-def miniatures(plan: AnyPlan, on_cuda: bool = False) -> tuple[AnyPlan, ...]:
+def miniatures(plan: AnyPlan) -> tuple[AnyPlan, ...]:
     """Returns small plans with the same variants.
 
     Their m, n and k are ragged where the variant admits it, k has several groups, and
@@ -102,13 +106,12 @@ def miniatures(plan: AnyPlan, on_cuda: bool = False) -> tuple[AnyPlan, ...]:
 
     Args:
         plan: The plan that is to be served.
-        on_cuda: As for `variants_of`.
 
     Returns:
         At least one; `plan` itself if no smaller one has the same variants.
     """
-    wanted = variants_of(plan, on_cuda)
-    found = [small for small in _smaller(plan) if variants_of(small, on_cuda) == wanted]
+    wanted = variants_of(plan)
+    found = [small for small in _smaller(plan) if variants_of(small) == wanted]
     return tuple(found) or (plan,)
 
 

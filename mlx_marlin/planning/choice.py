@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal.cost import Prediction
-from mlx_marlin.backends.metal.stock.prediction import StockPrediction
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.prediction import Prediction, StockPrediction
 
 SAME = 0.005
 """Predictions nearer to each other than this share count as equal."""
@@ -40,7 +39,7 @@ class Choice:
     """
 
     plan: Plan
-    device: Target
+    device: PlanningDevice
     prediction: Prediction
     stock: StockPrediction | None
     reason: str | None
@@ -92,7 +91,7 @@ class Choice:
 
     def _row(self, candidate: Candidate) -> list[str]:
         plan, prediction = candidate.plan, candidate.prediction
-        along = f"{plan.simdgroups_m}x{plan.simdgroups_n}x{plan.simdgroups_k}"
+        along = "x".join(map(str, plan.simdgroup_grid))
         return [
             plan.work.strategy,
             f"{plan.work.threadgroups}",

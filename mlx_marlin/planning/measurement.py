@@ -1,11 +1,12 @@
 """What was measured for a problem, on what machine: values, and their form as JSON."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from math import inf
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from mlx_marlin.backends.devices import Target
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 
 STOCK = "stock MLX"
@@ -93,7 +94,7 @@ class Result:
 
 
 def machine(
-    device: Target, *, backend: str, system: str, mlx: str, kernels: str
+    device: PlanningDevice, *, backend: str, system: str, mlx: str, kernels: str
 ) -> Machine:
     """Returns the machine that a device and a back end are.
 
@@ -142,13 +143,18 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
-def result(row: Any) -> Result:
+def result(row: Any, plan_type: Callable[[str], type[Plan]]) -> Result:
     """Returns what a row holds.
+
+    Args:
+        row: As `row` made it, out of JSON.
+        plan_type: Returns the type of the plans that name a kernel.
 
     Raises:
         NONSENSE: If it is not a result.
     """
-    plan = _built(Plan, {"problem": row["problem"], **row["plan"]})
+    kind = plan_type(row["plan"]["kernel"])
+    plan = _built(kind, {"problem": row["problem"], **row["plan"]})
     times, served_by = row["medians_us"], row["served_by"]
     if served_by not in SERVED_BY or not isinstance(times, dict):
         raise ValueError(f"served_by={served_by!r} or medians_us={times!r} is not one")

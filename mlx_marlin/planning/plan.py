@@ -10,81 +10,82 @@ which k tiles of which tile. For 3 x 3 tiles in runs of `ceil` on 5 threadgroups
     (2,0) (2,1) (2,2)              1  2  4
 
 Of a batch of products, the columns of tiles of each follow those of the one before.
-`shaders/` uses the same names for the same things.
+`shaders/` uses the same names for the same things. Every back end has its own type of
+plan, which knows what its threadgroups look like.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
 
-from mlx_marlin.backends.cuda import mma, pipelined
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
+from mlx_marlin.planning.tiles import (
     FRAGMENT,
-    OF_CUDA,
-    PADDED_COLUMNS,
+    REDUCTIONS,
     SIMD_WIDTH,
     Kernel,
     Reduction,
-    step_k,
+    k_tile,
 )
-from mlx_marlin.backends.metal.staging import buffer_bytes
-from mlx_marlin.planning import validity
-from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Split, Tile, Work, tile_position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(ABC):
     """How one product is computed, down to every range of every threadgroup.
 
     Attributes:
         problem: The product.
-        kernel: "gemv" (dot products, few rows), "gemm_register" (8x8 matrices),
-            "gemm_staged" (8x8 matrices out of threadgroup memory) or, on CUDA, "mma"
-            (16x8x16 matrices), "mma_staged" (likewise, x out of shared memory) or
-            "wgmma" (64x16 by 16x64, x out of shared memory).
+        kernel: Name of the first kernel.
         tile: Rows, columns and k of a tile.
-        fragments_m: 8-row fragments of x that one simdgroup holds; 0 for gemv.
-        simdgroups_m: Simdgroups side by side along the rows.
-        simdgroups_n: Tiles side by side in a wide tile of `hytis`, else 1: there so
-            many of the simdgroups along k stand along n instead. In `mma` every tile
-            is so many packed tiles wide, each with all simdgroups along k.
+        fragments_m: 8-row fragments of x that one simdgroup holds; 0 for dot products.
+        simdgroups_n: Packed tiles side by side in a tile, each with simdgroups of its
+            own.
         simdgroups_k: Simdgroups that share a tile's k and meet in threadgroup memory.
         work: Who computes what.
         reduction: How splits of a tile meet: "none" where there are none, "workspace"
             (the same bits every time) or "atomic" (in whatever order they come).
-        subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
-        buffers: Stages that threadgroup memory holds in `gemm_staged` and, of x alone,
-            in `mma_staged` and `wgmma`, else 0.
-        loaders: Simdgroups there that only load, in `gemm_staged` also decode, while
-            the others only multiply; with 0 all do both.
+        buffers: Stages that threadgroup memory holds; 0 without stages.
+        loaders: Simdgroups that only fill stages, while the others multiply.
     """
 
     problem: Problem
     kernel: Kernel
     tile: Tile
     fragments_m: int
-    simdgroups_m: int = 1
     simdgroups_n: int = 1
     simdgroups_k: int = 1
     work: Work
     reduction: Reduction = "none"
-    subtract: bool = False
     buffers: int = 0
     loaders: int = 0
 
     def __post_init__(self) -> None:
-        validity.check(self)
+        self.check()
+
+    @abstractmethod
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other.
+
+        Raises:
+            ValueError: If no kernel can have them.
+        """
 
     @property
-    def on_cuda(self) -> bool:
-        """Whether the kernel is one of CUDA's."""
-        return self.kernel in OF_CUDA
+    @abstractmethod
+    def simdgroups(self) -> int:
+        """Simdgroups of a threadgroup."""
 
     @property
-    def has_staged_x(self) -> bool:
-        """Whether warps of their own fill stages of x, and of nothing else."""
-        return self.kernel in pipelined.KERNELS
+    @abstractmethod
+    def threadgroup_bytes(self) -> int:
+        """Bytes of threadgroup memory that a threadgroup needs."""
+
+    @property
+    @abstractmethod
+    def stage_k(self) -> int:
+        """Values of k of a stage, where there are stages."""
 
     @property
     def strategy(self) -> str:
@@ -95,24 +96,18 @@ class Plan:
     def variant(self) -> str:
         """The kernel with the simdgroups of a threadgroup: rows x columns x k."""
         rows = self.fragments_m * FRAGMENT or self.tile.m
-        groups = f"{self.simdgroups_m}x{self.simdgroups_n}x{self.simdgroups_k}"
+        groups = "x".join(map(str, self.simdgroup_grid))
         return f"{self.kernel} {rows} rows, {groups} simdgroups{self._staging()}"
+
+    @property
+    def simdgroup_grid(self) -> tuple[int, int, int]:
+        """Simdgroups of a threadgroup along m, n and k."""
+        return 1, self.simdgroups_n, self.simdgroups_k
 
     @property
     def num_threadgroups(self) -> int:
         """Threadgroups of the first dispatch."""
         return self.work.threadgroups
-
-    @property
-    def simdgroups(self) -> int:
-        """Simdgroups of a threadgroup."""
-        if self.kernel == "mma":
-            return self.simdgroups_n * self.simdgroups_k
-        if self.has_staged_x:
-            return pipelined.simdgroups(
-                self.kernel, self.simdgroups_n, self.simdgroups_k
-            )
-        return self.simdgroups_m * self.simdgroups_k + self.loaders
 
     @property
     def threads(self) -> int:
@@ -186,35 +181,6 @@ class Plan:
         """Bytes of the partial sums; 0 when nothing is split."""
         return prod(self.workspace_shape) * 4 if self.is_split else 0
 
-    @property
-    def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: the epilogue's scratch, float32.
-
-        It takes turns with stages, where there are any. On CUDA every packed tile and
-        slice of k has its own, and rows that are normalized lie behind.
-        """
-        sums = self.simdgroups_k * (self.simdgroups_n if self.on_cuda else 1)
-        scratch = sums * self.tile.m * PADDED_COLUMNS * 4
-        if not self.buffers:
-            return scratch + mma.normed_bytes(self.problem)
-        barriers = pipelined.BARRIER_BYTES if self.has_staged_x else 0
-        return barriers + max(scratch, self.buffers * self.stage_bytes)
-
-    @property
-    def stage_k(self) -> int:
-        """Values of k of a stage: in `gemm_staged` a step of each slice of k."""
-        if self.has_staged_x:
-            return pipelined.STAGE_K
-        return step_k(self.problem.group_size) * self.simdgroups_k
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
-        if self.has_staged_x:
-            return pipelined.stage_bytes(self.tile.m)
-        element = self.problem.fragment_bytes
-        return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
-
     def product_of(self, tile: int) -> int:
         """Returns which product of a batch a tile is part of."""
         return tile // (self.m_tiles * self.n_tiles)
@@ -254,9 +220,7 @@ class Plan:
         return ", ".join(parts)
 
     def _simdgroups(self) -> str:
-        if self.on_cuda:
-            return f"{self.simdgroups_n}x{self.simdgroups_k} simdgroups (n x k)"
-        return f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
+        return f"{self.simdgroups_n}x{self.simdgroups_k} simdgroups (n x k)"
 
     def _staging(self) -> str:
         counts = {"buffer": self.buffers, "loader": self.loaders}
@@ -277,3 +241,45 @@ class Plan:
             parts.append(f"{work.groups} groups")
         noun = "k tile" if work.longest == 1 else "k tiles"
         return [*parts, f"at most {work.longest} {noun} each", f"{work.idle} idle"]
+
+    def check_columns(self, columns: int) -> None:
+        """Checks the tile's columns, and its k, against the group size."""
+        sides = columns, k_tile(self.problem.group_size)
+        if (self.tile.n, self.tile.k) != sides:
+            raise ValueError(
+                f"tile.n and tile.k are {sides[0]} and {sides[1]} for groups of "
+                f"{self.problem.group_size}, got {self.tile.n} and {self.tile.k}"
+            )
+
+    def check_bytes(self, limit: int, stage_bytes: int) -> None:
+        """Checks the threadgroup memory against what there is of it."""
+        if self.threadgroup_bytes > limit:
+            each = f"buffers={self.buffers} of {stage_bytes} bytes make "
+            raise ValueError(
+                f"{each if self.buffers else ''}{self.threadgroup_bytes} bytes of "
+                f"threadgroup memory, more than {limit}"
+            )
+
+    def check_tiles(self) -> None:
+        """Checks that the work has the product's tiles."""
+        tiles = self.problem.batch * self.m_tiles * self.n_tiles
+        if (self.work.tiles, self.work.k_tiles) != (tiles, self.k_tiles):
+            raise ValueError(
+                f"the product has {tiles} tiles of {self.k_tiles} k tiles, got "
+                f"work with {self.work.tiles} of {self.work.k_tiles}"
+            )
+
+    def check_reduction(self) -> None:
+        """Checks that splits meet, and that their sums can be counted."""
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
+        if (self.reduction == "none") == self.work.is_split:
+            raise ValueError(
+                f"reduction={self.reduction!r} does not fit work whose tiles "
+                f"{'are' if self.work.is_split else 'are not'} split"
+            )
+        if prod(self.workspace_shape) >= MOST_ELEMENTS:
+            raise ValueError(
+                f"k_parallel={self.work.slices} makes a workspace of "
+                f"{self.workspace_shape}, expected fewer than {MOST_ELEMENTS} elements"
+            )

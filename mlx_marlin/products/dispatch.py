@@ -333,7 +333,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
         global_scale=kind.global_scale,
         norm=kind.norm,
     )
-    reason = eligibility.not_on_cuda(problem, kind.transpose)
+    reason = eligibility.unsupported(problem, kind.transpose)
     if reason:
         eligibility.refuse_variance(kind.invariant, reason)
         return Served(stock, reason, is_stock=kind.layout == "mlx")

@@ -5,12 +5,8 @@ Each reason is a sentence that `why_not` returns.
 
 import os
 
-from mlx_marlin.backends import devices, planner, selection
-from mlx_marlin.backends.cuda import device as cuda_device
-from mlx_marlin.backends.cuda import mma
-from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal import device
+from mlx_marlin.backends import devices, planner, registry, selection
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.products.request import Kind
@@ -47,12 +43,6 @@ def not_ours(kind: Kind) -> str | None:
     if dtype_name(kind.dtype) not in DTYPE_BYTES:
         return f"our kernels do not compute in {dtype_name(kind.dtype)}"
     batch, m, n = kind.sizes
-    if kind.epilogue.gated and selection.backend() != "cuda":
-        return "our Metal kernels have no gate in their epilogue"
-    if kind.epilogue.rotation is not None and selection.backend() != "cuda":
-        return "our Metal kernels rotate no heads"
-    if kind.norm is not None and selection.backend() != "cuda":
-        return "our Metal kernels take rows as they are"
     of_rows = kind.norm is not None or kind.epilogue.rotation is not None
     if of_rows and len(kind.x_shape) == 1:
         return "our kernels normalize and rotate rows of a matrix"
@@ -61,25 +51,20 @@ def not_ours(kind: Kind) -> str | None:
     return None
 
 
-def not_on_cuda(problem: Problem, transpose: bool) -> str | None:
-    """Says what our CUDA kernels lack for a problem; None if they run here, or Metal's.
+def unsupported(problem: Problem, transpose: bool = True) -> str | None:
+    """Returns what the kernels here lack for a problem; None if they run.
 
-    `transpose` is whether the product is x @ w.T.
+    Args:
+        problem: The product to compute.
+        transpose: Whether it is x @ w.T.
     """
-    if selection.backend() != "cuda":
-        return None
-    if not transpose and problem.batch > 1:
-        return "our CUDA kernels multiply a batch by transposed weights only"
-    return too_old() or mma.why_not(problem)
+    backend = registry.named(selection.backend())
+    return backend.unsupported(problem, target(), transpose)
 
 
-def too_old() -> str | None:
-    """Says why no kernel of ours runs on the device here; None if they do."""
-    here = target()
-    if not isinstance(here, CudaDevice) or here.capability >= mma.CAPABILITY:
-        return None
-    needed = ".".join(map(str, mma.CAPABILITY))
-    return f"our CUDA kernels need compute capability {needed}, {here.name} has less"
+def unsupported_device() -> str | None:
+    """Returns why no kernel of ours runs on the device here; None if they do."""
+    return registry.named(selection.backend()).unsupported_device(target())
 
 
 def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
@@ -103,21 +88,21 @@ def refuse_variance(invariant: bool, reason: str) -> None:
         )
 
 
-def target() -> Target:
+def target() -> PlanningDevice:
     """Returns the device that plans are made for: one that the back end runs on.
 
     Raises:
         ValueError: If MLX_MARLIN_DEVICE names one that it does not.
     """
-    here = devices.current()
-    on_cuda = selection.backend() == "cuda"
-    if isinstance(here, CudaDevice) == on_cuda:
+    here: PlanningDevice = devices.current()
+    backend = registry.named(selection.backend())
+    if registry.of_device(here) is backend:
         return here
     wish = os.environ.get(devices.ENVIRONMENT)
     if wish:
-        expected = "a CUDA device" if on_cuda else "an Apple chip"
         raise ValueError(
-            f"{devices.ENVIRONMENT}={wish!r}: expected {expected}, because our kernels "
-            f"run on {selection.backend()}"
+            f"{devices.ENVIRONMENT}={wish!r}: expected {backend.device_noun}, because "
+            f"our kernels run on {selection.backend()}"
         )
-    return cuda_device.DEFAULT if on_cuda else device.DEFAULT
+    default: PlanningDevice = backend.default_device
+    return default

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin.backends import selection
-from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends import registry, selection
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.planning.problem import Problem
@@ -13,11 +12,6 @@ from mlx_marlin.products.packing import pack
 from mlx_marlin.tuning.timing import Weight
 from mlx_marlin.weights.bit_streams import codes_of_words
 
-CACHE_BYTES = 64 * 2**20
-"""Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
-CUDA_CACHE_BYTES = 128 * 2**20
-"""No second-level cache of NVIDIA's is larger (126 MB of a B200, 50 of an H100 or H200:
-NVIDIA's architecture papers)."""
 MOST_WEIGHTS = 256
 """Arrays of small weights stay few: a model's own small ones lie in the cache too."""
 TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
@@ -43,13 +37,14 @@ class Operands:
     weights: tuple[Weight, ...]
 
 
+def cache_bytes(device: Target) -> int:
+    """Returns the bytes of weights that no cache of a device can hold."""
+    return registry.of_device(device).cache_bytes(device)
+
+
 def rotated(problem: Problem, device: Target) -> int:
     """Returns how many weights are larger than the cache together."""
-    if isinstance(device, CudaDevice):
-        cache = CUDA_CACHE_BYTES
-    else:
-        cache = CACHE_BYTES * (2 if device.tier == "ultra" else 1)
-    return min(cache // problem.weight_bytes + 1, MOST_WEIGHTS)
+    return min(cache_bytes(device) // problem.weight_bytes + 1, MOST_WEIGHTS)
 
 
 def check(problem: Problem) -> None:

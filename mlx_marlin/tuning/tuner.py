@@ -11,7 +11,7 @@ from mlx_marlin.backends import launch, planner, selection
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.planner import Candidate
+from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -106,7 +106,7 @@ def why_not(problem: Problem, device: Target) -> str | None:
         problem: The product.
         device: The device that plans are made for.
     """
-    reason = eligibility.not_on_cuda(problem, transpose=True)
+    reason = eligibility.unsupported(problem)
     if reason is not None:
         return reason
     if not selection.may_hand_over():

@@ -12,11 +12,12 @@ from gather_cases import GATHER_CASES, GatherCase
 from repack_cases import REPACK_CASES, RepackCase
 
 from mlx_marlin.backends import launch
-from mlx_marlin.backends.metal.limits import Reduction, k_tile
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Reduction, k_tile
 from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
 from mlx_marlin.weights.formats import format_of
 
@@ -178,7 +179,7 @@ def _whole(
     rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
-    return Plan(
+    return MetalPlan(
         problem=problem,
         kernel="gemm_register" if fragments_m else "gemv",
         tile=tile,

@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable, Iterator
 
-from mlx_marlin.backends.cuda import mma, pipelined
+from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.cost import MOST_WARPS, Way
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.metal.candidates import Wishes
-from mlx_marlin.backends.metal.limits import OF_CUDA, PADDED_COLUMNS, Kernel, k_tile
+from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning import decompositions
 from mlx_marlin.planning.decompositions import Space
+from mlx_marlin.planning.overrides import Wishes, can_meet
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import PADDED_COLUMNS, Kernel, k_tile
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.weights.formats import TILE_N
 
 FRAGMENTS_M: dict[str, tuple[int, ...]] = {
-    "mma": mma.FRAGMENTS_M,
+    "mma": limits.FRAGMENTS_M,
     **{kernel: traits.fragments_m for kernel, traits in pipelined.KERNELS.items()},
 }
 LEAST_ROWS = 9
@@ -64,7 +65,7 @@ def ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
                 continue
             found = True
             for work in works:
-                if _can_meet(work, wishes):
+                if can_meet(work, wishes):
                     along = _along(
                         problem, kernel, fragments_m, across, work, device, wishes
                     )
@@ -118,21 +119,21 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
     if "simdgroups_n" in wishes:
         return (wishes["simdgroups_n"],)
     along = wishes.get("simdgroups_k", 1)
-    room = mma.MOST_SIMDGROUPS // along
+    room = limits.MOST_SIMDGROUPS // along
     if kernel in pipelined.KERNELS:
         traits = pipelined.KERNELS[kernel]
         multipliers = traits.most_simdgroups - pipelined.LOADERS
         # One at least, whose plan says what is wrong.
         room = traits.together * max(multipliers // traits.together // along, 1)
-    most = min(mma.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
-    each = mma.least_tiles(problem)
+    most = min(limits.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
+    each = limits.least_tiles(problem)
     return range(each, max(most, each) + 1, each)
 
 
 def _works(
     problem: Problem, fragments_m: int, across: int, device: CudaDevice, wishes: Wishes
 ) -> Iterator[Work]:
-    rows = mma.FRAGMENT_ROWS * fragments_m
+    rows = limits.FRAGMENT_ROWS * fragments_m
     space = Space(
         m_tiles=-(-problem.m // rows),
         n_tiles=-(-problem.n // (TILE_N * across)),
@@ -187,8 +188,8 @@ def _slices(
 ) -> int:
     """Returns as many warps along k as a block has room for and k tiles to give."""
     most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
-    sums = across * mma.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
-    room = min(device.shared_bytes, mma.SHARED_LIMIT) - mma.normed_bytes(problem)
+    sums = across * limits.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
+    room = min(device.shared_bytes, limits.SHARED_LIMIT) - limits.normed_bytes(problem)
     shared = room // sums
     mean = work.total // work.pieces
     along = max(min(most // across, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
@@ -223,14 +224,14 @@ def _staged_slices(
 
 def _stages(fragments_m: int, along: int) -> list[int]:
     """Returns how many stages of x slices of k may have, as far as there is memory."""
-    each = pipelined.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    each = pipelined.stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
     fitting = pipelined.buffers_of(fragments_m, along)
     return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
 
 
 def buffers(fragments_m: int, along: int) -> int:
     """Returns the stages: as many as may be and are worth their memory."""
-    each = pipelined.stage_bytes(mma.FRAGMENT_ROWS * fragments_m)
+    each = pipelined.stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
     fitting = pipelined.buffers_of(fragments_m, along)
     worth = (count for count in fitting if count * each <= BUFFER_BYTES)
     least = next(iter(fitting), 0)  # none: the plan says why
@@ -239,13 +240,7 @@ def buffers(fragments_m: int, along: int) -> int:
 
 def fewest_fragments(problem: Problem, kernel: Kernel) -> int:
     """Returns the fewest fragments of 8 rows with the fewest tiles down the rows."""
-    fragments = -(-problem.m // mma.FRAGMENT_ROWS)
+    fragments = -(-problem.m // limits.FRAGMENT_ROWS)
     known = FRAGMENTS_M[kernel]
     least = -(-fragments // -(-fragments // known[-1]))
     return next(each for each in known if each >= least)
-
-
-def _can_meet(work: Work, wishes: Wishes) -> bool:
-    """Returns whether a work's splits, if it has any, can meet as wished."""
-    wished = "reduction" in wishes and "strategy" not in wishes
-    return not wished or work.is_split == (wishes["reduction"] != "none")

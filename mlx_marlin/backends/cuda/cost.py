@@ -9,11 +9,11 @@ scaled by multiprocessors, bandwidth and matrix units alone.
 
 from typing import NamedTuple
 
-from mlx_marlin.backends.cuda import mma, pipelined
+from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.metal.cost import Prediction
-from mlx_marlin.backends.metal.limits import Kernel, k_tile
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Kernel, k_tile
 from mlx_marlin.planning.work import Work
 from mlx_marlin.weights.formats import TILE_N
 
@@ -108,9 +108,9 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
     sums = 8 * elements * work.pieces / work.tiles
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
     further = _further(way, elements) if work.is_split else 0.0
-    rows = mma.FRAGMENT_ROWS * way.fragments_m
+    rows = limits.FRAGMENT_ROWS * way.fragments_m
     columns = work.tiles // -(-problem.m // rows) * across * TILE_N
-    padded = -(-problem.m // mma.FRAGMENT_ROWS) * mma.FRAGMENT_ROWS
+    padded = -(-problem.m // limits.FRAGMENT_ROWS) * limits.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
     begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (way.kernel in pipelined.KERNELS)
     begun += NORM_SECONDS * (problem.norm is not None)

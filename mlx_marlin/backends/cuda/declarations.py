@@ -7,11 +7,10 @@ not read is declared before it, in the words of `shaders/cuda`.
 from typing import NamedTuple
 
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.source import FINISH, FINISHING, HEAD_NORMS, NORM, ROTATION
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 
-FINISHING = ("bias", "multiplier", "residual")
-FINISH = (*FINISHING, "parts")
 ABSENT = {
     "biases": "const auto* biases = scales;\n",
     **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
@@ -78,7 +77,6 @@ GATED_BIASED = Declared(
     "const marlin::Paired<marlin::Gated<ACTIVATION, Biases>> epilogue{\n"
     "    {{expert_bias, second_bias}}};\n",
 )
-ROTATION = ("places", "periods")
 ROTATED = Declared(
     "_rotated",
     ("bias", *ROTATION),
@@ -87,7 +85,6 @@ ROTATED = Declared(
     "const marlin::Paired<Heads> epilogue{\n"
     "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
 )
-HEAD_NORMS = ("q_norm", "k_norm")
 ROTATED_NORMS = Declared(
     "_rotated_norms",
     ("bias", *ROTATION, *HEAD_NORMS),
@@ -101,7 +98,7 @@ ROTATED_NORMS = Declared(
 AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(
     "_normed",
-    ("norm",),
+    NORM,
     declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
 )
 """What the body of "mma" calls `rows`; the other kernels read x themselves."""

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from mlx_marlin.backends.cuda import mma, search
+from mlx_marlin.backends.cuda import limits, search
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
-from mlx_marlin.backends.metal.candidates import Wishes
 from mlx_marlin.backends.metal.experts import chosen_experts
+from mlx_marlin.planning.overrides import Wishes
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 
 PAIRED = (2, 4, 6, 8)
@@ -48,9 +48,9 @@ def choose_cuda_gather(
         ValueError: If our kernels do not multiply in the problem's format.
     """
     # A tile for twice the mean: experts are chosen unevenly.
-    fragments = -(-2 * problem.m // (experts * mma.FRAGMENT_ROWS))
-    fragments_m = min(max(fragments, 1), mma.FRAGMENTS_M[-1])
-    one = replace(problem, m=mma.FRAGMENT_ROWS * fragments_m)
+    fragments = -(-2 * problem.m // (experts * limits.FRAGMENT_ROWS))
+    fragments_m = min(max(fragments, 1), limits.FRAGMENTS_M[-1])
+    one = replace(problem, m=limits.FRAGMENT_ROWS * fragments_m)
     if gate:
         one = replace(one, n=2 * problem.n)
     chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)

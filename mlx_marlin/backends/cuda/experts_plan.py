@@ -7,10 +7,10 @@ an expert has the rows of all that did, and the blocks of the others end at once
 
 from dataclasses import dataclass
 
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.metal.experts_plan import MOST_THREADGROUPS
-from mlx_marlin.backends.metal.limits import PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
 GATES = ("silu", "swiglu_oai")
@@ -45,15 +45,13 @@ class CudaGatherPlan:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        mma.check(
+        limits.check(
             self.problem,
             fragments_m=self.fragments_m,
-            simdgroups_m=1,
             simdgroups_n=self.simdgroups_n,
             simdgroups_k=self.simdgroups_k,
             tile_m=self.rows,
             tile_n=TILE_N * self.simdgroups_n,
-            subtract=False,
         )
         if self.experts < 1 or not 0 < self.num_threadgroups < MOST_THREADGROUPS:
             raise ValueError(
@@ -84,7 +82,7 @@ class CudaGatherPlan:
     @property
     def rows(self) -> int:
         """Rows of a tile: pairs that share one reading of the weight."""
-        return mma.FRAGMENT_ROWS * self.fragments_m
+        return limits.FRAGMENT_ROWS * self.fragments_m
 
     @property
     def threads(self) -> int:

@@ -10,7 +10,7 @@ warps go together.
 from math import lcm
 from typing import NamedTuple
 
-from mlx_marlin.backends.cuda import mma
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.problem import Problem
 
 
@@ -54,7 +54,7 @@ def why_not(problem: Problem) -> str | None:
         )
     if problem.invariant:
         return "stages are added in another order than mma's, which serves all rows"
-    return mma.why_not(problem)
+    return limits.why_not(problem)
 
 
 def columns(kernel: str, simdgroups_n: int) -> int:
@@ -92,14 +92,12 @@ def check(
     *,
     kernel: str,
     fragments_m: int,
-    simdgroups_m: int,
     simdgroups_n: int,
     simdgroups_k: int,
     buffers: int,
     loaders: int,
     tile_m: int,
     tile_n: int,
-    subtract: bool,
 ) -> None:
     """Checks the fields of a plan.
 
@@ -112,12 +110,9 @@ def check(
     known = KERNELS[kernel].fragments_m
     if fragments_m not in known:
         raise ValueError(f"fragments_m={fragments_m} is not one of {known}")
-    if simdgroups_m != 1 or subtract or loaders != LOADERS:
-        raise ValueError(
-            f"{kernel} has simdgroups_m=1, subtract=False and loaders={LOADERS}, got "
-            f"simdgroups_m={simdgroups_m}, subtract={subtract}, loaders={loaders}"
-        )
-    mma.check_counts(simdgroups_n, simdgroups_k)
+    if loaders != LOADERS:
+        raise ValueError(f"{kernel} has loaders={LOADERS}, got loaders={loaders}")
+    limits.check_counts(simdgroups_n, simdgroups_k)
     warps = simdgroups(kernel, simdgroups_n, simdgroups_k)
     most = KERNELS[kernel].most_simdgroups
     if warps > most:
@@ -132,4 +127,4 @@ def check(
             f"and simdgroups_k={simdgroups_k}: each stage is always the same loader's "
             f"and the same slice's"
         )
-    mma.check_sides(fragments_m, simdgroups_n, tile_m, tile_n)
+    limits.check_sides(fragments_m, simdgroups_n, tile_m, tile_n)

@@ -1,11 +1,11 @@
 """Plans for CUDA devices: the best of all CUDA's kernels, and when stock MLX serves."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
-from mlx_marlin.backends.cuda import candidates, mma, pipelined
+from mlx_marlin.backends.cuda import candidates, limits, pipelined
 from mlx_marlin.backends.cuda.cost import (
     OWN_HEAD_NORM_SECONDS,
     OWN_NORM_SECONDS,
@@ -14,13 +14,16 @@ from mlx_marlin.backends.cuda.cost import (
     prediction,
 )
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.metal.candidates import INVARIANT_ROWS, Wishes
-from mlx_marlin.backends.metal.cost import Prediction
-from mlx_marlin.backends.metal.limits import OF_CUDA, Kernel, Reduction, k_tile
-from mlx_marlin.planning.choice import Candidate, Choice
+from mlx_marlin.backends.cuda.limits import OF_CUDA
+from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.backends.metal.candidates import INVARIANT_ROWS
+from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
-from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.overrides import Wishes, nothing_fits
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Option
+from mlx_marlin.planning.tiles import Kernel, Reduction, k_tile
 from mlx_marlin.planning.work import STRATEGIES, Tile, data_parallel
 from mlx_marlin.weights.formats import TILE_N
 
@@ -33,60 +36,41 @@ beyond, stock MLX does (measured, docs/lab)."""
 FEW_ROWS = 5
 """The same in other formats of that layout, which have not been timed: for so few rows
 stock MLX takes longer than for 8."""
-MODEL_ERROR = 0.06
-"""What a split must gain more, as on Apple's devices."""
 
 
-def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> Plan:
+def options(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Option]:
+    """Yields what is worth comparing, at least one option.
+
+    Raises:
+        ValueError: If no plan has the wished fields.
+    """
+    if problem.invariant and problem.m != INVARIANT_ROWS:
+        of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
+        plan = _with_rows(of_all, problem, device, wishes)
+        yield Option((0.0,), predict(plan, device), lambda: plan)
+        return
+    _check(problem, device, wishes)
+    found = False
+    for way in candidates.ways(problem, device, wishes):
+        found = True
+        predicted = prediction(problem, way, device)
+        rank = _rank(problem, way, device, predicted)
+        # There may be no room for what is wished, but perhaps for another option.
+        plan_of = partial(_plan, problem, way, device, wishes)
+        yield Option(rank, predicted, plan_of)
+    if not found:
+        raise nothing_fits(wishes)
+
+
+def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> CudaPlan:
     """Returns the best plan that has the wished fields.
 
     Raises:
         ValueError: If no plan has these fields.
     """
-    if problem.invariant and problem.m != INVARIANT_ROWS:
-        of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
-        return _with_rows(of_all, problem, device, wishes)
-    _check(problem, device, wishes)
-    ranked = sorted(
-        candidates.ways(problem, device, wishes),
-        key=lambda way: _rank(problem, way, device),
-    )
-    if not ranked:
-        raise ValueError(
-            f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
-            f"worth comparing; name a strategy too, such as 'split_k'"
-        )
-    refused: ValueError | None = None
-    for way in ranked:
-        try:
-            return _plan(problem, way, device, wishes)
-        except ValueError as error:  # no room for what is wished, but perhaps elsewhere
-            refused = refused or error
-    assert refused is not None
-    raise refused
-
-
-def compare(problem: Problem, device: CudaDevice, wishes: Wishes) -> Choice:
-    """Returns what `make` would, with all that it was compared to."""
-    chosen = make(problem, device, wishes)
-    plans = {chosen: None}
-    if not problem.invariant:
-        for way in candidates.ways(problem, device, wishes):
-            with suppress(ValueError):  # as in make
-                plans[_plan(problem, way, device, wishes)] = None
-    compared = [
-        Candidate(plan=each, prediction=predict(each, device)) for each in plans
-    ]
-    # The chosen one first: the others were ranked before their plans were made.
-    others = sorted(compared[1:], key=lambda each: each.seconds)
-    return Choice(
-        plan=chosen,
-        device=device,
-        prediction=compared[0].prediction,
-        stock=None,
-        reason=handover(problem, device),
-        candidates=(compared[0], *others),
-    )
+    found = search.best(lambda limit: options(problem, device, wishes))
+    assert isinstance(found, CudaPlan)
+    return found
 
 
 def handover(problem: Problem, device: CudaDevice) -> str | None:
@@ -148,7 +132,7 @@ def dense(problem: Problem) -> DensePlan | None:
     return dense_plan(problem) if problem.m > MOST_ROWS else None
 
 
-def predict(plan: Plan, device: CudaDevice) -> Prediction:
+def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
     """Returns what the model says about a plan."""
     way = Way(
         plan.kernel,
@@ -160,18 +144,19 @@ def predict(plan: Plan, device: CudaDevice) -> Prediction:
     return prediction(plan.problem, way, device)
 
 
-def _rank(problem: Problem, way: Way, device: CudaDevice) -> tuple[float, ...]:
+def _rank(
+    problem: Problem, way: Way, device: CudaDevice, found: Prediction
+) -> tuple[float, ...]:
     """Returns what ways are compared by: time first, then the simpler one.
 
     Where a product leaves multiprocessors idle, others that do not wait for it fill
     them, such as those of q, k and v: a time counts half as it is and half as the share
     of the device that it takes.
     """
-    found = prediction(problem, way, device)
     busy = way.work.threadgroups - way.work.idle
     share = min(busy / device.multiprocessors, 1.0)
     return (
-        found.seconds * (1 + share) / 2 * (1 + MODEL_ERROR * way.work.is_split),
+        found.seconds * (1 + share) / 2 * search.doubt(way.work.is_split),
         found.memory,
         OF_CUDA.index(way.kernel),
         STRATEGIES.index(way.work.strategy),
@@ -181,7 +166,7 @@ def _rank(problem: Problem, way: Way, device: CudaDevice) -> tuple[float, ...]:
 
 def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
     """Refuses a problem and wishes that are other kernels'."""
-    reason = mma.why_not(problem)
+    reason = limits.why_not(problem)
     if reason is not None:
         raise ValueError(reason)
     kernel = wishes.get("kernel", "mma")
@@ -204,10 +189,10 @@ def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
             f"strategy='hytis' has tiles of two widths, which {kernel} has not"
         )
     across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
-    if min(across, along) < 1 or across * along > mma.MOST_SIMDGROUPS:
+    if min(across, along) < 1 or across * along > limits.MOST_SIMDGROUPS:
         raise ValueError(
             f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
-            f"{mma.MOST_SIMDGROUPS} simdgroups"
+            f"{limits.MOST_SIMDGROUPS} simdgroups"
         )
     known = candidates.FRAGMENTS_M[kernel]
     if wishes.get("fragments_m", known[0]) not in known:
@@ -225,7 +210,7 @@ def _check_device(kernel: Kernel, device: CudaDevice) -> None:
         )
 
 
-def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Plan:
+def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> CudaPlan:
     work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
     staged = way.kernel in pipelined.KERNELS
@@ -234,11 +219,11 @@ def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Pla
         if staged
         else 0
     )
-    plan = Plan(
+    plan = CudaPlan(
         problem=problem,
         kernel=way.kernel,
         tile=Tile(
-            m=mma.FRAGMENT_ROWS * fragments_m,
+            m=limits.FRAGMENT_ROWS * fragments_m,
             n=TILE_N * way.across,
             k=k_tile(problem.group_size),
         ),
@@ -261,11 +246,11 @@ def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Pla
 
 
 def _with_rows(
-    plan: Plan, problem: Problem, device: CudaDevice, wishes: Wishes
-) -> Plan:
+    plan: CudaPlan, problem: Problem, device: CudaDevice, wishes: Wishes
+) -> CudaPlan:
     """Returns an invariant plan for another number of rows: k is cut as it was."""
     fragments_m = wishes.get("fragments_m", candidates.fewest_fragments(problem, "mma"))
-    m_tiles = -(-problem.m // (mma.FRAGMENT_ROWS * fragments_m))
+    m_tiles = -(-problem.m // (limits.FRAGMENT_ROWS * fragments_m))
     tiles = problem.batch * m_tiles * plan.n_tiles
     work = data_parallel(tiles, plan.k_tiles)
     if plan.work.strategy == "split_k":

@@ -3,28 +3,30 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any
 
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import (
-    FRAGMENT,
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     THREADGROUP_LIMIT,
+)
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.staging import buffer_bytes
+from mlx_marlin.planning import decompositions
+from mlx_marlin.planning.decompositions import WORK_WISHES, Space
+from mlx_marlin.planning.overrides import Wishes, can_meet, nothing_fits
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import (
+    FRAGMENT,
     Kernel,
     Reduction,
     k_tile,
     step_k,
 )
-from mlx_marlin.backends.metal.staging import buffer_bytes
-from mlx_marlin.planning import decompositions
-from mlx_marlin.planning.decompositions import WORK_WISHES, Space
-from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import (
-    Partition,
     Strategy,
     Tile,
     Work,
@@ -48,33 +50,12 @@ DEFAULT_BUFFERS = 2
 memory."""
 
 
-class Wishes(TypedDict, total=False):
-    """Fields of a plan that are not to be chosen; the rest follows from them."""
-
-    kernel: Kernel
-    fragments_m: int
-    simdgroups_m: int
-    simdgroups_n: int
-    simdgroups_k: int
-    strategy: Strategy
-    partition: Partition
-    k_parallel: int
-    num_threadgroups: int
-    whole: int
-    minimum: int
-    groups: int
-    reduction: Reduction
-    subtract: bool
-    buffers: int
-    loaders: int
-
-
 def candidates(
     problem: Problem,
     device: Device,
     wishes: Wishes,
-    worth: Callable[[Plan, Work], bool] = lambda body, work: True,
-) -> Iterator[Plan]:
+    worth: Callable[[MetalPlan, Work], bool] = lambda body, work: True,
+) -> Iterator[MetalPlan]:
     """Yields the plans to compare, at least one.
 
     Args:
@@ -102,13 +83,9 @@ def candidates(
         x_bytes=problem.activation_bytes,
     )
     works = list(decompositions.works(space, wishes))
-    if "strategy" not in wishes:
-        works = [each for each in works if _can_meet(each[0], wishes)]
+    works = [each for each in works if can_meet(each[0], wishes)]
     if not works:
-        raise ValueError(
-            f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
-            f"worth comparing; name a strategy too, such as 'split_k'"
-        )
+        raise nothing_fits(wishes)
     shared = _fields(body)
     for work, simdgroups_n in works:
         if not worth(body, work):
@@ -121,7 +98,7 @@ def candidates(
         yield _with_work(shared, work, simdgroups_n, count, wishes)
 
 
-def _body(problem: Problem, wishes: Wishes) -> Plan:
+def _body(problem: Problem, wishes: Wishes) -> MetalPlan:
     """Returns what a threadgroup looks like, as the plan with one for each tile."""
     kernel = wishes.get("kernel", _kernel(problem))
     buffers = wishes.get("buffers", _buffers(problem, kernel, wishes))
@@ -131,7 +108,7 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
-    return Plan(
+    return MetalPlan(
         problem=problem,
         kernel=kernel,
         tile=tile,
@@ -144,7 +121,7 @@ def _body(problem: Problem, wishes: Wishes) -> Plan:
     )
 
 
-def _fields(plan: Plan) -> dict[str, Any]:
+def _fields(plan: MetalPlan) -> dict[str, Any]:
     """Returns a plan's fields: building others from them is faster than `replace`."""
     return {each.name: getattr(plan, each.name) for each in fields(plan)}
 
@@ -155,9 +132,9 @@ def _with_work(
     simdgroups_n: int,
     simdgroups_k: int,
     wishes: Wishes,
-) -> Plan:
+) -> MetalPlan:
     natural: Reduction = "workspace" if work.is_split else "none"
-    return Plan(
+    return MetalPlan(
         **{
             **shared,
             "work": work,
@@ -165,13 +142,6 @@ def _with_work(
             "simdgroups_k": simdgroups_k,
             "reduction": wishes.get("reduction", natural),
         }
-    )
-
-
-def _can_meet(work: Work, wishes: Wishes) -> bool:
-    """Returns whether a work's splits, if it has any, can meet as wished."""
-    return ("reduction" not in wishes) or work.is_split == (
-        wishes["reduction"] != "none"
     )
 
 
@@ -229,13 +199,15 @@ def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:
     return max(min(-(-problem.m // rows), MAX_SIMDGROUPS_M, most // rows), 1)
 
 
-def _most_along_k(body: Plan) -> int:
+def _most_along_k(body: MetalPlan) -> int:
     """Returns the simdgroups along k for which a threadgroup has threads and memory."""
     threads = (MAX_SIMDGROUPS - body.loaders) // body.simdgroups_m
     return min(threads, THREADGROUP_LIMIT // body.threadgroup_bytes)
 
 
-def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> int:
+def _simdgroups_k(
+    body: MetalPlan, work: Work, device: Device, simdgroups_n: int
+) -> int:
     """Returns the fewest simdgroups along k that fill a core, or as many as can be.
 
     Never more than the trips of a mean split: the others would have no work.
@@ -253,7 +225,7 @@ def _simdgroups_k(body: Plan, work: Work, device: Device, simdgroups_n: int) -> 
     return chosen
 
 
-def _invariant(body: Plan, device: Device, wishes: Wishes) -> Plan:
+def _invariant(body: MetalPlan, device: Device, wishes: Wishes) -> MetalPlan:
     """Returns the plan whose splits of k depend on the weight and the device only."""
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)

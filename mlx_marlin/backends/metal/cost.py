@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.limits import FRAGMENT, SIMD_WIDTH
 from mlx_marlin.backends.metal.loop_cost import Trip, trip_of
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staged_cost import (
     THREADGROUP_BYTES_PER_CLOCK,
     staged_loop,
 )
-from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import FRAGMENT, SIMD_WIDTH
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     SCALE_BYTES,
@@ -90,61 +91,6 @@ RATES = {"M3": APPLE9, "M4": APPLE9, "M5": NEWEST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """The model's times for one plan on one device, in seconds.
-
-    Attributes:
-        memory: To move the operands and the workspace.
-        issue: To issue the instructions, all cores alike.
-        loads: To return the loaded bytes to the lanes, all cores alike.
-        busy: The mean core's share of the work over the fullest core's, 0 to 1.
-        fill: How well a busy core hides latency, 0 to 1.
-        dispatch: For the dispatches after the first, 0 without one; on CUDA to begin
-            and end pieces of work too.
-        matrix: To multiply, where matrix units work beside the others; else 0.
-    """
-
-    memory: float
-    issue: float
-    loads: float
-    busy: float
-    fill: float
-    dispatch: float
-    matrix: float = 0.0
-
-    @property
-    def stretch(self) -> float:
-        """Factor of at least 1 for unevenly loaded and thinly filled cores."""
-        return 1 / (self.busy * self.fill)
-
-    @property
-    def seconds(self) -> float:
-        """The whole product."""
-        return self.longest * self.stretch + self.dispatch
-
-    @property
-    def longest(self) -> float:
-        """The longest of the times that overlap."""
-        return max(self.memory, self.issue, self.loads, self.matrix)
-
-    @property
-    def bound(self) -> str:
-        """What takes longest: "memory", "issue", "loads" or "matrix"."""
-        names = ("memory", "issue", "loads", "matrix")
-        return max(names, key=lambda name: float(getattr(self, name)))
-
-    def explain(self) -> str:
-        """Says the prediction in a line, as a prediction."""
-        text = (
-            f"predicted {self.seconds * 1e6:.1f} us (model, not measured): bound by "
-            f"{self.bound}, x{self.stretch:.2f} for uneven or thinly filled cores"
-        )
-        if self.dispatch:
-            text += f", {self.dispatch * 1e6:.1f} us of it for further dispatches"
-        return text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """What the main loop costs, however the work is cut.
 
@@ -163,7 +109,7 @@ class Loop:
     seconds: float
 
 
-def predict(plan: Plan, device: Device) -> Prediction:
+def predict(plan: MetalPlan, device: Device) -> Prediction:
     """Returns what the model says about a plan on a device."""
     loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
     slots, lane_bytes = loop.slots, loop.lane_bytes
@@ -179,7 +125,7 @@ def predict(plan: Plan, device: Device) -> Prediction:
     )
 
 
-def least_seconds(plan: Plan, device: Device, is_split: bool) -> float:
+def least_seconds(plan: MetalPlan, device: Device, is_split: bool) -> float:
     """Returns what no cut of a plan's work takes less than.
 
     Args:
@@ -209,7 +155,7 @@ def _lane_bytes_per_second(device: Device) -> float:
     return LANE_BYTES_PER_CLOCK * (device.cores * device.clock_ghz * 1e9)
 
 
-def workspace_traffic(plan: Plan) -> int:
+def workspace_traffic(plan: MetalPlan) -> int:
     """Returns the bytes of partial sums that are written, and read again."""
     if plan.reduction == "none":
         return 0
@@ -218,7 +164,7 @@ def workspace_traffic(plan: Plan) -> int:
     return round(2 * passes * problem.batch * problem.m * problem.n * 4)
 
 
-def busy(plan: Plan, device: Device) -> float:
+def busy(plan: MetalPlan, device: Device) -> float:
     """Returns the mean core's share of the work over the fullest one's, 0 to 1.
 
     The work over (cores x resident threadgroups x waves x longest range), for whole
@@ -240,7 +186,7 @@ def busy(plan: Plan, device: Device) -> float:
     return (work.whole * whole + work.tail * work.k_tiles) / (cores * fullest)
 
 
-def _resident(plan: Plan, device: Device, registers: int) -> int:
+def _resident(plan: MetalPlan, device: Device, registers: int) -> int:
     """Returns the threadgroups that fit on a core at a time, at least 1."""
     core = device.core
     registers += RANGE_REGISTERS * (not plan.is_whole)
@@ -308,7 +254,7 @@ def _per_trip(
     return slots, x_bytes
 
 
-def _staged(plan: Plan, device: Device) -> tuple[float, float]:
+def _staged(plan: MetalPlan, device: Device) -> tuple[float, float]:
     """Returns the slots and lane bytes of `gemm_staged`, with those of its memory."""
     problem, rates = plan.problem, rates_of(device)
     trip = trip_of(problem.mode, problem.bits, problem.group_size, problem.layout)
@@ -353,7 +299,7 @@ def _readers(m: int, fragments_m: int) -> dict[int, int]:
     return {fragments_m: whole, rest: 1} if rest else {fragments_m: whole}
 
 
-def _other_slots(plan: Plan) -> float:
+def _other_slots(plan: MetalPlan) -> float:
     """Returns the slots outside the main loop, the reduce's included."""
     work = plan.work
     simdgroups = plan.threads // SIMD_WIDTH
@@ -370,7 +316,7 @@ def _other_slots(plan: Plan) -> float:
     return simdgroups * slots + stored + reduced
 
 
-def _fill(plan: Plan, device: Device, registers: int) -> float:
+def _fill(plan: MetalPlan, device: Device, registers: int) -> float:
     """Returns how well a busy core hides latency, from 0 to 1."""
     threadgroups = plan.work.threadgroups - plan.work.idle
     turns = -(-threadgroups // device.cores)

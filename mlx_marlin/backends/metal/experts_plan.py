@@ -12,14 +12,12 @@ Few rows of a tile are dot products, as in `gemv`: an expert that one row chose 
 from dataclasses import dataclass
 
 from mlx_marlin.backends.metal.limits import (
-    FRAGMENT,
     FRAGMENTS_M,
     MAX_SIMDGROUPS,
-    PADDED_COLUMNS,
-    SIMD_WIDTH,
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
 MOST_THREADGROUPS = 2**31 // (SIMD_WIDTH * MAX_SIMDGROUPS)

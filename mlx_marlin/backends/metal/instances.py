@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
-from mlx_marlin.backends import arguments, source
+from mlx_marlin.backends.metal import arguments, source
+from mlx_marlin.backends.metal.backend import STAGED
 from mlx_marlin.backends.metal.candidates import (
     MAX_SIMDGROUPS_M,
     SIMDGROUPS_K,
@@ -18,17 +19,11 @@ from mlx_marlin.backends.metal.candidates import (
     subtracts,
 )
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
-from mlx_marlin.backends.metal.limits import (
-    FRAGMENT,
-    GEMV_ROWS,
-    MAX_SIMDGROUPS,
-    Kernel,
-    k_tile,
-)
-from mlx_marlin.backends.planner import STAGED
+from mlx_marlin.backends.metal.limits import GEMV_ROWS, MAX_SIMDGROUPS
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.decompositions import WIDTHS
-from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import FRAGMENT, Kernel, k_tile
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.weights.formats import (
     CHANNEL,
@@ -52,7 +47,7 @@ class Variant:
         template: Its template arguments.
     """
 
-    plan: Plan
+    plan: MetalPlan
     name: str
     template: tuple[tuple[str, arguments.TemplateValue], ...]
 
@@ -114,14 +109,14 @@ def _of_format(
     yield from found.values()
 
 
-def variant_of(plan: Plan) -> Variant:
+def variant_of(plan: MetalPlan) -> Variant:
     """Returns the instance that a plan asks for, an epilogue left out."""
     text = source.product_source(plan.kernel)
     template = arguments.product_template(plan)
     return Variant(plan=plan, name=text.name, template=(*template.items(),))
 
 
-def _bodies(problem: Problem) -> Iterator[Plan]:
+def _bodies(problem: Problem) -> Iterator[MetalPlan]:
     """Yields every threadgroup, as the plan that gives one a tile."""
     for rows, count in product(range(1, GEMV_ROWS[problem.dtype] + 1), SIMDGROUPS_K):
         yield _body(problem, "gemv", 0, 1, count, rows)
@@ -140,7 +135,7 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
                 yield from _fitting(problem, *shared, buffers, loaders)
 
 
-def _fitting(problem: Problem, *staged: int) -> Iterator[Plan]:
+def _fitting(problem: Problem, *staged: int) -> Iterator[MetalPlan]:
     """Yields a threadgroup of `gemm_staged`, if its memory is not too large."""
     with suppress(ValueError):
         yield _body(problem, "gemm_staged", *staged)
@@ -155,9 +150,9 @@ def _body(
     rows: int,
     buffers: int = 0,
     loaders: int = 0,
-) -> Plan:
+) -> MetalPlan:
     tile = Tile(m=rows, k=k_tile(problem.group_size))
-    return Plan(
+    return MetalPlan(
         problem=replace(problem, m=rows),
         kernel=kernel,
         tile=tile,
@@ -171,7 +166,7 @@ def _body(
     )
 
 
-def _ways(body: Plan) -> Iterator[Plan]:
+def _ways(body: MetalPlan) -> Iterator[MetalPlan]:
     """Yields a threadgroup with a whole tile, with a range, and with wide tiles."""
     yield body
     work = body.work

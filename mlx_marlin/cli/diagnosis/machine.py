@@ -83,6 +83,7 @@ def device_facts() -> Facts:
     """Returns the device that plans are made for."""
     from mlx_marlin.backends import devices
     from mlx_marlin.backends.cuda.device import CudaDevice
+    from mlx_marlin.backends.metal.device import Device
 
     here = devices.current()
     facts = {
@@ -93,9 +94,11 @@ def device_facts() -> Facts:
         "architecture": here.arch,
         "source": _source_of_device(),
     }
-    if isinstance(here, CudaDevice):
-        return facts | {"kind": "cuda", "shared_bytes": here.shared_bytes}
-    return facts | {"kind": "apple", "generation": here.generation, "tier": here.tier}
+    if isinstance(here, Device):
+        tier = {"generation": here.generation, "tier": here.tier}
+        return facts | {"kind": "apple"} | tier
+    assert isinstance(here, CudaDevice)
+    return facts | {"kind": "cuda", "shared_bytes": here.shared_bytes}
 
 
 def back_end() -> Facts:
@@ -117,7 +120,7 @@ def back_end() -> Facts:
     if name == "stock":
         facts["problem"] = f"stock MLX serves every call, because {reason}"
     if name == "cuda" and facts["problem"] is None:
-        facts["problem"] = eligibility.too_old()
+        facts["problem"] = eligibility.unsupported_device()
     if name == "emulator":
         facts["problem"] = _emulator_problem()
     return facts
@@ -195,7 +198,7 @@ def check(wanted: Iterable[Problem]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the verdicts tell it
         for problem in tqdm([*wanted], "check", unit="product"):
-            reason = eligibility.not_on_cuda(problem, transpose=True)
+            reason = eligibility.unsupported(problem)
             if reason is None:
                 guard.verdict_of(planner.choose(problem, eligibility.target()))
 

@@ -6,7 +6,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mlx_marlin.backends.planner import Choice
 from mlx_marlin.cli.pictures.text import (
     Bar,
     ends,
@@ -17,6 +16,7 @@ from mlx_marlin.cli.pictures.text import (
     spans_of,
     why_not_drawn,
 )
+from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, groupby, takewhile
 
-from mlx_marlin.backends.planner import Choice
-from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.choice import Choice, aligned
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work import Split
 

@@ -16,7 +16,7 @@ from mlx_marlin.weights.formats import FORMATS
 
 def runs_on_cuda() -> bool:
     """Returns whether a call now would run on our CUDA kernels."""
-    if selection.backend() != "cuda" or eligibility.too_old() is not None:
+    if selection.backend() != "cuda" or eligibility.unsupported_device() is not None:
         return False
     return eligibility.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
 

@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.cuda import mma
-from mlx_marlin.backends.metal.limits import SIMD_WIDTH
+from mlx_marlin.backends.cuda import limits
+from mlx_marlin.planning.tiles import SIMD_WIDTH
 from mlx_marlin.products.autodiff import are_left_out, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
 
@@ -36,7 +36,7 @@ def is_ours(logits: mx.array, routing: Routing) -> bool:
     """Returns whether a kernel of ours chooses experts by such logits."""
     experts = logits.shape[-1]
     few = routing.choices <= min(SIMD_WIDTH, experts) and experts <= MOST_EXPERTS
-    known = dtype_name(logits.dtype) in mma.DTYPES
+    known = dtype_name(logits.dtype) in limits.DTYPES
     if not (few and known and logits.size > 0):
         return False
     how = routing.choices, routing.of_all, routing.last

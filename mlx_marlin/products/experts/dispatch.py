@@ -15,9 +15,9 @@ from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.dispatch import Served, traced_call, when_forgetting
 from mlx_marlin.products.eligibility import (
     not_here,
-    not_on_cuda,
     refuse_variance,
     target,
+    unsupported,
 )
 from mlx_marlin.products.experts.reference import (
     Flat,
@@ -102,7 +102,7 @@ def _why_not_on_cuda(kind: Kind) -> str | None:
     whole = largest_array(1, all_rows, kind.k, kind.bits)
     if kind.layout == "mlx" and whole >= MOST_ELEMENTS:
         return "our CUDA kernels count MLX's words in 32 bits, and there are more"
-    return not_on_cuda(problem_of_one(kind), kind.transpose)
+    return unsupported(problem_of_one(kind), kind.transpose)
 
 
 def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat | None:

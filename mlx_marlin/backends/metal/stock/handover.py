@@ -1,13 +1,10 @@
 """When stock MLX should serve a call for speed, and why."""
 
-from mlx_marlin.backends.metal.cost import (
-    FURTHER_DISPATCH,
-    Prediction,
-    memory_seconds,
-)
+from mlx_marlin.backends.metal.cost import FURTHER_DISPATCH, memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 
 MARGIN = 1.1

@@ -1,13 +1,17 @@
-"""What the CUDA kernel "mma" can compute, and what a plan of it must look like.
+"""The CUDA kernels, what "mma" can compute, and what a plan of it must look like.
 
 It decodes a weight into fragments of 16x8x16 matrix products, which hold two halves or
 two bfloat16 values a register. Every tile is `simdgroups_n` packed tiles wide, each of
 which has `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 """
 
+from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Kernel
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 
+OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
+"""The kernels of this back end."""
 FRAGMENT_ROWS = 8
 """Rows of x in a 16x8x16 product: those of the weight are the other operand."""
 FRAGMENTS_M = (1, 2, 3, 4)
@@ -30,6 +34,14 @@ NORMED_PADDING = 16
 """Bytes behind each of these: 8 rows are read at once (shaders/cuda/rows.cuh)."""
 DTYPES = ("float16", "bfloat16")
 """Activations that a fragment holds as they are."""
+
+
+def too_old(device: CudaDevice) -> str | None:
+    """Says why the kernels do not run on a device; None if they do."""
+    if device.capability >= CAPABILITY:
+        return None
+    needed = ".".join(map(str, CAPABILITY))
+    return f"our CUDA kernels need compute capability {needed}, {device.name} has less"
 
 
 def why_not(problem: Problem) -> str | None:
@@ -103,12 +115,10 @@ def check(
     problem: Problem,
     *,
     fragments_m: int,
-    simdgroups_m: int,
     simdgroups_n: int,
     simdgroups_k: int,
     tile_m: int,
     tile_n: int,
-    subtract: bool,
 ) -> None:
     """Checks the fields of a plan that have other limits than Metal's.
 
@@ -120,11 +130,6 @@ def check(
         raise ValueError(f"kernel='mma': {reason}")
     if fragments_m not in FRAGMENTS_M:
         raise ValueError(f"fragments_m={fragments_m} is not one of {FRAGMENTS_M}")
-    if simdgroups_m != 1 or subtract:
-        raise ValueError(
-            f"mma has simdgroups_m=1 and subtract=False, got "
-            f"simdgroups_m={simdgroups_m}, subtract={subtract}"
-        )
     check_counts(simdgroups_n, simdgroups_k)
     if simdgroups_n * simdgroups_k > MOST_SIMDGROUPS:
         raise ValueError(

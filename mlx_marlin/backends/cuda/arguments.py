@@ -1,0 +1,67 @@
+"""Template arguments of the CUDA kernels, and the numbers that they read."""
+
+from mlx_marlin.backends.arguments import (
+    TemplateValue,
+    epilogue_template,
+    float_bits,
+    parts,
+    schedule,
+    shape,
+    weight_template,
+)
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.planning.epilogue import ACTIVATIONS
+from mlx_marlin.planning.problem import Problem
+
+GATES = {"silu": ACTIVATIONS.index("silu"), "swiglu_oai": len(ACTIVATIONS)}
+"""As `cuda/gated.cuh` numbers them."""
+
+
+def product_template(plan: CudaPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of a plan's first kernel."""
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_N": plan.simdgroups_n,
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        **({"STAGES": plan.buffers} if plan.buffers else {}),
+        "WHOLE": plan.is_whole,
+        "SINGLE": plan.work.is_single,
+        "BATCHED": plan.problem.batch > 1,
+        **weight_template(plan.problem),
+        **_norm_template(plan.problem),
+        **({} if plan.is_split else epilogue_template(plan)),
+    }
+
+
+def reduce_template(plan: CudaPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the reduce that follows a split plan."""
+    shared: dict[str, TemplateValue] = {
+        "BATCHED": plan.problem.batch > 1,
+        "SIMDGROUPS_N": plan.simdgroups_n,
+    }
+    return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
+
+
+def cuda_gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of CUDA's kernel for experts' products."""
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_N": plan.simdgroups_n,
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        "BY_PAIR": plan.by_pair,
+        "EACH": plan.each,
+        **({"ACTIVATION": GATES[plan.gate]} if plan.gate else {}),
+        **({"T": plan.problem.dtype} if plan.bias else {}),
+        **weight_template(plan.problem),
+    }
+
+
+def numbers(plan: CudaPlan) -> tuple[int, ...]:
+    """Returns all that CUDA's kernels read of a plan, in one array."""
+    several = plan.problem.epilogue.parts
+    return (*shape(plan), *schedule(plan), *(parts(plan) if several else ()))
+
+
+def _norm_template(problem: Problem) -> dict[str, TemplateValue]:
+    return {} if problem.norm is None else {"EPSILON": float_bits(problem.norm)}

@@ -1,0 +1,110 @@
+"""The CUDA back end: plans and kernels for NVIDIA GPUs."""
+
+from collections.abc import Callable, Iterator
+
+from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.cuda import arguments, limits, search, source
+from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
+from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.backends.kernel_call import KernelCall
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.prediction import Prediction
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Limit, Option
+
+CACHE_BYTES = 128 * 2**20
+"""No second-level cache of NVIDIA's is larger (126 MB of a B200, 50 of an H100 or H200:
+NVIDIA's architecture papers)."""
+
+
+class CudaBackend:
+    """Implements `Backend` for CUDA."""
+
+    name = "cuda"
+    device_type = CudaDevice
+    device_noun = "a CUDA device"
+    default_device = DEFAULT
+    kernels = limits.OF_CUDA
+    plan_type = CudaPlan
+
+    def unsupported_device(self, device: CudaDevice) -> str | None:
+        """Returns why no kernel runs on a device, or None."""
+        return limits.too_old(device)
+
+    def unsupported(
+        self, problem: Problem, device: CudaDevice, transpose: bool = True
+    ) -> str | None:
+        """Returns why the kernels cannot compute a problem on a device, or None."""
+        if not transpose and problem.batch > 1:
+            return "our CUDA kernels multiply a batch by transposed weights only"
+        return limits.too_old(device) or limits.why_not(problem)
+
+    def options(
+        self, problem: Problem, device: CudaDevice, wishes: Wishes, limit: Limit
+    ) -> Iterator[Option]:
+        """Yields what is worth comparing, at least one option.
+
+        Raises:
+            ValueError: If no plan has the wished fields.
+        """
+        return search.options(problem, device, wishes)
+
+    def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
+        """Returns what the model says about a plan."""
+        return search.predict(plan, device)
+
+    def predict_stock(self, problem: Problem, device: CudaDevice) -> None:
+        """Returns None: there is no model of stock MLX on CUDA."""
+
+    def handover(
+        self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
+    ) -> str | None:
+        """Returns why stock MLX should serve a product for speed, or None."""
+        return search.handover(problem, device)
+
+    def decode_once(
+        self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
+    ) -> DensePlan | None:
+        """Returns the plain product of a weight decoded once, where it is faster."""
+        return search.dense(problem)
+
+    def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
+        """Returns no plans: all kernels are among the candidates."""
+        return []
+
+    def cache_bytes(self, device: CudaDevice) -> int:
+        """Returns the bytes of weights that no cache of a device can hold."""
+        return CACHE_BYTES
+
+    def product_source(self, plan: CudaPlan) -> Source:
+        """Returns the text of a plan's first kernel."""
+        return source.of_product(plan)
+
+    def reduce_source(self, plan: CudaPlan) -> Source:
+        """Returns the text of the kernel that adds a plan's splits."""
+        return source.of_reduce(plan)
+
+    def decode_source(self, problem: Problem) -> Source:
+        """Returns the text of the kernel that decodes a block of a weight."""
+        return source.of_dense(problem)
+
+    def product_template(self, plan: CudaPlan) -> dict[str, TemplateValue]:
+        """Returns the template arguments of a plan's first kernel."""
+        return arguments.product_template(plan)
+
+    def reduce_template(self, plan: CudaPlan) -> dict[str, TemplateValue]:
+        """Returns the template arguments of the reduce that follows a split plan."""
+        return arguments.reduce_template(plan)
+
+    def numbers(self, plan: CudaPlan) -> dict[str, tuple[int, ...]]:
+        """Returns the integers that the kernels read: one array has them all."""
+        return {"numbers": arguments.numbers(plan)}
+
+    def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
+        """Returns a call that launches a kernel, which its first use builds."""
+        from mlx_marlin.backends import kernels
+
+        return kernels.lazily(source, shared_bytes)

@@ -1,0 +1,145 @@
+"""Plans of the CUDA kernels, and whether their fields fit each other."""
+
+from dataclasses import dataclass
+
+from mlx_marlin.backends.cuda import limits, pipelined
+from mlx_marlin.backends.cuda.limits import OF_CUDA
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.tiles import PADDED_COLUMNS
+from mlx_marlin.weights.formats import TILE_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaPlan(Plan):
+    """How a product is computed on an NVIDIA GPU.
+
+    The kernel is "mma" (16x8x16 matrices), "mma_staged" (likewise, x out of shared
+    memory) or "wgmma" (64x16 by 16x64, x out of shared memory). Every tile is
+    `simdgroups_n` packed tiles wide, each with `simdgroups_k` warps. Stages hold x
+    alone.
+    """
+
+    @property
+    def has_staged_x(self) -> bool:
+        """Whether warps of their own fill stages of x, and of nothing else."""
+        return self.kernel in pipelined.KERNELS
+
+    @property
+    def simdgroups(self) -> int:
+        """Warps of a block."""
+        if not self.has_staged_x:
+            return self.simdgroups_n * self.simdgroups_k
+        return pipelined.simdgroups(self.kernel, self.simdgroups_n, self.simdgroups_k)
+
+    @property
+    def threadgroup_bytes(self) -> int:
+        """Bytes of shared memory: the epilogue's scratch, float32.
+
+        It takes turns with stages, where there are any. Every packed tile and slice of
+        k has its own, and rows that are normalized lie behind.
+        """
+        sums = self.simdgroups_k * self.simdgroups_n
+        scratch = sums * self.tile.m * PADDED_COLUMNS * 4
+        if not self.buffers:
+            return scratch + limits.normed_bytes(self.problem)
+        return pipelined.BARRIER_BYTES + max(scratch, self.buffers * self.stage_bytes)
+
+    @property
+    def stage_k(self) -> int:
+        """Values of k of a stage."""
+        return pipelined.STAGE_K
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        return pipelined.stage_bytes(self.tile.m)
+
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other.
+
+        Raises:
+            ValueError: If no kernel can have them.
+        """
+        if self.kernel not in OF_CUDA:
+            raise ValueError(f"kernel={self.kernel!r} is not one of {OF_CUDA}")
+        if self.has_staged_x:
+            self._check_staged_x()
+        else:
+            self._check_mma()
+        self._check_norm()
+        self.check_columns(TILE_N * self.simdgroups_n)
+        self.check_bytes(limits.SHARED_LIMIT, self.stage_bytes)
+        if self.has_wide_tiles:
+            raise ValueError(
+                f"{self.kernel} has tiles of one width, got strategy='hytis'"
+            )
+        self.check_tiles()
+        if self.reduction == "atomic":
+            raise ValueError(
+                f"{self.kernel} has no atomic sums, got reduction='atomic'"
+            )
+        self.check_reduction()
+        self._check_paired()
+        self._check_invariant()
+
+    def _check_mma(self) -> None:
+        if (self.buffers, self.loaders) != (0, 0):
+            raise ValueError(
+                f"{self.kernel} has buffers=0 and loaders=0, got "
+                f"buffers={self.buffers}, loaders={self.loaders}"
+            )
+        limits.check(
+            self.problem,
+            fragments_m=self.fragments_m,
+            simdgroups_n=self.simdgroups_n,
+            simdgroups_k=self.simdgroups_k,
+            tile_m=self.tile.m,
+            tile_n=self.tile.n,
+        )
+
+    def _check_staged_x(self) -> None:
+        pipelined.check(
+            self.problem,
+            kernel=self.kernel,
+            fragments_m=self.fragments_m,
+            simdgroups_n=self.simdgroups_n,
+            simdgroups_k=self.simdgroups_k,
+            buffers=self.buffers,
+            loaders=self.loaders,
+            tile_m=self.tile.m,
+            tile_n=self.tile.n,
+        )
+
+    def _check_norm(self) -> None:
+        """Checks that whole rows are multiplied, by the kernel that normalizes them."""
+        if self.problem.norm is None:
+            return
+        if self.kernel != "mma" or self.is_split:
+            raise ValueError(
+                f"norm={self.problem.norm} needs kernel='mma' and reduction='none', "
+                f"got kernel={self.kernel!r}, reduction={self.reduction!r}"
+            )
+
+    def _check_paired(self) -> None:
+        """Checks that all sums that make a result meet in a threadgroup."""
+        epilogue = self.problem.epilogue
+        if not epilogue.is_paired:
+            return
+        asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
+        least = limits.least_tiles(self.problem)
+        if self.simdgroups_n % least or self.is_split:
+            raise ValueError(
+                f"{asked} needs a multiple of {least} as simdgroups_n and "
+                f"reduction='none', got simdgroups_n={self.simdgroups_n}, "
+                f"reduction={self.reduction!r}"
+            )
+
+    def _check_invariant(self) -> None:
+        if not self.problem.invariant:
+            return
+        whole = self.work.strategy in ("data_parallel", "split_k")
+        if self.kernel != "mma" or not whole:
+            raise ValueError(
+                "invariant=True needs mma, and data_parallel or split_k, got "
+                f"kernel={self.kernel!r}, strategy={self.work.strategy!r}"
+            )

@@ -1,0 +1,97 @@
+"""Template arguments of the Metal kernels."""
+
+from mlx_marlin.backends.arguments import (
+    TemplateValue,
+    epilogue_template,
+    weight_template,
+)
+from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
+from mlx_marlin.weights.layout import bit_places
+
+
+def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of a plan's first kernel."""
+    problem = plan.problem
+    shared: dict[str, TemplateValue] = {
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        "WIDE": plan.simdgroups_n,
+        "WHOLE": plan.is_whole,
+        **({} if plan.buffers else {"BATCHED": problem.batch > 1}),
+        **weight_template(problem),
+        "SUBTRACT": plan.subtract,
+    }
+    fused = {} if plan.is_split else epilogue_template(plan)
+    if plan.kernel == "gemv":
+        return {"ROWS": plan.tile.m, **shared, **fused}
+    staged = {"BUFFERS": plan.buffers, "LOADERS": plan.loaders} if plan.buffers else {}
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_M": plan.simdgroups_m,
+        **shared,
+        "RAGGED": problem.n % TILE_N != 0,
+        "WIDEN": problem.in_float,
+        **staged,
+        **fused,
+    }
+
+
+def reduce_template(plan: MetalPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the reduce that follows a split plan."""
+    shared: dict[str, TemplateValue] = {"BATCHED": plan.problem.batch > 1}
+    return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
+
+
+def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the kernel for experts' products."""
+    return {
+        "FRAGMENTS_M": plan.fragments_m,
+        "SIMDGROUPS_M": plan.simdgroups_m,
+        "SIMDGROUPS_K": plan.simdgroups_k,
+        "DOT_ROWS": plan.dot_rows,
+        "RAGGED": plan.problem.n % TILE_N != 0,
+        **weight_template(plan.problem),
+        "SUBTRACT": plan.subtract,
+        "WIDEN": plan.problem.in_float,
+    }
+
+
+def repack_tiles(bits: int) -> int:
+    """Returns how many tiles along k a threadgroup moves.
+
+    As few as make a row of them whole lines of 128 bytes in MLX's layout.
+    """
+    return 16 // (bits & -bits)
+
+
+def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
+    """Returns the template arguments of `Codes` in `lib/repack.metal`.
+
+    Args:
+        bits: Bits of a code.
+        order: The order of k, "k32" or "k64".
+    """
+    planes = planes_of(bits)
+    low, high = (
+        [_hexadecimal(half) for half in _row_and_k(bit_places(plane, order))]
+        for plane in (planes[0], planes[-1])
+    )
+    return {
+        "BITS": bits,
+        "TILES": repack_tiles(bits),
+        "LOW": planes[0],
+        "LOW_ROW": low[0],
+        "LOW_K": low[1],
+        "HIGH_ROW": high[0],
+        "HIGH_K": high[1],
+    }
+
+
+def _row_and_k(places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    k_bits = TILE_K.bit_length() - 1
+    return places[k_bits:], places[:k_bits]
+
+
+def _hexadecimal(digits: tuple[int, ...]) -> int:
+    return sum(digit << 4 * i for i, digit in enumerate(digits))

@@ -1,0 +1,186 @@
+"""The Metal back end: plans and kernels for Apple GPUs, which the emulator runs too."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
+from mlx_marlin.backends.kernel_call import KernelCall
+from mlx_marlin.backends.metal import arguments, cost, source
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.dense import dense_if_faster
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.limits import KERNELS
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.stock.handover import (
+    handover,
+    margin_over_stock,
+    stock_seconds,
+)
+from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning import search
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.prediction import Prediction
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Limit, Option
+from mlx_marlin.planning.work import STRATEGIES, Work
+
+STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
+"""(buffers, loaders) of `gemm_staged` that are worth a try."""
+HOPELESS = 1.25
+"""How many times the chosen plan's predicted time is too long for a try."""
+
+CACHE_BYTES = 64 * 2**20
+"""Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
+
+
+class MetalBackend:
+    """Implements `Backend` for Metal."""
+
+    name = "metal"
+    device_type = Device
+    device_noun = "an Apple chip"
+    default_device = DEFAULT
+    kernels = KERNELS
+    plan_type = MetalPlan
+
+    def unsupported_device(self, device: Device) -> None:
+        """Returns None: the kernels run on every Apple GPU."""
+
+    def unsupported(
+        self, problem: Problem, device: Device, transpose: bool = True
+    ) -> str | None:
+        """Returns why the kernels cannot compute a problem, or None."""
+        if problem.epilogue.gated:
+            return "our Metal kernels have no gate in their epilogue"
+        if problem.epilogue.rotation is not None:
+            return "our Metal kernels rotate no heads"
+        if problem.norm is not None:
+            return "our Metal kernels take rows as they are"
+        return None
+
+    def options(
+        self, problem: Problem, device: Device, wishes: Wishes, limit: Limit
+    ) -> Iterator[Option]:
+        """Yields the plans to compare, at least one.
+
+        Raises:
+            ValueError: If no plan has the wished fields.
+        """
+        kernel = wishes.get("kernel", KERNELS[0])
+        if kernel not in KERNELS:
+            raise ValueError(
+                f"kernel={kernel!r} is not one of Metal's, {KERNELS}; others need "
+                f"another device, such as chip='NVIDIA H200'"
+            )
+
+        def can_win(body: MetalPlan, work: Work) -> bool:
+            if wishes:
+                return True  # or it would depend on times which wishes are refused
+            seconds = cost.least_seconds(body, device, work.is_split)
+            return seconds * search.doubt(work.is_split) <= limit()
+
+        for plan in candidates(problem, device, wishes, can_win):
+            prediction = cost.predict(plan, device)
+            yield Option(_rank(plan, prediction), prediction, partial(_same, plan))
+
+    def predict(self, plan: MetalPlan, device: Device) -> Prediction:
+        """Returns what the model says about a plan."""
+        return cost.predict(plan, device)
+
+    def predict_stock(self, problem: Problem, device: Device) -> StockPrediction:
+        """Returns what the model says about stock MLX."""
+        return stock_prediction(problem, device)
+
+    def handover(
+        self, problem: Problem, device: Device, ours: Callable[[], Prediction]
+    ) -> str | None:
+        """Returns why stock MLX should serve a product for speed, or None."""
+        return handover(problem, device, ours())
+
+    def decode_once(
+        self, problem: Problem, device: Device, ours: Callable[[], Prediction]
+    ) -> DensePlan | None:
+        """Returns the plain product of decoded weights if that should be fastest.
+
+        Of a native weight by the same margin by which a call leaves stock MLX.
+        """
+        others = ours().seconds
+        if problem.layout == "mlx":
+            margin = margin_over_stock(problem, device)
+            others = min(others, stock_seconds(problem, device)) / margin
+        return dense_if_faster(problem, device, others)
+
+    def experiments(self, problem: Problem, device: Device) -> list[Plan]:
+        """Returns plans of `gemm_staged`: nothing else asks for them.
+
+        Where several simdgroups of the chosen plan decode the same weights, and the
+        model does not expect much less of them.
+        """
+        best = self._best(problem, device, Wishes())
+        if best.simdgroups_m == 1 or problem.invariant:
+            return []
+        most = HOPELESS * cost.predict(best, device).seconds
+        plans: list[Plan] = []
+        for buffers, loaders in STAGED:
+            wishes = Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+            staged = self._best(problem, device, wishes)
+            if cost.predict(staged, device).seconds <= most:
+                plans.append(staged)
+        return plans
+
+    def cache_bytes(self, device: Device) -> int:
+        """Returns the bytes of weights that no cache of a device can hold."""
+        return CACHE_BYTES * (2 if device.tier == "ultra" else 1)
+
+    def product_source(self, plan: MetalPlan) -> Source:
+        """Returns the text of a plan's first kernel."""
+        return source.of_product(plan)
+
+    def reduce_source(self, plan: MetalPlan) -> Source:
+        """Returns the text of the kernel that adds a plan's splits."""
+        return source.of_reduce(plan)
+
+    def decode_source(self, problem: Problem) -> Source:
+        """Returns the text of the kernel that decodes a block of a weight."""
+        return source.dequantize_source()
+
+    def product_template(self, plan: MetalPlan) -> dict[str, TemplateValue]:
+        """Returns the template arguments of a plan's first kernel."""
+        return arguments.product_template(plan)
+
+    def reduce_template(self, plan: MetalPlan) -> dict[str, TemplateValue]:
+        """Returns the template arguments of the reduce that follows a split plan."""
+        return arguments.reduce_template(plan)
+
+    def numbers(self, plan: MetalPlan) -> dict[str, tuple[int, ...]]:
+        """Returns the integers that the kernels read, by the names of their arrays."""
+        return {"shape": shape(plan), "schedule": schedule(plan), "parts": parts(plan)}
+
+    def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
+        """Returns a call that launches a kernel; its text declares its memory."""
+        from mlx_marlin.backends import kernels
+
+        return kernels.kernel(source)
+
+    def _best(self, problem: Problem, device: Device, wishes: Wishes) -> MetalPlan:
+        found = search.best(partial(self.options, problem, device, wishes))
+        assert isinstance(found, MetalPlan)
+        return found
+
+
+def _same(plan: MetalPlan) -> MetalPlan:
+    return plan
+
+
+def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
+    """Returns what plans are compared by: time first, then the simpler one."""
+    return (
+        prediction.seconds * search.doubt(plan.is_split),
+        plan.dispatches,
+        STRATEGIES.index(plan.work.strategy),
+        plan.simdgroups_k,
+        plan.num_threadgroups,
+    )

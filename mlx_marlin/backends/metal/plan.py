@@ -1,0 +1,213 @@
+"""Plans of the Metal kernels, and whether their fields fit each other."""
+
+from dataclasses import dataclass
+
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    KERNELS,
+    MAX_SIMDGROUPS,
+    THREADGROUP_LIMIT,
+)
+from mlx_marlin.backends.metal.staging import BUFFERS, buffer_bytes
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.tiles import FRAGMENT, PADDED_COLUMNS, step_k
+from mlx_marlin.weights.formats import TILE_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetalPlan(Plan):
+    """How a product is computed on an Apple GPU.
+
+    The kernel is "gemv" (dot products, few rows), "gemm_register" (8x8 matrices) or
+    "gemm_staged" (8x8 matrices out of threadgroup memory). In a wide tile of `hytis`,
+    `simdgroups_n` of the simdgroups along k stand along n instead; elsewhere it is 1.
+    A stage of `gemm_staged` has x and w, and a loader also decodes.
+
+    Attributes:
+        simdgroups_m: Simdgroups side by side along the rows.
+        subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
+    """
+
+    simdgroups_m: int = 1
+    subtract: bool = False
+
+    @property
+    def simdgroup_grid(self) -> tuple[int, int, int]:
+        """Simdgroups of a threadgroup along m, n and k."""
+        return self.simdgroups_m, self.simdgroups_n, self.simdgroups_k
+
+    @property
+    def simdgroups(self) -> int:
+        """Simdgroups of a threadgroup."""
+        return self.simdgroups_m * self.simdgroups_k + self.loaders
+
+    @property
+    def threadgroup_bytes(self) -> int:
+        """Bytes of threadgroup memory: the epilogue's scratch, float32.
+
+        It takes turns with stages, where there are any.
+        """
+        scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
+        return max(scratch, self.buffers * self.stage_bytes)
+
+    @property
+    def stage_k(self) -> int:
+        """Values of k of a stage: a step of each slice of k."""
+        return step_k(self.problem.group_size) * self.simdgroups_k
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
+        element = self.problem.fragment_bytes
+        return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
+
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other.
+
+        Raises:
+            ValueError: If no kernel can have them.
+        """
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
+        self._check_staging()
+        if self.kernel == "gemv":
+            self._check_gemv()
+        else:
+            self._check_gemm()
+        self._check_norm()
+        self._check_threadgroup()
+        self._check_width()
+        self.check_tiles()
+        self.check_reduction()
+        self._check_paired()
+        self._check_invariant()
+
+    def _simdgroups(self) -> str:
+        return f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
+
+    def _check_staging(self) -> None:
+        if self.kernel != "gemm_staged":
+            if (self.buffers, self.loaders) != (0, 0):
+                raise ValueError(
+                    f"{self.kernel} has buffers=0 and loaders=0, got "
+                    f"buffers={self.buffers}, loaders={self.loaders}"
+                )
+            return
+        if self.problem.batch > 1:
+            raise ValueError(
+                f"gemm_staged takes one weight, got batch={self.problem.batch}"
+            )
+        if self.buffers not in BUFFERS:
+            raise ValueError(f"buffers={self.buffers} is not one of {BUFFERS}")
+        if self.loaders < 0:
+            raise ValueError(f"loaders={self.loaders} must be at least 0")
+        if self.loaders and self.buffers == 1:
+            raise ValueError(
+                f"loaders={self.loaders} would wait with buffers=1 whenever the others "
+                f"multiply, expected 2 or 3 buffers"
+            )
+
+    def _check_gemv(self) -> None:
+        most = GEMV_ROWS[self.problem.dtype]
+        if self.problem.m > most:
+            raise ValueError(
+                f"gemv takes at most {most} rows of {self.problem.dtype}, "
+                f"got m={self.problem.m}"
+            )
+        if (self.fragments_m, self.simdgroups_m) != (0, 1):
+            raise ValueError(
+                "gemv has fragments_m=0 and simdgroups_m=1, got "
+                f"fragments_m={self.fragments_m}, simdgroups_m={self.simdgroups_m}"
+            )
+        if self.tile.m != self.problem.m:
+            raise ValueError(
+                f"a gemv tile has all m={self.problem.m} rows, got tile.m={self.tile.m}"
+            )
+
+    def _check_gemm(self) -> None:
+        if self.fragments_m not in FRAGMENTS_M:
+            raise ValueError(
+                f"fragments_m={self.fragments_m} is not one of {FRAGMENTS_M}"
+            )
+        rows = FRAGMENT * self.fragments_m * self.simdgroups_m
+        if self.tile.m != rows:
+            raise ValueError(
+                f"fragments_m={self.fragments_m} and simdgroups_m={self.simdgroups_m} "
+                f"make tiles of {rows} rows, got tile.m={self.tile.m}"
+            )
+
+    def _check_threadgroup(self) -> None:
+        self.check_columns(TILE_N)
+        if self.simdgroups_m < 1 or self.simdgroups_k < 1:
+            raise ValueError(
+                f"simdgroups_m={self.simdgroups_m} and simdgroups_k="
+                f"{self.simdgroups_k} must be at least 1"
+            )
+        if self.simdgroups > MAX_SIMDGROUPS:
+            further = f" and loaders={self.loaders}" if self.loaders else ""
+            raise ValueError(
+                f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k}"
+                f"{further} is more than {MAX_SIMDGROUPS} simdgroups in a threadgroup"
+            )
+        self.check_bytes(THREADGROUP_LIMIT, self.stage_bytes)
+
+    def _check_width(self) -> None:
+        wide = self.has_wide_tiles
+        if (
+            self.simdgroups_n < 1
+            or wide != (self.simdgroups_n > 1)
+            or self.simdgroups_k % self.simdgroups_n
+        ):
+            raise ValueError(
+                f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
+                f"of simdgroups_k={self.simdgroups_k} above 1"
+            )
+        if wide and self.work.whole % self.m_tiles:
+            raise ValueError(
+                f"whole={self.work.whole} wide tiles do not make whole columns of "
+                f"{self.m_tiles} tiles"
+            )
+        if wide and self.wide_columns * self.wide_n >= self.problem.n:
+            raise ValueError(
+                f"whole={self.work.whole} wide tiles leave no column of "
+                f"n={self.problem.n} for narrow ones"
+            )
+        if wide and self.problem.batch > 1:
+            raise ValueError(
+                f"hytis takes one weight, got batch={self.problem.batch}: wide tiles "
+                f"would end in another product's"
+            )
+
+    def _check_norm(self) -> None:
+        if self.problem.norm is not None:
+            raise ValueError(
+                f"norm={self.problem.norm} needs a kernel that normalizes rows, such "
+                f"as 'mma' on CUDA, got kernel={self.kernel!r}"
+            )
+
+    def _check_paired(self) -> None:
+        epilogue = self.problem.epilogue
+        if epilogue.is_paired:
+            asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
+            raise ValueError(
+                f"{asked} needs a CUDA kernel, which has both columns of a pair in a "
+                f"threadgroup, got kernel={self.kernel!r}"
+            )
+
+    def _check_invariant(self) -> None:
+        if not self.problem.invariant:
+            return
+        kept = (
+            self.kernel == "gemm_register"
+            and self.subtract
+            and self.reduction != "atomic"
+            and self.work.strategy in ("data_parallel", "split_k")
+        )
+        if not kept:
+            raise ValueError(
+                "invariant=True needs gemm_register, subtract=True, and data_parallel "
+                f"or split_k without atomics, got kernel={self.kernel!r}, "
+                f"subtract={self.subtract}, strategy={self.work.strategy!r}, "
+                f"reduction={self.reduction!r}"
+            )
