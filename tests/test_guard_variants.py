@@ -1,6 +1,8 @@
 """Small problems of the guard: the same kernels, for every variant that there is."""
 
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,7 @@ from mlx_marlin.dense_plan import dense_plan
 from mlx_marlin.device import named
 from mlx_marlin.epilogue import PLAIN, Epilogue
 from mlx_marlin.formats import DTYPE_BYTES, FORMATS
-from mlx_marlin.guard import known_answers, operands, reference, routing
+from mlx_marlin.guard import experts, known_answers, operands, reference, routing
 from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
 from mlx_marlin.kernel_arguments import weight_template
 from mlx_marlin.plan import Plan
@@ -245,6 +247,69 @@ def test_known_answers_mean_what_mlx_decodes(form: dict[str, Any]) -> None:
         dtype=mx.float32,
     )
     assert mx.allclose(decoded, drawn.exact.astype(mx.float32), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_rows_of_x_are_multiples_and_no_two_are_equal(dtype: str) -> None:
+    problem = problem_of(1, 64, 256, dtype=dtype)
+    x = operands.activations(problem, (2, 100, 256))
+    with mx.stream(mx.cpu):
+        first = reference.wide(x)[:, mx.arange(100) % operands.DISTINCT_ROWS]
+        factors = operands.factors(100)[:, None]
+        assert mx.array_equal(reference.wide(x), first * factors)
+        assert (x != 0).any(-1).all().item()
+    assert len({tuple(row) for row in x.reshape(200, -1).tolist()}) == 200
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("count", [5, 12])
+def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
+    problem = problem_of(1, 83, 256, layout=layout)
+    drawn = operands.draw(experts._of_all_experts(problem, count))
+    firsts = [experts._first_tiles(count, nth) for nth in (0, 1)]
+    for first in firsts:
+        words = experts._stored(problem, drawn, first)[0]
+        assert len({str(each.tolist()) for each in words}) == count
+    assert all(gate != up for gate, up in zip(*firsts, strict=True))
+
+
+HOST_SECONDS = 0.010
+"""Of a check, of all threads: everything but the kernel and the verdict's file."""
+
+
+def timed_plans() -> Iterator[AnyPlan]:
+    for mode in ("affine", "nvfp4", "mxfp8"):
+        for m in (1, 32):
+            problem = problem_of(m, LARGE, LARGE, mode=mode, layout="marlin")
+            yield scheduler.choose(problem, h200())
+            yield scheduler.choose(problem, DEVICE)
+        gated = replace(problem, epilogue=GATED)
+        yield scheduler.choose(gated, h200())
+        for pairs in (8, 60):
+            few = problem_of(pairs, LARGE, 2048, mode=mode, layout="marlin")
+            yield scheduler.choose_gather(few, 16, DEVICE)
+            yield scheduler.choose_cuda_gather(few, 16, 2, h200(), "silu", False)
+
+
+def test_the_host_part_of_a_check_is_short(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stub(plan: Any) -> Any:
+        problem = plan.problem
+        shape = *problem.result_shape[:-1], problem.columns
+        return lambda *_: mx.zeros(shape, getattr(mx, problem.dtype), stream=mx.cpu)
+
+    backend("emulator")
+    monkeypatch.setattr(known_answers.launch, "unrecorded_product", stub)
+    for name in ("gather_product", "cuda_gather_product"):
+        monkeypatch.setattr(experts.gather_launch, name, stub)
+    for plan in timed_plans():
+        seconds = []
+        for _ in range(4):
+            start = time.process_time()
+            assert known_answers.fault_of(plan) is not None  # zeros
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < HOST_SECONDS, plan.explain()
 
 
 def test_problems_keep_what_decides_their_kernels() -> None:

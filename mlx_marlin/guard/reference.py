@@ -11,7 +11,7 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin.epilogue import Epilogue, Rotation
-from mlx_marlin.guard.operands import Operands
+from mlx_marlin.guard.operands import DISTINCT_ROWS, Operands, factors
 from mlx_marlin.problem import Problem
 
 ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
@@ -64,16 +64,18 @@ def product(problem: Problem, x: mx.array, weight: Operands, finish: Finish) -> 
 
     Args:
         problem: The product.
-        x: Activations [m, k] or [batch, m, k].
+        x: Activations [m, k] or [batch, m, k], of `operands.activations`.
         weight: Likewise.
         finish: Arrays of the epilogue.
     """
     rows = wide(x)
-    if problem.norm is not None:
+    if problem.norm is None:
+        total, off = sums(problem, rows, weight)
+    else:
         assert finish.norm is not None
         rows = _normalized(rows, finish.norm, problem.norm)
-    total = rows @ weight.exact.swapaxes(-1, -2)
-    off = error_of_sum(problem, rows, weight.magnitude)
+        total = rows @ weight.exact.swapaxes(-1, -2)
+        off = _error_of_sums(problem, rows, weight.magnitude)
     epilogue = problem.epilogue
     if epilogue.rotation is not None:
         total = total if finish.bias is None else total + wide(finish.bias)
@@ -97,8 +99,10 @@ def difference(y: mx.array, answer: Answer) -> str | None:
         y: The result; it is evaluated on the device where it was computed.
         answer: What it must be.
     """
-    mx.eval(y)
+    mx.async_eval(y)  # while the answer is computed on the CPU
     with mx.stream(mx.cpu):
+        mx.eval(answer.values, answer.bound)
+        mx.eval(y)
         if y.shape != answer.values.shape:
             return f"the result has shape {y.shape}, not {answer.values.shape}"
         off = mx.abs(wide(y) - answer.values)
@@ -113,22 +117,35 @@ def difference(y: mx.array, answer: Answer) -> str | None:
     )
 
 
-def error_of_sum(problem: Problem, rows: mx.array, magnitude: mx.array) -> mx.array:
+def sums(
+    problem: Problem, rows: mx.array, weight: Operands
+) -> tuple[mx.array, mx.array]:
+    """Returns the products of rows with a weight [..., m, n], and how far off each is.
+
+    Args:
+        problem: The product.
+        rows: Activations [..., m, k] in float64; most are multiples of the first, as
+            `operands.activations` says.
+        weight: The weight.
+    """
+    first, factor = rows[..., :DISTINCT_ROWS, :], factors(rows.shape[-2])[:, None]
+    nth = mx.arange(rows.shape[-2]) % DISTINCT_ROWS
+    total = first @ weight.exact.swapaxes(-1, -2)
+    off = _error_of_sums(problem, first, weight.magnitude)
+    return total[..., nth, :] * factor, off[..., nth, :] * mx.abs(factor)
+
+
+def _error_of_sums(problem: Problem, rows: mx.array, magnitude: mx.array) -> mx.array:
     """Returns how far a float32 sum may be off, for each result.
 
     The sum of magnitudes is bounded by the product of two norms (Cauchy-Schwarz), which
     is less work than another product and, of what is drawn, less than twice as much.
-
-    Args:
-        problem: The product.
-        rows: Activations [..., m, k].
-        magnitude: What is added for each weight [..., n, k], as in `Operands`.
     """
     of_rows, of_weights = (
         mx.sqrt(mx.square(each).sum(-1)) for each in (rows, magnitude)
     )
-    sums = of_rows[..., :, None] * of_weights[..., None, :]
-    return sums * OF_SUM[problem.dtype]
+    sizes = of_rows[..., :, None] * of_weights[..., None, :]
+    return sizes * OF_SUM[problem.dtype]
 
 
 def rounding(values: mx.array, dtype: str) -> mx.array:
