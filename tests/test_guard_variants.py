@@ -190,12 +190,13 @@ def test_right_kernels_of_experts_and_decoding_pass(
         (5, Epilogue(rotation=NORMED_HEADS, bias=True, parts=(128, 64, 64)), None),
     ],
 )
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_right_kernels_of_cuda_pass(
-    m: int, epilogue: Epilogue, norm: float | None, on_cpu: None
+    dtype: str, m: int, epilogue: Epilogue, norm: float | None, on_cpu: None
 ) -> None:
     n = {True: GATED_N}.get(epilogue.gated, ROTATED_N)
     problem = problem_of(
-        m, n, 1024, layout="marlin", epilogue=epilogue, norm=norm, dtype="bfloat16"
+        m, n, 1024, layout="marlin", epilogue=epilogue, norm=norm, dtype=dtype
     )
     few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
     plan = scheduler.make(problem, device=h200(), **few)
@@ -215,6 +216,38 @@ def test_right_kernels_of_cudas_experts_pass(
     problem = problem_of(pairs, 256, 512, layout="marlin")
     plan = scheduler.choose_cuda_gather(problem, 4, 2, h200(), gate, bias)
     assert known_answers.fault_of(plan) is None
+
+
+def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
+    """Returns codes as a kernel sees them that decodes subnormal numbers as zero."""
+    magnitude = codes & ((1 << (problem.bits - 1)) - 1)
+    subnormal = magnitude < (8 if problem.bits == 8 else 2)
+    return mx.where(subnormal, mx.zeros_like(codes), codes)
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["product", "silu", "swiglu_oai"])
+def test_lost_subnormal_codes_are_found_in_gated_products(
+    kind: str, mode: str, dtype: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"mode": mode, "dtype": dtype, "layout": "marlin"}
+    if kind == "product":
+        problem = problem_of(9, GATED_N, 1024, epilogue=GATED, **form)
+        few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
+        plan: AnyPlan = scheduler.make(problem, device=h200(), **few)
+    else:
+        problem = problem_of(12, 256, 512, **form)
+        plan = scheduler.choose_cuda_gather(problem, 4, 2, h200(), kind, False)
+    assert known_answers.fault_of(plan) is None
+    lay_out = operands._lay_out
+
+    def lossy(problem: Problem, codes: mx.array, *parameters: mx.array) -> Any:
+        return lay_out(problem, without_subnormals(problem, codes), *parameters)
+
+    monkeypatch.setattr(operands, "_lay_out", lossy)
+    assert "results are wrong" in str(known_answers.fault_of(plan))
 
 
 @pytest.mark.parametrize("form", formats(), ids=str)

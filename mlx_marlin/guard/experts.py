@@ -35,7 +35,7 @@ def _metal(plan: GatherPlan) -> tuple[mx.array, Answer]:
     y = gather_launch.gather_product(plan)(x, *stored, sources, experts)
     with mx.stream(mx.cpu):
         (sums,) = _sums(problem, x, weight, [first], experts, sources)
-        return y, _of_one(problem, sums)
+        return y, reference.rounded(problem, sums)
 
 
 def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
@@ -61,8 +61,10 @@ def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
             added = reference.wide(bias)[experts]
             sums[nth] = Answer(sums[nth].values + added, sums[nth].bound)
         if plan.gate:
-            return y, _gated(problem, sums[0].values, sums[1].values, plan.gate)
-        return y, _of_one(problem, sums[0])
+            return y, reference.rounded(
+                problem, reference.gated(plan.gate, sums[0], sums[1])
+            )
+        return y, reference.rounded(problem, sums[0])
 
 
 def _of_all_experts(problem: Problem, experts: int) -> Problem:
@@ -136,19 +138,3 @@ def _sums(
         return mx.stack(columns)[experts, sources]
 
     return [Answer(of_pairs(total, each), of_pairs(off, each)) for each in first]
-
-
-def _of_one(problem: Problem, sums: Answer) -> Answer:
-    rounded = reference.rounding(sums.values, problem.dtype)
-    return Answer(sums.values, sums.bound + rounded)
-
-
-def _gated(problem: Problem, first: mx.array, up: mx.array, gate: str) -> Answer:
-    if gate == "silu":
-        y = reference.activated("silu", first) * up
-    else:
-        first, up = mx.minimum(first, 7), mx.clip(up, -7, 7)
-        y = first * mx.sigmoid(1.702 * first) * (up + 1)
-    size = mx.sqrt(mx.square(y).mean())
-    off = size * reference.OF_PAIRS[problem.dtype]
-    return Answer(y, off + reference.rounding(y, problem.dtype))
