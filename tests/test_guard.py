@@ -334,9 +334,8 @@ def launch_free_weight(problem: Problem, packed: Any) -> mx.array:
         packed.scales, problem.n, problem.groups, parameters
     )
     third = stored[1] if parameters == 2 else stored[0]
-    exact, _ = own._decode(
-        problem, codes_of_words(words, problem.bits), stored[0], third
-    )
+    numbers = own._numbers(problem, codes_of_words(words, problem.bits))
+    exact, _ = own._decode(problem, numbers, stored[0], third)
     return exact.astype(mx.float32)
 
 

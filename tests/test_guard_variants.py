@@ -1,6 +1,8 @@
 """Small problems of the guard: the same kernels, for every variant that there is."""
 
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import instances
-from mlx_marlin.guard import known_answers, operands, reference, routing
+from mlx_marlin.guard import experts, known_answers, operands, reference, routing
 from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -189,12 +191,13 @@ def test_right_kernels_of_experts_and_decoding_pass(
         (5, Epilogue(rotation=NORMED_HEADS, bias=True, parts=(128, 64, 64)), None),
     ],
 )
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_right_kernels_of_cuda_pass(
-    m: int, epilogue: Epilogue, norm: float | None, on_cpu: None
+    dtype: str, m: int, epilogue: Epilogue, norm: float | None, on_cpu: None
 ) -> None:
     n = {True: GATED_N}.get(epilogue.gated, ROTATED_N)
     problem = problem_of(
-        m, n, 1024, layout="marlin", epilogue=epilogue, norm=norm, dtype="bfloat16"
+        m, n, 1024, layout="marlin", epilogue=epilogue, norm=norm, dtype=dtype
     )
     few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
     plan = planner.make(problem, device=h200(), **few)
@@ -214,6 +217,38 @@ def test_right_kernels_of_cudas_experts_pass(
     problem = problem_of(pairs, 256, 512, layout="marlin")
     plan = planner.choose_cuda_gather(problem, 4, 2, h200(), gate, bias)
     assert known_answers.fault_of(plan) is None
+
+
+def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
+    """Returns codes as a kernel sees them that decodes subnormal numbers as zero."""
+    magnitude = codes & ((1 << (problem.bits - 1)) - 1)
+    subnormal = magnitude < (8 if problem.bits == 8 else 2)
+    return mx.where(subnormal, mx.zeros_like(codes), codes)
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["product", "silu", "swiglu_oai"])
+def test_lost_subnormal_codes_are_found_in_gated_products(
+    kind: str, mode: str, dtype: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"mode": mode, "dtype": dtype, "layout": "marlin"}
+    if kind == "product":
+        problem = problem_of(9, GATED_N, 1024, epilogue=GATED, **form)
+        few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
+        plan: AnyPlan = planner.make(problem, device=h200(), **few)
+    else:
+        problem = problem_of(12, 256, 512, **form)
+        plan = planner.choose_cuda_gather(problem, 4, 2, h200(), kind, False)
+    assert known_answers.fault_of(plan) is None
+    lay_out = operands._lay_out
+
+    def lossy(problem: Problem, codes: mx.array, *parameters: mx.array) -> Any:
+        return lay_out(problem, without_subnormals(problem, codes), *parameters)
+
+    monkeypatch.setattr(operands, "_lay_out", lossy)
+    assert "results are wrong" in str(known_answers.fault_of(plan))
 
 
 @pytest.mark.parametrize("form", formats(), ids=str)
@@ -246,6 +281,69 @@ def test_known_answers_mean_what_mlx_decodes(form: dict[str, Any]) -> None:
         dtype=mx.float32,
     )
     assert mx.allclose(decoded, drawn.exact.astype(mx.float32), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_rows_of_x_are_multiples_and_no_two_are_equal(dtype: str) -> None:
+    problem = problem_of(1, 64, 256, dtype=dtype)
+    x = operands.activations(problem, (2, 100, 256))
+    with mx.stream(mx.cpu):
+        first = reference.wide(x)[:, mx.arange(100) % operands.DISTINCT_ROWS]
+        factors = operands.factors(100)[:, None]
+        assert mx.array_equal(reference.wide(x), first * factors)
+        assert (x != 0).any(-1).all().item()
+    assert len({tuple(row) for row in x.reshape(200, -1).tolist()}) == 200
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("count", [5, 12])
+def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
+    problem = problem_of(1, 83, 256, layout=layout)
+    drawn = operands.draw(experts._of_all_experts(problem, count))
+    firsts = [experts._first_tiles(count, nth) for nth in (0, 1)]
+    for first in firsts:
+        words = experts._stored(problem, drawn, first)[0]
+        assert len({str(each.tolist()) for each in words}) == count
+    assert all(gate != up for gate, up in zip(*firsts, strict=True))
+
+
+HOST_SECONDS = 0.010
+"""Of a check, of all threads: everything but the kernel and the verdict's file."""
+
+
+def timed_plans() -> Iterator[AnyPlan]:
+    for mode in ("affine", "nvfp4", "mxfp8"):
+        for m in (1, 32):
+            problem = problem_of(m, LARGE, LARGE, mode=mode, layout="marlin")
+            yield planner.choose(problem, h200())
+            yield planner.choose(problem, DEVICE)
+        gated = replace(problem, epilogue=GATED)
+        yield planner.choose(gated, h200())
+        for pairs in (8, 60):
+            few = problem_of(pairs, LARGE, 2048, mode=mode, layout="marlin")
+            yield planner.choose_gather(few, 16, DEVICE)
+            yield planner.choose_cuda_gather(few, 16, 2, h200(), "silu", False)
+
+
+def test_the_host_part_of_a_check_is_short(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stub(plan: Any) -> Any:
+        problem = plan.problem
+        shape = *problem.result_shape[:-1], problem.columns
+        return lambda *_: mx.zeros(shape, getattr(mx, problem.dtype), stream=mx.cpu)
+
+    backend("emulator")
+    monkeypatch.setattr(known_answers.launch, "unrecorded_product", stub)
+    for name in ("gather_product", "cuda_gather_product"):
+        monkeypatch.setattr(experts.experts_launch, name, stub)
+    for plan in timed_plans():
+        seconds = []
+        for _ in range(4):
+            start = time.process_time()
+            assert known_answers.fault_of(plan) is not None  # zeros
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < HOST_SECONDS, plan.explain()
 
 
 def test_problems_keep_what_decides_their_kernels() -> None:

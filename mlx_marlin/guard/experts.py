@@ -1,5 +1,7 @@
 """Known answers of experts' products."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from mlx_marlin.backends import experts_launch
@@ -9,6 +11,7 @@ from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import TILE_N
 
 
 def fault_of(plan: GatherPlan | CudaGatherPlan) -> str | None:
@@ -25,11 +28,14 @@ def fault_of(plan: GatherPlan | CudaGatherPlan) -> str | None:
 def _metal(plan: GatherPlan) -> tuple[mx.array, Answer]:
     problem = plan.problem
     x = operands.activations(problem, (problem.m + 1, problem.k))
-    weight = operands.draw(problem, (plan.experts,))
+    weight = operands.draw(_of_all_experts(problem, plan.experts))
     experts, sources = _choices(problem.m, plan.experts, len(x))
-    y = experts_launch.gather_product(plan)(x, *weight.stored, sources, experts)
+    first = [*range(plan.experts)]
+    stored = _stored(problem, weight, first)
+    y = experts_launch.gather_product(plan)(x, *stored, sources, experts)
     with mx.stream(mx.cpu):
-        return y, _of_one(problem, _sums(problem, x[sources], weight, experts))
+        (sums,) = _sums(problem, x, weight, [first], experts, sources)
+        return y, reference.rounded(problem, sums)
 
 
 def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
@@ -37,26 +43,62 @@ def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
     rows = problem.m // plan.each if plan.each else problem.m + 1
     x = operands.activations(problem, (rows, problem.k))
     experts, sources = _choices(problem.m, plan.experts, rows, plan.each)
-    weights = [operands.draw(problem, (plan.experts,), seed) for seed in (0, 5)]
-    biases = [
-        operands.activations(problem, (plan.experts, problem.n), seed)
-        for seed in (2, 3)
-    ]
+    weight = operands.draw(_of_all_experts(problem, plan.experts))
     count = 2 if plan.gate else 1
-    weights, biases = weights[:count], biases[: count * plan.bias]
-    second = weights[1].stored[:2] if plan.gate else ()
+    first = [_first_tiles(plan.experts, nth) for nth in range(count)]
+    stored = [_stored(problem, weight, each) for each in first]
+    biases = [
+        operands.normals(problem, (plan.experts, problem.n), seed) for seed in (2, 3)
+    ][: count * plan.bias]
+    second = stored[1][:2] if plan.gate else ()
     named = () if plan.each else (sources,)
     y = experts_launch.cuda_gather_product(plan)(
-        x, *weights[0].stored, *second, *biases, experts, *named
+        x, *stored[0], *second, *biases, experts, *named
     )
     with mx.stream(mx.cpu):
-        sums = [_sums(problem, x[sources], weight, experts) for weight in weights]
+        sums = _sums(problem, x, weight, first, experts, sources)
         for nth, bias in enumerate(biases):
             added = reference.wide(bias)[experts]
             sums[nth] = Answer(sums[nth].values + added, sums[nth].bound)
         if plan.gate:
-            return y, _gated(problem, sums[0].values, sums[1].values, plan.gate)
-        return y, _of_one(problem, sums[0])
+            return y, reference.rounded(
+                problem, reference.gated(plan.gate, sums[0], sums[1])
+            )
+        return y, reference.rounded(problem, sums[0])
+
+
+def _of_all_experts(problem: Problem, experts: int) -> Problem:
+    """Returns a problem whose weight has the weights of all experts in it.
+
+    Each begins a tile of 32 rows after another one: one weight is drawn and decoded for
+    all of them, and no two are equal.
+    """
+    tiles = -(-problem.n // TILE_N) + experts - 1
+    return replace(problem, n=TILE_N * tiles)
+
+
+def _first_tiles(experts: int, nth: int) -> list[int]:
+    """Returns where the nth weight of each expert begins: not where its others do."""
+    return [(expert + 2 * nth) % experts for expert in range(experts)]
+
+
+def _stored(
+    problem: Problem, weight: Operands, first: list[int]
+) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases [experts, ...], by the tiles where they begin.
+
+    Packed tiles have rows of another expert where n does not fill the last one.
+    """
+    is_packed = problem.layout == "marlin"
+    size = -(-problem.n // TILE_N) if is_packed else problem.n
+    unit = 1 if is_packed else TILE_N
+    with mx.stream(mx.cpu):
+        stored = tuple(
+            mx.stack([each[unit * tile : unit * tile + size] for tile in first])
+            for each in weight.stored
+        )
+        mx.eval(stored)
+    return stored
 
 
 def _choices(
@@ -78,26 +120,21 @@ def _choices(
     return both
 
 
-def _sums(problem: Problem, x: mx.array, weight: Operands, experts: mx.array) -> Answer:
-    """Returns the products of rows with their experts, and the error of the sums."""
-    rows, nth = reference.wide(x), mx.arange(len(x))
+def _sums(
+    problem: Problem,
+    x: mx.array,
+    weight: Operands,
+    first: list[list[int]],
+    experts: mx.array,
+    sources: mx.array,
+) -> list[Answer]:
+    """Returns the products of pairs with each weight of their experts, and errors."""
+    total, off = reference.sums(problem, reference.wide(x), weight)
 
-    values = rows @ weight.exact.swapaxes(-1, -2)
-    off = reference.error_of_sum(problem, rows, weight.magnitude)
-    return Answer(values[experts, nth], off[experts, nth])
+    def of_pairs(all_columns: mx.array, tiles: list[int]) -> mx.array:
+        columns = [
+            all_columns[:, TILE_N * tile : TILE_N * tile + problem.n] for tile in tiles
+        ]
+        return mx.stack(columns)[experts, sources]
 
-
-def _of_one(problem: Problem, sums: Answer) -> Answer:
-    rounded = reference.rounding(sums.values, problem.dtype)
-    return Answer(sums.values, sums.bound + rounded)
-
-
-def _gated(problem: Problem, first: mx.array, up: mx.array, gate: str) -> Answer:
-    if gate == "silu":
-        y = reference.activated("silu", first) * up
-    else:
-        first, up = mx.minimum(first, 7), mx.clip(up, -7, 7)
-        y = first * mx.sigmoid(1.702 * first) * (up + 1)
-    size = mx.sqrt(mx.square(y).mean())
-    off = size * reference.OF_PAIRS[problem.dtype]
-    return Answer(y, off + reference.rounding(y, problem.dtype))
+    return [Answer(of_pairs(total, each), of_pairs(off, each)) for each in first]

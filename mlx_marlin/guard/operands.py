@@ -5,12 +5,15 @@ of ours takes part, and no kernel of the GPU.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 import mlx.core as mx
 
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights import layout, tile_order
 from mlx_marlin.weights.bit_streams import words_of_codes
+from mlx_marlin.weights.formats import TILE_N
 
 LARGEST_NVFP4 = 6.0 * 448.0
 """The largest E2M1 times the largest E4M3: a global scale is divided by it (MLX)."""
@@ -22,7 +25,13 @@ E8M0_ONE = 127
 """The E8M0 scale that stands for 1 (OCP Microscaling Formats 1.0, section 5.4.1)."""
 E4M3_NAN = 0x7F
 SUBNORMAL_ROW, EXTREME_ROW, SMALL_SCALE_ROW = 1, 2, 3
-"""Rows of the weight with codes or scales of one kind only."""
+"""Rows of each 32 of the weight with codes or scales of one kind only."""
+POOL = 8191
+"""Numbers that are drawn and repeated: a prime, so rows of a weight differ."""
+STRIDE = 1009
+"""Numbers between the places in the pool where two seeds begin."""
+DISTINCT_ROWS = 8
+"""Rows of x of which all others are multiples: float64 products are slow on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -32,7 +41,8 @@ class Operands:
     Attributes:
         stored: Codes, scales and biases as `launch.product` takes them.
         exact: Weights [..., n, k] in float64.
-        magnitude: Of each weight, the magnitudes of what is added up for it, likewise.
+        magnitude: Of each weight, what is added up for it, all with one sign, likewise;
+            computed when it is used.
     """
 
     stored: tuple[mx.array, mx.array, mx.array]
@@ -43,55 +53,131 @@ class Operands:
 def draw(problem: Problem, weights: tuple[int, ...] = (), seed: int = 0) -> Operands:
     """Returns a weight of a problem's format, or a batch.
 
-    Row 1 has only the least codes that are not zero, which small floats hold as
-    subnormal numbers, row 2 only the largest; row 3 of nvfp4 has subnormal scales.
+    Row 1 of each 32 has only the least codes that are not zero, which small floats hold
+    as subnormal numbers, row 2 only the largest; row 3 of nvfp4 has subnormal scales.
     Scales of integers have both signs.
 
     Args:
         problem: Format, n and k.
-        weights: Leading axes, such as (experts,).
+        weights: Leading axes, such as (batch,).
         seed: Of what is drawn.
     """
     with mx.stream(mx.cpu):
-        keys = mx.random.split(mx.random.key(seed), 4)
-        codes = _codes(problem, weights, keys[0])
-        scales, third = _parameters(problem, weights, keys[1:])
-        exact, magnitude = _decode(problem, codes, scales, third)
+        keys = mx.random.split(mx.random.key(seed), 3)
+        codes, numbers = _codes(problem, (*weights, problem.n, problem.k), seed)
+        scales, third = _parameters(problem, weights, keys)
+        exact, magnitude = _decode(problem, numbers, scales, third)
         operands = Operands(
             stored=_lay_out(problem, codes, scales, third),
             exact=exact,
             magnitude=magnitude,
         )
-        mx.eval(operands.stored, exact, magnitude)
+        mx.eval(operands.stored, exact)
     return operands
 
 
-def activations(problem: Problem, shape: tuple[int, ...], seed: int = 1) -> mx.array:
-    """Returns normally distributed activations in the problem's dtype."""
+def activations(problem: Problem, shape: tuple[int, ...]) -> mx.array:
+    """Returns rows [..., m, k] in the problem's dtype.
+
+    The first rows are normally distributed, the others multiples of them: row i is row
+    i % `DISTINCT_ROWS` times `factors(m)[i]`, exactly.
+    """
+    *batch, m, k = shape
     with mx.stream(mx.cpu):
-        drawn = mx.random.normal(shape, key=mx.random.key(seed))
+        first = normals(problem, (*batch, min(m, DISTINCT_ROWS), k))
+        factor = factors(m).astype(first.dtype)
+        rows = first[..., mx.arange(m) % DISTINCT_ROWS, :] * factor[:, None]
+        mx.eval(rows)
+    return rows
+
+
+def factors(m: int) -> mx.array:
+    """Returns the factors of rows: powers of two of both signs, float64 [m].
+
+    No two of 128 rows are equal. The default device must be the CPU.
+    """
+    nth = mx.arange(m) // DISTINCT_ROWS
+    sign = 1 - 2 * ((nth + nth // 8) % 2)
+    return sign.astype(mx.float64) / mx.left_shift(1, nth % 8)
+
+
+def normals(problem: Problem, shape: tuple[int, ...], seed: int = 1) -> mx.array:
+    """Returns normally distributed numbers in the problem's dtype.
+
+    All are multiples of 2^-10: halved seven times they are exact in float16.
+    """
+    with mx.stream(mx.cpu):
+        drawn = _repeated(_pool_of_normals(), shape, seed)
         drawn = drawn.astype(getattr(mx, problem.dtype))
         mx.eval(drawn)
     return drawn
 
 
-def _codes(problem: Problem, weights: tuple[int, ...], key: mx.array) -> mx.array:
-    shape = (*weights, problem.n, problem.k)
-    # Bytes, because MLX draws large integers as floats, whose last bits are zero.
-    codes = mx.random.randint(0, 256, shape, mx.uint8, key=key) & _mask(problem)
-    row = mx.arange(problem.n)[:, None]
-    largest = mx.array(_mask(problem), mx.uint8)
-    if problem.format.codes == "floating":
-        sign = codes & (1 << (problem.bits - 1))
-        least = sign | 1
-        if problem.bits == 8:  # E4M3: 1 to 7 are subnormal, and one code is NaN
-            least = sign | mx.maximum(codes & 7, 1)
-            largest = mx.array(E4M3_NAN - 1, mx.uint8)
-            codes = mx.where((codes & E4M3_NAN) == E4M3_NAN, codes - 1, codes)
-    else:
-        least = mx.minimum(mx.array(1, mx.uint8), largest)
-    codes = mx.where(row == SUBNORMAL_ROW, least, codes)
-    return mx.where(row == EXTREME_ROW, largest, codes).astype(mx.uint8)
+@lru_cache(1)
+def _pool_of_normals() -> mx.array:
+    with mx.stream(mx.cpu):
+        drawn = mx.random.normal((POOL,), key=mx.random.key(1))
+        pool = mx.round(drawn * 1024) / 1024
+        mx.eval(pool)
+    return pool
+
+
+@lru_cache(1)
+def _pool_of_bytes() -> mx.array:
+    with mx.stream(mx.cpu):
+        # Bytes, because MLX draws large integers as floats, whose last bits are zero.
+        pool = mx.random.randint(0, 256, (POOL,), mx.uint8, key=mx.random.key(0))
+        mx.eval(pool)
+    return pool
+
+
+def _repeated(pool: mx.array, shape: tuple[int, ...], seed: int) -> mx.array:
+    """Returns a pool again and again, from the place where a seed begins."""
+    first = seed * STRIDE % POOL
+    size = prod(shape)
+    whole = mx.tile(pool, -(-(first + size) // POOL))
+    return whole[first : first + size].reshape(shape)
+
+
+def _codes(
+    problem: Problem, shape: tuple[int, ...], seed: int
+) -> tuple[mx.array, mx.array]:
+    """Returns codes, uint8, and the numbers that they stand for, float64."""
+    pool = _pool_of_bytes() & _mask(problem)
+    largest = _mask(problem)
+    if problem.format.codes == "floating" and problem.bits == 8:
+        # One code is NaN.
+        pool = mx.where((pool & E4M3_NAN) == E4M3_NAN, pool - 1, pool)
+        largest = E4M3_NAN - 1
+    codes, numbers = (
+        _repeated(each, shape, seed) for each in (pool, _numbers(problem, pool))
+    )
+    least = _least(problem, codes[..., SUBNORMAL_ROW::TILE_N, :])
+    for row, special in ((SUBNORMAL_ROW, least), (EXTREME_ROW, largest)):
+        rows = slice(row, None, TILE_N)
+        codes[..., rows, :] = special
+        numbers[..., rows, :] = _numbers(problem, codes[..., rows, :])
+    return codes, numbers
+
+
+def _least(problem: Problem, codes: mx.array) -> mx.array:
+    """Returns the least codes that are not zero, with the signs of codes."""
+    if problem.format.codes != "floating":
+        return mx.ones_like(codes)
+    sign = codes & (1 << (problem.bits - 1))
+    if problem.bits == 8:  # E4M3: 1 to 7 are subnormal
+        return sign | mx.maximum(codes & 7, 1)
+    return sign | 1
+
+
+def _numbers(problem: Problem, codes: mx.array) -> mx.array:
+    """Returns what codes stand for before they are scaled, in float64."""
+    if problem.format.codes != "floating":
+        return codes.astype(mx.float64)
+    if problem.bits == 8:
+        return _e4m3(codes)
+    values = mx.array([*E2M1, *(-value for value in E2M1)], mx.float64)
+    return values[codes]
 
 
 def _mask(problem: Problem) -> int:
@@ -124,36 +210,32 @@ def _byte_scales(problem: Problem, shape: tuple[int, ...], key: mx.array) -> mx.
         return (drawn + (E8M0_ONE - 12)).astype(mx.uint8)
     row = mx.arange(problem.n)[:, None]
     # E4M3: 0x20 is 1/8 and 0x26 is 7/32; 1 to 7 are subnormal.
-    scales = mx.where(row == SMALL_SCALE_ROW, drawn + 1, drawn + 0x20)
+    scales = mx.where(row % TILE_N == SMALL_SCALE_ROW, drawn + 1, drawn + 0x20)
     return scales.astype(mx.uint8)
 
 
 def _decode(
-    problem: Problem, codes: mx.array, scales: mx.array, third: mx.array
+    problem: Problem, numbers: mx.array, scales: mx.array, third: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Returns weights in float64, and the magnitudes of what is added up for each."""
+    of_groups = numbers.reshape(*scales.shape, problem.group_size)
 
-    def spread(each: mx.array) -> mx.array:
-        return mx.repeat(each.astype(mx.float64), problem.group_size, axis=-1)
+    def wide(each: mx.array) -> mx.array:
+        return each.astype(mx.float64)[..., None]
+
+    def whole(each: mx.array) -> mx.array:
+        return each.reshape(numbers.shape)
 
     if problem.format.codes == "floating":
-        factors = _floats_of_scales(problem, scales)
-        exact = spread(factors) * _floats_of_codes(problem, codes)
-        return exact, mx.abs(exact)
-    scale, numbers = spread(scales), codes.astype(mx.float64)
+        exact = whole(of_groups * _floats_of_scales(problem, scales)[..., None])
+        return exact, exact
+    scale = wide(scales)
     if problem.format.codes == "affine":
-        bias = spread(third)
-        return scale * numbers + bias, mx.abs(scale) * numbers + mx.abs(bias)
+        scaled, bias = scale * of_groups, wide(third)
+        return whole(scaled + bias), whole(mx.abs(scaled) + mx.abs(bias))
     middle = mx.array(2.0 ** (problem.bits - 1), mx.float64)
-    zero = spread(third) if problem.format.codes == "zero_point" else middle
-    return scale * (numbers - zero), mx.abs(scale) * (numbers + zero)
-
-
-def _floats_of_codes(problem: Problem, codes: mx.array) -> mx.array:
-    if problem.bits == 8:
-        return _e4m3(codes)
-    values = mx.array([*E2M1, *(-value for value in E2M1)], mx.float64)
-    return values[codes]
+    zero = wide(third) if problem.format.codes == "zero_point" else middle
+    return whole(scale * (of_groups - zero)), whole(scale * (of_groups + zero))
 
 
 def _floats_of_scales(problem: Problem, scales: mx.array) -> mx.array:
@@ -183,16 +265,15 @@ def _e4m3(codes: mx.array) -> mx.array:
 def _lay_out(
     problem: Problem, codes: mx.array, scales: mx.array, third: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    words = words_of_codes(codes, problem.bits)
-    n, k, size = problem.n, problem.k, problem.group_size
+    bits, size = problem.bits, problem.group_size
     if problem.layout == "marlin":
-        words = tile_order.tiles_of_rows(
-            words, n, k, bits=problem.bits, group_size=size
-        )
-        padded_n, padded_k = layout.padded(n, k)
+        words = tile_order.tiles_of_codes(codes, bits=bits, group_size=size)
+        padded_n, padded_k = layout.padded(problem.n, problem.k)
         stored = [scales, third][: problem.format.parameters]
         scales = tile_order.interleave(stored, padded_n, -(-padded_k // size))
         third = scales
+    else:
+        words = words_of_codes(codes, bits)
     if problem.global_scale:
         # Twice: MLX hands arrays under eight bytes over in another address space.
         third = mx.array([GLOBAL_SCALE, GLOBAL_SCALE], mx.float32)

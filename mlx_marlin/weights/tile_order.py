@@ -26,10 +26,22 @@ def tiles_of_rows(
     Returns:
         uint32 [..., n tiles, k tiles, 64 * bits], in the order of `layout`.
     """
+    codes = codes_of_words(w, bits).reshape(*w.shape[:-2], n, k)
+    return tiles_of_codes(codes, bits=bits, group_size=group_size)
+
+
+def tiles_of_codes(codes: mx.array, *, bits: int, group_size: int) -> mx.array:
+    """Returns codes as tiles, as `tiles_of_rows` does.
+
+    Args:
+        codes: uint8 [..., n, k]: one weight or a batch.
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale.
+    """
+    *batch, n, k = codes.shape
     rows, columns = layout.padded(n, k)
-    *batch, _, _ = w.shape
     whole = [(0, 0)] * len(batch)
-    codes = mx.pad(codes_of_words(w, bits), [*whole, (0, rows - n), (0, columns - k)])
+    codes = mx.pad(codes, [*whole, (0, rows - n), (0, columns - k)])
     order = layout.order_of_group(group_size)
     tiles = _store(codes.reshape(-1, columns), bits, order)
     return tiles.reshape(*batch, rows // layout.TILE_N, *tiles.shape[1:])
