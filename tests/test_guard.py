@@ -461,6 +461,52 @@ def test_an_interrupted_check_is_made_again(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[malloc] Unable to allocate 4096 bytes."),
+        RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"),
+        RuntimeError(
+            "Failed to compile kernel: a.cu.\ncatastrophic error: cannot open source "
+            'file "cuda_fp16.h"'
+        ),
+        OSError(28, "No space left on device"),
+        ImportError("libnvrtc.so.12: cannot open shared object file"),
+    ],
+    ids=lambda error: str(error)[:24] or "MemoryError",
+)
+def test_a_check_that_cannot_be_made_is_made_again_by_the_next_process(
+    error: Exception, guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    tried: list[Any] = []
+    with monkeypatch.context() as patch:
+
+        def fails(plan: Any) -> str:
+            tried.append(plan)
+            raise error
+
+        patch.setattr(known_answers, "fault_of", fails)
+        for _ in range(2):
+            y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+            assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+            (verdict,) = guard.verdicts_so_far()
+            assert verdict.state == "undecided"
+            assert len(messages) == 1
+            assert "could not be checked" in messages[0]
+            assert "The next process checks it again" in messages[0]
+            # This process neither tries nor warns again.
+            _, more = collected(lambda: mlx_marlin.quantized_matmul(x[0], *w))
+            assert more == []
+            new_process()
+            assert guard.verdicts_so_far() == []
+    assert len(tried) == 2
+    assert mlx_marlin.why_not(x, *w) is None
+    assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
+
+
+@pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"state": "passed"}', "\x00", "null", "[" * 100000]
 )
 def test_a_damaged_verdict_is_made_anew(text: str, guarded: Path) -> None:

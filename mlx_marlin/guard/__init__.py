@@ -25,6 +25,19 @@ from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.kernel_arguments import TemplateValue
 
 ENVIRONMENT = "MLX_MARLIN_GUARD"
+TRANSIENT = (
+    "out of memory",
+    "insufficient memory",
+    "unable to allocate",
+    "cannot allocate memory",
+    "no space left on device",
+    "disk quota exceeded",
+    "cannot open source file",  # NVRTC, of a header
+    "could not open source file",
+    "cannot open shared object file",
+    "failed to open libnvrtc",
+)
+"""Parts of messages, in lower case, that do not depend on the kernel."""
 
 _verdicts: dict[str, Verdict] = {}
 _warned: set[str] = set()
@@ -145,8 +158,10 @@ def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
 
 
 def verdicts_so_far() -> list[Verdict]:
-    """Returns the verdicts that this machine's cache holds."""
-    return [*verdicts.kept(verdicts.machine_folder(backends.backend()))]
+    """Returns the verdicts of this machine's cache and of this process, by kernels."""
+    kept = verdicts.kept(verdicts.machine_folder(backends.backend()))
+    found = (kept | _verdicts).values()
+    return sorted(found, key=lambda each: (each.kernels, each.example))
 
 
 def forget() -> None:
@@ -165,8 +180,7 @@ def _verdict(
         blank = partial(_new_verdict, variants, example)
 
         def judged() -> Verdict:
-            fault = _fault(check)
-            return blank("failed" if fault else "passed", fault or "")
+            return blank(*_state_and_fault(check))
 
         file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
         _verdicts[key] = verdicts.checked(file, blank("started", ""), judged)
@@ -174,13 +188,30 @@ def _verdict(
     return _verdicts[key]
 
 
-def _fault(check: Callable[[], str | None]) -> str | None:
+def _state_and_fault(check: Callable[[], str | None]) -> tuple[str, str]:
     try:
         with mx.stream(_device()):
-            return check()
+            fault = check()
     except Exception as error:  # whatever a compiler, a driver or MLX raises
         lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+        text = f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+        return "undecided" if _is_transient(error) else "failed", text
+    return ("failed", fault) if fault else ("passed", "")
+
+
+def _is_transient(error: Exception) -> bool:
+    """Returns whether a check failed for lack of memory, disk space or a tool chain.
+
+    The same kernel may pass in the next process. Any other error is taken for the
+    kernel's, because a kernel that fails in a new way must not run again.
+
+    Args:
+        error: What the check raised.
+    """
+    if isinstance(error, MemoryError | OSError | ImportError):
+        return True
+    text = str(error).lower()
+    return any(part in text for part in TRANSIENT)
 
 
 def _keep_failure(
@@ -209,6 +240,8 @@ def _new_verdict(
 def _reason(verdict: Verdict) -> str | None:
     if verdict.failure is None:
         return None
+    if verdict.state == "undecided":
+        return f"the kernel {verdict.kernels} could not be checked: {verdict.failure}"
     return (
         f"the kernel {verdict.kernels} failed its check on this machine: "
         f"{verdict.failure}"
@@ -220,10 +253,14 @@ def _warn(verdict: Verdict) -> None:
     if verdict.failure is None or verdict.kernels in _warned:
         return
     _warned.add(verdict.kernels)
+    request = (
+        "The next process checks it again"
+        if verdict.state == "undecided"
+        else "Please report this line with the output of `mlx-marlin doctor --json`"
+    )
     warnings.warn(
         f"mlx_marlin: {_reason(verdict)}. Stock MLX serves in its place, with right "
-        f"results. Please report this line with the output of `mlx-marlin doctor "
-        f"--json` (docs/troubleshooting.md)",
+        f"results. {request} (docs/troubleshooting.md)",
         RuntimeWarning,
         stacklevel=2,
     )

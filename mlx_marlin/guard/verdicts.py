@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from mlx_marlin import cache, cuda_detection, detection
 
-STATES = ("started", "passed", "failed")
+STATES = ("started", "passed", "failed", "undecided")
 DIED = "the process ended during the check"
 
 
@@ -30,7 +30,9 @@ class Verdict:
 
     Attributes:
         kernels: Names of the kernels that were checked together.
-        state: One of `STATES`; "started" counts as failed.
+        state: One of `STATES`; "started" counts as failed. "undecided" holds for one
+            process and is not written: the check failed for another reason than the
+            kernel.
         fault: What was wrong; empty if nothing was.
         example: A plan or format that runs these variants, in words.
         date: Of the check, ISO 8601.
@@ -71,7 +73,7 @@ def machine_folder(backend: str) -> Path:
 def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
     """Returns the verdict of a file; if it has none, checks and writes it.
 
-    A verdict that cannot be kept is returned all the same.
+    A verdict that cannot be written, or is undecided, is returned all the same.
 
     Args:
         file: Of these kernels on this machine.
@@ -130,11 +132,11 @@ def write(file: Path, verdict: Verdict) -> None:
         return
 
 
-def kept(place: Path) -> Iterator[Verdict]:
-    """Yields all verdicts of a machine's folder, by kernels."""
-    files = sorted(place.glob("*.json")) if place.is_dir() else []
-    found = [verdict for file in files if (verdict := read(file)) is not None]
-    yield from sorted(found, key=lambda each: (each.kernels, each.example))
+def kept(place: Path) -> dict[str, Verdict]:
+    """Returns all verdicts of a machine's folder, by the digest of the kernels."""
+    files = place.glob("*.json") if place.is_dir() else ()
+    found = {file.stem: read(file) for file in files}
+    return {digest: each for digest, each in found.items() if each is not None}
 
 
 def _check_and_keep(
@@ -146,7 +148,10 @@ def _check_and_keep(
     except BaseException:  # an interrupt: nothing was found out
         file.unlink(missing_ok=True)
         raise
-    write(file, verdict)
+    if verdict.state == "undecided":
+        file.unlink(missing_ok=True)
+    else:
+        write(file, verdict)
     return verdict
 
 
