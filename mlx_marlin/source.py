@@ -62,6 +62,15 @@ def shader_folder() -> Path:
     raise FileNotFoundError(f"no shaders in {candidates[0]} or {candidates[1]}")
 
 
+@cache
+def digest_of_shaders() -> str:
+    """Returns a digest that changes with any shader, such as in another version."""
+    digest = hashlib.sha256()
+    for file in sorted(each for each in shader_folder().rglob("*") if each.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def of_product(plan: Plan) -> Source:
     """Returns the text of a plan's first kernel."""
     if plan.on_cuda:

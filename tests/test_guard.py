@@ -1,6 +1,7 @@
 """The guard: kernels with planted faults never serve; stock MLX does, and says so."""
 
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -25,6 +26,7 @@ from mlx_marlin import (
     repacking,
     scheduler,
     serving,
+    source,
     tile_order,
 )
 from mlx_marlin.dense_plan import dense_plan
@@ -555,6 +557,40 @@ def test_another_kernel_text_has_no_verdict_yet(
     ]
     assert guard.digest(own) != guard.digest(tuple(changed))
     assert guard.digest(own) == guard.digest(guard.variants_of(plan))
+
+
+def test_verdicts_of_other_versions_are_left_out(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "digest_of_shaders", lambda: "another version")
+        patch.setattr(known_answers, "fault_of", lambda _: "planted")
+        with pytest.warns(RuntimeWarning, match="planted"):
+            mlx_marlin.quantized_matmul(x, *w)
+        assert [each.fault for each in guard.verdicts_so_far()] == ["planted"]
+    new_process()
+    assert guard.verdicts_so_far() == []
+
+    # A kernel that is the same in both versions is not checked again.
+    with pytest.warns(RuntimeWarning, match="planted"):
+        mlx_marlin.quantized_matmul(x, *w)
+    new_process()
+    assert [each.fault for each in guard.verdicts_so_far()] == ["planted"]
+
+
+def test_the_digest_of_shaders_changes_with_each_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(source.shader_folder(), tmp_path / "shaders")
+    monkeypatch.setattr(source, "shader_folder", lambda: tmp_path / "shaders")
+    digest = source.digest_of_shaders.__wrapped__
+    assert digest() == source.digest_of_shaders()
+    for file in ("lib/work.metal", "kernels/gemv.metal", "cuda/prelude.cuh"):
+        before = digest()
+        changed = tmp_path / "shaders" / file
+        changed.write_text(changed.read_text() + " ")
+        assert digest() != before
 
 
 def test_a_plan_of_tuning_is_checked_too(

@@ -13,6 +13,7 @@ where a broken kernel otherwise raises, as tests want it.
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import lru_cache, partial
 
@@ -158,9 +159,13 @@ def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
 
 
 def verdicts_so_far() -> list[Verdict]:
-    """Returns the verdicts of this machine's cache and of this process, by kernels."""
+    """Returns the verdicts of this machine's cache and of this process, by kernels.
+
+    Those of kernels that only other versions of this package have are left out.
+    """
     kept = verdicts.kept(verdicts.machine_folder(backends.backend()))
-    found = (kept | _verdicts).values()
+    current = source.digest_of_shaders()
+    found = [each for each in (kept | _verdicts).values() if each.shaders == current]
     return sorted(found, key=lambda each: (each.kernels, each.example))
 
 
@@ -183,8 +188,13 @@ def _verdict(
             return blank(*_state_and_fault(check))
 
         file = verdicts.machine_folder(backends.backend()) / f"{key}.json"
-        _verdicts[key] = verdicts.checked(file, blank("started", ""), judged)
-        _warn(_verdicts[key])
+        known = verdicts.checked(file, blank("started", ""), judged)
+        if known.shaders != source.digest_of_shaders():
+            # Of another version, in which these kernels were the same.
+            known = replace(known, shaders=source.digest_of_shaders())
+            verdicts.write(file, known)
+        _verdicts[key] = known
+        _warn(known)
     return _verdicts[key]
 
 
@@ -234,6 +244,7 @@ def _new_verdict(
         fault=fault,
         example=example,
         date=date.today().isoformat(),
+        shaders=source.digest_of_shaders(),
     )
 
 

@@ -36,6 +36,7 @@ class Verdict:
         fault: What was wrong; empty if nothing was.
         example: A plan or format that runs these variants, in words.
         date: Of the check, ISO 8601.
+        shaders: `source.digest_of_shaders` of the version that used it last.
     """
 
     kernels: str
@@ -43,6 +44,7 @@ class Verdict:
     fault: str
     example: str
     date: str
+    shaders: str
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
