@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from operator import index
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -71,10 +72,17 @@ class StockCalls(dict[tuple[object, ...], Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        _of_layers.add(self)
+        with _adding:
+            _of_layers.add(self)
 
 
 _of_layers: WeakSet[StockCalls] = WeakSet()
+_adding = RLock()
+"""Held to add to `_of_layers` or to list them.
+
+A WeakSet puts off removals while it is iterated over, but an addition in another thread
+makes the iteration raise.
+"""
 
 
 def is_for_good(served: Served) -> bool:
@@ -275,7 +283,9 @@ def forget() -> None:
     serve_native.cache_clear()
     serve_packed.cache_clear()
     _backward.cache_clear()
-    for each in (*_memories, *_of_layers):
+    with _adding:
+        of_layers = [*_of_layers]
+    for each in (*_memories, *of_layers):
         each.clear()
     launch.forget()
     tuned.forget()

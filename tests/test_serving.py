@@ -1,7 +1,9 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 import pytest
@@ -257,3 +259,31 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
     assert [plan.problem.m for plan in launch.plans_built()] == [3]
     serving.forget()
     assert launch.plans_built() == []
+
+
+def test_a_layer_that_another_thread_makes_does_not_disturb_forgetting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[serving.StockCalls] = []
+    threads: list[Thread] = []
+
+    class Interrupted(WeakSet[serving.StockCalls]):
+        """A set to which another thread adds while it is iterated over."""
+
+        def __iter__(self) -> Iterator[serving.StockCalls]:
+            for each in super().__iter__():
+                if not threads:
+                    thread = Thread(target=lambda: made.append(serving.StockCalls()))
+                    threads.append(thread)
+                    thread.start()
+                    thread.join(timeout=0.2)
+                yield each
+
+    monkeypatch.setattr(serving, "_of_layers", Interrupted())
+    known = [serving.StockCalls() for _ in range(3)]
+    for each in known:
+        each[()] = True
+    serving.forget()
+    assert not any(known)
+    threads[0].join(timeout=10)
+    assert len(made) == 1
