@@ -331,24 +331,11 @@ def _decide(kind: Kind, stock: Product) -> Served:
         global_scale=kind.global_scale,
         norm=kind.norm,
     )
-    reason = why_stock.not_on_cuda(problem, kind.transpose)
-    if reason:
-        why_stock.refuse_variance(kind.invariant, reason)
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
     if not kind.transpose:
-        back = dense_plan(problem, transposed=False)
-        reason = _fault_of(back)
-        if reason:
-            return Served(stock, reason, is_stock=kind.layout == "mlx")
-        product = differentiable(launch.dense_product(back), stock)
-        # Plain products are broadcast by MLX, which repeats no x.
-        return Served(product if batch > 1 else as_called(product, kind))
-    measured = _measured(problem)
-    dense = None if measured else _dense(problem)
-    reason = None if dense else why_stock.faster_elsewhere(problem, measured)
-    if reason:
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
-    plan = dense or _plan(problem, measured)
+        return _decide_not_transposed(kind, problem, stock)
+    plan = plan_of(problem)
+    if isinstance(plan, str):
+        return Served(stock, plan, is_stock=kind.layout == "mlx")
     reason = _fault_of(plan)
     if reason:
         return Served(stock, reason, is_stock=kind.layout == "mlx")
@@ -356,6 +343,39 @@ def _decide(kind: Kind, stock: Product) -> Served:
     of_x = partial(_backward, problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), kind)
     return traced_call(run) if backends.backend() == "cuda" else Served(run)
+
+
+def plan_of(problem: Problem) -> Plan | DensePlan | str:
+    """Returns the plan that serves x @ w.T, or why stock MLX serves it.
+
+    The plan's kernels may still fail their check.
+
+    Raises:
+        ValueError: If stock MLX would serve for lack of a kernel, and the product must
+            not vary.
+    """
+    reason = why_stock.not_on_cuda(problem, transpose=True)
+    if reason:
+        why_stock.refuse_variance(problem.invariant, reason)
+        return reason
+    measured = _measured(problem)
+    dense = None if measured else _dense(problem)
+    reason = None if dense else why_stock.faster_elsewhere(problem, measured)
+    return reason or dense or _plan(problem, measured)
+
+
+def _decide_not_transposed(kind: Kind, problem: Problem, stock: Product) -> Served:
+    reason = why_stock.not_on_cuda(problem, transpose=False)
+    if reason:
+        why_stock.refuse_variance(kind.invariant, reason)
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
+    back = dense_plan(problem, transposed=False)
+    reason = _fault_of(back)
+    if reason:
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
+    product = differentiable(launch.dense_product(back), stock)
+    # Plain products are broadcast by MLX, which repeats no x.
+    return Served(product if problem.batch > 1 else as_called(product, kind))
 
 
 def traced_call(run: Run) -> Served:
