@@ -1,6 +1,7 @@
 """How much longer than stock MLX a call of ours takes to build its graph.
 
-Measured while tracing, so no kernel runs: works on any machine. The two calls take
+Measured while tracing, so no kernel runs: works on any machine. The arrays are not
+those of the trace, so a call does what it does outside of one. The two calls take
 turns, and the least of the medians counts, because a busy machine only adds time.
 Layers and a model are those that stock MLX serves throughout, as it serves one stream
 on most Macs.
@@ -62,14 +63,14 @@ def compare(m: int, n: int, k: int) -> tuple[int, float, float]:
     native = mx.quantize(mx.zeros((n, k), mx.float16))
     times: dict[str, list[float]] = {"stock": [], "ours": []}
 
-    def trace(x: mx.array) -> mx.array:
+    def trace(traced: mx.array) -> mx.array:
         for _ in range(ROUNDS):
             for name, product in (
                 ("stock", mx.quantized_matmul),
                 ("ours", mlx_marlin.quantized_matmul),
             ):
                 times[name].append(microseconds(lambda f=product: f(x, *native)))
-        return x
+        return traced
 
     mx.export_function(lambda _: None, trace, x)
     dispatches = launch.plans_built()[-1].dispatches

@@ -13,11 +13,14 @@ import pytest
 from models import tiny_llama
 
 from mlx_marlin import cache, emulator, guard
-from mlx_marlin.backends import devices, kernels, tuned_results
+from mlx_marlin.backends import devices, kernels, planner, tuned_results
+from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import COMMANDS, main
 from mlx_marlin.cli.diagnosis import folders, machine
 from mlx_marlin.guard import known_answers
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.problem import Problem, problem_of
 
 Choose = Callable[[str | None], None]
 SECTIONS = (
@@ -250,7 +253,13 @@ def test_a_failed_verdict_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed, failed = (
-        {"kernel": name, "passed": reason is None, "reason": reason, "example": "1 row"}
+        {
+            "kernel": name,
+            "passed": reason is None,
+            "state": "failed" if reason else "passed",
+            "reason": reason,
+            "example": "1 row",
+        }
         for name, reason in (("marlin_gemv", None), ("marlin_gemm", "wrong numbers"))
     )
     verdicts = {"on": True, "kernels": [passed, failed]}
@@ -263,7 +272,7 @@ def test_a_failed_verdict_is_a_problem(
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "1 of 2 sets of kernels passed" in printed
-    assert "marlin_gemm failed: wrong numbers (1 row)" in printed
+    assert "marlin_gemm failed its check: wrong numbers (1 row)" in printed
 
 
 @pytest.mark.skipif(
@@ -287,6 +296,68 @@ def test_check_runs_kernels_and_keeps_the_verdicts(
     status, facts = found(capsys)
     assert status == 1
     assert len(facts["verdicts"]["kernels"]) == 4
+
+
+@pytest.fixture
+def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes Metal seem available, and lists the plans whose kernels are checked."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(devices, "current", lambda: device.Device.named("M3 Max"))
+    kernels.forget()
+    plans: list[Any] = []
+    monkeypatch.setattr(known_answers, "fault_of", plans.append)
+    return plans
+
+
+def test_check_runs_the_kernels_that_serve(
+    on_a_mac: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_one = problem_of(2, 4096, 4096)
+    plan = planner.compare(tuned_one).candidates[3].plan
+    assert plan != planner.choose(tuned_one, devices.current())
+    result = Result(
+        plan=plan, stock=False, medians_us={label(plan): 1}, clock="", date=""
+    )
+    known = {tuned_one: result}
+    monkeypatch.setattr(tuned_results, "find", lambda problem, *_: known.get(problem))
+    many = problem_of(4096, 4096, 4096, layout="marlin")
+
+    of_stock = machine.check([problem_of(1, 4096, 4096), tuned_one, many])
+
+    assert on_a_mac == [plan, dense_plan(many)]
+    (row,) = of_stock
+    assert row["product"].startswith("1 row of 4096→4096")
+    assert "bound by reading the weight" in row["reason"]
+
+
+@pytest.mark.usefixtures("on_a_mac")
+def test_products_of_stock_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--check", "--rows", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("stock MLX serves 1 row of 4096→4096, affine 4-bit") == 2
+    assert main(["doctor", "--check", "--rows", "1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert len(facts["verdicts"]["stock"]) == 2
+    assert main(["doctor"]) == 0
+    assert "stock MLX serves" not in capsys.readouterr().out
+
+
+def test_a_check_that_cannot_be_made_is_a_problem(
+    on_a_mac: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Any) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(known_answers, "fault_of", fails)
+    assert main(["doctor", "--check", "--rows", "8"]) == 1
+    printed = capsys.readouterr().out
+    assert "could not be checked: MemoryError: no message" in printed
+    guard.forget()
+    assert main(["doctor"]) == 0
 
 
 def test_check_needs_something_that_runs_kernels(
@@ -333,7 +404,12 @@ def test_without_mlx_the_rest_is_told(
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Lists the products whose kernels are to be checked."""
     products: list[Problem] = []
-    monkeypatch.setattr(machine, "check", products.extend)
+
+    def check(wanted: list[Problem]) -> list[Any]:
+        products.extend(wanted)
+        return []
+
+    monkeypatch.setattr(machine, "check", check)
     return products
 
 

@@ -146,7 +146,7 @@ def test_every_variant_and_number_of_streams_is_compiled_for(
     format = load("cuda_weights").Format("affine", 4, asked.group_size)
     backend("stock")
     assert generation.to_compile(asked, format) == []
-    monkeypatch.setattr(generation.backends, "backend", lambda: "cuda")
+    monkeypatch.setattr(generation.selection, "backend", lambda: "cuda")
 
     tasks = generation.to_compile(asked, format)
 

@@ -27,7 +27,7 @@ H200 = CudaDevice.named("NVIDIA H200")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.delenv(device.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(devices.ENVIRONMENT, raising=False)
     devices.current.cache_clear()
     yield
     devices.current.cache_clear()
@@ -134,7 +134,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         monkeypatch.setattr(mx, "stream", lambda _: nullcontext())
         monkeypatch.setattr(mx, "device_info", lambda _: info)
         monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
-        monkeypatch.setattr(device.sys, "platform", "linux")  # type: ignore[attr-defined]
+        monkeypatch.setattr(devices.sys, "platform", "linux")  # type: ignore[attr-defined]
 
     return make
 
@@ -252,8 +252,8 @@ def test_the_default_device_may_be_another_at_the_next_call(
 
 
 def test_the_environment_may_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.ENVIRONMENT, "NVIDIA H200, 100 cores")
-    monkeypatch.setenv(device.ARCHITECTURE_ENVIRONMENT, "applegpu_g15s")
+    monkeypatch.setenv(devices.ENVIRONMENT, "NVIDIA H200, 100 cores")
+    monkeypatch.setenv(devices.ARCHITECTURE_ENVIRONMENT, "applegpu_g15s")
 
     found = devices.current()
 
@@ -279,7 +279,7 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
 ) -> None:
     backend(back_end)
     if wish:
-        monkeypatch.setenv(device.ENVIRONMENT, wish)
+        monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
     assert eligibility.target() == expected
 
@@ -299,7 +299,7 @@ def test_a_device_of_another_back_end_is_an_error(
     words: str,
 ) -> None:
     backend(back_end)
-    monkeypatch.setenv(device.ENVIRONMENT, wish)
+    monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
     with pytest.raises(ValueError, match=words):
         eligibility.target()
@@ -311,7 +311,7 @@ def test_tuning_is_refused_where_other_kernels_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     backend("emulator")
-    monkeypatch.setenv(device.ENVIRONMENT, "H200")
+    monkeypatch.setenv(devices.ENVIRONMENT, "H200")
 
     assert main(["tune", "8x4096x4096", "--dry-run"]) != 0
 
@@ -324,7 +324,7 @@ def test_what_would_be_tuned_is_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     backend("cuda")
-    monkeypatch.setenv(device.ENVIRONMENT, "H200")
+    monkeypatch.setenv(devices.ENVIRONMENT, "H200")
 
     assert main(["tune", "16x4096x4096", "--dry-run", "--layout", "both"]) == 0
 

@@ -355,7 +355,7 @@ def test_a_gradient_of_scales_that_are_bytes_raises(
 
     with pytest.raises(ValueError, match="no gradient wrt scales"):
         mx.eval(mx.grad(of(mx.quantized_matmul))(scales))
-    with pytest.raises(ValueError, match="cannot be broadcast"):
+    with pytest.raises(ValueError, match="no gradient wrt uint"):
         mx.grad(of(mlx_marlin.quantized_matmul))(scales)
 
     packed = mlx_marlin.pack(w, scales, **options)
@@ -365,7 +365,7 @@ def test_a_gradient_of_scales_that_are_bytes_raises(
         weight = mlx_marlin.PackedWeight(**parts, **options)
         return mlx_marlin.quantized_matmul(X, weight).astype(mx.float32).sum()
 
-    with pytest.raises(ValueError, match="cannot be broadcast"):
+    with pytest.raises(ValueError, match="no gradient wrt uint"):
         mx.grad(of_packed)(packed.scales)
 
 

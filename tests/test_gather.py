@@ -388,7 +388,7 @@ def test_gradients_of_codes_and_indices_raise(packed: bool) -> None:
 
     arrays = x, whole.words if packed else w, chosen
     for argnum in (1, 2):
-        with pytest.raises(ValueError, match="cannot be broadcast"):
+        with pytest.raises(ValueError, match="no gradient wrt uint"):
             mx.grad(of, argnums=argnum)(*arrays)
     assert mx.abs(mx.grad(of)(*arrays)).max() > 0.1
 

@@ -1,6 +1,8 @@
 """MLX's transforms see our product as they see MLX's own: never a silent zero."""
 
+import io
 from collections.abc import Callable
+from threading import Thread
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,6 +10,8 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products import autodiff
+from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -106,9 +110,7 @@ def test_a_packed_weight_has_mlxs_gradients_in_its_own_order() -> None:
     assert_close((dx, dpairs), (theirs[0], pack(W, *theirs[1:]).scales))
 
 
-RAISES = pytest.raises(ValueError, match="cannot be broadcast")
-"""What MLX makes of a gradient with respect to integers (`derivatives.differentiable`).
-"""
+RAISES = pytest.raises(ValueError, match=r"no gradient wrt uint32 .*codes")
 
 
 def test_a_gradient_of_codes_raises_as_it_does_for_mlx() -> None:
@@ -215,3 +217,99 @@ def test_no_rows_have_an_empty_gradient() -> None:
     )
 
     assert found.shape == (0, K)
+
+
+TWOS = mx.full(X.shape, 2.0)
+"""An array of the same shape: MLX does not compile what captures its own input."""
+
+
+@pytest.fixture
+def served() -> tuple[Callable[..., mx.array], list[bool]]:
+    """Returns a product, and whether each call of it has had derivatives."""
+    with_derivatives: list[bool] = []
+
+    def ours(x: mx.array, w: mx.array) -> mx.array:
+        return mx.stop_gradient(x * w)
+
+    product = differentiable(ours, lambda x, w: x * w)
+
+    def noted(x: mx.array, w: mx.array) -> mx.array:
+        y = product(x, w)
+        graph = io.StringIO()
+        mx.export_to_dot(graph, y)
+        with_derivatives.append("CustomTransforms" in graph.getvalue())
+        return y
+
+    noted(X, X)  # the first of a kind may have them
+    with_derivatives.clear()
+    return noted, with_derivatives
+
+
+def test_a_product_has_derivatives_only_in_transformations(
+    served: tuple[Callable[..., mx.array], list[bool]],
+) -> None:
+    product, with_derivatives = served
+
+    def loss(x: mx.array) -> mx.array:
+        return product(x, TWOS).sum()
+
+    for shape in ((2, 3, K), (5, 1, K)):
+        product(mx.zeros(shape), mx.zeros(shape))
+    assert with_derivatives == [False, False]
+    with_derivatives.clear()
+
+    for transformed in (
+        mx.grad(loss),
+        mx.grad(lambda x: loss(x * 2 + 1)),
+        mx.grad(mx.checkpoint(loss)),
+        mx.grad(lambda x: mx.grad(loss)(x).sum()),
+        lambda x: mx.jvp(loss, [x], [x]),
+        lambda x: mx.vjp(loss, [x], [mx.array(1.0)]),
+        mx.compile(loss),
+        mx.grad(mx.compile(loss)),
+        mx.compile(mx.grad(loss)),
+    ):
+        transformed(X)
+        assert with_derivatives
+        assert all(with_derivatives)
+        with_derivatives.clear()
+
+    # Nothing here depends on what is differentiated.
+    mx.grad(lambda x: x.sum() + product(TWOS, TWOS).sum())(X)
+    assert with_derivatives == [False]
+
+
+def test_each_product_has_derivatives_where_compile_does_not_tell(
+    served: tuple[Callable[..., mx.array], list[bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product, with_derivatives = served
+    assert autodiff._compile_tells()
+    monkeypatch.setattr(autodiff, "_noted", lambda *_: ())
+    monkeypatch.setattr(autodiff, "_compile_tells", autodiff._compile_tells.__wrapped__)
+    assert not autodiff._compile_tells()
+
+    product(X, X)
+
+    assert with_derivatives == [True]
+    assert mx.array_equal(mx.grad(lambda x: product(x, X).sum())(X), X)
+
+
+def test_gradients_are_there_in_another_thread_and_without_compile() -> None:
+    product = differentiable(lambda x, w: mx.stop_gradient(x * w), lambda x, w: x * w)
+    right: list[bool] = []
+
+    def differentiate() -> None:
+        for _ in range(2):
+            product(X, X)
+            gradient = mx.grad(lambda x: product(x, X).sum())(X)
+            right.append(mx.array_equal(gradient, X).item())
+
+    thread = Thread(target=differentiate)
+    thread.start()
+    thread.join()
+    mx.disable_compile()
+    try:
+        differentiate()
+    finally:
+        mx.enable_compile()
+    assert right == [True] * 4

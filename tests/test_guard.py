@@ -1,6 +1,7 @@
 """The guard: kernels with planted faults never serve; stock MLX does, and says so."""
 
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -16,12 +17,7 @@ from guard_faults import Fault
 
 import mlx_marlin
 from mlx_marlin import cache, emulator, guard
-from mlx_marlin.backends import (
-    launch,
-    planner,
-    repack_launch,
-    selection,
-)
+from mlx_marlin.backends import launch, planner, repack_launch, selection, source
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.backend import STAGED
 from mlx_marlin.guard import known_answers, verdicts
@@ -457,6 +453,52 @@ def test_an_interrupted_check_is_made_again(
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[malloc] Unable to allocate 4096 bytes."),
+        RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"),
+        RuntimeError(
+            "Failed to compile kernel: a.cu.\ncatastrophic error: cannot open source "
+            'file "cuda_fp16.h"'
+        ),
+        OSError(28, "No space left on device"),
+        ImportError("libnvrtc.so.12: cannot open shared object file"),
+    ],
+    ids=lambda error: str(error)[:24] or "MemoryError",
+)
+def test_a_check_that_cannot_be_made_is_made_again_by_the_next_process(
+    error: Exception, guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    tried: list[Any] = []
+    with monkeypatch.context() as patch:
+
+        def fails(plan: Any) -> str:
+            tried.append(plan)
+            raise error
+
+        patch.setattr(known_answers, "fault_of", fails)
+        for _ in range(2):
+            y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+            assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+            (verdict,) = guard.verdicts_so_far()
+            assert verdict.state == "undecided"
+            assert len(messages) == 1
+            assert "could not be checked" in messages[0]
+            assert "The next process checks it again" in messages[0]
+            # This process neither tries nor warns again.
+            _, more = collected(lambda: mlx_marlin.quantized_matmul(x[0], *w))
+            assert more == []
+            new_process()
+            assert guard.verdicts_so_far() == []
+    assert len(tried) == 2
+    assert mlx_marlin.why_not(x, *w) is None
+    assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
+
+
+@pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"state": "passed"}', "\x00", "null", "[" * 100000]
 )
 def test_a_damaged_verdict_is_made_anew(text: str, guarded: Path) -> None:
@@ -505,6 +547,40 @@ def test_another_kernel_text_has_no_verdict_yet(
     ]
     assert guard.digest(own) != guard.digest(tuple(changed))
     assert guard.digest(own) == guard.digest(guard.variants_of(plan))
+
+
+def test_verdicts_of_other_versions_are_left_out(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "digest_of_shaders", lambda: "another version")
+        patch.setattr(known_answers, "fault_of", lambda _: "planted")
+        with pytest.warns(RuntimeWarning, match="planted"):
+            mlx_marlin.quantized_matmul(x, *w)
+        assert [each.fault for each in guard.verdicts_so_far()] == ["planted"]
+    new_process()
+    assert guard.verdicts_so_far() == []
+
+    # A kernel that is the same in both versions is not checked again.
+    with pytest.warns(RuntimeWarning, match="planted"):
+        mlx_marlin.quantized_matmul(x, *w)
+    new_process()
+    assert [each.fault for each in guard.verdicts_so_far()] == ["planted"]
+
+
+def test_the_digest_of_shaders_changes_with_each_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(source.shader_folder(), tmp_path / "shaders")
+    monkeypatch.setattr(source, "shader_folder", lambda: tmp_path / "shaders")
+    digest = source.digest_of_shaders.__wrapped__
+    assert digest() == source.digest_of_shaders()
+    for file in ("lib/work.metal", "kernels/gemv.metal", "cuda/prelude.cuh"):
+        before = digest()
+        changed = tmp_path / "shaders" / file
+        changed.write_text(changed.read_text() + " ")
+        assert digest() != before
 
 
 def test_a_plan_of_tuning_is_checked_too(

@@ -1,7 +1,9 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 import pytest
@@ -259,3 +261,31 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
     assert [plan.problem.m for plan in launch.plans_built()] == [3]
     dispatch.forget()
     assert launch.plans_built() == []
+
+
+def test_a_layer_that_another_thread_makes_does_not_disturb_forgetting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[dispatch.StockCalls] = []
+    threads: list[Thread] = []
+
+    class Interrupted(WeakSet[dispatch.StockCalls]):
+        """A set to which another thread adds while it is iterated over."""
+
+        def __iter__(self) -> Iterator[dispatch.StockCalls]:
+            for each in super().__iter__():
+                if not threads:
+                    thread = Thread(target=lambda: made.append(dispatch.StockCalls()))
+                    threads.append(thread)
+                    thread.start()
+                    thread.join(timeout=0.2)
+                yield each
+
+    monkeypatch.setattr(dispatch, "_of_layers", Interrupted())
+    known = [dispatch.StockCalls() for _ in range(3)]
+    for each in known:
+        each[()] = True
+    dispatch.forget()
+    assert not any(known)
+    threads[0].join(timeout=10)
+    assert len(made) == 1

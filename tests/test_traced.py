@@ -167,5 +167,5 @@ def test_compiled_gradients_of_integers_raise_only_where_they_are_asked_for() ->
 
     assert mx.array_equal(found, W * W)
     for argnums in (0, 2, (0, 1)):
-        with pytest.raises(ValueError, match="cannot be broadcast"):
+        with pytest.raises(ValueError, match="no gradient wrt uint"):
             mx.compile(mx.grad(of, argnums=argnums))(*arrays)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
 from models import tiny_llama
 
 import mlx_marlin
@@ -60,6 +63,95 @@ def test_other_modules_are_warmed_up_layer_by_layer(checked: list[Any]) -> None:
     assert known > 0
     mx.eval(model(mx.zeros((2, 128))))
     assert len(checked) == known
+
+
+class Attention(nn.Module):
+    """Layers that share x, as mlx-lm names them, in a module that is not mlx-lm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(128, 64)
+        self.k_proj = nn.Linear(128, 32)
+        self.v_proj = nn.Linear(128, 32)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return mx.concatenate(parts, -1)
+
+
+class Single(nn.Module):
+    """A module around one layer, with a norm's weight that tells the dtype."""
+
+    def __init__(self, layer: nn.Module, dtype: mx.Dtype = mx.float32) -> None:
+        super().__init__()
+        self.a_norm = nn.RMSNorm(128)
+        self.layer = layer
+        self.set_dtype(dtype)
+
+
+def assert_nothing_new(checked: list[Any], run: Callable[[], mx.array]) -> None:
+    known = len(checked)
+    assert known > 0
+    mx.eval(run())
+    assert len(checked) == known
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_joined_layers_are_warmed_up_together(checked: list[Any], layout: str) -> None:
+    model = Attention()
+    nn.quantize(model)
+    mlx_marlin.optimize(model, layout=layout, join=True, warm_up=[2])
+    assert [plan.problem.n for plan in checked] == [128]
+    assert_nothing_new(checked, lambda: model(mx.zeros((2, 128))))
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_experts_are_warmed_up(checked: list[Any], layout: str) -> None:
+    model = Single(SwitchLinear(128, 64, 4).to_quantized(group_size=64, bits=4))
+    mlx_marlin.optimize(model, layout=layout, warm_up=[2])
+    x, chosen = mx.zeros((2, 1, 1, 128)), mx.array([[1], [3]])
+    assert_nothing_new(checked, lambda: model.layer(x, chosen))
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_heads_are_warmed_up(checked: list[Any], layout: str) -> None:
+    model = Single(MultiLinear(128, 64, 4).to_quantized(group_size=64, bits=4))
+    mlx_marlin.optimize(model, layout=layout, warm_up=[2])
+    assert_nothing_new(checked, lambda: model.layer(mx.zeros((4, 2, 128))))
+    back = partial(model.layer, transpose=False)
+    assert_nothing_new(checked, lambda: back(mx.zeros((4, 2, 64))))
+
+
+def test_embeddings_are_warmed_up_as_output_heads(checked: list[Any]) -> None:
+    model = Single(nn.QuantizedEmbedding(96, 128))
+    mlx_marlin.optimize(model, warm_up=[2])
+    assert_nothing_new(checked, lambda: model.layer.as_linear(mx.zeros((2, 128))))
+
+
+def test_each_dtype_of_scales_is_warmed_up(checked: list[Any]) -> None:
+    layers = [nn.QuantizedLinear(128, 64), nn.QuantizedLinear(128, 64)]
+    layers[1].set_dtype(mx.float16)
+    mlx_marlin.optimize(nn.Sequential(*layers), warm_up=[2])
+    assert {plan.problem.dtype for plan in checked} == {"float32", "float16"}
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32, mx.bfloat16])
+def test_scales_that_are_bytes_meet_the_dtype_of_the_model(
+    checked: list[Any], mode: str, dtype: mx.Dtype
+) -> None:
+    layer = nn.Linear(128, 64, bias=False).to_quantized(mode=mode)
+    model = Single(layer, dtype)
+    mlx_marlin.optimize(model, warm_up=[2])
+    assert_nothing_new(checked, lambda: model.layer(mx.zeros((2, 128), dtype)))
+
+
+def test_without_any_floats_scales_that_are_bytes_meet_bfloat16(
+    checked: list[Any],
+) -> None:
+    layer = nn.Linear(128, 64, bias=False).to_quantized(mode="mxfp4")
+    mlx_marlin.optimize(nn.Sequential(layer), warm_up=[2])
+    assert [plan.problem.dtype for plan in checked] == ["bfloat16"]
 
 
 @pytest.mark.parametrize("rows", [(0,), (1, -1), (1.5,), ("1",), "12", (True,)])

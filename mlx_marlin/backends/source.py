@@ -4,6 +4,7 @@ The files under `shaders/` are ordinary Metal and CUDA; nothing is pasted into t
 Each back end has a module `source` that puts a kernel's text together.
 """
 
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,15 @@ def shader_folder() -> Path:
         if (folder / "kernels").is_dir():
             return folder
     raise FileNotFoundError(f"no shaders in {candidates[0]} or {candidates[1]}")
+
+
+@cache
+def digest_of_shaders() -> str:
+    """Returns a digest that changes with any shader, such as in another version."""
+    digest = hashlib.sha256()
+    for file in sorted(each for each in shader_folder().rglob("*") if each.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def read(file: str) -> str:

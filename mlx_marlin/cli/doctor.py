@@ -56,9 +56,9 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 if something prevents our kernels from running."""
     wanted = problems_to_check(args)
-    if wanted:
-        machine.check(wanted)
+    of_stock = machine.check(wanted) if wanted else []
     facts = machine.collect()
+    facts["verdicts"]["stock"] = of_stock
     print(json.dumps(facts, indent=2) if args.json else report(facts))
     return 0 if facts["ok"] else 1
 
@@ -168,9 +168,13 @@ def _verdicts(facts: Facts) -> list[str]:
     passed = sum(each["passed"] for each in kernels)
     lines = [f"{passed} of {len(kernels)} sets of kernels passed"] if kernels else []
     lines += [
-        f"{each['kernel']} failed: {each['reason']} ({each['example']})"
+        f"{each['kernel']} {machine.failure(each)} ({each['example']})"
         for each in kernels
         if not each["passed"]
+    ]
+    lines += [
+        f"stock MLX serves {each['product']}: {each['reason']}"
+        for each in facts["stock"]
     ]
     return lines if facts["on"] else [*lines, "kernels are not checked here"]
 

@@ -13,21 +13,36 @@ where a broken kernel otherwise raises, as tests want it.
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from mlx_marlin.backends import selection
+from mlx_marlin.backends import selection, source
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.metal import arguments, source
+from mlx_marlin.backends.metal import arguments
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.guard import known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.weights import dtypes
 
 ENVIRONMENT = "MLX_MARLIN_GUARD"
+TRANSIENT = (
+    "out of memory",
+    "insufficient memory",
+    "unable to allocate",
+    "cannot allocate memory",
+    "no space left on device",
+    "disk quota exceeded",
+    "cannot open source file",  # NVRTC, of a header
+    "could not open source file",
+    "cannot open shared object file",
+    "failed to open libnvrtc",
+)
+"""Parts of messages, in lower case, that do not depend on the kernel."""
 
 _verdicts: dict[str, Verdict] = {}
 _warned: set[str] = set()
@@ -148,8 +163,14 @@ def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
 
 
 def verdicts_so_far() -> list[Verdict]:
-    """Returns the verdicts that this machine's cache holds."""
-    return [*verdicts.kept(verdicts.machine_folder(selection.backend()))]
+    """Returns the verdicts of this machine's cache and of this process, by kernels.
+
+    Those of kernels that only other versions of this package have are left out.
+    """
+    kept = verdicts.kept(verdicts.machine_folder(selection.backend()))
+    current = source.digest_of_shaders()
+    found = [each for each in (kept | _verdicts).values() if each.shaders == current]
+    return sorted(found, key=lambda each: (each.kernels, each.example))
 
 
 def forget() -> None:
@@ -168,22 +189,43 @@ def _verdict(
         blank = partial(_new_verdict, variants, example)
 
         def judged() -> Verdict:
-            fault = _fault(check)
-            return blank("failed" if fault else "passed", fault or "")
+            return blank(*_state_and_fault(check))
 
         file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
-        _verdicts[key] = verdicts.checked(file, blank("started", ""), judged)
-        _warn(_verdicts[key])
+        known = verdicts.checked(file, blank("started", ""), judged)
+        if known.shaders != source.digest_of_shaders():
+            # Of another version, in which these kernels were the same.
+            known = replace(known, shaders=source.digest_of_shaders())
+            verdicts.write(file, known)
+        _verdicts[key] = known
+        _warn(known)
     return _verdicts[key]
 
 
-def _fault(check: Callable[[], str | None]) -> str | None:
+def _state_and_fault(check: Callable[[], str | None]) -> tuple[str, str]:
     try:
         with mx.stream(_device()):
-            return check()
+            fault = check()
     except Exception as error:  # whatever a compiler, a driver or MLX raises
         lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+        text = f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+        return "undecided" if _is_transient(error) else "failed", text
+    return ("failed", fault) if fault else ("passed", "")
+
+
+def _is_transient(error: Exception) -> bool:
+    """Returns whether a check failed for lack of memory, disk space or a tool chain.
+
+    The same kernel may pass in the next process. Any other error is taken for the
+    kernel's, because a kernel that fails in a new way must not run again.
+
+    Args:
+        error: What the check raised.
+    """
+    if isinstance(error, MemoryError | OSError | ImportError):
+        return True
+    text = str(error).lower()
+    return any(part in text for part in TRANSIENT)
 
 
 def _keep_failure(
@@ -206,12 +248,15 @@ def _new_verdict(
         fault=fault,
         example=example,
         date=date.today().isoformat(),
+        shaders=source.digest_of_shaders(),
     )
 
 
 def _reason(verdict: Verdict) -> str | None:
     if verdict.failure is None:
         return None
+    if verdict.state == "undecided":
+        return f"the kernel {verdict.kernels} could not be checked: {verdict.failure}"
     return (
         f"the kernel {verdict.kernels} failed its check on this machine: "
         f"{verdict.failure}"
@@ -223,10 +268,14 @@ def _warn(verdict: Verdict) -> None:
     if verdict.failure is None or verdict.kernels in _warned:
         return
     _warned.add(verdict.kernels)
+    request = (
+        "The next process checks it again"
+        if verdict.state == "undecided"
+        else "Please report this line with the output of `mlx-marlin doctor --json`"
+    )
     warnings.warn(
         f"mlx_marlin: {_reason(verdict)}. Stock MLX serves in its place, with right "
-        f"results. Please report this line with the output of `mlx-marlin doctor "
-        f"--json` (docs/troubleshooting.md)",
+        f"results. {request} (docs/troubleshooting.md)",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -236,7 +285,7 @@ def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...
     template = arguments.repack_template(bits, order)
     return (
         KernelVariant(
-            source=source.repack_source(to),
+            source=metal_source.repack_source(to),
             template=(*template.items(),),
             dtypes=("uint32", "uint32"),
         ),

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from mlx_marlin import cache
 from mlx_marlin.backends.cuda import detection as cuda_detection
 from mlx_marlin.backends.metal import detection
 
-STATES = ("started", "passed", "failed")
+STATES = ("started", "passed", "failed", "undecided")
 DIED = "the process ended during the check"
 
 
@@ -32,10 +32,13 @@ class Verdict:
 
     Attributes:
         kernels: Names of the kernels that were checked together.
-        state: One of `STATES`; "started" counts as failed.
+        state: One of `STATES`; "started" counts as failed. "undecided" holds for one
+            process and is not written: the check failed for another reason than the
+            kernel.
         fault: What was wrong; empty if nothing was.
         example: A plan or format that runs these variants, in words.
         date: Of the check, ISO 8601.
+        shaders: `source.digest_of_shaders` of the version that used it last.
     """
 
     kernels: str
@@ -43,6 +46,7 @@ class Verdict:
     fault: str
     example: str
     date: str
+    shaders: str
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -73,7 +77,7 @@ def machine_folder(backend: str) -> Path:
 def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
     """Returns the verdict of a file; if it has none, checks and writes it.
 
-    A verdict that cannot be kept is returned all the same.
+    A verdict that cannot be written, or is undecided, is returned all the same.
 
     Args:
         file: Of these kernels on this machine.
@@ -132,11 +136,11 @@ def write(file: Path, verdict: Verdict) -> None:
         return
 
 
-def kept(place: Path) -> Iterator[Verdict]:
-    """Yields all verdicts of a machine's folder, by kernels."""
-    files = sorted(place.glob("*.json")) if place.is_dir() else []
-    found = [verdict for file in files if (verdict := read(file)) is not None]
-    yield from sorted(found, key=lambda each: (each.kernels, each.example))
+def kept(place: Path) -> dict[str, Verdict]:
+    """Returns all verdicts of a machine's folder, by the digest of the kernels."""
+    files = place.glob("*.json") if place.is_dir() else ()
+    found = {file.stem: read(file) for file in files}
+    return {digest: each for digest, each in found.items() if each is not None}
 
 
 def _check_and_keep(
@@ -148,7 +152,10 @@ def _check_and_keep(
     except BaseException:  # an interrupt: nothing was found out
         file.unlink(missing_ok=True)
         raise
-    write(file, verdict)
+    if verdict.state == "undecided":
+        file.unlink(missing_ok=True)
+    else:
+        write(file, verdict)
     return verdict
 
 

@@ -1,12 +1,15 @@
 """What our layers share with MLX's own: their format, and arrays in MLX's layout."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_marlin.products.matmul import linear, quantized_matmul
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import DTYPE_BYTES
 
 NATIVE = ("weight", "scales", "biases")
 """A layer's arrays in MLX's layout."""
@@ -78,6 +81,18 @@ def twin(cls: type[Layer], layer: nn.Module) -> Layer:
     twin.train(layer.training)
     twin._no_grad = set(layer._no_grad).difference(PACKED)
     return twin
+
+
+def activation_dtype(model: nn.Module) -> mx.Dtype:
+    """Returns the dtype of activations that meet scales which are bytes.
+
+    That of the model's first parameter of floats, such as a norm's weight; without one
+    bfloat16, to which MLX decodes such weights.
+    """
+    named = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    dtypes = (each.dtype for _, each in named)
+    floats = (each for each in dtypes if dtype_name(each) in DTYPE_BYTES)
+    return next(floats, mx.bfloat16)
 
 
 def replace_entries(

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import itemgetter
-from typing import cast
+from functools import cache
+from typing import NoReturn, cast
 
 import mlx.core as mx
 
 from mlx_marlin.backends.launch import Product
+from mlx_marlin.weights.dtypes import dtype_name
 
 Results = mx.array | tuple[mx.array, ...]
 """Of an epilogue with parts there are several."""
@@ -16,6 +17,7 @@ Results = mx.array | tuple[mx.array, ...]
 
 class _Wish(threading.local):
     left_out = False
+    transformed = False
 
 
 _wish = _Wish()
@@ -40,6 +42,50 @@ def are_left_out() -> bool:
     return _wish.left_out
 
 
+def _note(*_: mx.array) -> tuple[()]:
+    _wish.transformed = True
+    return ()
+
+
+_noted = mx.compile(_note, shapeless=True)
+
+
+def _are_transformed(*arrays: mx.array) -> bool:
+    """Returns whether MLX may differentiate what is computed of arrays.
+
+    Only `mx.compile` tells: it replays a graph, here an empty one, unless the arrays
+    belong to a transformation (grad, vjp, jvp, vmap, compile). Then it calls the
+    function, and so it does the first time for each number of dimensions and dtype.
+    """
+    if not _compile_tells():
+        return True
+    _wish.transformed = False
+    _noted(*arrays)
+    return _wish.transformed
+
+
+@cache
+def _compile_tells() -> bool:
+    """Returns whether `mx.compile` calls its function where MLX differentiates.
+
+    All of MLX's compiled functions would have no gradients otherwise. It is asked all
+    the same: a product without derivatives would have a gradient of zero, silently.
+    """
+    array, found = mx.array(0.0), []
+
+    def noted(array: mx.array) -> mx.array:
+        _wish.transformed = False
+        _noted(array)
+        found.append(_wish.transformed)
+        return array
+
+    noted(array)  # compiles
+    mx.grad(noted)(array)
+    mx.jvp(noted, [array], [array])
+    mx.vmap(noted)(array[None])
+    return all(found[1:])
+
+
 def differentiable(
     ours: Product,
     stock: Product,
@@ -56,28 +102,16 @@ def differentiable(
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow; under `left_out` it is just `ours`. A gradient with
-        respect to integers (codes, scales that are bytes, indices) raises a ValueError.
-        There are two arrays or more, whose dtypes are the same in each call.
+        for all arrays that follow; under `left_out`, and outside of transformations, it
+        is just `ours`. A gradient with respect to integers (codes, scales that are
+        bytes, indices) raises a ValueError.
     """
-    repeated = 0
-    repeat: Callable[[tuple[mx.array, ...]], tuple[mx.array, ...]] | None = None
+    product = mx.custom_function(ours)
 
-    def forward(*given: mx.array) -> mx.array:
-        return ours(*given[repeated:])
-
-    product = mx.custom_function(forward)
-
-    # MLX does not tell which gradients are asked for, and stock MLX raises for integers
-    # where they are. So each array of integers is given twice: MLX adds the gradients
-    # of both places, only where they are asked for, and two shapes that do not fit make
-    # that addition raise. (An operation that cannot be differentiated, in front of the
-    # codes, would raise too, but takes a node of the graph in each call.)
     @product.vjp
     def backward(
-        given: tuple[mx.array, ...], cotangent: Results, _: Results
+        primals: tuple[mx.array, ...], cotangent: Results, _: Results
     ) -> tuple[mx.array, ...]:
-        primals = given[repeated:]
         moving = [i for i, each in enumerate(primals) if _is_float(each)]
 
         def of_floats(*values: mx.array) -> Results:
@@ -90,17 +124,14 @@ def differentiable(
         if shorter:
             (cotangent,) = _each(cotangent)  # no parts have this way
             known[0] = shorter(cotangent, *primals[1:])
-        return (
-            *[mx.zeros(2)] * repeated,
-            *(known.get(i, mx.zeros(3)) for i in range(len(primals))),
-        )
+        # MLX asks for all gradients; those of integers go to `_without_gradient`.
+        return tuple(known.get(i, mx.zeros(())) for i in range(len(primals)))
 
     @product.jvp
     def tangent(
-        given: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
+        primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
     ) -> Results:
-        primals = given[repeated:]
-        moving = {i: t for i, t in enumerate(tangents[repeated:]) if t is not None}
+        moving = {i: t for i, t in enumerate(tangents) if t is not None}
 
         def of_moving(*values: mx.array) -> Results:
             moved = dict(zip(moving, values, strict=True))
@@ -113,16 +144,25 @@ def differentiable(
     call = cast(Product, product)
 
     def chosen(*arrays: mx.array) -> mx.array:
-        nonlocal repeated, repeat
-        if _wish.left_out:
+        if _wish.left_out or not _are_transformed(*arrays):
             return ours(*arrays)
-        if repeat is None:
-            integers = [i for i, each in enumerate(arrays) if not _is_float(each)]
-            repeated = len(integers)
-            repeat = itemgetter(*integers, *range(len(arrays)))
-        return call(*repeat(arrays))
+        return call(*(e if _is_float(e) else _without_gradient(e) for e in arrays))
 
     return chosen
+
+
+@mx.custom_function
+def _without_gradient(integers: mx.array) -> mx.array:
+    """Returns integers as they are; MLX calls the vjp only if it is asked for one."""
+    return integers
+
+
+@_without_gradient.vjp
+def _refuse(integers: mx.array, _: mx.array, __: mx.array) -> NoReturn:
+    raise ValueError(
+        f"no gradient wrt {dtype_name(integers.dtype)} {integers.shape}: the codes of "
+        f"quantized weights, scales that are bytes and indices have none"
+    )
 
 
 def _each(results: Results) -> list[mx.array]:

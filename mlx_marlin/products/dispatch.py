@@ -9,18 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from operator import index
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import (
-    launch,
-    planner,
-    selection,
-    tuned_results,
-)
+from mlx_marlin.backends import launch, planner, selection, tuned_results
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -83,10 +79,17 @@ class StockCalls(dict[tuple[object, ...], Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        _of_layers.add(self)
+        with _adding:
+            _of_layers.add(self)
 
 
 _of_layers: WeakSet[StockCalls] = WeakSet()
+_adding = RLock()
+"""Held to add to `_of_layers` or to list them.
+
+A WeakSet puts off removals while it is iterated over, but an addition in another thread
+makes the iteration raise.
+"""
 
 
 def is_for_good(served: Served) -> bool:
@@ -287,7 +290,9 @@ def forget() -> None:
     serve_native.cache_clear()
     serve_packed.cache_clear()
     _backward.cache_clear()
-    for each in (*_memories, *_of_layers):
+    with _adding:
+        of_layers = [*_of_layers]
+    for each in (*_memories, *of_layers):
         each.clear()
     launch.forget()
     tuned_results.forget()
@@ -333,24 +338,11 @@ def _decide(kind: Kind, stock: Product) -> Served:
         global_scale=kind.global_scale,
         norm=kind.norm,
     )
-    reason = eligibility.unsupported(problem, kind.transpose)
-    if reason:
-        eligibility.refuse_variance(kind.invariant, reason)
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
     if not kind.transpose:
-        back = dense_plan(problem, transposed=False)
-        reason = _fault_of(back)
-        if reason:
-            return Served(stock, reason, is_stock=kind.layout == "mlx")
-        product = differentiable(launch.dense_product(back), stock)
-        # Plain products are broadcast by MLX, which repeats no x.
-        return Served(product if batch > 1 else as_called(product, kind))
-    measured = _measured(problem)
-    dense = None if measured else _dense(problem)
-    reason = None if dense else eligibility.faster_elsewhere(problem, measured)
-    if reason:
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
-    plan = dense or _plan(problem, measured)
+        return _decide_not_transposed(kind, problem, stock)
+    plan = plan_of(problem)
+    if isinstance(plan, str):
+        return Served(stock, plan, is_stock=kind.layout == "mlx")
     reason = _fault_of(plan)
     if reason:
         return Served(stock, reason, is_stock=kind.layout == "mlx")
@@ -358,6 +350,39 @@ def _decide(kind: Kind, stock: Product) -> Served:
     of_x = partial(_backward, problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), kind)
     return traced_call(run) if selection.backend() == "cuda" else Served(run)
+
+
+def plan_of(problem: Problem) -> Plan | DensePlan | str:
+    """Returns the plan that serves x @ w.T, or why stock MLX serves it.
+
+    The plan's kernels may still fail their check.
+
+    Raises:
+        ValueError: If stock MLX would serve for lack of a kernel, and the product must
+            not vary.
+    """
+    reason = eligibility.unsupported(problem)
+    if reason:
+        eligibility.refuse_variance(problem.invariant, reason)
+        return reason
+    measured = _measured(problem)
+    dense = None if measured else _dense(problem)
+    reason = None if dense else eligibility.faster_elsewhere(problem, measured)
+    return reason or dense or _plan(problem, measured)
+
+
+def _decide_not_transposed(kind: Kind, problem: Problem, stock: Product) -> Served:
+    reason = eligibility.unsupported(problem, transpose=False)
+    if reason:
+        eligibility.refuse_variance(kind.invariant, reason)
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
+    back = dense_plan(problem, transposed=False)
+    reason = _fault_of(back)
+    if reason:
+        return Served(stock, reason, is_stock=kind.layout == "mlx")
+    product = differentiable(launch.dense_product(back), stock)
+    # Plain products are broadcast by MLX, which repeats no x.
+    return Served(product if problem.batch > 1 else as_called(product, kind))
 
 
 def traced_call(run: Run) -> Served:

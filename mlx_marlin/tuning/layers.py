@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from mlx_marlin.layers.native import activation_dtype
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -37,7 +35,7 @@ def find(model: nn.Module, layouts: Sequence[str] = ("mlx",)) -> Found:
     """
     layers = [*_multiplied(model)]
     ours = [layer for layer in layers if _is_ours(layer)]
-    dtype = _activations(model)
+    dtype = dtype_name(activation_dtype(model))
     problems = dict.fromkeys(
         _problem(layer, layout, dtype) for layer in ours for layout in layouts
     )
@@ -67,20 +65,6 @@ def _is_ours(layer: nn.Module) -> bool:
         and _columns(layer) % known.k_multiple(layer.group_size) == 0
         and dtype_name(layer.scales.dtype) in known.scale_dtypes
     )
-
-
-def _activations(model: nn.Module) -> str:
-    """Returns the dtype of activations that meet scales which are bytes.
-
-    That of the model's first parameter of floats, such as a norm's weight; without one
-    what MLX decodes such weights to.
-    """
-    names = [dtype_name(each.dtype) for _, each in _parameters(model)]
-    return next((name for name in names if name in DTYPE_BYTES), "bfloat16")
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
 def _columns(layer: nn.Module) -> int:

@@ -175,13 +175,17 @@ def verdicts() -> Facts:
     return {"on": guard.is_on(), "kernels": [*map(_verdict, guard.verdicts_so_far())]}
 
 
-def check(wanted: Iterable[Problem]) -> None:
-    """Checks the kernels that products need, with a progress bar.
+def check(wanted: Iterable[Problem]) -> list[Facts]:
+    """Checks the kernels that serve products here, with a progress bar.
 
     The verdicts are kept, so `verdicts` has them.
 
     Args:
         wanted: The products.
+
+    Returns:
+        The products that stock MLX serves by decision, each with the reason: they need
+        no kernel of ours.
 
     Raises:
         ValueError: If kernels cannot be checked here.
@@ -189,24 +193,29 @@ def check(wanted: Iterable[Problem]) -> None:
     from tqdm import tqdm
 
     from mlx_marlin import guard
-    from mlx_marlin.backends import planner, selection
-    from mlx_marlin.products import eligibility
+    from mlx_marlin.backends import selection
+    from mlx_marlin.products import dispatch
 
     lacking = selection.missing()
     if lacking or selection.backend() == "stock":
         raise ValueError(f"--check: {lacking or selection.choice()[1]}")
+    of_stock: list[Facts] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the verdicts tell it
         for problem in tqdm([*wanted], "check", unit="product"):
-            reason = eligibility.unsupported(problem)
-            if reason is None:
-                guard.verdict_of(planner.choose(problem, eligibility.target()))
+            plan = dispatch.plan_of(problem)
+            if isinstance(plan, str):
+                of_stock.append({"product": problem.explain(), "reason": plan})
+            else:
+                guard.verdict_of(plan)
+    return of_stock
 
 
 def _verdict(verdict: "Verdict") -> Facts:
     return {
         "kernel": verdict.kernels,
         "passed": verdict.failure is None,
+        "state": verdict.state,
         "reason": verdict.failure,
         "example": verdict.example,
         "date": verdict.date,
@@ -228,8 +237,15 @@ def problems(facts: Facts) -> list[str]:
             found.append(f"the cache folder {folder['path']} {folder['problem']}")
     for each in facts["verdicts"].get("kernels", ()):
         if not each["passed"]:
-            found.append(f"{each['kernel']} failed its check: {each['reason']}")
+            found.append(f"{each['kernel']} {failure(each)}")
     return found
+
+
+def failure(kernel: Facts) -> str:
+    """Returns how the check of a kernel failed, and the reason."""
+    if kernel["state"] == "undecided":
+        return f"could not be checked: {kernel['reason']}"
+    return f"failed its check: {kernel['reason']}"
 
 
 def _guarded(collector: Callable[[], Facts]) -> Facts:
