@@ -14,7 +14,7 @@ from mlx_marlin.packing import GroupSize, PackedWeight, pack, quantize, unpack
 from mlx_marlin.stock_weight import as_mlx, plain, stock_group_size
 
 FEW_ROWS = 8
-"""Rows of a call that a layer remembers by its shape alone."""
+"""Rows of a call that a layer remembers by their number alone."""
 
 
 class MarlinLinear(FusedProducts, nn.QuantizedLinear):
@@ -208,7 +208,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        if (has_bias := self._stock_calls.get(x.shape)) is not None:
+        size = x.size  # tells the rows, of which there are few
+        if size == self._last_stock_call or (
+            self._stock_calls and self.is_stock_call(size)
+        ):
             # As in `stock_product`, whose call would cost the host as much again.
             y: mx.array = mx.quantized_matmul(
                 x,
@@ -220,7 +223,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 bits=self.bits,
                 mode=self.mode,
             )
-            return y + self["bias"] if has_bias else y
+            return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
         if bias is None and self.layout == "marlin":  # the short way: most layers
             return packed_product(
@@ -237,7 +240,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             )
         if self.layout == "mlx" and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
-                self.remember_stock(x.shape, "bias" in self)
+                self.remember_stock(x.size)
             return stock_product(self, x)
         # In one kernel, unless the bias would widen the result.
         if bias is None or self._keeps_dtype(x, bias):
@@ -246,7 +249,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         return y  # noqa: RET504 (MLX is not annotated)
 
     def _is_stock_in_all_dtypes(self, x: mx.array) -> bool:
-        """Returns whether a shape alone tells that stock MLX serves.
+        """Returns whether the number of rows alone tells that stock MLX serves.
 
         Of few rows only: each dtype takes planning, and prompts have many shapes.
         """

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from operator import index
-from typing import Any
-from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -61,20 +59,6 @@ def memory() -> Memory:
     made: Memory = {}
     _memories.append(made)
     return made
-
-
-class StockCalls(dict[tuple[object, ...], Any]):
-    """What a layer remembers of calls that stock MLX serves; `forget` empties it."""
-
-    __slots__ = ("__weakref__",)
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        _of_layers.add(self)
-
-
-_of_layers: WeakSet[StockCalls] = WeakSet()
 
 
 def is_for_good(served: Served) -> bool:
@@ -275,7 +259,7 @@ def forget() -> None:
     serve_native.cache_clear()
     serve_packed.cache_clear()
     _backward.cache_clear()
-    for each in (*_memories, *_of_layers):
+    for each in _memories:
         each.clear()
     launch.forget()
     tuned.forget()
