@@ -1,11 +1,10 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
-from collections.abc import Callable, Iterator
-from threading import Thread
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from format_cases import OF_MLX, any_weight
@@ -13,6 +12,8 @@ from format_cases import OF_MLX, any_weight
 import mlx_marlin
 from mlx_marlin.backends import devices, launch
 from mlx_marlin.backends.metal import device
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
@@ -263,29 +264,20 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
     assert launch.plans_built() == []
 
 
-def test_a_layer_that_another_thread_makes_does_not_disturb_forgetting(
+def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[dispatch.StockCalls] = []
-    threads: list[Thread] = []
+    """As in another thread, while decisions are dropped."""
+    layers = [MarlinLinear.from_quantized(nn.QuantizedLinear(64, 32)) for _ in range(3)]
+    late = MarlinLinear.from_quantized(nn.QuantizedLinear(64, 32))
+    for layer in layers:
+        layer.remember_stock("a call")
+    forget = GuardedParameters.forget_stock
 
-    class Interrupted(WeakSet[dispatch.StockCalls]):
-        """A set to which another thread adds while it is iterated over."""
+    def forgetting(layer: GuardedParameters) -> None:
+        late.remember_stock("another call")
+        forget(layer)
 
-        def __iter__(self) -> Iterator[dispatch.StockCalls]:
-            for each in super().__iter__():
-                if not threads:
-                    thread = Thread(target=lambda: made.append(dispatch.StockCalls()))
-                    threads.append(thread)
-                    thread.start()
-                    thread.join(timeout=0.2)
-                yield each
-
-    monkeypatch.setattr(dispatch, "_of_layers", Interrupted())
-    known = [dispatch.StockCalls() for _ in range(3)]
-    for each in known:
-        each[()] = True
+    monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
     dispatch.forget()
-    assert not any(known)
-    threads[0].join(timeout=10)
-    assert len(made) == 1
+    assert not any(layer.is_stock_call("a call") for layer in layers)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,11 @@ class Layer:
         result: mx.array = layer(x)
         return result
 
+    def remember(self) -> None:
+        """Calls ours until it remembers the call as its last one."""
+        for _ in range(3):
+            self(self.ours)
+
 
 @pytest.fixture(params=["plain", "bias", "joined", "experts"])
 def layer(request: pytest.FixtureRequest, backend: Choose) -> Layer:
@@ -95,7 +101,7 @@ def test_the_second_call_asks_nobody(layer: Layer, asked: list[str]) -> None:
 def test_another_shape_or_dtype_is_another_call(
     rows: int, layer: Layer, asked: list[str]
 ) -> None:
-    layer(layer.ours)
+    layer.remember()
     asked.clear()
     if layer.kind != "experts":
         layer(layer.ours, mx.zeros((rows, K)))
@@ -110,7 +116,7 @@ def test_another_shape_or_dtype_is_another_call(
 
 
 def test_forgetting_expires_it(layer: Layer, asked: list[str]) -> None:
-    layer(layer.ours)
+    layer.remember()
     asked.clear()
     dispatch.forget()
     layer(layer.ours)
@@ -121,7 +127,7 @@ def test_forgetting_expires_it(layer: Layer, asked: list[str]) -> None:
 def test_any_change_of_the_layer_expires_it(
     change: str, layer: Layer, asked: list[str]
 ) -> None:
-    layer(layer.ours)
+    layer.remember()
     own = layer.decides_in()
     twice = own["scales"] * 2
     if change == "item":
@@ -146,14 +152,14 @@ def test_any_change_of_the_layer_expires_it(
 
 
 def test_rows_that_must_not_vary_are_refused_afterwards(layer: Layer) -> None:
-    layer(layer.ours)
+    layer.remember()
     layer.decides_in().invariant = True
     with pytest.raises(ValueError, match="invariant=True cannot be kept"):
         layer(layer.ours)
 
 
 def test_copies_remember_for_themselves(layer: Layer) -> None:
-    layer(layer.ours)
+    layer.remember()
     if layer.kind == "joined":
         return
     for copied in (copy.deepcopy(layer.ours), pickle.loads(pickle.dumps(layer.ours))):
@@ -170,7 +176,7 @@ def test_a_call_on_the_cpu_is_not_remembered_where_a_gpu_might_serve(
     layer: Layer, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selection, "may_hand_over", lambda: True)
-    layer(layer.ours)
+    layer.remember()
     asked.clear()
     layer(layer.ours)
     assert asked
@@ -179,7 +185,7 @@ def test_a_call_on_the_cpu_is_not_remembered_where_a_gpu_might_serve(
 def test_gradients_of_scales_follow_the_layer(layer: Layer) -> None:
     if layer.kind == "joined":
         return
-    layer(layer.ours)
+    layer.remember()
     for each in (layer.ours, layer.stock):
         each.unfreeze(keys=["scales"], strict=False)
 
@@ -198,3 +204,34 @@ def test_few_calls_are_remembered(layer: Layer) -> None:
     for nth in range(3 * 256):
         own.remember_stock((nth,), None)
     assert len(own._stock_calls) <= 256
+
+
+def test_calls_that_take_turns_are_all_remembered(
+    layer: Layer, asked: list[str]
+) -> None:
+    if layer.kind == "experts":
+        return  # as many rows as choices
+    rows = [mx.random.normal((n, K), key=mx.random.key(n)) for n in (1, 2)]
+    for x in rows * 2:
+        layer(layer.ours, x)
+    asked.clear()
+    for x in rows * 2:
+        assert mx.array_equal(layer(layer.ours, x), layer(layer.stock, x))
+    assert asked == []
+
+
+def test_remembering_changes_no_attribute(layer: Layer) -> None:
+    own = layer.decides_in()
+    before = dict(vars(own))
+    layer.remember()
+    assert own._stock_calls
+    assert vars(own) == before
+
+
+def test_forgetting_keeps_no_layer() -> None:
+    layer = MarlinLinear(K, N)
+    layer.remember_stock(K)
+    alive = weakref.ref(layer)
+    del layer
+    assert alive() is None
+    dispatch.forget()

@@ -169,6 +169,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     inputs = kernels.inputs_of(text, ("partials", *source.FINISHING), numbers)
     threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
     columns = _columns(text, problem)
+    grid, threadgroup = (threads, 1, 1), (min(threads, 256), 1, 1)
+    dtypes = [weights_dtypes.dtype(problem.dtype)] * len(columns)
 
     def reduce(
         partials: mx.array,
@@ -178,10 +180,10 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         results = kernel(
             inputs=inputs(readable(partials), *map(readable, finish)),
             template=template,
-            grid=(threads, 1, 1),
-            threadgroup=(min(threads, 256), 1, 1),
+            grid=grid,
+            threadgroup=threadgroup,
             output_shapes=[(*rows, n) for n in columns],
-            output_dtypes=[weights_dtypes.dtype(problem.dtype)] * len(columns),
+            output_dtypes=dtypes,
         )
         return _in_parts(results, problem)
 
@@ -217,6 +219,7 @@ def _multiply(plan: Plan) -> Product:
     shapes = partial(_shapes, problem, columns)
     dtypes = [dtype] * len(columns)
     n = problem.n
+    fixed = [slots] if slots else None
 
     def multiply_plain(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *_: mx.array
@@ -227,12 +230,14 @@ def _multiply(plan: Plan) -> Product:
             template=template,
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=[(*x.shape[:-1], n)],
+            output_shapes=fixed or [(*x.shape[:-1], n)],
             output_dtypes=dtypes,
         )[0]
 
-    is_plain = problem.epilogue == PLAIN and problem.norm is None
-    if is_plain and not (plan.is_split or problem.global_scale or small):
+    # Of a split plan the epilogue is the reduction's.
+    is_plain = plan.is_split or problem.epilogue == PLAIN
+    is_plain = is_plain and problem.norm is None
+    if is_plain and not (problem.global_scale or small or start):
         return multiply_plain
 
     def multiply(
@@ -247,7 +252,7 @@ def _multiply(plan: Plan) -> Product:
             template=template,
             grid=grid,
             threadgroup=threadgroup,
-            output_shapes=[slots] if slots else shapes(x.shape[:-1]),
+            output_shapes=fixed or shapes(x.shape[:-1]),
             output_dtypes=dtypes,
             **start,
         )

@@ -71,9 +71,8 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
                 invariant=self.invariant,
                 bias=self.get("bias"),
             )
-        known = self._stock_calls
         call = x.shape, x.dtype, indices.shape, sorted_indices
-        if known and call in known:
+        if call == self._last_stock_call or self.is_stock_call(call):
             y: mx.array = mx.gather_qmm(
                 x,
                 self["weight"],
@@ -87,7 +86,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
                 global_scale=self.get("global_scale"),
                 sorted_indices=sorted_indices,
             )
-            return self._biased(y, indices)
+            return self._biased(y, indices) if "bias" in self else y
         y, is_stock = gather_native(
             x,
             *self.native(),
@@ -103,9 +102,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         )
         if is_stock:
             self.remember_stock(call)
-        return self._biased(y, indices)
+        return self._biased(y, indices) if "bias" in self else y
 
     def _biased(self, y: mx.array, indices: mx.array) -> mx.array:
-        if "bias" not in self:
-            return y
         return y + mx.expand_dims(self["bias"][indices], -2)

@@ -2,21 +2,20 @@
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.layers.native import NATIVE, PACKED
-from mlx_marlin.products.dispatch import StockCalls
+from mlx_marlin.products.dispatch import when_forgetting
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 256
 """Kinds of call that a layer remembers."""
-NONE = StockCalls()
-"""What a layer has that remembers nothing."""
 SHARDING = "mlx.nn.layers.distributed"
 """The module of MLX that shards layers."""
 
@@ -29,9 +28,20 @@ class GuardedParameters(nn.Module):
     of another shape or dtype, which a kernel would read out of bounds.
     """
 
+    # Slots: what compares or copies attributes does not see them, and reading one
+    # touches no other object, which costs more than the look-up when caches are cold.
+    __slots__ = ("_last_stock_call", "_stock_calls")
+
     layout: str = "mlx"
-    _stock_calls: StockCalls = NONE
-    """One object for the life of a layer: what compares attributes sees no change."""
+    _last_stock_call: object
+    _stock_calls: dict[object, Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Makes a layer that remembers no calls."""
+        layer = super().__new__(cls)
+        object.__setattr__(layer, "_last_stock_call", None)
+        object.__setattr__(layer, "_stock_calls", {})
+        return layer
 
     @property
     def packed(self) -> PackedWeight | None:
@@ -61,41 +71,50 @@ class GuardedParameters(nn.Module):
         if self.layout == "marlin" and all(each in self for each in PACKED):
             self._check(name, value)
         super().__setitem__(name, value)
-        self._note_change()
+        self.forget_stock()
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        self._note_change()
+        self.forget_stock()
 
     def pop(self, *name: Any) -> Any:
         """Removes an entry and returns it, as `dict.pop` does."""
-        self._note_change()
+        self.forget_stock()
         return super().pop(*name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self._note_change()
+        self.forget_stock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k != "_stock_calls"}
+        return dict(vars(self))  # a copy remembers for itself
 
-    def remember_stock(self, call: tuple[object, ...], known: Any = True) -> None:
+    def remember_stock(self, call: object, known: Any = True) -> None:
         """Remembers a call that stock MLX serves, until anything in the layer changes.
 
-        Parameters must not be remembered: `mx.compile` replaces them unnoticed.
+        `serving.forget` drops it too. Parameters must not be remembered: `mx.compile`
+        replaces them unnoticed.
 
         Args:
             call: All that decides who serves.
             known: What is worth knowing at the next such call.
         """
         calls = self._stock_calls
-        if calls is NONE:
-            calls = vars(self)["_stock_calls"] = StockCalls()
         if len(calls) >= MOST_CALLS:
             calls.clear()
         calls[call] = known
+        _remembering[id(self)] = self
 
-    def _note_change(self) -> None:
+    def is_stock_call(self, call: object) -> bool:
+        """Returns whether a call is remembered, and makes it the last one."""
+        if call not in self._stock_calls:
+            return False
+        object.__setattr__(self, "_last_stock_call", call)
+        return True
+
+    def forget_stock(self) -> None:
+        """Drops what `remember_stock` was told."""
+        object.__setattr__(self, "_last_stock_call", None)
         self._stock_calls.clear()
 
     def _check(self, name: str, value: Any) -> None:
@@ -129,6 +148,21 @@ class GuardedParameters(nn.Module):
                 "first"
             )
         return super()._validate_keys(keys, strict)  # type: ignore[no-untyped-call]
+
+
+_remembering: WeakValueDictionary[int, GuardedParameters] = WeakValueDictionary()
+"""Layers that remember calls, by their ids: modules cannot be hashed."""
+
+
+def _forget() -> None:
+    # References, because listing them is one step, which no other thread interrupts.
+    for reference in _remembering.valuerefs():
+        layer = reference()
+        if layer is not None:
+            layer.forget_stock()
+
+
+when_forgetting(_forget)
 
 
 def _refused_use(frame: FrameType | None) -> str | None:

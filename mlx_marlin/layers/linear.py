@@ -20,7 +20,7 @@ from mlx_marlin.weights.formats import (
 from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
 
 FEW_ROWS = 8
-"""Rows of a call that a layer remembers by its shape alone."""
+"""Rows of a call that a layer remembers by their number alone."""
 
 
 class MarlinLinear(FusedProducts, nn.QuantizedLinear):
@@ -214,7 +214,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        if (has_bias := self._stock_calls.get(x.shape)) is not None:
+        size = x.size  # tells the rows, of which there are few
+        if size == self._last_stock_call or (
+            self._stock_calls and self.is_stock_call(size)
+        ):
             # As in `stock_product`, whose call would cost the host as much again.
             y: mx.array = mx.quantized_matmul(
                 x,
@@ -226,7 +229,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 bits=self.bits,
                 mode=self.mode,
             )
-            return y + self["bias"] if has_bias else y
+            return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
         if bias is None and self.layout == "marlin":  # the short way: most layers
             return packed_product(
@@ -243,7 +246,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             )
         if self.layout == "mlx" and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
-                self.remember_stock(x.shape, "bias" in self)
+                self.remember_stock(x.size)
             return stock_product(self, x)
         # In one kernel, unless the bias would widen the result.
         if bias is None or self._keeps_dtype(x, bias):
@@ -252,7 +255,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         return y  # noqa: RET504 (MLX is not annotated)
 
     def _is_stock_in_all_dtypes(self, x: mx.array) -> bool:
-        """Returns whether a shape alone tells that stock MLX serves.
+        """Returns whether the number of rows alone tells that stock MLX serves.
 
         Of few rows only: each dtype takes planning, and prompts have many shapes.
         """

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
 from operator import index
-from threading import RLock
-from typing import Any
-from weakref import WeakSet
 
 import mlx.core as mx
 
@@ -69,27 +66,6 @@ def memory() -> Memory:
     made: Memory = {}
     _memories.append(made)
     return made
-
-
-class StockCalls(dict[tuple[object, ...], Any]):
-    """What a layer remembers of calls that stock MLX serves; `forget` empties it."""
-
-    __slots__ = ("__weakref__",)
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        with _adding:
-            _of_layers.add(self)
-
-
-_of_layers: WeakSet[StockCalls] = WeakSet()
-_adding = RLock()
-"""Held to add to `_of_layers` or to list them.
-
-A WeakSet puts off removals while it is iterated over, but an addition in another thread
-makes the iteration raise.
-"""
 
 
 def is_for_good(served: Served) -> bool:
@@ -290,9 +266,7 @@ def forget() -> None:
     serve_native.cache_clear()
     serve_packed.cache_clear()
     _backward.cache_clear()
-    with _adding:
-        of_layers = [*_of_layers]
-    for each in (*_memories, *of_layers):
+    for each in _memories:
         each.clear()
     launch.forget()
     tuned_results.forget()

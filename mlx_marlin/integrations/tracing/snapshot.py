@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_marlin.integrations.tracing.methods import Lookups, lookups
 from mlx_marlin.layers.joined import MarlinPart
 
-STATE = {"_no_grad", "_training", "_stock_calls"}
+STATE = {"_no_grad", "_training"}
 """Attributes of every module that change no result of a block."""
 Owned = tuple[nn.Module, str, nn.Module]
 """A module, a name in it, and the module under this name."""
