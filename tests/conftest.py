@@ -4,9 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cuda_on_cpu
 import mlx.core as mx
-import oracles
 import pytest
 from hypothesis import settings
 
@@ -20,6 +18,7 @@ from mlx_marlin.products import dispatch
 from mlx_marlin.products.experts import dispatch as experts_dispatch
 from mlx_marlin.products.packing import unpack
 from mlx_marlin.weights.packed_weight import PackedWeight
+from support import cuda_on_cpu, oracles
 
 Shape = tuple[int, ...]
 

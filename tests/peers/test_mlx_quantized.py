@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
-import mlx_geometry
 import numpy as np
 import pytest
-from mlx_products import (
+
+from mlx_marlin import emulator
+from peers import mlx_geometry
+from peers.mlx_products import (
     FORMATS,
     Operands,
     Product,
@@ -15,8 +17,6 @@ from mlx_products import (
     every_format,
     every_kernel,
 )
-
-from mlx_marlin import emulator
 
 pytestmark = pytest.mark.peer
 
