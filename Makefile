@@ -30,7 +30,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto
 
-# MLX's own Metal kernels, out of its macOS wheel, on the emulator: docs/peers.md.
+# MLX's own Metal kernels, out of its macOS wheel, on the emulator: docs/testing.md.
 test-peers: $(VENV)/.dev
 	$(BIN)/python -m pytest -m peer -n auto tests/peers
 

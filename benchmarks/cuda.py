@@ -63,7 +63,7 @@ QUICK_ROWS = (1, 8, 16, 32, 64)
 SMOKE_SHAPES = ((256, 96), (128, 64))
 SMOKE_ROWS = (1, 3)
 PRODUCTS = 30
-"""Products an eval, as in the times of Marlin that docs/cuda.md has."""
+"""Products an eval, as in the times of Marlin that docs/lab has."""
 REPEATS, STREAMS, EVALS = 7, 5, 5
 """Times that a product is timed by "eval" and by "stream", evaluations of a stream."""
 ROTATED = 240 << 20

@@ -1,6 +1,6 @@
 """Published times of stock MLX beside those of our model of it.
 
-Run as a program, this file prints the table of docs/stock.md.
+Run as a program, this file prints the table of docs/stock_model.md.
 """
 
 from dataclasses import dataclass

@@ -239,7 +239,7 @@ def _included(file: str) -> str:
     """Returns a header that names a file of CUDA instead of holding its text.
 
     MLX copies and hashes a kernel's text in every call: 50 KB cost 20 us (measured,
-    docs/cuda.md). What it compiled it finds by that hash, also on disk, so the name
+    docs/lab). What it compiled it finds by that hash, also on disk, so the name
     comes with a digest of all that the file may include.
     """
     files = [*sorted(shader_folder().glob("lib/*")), *sorted(_cuda_folder().iterdir())]

@@ -364,7 +364,7 @@ def traced_call(run: Run) -> Served:
     """Serves by a call whose graph is built once.
 
     A traced graph spares what MLX does with a CUDA kernel's template arguments and text
-    in every call (measured, docs/cuda.md), and Python between its parts.
+    in every call (measured, docs/lab), and Python between its parts.
     """
     served = Served(run)
     served.run = traced(run, partial(setattr, served, "run"))

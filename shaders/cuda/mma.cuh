@@ -1,6 +1,6 @@
 // Weights go from device memory to registers, ahead of their use, and from there into 16x8x16
 // products: no staging and no barrier in the main loop, so that every warp goes at its own pace.
-// What was measured on the way here stands in docs/cuda.md.
+// What was measured on the way here stands in docs/lab.
 //
 // FRAGMENTS_M   column fragments (of 8 rows of x) of a warp
 // SIMDGROUPS_N  packed tiles side by side in each tile

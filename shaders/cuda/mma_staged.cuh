@@ -1,7 +1,7 @@
 // For some rows, on Hopper: every warp multiplies 16x8x16 fragments as in mma.cuh, but reads x out
 // of shared memory as its lanes hold it, four registers at once. That costs a fraction of what
 // reading a row of x from cache does, and of up to 24 rows these products cost less than those of
-// warpgroups, which keep a multiprocessor from issuing anything else (docs/cuda.md).
+// warpgroups, which keep a multiprocessor from issuing anything else (docs/lab).
 
 struct Warps {
   static constexpr int TOGETHER = 1;

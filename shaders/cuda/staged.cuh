@@ -1,6 +1,6 @@
 // Products whose x waits in shared memory: four warps fill that, ahead, a stage of 128 values of k
 // after the other, and all others multiply. Barriers in shared memory say which stage is full and
-// which is free. What was measured on the way here stands in docs/cuda.md.
+// which is free. What was measured on the way here stands in docs/lab.
 //
 // MULTIPLIER    who multiplies: wgmma.cuh and mma_staged.cuh have one each, which knows how many
 //               warps go TOGETHER, in which Order they want x, and what to do with a split

@@ -470,7 +470,7 @@ SPLITS: tuple[tuple[Kernel, tuple[int, int], int, int, int, float], ...] = (
     ("wgmma", (6144, 4096), 64, 4, 2, 15.0 + 2.8),
     ("mma", (5120, 17408), 8, 4, 3, 20.9 + 5.3),
 )
-"""Microseconds on an H200 of products and their reduces, alone (docs/cuda.md, step 43):
+"""Microseconds on an H200 of products and their reduces, alone (docs/lab, step 43):
 n and k, rows, simdgroups_n and slices of k. The last one's reduce was a slower one."""
 
 
@@ -499,7 +499,7 @@ FILLED = (
     ((8192, 28672), 32, 2, 8, 69.4),
     ((1024, 2560), 24, 2, 10, 7.8),
 )
-"""Microseconds on an H200 of whole tiles that wait for x, alone (docs/cuda.md, step
+"""Microseconds on an H200 of whole tiles that wait for x, alone (docs/lab, step
 44): n and k, rows, simdgroups_n and simdgroups_k of "mma_staged"."""
 
 
@@ -520,7 +520,7 @@ def test_the_model_is_near_what_streams_took() -> None:
 
     found = predicted_us(SMALLER, 64, kernel="wgmma", simdgroups_n=4, **streams)
 
-    assert found == pytest.approx(40.5 + 8.4, rel=0.05)  # docs/cuda.md, step 43
+    assert found == pytest.approx(40.5 + 8.4, rel=0.05)  # docs/lab, step 43
 
 
 CHOSEN: dict[tuple[tuple[int, int], int], Kernel] = {

@@ -44,7 +44,7 @@ def test_tiles_of_halves_have_their_budgets(
 
 
 def test_the_documented_budgets_are_those_of_the_plan() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text("utf-8")
     sizes = r"\| (\d+) x (\d+) x (\d+) \| (\d) \| (\d+) \| (\d*) \| (\d*) ?\|"
     rows = [[*map(int, filter(None, row))] for row in re.findall(sizes, text)]
     assert len(rows) == 10

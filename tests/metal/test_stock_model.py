@@ -21,7 +21,7 @@ from mlx_marlin.backends.metal.stock.prediction import (
 from mlx_marlin.planning.problem import Problem
 from stock_times import NOTES, ROWS, Row, table
 
-PAGE = Path(__file__).parents[2] / "docs" / "stock.md"
+PAGE = Path(__file__).parents[2] / "docs" / "stock_model.md"
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
 CLOSE = 0.10
 """How near the model must be to a published time that it can be held to."""
@@ -81,7 +81,7 @@ def test_the_page_s_example_prints_what_is_said(
     found = re.search(r"```python\n(.*?)```\n\nprints `(.*?)`", page, re.DOTALL)
     assert found is not None
 
-    exec(compile(found[1], "stock.md", "exec"), {})
+    exec(compile(found[1], "stock_model.md", "exec"), {})
 
     assert capsys.readouterr().out.strip() == found[2]
 

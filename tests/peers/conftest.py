@@ -38,7 +38,7 @@ def gemm_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
-    """Prints the largest error of every kernel: the table in docs/peers.md."""
+    """Prints the largest error of every kernel: the table in docs/lab."""
     errors: dict[tuple[str, str], float] = defaultdict(float)
     for report in terminalreporter.getreports("passed"):
         properties = dict(report.user_properties)

@@ -549,7 +549,7 @@ def test_labels_tell_a_problems_plans_apart() -> None:
 
 
 def test_the_file_that_the_documentation_shows_is_one() -> None:
-    page = Path(__file__).parents[2] / "docs/tuning.md"
+    page = Path(__file__).parents[2] / "docs/plans.md"
     text = page.read_text(encoding="utf-8").split("```json\n")[1].split("```")[0]
     data = json.loads(text)
 

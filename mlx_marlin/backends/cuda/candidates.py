@@ -25,7 +25,7 @@ SCHEDULERS = 4
 evenly waste no registers."""
 MOST_SLICES = 16
 """Warps that share a tile's k: the best number where one tile has a whole block
-(measured, docs/cuda.md, 4096→4096)."""
+(measured, docs/lab, 4096→4096)."""
 LEAST_K_TILES = 2
 """K tiles that a warp's slice should have."""
 EVEN_ENOUGH = 0.9
@@ -35,12 +35,12 @@ MOST_MULTIPLIERS: dict[str, dict[int, int]] = {
     "wgmma": {2: 24, 3: 16, 4: 16, 6: 8, 8: 8},
 }
 """Warps that multiply out of stages, by fragments_m: as many as leave each the
-registers for its sums (measured, docs/cuda.md)."""
+registers for its sums (measured, docs/lab)."""
 FEW_MULTIPLIERS = {"mma_staged": 20, "wgmma": 8}
 """Likewise where words of more than 4 bits take twice the registers (a guess)."""
 BUFFER_BYTES, MOST_BUFFERS = 96 * 1024, 12
 """What stages of x may take, and how many there are: 12 of up to 32 rows, 8 of 48, 6 of
-64 (measured: more were no faster, docs/cuda.md), and more only where slices of k need
+64 (measured: more were no faster, docs/lab), and more only where slices of k need
 them."""
 MOST_BUFFER_BYTES = 128 * 1024
 """What these may take: the sums of a block's warps and other blocks want room too."""

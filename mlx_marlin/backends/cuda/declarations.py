@@ -17,7 +17,7 @@ ABSENT = {
     **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
 }
 """What a CUDA body calls an array that its kernel does not read: each costs MLX 0.3 us
-a call (measured, docs/cuda.md)."""
+a call (measured, docs/lab)."""
 
 
 class Declared(NamedTuple):

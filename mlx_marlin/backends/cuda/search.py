@@ -29,7 +29,7 @@ MOST_ROWS = 128
 the weight decoded once."""
 MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
 """Rows up to which they serve one in MLX's layout, affine 4-bit, by its least size;
-beyond, stock MLX does (measured, docs/cuda.md)."""
+beyond, stock MLX does (measured, docs/lab)."""
 FEW_ROWS = 5
 """The same in other formats of that layout, which have not been timed: for so few rows
 stock MLX takes longer than for 8."""

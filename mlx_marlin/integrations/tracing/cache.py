@@ -20,7 +20,7 @@ CUDNN_STEP = 256
 and the places of its cache are a multiple of it (0.32.4); else `sdpa_vector`."""
 FEW_TOKENS, MORE_TOKENS = 512, 2048
 """`sdpa_vector` is taken for fewer tokens than the first, and beyond `ONE_PASS` up to
-the second: on most hosts it is faster then (of one model on an H200, docs/cuda.md).
+the second: on most hosts it is faster then (of one model on an H200, docs/lab).
 cuDNN takes the host more, and of many tokens the GPU less."""
 ONE_PASS = 1024
 """Tokens up to which `sdpa_vector` has one block a head, which many of them slow down;
@@ -155,7 +155,7 @@ def _steps(streams: int, tokens: int, dtype: mx.Dtype) -> mx.array:
     """Returns what a token's streams move on.
 
     A number would lie where the host writes, which the GPU takes 23 us to read in each
-    layer (measured, docs/cuda.md), as do arrays of one stream and of two.
+    layer (measured, docs/lab), as do arrays of one stream and of two.
     """
     return mx.array([tokens] * streams, dtype)
 

@@ -16,7 +16,7 @@ from mlx_marlin.planning.epilogue import Rotation
 
 HOST_BYTES = 8
 """MLX keeps arrays of up to so many bytes where the host writes too (0.32.4): that each
-block of a product read its place there took 2 to 10 us (measured, docs/cuda.md)."""
+block of a product read its place there took 2 to 10 us (measured, docs/lab)."""
 Heads = tuple[mx.array, mx.array, mx.array]
 """q, k and v, each [streams, heads, 1, features]."""
 

@@ -316,7 +316,7 @@ def gather_gated(
     if not all(_is_fused(each, x, (weights[0].shape[0], n)) for each in biases):
         return None
     kind = packed_kind(
-        (*x.shape[:-1], 1, 1, k),  # a view would cost the host 2 us (docs/cuda.md)
+        (*x.shape[:-1], 1, 1, k),  # a view would cost the host 2 us (docs/lab)
         x.dtype,
         (weights[0].shape[0], n, k),
         weights[1].dtype,

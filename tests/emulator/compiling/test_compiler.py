@@ -24,15 +24,21 @@ pytestmark = [
 
 Script = Callable[..., str]
 HERE = compiler.find()
+assert HERE is not None
+AS_HERE = 20 if HERE.traps_name_checks else 19
+"""The version that a script for the compiler in use states: it decides the flags."""
 VERSION = 'echo "clang version {version}.1.2"'
+SEARCH_PATH = os.environ["PATH"]
 WORKING = """
+PATH='{path}'
 case "$*" in
   --version) echo "clang version {version}.1.2" ;;
   *-shared*) shift 2; exec {linker} "$@" ;;
   *) exec {clang} "$@" ;;
 esac
 """
-"""A clang that runs the compiler in use. To link it gets `-nostdlib -shared` first."""
+"""A clang that runs the compiler in use, which may need a linker of the search path.
+To link it gets `-nostdlib -shared` first."""
 RUN_TIME_ONLY = """
 case "$*" in
   *translation.cpp*) echo "error: this kernel is too hard" >&2; exit 1 ;;
@@ -61,12 +67,13 @@ def forget() -> None:
 def script(tmp_path: Path) -> Script:
     """Returns what writes a program into the first folder of the search path."""
 
-    def write(name: str, *lines: str, version: int = 20) -> str:
+    def write(name: str, *lines: str, version: int = AS_HERE) -> str:
         assert HERE is not None
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         commands = {
             "version": version,
+            "path": SEARCH_PATH,
             "linker": " ".join(HERE.linker),
             "clang": " ".join(HERE.clang),
         }
@@ -98,7 +105,7 @@ def test_a_failing_clang_is_passed_over(empty: None, script: Script) -> None:
 def test_a_clang_that_builds_the_run_time_alone_is_passed_over(
     empty: None, script: Script
 ) -> None:
-    bad = script("clang", RUN_TIME_ONLY, WORKING, version=22)
+    bad = script("clang", RUN_TIME_ONLY, WORKING)
     good = script("clang-20", WORKING)
 
     found, failures = compiler.search()
@@ -163,7 +170,7 @@ def test_the_environment_chooses_a_compiler_by_path_or_name(
     empty: None, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script("clang", WORKING)
-    mine = script("mine", WORKING, version=22)
+    mine = script("mine", WORKING)
 
     for value in (mine, "mine"):
         forget()
@@ -220,6 +227,7 @@ def test_a_second_process_finds_the_compiler_without_running_it(
     empty: None, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HERE is not None
+    monkeypatch.setenv("PATH", SEARCH_PATH)
     candidate = clangs.Candidate("it", lambda: HERE)
     monkeypatch.setattr(clangs, "candidates", lambda: iter([candidate]))
     compiler.search()

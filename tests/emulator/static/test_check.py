@@ -138,7 +138,7 @@ def test_a_message_reads_like_this() -> None:
 
 
 def test_the_documentation_shows_what_happens() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "checking.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "static_check.md").read_text()
     example = page.partition("```python\n")[2].partition("```\n")[0]
     shown = page.partition("    CompileError: ")[2].partition("\n\n")[0]
 

@@ -5,7 +5,7 @@ traffic, issue slots and bytes that loads return to lanes, of which the longest 
 stretched by unevenly and thinly filled cores. Slots were counted with an open compiler
 for the first Apple generation (`stock_slots`), the rates fitted to published times of
 stock MLX's 4-bit affine products; nobody published times of other formats:
-docs/stock.md has each of them. The chooser asks `stock_prediction`, nothing else.
+docs/stock_model.md has each of them. The chooser asks `stock_prediction`, nothing else.
 """
 
 from dataclasses import dataclass
