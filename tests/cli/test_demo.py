@@ -141,6 +141,7 @@ def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
     assert not demo_report.complaints(8.0, 8.0)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.usefixtures("kernels")
 def test_the_demo_succeeds_through_our_kernels(

@@ -272,6 +272,7 @@ def test_every_format_and_layout_can_be_measured(
     assert found == expected
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
 def test_a_format_of_floats_is_tuned_kept_and_used(
     kept: Path, longest_first: None, mode: str

@@ -114,6 +114,7 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
 MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_variants_share_the_arrays_that_they_do_not_change(
     load: Any, model: str
@@ -133,6 +134,7 @@ def test_variants_share_the_arrays_that_they_do_not_change(
     assert all(stock[name] is mlx[name] for name in stock)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_variant_and_number_of_streams_is_compiled_for(
     load: Any,
@@ -311,10 +313,14 @@ def of_zeros(
     return [*map(mx.zeros, output_shapes, output_dtypes)]
 
 
+@pytest.mark.parametrize(
+    "shape", [(1024, 3584), pytest.param((8192, 28672), marks=pytest.mark.grid)]
+)
 def test_each_kernel_is_compiled_once(
     load: Any,
     monkeypatch: pytest.MonkeyPatch,
     backend: Callable[[str | None], None],
+    shape: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: of_zeros)
@@ -322,7 +328,7 @@ def test_each_kernel_is_compiled_once(
     instances, weights = load("cuda_instances"), load("cuda_weights")
     formats = [weights.Format.parse(name) for name in ("affine4g128", "mxfp4")]
 
-    tasks = instances.needed(formats, [(8192, 28672)], [1, 2, 8, 16], "marlin")
+    tasks = instances.needed(formats, [shape], [1, 2, 8, 16], "marlin")
 
     given = [task.args for task in tasks]
     stock = [(str(format), m) for name, format, _, _, m in given if name == "stock"]

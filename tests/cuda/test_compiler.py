@@ -130,6 +130,7 @@ def compiled(
     return done.stdout + done.stderr
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) -> None:
     device_name, asked = PLANS[name]
@@ -154,6 +155,7 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
         compiled(source.sums_source(plan), plan, device, tmp_path, template)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("body", "template"),
     [
@@ -174,6 +176,7 @@ def test_routing_compiles(
     assert max(map(int, SPILLED.findall(said))) == 0, said
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("pairs", "each", "gate", "bias"),
     [

@@ -34,6 +34,7 @@ FORMATS = (
 )
 
 
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)
@@ -49,6 +50,7 @@ def test_integers_are_exact(m: int, way: dict[str, Any], dtype: str) -> None:
     assert np.array_equal(exact(y), expected)
 
 
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_approx"])

@@ -40,6 +40,7 @@ def assert_right(y: mx.array, call: Call) -> None:
     assert oracles.error(y.squeeze(1), expected) < oracles.TOLERANCES[call.dtype]
 
 
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_every_pair_is_the_product_that_it_names(
     assert_right(call.run(), call)
 
 
+@pytest.mark.thinned(5)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", cuda_experts.CALLS)
@@ -230,6 +232,7 @@ def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
     return x, mx.argsort(drawn, axis=-1)[..., :2]
 
 
+@pytest.mark.thinned(6)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts

@@ -52,6 +52,7 @@ def test_rows_of_ones_are_exact(m: int, way: dict[str, Any], dtype: str) -> None
     assert np.array_equal(exact(y), rounded(expected, dtype))
 
 
+@pytest.mark.thinned(5)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -98,6 +99,7 @@ def test_arrays_may_begin_anywhere() -> None:
 RESULTS: tuple[dict[str, Any], ...] = ({}, {"gated": True}, {"parts": (64, 128)})
 
 
+@pytest.mark.thinned(8)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 4), (3, 3), (0,)], ids=str)

@@ -100,6 +100,7 @@ def test_integers_are_exact_at_the_first_place(
     assert np.array_equal(y, expected)
 
 
+@pytest.mark.thinned(6)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "bias"), EACH_HEADS, ids=str)
@@ -111,6 +112,7 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
     )
 
 
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "wishes"), NORMED_ROTATIONS, ids=str)
@@ -150,6 +152,7 @@ def test_rows_may_be_normalized_before(bias: bool) -> None:
     cuda_on_cpu.check_rotated(case, epilogue, ROTATED_N, norm=EPSILON)
 
 
+@pytest.mark.thinned(6)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("streams", [1, 3, 12])

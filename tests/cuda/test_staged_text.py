@@ -148,6 +148,7 @@ def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -
     assert any(first % plan.buffers for first, *rest in stages_of(plan) if rest)
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
@@ -159,6 +160,7 @@ def test_every_format(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     ("way", "dtype", "m"),
     [
@@ -193,6 +195,7 @@ def test_integers_of_other_tiles_are_exact(
     assert np.array_equal(exact(y), expected)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 @pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
 def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
@@ -211,6 +214,7 @@ def test_batches(way: dict[str, Any]) -> None:
     check_batch(("affine", 4, 64, "marlin", "float16", 10, way))
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("moved", [OPERANDS, ("x",), ("w",), ("scales",)], ids=str)
 @pytest.mark.parametrize(
     ("bits", "m", "way"),
@@ -242,6 +246,7 @@ def test_few_rows_are_served_too(m: int) -> None:
     check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLES[0]))
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("way", "bits", "group_size", "m"),
     [

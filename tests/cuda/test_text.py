@@ -90,6 +90,7 @@ def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
     assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
@@ -101,6 +102,7 @@ def test_every_format(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("dtype", "m"), [("float16", 7), ("bfloat16", 40)])
 def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
@@ -236,6 +238,7 @@ def decoding_facts(case: Case) -> set[object]:
     return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
 def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)

@@ -91,6 +91,7 @@ def agree(module: ModuleType, dtype: mx.Dtype, arguments: dict[str, Any]) -> Non
     close(state, expected_state, mx.float32)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("vector", [False, True])
 def test_gated_delta_is_its_operations(
@@ -124,6 +125,7 @@ def test_gated_delta_leaves_masked_steps_out(gated: ModuleType, vector: bool) ->
     close(state, expected_state, mx.float32)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ssm_is_its_operations(

@@ -151,6 +151,7 @@ def test_a_loop_that_reads_an_atomic_often_is_no_livelock() -> None:
     assert out.tolist()[8:] == [1] * 8
 
 
+@pytest.mark.thinned(3)
 @MODES
 @pytest.mark.parametrize(
     "loop",

@@ -43,6 +43,7 @@ def speculative(model: nn.Module, draft: nn.Module) -> tuple[list[int], int]:
     return [token for token, _ in taken], sum(guessed for _, guessed in taken)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(layout: str) -> None:
     model = mlx_marlin.optimize(tiny_llama(), layout=layout, invariant=True)

@@ -240,6 +240,7 @@ TRACING_CODE = (
 )
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("make", [dense, experts])
 @pytest.mark.parametrize(
     ("holder", "name"),

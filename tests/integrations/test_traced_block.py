@@ -310,6 +310,7 @@ def cuda(
     return plans
 
 
+@pytest.mark.thinned(44)
 @pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -349,6 +350,7 @@ def shape_of(key: Any) -> tuple[int, ...]:
     return shape
 
 
+@pytest.mark.thinned(22)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
@@ -405,6 +407,7 @@ LLAMA3 = {
 }
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [
@@ -539,6 +542,7 @@ def test_gradients_go_through_rotated_heads(
     assert_close([found], [expected], 5e-3)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_kernels_themselves_answer_as_mlx_lms_code(layout: str) -> None:

@@ -30,6 +30,7 @@ def layers(*sizes: int, bias: bool = False, **options: Any) -> list[MarlinLinear
     return [MarlinLinear(128, size, bias, **options) for size in sizes]
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("kernels")
 def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:

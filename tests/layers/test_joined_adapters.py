@@ -95,6 +95,7 @@ def trained(model: nn.Module, *, compiled: bool = False) -> nn.Module:
     return model
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("config", [{}, {"keys": SOME}], ids=["all", "some"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -51,6 +51,7 @@ def heads(mode: str = "affine") -> QuantizedMultiLinear:
 LAYOUTS = pytest.mark.parametrize("layout", ["mlx", "marlin"])
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.usefixtures("kernels")
 @LAYOUTS
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8"])
@@ -74,6 +75,7 @@ def test_a_layer_answers_as_mlx_lms(
     assert mx.array_equal(actual, expected) or layout == "marlin"
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.usefixtures("kernels")
 @LAYOUTS
 def test_a_model_with_latent_attention_answers_the_same(layout: str) -> None:

@@ -31,6 +31,7 @@ QUANTIZED = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("quantization", QUANTIZED)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])

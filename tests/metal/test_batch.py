@@ -23,6 +23,7 @@ from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import epilogues, format_cases, oracles, orders, strategies
+from support.grids import drawn
 
 needs_kernels = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -61,8 +62,7 @@ def plans(**options: Any) -> st.SearchStrategy[Plan]:
 
 
 @needs_kernels
-@given(plan=plans(), seed=st.integers(0, 99))
-@settings(max_examples=40)
+@drawn(10, 40, plan=plans(), seed=st.integers(0, 99))
 def test_every_plan_computes_every_product(plan: Plan, seed: int) -> None:
     problem = plan.problem
     x, native = strategies.arrays(problem, seed=seed)
@@ -107,8 +107,7 @@ def _one_by_one(draw: st.DrawFn) -> tuple[Plan, Plan]:
 
 
 @needs_kernels
-@given(both=_one_by_one())
-@settings(max_examples=30)
+@drawn(5, 30, both=_one_by_one())
 def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> None:
     together, alone = both
     problem = together.problem
@@ -137,6 +136,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
         assert mx.array_equal(y[i], expected, equal_nan=True)
 
 
+@pytest.mark.thinned(4)
 @needs_kernels
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
@@ -169,6 +169,7 @@ def crosses(plan: Plan) -> bool:
     return any(len(each) > 1 for each in products)
 
 
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem) -> None:
@@ -179,13 +180,14 @@ def test_no_strategy_races_or_strays(problem: Problem) -> None:
 
 
 @needs_kernels
-@given(
+@drawn(
+    6,
+    30,
     plan=plans(dtypes=st.just("float32"), atomic=False).filter(
         lambda plan: plan.subtract
     ),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=30)
 def test_every_plan_adds_in_ascending_k(plan: Plan, seed: int) -> None:
     problem = plan.problem
 
@@ -196,8 +198,7 @@ def test_every_plan_adds_in_ascending_k(plan: Plan, seed: int) -> None:
 
 
 @needs_kernels
-@given(plan=plans(atomic=False), offsets=st.tuples(*[st.integers(0, 9)] * 4))
-@settings(max_examples=15)
+@drawn(4, 15, plan=plans(atomic=False), offsets=st.tuples(*[st.integers(0, 9)] * 4))
 def test_arrays_may_start_anywhere_in_their_buffers(
     plan: Plan, offsets: tuple[int, ...]
 ) -> None:
@@ -215,8 +216,11 @@ def test_arrays_may_start_anywhere_in_their_buffers(
 
 
 @needs_kernels
-@given(plan=plans(dtypes=st.just("float32"), epilogues=strategies.EPILOGUES, max_k=192))
-@settings(max_examples=15)
+@drawn(
+    4,
+    15,
+    plan=plans(dtypes=st.just("float32"), epilogues=strategies.EPILOGUES, max_k=192),
+)
 def test_an_epilogue_finishes_every_product(plan: Plan) -> None:
     problem = plan.problem
     x, native = strategies.arrays(problem, seed=1)
@@ -318,6 +322,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
         assert nodes[1]["arguments"][2] == threads
 
 
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", [3, 8, 16])

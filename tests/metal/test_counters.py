@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import launch, planner, selection
@@ -16,6 +15,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 from support import format_cases, strategies
+from support.grids import drawn
 
 pytestmark = pytest.mark.skipif(
     selection.backend() != "emulator", reason="the emulator does not run here"
@@ -38,6 +38,7 @@ def chosen(m: int, n: int = 256, k: int = 512) -> Plan:
     return plan
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("m", "times"), [(8, 1), (12, 1), (16, 1), (32, 2)])
 def test_weights_are_read_once_by_each_row_of_simdgroups(m: int, times: int) -> None:
     plan = chosen(m)
@@ -110,6 +111,7 @@ def ragged(
     return plan
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
 def test_packed_weights_are_read_once_in_whole_lines(
@@ -126,6 +128,7 @@ def test_packed_weights_are_read_once_in_whole_lines(
     assert found.read_bytes / (128 * found.lines_128) >= 0.95
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
@@ -142,6 +145,7 @@ def test_native_weights_are_read_once(
     assert found.repeated_read_bytes == 0
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("m", [8, 13])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),
@@ -169,6 +173,7 @@ LANE_BYTES = {2: 1.8, 3: 2.3, 4: 2.8, 5: 3.3, 8: 1.3, 16: 1.8, 32: 3.5}
 """Most bytes that lanes may receive for a weight, by rows."""
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", LANE_BYTES)
 def test_lanes_receive_few_bytes_for_a_weight(m: int, layout: str) -> None:
@@ -198,6 +203,7 @@ def barriers(plan: Plan) -> int:
     return splits(plan) * (1 if plan.is_whole else 2)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("m", [8, 16, 32])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_barriers_come_with_splits_and_not_with_k(m: int, k: int) -> None:
@@ -218,6 +224,7 @@ def test_epilogues_have_no_bank_conflicts() -> None:
     assert scratch.bank_cycles == scratch.accesses
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("m", [3, 11])
 def test_every_strategy_reads_each_weight_once_for_each_row_of_tiles(m: int) -> None:
     problem = Problem(m=m, n=160, k=512)
@@ -243,8 +250,9 @@ def traffic_of_results(plan: Plan) -> int:
     return elements * (4 if plan.is_split else 2)
 
 
-@given(case=strategies.cases(), seed=st.integers(0, 99), workers=st.integers(1, 2))
-@settings(max_examples=12)
+@drawn(
+    4, 12, case=strategies.cases(), seed=st.integers(0, 99), workers=st.integers(1, 2)
+)
 def test_no_plan_races_or_strays(
     case: strategies.Case, seed: int, workers: int
 ) -> None:
@@ -254,11 +262,12 @@ def test_no_plan_races_or_strays(
         mx.eval(launch.product(plan)(x, *stored(plan, native)))
 
 
-@given(
+@drawn(
+    3,
+    8,
     plan=strategies.runnable_plans(max_k=256, formats=strategies.ANY_FORMAT),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8)
 def test_no_plan_of_any_format_races_or_strays(plan: Plan, seed: int) -> None:
     problem = plan.problem
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=seed)
@@ -276,6 +285,7 @@ RAGGED = {
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> None:

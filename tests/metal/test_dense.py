@@ -29,6 +29,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import dispatch, repacking
 from support import format_cases, oracles, strategies
 from support.format_cases import Weight
+from support.grids import drawn
 
 Choose = Callable[[str | None], None]
 
@@ -76,8 +77,7 @@ def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> 
 
 
 @emulated
-@given(plan=dense_plans(), seed=st.integers(0, 2**16))
-@settings(max_examples=40)
+@drawn(10, 40, plan=dense_plans(), seed=st.integers(0, 2**16))
 def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) -> None:
     x, weight = operands(plan, seed=seed)
     arguments = format_cases.arguments(weight, plan.problem.layout)
@@ -89,8 +89,7 @@ def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) ->
 
 
 @emulated
-@given(plan=dense_plans(), seed=st.integers(0, 2**16))
-@settings(max_examples=20)
+@drawn(5, 20, plan=dense_plans(), seed=st.integers(0, 2**16))
 def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
     weight = strategies.weight_of(plan.problem, seed=seed)
     dtype = plan.problem.dtype
@@ -329,6 +328,7 @@ MLX_FORMATS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @emulated
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("transpose", [True, False])
@@ -364,6 +364,7 @@ def assert_near(actual: mx.array, expected: mx.array) -> None:
     assert oracles.error(actual, oracles.exact(expected)) < 2e-6
 
 
+@pytest.mark.thinned(2)
 @emulated
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])

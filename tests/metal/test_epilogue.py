@@ -6,7 +6,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import launch, planner, selection
@@ -16,6 +15,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support import epilogues, oracles, strategies
+from support.grids import drawn
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -53,11 +53,12 @@ def assert_finished(plan: Plan, *, seed: int) -> None:
         assert oracles.error(y, expected) < 2 * oracles.TOLERANCES[problem.dtype]
 
 
-@given(
+@drawn(
+    6,
+    40,
     plan=strategies.runnable_plans(max_k=384, epilogues=strategies.EPILOGUES),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40)
 def test_every_plan_finishes_its_product(plan: Plan, seed: int) -> None:
     assert_finished(plan, seed=seed)
 
@@ -78,6 +79,7 @@ def plan_of(epilogue: Epilogue, m: int, route: Reduction, dtype: str) -> Plan:
     )
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -91,6 +93,7 @@ def test_each_activation_on_each_way_to_the_result(
     assert_finished(plan, seed=1)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
@@ -110,6 +113,7 @@ def test_each_operand_alone(epilogue: Epilogue, dtype: str, route: Reduction) ->
         assert_finished(plan_of(epilogue, m, route, dtype), seed=2)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 2), (1, 7), (2, 4), (9, 1)])
 def test_results_of_fewer_than_eight_elements(m: int, n: int, route: Reduction) -> None:
@@ -122,6 +126,7 @@ def test_results_of_fewer_than_eight_elements(m: int, n: int, route: Reduction) 
     assert_finished(plan, seed=3)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_values_stay_numbers(activation: str, route: Reduction) -> None:
@@ -156,6 +161,7 @@ def test_large_values_stay_numbers(activation: str, route: Reduction) -> None:
     assert np.all(np.abs(y - expected) <= bound)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_zero_keeps_the_sign_that_float64_gives_it(

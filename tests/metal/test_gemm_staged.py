@@ -58,6 +58,7 @@ def variants() -> Iterator[tuple[Variant, int, int, int]]:
             yield variant, *next(ways)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("variant", "buffers", "loaders", "rows"), [*variants()], ids=str
 )
@@ -92,6 +93,7 @@ RAGGED = Problem(m=11, n=150, k=11 * 32, group_size=32, layout="marlin")
 REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
 
 
+@pytest.mark.thinned(2)
 @by_staging
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_strategies_give_the_same_integers(
@@ -114,6 +116,7 @@ def test_all_strategies_give_the_same_integers(
         np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
+@pytest.mark.thinned(1)
 @by_staging
 def test_all_strategies_add_in_ascending_k(buffers: int, loaders: int) -> None:
     for group_size in (32, 64):
@@ -137,6 +140,7 @@ def test_all_strategies_add_in_ascending_k(buffers: int, loaders: int) -> None:
             np.testing.assert_array_equal(np.array(y), orders.promised(plan))
 
 
+@pytest.mark.thinned(3)
 @by_staging
 @pytest.mark.parametrize("reduction", ["none", "workspace"])
 def test_an_epilogue_finishes_the_product(
@@ -155,6 +159,7 @@ def test_an_epilogue_finishes_the_product(
     assert_finished(plan, seed=1)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize("m", [1, 8, 33, 70])
@@ -184,6 +189,7 @@ def stages(plan: Plan) -> Iterator[int]:
             yield -(-(stop - start) // (step * turns))
 
 
+@pytest.mark.thinned(1)
 @emulated
 @by_staging
 def test_barriers_memory_and_traffic_are_those_of_the_plan(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import launch, planner, selection
@@ -14,6 +14,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support import oracles, strategies
+from support.grids import drawn
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -59,6 +60,7 @@ def assert_rows_keep_their_bits(problem: Problem, chip: Device, seed: int) -> No
     assert mx.array_equal(run(last, x[-ROWS[-1] :], weight), whole[-ROWS[-1] :])
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -96,13 +98,14 @@ def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
     assert {strategy for strategy, _ in found} == {"split_k", "data_parallel"}
 
 
-@given(
+@drawn(
+    5,
+    20,
     problem=strategies.problems(max_m=1, max_n=100, max_k=768),
     chip=strategies.devices(),
     rows=st.integers(1, MOST),
     first=st.integers(0, MOST - 1),
 )
-@settings(max_examples=20)
 def test_any_rows_keep_their_bits(
     problem: Problem, chip: Device, rows: int, first: int
 ) -> None:

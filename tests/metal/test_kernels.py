@@ -5,7 +5,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import launch, planner, selection
@@ -15,6 +14,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import STRATEGIES
 from mlx_marlin.products.packing import pack
 from support import oracles, orders, strategies
+from support.grids import drawn
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -37,8 +37,7 @@ def stock(plan: Plan, x: mx.array, native: strategies.Native) -> mx.array:
     return mx.quantized_matmul(x, *native, group_size=plan.problem.group_size, bits=4)
 
 
-@given(case=strategies.cases())
-@settings(max_examples=50)
+@drawn(8, 50, case=strategies.cases())
 def test_every_plan_computes_the_product(case: strategies.Case) -> None:
     plan, x, native = case
 
@@ -54,6 +53,7 @@ def test_every_plan_computes_the_product(case: strategies.Case) -> None:
     )
 
 
+@pytest.mark.thinned(10)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -85,8 +85,7 @@ def test_the_chosen_plan_computes_the_product(
     )
 
 
-@given(case=strategies.cases(), data=st.data())
-@settings(max_examples=25)
+@drawn(5, 25, case=strategies.cases(), data=st.data())
 def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -> None:
     plan, x, (w, scales, biases) = case
     problem = plan.problem
@@ -105,8 +104,7 @@ def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -
     np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
-@given(plan=strategies.runnable_plans(max_k=256, dtypes=st.just("float32")))
-@settings(max_examples=20)
+@drawn(5, 20, plan=strategies.runnable_plans(max_k=256, dtypes=st.just("float32")))
 def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None:
     problem = plan.problem
     _, (w, *floats) = strategies.arrays(problem, seed=0)
@@ -125,8 +123,7 @@ def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None
         np.testing.assert_array_equal(np.array(y), expected)
 
 
-@given(case=strategies.cases(atomic=False), seed=st.integers(0, 2**31))
-@settings(max_examples=20)
+@drawn(5, 20, case=strategies.cases(atomic=False), seed=st.integers(0, 2**31))
 def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None:
     plan, x, native = case
     first = run(plan, x, native)
@@ -137,8 +134,12 @@ def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None
     assert mx.array_equal(first, second)
 
 
-@given(case=strategies.cases(atomic=False), offsets=st.tuples(*[st.integers(0, 9)] * 4))
-@settings(max_examples=25)
+@drawn(
+    5,
+    25,
+    case=strategies.cases(atomic=False),
+    offsets=st.tuples(*[st.integers(0, 9)] * 4),
+)
 def test_arrays_may_start_anywhere_in_their_buffers(
     case: strategies.Case, offsets: tuple[int, ...]
 ) -> None:
@@ -158,6 +159,7 @@ def test_arrays_may_start_anywhere_in_their_buffers(
     assert mx.array_equal(y, run(plan, x, native))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("m", [2, 12])
 def test_a_threadgroup_may_have_many_units(m: int) -> None:
     """Its scratch is used again, so a unit must wait until the one before is stored."""
@@ -198,6 +200,7 @@ def in_float32(problem: Problem) -> Problem:
     return replace(problem, dtype="float32", scale_dtype="float32")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_all_strategies_give_the_same_integers(
@@ -220,6 +223,7 @@ def test_all_strategies_give_the_same_integers(
     np.testing.assert_array_equal(results[0], expected)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
@@ -252,12 +256,13 @@ def test_all_strategies_add_in_ascending_k(problem: Problem) -> None:
             np.testing.assert_array_equal(np.array(y), expected)
 
 
-@given(
+@drawn(
+    5,
+    30,
     plan=strategies.runnable_plans(dtypes=st.just("float32"), atomic=False).filter(
         lambda plan: plan.subtract
-    )
+    ),
 )
-@settings(max_examples=30)
 def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
     problem = plan.problem
 

@@ -203,6 +203,7 @@ def test_zeros_on_either_side_give_zeros(variant: Variant) -> None:
     np.testing.assert_array_equal(compute(variant, large, zero), 0)
 
 
+@pytest.mark.thinned(9)
 @all_families
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 77, K - 1])
@@ -274,6 +275,7 @@ def test_subnormal_scales_are_numbers(variant: Variant) -> None:
     assert_within(variant, y, x, weight)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_byte_of_zero_is_zero(bits: int, layout: str) -> None:

@@ -25,6 +25,7 @@ LARGE = problems(max_m=300, max_n=40_000, max_k=30_000, formats=ANY_FORMAT)
 STREAMS = ("stream_k", "hybrid")
 
 
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
 @given(problem=LARGE)
 def test_every_chip_gets_a_plan_for_every_problem(

@@ -20,6 +20,7 @@ from mlx_marlin.planning.work import (
     locality_groups,
     tile_position,
 )
+from support.grids import drawn
 from support.strategies import works
 
 often = settings(max_examples=1000)
@@ -58,8 +59,7 @@ def counts_of(work: Work) -> list[int]:
     return [int(each) for each in np.bincount(painted, minlength=work.threadgroups)]
 
 
-@often
-@given(SMALL)
+@drawn(50, 1000, work=SMALL)
 def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
     owners = owners_of(work)
 
@@ -97,8 +97,7 @@ def test_no_split_is_shorter_than_the_minimum_unless_its_tile_is(work: Work) -> 
         assert all(split.k_tile_count >= least for _, split in splits)
 
 
-@often
-@given(works(strategies=("stripe", "split_k")))
+@drawn(50, 1000, work=works(strategies=("stripe", "split_k")))
 def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     if work.partition == "ceil":
         work = replace(work, partition="balanced")
@@ -119,8 +118,7 @@ def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     assert not any(units[len(busy) :])
 
 
-@often
-@given(STREAMS)
+@drawn(50, 1000, work=STREAMS)
 def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> None:
     tail = work.tiles - work.whole
     space = tail // work.groups * work.k_tiles
@@ -139,8 +137,7 @@ def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> Non
                 assert abs(end - begin - space / ranges) < 1
 
 
-@often
-@given(SMALL)
+@drawn(50, 1000, work=SMALL)
 def test_slots_of_a_tile_count_its_splits_in_ascending_k(work: Work) -> None:
     for splits in splits_of_tiles(work).values():
         slots = [split.slot for _, split in splits]
@@ -149,8 +146,7 @@ def test_slots_of_a_tile_count_its_splits_in_ascending_k(work: Work) -> None:
         assert len(splits) <= work.slots
 
 
-@often
-@given(SMALL)
+@drawn(50, 1000, work=SMALL)
 def test_the_threadgroups_of_a_tile_are_those_that_have_it(work: Work) -> None:
     found = splits_of_tiles(work)
 
@@ -158,8 +154,7 @@ def test_the_threadgroups_of_a_tile_are_those_that_have_it(work: Work) -> None:
         assert work.threadgroups_of(tile) == [index for index, _ in found[tile]]
 
 
-@often
-@given(SMALL, st.data())
+@drawn(50, 1000, work=SMALL, data=st.data())
 def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     work: Work, data: st.DataObject
 ) -> None:
@@ -175,8 +170,7 @@ def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     assert begin <= first + position < end
 
 
-@often
-@given(SMALL)
+@drawn(50, 1000, work=SMALL)
 def test_counts_are_those_of_the_painted_work(work: Work) -> None:
     counts = counts_of(work)
     pieces = sum(map(len, splits_of_tiles(work).values()))
@@ -201,8 +195,7 @@ def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
         assert work.is_single == (most == 1)
 
 
-@often
-@given(SMALL)
+@drawn(50, 1000, work=SMALL)
 def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
     most = max(map(len, splits_of_tiles(work).values()))
 

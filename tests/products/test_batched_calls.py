@@ -20,6 +20,7 @@ from mlx_marlin.products import dispatch
 from support import oracles
 from support.arguments import K, N, activations, weight
 from support.format_cases import OF_MLX, Weight, any_weight
+from support.grids import drawn
 from support.strategies import broadcast
 
 Shape = tuple[int, ...]
@@ -46,12 +47,13 @@ def _kernels() -> Any:
 
 
 @pytest.mark.usefixtures("_kernels")
-@given(
+@drawn(
+    15,
+    60,
     shapes=broadcast(),
     mode=st.sampled_from(["affine", "affine", "mxfp4"]),
     n=st.sampled_from([1, 31, 40]),
 )
-@settings(max_examples=60)
 def test_any_shapes_are_broadcast_as_a_plain_product_would(
     shapes: tuple[Shape, Shape], mode: str, n: int
 ) -> None:
@@ -114,6 +116,7 @@ def test_rows_that_share_a_weight_share_its_reading(ran: list[Plan], kind: str) 
     assert oracles.error(y, expected) < 1e-6
 
 
+@pytest.mark.thinned(8)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
 def test_every_format_of_mlx_comes_in_batches(

@@ -162,6 +162,7 @@ def on_a_mac(
     return pretend
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("chip", "rows", "words"),
     [

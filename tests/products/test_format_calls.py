@@ -72,6 +72,7 @@ def quantized_layer(options: dict[str, Any], bias: bool = True) -> nn.QuantizedL
     return nn.QuantizedLinear.from_linear(linear, **options)
 
 
+@pytest.mark.thinned(4)
 @of_mlx
 def test_a_product_is_mlxs(mode: str, bits: int, group_size: int) -> None:
     options = options_of(mode, bits, group_size)
@@ -84,6 +85,7 @@ def test_a_product_is_mlxs(mode: str, bits: int, group_size: int) -> None:
         assert_close(mlx_marlin.quantized_matmul(X, *weight, **given), expected)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), ONE_EACH)
 def test_a_packed_weight_knows_its_format(
     mode: str, bits: int, group_size: int
@@ -116,6 +118,7 @@ def test_defaults_of_a_mode_are_mlxs(mode: str, bits: int, group_size: int) -> N
     assert mx.array_equal(mlx_marlin.unpack(ours)[0], arrays[0])
 
 
+@pytest.mark.thinned(4)
 @few
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_results_have_the_dtype_that_mlx_gives_them(
@@ -133,6 +136,7 @@ def test_results_have_the_dtype_that_mlx_gives_them(
     assert_close(packed, expected, rtol=1e-2)
 
 
+@pytest.mark.thinned(5)
 @few
 @layouts
 def test_an_epilogue_follows_any_format(
@@ -229,6 +233,7 @@ def test_formats_that_there_are_not_are_refused(
         mlx_marlin.pack(*arrays, biases, **options_of(mode, bits, group_size))
 
 
+@pytest.mark.thinned(4)
 @of_mlx
 def test_a_layer_answers_as_mlxs_and_turns_back(
     mode: str, bits: int, group_size: int
@@ -250,6 +255,7 @@ def test_a_layer_answers_as_mlxs_and_turns_back(
             assert mx.array_equal(found[name], array)
 
 
+@pytest.mark.thinned(4)
 @few
 @layouts
 def test_a_layer_is_made_from_floats_and_from_nothing(
@@ -456,6 +462,7 @@ def mixed_model() -> Layers:
     return Layers(*layers)
 
 
+@pytest.mark.thinned(1)
 @layouts
 def test_a_model_of_many_formats_is_converted_and_restored(layout: str) -> None:
     x = X.astype(mx.float32)
@@ -497,6 +504,7 @@ def test_layers_are_quantized_to_any_width(layout: str) -> None:
         assert_close(model(x), stock(x), rtol=1e-3)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_a_scheme_of_ours_means_to_stock_what_it_means_to_us(
@@ -552,6 +560,7 @@ def test_without_kernels_stock_serves_a_format_of_ours(
     assert oracles.error(y, oracles.exact(x) @ decoded) < 1e-2
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("group_size", PACKED_GROUPS)
 @pytest.mark.parametrize("mode", OURS)
 def test_a_group_size_of_ours_is_multiplied_and_has_gradients(

@@ -45,6 +45,7 @@ def served_by(request: pytest.FixtureRequest, backend: Choose) -> str:
     return str(request.param)
 
 
+@pytest.mark.thinned(6)
 @formats
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.usefixtures("served_by")

@@ -29,6 +29,7 @@ from mlx_marlin.products.stock_weight import as_mlx
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles, strategies
 from support.format_cases import Weight
+from support.grids import drawn
 
 Choose = Callable[[str | None], None]
 
@@ -154,8 +155,7 @@ LIMITS = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
 
 
 @pytest.mark.usefixtures("kernels")
-@given(call=calls(), invariant=st.booleans())
-@settings(max_examples=80)
+@drawn(16, 80, call=calls(), invariant=st.booleans())
 def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) -> None:
     is_sorted = call.chosen == sorted(call.chosen)
 
@@ -171,8 +171,7 @@ def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) ->
 @pytest.mark.skipif(
     selection.backend() != "emulator", reason="the emulator does not run here"
 )
-@given(call=calls(), seed=st.integers(0, 99))
-@settings(max_examples=12)
+@drawn(3, 12, call=calls(), seed=st.integers(0, 99))
 def test_no_call_races_or_strays(call: Call, seed: int) -> None:
     from mlx_marlin import emulator
 
@@ -211,8 +210,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
 
 @pytest.mark.usefixtures("kernels")
-@given(call=calls(), seed=st.integers(0, 99))
-@settings(max_examples=40)
+@drawn(5, 40, call=calls(), seed=st.integers(0, 99))
 def test_an_invariant_row_has_the_same_bits_in_any_company(
     call: Call, seed: int
 ) -> None:
@@ -316,6 +314,7 @@ def test_packed_weights_without_indices_are_chosen_in_turn() -> None:
     assert mx.allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
@@ -334,6 +333,7 @@ def test_rows_and_scales_of_two_dtypes_meet_as_in_mlx(
     assert mx.allclose(y, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("mode", "packed"),
@@ -699,6 +699,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
         GatherPlan(problem=Problem(m=9, n=40, k=64), subtract=False, **(sound | fields))
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> None:
     from mlx_marlin import emulator
@@ -735,6 +736,7 @@ FEW = [1, 2, 0, 2, 1, 2]
 """Experts that one row chose, two rows and three."""
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("layout", "mode", "bits"),
@@ -759,6 +761,7 @@ def test_few_rows_of_every_format_are_the_products_that_they_name(
     assert mx.array_equal(y, call.run())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("simdgroups_m", "simdgroups_k"), [(1, 4), (2, 2)])
 @pytest.mark.parametrize("dot_rows", [0, 1, 2])
 def test_an_expert_of_few_rows_costs_no_matrix_product(

@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
@@ -17,6 +16,7 @@ from mlx_marlin.products import dispatch, eligibility
 from mlx_marlin.products.packing import pack
 from support import oracles
 from support.arguments import K, N, activations, weight
+from support.grids import drawn
 
 Choose = Callable[[str | None], None]
 Record = Callable[..., list[str]]
@@ -60,13 +60,14 @@ def assert_finished(y: mx.array, expected: mx.array, *, rounding: float) -> None
 
 
 @pytest.mark.usefixtures("kernels")
-@given(
+@drawn(
+    6,
+    40,
     shape=st.sampled_from([(1,), (3,), (9,), (2, 5), (1, 1, 4)]),
     activation=st.sampled_from([*IN_MLX]),
     chosen=st.sets(st.sampled_from(OPERANDS)),
     packed=st.booleans(),
 )
-@settings(max_examples=40)
 def test_every_epilogue_is_what_mlx_would_do_in_float32(
     shape: tuple[int, ...], activation: str | None, chosen: set[str], packed: bool
 ) -> None:

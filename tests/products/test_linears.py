@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
@@ -19,18 +18,20 @@ from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from support import epilogues, oracles, strategies
 from support.arguments import K, activations, weight
+from support.grids import drawn
 
 Choose = Callable[[str | None], None]
 
 
 @pytest.mark.usefixtures("kernels")
-@given(
+@drawn(
+    8,
+    40,
     shape=st.sampled_from([(1,), (2,), (9,), (0,), (2, 5), ()]),
     parts=st.lists(st.integers(1, 70), min_size=2, max_size=MOST_PARTS),
     biased=st.booleans(),
     packed=st.booleans(),
 )
-@settings(max_examples=40)
 def test_each_part_is_the_product_of_its_own_weight(
     shape: tuple[int, ...], parts: list[int], biased: bool, packed: bool
 ) -> None:
@@ -62,6 +63,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_strategy_stores_every_part(problem: Problem) -> None:
     """In trace mode: nothing is written twice, or outside."""

@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
@@ -22,6 +21,7 @@ from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles
 from support.arguments import K, N, activations
+from support.grids import drawn
 from support.oracles import Floats
 from support.strategies import ANY_FORMAT, Grouped, Shape, broadcast
 
@@ -59,13 +59,14 @@ def _served_by(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.usefixtures("_served_by")
 @BOTH_WAYS
-@given(
+@drawn(
+    6,
+    40,
     shapes=broadcast(),
     grouped=ANY_FORMAT,
     n=st.sampled_from([1, 31, 32, 40, 64]),
     times=st.integers(1, 3),
 )
-@settings(max_examples=40)
 def test_any_shapes_are_broadcast_as_a_plain_product_would(
     transpose: bool, shapes: tuple[Shape, Shape], grouped: Grouped, n: int, times: int
 ) -> None:
@@ -86,6 +87,7 @@ def test_any_shapes_are_broadcast_as_a_plain_product_would(
     assert np.linalg.norm(oracles.exact(y) - expected) <= 2e-6 * np.linalg.norm(terms)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -107,6 +109,7 @@ def test_halves_are_within_what_halves_allow(
     assert (y.shape, y.dtype) == (stock.shape, stock.dtype)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
 @pytest.mark.parametrize("n", [40, 64])
@@ -155,6 +158,7 @@ def test_only_weights_of_whole_tiles_are_one_below_each_other(
     assert oracles.error(y, plain(x, decoded, True)) < 1e-6
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
 @pytest.mark.parametrize(("of_x", "n"), [((2, 3, 4), 40), ((4,), 40), ((4,), 64)])
@@ -178,6 +182,7 @@ def test_all_that_is_read_was_given(of_x: Shape, n: int, transpose: bool) -> Non
     assert (read.read_bytes, read.repeated_read_bytes) == (packed.words.nbytes, 0)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.usefixtures("_served_by")
 @pytest.mark.parametrize("of_w", [(3,), (2, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("n", [40, 64])
@@ -224,6 +229,7 @@ def test_an_invariant_row_is_what_it_is_alone() -> None:
     assert mx.array_equal(shared[0], together[0, 0])
 
 
+@pytest.mark.thinned(5)
 @BOTH_WAYS
 @pytest.mark.usefixtures("_served_by")
 @pytest.mark.parametrize("n", [40, 64])

@@ -321,6 +321,7 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
                 assert operands.is_right(product, given), (dtype, layout, m)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [

@@ -89,6 +89,7 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
     assert_close(y, x, weight, subtract=variant.subtract, dtype=variant.dtype)
 
 
+@pytest.mark.thinned(16)
 @kernels
 @variants
 @given(data=st.data())
@@ -118,6 +119,7 @@ def exact_in_float32(weight: Weight) -> Weight:
     return replace(weight, native=(words, *stored))
 
 
+@pytest.mark.thinned(10)
 @kernels
 @variants
 def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:
@@ -150,6 +152,7 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
     return replace(weight, native=(words, *fitting))
 
 
+@pytest.mark.thinned(12)
 @kernels
 @variants
 @given(data=st.data())
@@ -170,6 +173,7 @@ def test_integers_come_out_exactly(variant: Variant, data: st.DataObject) -> Non
     np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
+@pytest.mark.thinned(10)
 @kernels
 @variants
 @given(data=st.data())
@@ -221,6 +225,7 @@ def test_a_weight_as_plain_numbers_is_rounded_once(variant: Variant) -> None:
     check_decoding(variant)
 
 
+@pytest.mark.thinned(3)
 @kernels
 @pytest.mark.parametrize("variant", DECODED, ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:

@@ -39,6 +39,7 @@ def with_scale(problem: Problem) -> Problem:
     return replace(problem, global_scale=True)
 
 
+@pytest.mark.thinned(4)
 @variants
 def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
     m = 11 if variant.fragments else variant.rows
@@ -80,6 +81,7 @@ def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> N
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
     if selection.backend() != "emulator":
@@ -161,6 +163,7 @@ def test_the_epilogue_follows_it() -> None:
     assert oracles.error(y, total / (1 + np.exp(-total))) < 1e-3
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("rows", [1, 6, 40])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("invariant", [False, True])

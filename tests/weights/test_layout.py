@@ -23,6 +23,7 @@ orders = pytest.mark.parametrize("order", ORDERS)
 planes = pytest.mark.parametrize("bits", PLANES)
 
 
+@pytest.mark.thinned(4)
 @planes
 @orders
 def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:

@@ -133,6 +133,7 @@ def quantizers_seen_by_lanes(packed: PackedWeight) -> mx.array:
     return mx.stack(rows).reshape(32 * tiles_n, groups, each)
 
 
+@pytest.mark.thinned(18)
 @grouped
 @given(data=st.data())
 @settings(max_examples=10)
@@ -164,6 +165,7 @@ def test_what_mlx_quantizes_comes_back(mode: str, bits: int, group_size: int) ->
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.thinned(24)
 @grouped
 @given(data=st.data())
 @settings(max_examples=3)

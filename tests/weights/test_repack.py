@@ -21,6 +21,7 @@ from mlx_marlin.weights.formats import WIDTHS, planes_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, strategies
 from support.format_cases import GROUPED, Integers
+from support.grids import drawn
 
 Choose = Callable[[str | None], None]
 
@@ -82,8 +83,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @emulated
-@given(weight=weights(), order=st.integers(0, 99))
-@settings(max_examples=60)
+@drawn(15, 60, weight=weights(), order=st.integers(0, 99))
 def test_every_code_goes_to_its_place_and_comes_back(
     weight: dict[str, Any], order: int
 ) -> None:
@@ -109,8 +109,7 @@ def test_every_code_goes_to_its_place_and_comes_back(
 
 
 @emulated
-@given(weight=weights())
-@settings(max_examples=60)
+@drawn(15, 60, weight=weights())
 def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
     form = {key: weight[key] for key in ("n", "k", "bits", "group_size")}
     shape = (*weight["batch"], weight["n"], weight["k"] * weight["bits"] // 32)
@@ -127,8 +126,7 @@ def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
 
 
 @emulated
-@given(weight=weights())
-@settings(max_examples=20)
+@drawn(5, 20, weight=weights())
 def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
     """Whatever it is: a weight is read to the end of its rows and of k."""
     n, k, bits = weight["n"], weight["k"], weight["bits"]
@@ -194,6 +192,7 @@ def test_strided_codes_are_moved_as_their_copies(
     assert mx.array_equal(to_rows(tiles, **form), rows)
 
 
+@pytest.mark.thinned(8)
 @emulated
 @pytest.mark.parametrize("to", ["marlin", "mlx"])
 @pytest.mark.parametrize("group_size", [32, 64])

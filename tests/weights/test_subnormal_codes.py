@@ -131,6 +131,7 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
     return bool(mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_products_keep_their_bits(
     variant: Variant, flushing: Callable[..., None]

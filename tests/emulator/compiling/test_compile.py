@@ -79,6 +79,7 @@ def test_a_cache_folder_is_used_and_then_asked(
     assert not compilations[0].exists()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "damage",
     [

@@ -240,6 +240,7 @@ def test_a_second_process_finds_the_compiler_without_running_it(
 SPECIAL = [1.5, -2.0, 0.0, float("nan"), float("inf"), -float("inf"), 3.0, -0.25]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("lacks_builtins", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 def test_a_nan_loses_against_a_number(

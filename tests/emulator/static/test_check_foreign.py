@@ -64,6 +64,7 @@ def gated(monkeypatch: pytest.MonkeyPatch, on_metal: Maker) -> ModuleType:
     return gated_delta
 
 
+@pytest.mark.thinned(8)
 @DTYPES
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("vector", [False, True])
