@@ -12,7 +12,6 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from integrations.test_traced_block import assert_equal, tiny, traced
 from mlx_marlin.integrations.tracing import attention
 from mlx_marlin.integrations.tracing import cache as block_cache
 from mlx_marlin.integrations.tracing.attention import attend
@@ -22,6 +21,7 @@ from mlx_marlin.integrations.tracing.cache import (
     updated,
     updated_alone,
 )
+from support.decoder_models import assert_equal, tiny, traced
 
 FEATURES = 8
 

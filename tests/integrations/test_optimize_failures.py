@@ -13,7 +13,6 @@ from mlx_lm.models import activations, base, llama, rope_utils, switch_layers
 from mlx_lm.models import cache as caches
 
 import mlx_marlin
-from integrations.test_traced_block import one_stream, tiny
 from mlx_marlin import integrations
 from mlx_marlin.integrations.mlx_lm import joining
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
@@ -21,6 +20,7 @@ from mlx_marlin.integrations.tracing import block
 from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
+from support.decoder_models import one_stream, tiny
 from support.models import Layers, arrays, types
 
 pytestmark = pytest.mark.usefixtures("_stock")

@@ -12,10 +12,10 @@ import pytest
 from mlx_lm.models import base, llama, switch_layers
 
 import mlx_marlin
-from integrations.test_traced_block import assert_equal, one_stream, tiny, traced
 from mlx_marlin.integrations.tracing import contents as block_contents
 from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
 from mlx_marlin.integrations.tracing.snapshot import is_unchanged
+from support.decoder_models import assert_equal, one_stream, tiny, traced
 
 pytestmark = pytest.mark.usefixtures("_stock")
 
