@@ -13,7 +13,7 @@ from mlx_lm.models import activations, base, llama, rope_utils, switch_layers
 from mlx_lm.models import cache as caches
 
 import mlx_marlin
-from mlx_marlin import integrations
+from mlx_marlin.integrations import tracing
 from mlx_marlin.integrations.mlx_lm import joining
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.tracing import block
@@ -221,22 +221,22 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
     def remove(holder: Any, name: str) -> None:
         monkeypatch.delattr(holder, name)
         for module in TRACING_CODE:
-            path = f"{integrations.__name__}.{module}"
+            path = f"{tracing.__name__}.{module}"
             monkeypatch.delitem(sys.modules, path)
-            monkeypatch.delattr(integrations, module)
+            monkeypatch.delattr(tracing, module)
 
     return remove
 
 
 TRACING_CODE = (
-    "block_attention",
-    "block_cache",
-    "block_contents",
-    "block_regions",
-    "block_rotation",
+    "attention",
+    "block",
+    "cache",
+    "contents",
     "gated_experts",
+    "regions",
+    "rotation",
     "routed_experts",
-    "traced_block",
 )
 
 

@@ -145,7 +145,7 @@ def test_native_weights_are_read_once(
     assert found.repeated_read_bytes == 0
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize("m", [8, 13])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),

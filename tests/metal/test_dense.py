@@ -328,7 +328,7 @@ MLX_FORMATS = [
 ]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @emulated
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("transpose", [True, False])

@@ -72,7 +72,7 @@ def quantized_layer(options: dict[str, Any], bias: bool = True) -> nn.QuantizedL
     return nn.QuantizedLinear.from_linear(linear, **options)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @of_mlx
 def test_a_product_is_mlxs(mode: str, bits: int, group_size: int) -> None:
     options = options_of(mode, bits, group_size)
@@ -233,7 +233,7 @@ def test_formats_that_there_are_not_are_refused(
         mlx_marlin.pack(*arrays, biases, **options_of(mode, bits, group_size))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(5)
 @of_mlx
 def test_a_layer_answers_as_mlxs_and_turns_back(
     mode: str, bits: int, group_size: int

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,25 +16,31 @@ Test = Callable[..., None]
 def representatives(cases: Sequence[Mapping[str, str]], number: int) -> set[int]:
     """Returns the indices of cases that stand for all of them.
 
-    One is chosen from each of `number` stretches of equal length: the first of those
-    with the most values of parameters that no chosen case has.
+    Each is the case with the most, and the rarest, values of parameters that no chosen
+    case has; of equal ones, the first that is not near a chosen one.
 
     Args:
         cases: Each parameter's value by its name.
         number: How many cases to choose, if there are as many.
     """
+    frequency = Counter(value for case in cases for value in case.items())
     seen: set[tuple[str, str]] = set()
-    chosen = set()
-    for begin, end in _stretches(len(cases), number):
-        best = max(range(begin, end), key=lambda i: len(cases[i].items() - seen))
-        seen |= cases[best].items()
+    chosen: set[int] = set()
+    stretches: set[int] = set()
+
+    def gain(i: int) -> tuple[float, bool]:
+        new = [value for value in cases[i].items() if value not in seen]
+        return sum(1 / frequency[value] for value in new), stretch(i) not in stretches
+
+    def stretch(i: int) -> int:
+        return i * number // len(cases)
+
+    for _ in range(min(number, len(cases))):
+        best = max((i for i in range(len(cases)) if i not in chosen), key=gain)
         chosen.add(best)
+        seen |= cases[best].items()
+        stretches.add(stretch(best))
     return chosen
-
-
-def _stretches(length: int, number: int) -> list[tuple[int, int]]:
-    number = min(number, length)
-    return [(i * length // number, (i + 1) * length // number) for i in range(number)]
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
