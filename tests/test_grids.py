@@ -26,6 +26,15 @@ def test_representatives_have_every_value_of_every_parameter(number: int) -> Non
         assert {CASES[i][name] for i in chosen} == values
 
 
+def test_rare_values_are_chosen_first() -> None:
+    modes = [*["affine"] * 9, "mxfp4", "nvfp4"]
+    cases = [{"mode": mode, "bits": str(i % 3)} for i, mode in enumerate(modes)]
+
+    chosen = representatives(cases, 3)
+
+    assert {cases[i]["mode"] for i in chosen} == {*modes}
+
+
 def test_all_cases_are_kept_where_there_are_no_more() -> None:
     assert representatives(CASES, 99) == {*range(len(CASES))}
 
