@@ -22,9 +22,9 @@ from mlx_marlin.products.experts import dispatch
 from mlx_marlin.products.experts.dispatch import why_not_gather
 from mlx_marlin.products.experts.request import pairs_of_row
 from mlx_marlin.products.packing import pack
-from products.test_gather_qmm import Call, kind
 from support import cuda_cases, cuda_experts, format_cases, oracles
 from support.cuda_on_cpu import needs_emulator
+from support.gather_calls import Call, kind
 from support.oracles import exact
 
 H200 = cuda_cases.h200()

@@ -9,23 +9,11 @@ from hypothesis import strategies as st
 from mlx_marlin import emulator
 from mlx_marlin.emulator import EmulatorError, emulated
 from support.metal_sources import FLOATS, run
+from support.trace_mode import report, traced
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
-
-
-def traced(source: str, *inputs: object, **options: object) -> object:
-    with emulated(trace=True):
-        return run(source, *inputs, name="bug", **options)
-
-
-def report(source: str, *inputs: object, **options: object) -> str:
-    """What trace mode says about a kernel named "bug"."""
-    with pytest.raises(EmulatorError) as caught:
-        traced(source, *inputs, **options)
-    return str(caught.value)
-
 
 HAND_OVER = """
 threadgroup float tile[64];

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulator.test_trace import report, traced
 from mlx_marlin import emulator
 from mlx_marlin.emulator import EmulatorError, emulated
+from support.trace_mode import report, traced
 
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"

@@ -9,7 +9,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal.test_epilogue import EVERYTHING, assert_finished
 from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.metal.limits import Reduction, step_k
 from mlx_marlin.backends.metal.staging import barriers
@@ -17,8 +16,9 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 from support import format_cases, oracles, orders, strategies
+from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
-from weights.test_formats import assert_close
+from support.format_oracle import assert_close
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"

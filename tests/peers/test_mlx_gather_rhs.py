@@ -12,8 +12,7 @@ import pytest
 from mlx_marlin import emulator
 from peers import mlx_headers
 from peers.foreign import Dispatch
-from peers.mlx_products import FORMATS
-from peers.test_mlx_quantized import TOLERANCE
+from peers.mlx_products import FORMATS, TOLERANCE
 
 pytestmark = pytest.mark.peer
 

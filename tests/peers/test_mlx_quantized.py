@@ -11,6 +11,7 @@ from mlx_marlin import emulator
 from peers import mlx_geometry
 from peers.mlx_products import (
     FORMATS,
+    TOLERANCE,
     Operands,
     Product,
     batches,
@@ -19,9 +20,6 @@ from peers.mlx_products import (
 )
 
 pytestmark = pytest.mark.peer
-
-TOLERANCE = {mx.float32: 3e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
-"""Of the largest element: two roundings of each weight's and the result's dtype."""
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from mlx_marlin import emulator
 from peers import mlx_geometry
-from peers.mlx_products import Operands, Product, every_kernel
-from peers.test_mlx_quantized import TOLERANCE
+from peers.mlx_products import TOLERANCE, Operands, Product, every_kernel
 
 pytestmark = pytest.mark.peer
 
