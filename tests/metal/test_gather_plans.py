@@ -261,6 +261,7 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
 
 
 def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
+    packed = pack(*weights(4, 40, "affine", 4, 64, mx.float32))
     backend("metal")
     names: list[str] = []
 
@@ -272,7 +273,6 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
     product = experts_launch.gather_product(planner.choose_gather(problem, 4, M1))
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
-    packed = pack(*weights(4, 40, "affine", 4, 64, mx.float32))
     scales = packed.scales.astype(mx.float16)
     mx.export_function(collect, product, x, packed.words, scales, scales, pairs, pairs)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,48 +13,19 @@ from hypothesis import strategies as st
 
 from mlx_marlin.products.packing import pack, quantize, unpack
 from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
-from mlx_marlin.weights import layout, quantizers
-from mlx_marlin.weights.formats import CHANNEL, FORMATS, format_of
+from mlx_marlin.weights import layout
+from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles, strategies
 from support.format_cases import GROUPED, MLX_MODES, Integers, Weight, read_codes
-
-SEEDS = st.integers(0, 2**32 - 1)
-grouped = pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
-
-
-def any_bits(
-    mode: str = "affine",
-    bits: int = 4,
-    group_size: int = 64,
-    *,
-    n: int,
-    k: int,
-    dtype: str = "float16",
-    seed: int = 0,
-) -> Weight:
-    """Makes a weight of random words; scales of any sign, one group in four zero."""
-    draw = np.random.default_rng(seed)
-    group_size = k if group_size == CHANNEL else group_size
-    words = draw.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32)
-    shape = (n, k // group_size)
-    zero = draw.integers(0, 4, shape) == 0
-    format = format_of(mode, bits)
-    if format.codes == "floating":
-        octets = np.where(zero, 0, draw.integers(0, 256, shape)).astype(np.uint8)
-        return Weight(mode, bits, group_size, (mx.array(words), mx.array(octets)))
-    stored = [draw.normal(size=shape), draw.normal(size=shape) * 8]
-    if mode == "zero_point":
-        stored[1] = draw.integers(0, 2**bits, shape).astype(float)
-    floats = (
-        mx.array(np.where(zero, 0, each).astype(np.float32)).astype(getattr(mx, dtype))
-        for each in stored[: format.parameters]
-    )
-    return Weight(mode, bits, group_size, (mx.array(words), *floats))
-
-
-def packed_of(weight: Weight) -> PackedWeight:
-    return pack(*weight.native, **weight.options)
+from support.packed_codes import (
+    SEEDS,
+    any_bits,
+    assert_same_bits,
+    grouped,
+    packed_of,
+    weights,
+)
 
 
 @st.composite
@@ -73,12 +43,6 @@ def weights_of(
         dtype=draw(strategies.DTYPES),
         seed=draw(SEEDS),
     )
-
-
-def assert_same_bits(actual: mx.array, expected: mx.array) -> None:
-    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    same = mx.array_equal(actual.view(mx.uint8), expected.view(mx.uint8))
-    assert same, "shape and dtype agree, the bits do not"
 
 
 def plane_seen_by_lanes(words: Integers, bits: int, group_size: int) -> Integers:
@@ -370,239 +334,3 @@ def test_as_mlx_means_the_same_to_stock(mode: str, bits: int, group_size: int) -
             w = mx.dequantize(*as_mlx(packed), **options, dtype=mx.float32)
         decoded = oracles.exact(w)
         np.testing.assert_allclose(decoded, weight.decoded, rtol=1e-6, atol=1e-7)
-
-
-W, SCALES, BIASES = any_bits(n=8, k=128).native
-OCTETS = mx.zeros((8, 4), mx.uint8)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
-        ((W.astype(mx.int32), SCALES, BIASES), {}, ["w ", "uint32", "int32"]),
-        ((W[0], SCALES, BIASES), {}, ["w ", "[n, k * 4 / 32]", "(16,)"]),
-        ((W[None], SCALES, BIASES), {}, ["scales ", "(1, 8, 2)", "(8, 2)"]),
-        ((W[:0], SCALES, BIASES), {}, ["w ", "non-empty", "(0, 16)"]),
-        ((W[:, :12], SCALES, BIASES), {}, ["k=96", "group_size=64"]),
-        ((W, SCALES[:4], BIASES), {}, ["scales ", "(8, 2)", "(4, 2)"]),
-        ((W, SCALES, BIASES[:, :1]), {}, ["biases ", "(8, 2)", "(8, 1)"]),
-        ((W, SCALES, BIASES), {"group_size": 32}, ["scales ", "(8, 4)", "(8, 2)"]),
-        ((W, SCALES, BIASES), {"bits": 8}, ["scales ", "(8, 1)", "(8, 2)"]),
-        ((W, SCALES.astype(mx.int32), BIASES), {}, ["scales ", "float16", "int32"]),
-        (
-            (W, SCALES, BIASES),
-            {"group_size": 48},
-            ["group_size=48", "16, 32, 64, 128, 256) or k"],
-        ),
-        ((W, SCALES, BIASES), {"group_size": 0}, ["group_size=0", "(16, 32, 64, 128"]),
-        ((W, SCALES, BIASES), {"group_size": 16}, ["scales ", "(8, 8)", "(8, 2)"]),
-        ((W, SCALES, BIASES), {"group_size": 256}, ["k=128", "group_size=256"]),
-        ((W[:, :10], SCALES, BIASES), {"group_size": 16}, ["k=80", "of 64", "affine"]),
-        (
-            (W[:, :12], SCALES, BIASES),
-            {"group_size": "channel"},
-            ["k=96", "of 64", "group_size=96"],
-        ),
-        ((W, SCALES, BIASES), {"global_scale": mx.array(1.0)}, ["global", "'affine'"]),
-        (
-            (W, mx.zeros((8, 8), mx.uint8)),
-            {"mode": "nvfp4", "global_scale": mx.ones(2)},
-            ["global_scale", "one element", "(2,)"],
-        ),
-        (
-            (W, mx.zeros((8, 8), mx.uint8)),
-            {"mode": "nvfp4", "global_scale": mx.array(1.0, mx.float16)},
-            ["global_scale", "float32", "float16"],
-        ),
-        ((W, SCALES, BIASES), {"bits": 7}, ["bits=7", "'affine'", "affine 8-bit"]),
-        ((W, SCALES, BIASES), {"bits": 0}, ["bits=0", "'affine'"]),
-        ((W, SCALES, BIASES), {"mode": "nf4"}, ["mode='nf4'", "bits=4", "nvfp4 4-bit"]),
-        ((W, SCALES), {}, ["biases", "None"]),
-        ((W, SCALES), {"mode": "zero_point"}, ["biases", "zero points", "None"]),
-        ((W, SCALES, BIASES), {"mode": "symmetric"}, ["'symmetric'", "no biases"]),
-        ((W, OCTETS, OCTETS), {"mode": "mxfp4"}, ["'mxfp4'", "no biases"]),
-        ((W, SCALES), {"mode": "mxfp4"}, ["scales ", "uint8", "float16"]),
-        ((W, OCTETS), {"mode": "nvfp4"}, ["scales ", "(8, 8)", "(8, 4)"]),
-        ((W, OCTETS), {"mode": "mxfp8"}, ["scales ", "(8, 2)"]),
-        ((W[:, :10], OCTETS), {"mode": "nvfp4"}, ["k=80", "of 64", "nvfp4"]),
-        ((W, OCTETS, OCTETS), {}, ["scales ", "float16", "uint8"]),
-    ],
-)
-def test_pack_says_which_argument_is_wrong_and_what_it_expected(
-    arguments: tuple[mx.array, ...], options: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        pack(*arguments, **options)
-
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("w", "options", "words"),
-    [
-        (mx.zeros((2, 64), mx.int32), {}, ["w ", "float16", "int32"]),
-        (mx.zeros((64,)), {}, ["w ", "[n, k]", "(64,)"]),
-        (mx.zeros((3, 0, 64)), {}, ["w ", "at least one row", "(3, 0, 64)"]),
-        (mx.zeros((0, 64)), {}, ["w ", "at least one row", "(0, 64)"]),
-        (mx.zeros((2, 0)), {}, ["w ", "(2, 0)"]),
-        (mx.zeros((2, 100)), {}, ["w ", "k=100", "group_size=64"]),
-        (mx.zeros((2, 64)), {"group_size": 48}, ["group_size=48", "16, 32, 64, 128"]),
-        (mx.zeros((2, 64)), {"group_size": 0}, ["group_size=0", "16, 32, 64, 128"]),
-        (mx.zeros((2, 96)), {"group_size": "channel"}, ["w ", "k=96", "of 64"]),
-        (mx.zeros((2, 64)), {"bits": 7}, ["bits=7", "4-bit"]),
-        (mx.zeros((2, 64)), {"bits": 0}, ["bits=0", "4-bit"]),
-    ],
-)
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_quantize_says_which_argument_is_wrong_and_what_it_expected(
-    w: mx.array, options: dict[str, int], words: list[str], symmetric: bool
-) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        quantize(w, symmetric=symmetric, **options)
-
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "nf4"}, ["mode='nf4'", "nvfp4 4-bit"]),
-        ({"mode": "mxfp4", "bits": 8}, ["'mxfp4'", "bits=8"]),
-        ({"mode": "mxfp4", "group_size": 64}, ["group_size=64", "(32,)"]),
-        ({"mode": "zero_point"}, ["zero_point", "quantized already"]),
-        ({"mode": "symmetric", "bits": 1}, ["'symmetric'", "bits=1"]),
-        ({"mode": "nvfp4"}, ["k=80", "64"]),
-        ({"mode": "mxfp8", "symmetric": True}, ["symmetric=True", "mxfp8"]),
-    ],
-)
-def test_quantize_refuses_what_a_scheme_does_not_have(
-    options: dict[str, Any], words: list[str]
-) -> None:
-    k = 80 if options == {"mode": "nvfp4"} else 64
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        quantize(mx.zeros((2, k)), **options)
-
-    for word in words:
-        assert word in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"n": 41}, ["words must be", "(2, 2, 256)", "(1, 2, 256)"]),
-        ({"k": 64}, ["words must be", "(1, 1, 256)", "64→32"]),
-        ({"k": 100}, ["k=100", "group_size=64"]),
-        ({"group_size": 32}, ["scales must be", "(1, 4, 64)", "(1, 2, 64)"]),
-        ({"group_size": 48}, ["group_size=48", "(16, 32, 64, 128, 256)"]),
-        ({"bits": 2}, ["words must be", "(1, 2, 128)", "(1, 2, 256)"]),
-        ({"bits": 7}, ["bits=7", "4-bit"]),
-        ({"mode": "symmetric"}, ["scales must be", "(1, 2, 32)", "(1, 2, 64)"]),
-        ({"scales": mx.zeros((1, 2, 64), mx.int32)}, ["scales must be", "int32"]),
-        ({"scales": mx.zeros((1, 2, 64), mx.uint8)}, ["scales must be", "uint8"]),
-        ({"words": mx.zeros((1, 2, 256), mx.int32)}, ["words must be", "int32"]),
-        ({"words": mx.zeros((2, 256), mx.uint32)}, ["words must be", "(2, 256)"]),
-        (
-            {"words": mx.zeros((3, 1, 2, 256), mx.uint32)},
-            ["scales must be", "(3, 1, 2, 64)", "(1, 2, 64)"],
-        ),
-    ],
-)
-def test_a_packed_weight_refuses_parts_that_do_not_belong_together(
-    change: dict[str, Any], words: list[str]
-) -> None:
-    packed = packed_of(any_bits(n=32, k=128))
-
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        replace(packed, **change)
-
-    for word in words:
-        assert word in str(error.value)
-
-
-def weights(seed: int, dtype: mx.Dtype) -> mx.array:
-    """Makes [24, 256] with constant, one-signed, zero and tiny groups among them."""
-    w = np.random.default_rng(seed).normal(size=(24, 256)).astype(np.float32)
-    w[0] = 0
-    w[1] = 0.37
-    w[2] = -5
-    w[3] = np.abs(w[3])
-    w[4] = -np.abs(w[4])
-    w[5, :64] *= 1e-3
-    return mx.array(w).astype(dtype)
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-@pytest.mark.parametrize("bits", [1, 4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_asymmetric_scales_and_codes_are_those_of_mlx(
-    group_size: int, bits: int, dtype: mx.Dtype
-) -> None:
-    w = weights(0, dtype)
-    expected = mx.quantize(w, group_size=group_size, bits=bits)
-
-    packed = unpack(quantize(w, group_size=group_size, bits=bits))
-    ours = quantizers.affine(w, group_size, bits)
-
-    for of_mlx, of_packed, by_us in zip(expected, packed, ours, strict=True):
-        assert_same_bits(of_packed, of_mlx)
-        assert_same_bits(by_us, of_mlx)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("mode", ["affine", "symmetric"])
-def test_more_scales_round_less(mode: str, dtype: str) -> None:
-    w = weights(3, getattr(mx, dtype))[3:]
-    errors = []
-    for group_size in (16, 32, 64, 128, 256, "channel"):
-        packed = quantize(w, group_size=group_size, bits=4, mode=mode)
-        of_k = w.shape[1] if group_size == "channel" else group_size
-        assert packed.group_size == of_k
-        weight = Weight(mode, 4, of_k, unpack(packed))
-        assert weight.native[1].shape == (len(w), w.shape[1] // of_k)
-        errors.append(oracles.error(mx.array(weight.decoded), oracles.exact(w)))
-
-    assert errors[:5] == sorted(errors[:5])
-    assert errors[0] < 0.8 * errors[4]
-    assert errors[5] == errors[4]  # a row of 256
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_symmetric_codes_stand_for_whole_steps_around_an_exact_zero(
-    bits: int, dtype: str
-) -> None:
-    for group_size in (32, 64, 128):
-        w = weights(1, getattr(mx, dtype))
-
-        packed = quantize(w, group_size=group_size, bits=bits, symmetric=True)
-
-        assert (packed.mode, packed.dtype) == ("symmetric", w.dtype)
-        weight = Weight("symmetric", bits, group_size, unpack(packed))
-        assert len(weight.native) == 2  # no bias is stored
-        scale, steps, _ = weight.parts
-        np.testing.assert_array_equal(steps[0], 0)
-        np.testing.assert_array_equal(weight.decoded[1:3], oracles.exact(w[1:3]))
-        distance = np.abs(weight.decoded - oracles.exact(w))
-        # A code rounds by half a step, and the scale by half a place for each step. The
-        # largest of a group is exact and the far end may be one step short.
-        scale_error = oracles.ROUNDING[dtype] * 2**bits
-        step = np.abs(scale) * (1 + scale_error)
-        assert (distance <= step).all()
-        within = np.abs(oracles.exact(w)) <= (2 ** (bits - 1) - 1) * np.abs(scale)
-        assert (distance <= (0.5 + 1e-6) * np.abs(scale))[within].all()
-
-
-def test_symmetric_zeros_inside_a_group_stay_zero() -> None:
-    w = mx.array(np.random.default_rng(5).normal(size=(4, 64)).astype(np.float32))
-    w[:, ::3] = 0
-
-    packed = quantize(w, symmetric=True)
-
-    decoded = Weight("symmetric", 4, 64, unpack(packed)).decoded
-    np.testing.assert_array_equal(decoded[:, ::3], 0)
-    assert (decoded[:, 1::3] != 0).mean() > 0.8
-    again = quantize(w, mode="symmetric")
-    assert_same_bits(again.words, packed.words)
-    assert_same_bits(again.scales, packed.scales)
