@@ -11,7 +11,7 @@ else
 EXTRAS := $(BACKEND),lm,emulator,cli
 endif
 
-.PHONY: demo test test-peers mutants lint clean
+.PHONY: demo test test-all test-peers mutants lint clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
@@ -29,6 +29,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto
+
+# The rest of the grids of which `make test` runs representatives: docs/testing.md.
+test-all: test
+	$(BIN)/python -m pytest -m grid -n auto
 
 # MLX's own Metal kernels, out of its macOS wheel, on the emulator: docs/testing.md.
 test-peers: $(VENV)/.dev

@@ -4,9 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cuda_on_cpu
 import mlx.core as mx
-import oracles
 import pytest
 from hypothesis import settings
 
@@ -20,6 +18,7 @@ from mlx_marlin.products import dispatch
 from mlx_marlin.products.experts import dispatch as experts_dispatch
 from mlx_marlin.products.packing import unpack
 from mlx_marlin.weights.packed_weight import PackedWeight
+from support import cuda_on_cpu, grids, oracles
 
 Shape = tuple[int, ...]
 
@@ -32,6 +31,11 @@ settings.load_profile("mlx_marlin")
 os.environ[tuned_results.ENVIRONMENT] = "0"
 # Tests of kernels want a fault to raise; those of the guard switch it on.
 os.environ[guard.ENVIRONMENT] = "0"
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    grids.mark(items)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ MLX rounds what it asks the driver for up to powers of two and then to 16 KiB, a
 keeps what it has freed. So here it keeps nothing, and each operand ends where its
 memory does: reading past one is an error that memcheck sees. Results are MLX's to
 place: what is written past one, inside what it was rounded up to, memcheck cannot see;
-`tests/test_cuda_text.py` can, whose bounds are exact.
+`tests/cuda/test_text.py` can, whose bounds are exact.
 
 Exits 1 if a result is wrong.
 """
@@ -26,12 +26,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import cuda_cases
-import cuda_experts
-import epilogues
 import mlx.core as mx
-import oracles
-from cuda_cases import (
+
+from mlx_marlin.backends import experts_launch, launch
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
+from support import cuda_cases, cuda_experts, epilogues, oracles
+from support.cuda_cases import (
     EPILOGUES,
     EPSILON,
     GATED,
@@ -46,12 +47,8 @@ from cuda_cases import (
     WGMMA_WAYS,
     Case,
 )
-from format_cases import arguments
-from oracles import exact
-
-from mlx_marlin.backends import experts_launch, launch
-from mlx_marlin.planning.dense_plan import dense_plan
-from mlx_marlin.planning.epilogue import Epilogue
+from support.format_cases import arguments
+from support.oracles import exact
 
 Run = Callable[[], float]
 """Computes a result and returns its relative error over the one that it may have."""

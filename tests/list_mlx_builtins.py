@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
-from metal_vocabulary import used
+from support.metal_vocabulary import used
 
 TARGET = Path(__file__).parent / "data" / "mlx_builtins.json"
 PLATFORM = "macosx_14_0_arm64"

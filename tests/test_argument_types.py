@@ -7,10 +7,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from arguments import BIASES, PACKED, SCALES, K, N, W, X, weight
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear, PackedWeight, pack
+from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, weight
 
 EXPERTS = weight(batch=3)
 PACKED_EXPERTS = pack(*EXPERTS)

@@ -4,11 +4,11 @@ import re
 import shlex
 from pathlib import Path
 
-import oracles
 import pytest
 
 from mlx_marlin.backends import launch
 from mlx_marlin.cli import COMMANDS, main
+from support import oracles
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

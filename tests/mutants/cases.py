@@ -2,14 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import epilogues
-import format_cases
 import mlx.core as mx
-import strategies
-from format_cases import Weight
-from function_cases import FUNCTION_CASES, FunctionCase
-from gather_cases import GATHER_CASES, GatherCase
-from repack_cases import REPACK_CASES, RepackCase
 
 from mlx_marlin.backends import launch
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -20,6 +13,11 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.tiles import Reduction, k_tile
 from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
 from mlx_marlin.weights.formats import format_of
+from mutants.function_cases import FUNCTION_CASES, FunctionCase
+from mutants.gather_cases import GATHER_CASES, GatherCase
+from mutants.repack_cases import REPACK_CASES, RepackCase
+from support import epilogues, format_cases, strategies
+from support.format_cases import Weight
 
 GEMV_TAIL = "gemv, packed groups of 32, k tail, slices"
 GEMV_NATIVE = "gemv, native groups of 64, nine tiles in four slices"

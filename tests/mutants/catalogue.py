@@ -1,15 +1,17 @@
 """Every planted bug."""
 
-import planted_batch
-import planted_epilogue
-import planted_formats
-import planted_gather
-import planted_gemm
-import planted_gemv
-import planted_lane
-import planted_repack
-import planted_staged
-import planted_work
+from mutants import (
+    planted_batch,
+    planted_epilogue,
+    planted_formats,
+    planted_gather,
+    planted_gemm,
+    planted_gemv,
+    planted_lane,
+    planted_repack,
+    planted_staged,
+    planted_work,
+)
 
 MUTANTS = (
     *planted_work.MUTANTS,

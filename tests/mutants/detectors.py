@@ -2,18 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-import epilogues
-import format_cases
 import mlx.core as mx
 import numpy as np
-import oracles
-import orders
-import shader_variants
-from cases import Case
-from function_cases import FunctionCase
-from gather_cases import GatherCase
-from mutant import Detector
-from repack_cases import RepackCase
 
 from mlx_marlin import emulator
 from mlx_marlin.backends.metal.staging import barriers
@@ -21,6 +11,12 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import TILE_N, format_of
+from mutants.cases import Case
+from mutants.function_cases import FunctionCase
+from mutants.gather_cases import GatherCase
+from mutants.mutant import Detector
+from mutants.repack_cases import RepackCase
+from support import epilogues, format_cases, oracles, orders, shader_variants
 
 Verdict = str | None
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import shader_functions
+from support import shader_functions
 
 CUTS = "cuts of 2**31 - 1 k tiles into 65535 ranges"
 EXPERT_OFFSETS = "the 600th of experts of 2**23 words"

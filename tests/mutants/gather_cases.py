@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-import format_cases
 import mlx.core as mx
 import numpy as np
-import oracles
-import strategies
-from format_cases import Weight
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch
 from mlx_marlin.backends.metal.experts_plan import GatherPlan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
+from support import format_cases, oracles, strategies
+from support.format_cases import Weight
 
 GATHER_NATIVE = "experts, native codes of 4 bits, odd offsets"
 GATHER_PACKED = "experts, packed codes of 3 bits, groups of 32, k tail"

@@ -1,7 +1,7 @@
 """Bugs in batches: which product a tile is of, and where its rows and weights begin."""
 
-from cases import BATCH_FUSED, BATCH_GEMM, BATCH_GEMV
-from mutant import Detector, Mutant
+from mutants.cases import BATCH_FUSED, BATCH_GEMM, BATCH_GEMV
+from mutants.mutant import Detector, Mutant
 
 _WORK = "lib/work"
 _EPILOGUE = "lib/epilogue"

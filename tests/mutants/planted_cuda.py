@@ -3,7 +3,7 @@
 Their files are named with suffixes: `test_cuda_mutants.py` plants them.
 """
 
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 PACKED = "packed, two tiles side by side, three slices, whole k"
 PACKED_STREAM = "packed, streams, four slices"

@@ -1,6 +1,6 @@
 """Bugs in how CUDA kernels choose experts, find and place their rows, and add up."""
 
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 EXPERTS = "experts, blocks of experts"
 PAIRS = "experts, blocks of pairs"

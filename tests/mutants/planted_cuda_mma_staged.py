@@ -3,7 +3,7 @@
 The ring's own are in planted_cuda_staged.py.
 """
 
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 WHOLE = "mma_staged, two slices, whole k"
 ODD = "mma_staged, three fragments, two slices, whole k"

@@ -1,6 +1,6 @@
 """Bugs in how the CUDA kernel "mma" normalizes rows."""
 
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 NORMED = "packed, normalized rows, three warps a row and two"
 ODD_X = "packed, normalized rows, odd offset of x"

@@ -5,7 +5,7 @@ stored values only behind a fence, the CPU does not show: there are no bugs of t
 kind here. What "mma_staged" has of its own is in planted_cuda_mma_staged.py.
 """
 
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 WHOLE = "wgmma, two slices, whole k"
 STREAM = "wgmma, streams, two slices"

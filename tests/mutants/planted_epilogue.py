@@ -1,6 +1,6 @@
 """Bugs on the way to the output: stores, epilogues and sums of splits."""
 
-from cases import (
+from mutants.cases import (
     ATOMIC,
     FUSED,
     FUSED_APPROX,
@@ -19,7 +19,7 @@ from cases import (
     STREAM_GEMM,
     THIRDS,
 )
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 _EPILOGUE = "lib/epilogue"
 _REDUCE = "lib/reduce"

@@ -1,6 +1,6 @@
 """Bugs in where codes of any width lie, and in weights as plain numbers."""
 
-from cases import (
+from mutants.cases import (
     DENSE,
     DENSE_BACK,
     EIGHT_NATIVE,
@@ -19,7 +19,7 @@ from cases import (
     THREE_PACKED,
     WHOLE_ROWS,
 )
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 _DECODE = "lib/decode"
 _DENSE = "lib/dequantize"

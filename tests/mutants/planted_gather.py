@@ -1,14 +1,14 @@
 """Bugs in who multiplies which rows by which expert."""
 
-from function_cases import EXPERT_OFFSETS
-from gather_cases import (
+from mutants.function_cases import EXPERT_OFFSETS
+from mutants.gather_cases import (
     GATHER_COUNTED,
     GATHER_FEW,
     GATHER_FEW_COUNTED,
     GATHER_NATIVE,
     GATHER_PACKED,
 )
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 _GATHER = "lib/gather"
 _LANE = "lib/lane"

@@ -1,6 +1,6 @@
 """Bugs in `gemm_register`: barriers, fragments and the scratch."""
 
-from cases import (
+from mutants.cases import (
     FIVE_NATIVE,
     GEMM_IDLE,
     GEMM_LEFT_OUT,
@@ -12,7 +12,7 @@ from cases import (
     NVFP4,
     WHOLE_GEMM,
 )
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 _GEMM = "lib/gemm_register"
 _VALUES = "lib/values"

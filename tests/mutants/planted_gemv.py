@@ -1,7 +1,7 @@
 """Bugs in `gemv`: barriers, vectors and what lanes add up."""
 
-from cases import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL
-from mutant import Detector, Mutant
+from mutants.cases import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL
+from mutants.mutant import Detector, Mutant
 
 _GEMV = "lib/gemv"
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"

@@ -1,6 +1,6 @@
 """Bugs in which lane holds which element, in loads and in decoding."""
 
-from cases import (
+from mutants.cases import (
     FIVE_NATIVE,
     GEMM_IDLE,
     GEMM_NATIVE,
@@ -19,7 +19,7 @@ from cases import (
     SYMMETRIC,
     ZERO_POINTS,
 )
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 _LANE = "lib/lane"
 _WORDS = "lib/words"

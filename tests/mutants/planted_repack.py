@@ -1,8 +1,8 @@
 """Bugs in moving codes between MLX's rows and packed tiles."""
 
-from function_cases import REPACK_OFFSETS
-from mutant import Detector, Mutant
-from repack_cases import (
+from mutants.function_cases import REPACK_OFFSETS
+from mutants.mutant import Detector, Mutant
+from mutants.repack_cases import (
     PACK_FOUR,
     PACK_ONE,
     PACK_THREE,

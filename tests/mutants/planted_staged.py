@@ -1,6 +1,6 @@
 """Bugs in `gemm_staged`: buffers, barriers, roles and shares of a stage."""
 
-from cases import (
+from mutants.cases import (
     STAGED_GLOBAL,
     STAGED_LEFT_OUT,
     STAGED_NVFP4,
@@ -10,7 +10,7 @@ from cases import (
     STAGED_TWO,
     STAGED_WIDE,
 )
-from mutant import Detector, Mutant
+from mutants.mutant import Detector, Mutant
 
 _GEMM = "lib/gemm_staged"
 _STAGING = "lib/staging"

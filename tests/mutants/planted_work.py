@@ -1,6 +1,6 @@
 """Bugs in who computes what: ranges, splits and steps."""
 
-from cases import (
+from mutants.cases import (
     ATOMIC,
     GEMM_IDLE,
     GEMM_NATIVE,
@@ -16,8 +16,8 @@ from cases import (
     STREAM_GEMM,
     THIRDS,
 )
-from function_cases import CUTS
-from mutant import Detector, Mutant
+from mutants.function_cases import CUTS
+from mutants.mutant import Detector, Mutant
 
 _WORK = "lib/work"
 

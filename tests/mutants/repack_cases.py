@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-import strategies
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import repack_launch
 from mlx_marlin.products.repacking import to_tiles
+from support import strategies
 
 PACK_THREE = "to tiles, two weights of 3 bits, groups of 64"
 PACK_ONE = "to tiles, codes of 1 bit, groups of 32, k tail"

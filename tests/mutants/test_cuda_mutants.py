@@ -6,15 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cuda_experts
-import cuda_on_cpu
-import planted_cuda
-import planted_cuda_gather
-import planted_cuda_mma_staged as planted_mma_staged
-import planted_cuda_rows
-import planted_cuda_staged as planted_ring
 import pytest
-from cuda_cases import (
+
+from mlx_marlin import emulator
+from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.source import OPERANDS
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mutants import planted_cuda, planted_cuda_gather, planted_cuda_rows
+from mutants import planted_cuda_mma_staged as planted_mma_staged
+from mutants import planted_cuda_staged as planted_ring
+from mutants.detectors import REPORTS, TIME_LIMIT
+from mutants.mutant import Detector, Mutant
+from support import cuda_experts, cuda_on_cpu
+from support.cuda_cases import (
     GATED_WAYS,
     HEAD_EPSILON,
     ROTATION,
@@ -22,14 +26,7 @@ from cuda_cases import (
     WAYS,
     WGMMA_WAYS,
 )
-from cuda_on_cpu import check_moved
-from detectors import REPORTS, TIME_LIMIT
-from mutant import Detector, Mutant
-
-from mlx_marlin import emulator
-from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.source import OPERANDS
-from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from support.cuda_on_cpu import check_moved
 
 pytestmark = [
     pytest.mark.mutant,

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import planted_text
 import pytest
-from cases import CASES
-from catalogue import MUTANTS
-from detectors import detect
-from mutant import Detector, Mutant
 
 from mlx_marlin.backends import selection, source
+from mutants.cases import CASES
+from mutants.catalogue import MUTANTS
+from mutants.detectors import detect
+from mutants.mutant import Detector, Mutant
+from support import planted_text
 
 pytestmark = [
     pytest.mark.mutant,

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 
-import mlx_headers
 import pytest
 from _pytest.terminal import TerminalReporter
+
+from peers import mlx_headers
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 import mlx.core as mx
-from foreign import Dispatch
-from mlx_products import LHS, RHS, Operands, Product
+
+from peers.foreign import Dispatch
+from peers.mlx_products import LHS, RHS, Operands, Product
 
 ROW_THREADS = (32, 2, 1)
 TILE_THREADS = (32, 2, 2)

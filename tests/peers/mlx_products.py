@@ -7,6 +7,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+TOLERANCE = {mx.float32: 3e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+"""Of the largest element: two roundings of each weight's and the result's dtype."""
+
 FORMATS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """Group size and bits of a mode, unless a product says otherwise."""
 

@@ -5,11 +5,11 @@ belong to something harmless. A release of MLX that mends one fails its test her
 """
 
 import mlx.core as mx
-import mlx_geometry
 import pytest
-from mlx_products import Operands, Product
 
 from mlx_marlin import emulator
+from peers import mlx_geometry
+from peers.mlx_products import Operands, Product
 
 pytestmark = pytest.mark.peer
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx_headers
 import numpy as np
 import pytest
-from foreign import Dispatch
-from mlx_products import FORMATS
-from test_mlx_quantized import TOLERANCE
 
 from mlx_marlin import emulator
+from peers import mlx_headers
+from peers.foreign import Dispatch
+from peers.mlx_products import FORMATS, TOLERANCE
 
 pytestmark = pytest.mark.peer
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
-from foreign import Dispatch
 
 from mlx_marlin import emulator
+from peers.foreign import Dispatch
 
 pytestmark = pytest.mark.peer
 

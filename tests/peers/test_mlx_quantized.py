@@ -4,11 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
-import mlx_geometry
 import numpy as np
 import pytest
-from mlx_products import (
+
+from mlx_marlin import emulator
+from peers import mlx_geometry
+from peers.mlx_products import (
     FORMATS,
+    TOLERANCE,
     Operands,
     Product,
     batches,
@@ -16,12 +19,7 @@ from mlx_products import (
     every_kernel,
 )
 
-from mlx_marlin import emulator
-
 pytestmark = pytest.mark.peer
-
-TOLERANCE = {mx.float32: 3e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
-"""Of the largest element: two roundings of each weight's and the result's dtype."""
 
 
 @pytest.mark.parametrize(

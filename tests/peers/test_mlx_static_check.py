@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-import mlx_headers
 import pytest
 
 from mlx_marlin.emulator import CompileError, check_text
+from peers import mlx_headers
 
 pytestmark = pytest.mark.peer
 

@@ -4,12 +4,11 @@ The known reports are not false: the accesses are there, and formally wrong. The
 harm, which is why MLX's users never see them.
 """
 
-import mlx_geometry
 import pytest
-from mlx_products import Operands, Product, every_kernel
-from test_mlx_quantized import TOLERANCE
 
 from mlx_marlin import emulator
+from peers import mlx_geometry
+from peers.mlx_products import TOLERANCE, Operands, Product, every_kernel
 
 pytestmark = pytest.mark.peer
 

@@ -1,0 +1,189 @@
+"""The demo: its generation and perplexity are right, and a wrong answer fails it."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin.backends import selection
+from mlx_marlin.cli import demo, demo_report, main
+from mlx_marlin.cli.generation import (
+    Generation,
+    compare_tokens,
+    generate,
+    passes,
+    perplexity,
+)
+
+SHORT = ["demo", "--batch", "2", "--tokens", "2"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    model, tokenizer = mlx_lm.load(str(demo.checkpoint()))[:2]
+    model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def test_every_generated_token_is_the_best_of_one_pass_over_the_text(
+    loaded: tuple[Any, Any],
+) -> None:
+    model, tokenizer = loaded
+    prompts = demo.prompt_tokens(tokenizer, 5)
+
+    result = generate(model, prompts, 4)
+
+    text = mx.concatenate([prompts, mx.array(result.tokens)], axis=1)
+    logits = model(text)[:, prompts.shape[1] - 1 : -1]
+    assert result.tokens == logits.argmax(axis=-1).tolist()
+    first, second = mx.moveaxis(-mx.sort(-logits, axis=-1)[..., :2], -1, 0)
+    assert mx.allclose(mx.array(result.margins), first - second, atol=1e-3)
+
+
+def test_perplexity_is_that_of_one_pass_over_each_window(
+    loaded: tuple[Any, Any],
+) -> None:
+    model, tokenizer = loaded
+    text = demo.held_out_tokens(tokenizer, windows=3, length=50)
+
+    measured = perplexity(model, text)
+
+    loss = nn.losses.cross_entropy(model(text[:, :-1]), text[:, 1:], reduction="mean")
+    assert measured == pytest.approx(math.exp(loss.item()), rel=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_the_progress_bar_ends_when_the_work_does(
+    loaded: tuple[Any, Any], batch: int
+) -> None:
+    model, tokenizer = loaded
+    prompts = demo.prompt_tokens(tokenizer, batch)
+    ticks: list[None] = []
+
+    generate(model, prompts, 3, lambda: ticks.append(None))
+
+    assert len(ticks) == passes(prompts) + 2
+
+
+def test_prompts_have_one_length_and_end_as_they_are_written(
+    loaded: tuple[Any, Any],
+) -> None:
+    _, tokenizer = loaded
+
+    rows = demo.prompt_tokens(tokenizer, len(demo.PROMPTS) + 1).tolist()
+
+    assert len({len(row) for row in rows}) == 1
+    for row, prompt in zip(rows, [*demo.PROMPTS, demo.PROMPTS[0]], strict=True):
+        assert tokenizer.decode(row).lstrip("\n") == prompt
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))),
+    st.lists(st.integers(0, 3)),
+)
+def test_texts_part_at_the_first_token_that_differs(
+    pairs: list[tuple[int, int]], same: list[int]
+) -> None:
+    both = [(token, token) for token in same] + pairs
+    ours, stock = [pair[0] for pair in both], [pair[1] for pair in both]
+
+    (part,) = compare_tokens([ours], [stock])
+
+    if part is None:
+        assert ours == stock
+    else:
+        assert part >= len(same)
+        assert ours[:part] == stock[:part]
+        assert ours[part] != stock[part]
+
+
+@pytest.mark.parametrize(
+    ("ours", "wrong"), [(8.0, 0), (8.03, 0), (8.05, 1), (7.95, 1), (math.nan, 1)]
+)
+def test_a_perplexity_half_a_percent_off_is_wrong(
+    backend: Callable[[str | None], None], ours: float, wrong: int
+) -> None:
+    backend("stock")
+
+    assert len(demo_report.complaints(ours, 8.0)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("ours", "margin", "wrong"),
+    [([1, 2, 3], 9.0, 0), ([1, 5, 3], 0.4, 0), ([1, 5, 3], 0.6, 1), ([4, 2, 3], 9, 0)],
+)
+def test_a_text_that_parts_where_stock_is_sure_is_wrong(
+    ours: list[int], margin: float, wrong: int
+) -> None:
+    stock = Generation(tokens=[[1, 2, 3]], margins=[[0.1, margin, 9.0]], step_ms=1.0)
+    written = Generation(tokens=[ours], margins=[[1.0] * 3], step_ms=1.0)
+
+    assert len(demo_report.wrong_texts(written, stock)) == wrong
+
+
+def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
+    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(selection, "backend", lambda: "stock")
+        assert demo_report.complaints(8.0, 8.0)
+
+    backend("stock")
+    assert not demo_report.complaints(8.0, 8.0)
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.usefixtures("kernels")
+def test_the_demo_succeeds_through_our_kernels(
+    layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SHORT, "--layout", layout]) == 0
+
+    output = capsys.readouterr().out
+    assert "2 of 2 texts equal stock MLX's" in output
+    assert "gemm_register" in output
+    assert demo_report.BACKENDS[selection.backend()] in output
+
+
+def test_a_wrong_weight_fails_the_demo(
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def damage(model: Any, *, layout: str) -> Any:
+        layer = model.layers[2].mlp.down_proj
+        layer.scales = layer.scales[::-1]
+        return model
+
+    backend("stock")
+    monkeypatch.setattr(mlx_marlin, "optimize", damage)
+
+    assert main([*SHORT, "--dtype", "float32"]) == 1
+    assert "our perplexity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--batch", "0"], ["--tokens", "1"], ["--batch", "4", "-1"]]
+)
+def test_sizes_below_the_least_are_refused(wrong: list[str]) -> None:
+    assert main(["demo", *wrong]) == 2
+
+
+def test_a_missing_checkpoint_is_said_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "CHECKPOINT", Path("nowhere"))
+
+    with pytest.raises(ValueError, match="--model"):
+        demo.checkpoint()

@@ -1,0 +1,446 @@
+"""The benchmarks of a CUDA device run anywhere, and judge what they time."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+COMPARED = ("ours", "stock", "matmul")
+FACTS = {"date", "command", "device", "driver", "backend", "mlx", "commit", "complete"}
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def module(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return module
+
+
+def run(script: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
+    """Runs a benchmark with stock MLX's products, which need no compiling."""
+    command = [sys.executable, str(BENCHMARKS / script), "--smoke", *options]
+    done = subprocess.run(
+        [*command, "--json", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MLX_MARLIN_BACKEND": "stock", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(path.read_text())
+
+
+def test_products_are_checked_timed_and_told(tmp_path: Path) -> None:
+    formats = ("affine4g128:bfloat16", "symmetric8g64")
+    text, report = run("cuda.py", tmp_path / "out.json", "--formats", *formats)
+
+    assert report.keys() >= FACTS
+    assert report["complete"]
+    assert report["bandwidth_gb_s"] > 0
+    assert len(report["results"]) == 2 * 2 * 2
+    for each in report["results"]:
+        assert each["wrong"] is None
+        assert each["error"] <= each["limit"]
+        assert "stock" in each["served_by_stock"]
+        names = [f"{name}{way}" for name in COMPARED for way in ("", "_stream")]
+        for name in ("ours_traced", "stock_traced"):
+            names += [name, f"{name}_stream"]
+        assert min(each[f"{name}_us"] for name in ("floor", *names)) > 0
+        assert 0 < each["ours_build_us"] < each["ours_us"]
+    assert "256→96, symmetric8g64:float16, layout marlin" in text
+    assert "8 products, 0 wrong" in text
+    assert report["seconds"].keys() >= {"compiling", "drawing", "checking", "timing"}
+
+
+def test_a_time_limit_leaves_a_report(tmp_path: Path) -> None:
+    text, report = run("cuda.py", tmp_path / "out.json", "--time-limit", "0")
+
+    assert report.keys() >= FACTS
+    assert report["results"] == []
+    assert not report["complete"]
+    assert "NOT COMPLETE" in text
+
+
+def test_a_time_limit_may_end_within_a_shape(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = load("cuda")
+    passed = iter([0.0, 10.0, 12.0])  # 10 for the first product, and 20 are allowed
+    monkeypatch.setattr(load("cuda_report").Laps, "total", lambda _: next(passed, 21.0))
+    options = ["cuda.py", "--smoke", "--rows", "1", "2", "3", "--time-limit", "20"]
+    monkeypatch.setattr(sys, "argv", options)
+
+    assert cuda.main() == 0
+    said = capsys.readouterr().out
+    assert "1 products, 0 wrong" in said
+    assert "NOT COMPLETE" in said
+
+
+def test_streams_are_generated_and_told(tmp_path: Path) -> None:
+    text, report = run("cuda_generation.py", tmp_path / "out.json", "--layers", "1")
+
+    assert report.keys() >= FACTS
+    assert report["complete"]
+    assert [each["streams"] for each in report["results"]] == [1, 3]
+    for each in report["results"]:
+        assert each["tokens_a_second"].keys() == {
+            "stock",
+            "marlin",
+            "joined",
+            "traced",
+        }
+        assert min(each["tokens_a_second"].values()) > 0
+        assert 0 < each["host_ms"][0] <= each["host_ms"][1]
+        assert 0 <= each["equal_tokens"]["marlin"] <= 1
+    assert "joined x stock" in text
+
+
+MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("model", MODELS)
+def test_variants_share_the_arrays_that_they_do_not_change(
+    load: Any, model: str
+) -> None:
+    generation, decoding = load("cuda_generation"), load("cuda_decoding")
+    variants = ["--variants", "stock", "mlx", "marlin"]
+    asked = generation.arguments(["--smoke", "--model", model, *variants])
+    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+
+    models = dict(generation.built(asked, format))
+
+    prompts = decoding.random_prompts(2, 5, asked.sizes["vocab_size"])
+    tokens = [decoding.decode(model, prompts, 4)[1] for model in models.values()]
+    assert tokens[0] == tokens[1] == tokens[2]
+    stock, mlx, _ = (dict(tree_flatten(each.parameters())) for each in models.values())
+    assert stock.keys() == mlx.keys()
+    assert all(stock[name] is mlx[name] for name in stock)
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_variant_and_number_of_streams_is_compiled_for(
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Callable[[str | None], None],
+    model: str,
+) -> None:
+    generation = load("cuda_generation")
+    variants = ["--variants", "stock", "joined"]
+    asked = generation.arguments(["--smoke", "--model", model, *variants])
+    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+    backend("stock")
+    assert generation.to_compile(asked, format) == []
+    monkeypatch.setattr(generation.selection, "backend", lambda: "cuda")
+
+    tasks = generation.to_compile(asked, format)
+
+    monkeypatch.undo()
+    assert {(task.args[0], task.args[-1]) for task in tasks} == {
+        (name, streams) for name in ("stock", "joined") for streams in (1, 3)
+    }
+    for task in tasks:
+        task()
+
+
+FORMATS = ["affine4g128", "affine5g32:bfloat16", "affine8g64", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_mean_what_mlx_takes_them_for(load: Any, name: str) -> None:
+    weights = load("cuda_weights")
+    format = weights.Format.parse(name)
+    words, scales, biases = native = weights.random_native(format, 40, 256)
+    rows = np.array([0, 7, 39])
+    wide = [each.astype(mx.float32) for each in (scales, biases) if each is not None]
+    told = mx.dequantize(
+        words,
+        *(wide if biases is not None else (scales,)),
+        group_size=format.group_size,
+        bits=format.bits,
+        mode=format.mode,
+    )
+
+    actual = weights.decoded(format, native, rows)
+
+    expected = np.array(told.astype(mx.float32))[rows]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
+    assert 0.01 < actual.std() < 0.3
+
+
+def test_symmetric_weights_have_biases_for_stock(load: Any) -> None:
+    weights = load("cuda_weights")
+    format = weights.Format.parse("symmetric4g64")
+    native = weights.random_native(format, 32, 128)
+    rows = np.arange(32)
+    affine = (*native[:2], weights.biases_of_stock(format, native))
+
+    np.testing.assert_array_equal(
+        weights.decoded(format, native, rows),
+        weights.decoded(weights.Format("affine", 4, 64), affine, rows),
+    )
+
+
+@pytest.mark.parametrize("name", ["affine7g64", "affine4g16", "mxfp4g32", "int4", ""])
+def test_unknown_formats_are_refused(load: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="is none of affine4g128"):
+        load("cuda_weights").Format.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1.0, None), (1.01, "relative error"), (None, "raised")]
+)
+def test_a_wrong_product_is_named(
+    load: Any, factor: float | None, expected: str | None
+) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    drawn = products.Weights((128, 64), weights.Format.parse("affine4g64"), "mlx", 1)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    oracle = products.Oracle(x, drawn)
+
+    def call() -> mx.array:
+        if factor is None:
+            raise RuntimeError("no such kernel")
+        w = mx.array(weights.decoded(drawn.format, drawn.native[0], np.arange(64)))
+        return (factor * (x.astype(mx.float32) @ w.astype(mx.float32).T)).astype(
+            mx.float16
+        )
+
+    wrong = products.check(call, [call], oracle, 1e-3)["wrong"]
+
+    assert wrong is None if expected is None else expected in wrong
+
+
+def test_a_product_that_changes_is_wrong(load: Any) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    drawn = products.Weights((128, 64), weights.Format.parse("affine4g64"), "mlx", 1)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    oracle = products.Oracle(x, drawn)
+    y = drawn.calls(x)["stock"]()
+
+    others = [lambda: y, lambda: y + 1e-3]
+    wrong = products.check(lambda: y, others, oracle, 1e-2)["wrong"]
+
+    assert wrong == "another result the second time"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("affine4g64", "marlin"), ("symmetric8g32", "marlin"), ("mxfp4", "mlx")],
+)
+def test_traced_graphs_take_one_weight_after_the_other(
+    load: Any, name: str, layout: str, backend: Callable[[str | None], None]
+) -> None:
+    backend("stock")
+    products, weights = load("cuda_products"), load("cuda_weights")
+    format = weights.Format.parse(name)
+    drawn = products.Weights((128, 32), format, layout, 10_000)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    calls = drawn.calls(x)
+
+    for who in ("ours", "stock"):
+        build = drawn.traced(x, 3, who)
+        for y in [*build(), *build()]:
+            assert mx.array_equal(y, calls[who]())
+
+
+def test_what_stock_refuses_is_timed_without_it(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    drawn = products.Weights((128, 32), weights.Format.parse("affine4g64"), "mlx", 1)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    clock = load("cuda_timing").Clock(2, 1, 1, 1)
+
+    def refuse(*_: Any) -> mx.array:
+        raise ValueError("not these")
+
+    monkeypatch.setattr(products, "product_of_stock", refuse)
+
+    result = products.checked(drawn, x, products.Oracle(x, drawn))
+    row = products.timed(drawn, x, result, clock, 1.0)
+
+    assert (result["wrong"], result["stock_wrong"]) == (None, "not these")
+    assert {"ours_us", "ours_traced_us", "matmul_us"} <= row.keys()
+    assert not any(name.startswith(("stock", "times_stock")) for name in row)
+
+
+def test_a_wrong_product_fails_the_run(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cuda = load("cuda")
+    answer = {"error": 1.0, "wrong": "relative error 1"}
+    products = load("cuda_products")
+    monkeypatch.setattr(products, "check", lambda *_: dict(answer))
+    monkeypatch.setattr(sys, "argv", ["cuda.py", "--smoke", "--rows", "3"])
+
+    assert cuda.main() == 1
+    said = capsys.readouterr().out
+    assert "WRONG 3 rows of 256→96, affine4g128:float16, layout marlin" in said
+    assert "2 products, 2 wrong" in said
+
+
+def test_columns_are_taken_as_numpy_takes_them(load: Any) -> None:
+    matrix = np.arange(35, dtype=np.uint32).reshape(5, 7)
+    places = np.array([4, 0, 3])
+
+    for axis in (0, 1):
+        actual = load("cuda_weights").taken(mx.array(matrix), places, axis)
+        np.testing.assert_array_equal(np.array(actual), matrix.take(places, axis))
+
+
+def of_zeros(
+    *, output_shapes: list[list[int]], output_dtypes: list[mx.Dtype], **_: Any
+) -> list[mx.array]:
+    """Stands in for a CUDA kernel."""
+    return [*map(mx.zeros, output_shapes, output_dtypes)]
+
+
+@pytest.mark.parametrize(
+    "shape", [(1024, 3584), pytest.param((8192, 28672), marks=pytest.mark.grid)]
+)
+def test_each_kernel_is_compiled_once(
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Callable[[str | None], None],
+    shape: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: of_zeros)
+    backend("cuda")
+    instances, weights = load("cuda_instances"), load("cuda_weights")
+    formats = [weights.Format.parse(name) for name in ("affine4g128", "mxfp4")]
+
+    tasks = instances.needed(formats, [shape], [1, 2, 8, 16], "marlin")
+
+    given = [task.args for task in tasks]
+    stock = [(str(format), m) for name, format, _, _, m in given if name == "stock"]
+    ours = [(str(format), m) for name, format, _, _, m in given if name == "ours"]
+    of_each = [(str(format), m) for format in formats for m in (1, 2, 8, 16)]
+    assert stock == of_each
+    # One to 8 rows have the same kernel.
+    assert ours == [(str(format), m) for format in formats for m in (8, 16)]
+
+
+def test_a_task_that_fails_does_not_stop_what_follows(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiling, instances = load("cuda_compiling"), load("cuda_instances")
+    monkeypatch.setenv(compiling.FOLDER, str(tmp_path))
+    format = load("cuda_weights").Format.parse("affine4g64")
+    tasks = [
+        partial(instances.evaluate, "stock", format, "marlin", (k, 32), 2)
+        for k in (64, 63)
+    ]
+    said: list[str] = []
+
+    compiling.compile_ahead(tasks, said.append)
+
+    failed, done = said
+    assert failed.startswith("not compiled ahead: ValueError")
+    assert "2 tasks" in done
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_was_compiled_is_handed_over_whole(load: Any, tmp_path: Path) -> None:
+    compiling = load("cuda_compiling")
+    own = tmp_path / f"{compiling.PRIVATE}1" / "worker"
+    (own / "long").mkdir(parents=True)
+    for name in ("new.ptx", "new.txt", "long/name.ptx", "old.ptx"):
+        (own / name).write_text(f"own {name}")
+    (tmp_path / "old.ptx").write_text("shared")
+
+    compiling.publish(own, tmp_path)
+
+    files = compiling._files(tmp_path)
+    kept = {str(file): (tmp_path / file).read_text() for file in files}
+    assert kept == {
+        "old.ptx": "shared",
+        "new.ptx": "own new.ptx",
+        "new.txt": "own new.txt",
+        "long/name.ptx": "own long/name.ptx",
+    }
+
+
+def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
+    products, weights = load("cuda_products"), load("cuda_weights")
+    format = weights.Format.parse("affine4g128")
+    drawn = products.Weights((256, 32), format, "marlin", 10_000)
+
+    for copies, nbytes in (
+        (drawn.ours, drawn.nbytes),
+        (drawn.stock, drawn.nbytes),
+        (drawn.floats, 2 * 256 * 32),
+    ):
+        assert (len(copies) - 1) * nbytes >= 10_000
+
+
+def test_what_is_asked_for_is_judged(load: Any) -> None:
+    summary = load("cuda_summary")
+    row = {"k": 5120, "n": 17408, "format": str(summary.TARGET_FORMAT)}
+    results = [
+        {**row, "rows": 5, "ours_us": 21.0},
+        {**row, "rows": 16, "ours_us": 21.1},
+        {**row, "rows": 24, "ours_us": 99.0},
+        {**row, "rows": 64},
+        {**row, "rows": 32, "ours_us": 1.0, "format": "mxfp4:float16"},
+    ]
+
+    judged = summary.acceptance(results)
+
+    assert [(each["rows"], each["passed"]) for each in judged] == [
+        (5, True),
+        (16, False),
+        (64, False),
+    ]
+
+
+def test_slower_is_beyond_the_clocks_noise(load: Any) -> None:
+    summary = load("cuda_summary")
+
+    assert summary.is_slower({"ours_us": 10.3, "stock_us": 10.0})
+    assert not summary.is_slower({"ours_us": 10.1, "stock_us": 10.0})
+    assert not summary.is_slower({"ours_us": 10.1})
+    assert summary.is_slower({"ours_stream_us": 10.3, "stock_stream_us": 10}, "_stream")
+
+
+def test_a_line_says_what_is_asked_for(load: Any) -> None:
+    summary = load("cuda_summary")
+    format = summary.TARGET_FORMAT
+    row = {"k": 5120, "n": 17408, "format": str(format), "rows": 3, "wrong": None}
+    row |= {"ours_us": 20.5, "served_by_stock": None}
+
+    head = summary.title((5120, 17408), format, "marlin").splitlines()[-1]
+    line = summary.line(row)
+
+    end = head.index("at most") + len("at most")
+    assert line[:end].endswith(" 21.0")
+    assert line[: head.index("ours eval") + len("ours eval")].endswith(" 20.5")
+
+
+def test_shapes_are_models_or_pairs(load: Any) -> None:
+    cuda = load("cuda")
+    asked = cuda.arguments(["--shapes", "64x32", "llama-70b", "8192→8192"])
+
+    assert asked.shapes == [(64, 32), (8192, 28672), (28672, 8192), (8192, 8192)]
+    with pytest.raises(SystemExit):
+        cuda.arguments(["--shapes", "64"])
+    with pytest.raises(SystemExit):
+        cuda.arguments(["--layout", "mlx", "--formats", "symmetric4g64"])

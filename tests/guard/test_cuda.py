@@ -1,0 +1,150 @@
+"""The guard on CUDA: in the emulator, and on a GPU with `pytest -m cuda`."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin import guard
+from mlx_marlin.backends import planner, source
+from mlx_marlin.backends.cuda import source as cuda_source
+from mlx_marlin.backends.devices import Target
+from mlx_marlin.guard import verdicts
+from mlx_marlin.guard.variants import miniatures
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.eligibility import target
+from support import cuda_on_cpu
+
+Choose = Callable[[str | None], None]
+N, K = 256, 1024
+LANE = (
+    "(lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1)",
+    "(lane.pair & 1) << 3 | (lane.row & 3) << 1 | (lane.pair >> 1)",
+)
+FAULTS = {
+    "wrong lane map": ("lane.cuh", *LANE),
+    "does not compile": ("lane.cuh", LANE[0], "broken("),
+}
+NO_DEVICE = pytest.mark.skipif(
+    not mx.cuda.is_available(), reason="MLX has no CUDA device here"
+)
+MOST_SECONDS = 0.010
+"""Of a check beyond compiling; 14 to 18 ms were measured with an H100 (2026-11-23)."""
+
+
+def on_gpu(test: Any) -> Any:
+    """Marks a test that needs a CUDA device."""
+    return pytest.mark.cuda(NO_DEVICE(test))
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(guard.ENVIRONMENT, "1")
+    monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
+
+
+def operands() -> tuple[mx.array, tuple[mx.array, ...]]:
+    w = mx.quantize(mx.random.normal((N, K), key=mx.random.key(1)).astype(mx.float16))
+    return mx.random.normal((4, K), key=mx.random.key(2)).astype(mx.float16), w
+
+
+def few_warps(problem: Problem, device: Target) -> Plan:
+    """Returns a plan for which the emulator has memory."""
+    few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
+    return planner.make(problem, device=device, **few)
+
+
+def assert_stock_serves() -> None:
+    x, w = operands()
+    packed = mlx_marlin.pack(*w)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="failed its check") as found:
+            y = mlx_marlin.quantized_matmul(x, packed)
+        assert len(found) == 1
+        assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+        assert "failed its check" in str(mlx_marlin.why_not(x, packed))
+        dispatch.forget()
+
+
+@cuda_on_cpu.needs_emulator
+def test_a_cuda_kernel_with_a_fault_never_serves(
+    guarded: None, backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda_on_cpu.serve(monkeypatch, {"lane.cuh": LANE})
+    monkeypatch.setattr(planner, "choose", few_warps)
+    backend("cuda")
+    assert_stock_serves()
+
+
+@cuda_on_cpu.needs_emulator
+def test_a_right_cuda_kernel_serves(
+    guarded: None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "choose", few_warps)
+    x, w = operands()
+    assert mlx_marlin.why_not(x, mlx_marlin.pack(*w)) is None
+    assert {each.state for each in guard.verdicts_so_far()} == {"passed"}
+
+
+@on_gpu
+@pytest.mark.parametrize("fault", FAULTS)
+def test_on_a_gpu_a_kernel_with_a_fault_never_serves(
+    fault: str,
+    guarded: None,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    backend("cuda")
+    file, old, new = FAULTS[fault]
+    shutil.copytree(source.shader_folder(), tmp_path / "shaders")
+    changed = tmp_path / "shaders" / "cuda" / file
+    text = changed.read_text()
+    assert old in text
+    changed.write_text(text.replace(old, new, 1))
+    monkeypatch.setattr(source, "shader_folder", lambda: tmp_path / "shaders")
+    cuda_source._included.cache_clear()
+    try:
+        assert_stock_serves()
+    finally:
+        cuda_source._included.cache_clear()
+
+
+@on_gpu
+@pytest.mark.parametrize("m", [1, 4, 8, 16, 32, 64])
+def test_on_a_gpu_every_kernel_of_a_model_passes_quickly(
+    m: int, guarded: None, backend: Choose
+) -> None:
+    backend("cuda")
+    for dtype in ("float16", "bfloat16"):
+        for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
+            problem = problem_of(m, n, k, dtype=dtype, layout="marlin")
+            plan = planner.choose(problem, target())
+            assert guard.why_not(plan) is None
+            assert miniatures(plan)[0] is not plan
+
+
+@on_gpu
+def test_on_a_gpu_a_check_is_short(guarded: None, backend: Choose) -> None:
+    """Beyond compiling: MLX keeps what the first check compiled."""
+    backend("cuda")
+    plans: list[Any] = [
+        planner.choose(problem_of(m, 4096, 4096, layout="marlin"), target())
+        for m in (1, 8, 16, 64)
+    ]
+    seconds = []
+    for plan in plans:
+        assert guard.known_answers.fault_of(plan) is None
+        start = time.perf_counter()
+        for _ in range(5):
+            assert guard.known_answers.fault_of(plan) is None
+        seconds.append((time.perf_counter() - start) / 5)
+    print([f"{each * 1e3:.1f} ms" for each in seconds])
+    assert max(seconds) < MOST_SECONDS

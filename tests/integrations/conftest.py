@@ -1,0 +1,161 @@
+"""Stand-ins for kernels that traced blocks launch, and lists of what ran."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.activations import SwigluOAI
+from mlx_lm.models.switch_layers import SwiGLU
+
+from mlx_marlin.backends import experts_launch, launch
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.integrations.tracing import regions
+from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import unpack
+from mlx_marlin.products.reference_epilogue import rotated, split_apart
+from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.weights.packed_weight import PackedWeight
+from support.cuda_experts import choice_of_mlx
+
+
+@pytest.fixture
+def stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+@pytest.fixture
+def gathered() -> list[CudaGatherPlan]:
+    """The plans of experts' products, in turn."""
+    return []
+
+
+@pytest.fixture
+def choices() -> list[Routing]:
+    """How rows chose experts by a kernel, in turn."""
+    return []
+
+
+@pytest.fixture
+def cuda(
+    backend: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    gathered: list[CudaGatherPlan],
+    choices: list[Routing],
+) -> list[Plan]:
+    """Puts MLX's operations in the place of CUDA's kernels, and lists their plans.
+
+    They can be traced, and round once.
+    """
+    plans: list[Plan] = []
+
+    def decoded(problem: Problem, w: mx.array, scales: mx.array) -> mx.array:
+        sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
+        return plain(PackedWeight(words=w, scales=scales, **sizes), mx.float32)
+
+    def dense_product(plan: DensePlan) -> launch.Product:
+        def run(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
+            y = x.astype(mx.float32) @ decoded(plan.problem, w, scales)
+            return y.astype(x.dtype)
+
+        assert not plan.transposed
+        return run
+
+    def product(plan: Plan) -> launch.Product:
+        problem = plan.problem
+        epilogue = problem.epilogue
+
+        def run(
+            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *finish: mx.array
+        ) -> mx.array:
+            plans.append(plan)
+            if problem.norm is not None:
+                x = mx.fast.rms_norm(x, finish[-1], problem.norm)
+            y = x.astype(mx.float32) @ decoded(problem, w, scales).T
+            y = y + finish[0] if epilogue.bias else y
+            y = y + finish[2] if epilogue.residual else y
+            if epilogue.rotation is not None:
+                y = mx.stop_gradient(y.astype(x.dtype))
+                arrays = finish[3 : 5 if epilogue.rotation.norm is None else 7]
+                return rotated(y, epilogue.rotation, epilogue.parts, *arrays)
+            if epilogue.gated:
+                gate, up = mx.split(y, 2, axis=-1)
+                y = nn.silu(gate) * up
+            y = mx.stop_gradient(y.astype(x.dtype))  # to MLX a kernel is opaque
+            return split_apart(y, epilogue.parts) if epilogue.parts else y
+
+        return run
+
+    def of_experts(plan: CudaGatherPlan) -> launch.Product:
+        gathered.append(plan)
+        problem = plan.problem
+        sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
+
+        def times(
+            x: mx.array,
+            experts: mx.array,
+            w: mx.array,
+            scales: mx.array,
+            bias: mx.array | None = None,
+        ) -> mx.array:
+            native = unpack(PackedWeight(words=w, scales=scales, **sizes))
+            weights = mx.dequantize(*native, group_size=problem.group_size)
+            rows = mx.repeat(x.reshape(-1, problem.k), plan.each, axis=0)
+            chosen = weights[experts.flatten()].astype(mx.float32)
+            y = rows[:, None].astype(mx.float32) @ chosen.swapaxes(1, 2)
+            return y if bias is None else y + bias[experts.flatten(), None]
+
+        def run(
+            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *given: mx.array
+        ) -> mx.array:
+            *others, experts = given
+            second = others[: 2 if plan.gate else 0]
+            biases = others[len(second) :]
+            y = times(x, experts, w, scales, *biases[:1])
+            if plan.gate:
+                activation = SwiGLU() if plan.gate == "silu" else SwigluOAI()
+                y = activation(times(x, experts, *second, *biases[1:]), y)
+            y = mx.stop_gradient(y.astype(x.dtype))
+            return y.reshape(*experts.shape, 1, problem.n)
+
+        return run
+
+    def route(logits: mx.array, *given: Any) -> tuple[mx.array, ...]:
+        choices.append(Routing(*given))
+        return tuple(map(mx.stop_gradient, choice_of_mlx(logits, *given)))
+
+    def combine(*given: mx.array) -> mx.array:
+        return mx.stop_gradient(stock_sum(*given))
+
+    backend("cuda")
+    monkeypatch.setattr(experts_launch, "cuda_gather_product", of_experts)
+    monkeypatch.setattr(experts_launch, "route", route)
+    monkeypatch.setattr(experts_launch, "combine", combine)
+    monkeypatch.setattr(launch, "product", product)
+    monkeypatch.setattr(launch, "dense_product", dense_product)
+    return plans
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lists the regions that Python runs: traced ones once for each trace."""
+    found: list[str] = []
+
+    def listed(name: str) -> None:
+        own = getattr(regions, name)
+
+        def region(*arguments: Any) -> Any:
+            found.append(name)
+            return own(*arguments)
+
+        monkeypatch.setattr(regions, name, region)
+
+    listed("_before")
+    listed("_after")
+    dispatch.forget()
+    return found

@@ -1,0 +1,112 @@
+"""A model whose products are invariant says the same alone and in a batch."""
+
+from importlib import import_module
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin.backends import launch
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from support.models import Layers, tiny_llama
+
+generate = import_module("mlx_lm.generate")  # the package hides it behind a function
+
+PROMPT = mx.array([1, 5, 9, 2, 6])
+COUNT = 24
+TIE = 1e-4
+"""Least lead of a token, in logits: attention, which stays MLX's, may turn a nearer
+one, since its sums depend on the rows."""
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def plain(model: nn.Module) -> tuple[list[int], list[float]]:
+    """Returns the greedy tokens, and by how much each led the second best."""
+    tokens, leads = [], []
+    steps = generate.generate_step(PROMPT, model, max_tokens=COUNT)
+    for token, logprobs in steps:
+        second, best = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+        tokens.append(int(token))
+        leads.append(best - second)
+    return tokens, leads
+
+
+def speculative(model: nn.Module, draft: nn.Module) -> tuple[list[int], int]:
+    """Returns the tokens, and how many of them the draft model had guessed."""
+    steps = generate.speculative_generate_step(
+        PROMPT, model, draft, num_draft_tokens=3, max_tokens=COUNT
+    )
+    taken = [(int(token), guessed) for token, _, guessed in steps]
+    return [token for token, _ in taken], sum(guessed for _, guessed in taken)
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(layout: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout, invariant=True)
+    draft = tiny_llama()
+    draft.model.layers[1].mlp.down_proj.scales *= 1.2
+
+    expected, leads = plain(model)
+    tokens, guessed = speculative(model, draft)
+
+    assert len(tokens) == COUNT
+    assert 0 < guessed < COUNT  # verified in batches, and not only those
+    rows = {plan.problem.m for plan in launch.plans_built() if plan.problem.invariant}
+    assert {1, 4} <= rows
+    parted = next((i for i in range(COUNT) if tokens[i] != expected[i]), COUNT)
+    assert parted == COUNT or leads[parted] < TIE, (parted, leads)
+
+
+def test_every_layer_of_an_invariant_model_is_invariant() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), invariant=True)
+
+    layers = [
+        each
+        for _, each in model.named_modules()
+        if isinstance(each, MarlinLinear | MarlinEmbedding)
+    ]
+    assert len(layers) == 15
+    assert all(each.invariant for each in layers)
+    assert "invariant" in repr(next(e for e in layers if isinstance(e, MarlinLinear)))
+
+
+def test_optimizing_again_changes_the_mode_and_nothing_else() -> None:
+    model = mlx_marlin.optimize(tiny_llama())
+    before = [path for path, _ in model.named_modules()]
+
+    for invariant in (True, False):
+        mlx_marlin.optimize(model, invariant=invariant)
+        modes = {
+            each.invariant
+            for _, each in model.named_modules()
+            if isinstance(each, MarlinLinear | MarlinEmbedding)
+        }
+        assert modes == {invariant}
+    assert [path for path, _ in model.named_modules()] == before
+
+
+def test_a_model_that_keeps_layers_of_mlxs_is_refused_whole() -> None:
+    left = nn.QuantizedLinear(80, 64, mode="nvfp4")
+    model = Layers(nn.QuantizedLinear(64, 64), left)
+
+    with pytest.raises(ValueError, match=r"1 quantized layers .* would stay MLX's"):
+        mlx_marlin.optimize(model, invariant=True)
+
+    assert [type(layer) for layer in model.layers] == [nn.QuantizedLinear] * 2
+
+
+def test_a_row_of_a_model_has_the_same_bits_in_any_batch() -> None:
+    layers = Layers(
+        nn.QuantizedLinear(64, 96), nn.SiLU(), nn.QuantizedLinear(96, 64, group_size=32)
+    )
+    model = mlx_marlin.optimize(layers, invariant=True)
+    x = mx.random.normal((64, 64), key=mx.random.key(0))
+
+    alone = model(x[2:3])
+
+    for rows in (5, 8, 31, 64):
+        assert mx.array_equal(model(x[:rows])[2:3], alone)

@@ -1,0 +1,396 @@
+"""Whole models are converted in place, and come back unchanged."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+import mlx_marlin
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.plan import Plan
+from support.models import (
+    LAYOUTS,
+    TOKENS,
+    Layers,
+    arrays,
+    assert_same_model,
+    tiny_llama,
+    types,
+)
+
+pytestmark = pytest.mark.usefixtures("_stock")
+
+
+@pytest.fixture
+def _stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_answers_the_same_through_our_layers(
+    ran: list[Plan], layout: str, tied: bool
+) -> None:
+    model = tiny_llama(tied=tied)
+    expected = model(TOKENS)
+
+    converted = mlx_marlin.optimize(model, layout=layout)
+
+    assert converted is model
+    assert ran == []
+    assert mx.allclose(model(TOKENS), expected, atol=1e-4)
+    # Seven products a block, and the head; a tied head is the embedding's.
+    assert len(ran) == 2 * 7 + 1
+    problems = [plan.problem for plan in ran]
+    assert {each.m for each in problems} == {10}
+    head = "mlx" if tied else layout
+    assert [each.layout for each in problems] == [layout] * 14 + [head]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_restore_gives_back_every_layer_and_array(layout: str, tied: bool) -> None:
+    model = tiny_llama(tied=tied)
+
+    mlx_marlin.optimize(model, layout=layout)
+    found = [*types(model).values()]
+    assert found.count(MarlinLinear) == (14 if tied else 15)
+    assert found.count(MarlinEmbedding) == 1
+    assert nn.QuantizedLinear not in found
+    restored = mlx_marlin.restore(model)
+
+    assert restored is model
+    assert_same_model(model, tiny_llama(tied=tied))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_converting_twice_changes_nothing(layout: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+    before = dict(model.named_modules())
+
+    mlx_marlin.optimize(model, layout=layout)
+
+    assert all(module is before[path] for path, module in model.named_modules())
+
+
+@pytest.mark.parametrize(("first", "second"), [LAYOUTS, LAYOUTS[::-1]])
+def test_the_layout_can_be_changed(first: str, second: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=first)
+
+    mlx_marlin.optimize(model, layout=second)
+
+    layers = [each for each in model.modules() if isinstance(each, MarlinLinear)]
+    assert {each.layout for each in layers} == {second}
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+def test_mlxs_layout_shares_every_array() -> None:
+    model = tiny_llama()
+    before = arrays(model)
+
+    mlx_marlin.optimize(model)
+
+    assert [*arrays(model)] == [*before]
+    assert all(array is before[path] for path, array in arrays(model).items())
+
+
+class Special(nn.QuantizedLinear):
+    """A subclass, which may do something else with its weight."""
+
+
+def test_only_layers_of_our_format_and_exact_type_are_taken() -> None:
+    model = Layers(
+        nn.QuantizedLinear(64, 64),
+        Special(64, 64),
+        nn.QuantizedLinear(80, 64, mode="nvfp4"),
+        nn.QuantizedEmbedding(64, 80, mode="nvfp4"),
+        nn.Linear(64, 64),
+        nn.RMSNorm(64),
+    )
+    before = [*model.layers]
+
+    for layout in LAYOUTS:
+        mlx_marlin.optimize(model, layout=layout)
+
+        assert type(model.layers[0]) is MarlinLinear
+        assert all(a is b for a, b in zip(model.layers[1:], before[1:], strict=True))
+
+
+class Crowded(nn.Module):
+    """A model whose layers hang in every kind of container that MLX knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def layer() -> nn.QuantizedLinear:
+            return nn.QuantizedLinear(64, 64)
+
+        self.here = layer()
+        self.by_number = {"0": layer(), "1": layer()}
+        self.by_name = {"a": layer(), "b.c": layer()}
+        self.with_gaps = [None, layer(), mx.zeros(3), layer()]
+        self.nested = [[layer()], {"x": [layer()]}]
+        self._hidden = layer()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_found_wherever_mlx_finds_them(layout: str) -> None:
+    model = Crowded()
+    paths = [*types(model)]
+
+    mlx_marlin.optimize(model, layout=layout)
+
+    assert [*types(model)] == paths
+    leaves = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    assert {type(leaf) for _, leaf in leaves if leaf is not None} == {MarlinLinear}
+    mlx_marlin.restore(model)
+    assert set(types(model).values()) == {Crowded, nn.QuantizedLinear}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_shared_layer_stays_one_layer(layout: str) -> None:
+    layer = nn.QuantizedLinear(64, 64)
+    model = Layers(layer, nn.QuantizedLinear(64, 64), layer)
+
+    mlx_marlin.optimize(model, layout=layout)
+
+    assert model.layers[0] is model.layers[2]
+    assert model.layers[0] is not model.layers[1]
+    mlx_marlin.restore(model)
+    assert model.layers[0] is model.layers[2]
+
+
+def test_packing_keeps_one_layer_twice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(*(nn.QuantizedLinear(64, 64) for _ in range(4)))
+    old = [weakref.ref(layer) for layer in model.layers]
+    alive: list[int] = []
+    take = MarlinLinear.from_quantized.__func__
+
+    def counting(cls: type[MarlinLinear], layer: Any, **options: Any) -> MarlinLinear:
+        gc.collect()
+        alive.append(sum(each() is not None for each in old))
+        return take(cls, layer, **options)
+
+    monkeypatch.setattr(MarlinLinear, "from_quantized", classmethod(counting))
+    mlx_marlin.optimize(model, layout="marlin")
+
+    assert alive == [4, 3, 2, 1]
+
+
+class BreakError(Exception):
+    """What goes wrong in the middle."""
+
+
+@pytest.fixture
+def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Returns what makes a method of MarlinLinear fail at its n-th call, once."""
+
+    def arrange(name: str, nth: int) -> None:
+        usual = getattr(MarlinLinear, name)
+        calls = iter(range(1, sys.maxsize))
+
+        def method(self: MarlinLinear) -> Any:
+            if next(calls) == nth:
+                raise BreakError
+            return usual(self)
+
+        monkeypatch.setattr(MarlinLinear, name, method)
+
+    return arrange
+
+
+@pytest.mark.parametrize("nth", [1, 3, 8])
+def test_a_failure_leaves_the_model_as_it_was(
+    break_at: Callable[[str, int], None], nth: int
+) -> None:
+    model = tiny_llama()
+    break_at("keep_packed", nth)
+
+    with pytest.raises(BreakError):
+        mlx_marlin.optimize(model, layout="marlin")
+
+    assert_same_model(model, tiny_llama())
+
+
+def test_a_failure_while_quantizing_keeps_the_float_weights(
+    break_at: Callable[[str, int], None],
+) -> None:
+    model = tiny_llama(quantized=False)
+    before = dict(model.named_modules())
+    break_at("keep_packed", 9)
+
+    with pytest.raises(BreakError):
+        mlx_marlin.optimize(model, quantize=True, group_size=32, layout="marlin")
+
+    assert all(module is before[path] for path, module in model.named_modules())
+
+
+def test_a_failure_while_changing_the_layout_keeps_the_old_one(
+    break_at: Callable[[str, int], None],
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama())
+    break_at("keep_packed", 3)
+
+    with pytest.raises(BreakError):
+        mlx_marlin.optimize(model, layout="marlin")
+
+    layers = [each for each in model.modules() if isinstance(each, MarlinLinear)]
+    assert [each.layout for each in layers] == ["mlx"] * 14
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_failure_while_restoring_keeps_our_layers(
+    break_at: Callable[[str, int], None], layout: str
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
+    break_at("to_stock", 3)
+
+    with pytest.raises(BreakError):
+        mlx_marlin.restore(model)
+
+    layers = [each for each in model.modules() if isinstance(each, MarlinLinear)]
+    assert [each.layout for each in layers] == [layout] * 14
+    assert any(isinstance(each, MarlinEmbedding) for each in model.modules())
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+def test_linear_layers_are_quantized_on_request_where_they_can_be() -> None:
+    model = Layers(nn.Linear(128, 64), nn.Linear(96, 64, bias=False), nn.Linear(64, 96))
+    stock = nn.QuantizedLinear.from_linear(model.layers[0], 64, 4)
+    kept = model.layers[1]
+
+    mlx_marlin.optimize(model, quantize=True)
+
+    assert model.layers[1] is kept
+    assert arrays(model.layers[0]).keys() == arrays(stock).keys()
+    assert mx.array_equal(model.layers[0].weight, stock.weight)
+    assert type(model.layers[2]) is MarlinLinear
+    mlx_marlin.restore(model)
+    assert type(model.layers[0]) is nn.QuantizedLinear
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (Layers(nn.Linear(64, 64)), {}, "no layer to convert"),
+        (Layers(nn.Linear(65, 64)), {"quantize": True}, "no layer to convert"),
+        (
+            Layers(nn.QuantizedLinear(80, 64, mode="nvfp4")),
+            {},
+            "no layer to convert",
+        ),
+        (Layers(), {}, "no layer to convert"),
+        (nn.QuantizedLinear(64, 64), {}, "no layer to convert"),
+        (Layers(nn.QuantizedLinear(64, 64)), {"layout": "rows"}, "layout='rows'"),
+        (Layers(nn.Linear(64, 64)), {"quantize": True, "bits": 7}, "bits=7"),
+        (
+            Layers(nn.Linear(64, 64)),
+            {"quantize": True, "group_size": 0},
+            "group_size=0",
+        ),
+        (Layers(nn.Linear(64, 64)), {"quantize": True, "group_size": 16}, "group_size"),
+    ],
+)
+def test_what_cannot_be_converted_is_said(
+    model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    before = types(model)
+
+    with pytest.raises(ValueError, match=message):
+        mlx_marlin.optimize(model, **options)
+
+    assert types(model) == before
+
+
+def test_restoring_a_model_that_is_not_ours_changes_nothing() -> None:
+    model = tiny_llama()
+    before = dict(model.named_modules())
+
+    mlx_marlin.restore(model)
+
+    assert all(module is before[path] for path, module in model.named_modules())
+
+
+def test_progress_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), progress=True)
+    assert "15/15" in capsys.readouterr().err
+
+    mlx_marlin.restore(model, progress=True)
+    assert "15/15" in capsys.readouterr().err
+
+    mlx_marlin.optimize(model)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantizing_again_leaves_our_layers_alone(layout: str) -> None:
+    model = mlx_marlin.optimize(
+        Layers(nn.QuantizedLinear(64, 64), nn.Linear(64, 64)), layout=layout
+    )
+    ours = model.layers[0]
+
+    nn.quantize(model, bits=8)
+
+    assert model.layers[0] is ours
+    assert type(model.layers[1]) is nn.QuantizedLinear
+
+
+def test_weights_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:
+    file = str(tmp_path / "model.safetensors")
+    stock = tiny_llama()
+    mlx_marlin.optimize(tiny_llama()).save_weights(file)
+
+    fresh = mlx_marlin.optimize(tiny_llama())
+    for layer in fresh.modules():
+        if isinstance(layer, MarlinLinear):
+            layer.scales = mx.zeros_like(layer.scales)
+    fresh.load_weights(file)
+
+    assert_same_model(mlx_marlin.restore(fresh), stock)
+
+
+def sharded_layers() -> Layers:
+    whole = nn.QuantizedLinear(64, 64)
+    return Layers(
+        nn.QuantizedLinear(64, 64),
+        nn.QuantizedAllToShardedLinear.from_quantized_linear(whole),
+        nn.QuantizedShardedToAllLinear.from_quantized_linear(whole),
+    )
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_sharded_layers_are_not_invariant(index: int) -> None:
+    model = Layers(nn.QuantizedLinear(64, 64), sharded_layers().layers[index])
+    before = [*model.layers]
+
+    with pytest.raises(ValueError, match=r"invariant=True: 1 quantized layers"):
+        mlx_marlin.optimize(model, invariant=True)
+
+    assert all(a is b for a, b in zip(model.layers, before, strict=True))
+
+
+def test_sharded_layers_stay_with_one_warning() -> None:
+    model = sharded_layers()
+    before = [*model.layers]
+
+    with pytest.warns(RuntimeWarning, match="2 sharded layers") as given:
+        mlx_marlin.optimize(model)
+
+    assert [each.filename for each in given] == [__file__]
+    mlx_marlin.optimize(sharded_layers())  # a second warning would be an error
+    assert type(model.layers[0]) is MarlinLinear
+    assert all(a is b for a, b in zip(model.layers[1:], before[1:], strict=True))
+
+
+def test_a_model_of_sharded_layers_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no layer to convert.* not sharded"):
+        mlx_marlin.optimize(Layers(*sharded_layers().layers[1:]))

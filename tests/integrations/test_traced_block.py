@@ -1,0 +1,289 @@
+"""Blocks as traced graphs compute what mlx-lm's own code does."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as caches
+
+import mlx_marlin
+from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing.routing import Routing
+from mlx_marlin.planning.plan import Plan
+from support.decoder_models import (
+    ALL,
+    Caches,
+    assert_close,
+    assert_equal,
+    decoded,
+    graphs,
+    one_stream,
+    quantized,
+    tiny,
+    traced,
+    with_left_padding,
+)
+from support.models import LAYOUTS
+
+JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
+"""Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
+SUMS_APART = {"exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3"}
+"""Families that normalize or multiply what they add to the residual."""
+NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3"}
+"""Families without norms before products, or whose norms are their own."""
+
+
+@pytest.mark.thinned(44)
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@ALL
+def test_a_block_answers_as_mlx_lms_code(
+    make: Callable[[nn.Module], Caches], family: str, layout: str, join: bool
+) -> None:
+    model = traced(tiny(family), layout=layout, join=join)
+    if family == "gpt_oss" and make is quantized:
+        with pytest.raises(ValueError, match="sinks"):  # as in mlx-lm
+            decoded(model, make)
+        return
+
+    outputs = decoded(model, make)
+
+    # Stock MLX's products round as mlx-lm's code does, also before a sum.
+    assert_equal(outputs, decoded(tiny(family), make))
+    streams = outputs[0].shape[0]
+    assert {shape_of(key)[:2] for key in graphs(model)} >= {(streams, 1), (streams, 3)}
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_cache_grows_as_mlx_lms_code_lets_it() -> None:
+    own, model = tiny("llama"), traced(tiny("llama"), join=True)
+    room = caches.KVCache.step
+
+    expected = decoded(own, one_stream, prompt=room - 6)
+
+    # Single tokens fill it to the last place and beyond.
+    assert_equal(decoded(model, one_stream, prompt=room - 6), expected)
+
+
+def shape_of(key: Any) -> tuple[int, ...]:
+    """Returns the shape of x in a key of graphs."""
+    shape: tuple[int, ...] = key if isinstance(key[0], int) else key[0]
+    return shape
+
+
+@pytest.mark.thinned(22)
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("make", [one_stream, with_left_padding])
+def test_kernels_that_are_traced_answer_as_mlx_lms_code(
+    cuda: list[Plan],
+    gathered: list[CudaGatherPlan],
+    choices: list[Routing],
+    make: Callable[[nn.Module], Caches],
+    family: str,
+    join: bool,
+) -> None:
+    options = {"layout": "marlin", "join": join}
+    own = mlx_marlin.optimize(tiny(family, mx.float16), **options, trace=False)
+    expected = decoded(own, make)
+    assert not any(plan.problem.epilogue.residual for plan in cuda)
+    assert not choices
+    assert not any(plan.gate for plan in gathered)
+
+    outputs = decoded(traced(tiny(family, mx.float16), **options), make)
+
+    # A sum in an epilogue rounds once, in mlx-lm's code twice.
+    assert_close(outputs, expected, 2e-3)
+    sums = [plan for plan in cuda if plan.problem.epilogue.residual]
+    experts = FAMILIES[family].experts  # which have sums and gates of their own
+    last = family in ("gpt_oss", "qwen3_moe")
+    routing = Routing(2, of_all=family == "qwen2_moe", last=last)
+    routings = {routing} if experts else set()
+    assert any(plan.gate for plan in gathered) == bool(experts)
+    assert {*choices} == routings
+    summed = set() if family in SUMS_APART else {128} if experts else {128, 96}
+    assert {plan.problem.k for plan in sums} == summed
+    network = experts is None or experts.shared is not None
+    gates = (join or family in JOINED_GATES) and family != "gemma3_text"  # gelu
+    assert any(plan.problem.epilogue.gated for plan in cuda) == (gates and network)
+    normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
+    assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
+    kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
+    heads = {(False, 3), *({(False, 0)} if make is one_stream else ())}
+    gated = set() if experts or not gates else {(True, 0)}
+    of_heads = heads if join or family in JOINED_HEADS else set()
+    assert kinds == (set() if family in NO_NORMS else of_heads | gated)
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_kernels_themselves_answer_as_mlx_lms_code(layout: str) -> None:
+    model = traced(tiny("llama"), layout=layout, join=True)
+
+    outputs = decoded(model, one_stream, prompt=2)
+
+    assert_close(outputs, decoded(tiny("llama"), one_stream, prompt=2), 1e-5)
+
+
+def test_scores_may_be_shares_of_all_experts(
+    cuda: list[Plan], choices: list[Routing]
+) -> None:
+    options = {"norm_topk_prob": False}
+    own = mlx_marlin.optimize(tiny("qwen3_moe", mx.float16, **options), trace=False)
+
+    outputs = decoded(traced(tiny("qwen3_moe", mx.float16, **options)), one_stream)
+
+    assert_close(outputs, decoded(own, one_stream), 2e-3)
+    assert {*choices} == {Routing(2, of_all=True, last=True)}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "gate"),
+        ("qwen2_moe", "gate"),
+        ("qwen2_moe", "shared_expert_gate"),
+        ("qwen3_moe", "gate"),
+    ],
+)
+def test_wider_gates_widen_what_mlx_lms_code_widens(
+    cuda: list[Plan], choices: list[Routing], family: str, name: str
+) -> None:
+    def wide() -> nn.Module:
+        model = tiny(family, mx.float16)
+        for block in model.layers:
+            experts = block[FAMILIES[family].place]
+            experts[name].set_dtype(mx.float32)
+        return model
+
+    own = mlx_marlin.optimize(wide(), trace=False)
+    expected = decoded(own, one_stream)
+
+    model = traced(wide())
+    assert_close(decoded(model, one_stream), expected, 2e-3)
+
+    assert bool(choices) == (name != "gate")  # of which nothing is computed
+    x = mx.zeros((1, 1, 128), mx.float16)
+    ours, mlxs = (
+        each.layers[0](x, None, caches.KVCache()).dtype for each in (model, own)
+    )
+    assert ours == mlxs
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt_oss", {}),
+        ("exaone4", {"sliding_window_pattern": "LG"}),
+        ("gemma3_text", {"rope_local_base_freq": 100.0}),
+        ("olmo3", {}),
+        ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of_model", [False, True], ids=["alone", "generate"])
+def test_windows_hide_tokens_of_a_stream(
+    family: str, options: dict[str, Any], of_model: bool
+) -> None:
+    def logits(model: nn.Module) -> list[mx.array]:
+        alone = [caches.BatchKVCache([0]) for _ in model.layers]
+        cache = model.make_cache() if of_model else alone
+        return [model(mx.array([[i]]), cache=cache) for i in range(12)]
+
+    options = {**options, "sliding_window": 4}
+    own, model = tiny(family, **options), traced(tiny(family, **options))
+    assert_equal(logits(model), logits(own))
+    kinds = [block._contents.kind is not None for block in model.layers]
+    assert kinds == [True, family != "exaone4"]  # whose second layer has no rope
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize(
+    ("family", "options", "hidden"),
+    [
+        ("exaone4", {}, [False, False]),
+        ("exaone4", {"sliding_window_pattern": "LG"}, [True, False]),
+        ("gemma3_text", {}, [True, False]),
+        ("gpt_oss", {}, [True, True]),
+        ("olmo3", {}, [True, False]),
+        ("llama", {}, [False, False]),
+    ],
+)
+def test_layers_without_a_window_need_no_mask_for_a_stream_alone(
+    family: str, options: dict[str, Any], hidden: list[bool]
+) -> None:
+    model = traced(tiny(family, **options))
+    mx.eval(model(mx.array([[3]]), cache=one_stream(model)))
+    assert [block._contents.windowed for block in model.layers] == hidden
+
+
+@pytest.mark.usefixtures("stock")
+def test_what_gemma_adds_is_kept_within_float16() -> None:
+    mx.random.seed(7)
+    x = mx.random.uniform(-65000, 65000, (1, 3, 128)).astype(mx.float16)
+    outputs = []
+    for model in (tiny("gemma3_text", mx.float16), tiny("gemma3_text", mx.float16)):
+        for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            model.layers[0][name].weight *= 2000
+        block = traced(model).layers[0] if outputs else model.layers[0]
+        outputs.append(block(x, None, caches.KVCache()))
+    assert mx.array_equal(*outputs)
+    assert (mx.abs(outputs[0]) == mx.finfo(mx.float16).max).any()
+
+
+@pytest.mark.usefixtures("stock")
+def test_each_layer_of_granite_has_its_factor() -> None:
+    models = [tiny("granite"), tiny("granite")]
+    for model in models:
+        model.layers[1].residual_multiplier = 3
+
+    outputs = decoded(traced(models[0]), one_stream)
+
+    assert_equal(outputs, decoded(models[1], one_stream))
+    first, second = (block._contents.kind for block in models[0].layers)
+    assert first != second
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_factor_that_is_learned_runs_in_mlx_lms_code() -> None:
+    model = traced(tiny("granite"))
+    model.layers[1].residual_multiplier = mx.array(0.5)
+    decoded(model, one_stream)
+    first, second = (block._contents.kind for block in model.layers)
+    assert first is not None
+    assert second is None
+
+
+def test_a_kernel_chooses_in_every_thread_and_stream(
+    cuda: list[Plan], choices: list[Routing]
+) -> None:
+    model = traced(tiny("mixtral", mx.float16))
+    decoded(model, one_stream)
+    for stream in (None, mx.new_stream(mx.default_device())):
+        choices.clear()
+        with ThreadPoolExecutor(1) as pool, mx.stream(stream or mx.default_device()):
+            if stream is None:
+                pool.submit(decoded, model, one_stream).result()
+            else:
+                decoded(model, one_stream)
+        assert choices
+
+
+@pytest.mark.usefixtures("kernels")
+def test_invariant_rows_have_the_bits_of_the_blocks_own_code() -> None:
+    options = {"layout": "marlin", "join": True, "invariant": True}
+    model = traced(tiny("llama", mx.float16), **options)
+    untraced = mlx_marlin.optimize(tiny("llama", mx.float16), **options)
+
+    outputs = decoded(model, one_stream, prompt=2)
+
+    assert_equal(outputs, decoded(untraced, one_stream, prompt=2))
+    assert graphs(model)

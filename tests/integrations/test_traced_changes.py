@@ -1,0 +1,262 @@
+"""A traced block notices at once what changes in it: settings, classes and methods."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import base, llama, switch_layers
+
+import mlx_marlin
+from mlx_marlin.integrations.tracing import contents as block_contents
+from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing.snapshot import is_unchanged
+from support.decoder_models import assert_equal, one_stream, tiny, traced
+
+pytestmark = pytest.mark.usefixtures("_stock")
+
+Change = Callable[[nn.Module], None]
+
+
+@pytest.fixture
+def _stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+def generated(model: nn.Module, change: Change) -> list[mx.array]:
+    """Returns logits of a prompt and of tokens, with a change between two of these."""
+    cache = one_stream(model)
+    outputs = []
+    for index, tokens in enumerate(([3, 1, 4, 1, 5, 9, 2, 6, 5], [3], [5], [8], [9])):
+        if index == 3:
+            change(model)
+        outputs.append(model(mx.array([tokens]), cache=cache))
+        mx.eval(outputs[-1])
+    return outputs
+
+
+def set_in_blocks(path: str, value: Any) -> Change:
+    def change(model: nn.Module) -> None:
+        *owners, name = path.split(".")
+        for block in model.layers:
+            setattr(functools.reduce(getattr, owners, block), name, value)
+
+    return change
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize(
+    ("family", "path", "value"),
+    [
+        ("llama", "self_attn.rope.base", 20.0),
+        ("llama", "self_attn.rope.scale", 0.25),
+        ("llama", "self_attn.rope.traditional", True),
+        ("llama", "self_attn.scale", 1.5),
+        ("llama", "input_layernorm.eps", 0.5),
+        ("llama", "post_attention_layernorm.eps", 0.5),
+        ("qwen3", "self_attn.q_norm.eps", 0.5),
+        ("granite", "residual_multiplier", 0.9),
+        ("gpt_oss", "mlp.experts.activation._limit", 0.01),
+        ("qwen3_moe", "mlp.norm_topk_prob", False),
+    ],
+)
+def test_a_setting_that_changes_counts_for_the_next_token(
+    family: str, path: str, value: Any, join: bool
+) -> None:
+    change = set_in_blocks(path, value)
+    expected = generated(tiny(family), change)
+
+    model = traced(tiny(family), join=join)
+    outputs = generated(model, change)
+
+    assert_equal(outputs, expected)
+    unchanged = generated(tiny(family), lambda _: None)
+    assert_equal(expected[:3], unchanged[:3])
+    assert not mx.allclose(expected[3], unchanged[3], rtol=1e-3)
+    assert all(block._contents.kind is not None for block in model.layers)
+
+
+def doubled(function: Any) -> Any:
+    """Returns a function that passes for another and returns twice its result."""
+
+    @functools.wraps(function)
+    def double(*arguments: Any, **options: Any) -> Any:
+        return 2 * function(*arguments, **options)
+
+    return double
+
+
+METHODS: list[tuple[str, Any, str]] = [
+    ("llama", llama.Attention, "__call__"),
+    ("llama", llama.MLP, "__call__"),
+    ("llama", llama.TransformerBlock, "__call__"),
+    ("llama", llama, "scaled_dot_product_attention"),
+    ("llama", llama, "swiglu"),
+    ("llama", nn.RMSNorm, "__call__"),
+    ("llama", nn.RoPE, "__call__"),
+    ("gemma3_text", import_module("mlx_lm.models.gemma3_text"), "clip_residual"),
+    ("gemma3_text", import_module("mlx_lm.models.gemma3_text").RMSNorm, "__call__"),
+    ("qwen3_moe", switch_layers.SwitchGLU, "__call__"),
+    (
+        "qwen3_moe",
+        import_module("mlx_lm.models.qwen3_moe").Qwen3MoeSparseMoeBlock,
+        "__call__",
+    ),
+]
+REPLACED = pytest.mark.parametrize(
+    ("family", "holder", "name"),
+    METHODS,
+    ids=[f"{family}-{holder.__name__}-{name}" for family, holder, name in METHODS],
+)
+
+
+@REPLACED
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+def test_a_method_that_is_replaced_counts_for_the_next_token(
+    family: str, holder: Any, name: str, join: bool
+) -> None:
+    def replace(_: nn.Module) -> None:
+        patch.setattr(holder, name, doubled(getattr(holder, name)))
+
+    results = []
+    model = traced(tiny(family), join=join)
+    for each in (tiny(family), model):
+        with pytest.MonkeyPatch.context() as patch:
+            results.append(generated(each, replace))
+
+    assert_equal(results[1], results[0])
+    unchanged = generated(tiny(family), lambda _: None)
+    assert not mx.allclose(results[0][3], unchanged[3], rtol=1e-3)
+    # It is mlx-lm's again now.
+    assert_equal(generated(model, lambda _: None), unchanged)
+    assert all(block._contents.kind is not None for block in model.layers)
+
+
+@REPLACED
+def test_a_method_that_was_replaced_before_optimize_counts(
+    monkeypatch: pytest.MonkeyPatch, family: str, holder: Any, name: str
+) -> None:
+    monkeypatch.setattr(holder, name, doubled(getattr(holder, name)))
+    expected = generated(tiny(family), lambda _: None)
+
+    model = traced(tiny(family), join=True)
+
+    assert_equal(generated(model, lambda _: None), expected)
+    assert all(block._contents.kind is None for block in model.layers)
+
+
+def test_attention_that_was_replaced_wherever_it_is_imported_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = doubled(base.scaled_dot_product_attention)
+    for module in (base, llama):
+        monkeypatch.setattr(module, "scaled_dot_product_attention", other)
+    expected = generated(tiny("llama"), lambda _: None)
+
+    model = traced(tiny("llama"), join=True)
+
+    assert_equal(generated(model, lambda _: None), expected)
+
+
+def test_a_method_of_another_class_of_the_module_is_no_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def identity(self: Any, x: mx.array) -> mx.array:
+        return x
+
+    identity.__qualname__, identity.__module__ = "MLP.__call__", llama.__name__
+    monkeypatch.setattr(llama.MLP, "__call__", identity)
+    expected = generated(tiny("llama"), lambda _: None)
+
+    assert_equal(generated(traced(tiny("llama")), lambda _: None), expected)
+
+
+class DoubledAttention(llama.Attention):
+    def __call__(self, *arguments: Any) -> mx.array:
+        return 2 * super().__call__(*arguments)
+
+
+def test_a_class_that_changes_counts_for_the_next_token() -> None:
+    change = set_in_blocks("self_attn.__class__", DoubledAttention)
+    expected = generated(tiny("llama"), change)
+
+    model = traced(tiny("llama"))
+
+    assert_equal(generated(model, change), expected)
+    assert all(block._contents.kind is None for block in model.layers)
+
+
+def test_blocks_whose_class_was_replaced_in_its_module_are_not_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Doubled(llama.TransformerBlock):
+        def __call__(self, *arguments: Any, **options: Any) -> mx.array:
+            return 2 * super().__call__(*arguments, **options)
+
+    monkeypatch.setattr(llama, "TransformerBlock", Doubled)
+    model, own = tiny("llama"), tiny("llama")
+    assert type(model.layers[0]) is Doubled
+
+    mlx_marlin.optimize(model, trace=True)
+
+    assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_seen_to_change_while_nothing_does(family: str) -> None:
+    model = traced(tiny(family), layout="marlin", join=True)
+    generated(model, lambda _: None)
+    contents = [block._contents for block in model.layers]
+
+    generated(model, lambda _: None)
+
+    for block, each in zip(model.layers, contents, strict=True):
+        assert block._contents is each
+        assert is_unchanged(block, each.seen)
+    assert any(each.kind is not None for each in contents)
+
+
+def test_training_changes_no_result() -> None:
+    model = traced(tiny("llama"))
+    expected = generated(model, lambda _: None)
+    kind = model.layers[0]._contents.kind
+
+    outputs = generated(model, lambda each: each.train())
+
+    assert_equal(outputs, expected)
+    assert model.layers[0]._contents.kind is kind
+
+
+def test_attention_that_was_replaced_while_the_tracing_code_was_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, own = traced(tiny("llama")), tiny("llama")
+    monkeypatch.setattr(
+        block_contents, "scaled_dot_product_attention", doubled(mx.multiply)
+    )
+
+    assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
+    assert all(block._contents.kind is None for block in model.layers)
+
+
+def test_settings_that_keep_changing_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, own = traced(tiny("llama")), tiny("llama")
+    generated(model, lambda _: None)
+    kinds = len(block_contents._kinds)
+    monkeypatch.setattr(block_contents, "MOST_KINDS", kinds + 1)
+
+    for base_of_rope, warns in ((301.0, False), (302.0, True), (303.0, False)):
+        change = set_in_blocks("self_attn.rope.base", base_of_rope)
+        expected = generated(own, change)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            assert_equal(generated(model, change), expected)
+        assert [each.filename for each in given] == [llama.__file__] * warns
+
+    assert len(block_contents._kinds) == kinds + 1

@@ -1,0 +1,237 @@
+"""Traced blocks rotate heads as mlx-lm's code does, in a product where they can."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as caches
+from mlx_lm.models import rope_utils
+
+import mlx_marlin
+from mlx_marlin.planning.epilogue import Rotation
+from mlx_marlin.planning.plan import Plan
+from support.decoder_models import (
+    WIDE_HEADS,
+    Caches,
+    assert_close,
+    assert_equal,
+    decoded,
+    graphs,
+    many_streams,
+    one_stream,
+    tiny,
+    traced,
+    with_left_padding,
+)
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.thinned(8)
+@pytest.mark.parametrize(
+    ("family", "options", "rotates"),
+    [
+        ("llama", {}, True),
+        ("llama", {"rope_scaling": LLAMA3}, True),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, True),
+        ("llama", {"rope_scaling": YARN}, True),
+        ("gpt_oss", {"rope_scaling": YARN}, True),
+        ("qwen2", {}, True),
+        ("llama", {"rope_traditional": True}, False),
+        ("qwen3", {}, True),  # q and k have norms before
+        ("exaone4", {}, True),
+        ("olmo2", {}, False),  # of all heads together
+        ("gemma3_text", {}, False),  # of its own class
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [one_stream, with_left_padding, many_streams])
+def test_a_product_rotates_heads_of_64_features(
+    cuda: list[Plan],
+    make: Callable[[nn.Module], Caches],
+    family: str,
+    options: dict[str, Any],
+    rotates: bool,
+) -> None:
+    given = {**WIDE_HEADS, **options}
+    packed = {"layout": "marlin", "join": True}
+    own = mlx_marlin.optimize(tiny(family, mx.float16, **given), **packed, trace=False)
+    expected = decoded(own, make)
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+    outputs = decoded(traced(tiny(family, mx.float16, **given), **packed), make)
+
+    # Norms after the products stretch what is rounded: to float32 both have 3e-3.
+    assert_close(outputs, expected, 4e-3 if family == "exaone4" else 2e-3)
+    found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
+    rotation = Rotation(64, 384, each=make is with_left_padding)
+    if options.get("rope_scaling") is YARN:
+        rotation = replace(rotation, factor=0.1 * math.log(32) + 1)
+    if family in ("qwen3", "exaone4"):
+        rotation = replace(rotation, norm=1e-5, queries=256)
+    assert found == ({rotation} if rotates else set())
+
+
+def test_norms_of_heads_that_differ_are_mlxs(cuda: list[Plan]) -> None:
+    def other() -> nn.Module:
+        model = tiny("qwen3", mx.float16, **WIDE_HEADS)
+        for block in model.layers:
+            block.self_attn.k_norm.eps = 0.5
+        return model
+
+    packed = {"layout": "marlin", "join": True}
+    own = mlx_marlin.optimize(other(), **packed, trace=False)
+
+    outputs = decoded(traced(other(), **packed), one_stream)
+
+    assert_close(outputs, decoded(own, one_stream), 2e-3)
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+
+def two_streams(model: nn.Module) -> Caches:
+    return [TwoStreams([0, 2]) for _ in model.layers]
+
+
+class TwoStreams(caches.BatchKVCache):
+    """A batch whose places MLX keeps where the host writes."""
+
+    batch = 2
+
+
+class LongOffsets(caches.BatchKVCache):
+    """A batch whose places are no int32."""
+
+    batch = 3
+
+    def __init__(self, left_padding: list[int]) -> None:
+        super().__init__(left_padding)
+        self.offset = self.offset.astype(mx.int64)
+
+
+def long_offsets(model: nn.Module) -> Caches:
+    return [LongOffsets([0, 2, 1]) for _ in model.layers]
+
+
+@pytest.mark.parametrize("make", [two_streams, long_offsets])
+def test_other_places_are_for_mlxs_rope(
+    cuda: list[Plan], make: Callable[[nn.Module], Caches]
+) -> None:
+    packed = {"layout": "marlin", "join": True}
+    own = tiny("llama", mx.float16, **WIDE_HEADS)
+    expected = decoded(mlx_marlin.optimize(own, **packed, trace=False), make)
+
+    outputs = decoded(traced(tiny("llama", mx.float16, **WIDE_HEADS), **packed), make)
+
+    assert_close(outputs, expected, 2e-3)
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+
+def test_a_cache_of_other_streams_is_refused_by_mlx(cuda: list[Plan]) -> None:
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    with pytest.raises(ValueError, match="offset"):
+        model(mx.zeros((4, 1), mx.int32), cache=with_left_padding(model))
+    assert not any(plan.problem.epilogue.rotation for plan in cuda)
+
+
+def test_gradients_go_through_rotated_heads(
+    cuda: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU MLX's rope has derivatives of x alone, and raises for its `freqs`."""
+    own = tiny("llama", mx.float16, **WIDE_HEADS)
+    mlx_marlin.optimize(own, layout="marlin", join=True, trace=False)
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    x = mx.random.normal((1, 1, 256)).astype(mx.float16)
+
+    def gradient(block: nn.Module) -> mx.array:
+        def total(x: mx.array) -> mx.array:
+            y: mx.array = block(x, None, caches.KVCache())
+            return (y * y).sum()
+
+        found: mx.array = mx.grad(total)(x)
+        return found
+
+    def rope(*arguments: Any, freqs: Any = None, **options: Any) -> mx.array:
+        assert freqs is None
+        return own_rope(*arguments, **options)
+
+    expected, own_rope = gradient(own.layers[0]), mx.fast.rope
+    monkeypatch.setattr(mx.fast, "rope", rope)
+    found = gradient(model.layers[0])
+
+    assert any(plan.problem.epilogue.rotation for plan in cuda)
+    assert_close([found], [expected], 5e-3)
+
+
+@pytest.mark.usefixtures("stock")
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5},
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.5] * 16,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+def test_every_rope_is_computed(scaling: dict[str, Any], join: bool) -> None:
+    model = traced(tiny("llama", rope_scaling=scaling), join=join)
+
+    outputs = decoded(model, one_stream)
+
+    assert_close(
+        outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream), 1e-6
+    )
+    assert graphs(model)
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
+@pytest.mark.parametrize("make", [one_stream, with_left_padding])
+def test_layers_without_a_rope_are_traced(
+    cuda: list[Plan], make: Callable[[nn.Module], Caches], join: bool
+) -> None:
+    given = {**WIDE_HEADS, "no_rope_layer_interval": 2}
+    packed = {"layout": "marlin", "join": join}
+    own = tiny("smollm3", mx.float16, **given)
+    own = mlx_marlin.optimize(own, **packed, trace=False)
+    expected = decoded(own, make)
+    model = traced(tiny("smollm3", mx.float16, **given), **packed)
+
+    assert_close(decoded(model, make), expected, 2e-3)
+
+    kinds = [block._contents.kind for block in model.layers]
+    ropes = [dict(kind.before)["rope"].cls.__name__ for kind in kinds]
+    assert ropes == ["RoPE", "NoPE"]
+    rotating = {plan.problem.epilogue.rotation for plan in cuda} - {None}
+    assert len(rotating) == join  # those of the first layer
+
+
+@pytest.mark.usefixtures("stock")
+def test_a_rope_that_needs_a_number_runs_in_mlx_lms_code() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = traced(tiny("llama", rope_scaling=scaling))
+    assert type(model.layers[0].self_attn.rope) is rope_utils.DynamicNTKScalingRoPE
+
+    outputs = decoded(model, one_stream)
+
+    assert_equal(outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream))
+    assert model.layers[0]._contents.kind is None

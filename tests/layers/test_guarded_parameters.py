@@ -1,0 +1,301 @@
+"""Parameters that stock MLX does not have are not saved, sharded or overwritten."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+import pytest
+from mlx.nn.layers.distributed import FullyShardedModule, shard_inplace, shard_linear
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.quant.dwq import dwq_quantize
+
+import mlx_marlin
+from mlx_marlin.layers.linear import MarlinLinear
+from support.models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
+
+pytestmark = pytest.mark.usefixtures("_stock")
+
+N, K, EXPERTS = 40, 128, 3
+FORMATS = [("affine", 4), ("affine", 3), ("mxfp4", 4), ("mxfp8", 8), ("nvfp4", 4)]
+CONVERTED = pytest.mark.parametrize(
+    "options",
+    [{"layout": "marlin"}, {"layout": "marlin", "join": True}, {"join": True}],
+    ids=["packed", "packed and joined", "joined"],
+)
+
+
+@pytest.fixture
+def _stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+def linear(mode: str = "affine", bits: int = 4) -> nn.Module:
+    stock = nn.QuantizedLinear(K, N, True, None, bits, mode)
+    return MarlinLinear.from_quantized(stock, layout="marlin")
+
+
+def experts() -> nn.Module:
+    stock = SwitchLinear(K, N, EXPERTS, bias=True).to_quantized(32, 4)
+    return converted(stock)
+
+
+def heads() -> nn.Module:
+    return converted(MultiLinear(K, N, EXPERTS).to_quantized(32, 4))
+
+
+def converted(stock: nn.Module) -> nn.Module:
+    model = nn.Sequential(stock)
+    return mlx_marlin.optimize(model, layout="marlin").layers[0]
+
+
+LAYERS = pytest.mark.parametrize("make", [linear, experts, heads])
+
+
+def assign(layer: nn.Module, name: str, array: mx.array) -> None:
+    setattr(layer, name, array)
+
+
+def set_item(layer: nn.Module, name: str, array: mx.array) -> None:
+    layer[name] = array
+
+
+def update(layer: nn.Module, name: str, array: mx.array) -> None:
+    nn.Sequential(layer).update(tree_unflatten([(f"layers.0.{name}", array)]))
+
+
+def load(layer: nn.Module, name: str, array: mx.array) -> None:
+    nn.Sequential(layer).load_weights([(f"layers.0.{name}", array)], strict=False)
+
+
+def apply(layer: nn.Module, name: str, array: mx.array) -> None:
+    old = layer[name]
+    nn.Sequential(layer).apply(lambda each: array if each is old else each)
+
+
+NAMES = {linear: ("words", "quantizers", "bias"), heads: ("words", "quantizers")}
+NAMES[experts] = NAMES[linear]
+
+
+@pytest.mark.parametrize("replace", [assign, set_item, update, load, apply])
+@pytest.mark.parametrize("wrong", ["shape", "dtype"])
+@pytest.mark.parametrize(
+    ("make", "name"), [(make, name) for make in NAMES for name in NAMES[make]]
+)
+def test_a_packed_parameter_keeps_its_shape_and_dtype(
+    make: Callable[[], nn.Module],
+    wrong: str,
+    name: str,
+    replace: Callable[[nn.Module, str, mx.array], None],
+) -> None:
+    layer = make()
+    old = layer[name]
+    new = old[..., :-1] if wrong == "shape" else old.astype(mx.int32)
+
+    with pytest.raises(ValueError, match=f"{name} of a packed Marlin") as raised:
+        replace(layer, name, new)
+
+    assert str(old.shape) in str(raised.value)
+    assert str(new.shape) in str(raised.value)
+    assert layer[name] is old
+
+
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_a_packed_parameter_takes_what_fits(mode: str, bits: int) -> None:
+    layer, other = linear(mode, bits), linear(mode, bits)
+    x = mx.random.normal((3, K))
+
+    layer.load_weights([*arrays(other).items()])
+
+    assert mx.array_equal(layer(x), other(x))
+    layer.set_dtype(mx.float16)
+    assert layer.bias.dtype == mx.float16
+    with pytest.raises(ValueError, match=r"words of .* got float16"):
+        layer.set_dtype(mx.float16, predicate=None)
+
+
+def test_a_bias_that_a_packed_layer_gets_later_fits_its_rows() -> None:
+    stock = nn.QuantizedLinear(K, N, False)
+    layer = MarlinLinear.from_quantized(stock, layout="marlin")
+
+    with pytest.raises(ValueError, match=r"bias of .* shape \(40,\), got .*\(39,\)"):
+        layer.bias = mx.zeros((N - 1,))
+    with pytest.raises(ValueError, match=r"bias of .* got list"):
+        layer.bias = [0.0] * N
+
+    layer.bias = mx.zeros((N,))
+    assert layer(mx.zeros((2, K))).shape == (2, N)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: _pickled(m)])
+@LAYERS
+def test_a_copy_of_a_packed_layer_is_guarded_too(
+    make: Callable[[], nn.Module], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    layer = make()
+
+    twin = copied(layer)
+
+    assert [*arrays(twin)] == [*arrays(layer)]
+    assert mx.array_equal(twin["words"], layer["words"])
+    with pytest.raises(ValueError, match="words of a packed"):
+        twin.words = twin.words[:-1]
+
+
+def _pickled(layer: nn.Module) -> nn.Module:
+    twin: nn.Module = pickle.loads(pickle.dumps(layer))
+    return twin
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    model.save_weights(str(folder / "model.safetensors"))
+
+
+def save_npz(model: nn.Module, folder: Path) -> None:
+    model.save_weights(str(folder / "model.npz"))
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    mlx_lm.utils.save_model(folder, model)
+
+
+def donate(model: nn.Module, folder: Path) -> None:
+    mlx_lm.utils.save_model(folder, model, donate_model=True)
+
+
+SAVING = pytest.mark.parametrize("save", [save_weights, save_npz, save_model, donate])
+
+
+@CONVERTED
+@SAVING
+def test_a_converted_model_is_saved_only_after_restore(
+    save: Callable[[nn.Module, Path], None], options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), **options)
+
+    with pytest.raises(ValueError, match=r"call mlx_marlin\.restore\(model\) before"):
+        save(model, tmp_path)
+
+    assert [*tmp_path.iterdir()] == []
+    assert mx.allclose(model(TOKENS), tiny_llama()(TOKENS), atol=1e-4)
+    save(mlx_marlin.restore(model), tmp_path)
+    fresh = tiny_llama()
+    fresh.apply(mx.zeros_like)
+    fresh.load_weights(_saved_in(tmp_path))
+    assert_same_model(fresh, tiny_llama())
+
+
+def _saved_in(folder: Path) -> str:
+    """Returns the file of arrays, beside which there may be an index of them."""
+    (file,) = (path for path in folder.iterdir() if path.suffix != ".json")
+    return str(file)
+
+
+@LAYERS
+def test_a_packed_layer_anywhere_in_a_model_refuses_to_be_saved(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(make()))
+
+    with pytest.raises(ValueError, match=r"is packed \(layout='marlin'\): stock MLX"):
+        save_weights(model, tmp_path)
+
+    assert [*tmp_path.iterdir()] == []
+    assert len(tree_flatten(model.parameters())) > 2  # and evaluating is no saving
+    mx.eval(model.parameters())
+
+
+def test_in_mlxs_layout_a_model_is_saved_as_ever(tmp_path: Path) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout="mlx")
+
+    save_model(model, tmp_path)
+
+    fresh = tiny_llama()
+    fresh.apply(mx.zeros_like)
+    fresh.load_weights(_saved_in(tmp_path))
+    assert_same_model(fresh, tiny_llama())
+
+
+@CONVERTED
+def test_a_converted_model_is_sharded_only_after_restore(
+    options: dict[str, Any],
+) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), **options)
+    before = [*model.modules()]
+
+    with pytest.raises(ValueError, match=r"shard the model before mlx_marlin\.opti"):
+        model.shard()
+
+    assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+    mlx_marlin.restore(model).shard()
+    sharded = model.model.layers[0].self_attn.q_proj
+    assert type(sharded).__name__ == "QuantizedAllToShardedLinear"
+    assert mx.allclose(model(TOKENS), tiny_llama()(TOKENS), atol=1e-4)
+
+
+@LAYERS
+def test_a_packed_layer_is_not_sharded_alone(make: Callable[[], nn.Module]) -> None:
+    layer = make()
+    before = dict(arrays(layer))
+
+    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
+        shard_inplace(layer, "all-to-sharded")
+    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
+        shard_inplace(Layers(layer), "sharded-to-all")
+    if isinstance(layer, MarlinLinear):
+        for way in ("all-to-sharded", "sharded-to-all"):
+            with pytest.raises(ValueError, match="it cannot be sharded"):
+                shard_linear(layer, way)
+    with pytest.raises(ValueError, match="it cannot be sharded"):
+        FullyShardedModule(Layers(layer))
+
+    assert all(layer[name] is array for name, array in before.items())
+
+
+@pytest.mark.parametrize("keys", ["scales", ["scales", "biases"], ["bias", "weight"]])
+@LAYERS
+def test_mlxs_parameters_of_a_packed_layer_cannot_be_trained(
+    make: Callable[[], nn.Module], keys: str | list[str]
+) -> None:
+    layer = make()
+    frozen = set(layer._no_grad)
+
+    for model in (layer, Layers(layer)):
+        with pytest.raises(ValueError, match=r"has no .* call mlx_marlin\.restore"):
+            model.unfreeze(keys=keys)
+
+    assert layer._no_grad == frozen
+    layer.unfreeze(keys="bias")
+    layer.freeze()
+    assert not layer.trainable_parameters()
+
+
+@CONVERTED
+def test_dwq_refuses_a_converted_model(options: dict[str, Any]) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), **options)
+    before = arrays(model)
+
+    with pytest.raises(ValueError, match=r"call mlx_marlin\.restore\(model\) first"):
+        dwq_quantize(model, None, None, [], [], 1, 8, 0)
+
+    assert all(arrays(model)[path] is array for path, array in before.items())
+
+
+def test_dwq_trains_a_model_in_mlxs_layout() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout="mlx")
+
+    model.apply_to_modules(_as_dwq_does)
+
+    trained = {path for path, _ in tree_flatten(model.trainable_parameters())}
+    assert len([path for path in trained if path.endswith(".scales")]) == 15
+
+
+def _as_dwq_does(_: str, module: nn.Module) -> None:
+    if hasattr(module, "bits") and hasattr(module, "group_size"):
+        module.unfreeze(keys=["scales", "biases"], recurse=False)

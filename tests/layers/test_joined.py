@@ -1,0 +1,233 @@
+"""Layers of a model that share x are computed together, and come apart again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin.backends import launch
+from mlx_marlin.integrations.mlx_lm import convert as integration
+from mlx_marlin.layers.joined import (
+    Joined,
+    MarlinPart,
+    can_join,
+    join,
+    separate,
+)
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products import dispatch
+from support.arguments import activations
+from support.models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama
+
+NAMES = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+
+
+def layers(*sizes: int, bias: bool = False, **options: Any) -> list[MarlinLinear]:
+    mx.random.seed(3)
+    return [MarlinLinear(128, size, bias, **options) for size in sizes]
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("kernels")
+def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:
+    model = tiny_llama()
+    expected = mlx_marlin.optimize(model, layout=layout)(TOKENS)
+    dispatch.forget()
+
+    joined = mlx_marlin.optimize(model, layout=layout, join=True)
+    y = joined(TOKENS)
+
+    assert joined is model
+    assert mx.allclose(y, expected, atol=1e-5)
+    shapes = {(plan.problem.k, plan.problem.n) for plan in launch.plans_built()}
+    # Of seven products of a block four are left: q k v, o, gate up, down; and the head.
+    assert shapes == {(64, 128), (64, 64), (64, 320), (160, 64), (64, 100)}
+    parts = [path for path, m in model.named_modules() if isinstance(m, MarlinPart)]
+    assert {path.split(".")[-1] for path in parts} == NAMES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_restore_gives_back_every_array(layout: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout, join=True)
+
+    mlx_marlin.restore(model)
+
+    assert_same_model(model, tiny_llama())
+
+
+def test_parameters_are_those_of_all_layers_once() -> None:
+    model = mlx_marlin.optimize(tiny_llama())
+    before = sum(array.nbytes for array in arrays(model).values())
+
+    mlx_marlin.optimize(model, join=True)
+
+    assert sum(array.nbytes for array in arrays(model).values()) == before
+
+
+def test_converting_again_without_joining_separates() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), join=True)
+
+    mlx_marlin.optimize(model)
+
+    assert not any(isinstance(each, MarlinPart) for each in model.modules())
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+
+
+def test_a_refused_call_leaves_a_joined_model_alone() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), join=True)
+    before = [*model.modules()]
+
+    with pytest.raises(ValueError, match="layout="):
+        mlx_marlin.optimize(model, layout="nonsense")
+
+    assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+
+
+def test_a_failure_while_joining_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama()
+    calls: list[int] = []
+
+    def failing(layers: list[MarlinLinear]) -> list[MarlinPart]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError
+        return join(layers)
+
+    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.joining.join", failing)
+
+    with pytest.raises(MemoryError):
+        integration.optimize(model, join=True)
+
+    assert_same_model(model, tiny_llama())
+
+
+def test_a_layer_in_two_places_stays_alone() -> None:
+    model = tiny_llama()
+    first, second = (block.mlp for block in model.model.layers)
+    second["up_proj"] = first["up_proj"]
+
+    mlx_marlin.optimize(model, join=True)
+
+    assert type(first["gate_proj"]) is MarlinLinear
+    assert type(second["up_proj"]) is MarlinLinear
+    assert type(model.model.layers[0].self_attn["q_proj"]) is MarlinPart
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_gradient_flows_through_every_part() -> None:
+    alone = layers(40, 24, 8)
+    together = join(alone)
+    x = activations(3, 128)
+
+    def loss(modules: list[nn.Module]) -> Callable[[mx.array], mx.array]:
+        return lambda x: sum(
+            (i + 1) * each(x).square().sum() for i, each in enumerate(modules)
+        )
+
+    found, expected = mx.grad(loss(together))(x), mx.grad(loss(alone))(x)
+    assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.usefixtures("kernels")
+def test_biases_are_added_as_in_a_layer_alone(dtype: mx.Dtype) -> None:
+    alone = layers(40, 24, bias=True)
+    for each in alone:
+        each["bias"] = mx.random.normal(each["bias"].shape).astype(mx.float32)
+        each["scales"] = each["scales"].astype(mx.float16)
+        each["biases"] = each["biases"].astype(mx.float16)
+    x = activations(3, 128, dtype=dtype)
+
+    for ours, layer in zip(join(alone), alone, strict=True):
+        y, expected = ours(x), layer(x)
+        assert y.dtype == expected.dtype
+        assert mx.allclose(y, expected, atol=2e-3)
+
+
+def test_the_product_is_computed_once_and_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined = join(layers(40, 24))[0].shared
+    calls: list[mx.array] = []
+    product = joined.layer.parts
+
+    def counted(x: mx.array, sizes: tuple[int, ...]) -> tuple[mx.array, ...]:
+        calls.append(x)
+        return product(x, sizes)
+
+    monkeypatch.setattr(type(joined.layer), "parts", lambda _, *given: counted(*given))
+    x, other = activations(2, 128), activations(2, 128)
+
+    joined.part(x, 0), joined.part(x, 1)
+    assert len(calls) == 1
+    assert joined._kept == (None, [], {})
+    joined.part(x, 1), joined.part(x, 0)
+    assert len(calls) == 2
+    # Somebody else's x, the same part again: nothing old is taken for new.
+    joined.part(x, 0), joined.part(other, 1), joined.part(other, 1)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", ["scales", "bias", "new bias"])
+@pytest.mark.usefixtures("kernels")
+def test_a_parameter_that_changes_between_two_parts_is_seen(
+    change: str, layout: str
+) -> None:
+    alone = layers(40, 24, bias=change == "bias", layout=layout)
+    first, second = join(alone)
+    x, layer = activations(2, 128), first["joined"]
+    name = "bias"
+    if change == "scales":
+        name = "scales" if layout == "mlx" else "quantizers"
+
+    before = first(x)
+    new = 2 * layer[name] if change == "scales" else mx.arange(64.0)
+    layer[name] = new
+    after = second(x)
+
+    assert mx.array_equal(before, alone[0](x))
+    assert not mx.allclose(after, alone[1](x), atol=0.1)
+    assert mx.allclose(after, separate(first.shared)[1](x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        layers(40, group_size=32),
+        layers(40, bits=8),
+        layers(40, mode="mxfp4"),
+        layers(40, bias=True),
+        layers(40, layout="marlin"),
+        layers(40, invariant=True),
+        [MarlinLinear(64, 40, False)],
+        [nn.Linear(128, 40)],
+        [nn.QuantizedLinear(128, 40)],
+        [],
+    ],
+)
+def test_layers_of_other_kinds_are_not_joined(others: list[Any]) -> None:
+    mixed = [*layers(40), *others]
+
+    assert not can_join(mixed)
+    with pytest.raises(ValueError, match="layers must be 2 to 6 MarlinLinear"):
+        join(mixed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_joined_comes_apart_exactly(layout: str) -> None:
+    alone = layers(40, 24, bias=True, layout=layout)
+
+    back = separate(join(alone)[1].shared)
+
+    for ours, layer in zip(back, alone, strict=True):
+        assert dict(ours).keys() == dict(layer).keys()
+        assert all(mx.array_equal(ours[name], layer[name]) for name in dict(layer))
+        assert ours._no_grad == layer._no_grad
+    assert isinstance(join(alone)[0].shared, Joined)

@@ -1,0 +1,142 @@
+"""mlx-lm's layers of experts are converted, in either layout, and turned back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+
+import mlx_marlin
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+Choose = Callable[[str | None], None]
+
+
+def experts_model(**quantization: Any) -> SwitchGLU:
+    model = SwitchGLU(64, 96, 6, bias=True)
+    for layer in (model.gate_proj, model.up_proj, model.down_proj):
+        layer.bias = mx.random.normal(layer.bias.shape)
+    nn.quantize(model, **quantization)
+    return model
+
+
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+QUANTIZED = [
+    {"group_size": 32, "bits": 4},
+    {"group_size": 32, "bits": 3},
+    {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+]
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_mlx_lms_layers_of_experts_are_converted_and_turned_back(
+    layout: str, quantization: dict[str, Any]
+) -> None:
+    model = experts_model(**quantization)
+    x = mx.random.normal((2, 20, 64))
+    chosen = mx.random.randint(0, 6, (2, 20, 2))  # 80 pairs: mlx-lm sorts them
+    expected = model(x, chosen)
+    before = dict(tree_flatten(model.parameters()))
+    trained = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    states = {name: {**vars(model[name])} for name in LAYERS}
+
+    mlx_marlin.optimize(model, layout=layout)
+    y = model(x, chosen)
+
+    layer = model.up_proj
+    assert type(layer).__name__ == "MarlinSwitchLinear"
+    assert isinstance(layer, QuantizedSwitchLinear)
+    assert ("words" in layer) == (layout == "marlin") != ("weight" in layer)
+    assert (layer.input_dims, layer.output_dims, layer.num_experts) == (64, 96, 6)
+    still = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    assert still == trained == [f"{name}.bias" for name in LAYERS]
+    assert mx.allclose(y, expected, rtol=1e-4, atol=1e-4)
+    for name in ("weight", "scales"):
+        assert mx.array_equal(getattr(layer, name), before[f"up_proj.{name}"])
+    mlx_marlin.restore(model)
+    after = dict(tree_flatten(model.parameters()))
+    assert [*after] == [*before]
+    assert all(mx.array_equal(after[name], before[name]) for name in before)
+    for name, state in states.items():
+        assert type(model[name]) is QuantizedSwitchLinear
+        assert vars(model[name]) == state
+    assert mx.array_equal(model(x, chosen), expected)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_layout_of_experts_can_be_changed_and_changed_back() -> None:
+    model = experts_model(group_size=32, bits=4)
+    before = dict(tree_flatten(model.parameters()))
+    asked = (("marlin", True), ("mlx", False), ("marlin", False), ("marlin", True))
+    for layout, invariant in asked:
+        mlx_marlin.optimize(model, layout=layout, invariant=invariant)
+        for name in LAYERS:
+            layer = model[name]
+            assert (layer.layout, layer.invariant) == (layout, invariant)
+            assert isinstance(layer.packed, PackedWeight) == (layout == "marlin")
+        same = model.up_proj
+        mlx_marlin.optimize(model, layout=layout, invariant=invariant)
+        assert model.up_proj is same
+
+    mlx_marlin.restore(model)
+
+    for name, array in tree_flatten(model.parameters()):
+        assert mx.array_equal(array, before[name])
+
+
+def test_a_failure_turns_packed_experts_back(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend("stock")
+    model = mlx_marlin.optimize(experts_model(group_size=32, bits=4), layout="marlin")
+    words = [model[name]["words"] for name in LAYERS]
+    kind = type(model.up_proj)
+    original = kind.to_stock
+
+    def failing(layer: Any) -> Any:
+        if layer is last:
+            raise MemoryError
+        return original(layer)
+
+    last = model.down_proj
+    monkeypatch.setattr(kind, "to_stock", failing)
+    with pytest.raises(MemoryError):
+        mlx_marlin.restore(model)
+
+    assert [model[name].layout for name in LAYERS] == ["marlin"] * 3
+    for name, expected in zip(LAYERS, words, strict=True):
+        assert mx.array_equal(model[name]["words"], expected)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_an_invariant_layer_gives_a_row_the_same_bits_in_any_batch(layout: str) -> None:
+    model = experts_model(group_size=32, bits=4)
+    mlx_marlin.optimize(model, layout=layout, invariant=True)
+    x = mx.random.normal((70, 64)).astype(mx.float16)
+    chosen = mx.random.randint(0, 6, (70, 2))
+
+    whole = model(x, chosen)
+
+    for first, last in ((0, 1), (3, 9), (20, 60)):  # sorted and not
+        some = model(x[first:last], chosen[first:last])
+        assert mx.array_equal(some, whole[first:last])
+
+
+def test_experts_with_a_global_scale_stand_in_the_way_of_invariance() -> None:
+    layer = SwitchLinear(64, 96, 6).to_quantized(16, 4, "nvfp4", global_scale=True)
+    model = nn.Sequential(nn.Linear(64, 64), layer)
+    nn.quantize(model, group_size=32, bits=4)
+
+    with pytest.raises(ValueError, match=r"1 quantized layers .* would stay MLX's"):
+        mlx_marlin.optimize(model, invariant=True)
+
+    assert type(model.layers[0]) is nn.QuantizedLinear
+    mlx_marlin.optimize(model, layout="marlin")
+    assert model.layers[1] is layer

@@ -1,0 +1,310 @@
+"""The traffic of our kernels is the one that their plans promise."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.emulator import Counters, emulated, trace
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import Reduction
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import FORMATS
+from support import format_cases, strategies
+from support.grids import drawn
+
+pytestmark = pytest.mark.skipif(
+    selection.backend() != "emulator", reason="the emulator does not run here"
+)
+
+
+def counters(plan: Plan) -> Counters:
+    """The counters of the plan's first dispatch; no access may be wrong."""
+    problem = plan.problem
+    x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=1)
+    weight = strategies.weight_of(problem, seed=0)
+    arguments = format_cases.arguments(weight, problem.layout)
+    product = launch.product(plan)
+    return trace(lambda: mx.eval(product(x, *arguments)))[0]
+
+
+def chosen(m: int, n: int = 256, k: int = 512) -> Plan:
+    plan = planner.choose(Problem(m=m, n=n, k=k), strategies.KNOWN_DEVICES[0])
+    assert plan.kernel == "gemm_register"
+    return plan
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize(("m", "times"), [(8, 1), (12, 1), (16, 1), (32, 2)])
+def test_weights_are_read_once_by_each_row_of_simdgroups(m: int, times: int) -> None:
+    plan = chosen(m)
+    problem = plan.problem
+
+    found = counters(plan).of("w")
+
+    assert plan.m_tiles * plan.simdgroups_m == times
+    assert found.read_bytes == times * problem.n * problem.k // 2
+    assert found.repeated_read_bytes == 0
+
+
+@pytest.mark.parametrize("m", [8, 16, 32])
+def test_scales_and_biases_are_read_as_often_as_weights(m: int) -> None:
+    plan = chosen(m)
+    problem = plan.problem
+    groups_bytes = 2 * problem.n * problem.groups
+
+    found = counters(plan)
+
+    times = plan.m_tiles * plan.simdgroups_m
+    assert found.of("scales").read_bytes == times * groups_bytes
+    assert found.of("biases").read_bytes == times * groups_bytes
+
+
+@pytest.mark.parametrize("m", [8, 9, 16, 32])
+def test_there_is_one_matrix_product_for_every_8_by_8_by_8(m: int) -> None:
+    plan = chosen(m)
+    problem = plan.problem
+    rows = plan.m_tiles * plan.tile.m // 8
+
+    found = counters(plan)
+
+    assert rows == -(-m // 8)
+    assert found.count("matrix") == rows * (problem.n // 8) * (problem.k // 8)
+    assert found.count("matrix memory") == 0
+
+
+COUNTED = (
+    ("affine", 4, 64),
+    ("affine", 1, 32),
+    ("affine", 3, 64),
+    ("affine", 6, 128),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16),
+    ("symmetric", 5, 32),
+    ("zero_point", 8, 64),
+)
+"""Every kind of codes, one plane and two, lanes with eight and with sixteen codes."""
+
+
+def ragged(
+    mode: str, bits: int, group_size: int, layout: str, *, m: int, n: int = 75
+) -> Plan:
+    """Chooses a plan of a product that ends inside a tile of k, if groups allow."""
+    floating = FORMATS[mode, bits].codes == "floating"
+    problem = Problem(
+        m=m,
+        n=n,
+        k=7 * FORMATS[mode, bits].k_multiple(group_size),
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        scale_dtype="uint8" if floating else "float16",
+        layout=layout,
+    )
+    plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
+    assert plan.kernel == "gemm_register"
+    return plan
+
+
+@pytest.mark.thinned(8)
+@pytest.mark.parametrize("m", [8, 13, 16])
+@pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
+def test_packed_weights_are_read_once_in_whole_lines(
+    mode: str, bits: int, group_size: int, m: int
+) -> None:
+    plan = ragged(mode, bits, group_size, "marlin", m=m)
+    problem = plan.problem
+
+    found = counters(plan).of("w")
+
+    # Tiles are stored whole along n; the last one is read to the end of k.
+    assert found.read_bytes == 96 * problem.k * bits // 8
+    assert found.repeated_read_bytes == 0
+    assert found.read_bytes / (128 * found.lines_128) >= 0.95
+
+
+@pytest.mark.thinned(6)
+@pytest.mark.parametrize("m", [8, 13, 16])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [each for each in COUNTED if each in format_cases.OF_MLX],
+)
+def test_native_weights_are_read_once(
+    mode: str, bits: int, group_size: int, m: int
+) -> None:
+    plan = ragged(mode, bits, group_size, "mlx", m=m, n=64)
+
+    found = counters(plan).of("w")
+
+    assert found.read_bytes == plan.problem.code_bytes
+    assert found.repeated_read_bytes == 0
+
+
+@pytest.mark.thinned(8)
+@pytest.mark.parametrize("m", [8, 13])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size", "layout"),
+    [
+        (mode, bits, group_size, layout)
+        for mode, bits, group_size in COUNTED
+        for layout in FORMATS[mode, bits].layouts
+    ],
+)
+def test_no_format_needs_more_products_barriers_or_memory(
+    mode: str, bits: int, group_size: int, layout: str, m: int
+) -> None:
+    plan = ragged(mode, bits, group_size, layout, m=m)
+
+    found = counters(plan)
+
+    # 75 columns are ten row fragments of w: those past the last are left out.
+    assert found.count("matrix") == -(-m // 8) * 10 * (plan.problem.k // 8)
+    assert found.count("matrix memory") == 0
+    assert found.count("barrier") == barriers(plan)
+    assert found.threadgroup_bytes == plan.threadgroup_bytes
+
+
+LANE_BYTES = {2: 1.8, 3: 2.3, 4: 2.8, 5: 3.3, 8: 1.3, 16: 1.8, 32: 3.5}
+"""Most bytes that lanes may receive for a weight, by rows."""
+
+
+@pytest.mark.thinned(7)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("m", LANE_BYTES)
+def test_lanes_receive_few_bytes_for_a_weight(m: int, layout: str) -> None:
+    problem = Problem(m=m, n=256, k=512, layout=layout)
+    plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
+
+    found = counters(plan)
+
+    scales = ["scales"] if layout == "marlin" else ["scales", "biases"]
+    received = found.of("w").read_bytes
+    # Four lanes have the same row of w; of x, where it is no matrix, eight the same k.
+    received += 4 * sum(found.of(name).read_bytes for name in scales)
+    received += (8 if plan.kernel == "gemv" else 1) * found.of("x").read_bytes
+    assert all(found.of(name).repeated_read_bytes == 0 for name in ("w", "x", *scales))
+    assert received / (problem.n * problem.k) <= LANE_BYTES[m]
+
+
+def splits(plan: Plan) -> int:
+    return sum(
+        len([*plan.work.splits(threadgroup)])
+        for threadgroup in range(plan.num_threadgroups)
+    )
+
+
+def barriers(plan: Plan) -> int:
+    """One before a split is stored; one after it, but for a threadgroup's only tile."""
+    return splits(plan) * (1 if plan.is_whole else 2)
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("m", [8, 16, 32])
+@pytest.mark.parametrize("k", [512, 2048])
+def test_barriers_come_with_splits_and_not_with_k(m: int, k: int) -> None:
+    plan = chosen(m, k=k)
+
+    found = counters(plan)
+
+    assert found.count("barrier") == barriers(plan)
+    assert found.count("simdgroup barrier") == 0
+    assert found.threadgroup_bytes == plan.threadgroup_bytes
+
+
+def test_epilogues_have_no_bank_conflicts() -> None:
+    plan = chosen(8)
+
+    scratch = counters(plan).of("scratch")
+
+    assert scratch.bank_cycles == scratch.accesses
+
+
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("m", [3, 11])
+def test_every_strategy_reads_each_weight_once_for_each_row_of_tiles(m: int) -> None:
+    problem = Problem(m=m, n=160, k=512)
+    for plan in strategies.one_of_each(problem):
+        found = counters(plan)
+
+        assert plan.m_tiles == (1 if m == 3 else 2)
+        assert found.of("w").read_bytes == plan.m_tiles * problem.code_bytes
+        assert found.count("barrier") == barriers(plan)
+        slots = found.of("out").written_bytes
+        assert slots == traffic_of_results(plan)
+
+
+def traffic_of_results(plan: Plan) -> int:
+    """Returns the bytes that the splits of all tiles write."""
+    problem = plan.problem
+    elements = 0
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            row, col = plan.corner(split.tile)
+            rows = min(plan.tile.m, problem.m - row)
+            elements += rows * min(plan.columns_of(split.tile), problem.n - col)
+    return elements * (4 if plan.is_split else 2)
+
+
+@drawn(
+    4, 12, case=strategies.cases(), seed=st.integers(0, 99), workers=st.integers(1, 2)
+)
+def test_no_plan_races_or_strays(
+    case: strategies.Case, seed: int, workers: int
+) -> None:
+    plan, x, native = case
+
+    with emulated(seed=seed, workers=workers, trace=True):
+        mx.eval(launch.product(plan)(x, *stored(plan, native)))
+
+
+@drawn(
+    3,
+    8,
+    plan=strategies.runnable_plans(max_k=256, formats=strategies.ANY_FORMAT),
+    seed=st.integers(0, 99),
+)
+def test_no_plan_of_any_format_races_or_strays(plan: Plan, seed: int) -> None:
+    problem = plan.problem
+    x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=seed)
+    weight = strategies.weight_of(problem, seed=seed)
+
+    with emulated(seed=seed, trace=True):
+        format_cases.run(plan, x, weight)
+
+
+RAGGED = {
+    "gemv": Problem(m=2, n=100, k=448),
+    "gemv, packed": Problem(m=3, n=70, k=11 * 32, group_size=32, layout="marlin"),
+    "gemm": Problem(m=11, n=100, k=448, dtype="bfloat16", scale_dtype="bfloat16"),
+    "gemm, packed": Problem(m=9, n=70, k=640, group_size=128, layout="marlin"),
+}
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("reduction", ["workspace", "atomic"])
+@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
+def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> None:
+    """In trace mode; what a reduce reads is checked too."""
+    epilogue = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
+    x, native = strategies.arrays(problem, seed=4)
+    finish = strategies.finish_arrays(problem, seed=5)
+    for fused in (False, True):
+        asked = replace(problem, epilogue=epilogue) if fused else problem
+        for plan in strategies.one_of_each(asked, reduction=reduction):
+            weight = stored(plan, native)
+            with emulated(trace=True):
+                y = launch.product(plan)(x, *weight, *(finish if fused else ()))
+                mx.eval(y)
+
+
+def stored(plan: Plan, native: strategies.Native) -> strategies.Native:
+    """Packs a weight if the plan wants it so."""
+    if plan.problem.layout == "mlx":
+        return native
+    packed = pack(*native, group_size=plan.problem.group_size)
+    return packed.words, packed.scales, packed.scales

@@ -1,0 +1,174 @@
+"""An invariant product's rows have the same bits, however many rows there are."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.packing import pack
+from support import oracles, strategies
+from support.grids import drawn
+
+pytestmark = pytest.mark.skipif(
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
+)
+
+ROWS = (1, 5, 8, 9, 31, 64)
+MOST = 70
+SHAPES = ((70, 448, 64), (33, 2048, 128), (150, 11 * 32, 32), (640, 128, 64))
+"""n, k and the size of a group."""
+CHIPS = ("Apple M1", "Apple M3 Max", "Apple M2 Ultra")
+
+
+def planned(problem: Problem, chip: Device) -> dict[int, Plan]:
+    """Returns the plans of a problem for several numbers of rows."""
+    asked = (replace(problem, m=m) for m in (*ROWS, MOST))
+    return {each.m: planner.choose(each, chip) for each in asked}
+
+
+def run(
+    plan: Plan, x: mx.array, weight: strategies.Native, *finish: mx.array
+) -> mx.array:
+    y = launch.product(plan)(x, *weight, *finish)
+    mx.eval(y)
+    return y
+
+
+def stored(problem: Problem, native: strategies.Native) -> strategies.Native:
+    if problem.layout == "mlx":
+        return native
+    packed = pack(*native, group_size=problem.group_size)
+    return packed.words, packed.scales, packed.scales
+
+
+def assert_rows_keep_their_bits(problem: Problem, chip: Device, seed: int) -> None:
+    x, native = strategies.arrays(replace(problem, m=MOST), seed=seed)
+    weight = stored(problem, native)
+    plans = planned(problem, chip)
+    whole = run(plans.pop(MOST), x, weight)
+
+    for m, plan in plans.items():
+        assert mx.array_equal(run(plan, x[:m], weight), whole[:m]), plan.explain()
+    last = plans[ROWS[-1]]
+    assert mx.array_equal(run(last, x[-ROWS[-1] :], weight), whole[-ROWS[-1] :])
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    dtype: str, layout: str, chip: str
+) -> None:
+    device = Device.named(chip)
+    for n, k, group_size in SHAPES:
+        problem = Problem(
+            m=1,
+            n=n,
+            k=k,
+            group_size=group_size,
+            dtype=dtype,
+            scale_dtype=dtype,
+            layout=layout,
+            invariant=True,
+        )
+        assert_rows_keep_their_bits(problem, device, seed=n)
+
+
+def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
+    """So that a bit that depends on the cut would show."""
+    found = {
+        (plan.strategy, plan.simdgroups_k > 1)
+        for chip in CHIPS
+        for n, k, group_size in SHAPES
+        for plan in planned(
+            Problem(m=1, n=n, k=k, group_size=group_size, invariant=True),
+            Device.named(chip),
+        ).values()
+    }
+
+    assert ("split_k", True) in found
+    assert {strategy for strategy, _ in found} == {"split_k", "data_parallel"}
+
+
+@drawn(
+    5,
+    20,
+    problem=strategies.problems(max_m=1, max_n=100, max_k=768),
+    chip=strategies.devices(),
+    rows=st.integers(1, MOST),
+    first=st.integers(0, MOST - 1),
+)
+def test_any_rows_keep_their_bits(
+    problem: Problem, chip: Device, rows: int, first: int
+) -> None:
+    problem = replace(problem, invariant=True)
+    rows = min(rows, MOST - first)
+    x, native = strategies.arrays(replace(problem, m=MOST), seed=rows)
+    weight = stored(problem, native)
+    all_rows = planner.choose(replace(problem, m=MOST), chip)
+    some_rows = planner.choose(replace(problem, m=rows), chip)
+
+    whole = run(all_rows, x, weight)
+    some = run(some_rows, x[first : first + rows], weight)
+
+    assert mx.array_equal(some, whole[first : first + rows])
+
+
+def test_an_epilogue_keeps_them_too() -> None:
+    problem = Problem(
+        m=MOST,
+        n=70,
+        k=448,
+        invariant=True,
+        epilogue=Epilogue(bias=True, activation="silu", multiply=True, residual=True),
+    )
+    x, native = strategies.arrays(problem, seed=1)
+    bias, multiplier, residual = strategies.finish_arrays(problem, seed=2)
+    plans = planned(problem, Device.named("Apple M1"))
+    whole = run(plans.pop(MOST), x, native, bias, multiplier, residual)
+
+    for m, plan in plans.items():
+        y = run(plan, x[:m], native, bias, multiplier[:m], residual[:m])
+        assert mx.array_equal(y, whole[:m])
+
+
+@pytest.mark.parametrize("m", ROWS)
+def test_invariant_products_are_right(m: int) -> None:
+    problem = Problem(m=m, n=150, k=448, invariant=True)
+    x, native = strategies.arrays(problem, seed=m)
+
+    y = run(planner.choose(problem, DEFAULT), x, native)
+
+    stock = mx.quantized_matmul(x, *native, group_size=64, bits=4)
+    oracles.assert_close(y, stock, x, native, group_size=64)
+
+
+@given(
+    problem=strategies.problems(max_m=1, max_n=40_000, max_k=30_000),
+    chip=strategies.devices(),
+    rows=st.integers(1, 300),
+)
+def test_the_cut_of_k_does_not_depend_on_the_rows(
+    problem: Problem, chip: Device, rows: int
+) -> None:
+    problem = replace(problem, invariant=True)
+
+    one, several = (planner.choose(replace(problem, m=m), chip) for m in (1, rows))
+
+    assert one.work.slices == several.work.slices
+    assert one.simdgroups_k == several.simdgroups_k
+    assert one.tile.k == several.tile.k
+    assert one.work.k_tiles == several.work.k_tiles
+    for plan in (one, several):
+        assert plan.kernel == "gemm_register"
+        assert plan.subtract
+        assert plan.reduction != "atomic"
+        assert plan.strategy in ("data_parallel", "split_k")

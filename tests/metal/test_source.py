@@ -1,0 +1,333 @@
+"""The shaders are found, fit MLX's kernel factory, and agree with Python on numbers."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from mlx_marlin.backends import arguments, launch, source
+from mlx_marlin.backends.metal import arguments as metal_arguments
+from mlx_marlin.backends.metal import shader_text
+from mlx_marlin.backends.metal import source as metal_source
+from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.tiles import PADDED_COLUMNS
+from mlx_marlin.weights.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
+from support import strategies
+
+KERNELS = ("gemv", "gemm_register", "gemm_staged")
+ALL = [(kernel, fused) for kernel in (*KERNELS, "reduce") for fused in (False, True)]
+PLANS = strategies.plans(
+    of=strategies.problems(
+        formats=strategies.ANY_FORMAT, epilogues=strategies.EPILOGUES
+    )
+)
+FILES = sorted(source.shader_folder().rglob("*.metal"))
+
+
+def test_the_shaders_lie_in_two_folders() -> None:
+    folders = {path.parent.name for path in FILES}
+
+    assert folders == {"kernels", "lib"}
+    kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
+    of_products = {name + "_fused" * fused for name, fused in ALL}
+    assert kernels == of_products | {"dequantize", "gather", "pack", "unpack"}
+
+
+def text_of(kernel: str, fused: bool) -> source.Source:
+    if kernel == "reduce":
+        return metal_source.reduce_source(fused)
+    return metal_source.product_source(kernel, fused)
+
+
+def is_fused(plan: Plan) -> bool:
+    """Whether a plan's first kernel finishes its result."""
+    return plan.problem.epilogue != PLAIN and plan.reduction == "none"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_shader_is_ascii(path: Path) -> None:
+    # MLX hands the text to Metal as an ASCII string.
+    assert path.read_bytes().isascii()
+
+
+@pytest.mark.parametrize(("kernel", "fused"), ALL)
+def test_a_kernel_is_its_body_with_the_libraries_before_it(
+    kernel: str, fused: bool
+) -> None:
+    text = text_of(kernel, fused)
+
+    folder = source.shader_folder()
+    body = kernel + "_fused" * fused
+    assert text.name == f"marlin_{body}"
+    own = (folder / "kernels" / f"{body}.metal").read_text()
+    assert text.source == shader_text.stripped(own)
+    libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue")
+    libraries = (*libraries, *metal_source.LEANING.get(kernel, ()), kernel)
+    if kernel == "reduce":
+        libraries = ("work", "epilogue", "reduce")
+    assert text.header == metal_source.header(libraries, own)
+    # A function of the kernel's own file has the line that it has there.
+    files = [(folder / "lib" / f"{name}.metal").read_text() for name in libraries]
+    function = f"METAL_FUNC void {kernel}("
+    lines = [0, *"\n".join(files).splitlines()]
+    assert text.header.splitlines().index(function) == lines.index(function)
+    operands = ("partials",) if kernel == "reduce" else ("x", "w", "scales", "biases")
+    finish = ("bias", "multiplier", "residual", "parts") if fused else ()
+    assert text.input_names == (*operands, "shape", "schedule", *finish)
+    assert not text.atomic
+    assert text_of(kernel, fused) is text
+
+
+def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
+    text, product = (
+        metal_source.dequantize_source(),
+        metal_source.product_source("gemv"),
+    )
+
+    folder = source.shader_folder()
+    own = (folder / "kernels" / "dequantize.metal").read_text()
+    assert text.header == metal_source.header((*metal_source.WEIGHT, "dequantize"), own)
+    files = [
+        (folder / "lib" / f"{name}.metal").read_text()
+        for name in (*metal_source.WEIGHT, "dequantize")
+    ]
+    assert text.header.count("\n") == "\n".join(files).count("\n") + 2
+    decode = shader_text.stripped(files[metal_source.WEIGHT.index("values")]).split(
+        "}\n"
+    )[0]
+    assert decode in text.header
+    assert decode in product.header
+    assert text.source == shader_text.stripped(own)
+    assert text.name == "marlin_dequantize"
+    assert text.input_names == ("w", "scales", "biases", "shape")
+    assert not re.search(r"(w|scales|biases|shape)_(shape|strides|ndim)", text.source)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_that_adds_to_its_output_has_a_name_of_its_own(kernel: str) -> None:
+    text = metal_source.product_source(kernel, atomic=True)
+
+    # MLX keeps kernels by name and text; the text is the same.
+    assert text.name == f"marlin_{kernel}_atomic"
+    assert text.atomic
+    assert text.source == metal_source.product_source(kernel).source
+
+
+@pytest.mark.parametrize(("kernel", "fused"), ALL)
+def test_no_body_makes_mlx_add_shape_parameters(kernel: str, fused: bool) -> None:
+    # MLX looks for these by substring, comments included.
+    text = text_of(kernel, fused)
+    for name in text.input_names:
+        for suffix in ("_shape", "_strides", "_ndim"):
+            assert name + suffix not in text.source
+    # Without an attribute MLX may close the parameter list too early.
+    assert re.search(r"\bthread\w*_(in|per)_\w+", text.source)
+
+
+def assert_all_used(body: str, template: dict[str, arguments.TemplateValue]) -> None:
+    for name in template:
+        assert re.search(rf"\b{name}\b", body)
+    used = set(re.findall(r"\b[A-Z][A-Z_]*\b", re.sub(r"//.*", "", body)))
+    assert used - {*template} <= {"SCRATCH_ROW", "FLOATS"}
+
+
+@given(plan=PLANS)
+def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
+    first = metal_source.product_source(plan.kernel, is_fused(plan))
+    last = metal_source.reduce_source(plan.problem.epilogue != PLAIN)
+
+    assert_all_used(first.source, metal_arguments.product_template(plan))
+    assert_all_used(last.source, metal_arguments.reduce_template(plan))
+    weight = arguments.weight_template(plan.problem)
+    assert_all_used(metal_source.dequantize_source().source, weight)
+    assert weight.items() <= metal_arguments.product_template(plan).items()
+
+
+@given(plan=PLANS)
+def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
+    template = metal_arguments.product_template(plan)
+
+    assert template["SIMDGROUPS_K"] == plan.simdgroups_k
+    assert template["WIDE"] == plan.simdgroups_n
+    assert template["WHOLE"] == plan.is_whole
+    assert template["MODE"] == CODES.index(plan.problem.format.codes)
+    assert template["BITS"] == plan.problem.bits
+    group_size = plan.problem.group_size
+    assert template["GROUP"] == (0 if group_size not in GROUP_SIZES else group_size)
+    assert template["PACKED"] == (plan.problem.layout == "marlin")
+    assert template["SUBTRACT"] == plan.subtract
+    if plan.kernel == "gemv":
+        assert template["ROWS"] == plan.problem.m
+    else:
+        assert template["WIDEN"] == plan.problem.in_float
+        assert template["RAGGED"] == (plan.problem.n % 32 != 0)
+        rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
+        assert rows == plan.tile.m
+    assert template.get("BUFFERS", 0) == plan.buffers
+    assert template.get("LOADERS", 0) == plan.loaders
+
+
+FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
+
+
+@given(plan=PLANS)
+def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
+    first, last = (
+        metal_arguments.product_template(plan),
+        metal_arguments.reduce_template(plan),
+    )
+    epilogue = plan.problem.epilogue
+
+    finishing = first if plan.reduction == "none" else last
+    assert ("BIAS" in first) == is_fused(plan)
+    if plan.reduction != "none" or is_fused(plan):
+        assert finishing["T"] == plan.problem.dtype
+    if epilogue != PLAIN:
+        assert [finishing[flag] for flag in FLAGS] == [
+            epilogue.bias,
+            ACTIVATIONS.index(epilogue.activation),
+            epilogue.multiply,
+            epilogue.residual,
+            max(len(epilogue.parts), 1),
+        ]
+    elif plan.reduction != "none":
+        assert last["T"] == plan.problem.dtype
+
+
+def test_activations_have_the_numbers_of_the_shaders() -> None:
+    text = (source.shader_folder() / "lib" / "epilogue.metal").read_text()
+    stated = re.findall(r"constant constexpr int (\w+) = (\d+);", text)
+
+    assert [name.lower() for name, _ in stated] == [*ACTIVATIONS[1:]]
+    assert [int(number) for _, number in stated] == [1, 2, 3]
+    for name, _ in stated:
+        assert f"ACTIVATION == {name})" in text
+
+
+def numbers_of(text: str) -> dict[str, float]:
+    """Returns the numbers that a text states outside of functions, in its order."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"constant constexpr \w+ (\w+) ?= ?([^;]+);", text):
+        found[name] = eval(value.removesuffix("f"), {}, dict(found))
+    return found
+
+
+def test_codes_have_the_numbers_of_the_shaders() -> None:
+    text = (source.shader_folder() / "lib" / "decode.metal").read_text()
+
+    codes = {name.upper(): i for i, name in enumerate(CODES)}
+    assert numbers_of(text) == codes | {"GLOBAL_FLOATING": arguments.GLOBAL_FLOATING}
+
+
+def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
+    text = (source.shader_folder() / "lib" / "reduce.metal").read_text()
+
+    assert numbers_of(text) == {"ROWS_OF_THREAD": launch.ROWS_OF_THREAD}
+
+
+def read_by_the_shaders(array: str) -> list[str]:
+    """Returns the fields that `read_work` fills from an array, in its order."""
+    text = (source.shader_folder() / "lib" / "work.metal").read_text()
+    read = re.search(rf"(\w+) = \*\(const constant (\w+)\*\){array};", text)
+    assert read is not None
+    name, kind = read.groups()
+    declared = re.search(rf"struct {kind} {{\n((?:  int \w+;\n)+)}};", text)
+    assert declared is not None
+    fields = re.findall(r"int (\w+);", declared[1])
+    assert re.findall(rf"work\.(\w+) = {name}\.(\w+)", text) == [
+        (field, field) for field in fields
+    ]
+    return fields
+
+
+@given(plan=PLANS)
+def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
+    plan: Plan,
+) -> None:
+    shape, schedule = arguments.shape(plan), arguments.schedule(plan)
+
+    assert len(shape) < 8
+    assert len(schedule) < 8
+    problem, work = plan.problem, plan.work
+    assert dict(zip(read_by_the_shaders("shape"), shape, strict=True)) == {
+        "m": problem.m,
+        "n": problem.n,
+        "k": problem.k,
+        "tile_m": plan.tile.m,
+        "m_tiles": plan.m_tiles,
+        "k_tiles": plan.k_tiles,
+        "group_tiles": (work.tiles - work.whole) // work.groups,
+    }
+    assert dict(zip(read_by_the_shaders("schedule"), schedule, strict=True)) == {
+        "whole": work.whole,
+        "ranges": work.ranges,
+        "slices": work.slices,
+        "minimum": work.minimum,
+        "groups": work.groups,
+        "ceil_partition": work.partition == "ceil",
+        "batch": problem.batch,
+    }
+    assert max(*shape, *schedule) < 2**31
+
+
+@given(plan=PLANS)
+def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
+    whole, *rest = arguments.finishing_schedule(plan)
+
+    assert rest == [*arguments.schedule(plan)[1:]]
+    if plan.reduction == "workspace":
+        assert whole == plan.work.whole
+    else:
+        assert whole == plan.work.tiles
+
+
+def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
+    numbers = numbers_of(metal_source.product_source("gemv").header)
+
+    others = {name.upper() for name in (*ACTIVATIONS, *CODES, "global_floating")}
+    assert {name: value for name, value in numbers.items() if name not in others} == {
+        "TILE_N": TILE_N,
+        "TILE_K": TILE_K,
+        "SCRATCH_ROW": PADDED_COLUMNS,
+    }
+
+
+@given(plan=PLANS.filter(lambda plan: plan.kernel != "gemm_staged"))
+def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
+    body = metal_source.product_source(plan.kernel, is_fused(plan)).source
+    size = re.search(r"threadgroup float scratch\[(.*)\];", body)
+    assert size is not None
+
+    values = dict(metal_arguments.product_template(plan))
+    factors = size[1].replace("marlin::", "")
+    floats = eval(factors, {}, values | {"SCRATCH_ROW": PADDED_COLUMNS})
+
+    assert 4 * floats == plan.threadgroup_bytes
+
+
+@pytest.fixture
+def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    file = tmp_path / "package" / "backends" / "source.py"
+    monkeypatch.setattr(source, "__file__", str(file))
+    monkeypatch.setattr(source, "shader_folder", source.shader_folder.__wrapped__)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_an_installed_package_has_its_own_shaders(tmp_path: Path) -> None:
+    for folder in ("shaders/kernels", "package/shaders/kernels"):
+        (tmp_path / folder).mkdir(parents=True)
+        assert source.shader_folder() == (tmp_path / folder).parent
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_missing_shaders_are_said_to_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "shaders").mkdir()  # of somebody else: no kernels in it
+
+    with pytest.raises(FileNotFoundError) as error:
+        source.shader_folder()
+
+    for folder in ("shaders", "package/shaders"):
+        assert str(tmp_path / folder) in str(error.value)

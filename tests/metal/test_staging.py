@@ -1,0 +1,231 @@
+"""Stages of `gemm_staged`: budgets, the order of loads, the plans that have them."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.staging import BUFFERS, barriers, buffer_bytes, phases
+from mlx_marlin.planning import overrides
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Tile, data_parallel
+from mlx_marlin.tuning import tuner
+from support import strategies
+
+M3_MAX = Device.named("Apple M3 Max")
+STAGES = st.integers(1, 40)
+ANY_BUFFERS = st.sampled_from(BUFFERS)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "buffers", "total"),
+    [
+        (64, 64, 32, 2, 16384),
+        (64, 64, 32, 3, 24576),
+        (48, 48, 32, 3, 18432),
+        (32, 64, 32, 3, 18432),
+        (32, 32, 32, 3, 12288),
+        (64, 64, 16, 1, 4096),
+        (64, 64, 16, 3, 12288),
+        (16, 64, 32, 3, 15360),
+    ],
+)
+def test_tiles_of_halves_have_their_budgets(
+    m: int, n: int, k: int, buffers: int, total: int
+) -> None:
+    assert buffers * buffer_bytes(m, n, k, 2) == total
+
+
+def test_the_documented_budgets_are_those_of_the_plan() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text("utf-8")
+    sizes = r"\| (\d+) x (\d+) x (\d+) \| (\d) \| (\d+) \| (\d*) \| (\d*) ?\|"
+    rows = [[*map(int, filter(None, row))] for row in re.findall(sizes, text)]
+    assert len(rows) == 10
+    for m, n, k, element, *totals in rows:
+        size = buffer_bytes(m, n, k, element)
+        fitting = [count for count in BUFFERS if count * size <= THREADGROUP_LIMIT]
+        assert totals == [count * size for count in fitting]
+
+
+def test_what_the_budgets_leave() -> None:
+    assert THREADGROUP_LIMIT - 3 * buffer_bytes(64, 64, 32, 2) == 8192
+    assert THREADGROUP_LIMIT - 3 * buffer_bytes(48, 48, 32, 2) == 14336
+    # Four buffers would leave nothing.
+    assert 4 * buffer_bytes(64, 64, 32, 2) == THREADGROUP_LIMIT
+
+
+def test_three_buffers_of_x_alone_and_fragments_of_w() -> None:
+    of_x = 3 * buffer_bytes(64, 0, 32, 2)
+    fragments = 4 * buffer_bytes(0, 8, 8, 2)
+
+    assert (of_x, fragments) == (12288, 512)
+    assert of_x + fragments == 12800
+    assert THREADGROUP_LIMIT - of_x - fragments == 19968
+    assert 3 * buffer_bytes(16, 0, 32, 2) == 3072
+
+
+def test_what_a_k_tile_reads_from_device_memory() -> None:
+    weight = Problem(m=64, n=64, k=32, group_size=32)
+    scales = 64 * 2
+
+    assert weight.code_bytes == 1024
+    assert weight.activation_bytes + weight.code_bytes + scales == 5248
+
+
+@given(STAGES, ANY_BUFFERS)
+def test_every_stage_is_loaded_once_and_multiplied_once_in_order(
+    stages: int, buffers: int
+) -> None:
+    seen = [*phases(stages, buffers)]
+
+    # None beyond the last: a split may have fewer stages than there are buffers.
+    assert [stage for each in seen for stage in each.loads] == [*range(stages)]
+    multiplied = [each.multiplies for each in seen if each.multiplies is not None]
+    assert multiplied == [*range(stages)]
+    assert barriers(stages, buffers) == len(seen)
+
+
+@given(STAGES, ANY_BUFFERS)
+def test_no_load_touches_what_is_multiplied_now_or_later(
+    stages: int, buffers: int
+) -> None:
+    holds: dict[int, int] = {}  # what lies in each buffer since the last barrier
+    done = -1
+    for phase in phases(stages, buffers):
+        if phase.multiplies is not None:
+            assert holds[phase.multiplies % buffers] == phase.multiplies
+        assert all(holds.get(stage % buffers, done) <= done for stage in phase.loads)
+        assert len({stage % buffers for stage in phase.loads}) == len(phase.loads)
+        holds.update((stage % buffers, stage) for stage in phase.loads)
+        done = done if phase.multiplies is None else phase.multiplies
+
+
+@given(st.integers(3, 40))
+def test_three_buffers_have_three_roles_that_move_on_by_one(stages: int) -> None:
+    steady = [each for each in phases(stages, 3) if each.loads and each.multiplies]
+    for phase in steady:
+        (load,), multiply = phase.loads, phase.multiplies
+        assert multiply is not None
+        # The idle one has what was loaded a phase earlier, and is multiplied next; the
+        # loaded one was multiplied a phase earlier.
+        idle = multiply + 1
+        assert {load % 3, multiply % 3, idle % 3} == {0, 1, 2}
+        assert load % 3 == (multiply - 1) % 3
+        assert load == idle + 1
+
+
+PROBLEM = Problem(m=64, n=256, k=512, group_size=32)
+PLAN = MetalPlan(
+    problem=PROBLEM,
+    kernel="gemm_staged",
+    tile=Tile(m=64),
+    fragments_m=2,
+    simdgroups_m=4,
+    work=data_parallel(8, 8),
+    buffers=2,
+)
+
+
+def test_a_plan_has_the_memory_of_its_buffers_or_of_the_scratch_they_share() -> None:
+    assert PLAN.stage_bytes == buffer_bytes(64, 32, 32, 2) == 6144
+    assert PLAN.threadgroup_bytes == 12288
+    assert replace(PLAN, buffers=3).threadgroup_bytes == 18432
+    # 64 rows of 36 floats.
+    assert replace(PLAN, buffers=1).threadgroup_bytes == 9216
+    assert replace(PLAN, simdgroups_k=2).threadgroup_bytes == 24576
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"buffers": 0}, "buffers=0 is not one of"),
+        ({"buffers": 4}, "buffers=4 is not one of"),
+        ({"loaders": -1}, "loaders=-1 must be at least 0"),
+        ({"buffers": 1, "loaders": 1}, "loaders=1 would wait with buffers=1"),
+        ({"loaders": 5}, "and loaders=5 is more than 8 simdgroups"),
+        (
+            {"buffers": 3, "simdgroups_k": 2},
+            "buffers=3 of 12288 bytes make 36864 bytes of threadgroup memory",
+        ),
+        ({"kernel": "gemm_register"}, "gemm_register has buffers=0 and loaders=0"),
+        (
+            {"kernel": "gemm_register", "buffers": 0, "loaders": 1},
+            "got buffers=0, loaders=1",
+        ),
+    ],
+)
+def test_a_plan_refuses_what_no_threadgroup_can_have(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PLAN, **fields)
+
+
+def test_a_plan_says_its_buffers_and_loaders() -> None:
+    assert PLAN.variant == "gemm_staged 16 rows, 4x1x1 simdgroups, 2 buffers"
+    with_loader = replace(PLAN, buffers=3, loaders=1)
+    assert with_loader.variant.endswith("3 buffers, 1 loader")
+    assert "4x1 simdgroups (m x k), 3 buffers, 1 loader, " in with_loader.explain()
+    assert with_loader.threads == 160
+
+
+PROBLEMS = strategies.problems(max_m=300, max_n=4000, formats=strategies.ANY_FORMAT)
+
+
+@given(PROBLEMS, strategies.devices(), ANY_BUFFERS, st.integers(0, 2))
+def test_any_product_can_be_staged_on_a_wish(
+    problem: Problem, chip: Device, buffers: int, loaders: int
+) -> None:
+    wishes = overrides.Wishes(kernel="gemm_staged", buffers=buffers)
+    if buffers > 1:
+        wishes["loaders"] = loaders
+
+    plan = planner.make(problem, device=chip, **wishes)
+
+    assert (plan.kernel, plan.buffers) == ("gemm_staged", buffers)
+    assert plan.loaders == (loaders if buffers > 1 else 0)
+    assert planner.predict(plan, chip).seconds > 0
+
+
+@given(PROBLEMS, strategies.devices())
+def test_nothing_is_staged_without_a_wish(problem: Problem, chip: Device) -> None:
+    kernels = {each.kernel for each in candidates(problem, chip, {})}
+
+    assert "gemm_staged" not in kernels
+
+
+def test_the_tuner_tries_it_where_several_simdgroups_decode_the_same_weights() -> None:
+    problem = Problem(m=64, n=4096, k=4096)
+    found = planner.experiments(problem, M3_MAX)
+
+    assert {each.kernel for each in found} == {"gemm_staged"}
+    assert {each.buffers for each in found} >= {1, 2}
+    assert {each.loaders for each in found} == {0, 1}
+    arms = tuner.arms(problem, M3_MAX, times_stock=False)
+    assert {*found} < {*arms}
+    assert arms[0] == planner.choose(problem, M3_MAX)
+    assert len({tuner.name(arm) for arm in arms}) == len(arms)
+    for m in (1, 8, 16):
+        assert not planner.experiments(replace(problem, m=m), M3_MAX)
+    assert not planner.experiments(replace(problem, invariant=True), M3_MAX)
+
+
+def test_the_model_charges_barriers_and_memory() -> None:
+    seconds = {
+        each.buffers: planner.predict(each, M3_MAX)
+        for each in strategies.stagings(
+            replace(PLAN, kernel="gemm_register", buffers=0)
+        )
+        if not each.loaders
+    }
+
+    assert seconds[1].issue > seconds[2].issue
+    assert seconds[3].fill <= seconds[2].fill <= seconds[1].fill

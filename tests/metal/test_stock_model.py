@@ -1,0 +1,445 @@
+"""The model of stock MLX: its choices are known, its times are near published ones."""
+
+import re
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock import kernels
+from mlx_marlin.backends.metal.stock.prediction import (
+    StockCall,
+    stock_call,
+    stock_prediction,
+    stock_split,
+)
+from mlx_marlin.planning.problem import Problem
+from stock_times import NOTES, ROWS, Row, table
+
+PAGE = Path(__file__).parents[2] / "docs" / "stock_model.md"
+KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
+CLOSE = 0.10
+"""How near the model must be to a published time that it can be held to."""
+
+
+HELD = [row for row in ROWS if not row.why]
+
+
+def product(m: int, n: int, k: int, group_size: int = 64, **fields: str) -> Problem:
+    return Problem(m=m, n=n, k=k, group_size=group_size, **fields)  # type: ignore[arg-type]
+
+
+FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+"""Bits and group of the schemes whose codes are floats."""
+
+
+def floats(mode: str, m: int, n: int, k: int) -> Problem:
+    bits, group_size = FLOATS[mode]
+    return Problem(
+        m=m,
+        n=n,
+        k=k,
+        mode=mode,
+        bits=bits,
+        group_size=group_size,
+        scale_dtype="uint8",
+    )
+
+
+def chip(name: str, arch: str = "") -> Device:
+    device = Device.named(name)
+    return replace(device, arch=arch) if arch else device
+
+
+@pytest.mark.parametrize("row", HELD, ids=Row.cells)
+def test_a_published_time_is_met(row: Row) -> None:
+    assert abs(row.error()) <= CLOSE
+    assert row.device.generation in ("M3", "M4")
+
+
+def test_both_fitted_chips_are_held_to_their_rows() -> None:
+    held = [row.chip for row in HELD]
+
+    assert held.count("M3 Max, 40") >= 14
+    assert held.count("M4 Pro, 20") >= 14
+    assert {row.why for row in ROWS if row.why} == NOTES.keys()
+
+
+def test_the_page_states_the_error_of_every_row() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_s_example_prints_what_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    found = re.search(r"```python\n(.*?)```\n\nprints `(.*?)`", page, re.DOTALL)
+    assert found is not None
+
+    exec(compile(found[1], "stock_model.md", "exec"), {})
+
+    assert capsys.readouterr().out.strip() == found[2]
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "published", "model"),
+    [
+        (2048, 2048, 17, 13),
+        (2048, 4096, 16, 13),
+        (3072, 4096, 13, 13),
+        (4096, 4096, 13, 13),
+        (3072, 8192, 13, 13),
+        (4096, 8192, 13, 13),
+        (2048, 16384, 13, 13),
+        (4096, 14336, 13, 13),
+        (5120, 17408, 13, 13),
+    ],
+)
+def test_the_matrix_kernel_wins_from_the_rows_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch, k: int, n: int, published: int, model: int
+) -> None:
+    """MLX #3987, M3 Max: both kernels forced. Small products come too early."""
+
+    def seconds(m: int, limit: int) -> float:
+        monkeypatch.setattr(kernels, "_vector_limit", lambda *_: limit)
+        uncached = stock_prediction.__wrapped__
+        return uncached(product(m, n, k, 128), Device.named("M3 Max")).seconds
+
+    first = next(m for m in range(2, 33) if seconds(m, 0) < seconds(m, m + 1))
+
+    assert first == model
+    assert first == published or k * n <= 2048 * 4096
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "group_size", "split", "threadgroups"),
+    [
+        (17408, 5120, 64, 2, 320),
+        (9728, 2560, 64, 4, 320),
+        (11008, 2048, 128, 2, 128),
+        (4864, 896, 128, 2, 56),
+        (11008, 4096, 128, 2, 256),
+        (4096, 4096, 64, 4, 512),
+    ],
+)
+def test_splits_collapse_where_they_must_divide_the_groups(
+    k: int, n: int, group_size: int, split: int, threadgroups: int
+) -> None:
+    problem = product(16, n, k, group_size)
+    call = stock_call(problem, Device.named("M3 Max"))
+
+    assert stock_split(problem) == call.split_k == split
+    assert (call.kernel, call.threadgroups) == ("qmm_t_splitk", threadgroups)
+    assert (call.passes, call.dispatches) == (1, 2)
+
+
+@given(
+    m=st.integers(1, 600),
+    n=st.integers(1, 20000),
+    groups=st.integers(1, 400),
+    group_size=st.sampled_from([32, 64, 128]),
+)
+def test_a_split_is_the_largest_that_divides_under_the_aim(
+    m: int, n: int, groups: int, group_size: int
+) -> None:
+    problem = product(m, n, groups * group_size, group_size)
+    tiles = ceil(problem.m / 32) * ceil(problem.n / 32)
+    steps = problem.k // problem.group_size
+    fitting = [s for s in range(1, steps + 1) if steps % s == 0 and s * tiles <= 512]
+
+    assert stock_split(problem) == max(fitting, default=1)
+
+
+@pytest.mark.parametrize(
+    ("arch", "small", "middle", "large"),
+    [
+        ("applegpu_g12g", 18, 12, 10),
+        ("applegpu_g12d", 32, 18, 12),
+        ("applegpu_g13g", 14, 10, 6),
+        ("applegpu_g13s", 14, 10, 7),
+        ("applegpu_g13d", 32, 18, 12),
+        ("applegpu_g14g", 14, 10, 6),
+        ("applegpu_g14s", 14, 10, 6),
+        ("applegpu_g15g", 13, 15, 13),
+        ("applegpu_g15d", 32, 18, 12),
+        ("applegpu_g16p", 13, 15, 13),
+        ("applegpu_g16s", 13, 15, 13),
+        ("applegpu_g17g", 33, 25, 13),
+        ("applegpu_g17d", 32, 18, 12),
+        ("applegpu_g18s", 33, 25, 13),
+    ],
+)
+def test_the_architecture_and_both_sizes_decide_where_matrices_begin(
+    arch: str, small: int, middle: int, large: int
+) -> None:
+    device = chip("M1", arch)
+    sizes = {(2048, 2048): small, (2048, 2112): middle, (4096, 512): middle}
+    sizes |= {(4160, 64): large, (512, 8192): large}
+    for (k, n), limit in sizes.items():
+        below = stock_call(product(limit - 1, n, k), device).kernel
+        at = stock_call(product(limit, n, k), device).kernel
+
+        assert below.startswith("qmv"), (k, n)
+        assert at.startswith("qmm"), (k, n)
+
+
+@pytest.mark.parametrize(
+    ("k", "m", "name", "kernel"),
+    [
+        (64, 1, "M1", "qmv_quad"),
+        (128, 4, "M3", "qmv_quad"),
+        (192, 1, "M3", "qmv"),
+        (1280, 1, "M3", "qmv"),
+        (1024, 1, "M4", "qmv_fast"),
+        (1024, 5, "M2", "qmv_fast"),
+        (1088, 5, "M1", "qmv"),
+        (1088, 5, "M3", "qmv_wide"),
+        (1024, 11, "M3 Ultra", "qmv_wide"),
+        (1024, 11, "M2 Ultra", "qmv_fast"),
+    ],
+)
+def test_few_rows_go_to_the_kernel_of_their_k_and_generation(
+    k: int, m: int, name: str, kernel: str
+) -> None:
+    call = stock_call(product(m, 4096, k), Device.named(name))
+
+    assert call.kernel == kernel
+    assert call.dispatches == 1
+
+
+@pytest.mark.parametrize(
+    ("bits", "step"),
+    [(1, 2048), (2, 512), (3, 512), (4, 512), (5, 512), (6, 256), (8, 256)],
+)
+def test_the_fast_kernel_takes_whole_steps_of_its_width(bits: int, step: int) -> None:
+    def kernel(k: int) -> str:
+        problem = replace(product(1, 4096, k), bits=bits)
+        return stock_call(problem, Device.named("M3")).kernel
+
+    assert kernel(step * 3) == "qmv_fast"
+    assert kernel(step * 3 + step // 2) == "qmv"
+    assert kernel(step * 3 + 64) == "qmv"
+
+
+@pytest.mark.parametrize(("bits", "kernel"), [(4, "qmv_quad"), (3, "qmv"), (6, "qmv")])
+def test_a_tiny_k_takes_quads_for_widths_that_are_powers_of_two(
+    bits: int, kernel: str
+) -> None:
+    problem = replace(product(1, 512, 128), bits=bits)
+
+    assert stock_call(problem, Device.named("M1")).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("mode", "m", "k", "name", "kernel", "columns"),
+    [
+        ("mxfp4", 1, 64, "M1", "fp_qmv_quad", 64),
+        ("mxfp8", 3, 128, "M3", "fp_qmv_quad", 64),
+        ("mxfp4", 1, 1024, "M1", "fp_qmv_fast", 8),
+        ("mxfp4", 1, 1280, "M1", "fp_qmv", 8),
+        ("mxfp8", 1, 1280, "M1", "fp_qmv_fast", 8),
+        ("nvfp4", 1, 1280, "M3", "fp_qmv", 8),
+        ("mxfp4", 2, 1024, "M1", "fp_qmv_wide", 4),
+        ("nvfp4", 5, 5120, "M2 Max", "fp_qmv_wide", 4),
+        ("mxfp8", 12, 5120, "M4", "fp_qmv_wide", 4),
+        ("mxfp8", 11, 5120, "M2 Ultra", "fp_qmv_wide", 4),
+        ("nvfp4", 1, 5120, "M5 Max", "fp_qmv_fast_2", 4),
+        ("nvfp4", 1, 1280, "M5 Max", "fp_qmv_2", 4),
+        ("nvfp4", 1, 5120, "M5", "fp_qmv_fast", 8),
+        ("mxfp4", 1, 5120, "M5 Max", "fp_qmv_fast", 8),
+    ],
+)
+def test_few_rows_of_floats_go_to_kernels_of_their_own(
+    mode: str, m: int, k: int, name: str, kernel: str, columns: int
+) -> None:
+    call = stock_call(floats(mode, m, 4096, k), Device.named(name))
+
+    assert (call.kernel, call.geometry.columns) == (kernel, columns)
+    assert call.passes == (ceil(m / 5) if "wide" in kernel else m)
+    assert call.threadgroups == call.passes * ceil(4096 / columns)
+
+
+def test_two_rows_of_nvfp4_want_a_large_n() -> None:
+    call = stock_call(floats("nvfp4", 1, 4095, 5120), Device.named("M5 Max"))
+
+    assert call.kernel == "fp_qmv_fast"
+
+
+@pytest.mark.parametrize(
+    ("mode", "m", "n", "k", "name", "kernel"),
+    [
+        ("mxfp4", 13, 17408, 5120, "M4", "fp_qmm_t"),
+        ("mxfp4", 6, 17408, 5120, "M1", "fp_qmm_t"),
+        ("mxfp8", 16, 4096, 4096, "M3 Max", "fp_qmm_t_splitk"),
+        ("nvfp4", 16, 13824, 5120, "M5 Max", "fp_qmm_t_nax"),
+        ("mxfp4", 16, 13824, 5152, "M5 Max", "fp_qmm_t"),
+        ("nvfp4", 32, 6656, 6656, "M5 Max", "fp_qmm_t_splitk"),
+    ],
+)
+def test_many_rows_of_floats_follow_the_rules_of_affine_weights(
+    mode: str, m: int, n: int, k: int, name: str, kernel: str
+) -> None:
+    chip = Device.named(name)
+    call = stock_call(floats(mode, m, n, k), chip)
+    affine = stock_call(product(m, n, k, 32), chip)
+
+    assert call == replace(affine, kernel=kernel)
+
+
+@pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
+@pytest.mark.parametrize("mode", FLOATS)
+def test_floats_have_a_price_that_nobody_measured(known: Device, mode: str) -> None:
+    for m in (1, 2, 5, 8, 16, 64, 512):
+        problem = floats(mode, m, 5120, 17408)
+        prediction = stock_prediction(problem, known)
+
+        assert prediction.seconds > problem.bytes / (known.bandwidth_gbs * 1e9)
+        assert not prediction.calibrated
+
+
+def test_every_width_has_counts_of_its_own() -> None:
+    m3 = Device.named("M3 Max")
+    issue = {
+        bits: stock_prediction(replace(product(4, 17408, 5120), bits=bits), m3).issue
+        for bits in (1, 2, 3, 4, 5, 6, 8)
+    }
+
+    # Codes that cross bytes are dear, bytes cheap.
+    assert issue[8] < issue[4] < issue[2] < issue[1] < issue[3] < issue[6] < issue[5]
+
+
+def test_a_scheme_that_mlx_does_not_have_is_priced_as_its_affine_one() -> None:
+    m3 = Device.named("M3 Max")
+    ours = replace(product(8, 17408, 5120), mode="symmetric", layout="marlin")
+    affine = stock_prediction(product(8, 17408, 5120), m3)
+
+    assert stock_prediction(ours, m3).call == affine.call
+    assert stock_prediction(ours, m3).issue == affine.issue
+
+
+@pytest.mark.parametrize(
+    ("m", "rows", "passes"),
+    [(2, 2, 1), (5, 5, 1), (6, 3, 2), (8, 4, 2), (9, 5, 2), (11, 4, 3), (12, 4, 3)],
+)
+def test_the_wide_kernel_reads_the_weight_once_for_five_rows(
+    m: int, rows: int, passes: int
+) -> None:
+    call = stock_call(product(m, 4100, 5120), Device.named("M4"))
+
+    assert (call.kernel, call.rows, call.passes) == ("qmv_wide", rows, passes)
+    assert call.threadgroups == passes * 513
+
+
+def test_before_the_third_generation_every_row_reads_the_weight() -> None:
+    call = stock_call(product(5, 17408, 5120), Device.named("M1 Max"))
+
+    assert call == StockCall(
+        kernel="qmv_fast", rows=1, passes=5, split_k=1, threadgroups=5 * 2176
+    )
+
+
+@pytest.mark.parametrize(
+    ("problem", "arch", "kernel", "rows", "threadgroups"),
+    [
+        (product(14, 13824, 5120), "", "qmm_t_nax", 32, 216),
+        (product(32, 13824, 5120), "", "qmm_t_nax", 32, 216),
+        (product(33, 13824, 5120), "", "qmm_t_nax", 64, 216),
+        (product(65, 13824, 5120), "", "qmm_t_nax", 64, 432),
+        (product(14, 13824, 5120, dtype="float32"), "", "qmm_t_nax", 32, 216),
+        (product(14, 13824, 5152, 32), "", "qmm_t", 32, 432),
+        (product(14, 13824, 5120), "applegpu_g16s", "qmm_t", 32, 432),
+        (product(14, 13824, 5120), "applegpu_g17p", "qmm_t", 32, 432),
+        (product(32, 6656, 6656), "", "qmm_t_splitk", 32, 416),
+        (product(33, 6656, 6656), "", "qmm_t_nax", 64, 104),
+    ],
+)
+def test_tensor_units_are_used_only_without_a_split(
+    problem: Problem, arch: str, kernel: str, rows: int, threadgroups: int
+) -> None:
+    call = stock_call(problem, chip("M5 Max", arch))
+
+    assert (call.kernel, call.rows) == (kernel, rows)
+    assert call.threadgroups == threadgroups
+
+
+@pytest.mark.parametrize(
+    ("problem", "bound"),
+    [
+        (product(1, 17408, 5120), "memory"),
+        (product(8, 17408, 5120), "lane bytes"),
+        (product(16, 17408, 5120), "issue"),
+        (product(16, 896, 4864, 128), "thin filling"),
+    ],
+)
+def test_what_bounds_a_product_is_said(problem: Problem, bound: str) -> None:
+    prediction = stock_prediction(problem, Device.named("M3 Max"))
+
+    assert prediction.bound == bound
+    assert prediction.explain().endswith(f"(model, not measured), bound by {bound}")
+
+
+def test_a_line_says_what_is_launched_and_whose_figure_it_is() -> None:
+    line = stock_prediction(product(16, 5120, 17408), Device.named("M1 Max")).explain()
+
+    assert line.startswith(
+        "stock MLX: qmm_t_splitk, 320 threadgroups in 2 splits of k, w read 1x; "
+    )
+    assert "us (model, not measured, uncalibrated)" in line
+
+
+@pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
+@pytest.mark.parametrize("m", [1, 5, 6, 12, 16, 33, 512])
+def test_no_chip_is_faster_than_its_stated_bandwidth(known: Device, m: int) -> None:
+    problem = product(m, 5120, 17408, dtype="bfloat16", scale_dtype="bfloat16")
+    prediction = stock_prediction(problem, known)
+
+    assert prediction.seconds > problem.bytes / (known.bandwidth_gbs * 1e9)
+    assert prediction.stretch >= 1
+    fitted = known.generation in ("M3", "M4") and known.tier != "ultra"
+    assert prediction.calibrated == fitted
+
+
+def test_what_was_not_counted_is_not_called_calibrated() -> None:
+    problem = product(4, 4096, 4096, dtype="float32", scale_dtype="float32")
+
+    assert not stock_prediction(problem, Device.named("M3 Max")).calibrated
+
+
+def test_bfloat16_costs_more_where_it_is_emulated() -> None:
+    half = product(5, 17408, 5120)
+    bfloat = product(5, 17408, 5120, dtype="bfloat16", scale_dtype="bfloat16")
+    ratios = [
+        stock_prediction(bfloat, known).issue / stock_prediction(half, known).issue
+        for known in (Device.named("M2 Max"), Device.named("M3 Max"))
+    ]
+
+    assert ratios == [352 / 256, 1.0]
+
+
+def test_a_packed_weight_is_priced_as_a_native_one() -> None:
+    native = product(8, 17408, 5120)
+    packed = replace(native, layout="marlin")
+    m3 = Device.named("M3 Max")
+
+    assert stock_prediction(packed, m3) == stock_prediction(native, m3)
+
+
+def test_tensor_units_that_a_chip_does_not_have_are_slow() -> None:
+    problem = product(512, 13824, 5120)
+    told = stock_prediction(problem, chip("M3 Max", "applegpu_g17s"))
+
+    assert told.call.kernel == "qmm_t_nax"
+    assert told.seconds > stock_prediction(problem, Device.named("M3 Max")).seconds
+
+
+def test_an_unknown_device_has_a_price() -> None:
+    prediction = stock_prediction(product(4, 4096, 4096), device.DEFAULT)
+
+    assert prediction.call.kernel == "qmv_fast"
+    assert prediction.seconds > 0
+    assert not prediction.calibrated

@@ -1,0 +1,470 @@
+"""The scheduler's choice is valid, explained, cached and keeps the user's wishes."""
+
+import subprocess
+import sys
+import timeit
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.planning import overrides, search
+from mlx_marlin.planning.decompositions import ACCEPTED
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
+from support.strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
+
+M3_MAX = Device.named("Apple M3 Max")
+LARGE = problems(max_m=300, max_n=40_000, max_k=30_000, formats=ANY_FORMAT)
+STREAMS = ("stream_k", "hybrid")
+
+
+@pytest.mark.thinned(9)
+@pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
+@given(problem=LARGE)
+def test_every_chip_gets_a_plan_for_every_problem(
+    chip: Device, problem: Problem
+) -> None:
+    plan = planner.choose(problem, chip)
+
+    assert plan.problem == problem
+    assert plan.work.idle == 0
+    assert plan.reduction != "atomic"
+    assert (plan.kernel == "gemv") == (problem.m <= GEMV_ROWS[problem.dtype])
+
+
+@given(LARGE, devices())
+def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
+    problem: Problem, chip: Device
+) -> None:
+    def doubted(plan: Plan) -> float:
+        seconds = planner.predict(plan, chip).seconds
+        return seconds * (1 + search.MODEL_ERROR) if plan.is_split else seconds
+
+    chosen = doubted(planner.choose(problem, chip))
+    cheapest = min(doubted(plan) for plan in candidates(problem, chip, {}))
+
+    assert chosen == pytest.approx(cheapest, rel=1e-9)
+
+
+@given(LARGE, devices())
+def test_leaving_out_hopeless_plans_changes_no_choice(
+    problem: Problem, chip: Device
+) -> None:
+    assert planner.make(problem, device=chip) == (
+        planner.compare(problem, device=chip).plan
+    )
+
+
+@given(LARGE, devices())
+def test_candidates_are_different_plans_of_all_fitting_strategies(
+    problem: Problem, chip: Device
+) -> None:
+    compared = list(candidates(problem, chip, {}))
+
+    assert len({*compared}) == len(compared) <= 40
+    assert {"data_parallel", "stripe"} <= {plan.strategy for plan in compared}
+
+
+@given(LARGE, devices())
+def test_a_mean_split_has_a_trip_for_each_simdgroup(
+    problem: Problem, chip: Device
+) -> None:
+    plan = planner.choose(problem, chip)
+
+    trips = -(-problem.k // 64) * plan.work.tiles
+    along_k = plan.simdgroups_k // plan.simdgroups_n
+    assert trips >= plan.work.pieces * along_k
+
+
+@given(plans(of=problems(formats=ANY_FORMAT)), devices())
+def test_cores_are_no_less_busy_than_predicted(plan: Plan, chip: Device) -> None:
+    loads = []
+    for threadgroup in range(plan.num_threadgroups):
+        splits = [*plan.work.splits(threadgroup)]
+        loads.append(
+            sum(
+                split.k_tile_count * plan.columns_of(split.tile) // 32
+                for split in splits
+            )
+        )
+    working = [load for load in loads if load]
+    dealt = [sum(working[core :: chip.cores]) for core in range(chip.cores)]
+
+    predicted = planner.predict(plan, chip).busy
+
+    assert 0 < predicted <= 1 + 1e-9
+    assert predicted <= sum(loads) / chip.cores / max(dealt) + 1e-9
+
+
+SHAPES = [(17408, 5120), (9728, 2560), (11008, 2048), (4864, 896), (11008, 4096)]
+"""k, n of layers whose tiles do not divide by the cores of most chips."""
+
+
+@pytest.mark.parametrize("chip", ["Apple M3 Max", "Apple M4 Pro"])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_awkward_shapes_keep_nine_tenths_of_the_cores_busy(
+    k: int, n: int, chip: str
+) -> None:
+    device = Device.named(chip)
+    for group_size in (32, 64, 128):
+        problem = Problem(m=16, n=n, k=k, group_size=group_size)
+
+        plan = planner.choose(problem, device)
+
+        assert planner.predict(plan, device).busy >= 0.9
+        ranges = (plan.work.range(index) for index in range(plan.num_threadgroups))
+        lengths = [end - begin for begin, end in ranges]
+        dealt = [sum(lengths[core :: device.cores]) for core in range(device.cores)]
+        assert sum(dealt) / len(dealt) / max(dealt) >= 0.9
+
+
+@given(plans(of=problems(formats=ANY_FORMAT)), devices())
+def test_a_prediction_is_never_faster_than_memory(plan: Plan, chip: Device) -> None:
+    prediction = planner.predict(plan, chip)
+
+    floor = plan.problem.bytes / (chip.bandwidth_gbs * 1e9)
+    assert prediction.seconds > floor
+    assert prediction.stretch >= 1 - 1e-9
+    assert prediction.bound in {"memory", "issue", "loads"}
+    assert "model, not measured" in prediction.explain()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile_m", "fragments_m", "simdgroups_m"),
+    [
+        (6, 8, 1, 1),
+        (8, 8, 1, 1),
+        (9, 16, 2, 1),
+        (16, 16, 2, 1),
+        (17, 32, 2, 2),
+        (24, 32, 2, 2),
+        (25, 32, 2, 2),
+        (33, 48, 2, 3),
+        (64, 64, 2, 4),
+        (65, 64, 2, 4),
+        (1000, 64, 2, 4),
+    ],
+)
+def test_rows_choose_the_tile(
+    rows: int, tile_m: int, fragments_m: int, simdgroups_m: int
+) -> None:
+    plan = planner.choose(Problem(m=rows, n=4096, k=4096), M3_MAX)
+
+    assert plan.kernel == "gemm_register"
+    assert plan.tile.m == tile_m
+    assert (plan.fragments_m, plan.simdgroups_m) == (fragments_m, simdgroups_m)
+    assert plan.subtract == (fragments_m == 2)
+
+
+def test_the_model_meets_the_published_calibration_of_its_study() -> None:
+    # 5120→17408 on M3 Max with perfect balance: 0.9 of the bandwidth below the
+    # issue limit, 16 slots a matrix product and 0.6 of the others above it.
+    few = planner.predict(planner.choose(Problem(m=8, n=17408, k=5120), M3_MAX), M3_MAX)
+    many = planner.predict(
+        planner.choose(Problem(m=16, n=17408, k=5120), M3_MAX), M3_MAX
+    )
+
+    assert few.bound == "memory"
+    assert few.memory == pytest.approx(1.37e-4, rel=0.01)
+    assert many.bound == "issue"
+    assert many.issue == pytest.approx(2.38e-4, rel=0.02)
+
+
+@pytest.mark.parametrize("rows", [4, 16, 64])
+def test_plenty_of_tiles_are_computed_whole(rows: int) -> None:
+    plan = planner.choose(Problem(m=rows, n=40 * 32 * 8, k=4096), M3_MAX)
+
+    # Runs of whole tiles cost the same, less what a threadgroup does at first.
+    assert plan.strategy in ("data_parallel", "stripe")
+    assert not plan.is_split
+    assert plan.dispatches == 1
+
+
+def test_few_tiles_and_a_long_k_are_split_over_the_cores() -> None:
+    plan = planner.choose(Problem(m=16, n=256, k=16384), M3_MAX)
+
+    assert plan.m_tiles * plan.n_tiles == 8
+    assert plan.is_split
+    assert plan.num_threadgroups >= 40
+    assert plan.dispatches == 2
+
+
+def test_a_small_product_stays_in_one_dispatch() -> None:
+    plan = planner.choose(Problem(m=8, n=576, k=576), M3_MAX)
+
+    assert plan.dispatches == 1
+    assert plan.simdgroups_k > 1
+
+
+WISHED = {
+    "strategy": "strategy",
+    "partition": "partition",
+    "k_parallel": "slices",
+    "num_threadgroups": "threadgroups",
+    "whole": "whole",
+    "minimum": "minimum",
+    "groups": "groups",
+}
+"""Fields of `Wishes` that are those of `Work`, by their names there."""
+
+
+def field_of(plan: Plan, wish: str) -> object:
+    return getattr(plan.work, WISHED[wish]) if wish in WISHED else getattr(plan, wish)
+
+
+@given(problems(formats=ANY_FORMAT), devices(), st.sampled_from(STRATEGIES))
+def test_every_strategy_can_be_had(
+    problem: Problem, chip: Device, strategy: Strategy
+) -> None:
+    one_tile = planner.make(problem, strategy="data_parallel").work.tiles == 1
+    columns = -(-problem.n // 32)
+    if (strategy == "hybrid" and one_tile) or (strategy == "hytis" and columns < 3):
+        with pytest.raises(ValueError, match=rf"{strategy}|simdgroups_n|whole"):
+            planner.make(problem, device=chip, strategy=strategy)
+        return
+
+    plan = planner.make(problem, device=chip, strategy=strategy)
+
+    assert plan.strategy == strategy
+
+
+@st.composite
+def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.Wishes]:
+    """Draws a problem and some fields of one of its plans."""
+    problem = draw(problems(formats=ANY_FORMAT))
+    plan = draw(plans(of=st.just(problem)))
+    fields = draw(st.sets(st.sampled_from(["subtract"])))
+    if draw(st.booleans()):
+        fields |= {"kernel", "fragments_m", "simdgroups_m", "simdgroups_k"}
+        if draw(st.booleans()):  # counts of tiles make sense for these tiles only
+            fields |= {"strategy", "reduction", *ACCEPTED[plan.work.strategy]}
+    return problem, {name: field_of(plan, name) for name in fields}  # type: ignore[return-value]
+
+
+@given(_wishes(), devices())
+def test_wishes_are_kept(asked: tuple[Problem, overrides.Wishes], chip: Device) -> None:
+    problem, wishes = asked
+    plan = planner.make(problem, device=chip, **wishes)
+
+    assert {name: field_of(plan, name) for name in wishes} == wishes
+
+
+@pytest.mark.parametrize(
+    ("wishes", "strategies"),
+    [
+        ({"partition": "ceil"}, {"stripe"}),
+        ({"k_parallel": 3}, {"stripe", "split_k"}),
+        ({"num_threadgroups": 7}, {"stripe", "stream_k", "hybrid"}),
+        ({"minimum": 2}, {"stream_k", "hybrid"}),
+        ({"groups": 2, "num_threadgroups": 8}, {"stream_k"}),
+        ({"whole": 2, "groups": 1}, {"hybrid"}),
+        ({"simdgroups_n": 2}, {"hytis"}),
+        ({"groups": 4}, {"stream_k", "hybrid"}),
+        ({"minimum": 16}, {"stream_k", "hybrid"}),
+    ],
+)
+def test_a_wish_alone_leaves_the_strategies_that_take_it(
+    wishes: overrides.Wishes, strategies: set[str]
+) -> None:
+    problem = Problem(m=8, n=256, k=1024)
+
+    for chip in ("Apple M1", "Apple M3 Max"):
+        plan = planner.make(problem, device=Device.named(chip), **wishes)
+
+        assert plan.strategy in strategies
+        assert {name: field_of(plan, name) for name in wishes} == wishes
+
+
+def test_a_wish_is_kept_where_one_of_the_strategies_cannot_have_it() -> None:
+    # 20 tiles on 8 cores: `hybrid` would begin with 8 whole ones.
+    problem = Problem(m=8, n=640, k=1024)
+
+    plan = planner.make(problem, device=Device.named("Apple M1"), num_threadgroups=7)
+
+    assert plan.num_threadgroups == 7
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_wished_partition_reaches_the_plan(partition: str) -> None:
+    plan = planner.make(
+        Problem(m=8, n=224, k=64),
+        strategy="stripe",
+        partition=partition,  # type: ignore[arg-type]
+        num_threadgroups=5,
+    )
+
+    counts = [end - begin for begin, end in map(plan.work.range, range(5))]
+    expected = {"balanced": [1, 1, 2, 1, 2], "ceil": [2, 2, 2, 1, 0]}
+    assert counts == expected[partition]
+
+
+@pytest.mark.parametrize("strategy", STREAMS)
+def test_streams_have_eight_trips_a_split_whatever_the_group_is(strategy: str) -> None:
+    for group_size, k_tiles in ((32, 8), (64, 8), (128, 4)):
+        problem = Problem(m=8, n=1024, k=8192, group_size=group_size)
+
+        plan = planner.make(problem, strategy=strategy)  # type: ignore[arg-type]
+
+        assert plan.work.minimum == k_tiles
+
+
+def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None:
+    for chip in (*KNOWN_DEVICES, DEFAULT):
+        found = set()
+        for m in (1, 5, 8, 31, 64, 200):
+            problem = Problem(m=m, n=576, k=4096, invariant=True)
+            plan = planner.choose(problem, chip)
+            assert plan.work.strategy in ("data_parallel", "split_k")
+            assert plan.kernel == "gemm_register"
+            assert plan.subtract
+            found.add((plan.work.slices, plan.simdgroups_k))
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"kernel": "gemv"}, "at most 5 rows"),
+        ({"kernel": "staged"}, "kernel='staged'"),
+        ({"strategy": "diagonal"}, "strategy='diagonal'"),
+        ({"reduction": "tree"}, "reduction='tree'"),
+        ({"reduction": "workspace", "strategy": "data_parallel"}, "are not split"),
+        ({"fragments_m": 4}, "fragments_m=4"),
+        ({"simdgroups_m": 0}, "m >= 1"),
+        ({"simdgroups_k": 0}, "simdgroups_k=0"),
+        ({"simdgroups_k": 16}, "simdgroups_k=16"),
+        ({"k_parallel": 0}, "k_parallel=0"),
+        ({"k_parallel": 99}, "k_parallel=99"),
+        ({"num_threadgroups": 0}, "num_threadgroups=0"),
+        ({"strategy": "data_parallel", "num_threadgroups": 3}, "num_threadgroups=3"),
+        ({"strategy": "data_parallel", "k_parallel": 2}, "k_parallel=2"),
+        ({"strategy": "stream_k", "k_parallel": 2}, "does not take k_parallel=2"),
+        ({"strategy": "stripe", "groups": 2}, "does not take groups=2"),
+        ({"k_parallel": 2, "minimum": 3}, "no strategy takes all of k_parallel, min"),
+        ({"strategy": "hybrid", "whole": 8}, "whole=8"),
+        ({"strategy": "stream_k", "minimum": 0}, "minimum=0"),
+        ({"strategy": "stream_k", "groups": 3}, "groups=3"),
+        ({"simdgroups_n": 3, "simdgroups_k": 4}, "simdgroups_n=3"),
+        ({"simdgroups_n": 8}, "whole=1 tiles of simdgroups_n=8 leave no narrow ones"),
+        ({"simdgroups_n": 2, "simdgroups_k": 1}, "simdgroups_n=2"),
+    ],
+)
+def test_an_impossible_wish_is_refused_with_its_value(
+    wishes: overrides.Wishes, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        planner.make(Problem(m=8, n=256, k=512), **wishes)
+
+
+def test_a_cached_choice_takes_less_than_five_microseconds() -> None:
+    problem = Problem(m=8, n=4096, k=4096)
+    again = Problem(m=8, n=4096, k=4096)  # equal, not identical: as in a call
+    planner.choose(problem, M3_MAX)
+    best = min(
+        timeit.repeat(lambda: planner.choose(again, M3_MAX), number=1000, repeat=20)
+    )
+
+    assert best / 1000 < 5e-6
+
+
+def test_one_row_stays_with_stock() -> None:
+    reason = planner.stock_reason(Problem(m=1, n=4096, k=4096), M3_MAX)
+
+    assert reason is not None
+    assert "1 row is bound by reading the weight, 25.6 us by the model" in reason
+
+
+@pytest.mark.parametrize(("rows", "ours"), [(3, False), (8, True), (16, True)])
+def test_stock_serves_where_the_model_sees_no_gain(rows: int, ours: bool) -> None:
+    reason = planner.stock_reason(Problem(m=rows, n=4096, k=4096), M3_MAX)
+
+    assert (reason is None) == ours
+    assert ours or "the model gives our kernels" in (reason or "")
+
+
+@given(problems(layouts=st.just("marlin"), formats=ANY_FORMAT), devices())
+def test_a_packed_weight_is_never_handed_over(problem: Problem, chip: Device) -> None:
+    assert planner.stock_reason(problem, chip) is None
+
+
+@given(problems(formats=ANY_FORMAT), devices())
+def test_an_invariant_product_is_never_handed_over(
+    problem: Problem, chip: Device
+) -> None:
+    assert planner.stock_reason(replace(problem, invariant=True), chip) is None
+
+
+@given(LARGE, devices())
+def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> None:
+    choice = planner.compare(problem, device=chip)
+
+    assert choice.plan == choice.candidates[0].plan == planner.choose(problem, chip)
+    assert len(choice.candidates) == len([*candidates(problem, chip, {})])
+    assert choice.reason == planner.stock_reason(problem, chip)
+
+
+def test_planning_needs_neither_mlx_nor_numpy() -> None:
+    program = """
+import sys
+sys.modules["mlx"] = sys.modules["numpy"] = None
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal import device
+from mlx_marlin.planning.problem import Problem
+print(planner.choose(Problem(m=8, n=512, k=512), device.Device.named("M1")).explain())
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+
+    assert answer.stdout.startswith("gemm_register 8x32x64"), answer.stderr
+
+
+def test_streams_come_in_groups_where_activations_do_not_stay_near() -> None:
+    fields = {"strategy": "stream_k", "num_threadgroups": 160}
+    small, large = (
+        planner.make(Problem(m=m, n=4096, k=14336), device=M3_MAX, **fields)
+        for m in (8, 48)
+    )
+
+    assert small.problem.activation_bytes <= 256 * 1024 < large.problem.activation_bytes
+    assert (small.work.groups, large.work.groups) == (1, 8)
+
+
+@pytest.mark.parametrize("groups", [0, 3, 16])
+def test_groups_that_do_not_divide_the_work_are_refused(groups: int) -> None:
+    with pytest.raises(ValueError, match=f"groups={groups}"):
+        planner.make(Problem(m=8, n=4096, k=4096), strategy="stream_k", groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("asked", "bits", "group_size", "scales"),
+    [
+        ({}, 4, 64, "bfloat16"),
+        ({"bits": 6, "group_size": 32}, 6, 32, "bfloat16"),
+        ({"mode": "mxfp8"}, 8, 32, "uint8"),
+        ({"mode": "nvfp4"}, 4, 16, "uint8"),
+        ({"mode": "zero_point", "layout": "marlin"}, 4, 64, "bfloat16"),
+    ],
+)
+def test_a_plan_is_made_for_the_format_that_is_asked_for(
+    asked: dict[str, Any], bits: int, group_size: int, scales: str
+) -> None:
+    choice = planner.plan(8, 4096, 4096, dtype="bfloat16", chip="M3", **asked)
+
+    problem = choice.plan.problem
+    assert (problem.bits, problem.group_size) == (bits, group_size)
+    assert (problem.dtype, problem.scale_dtype) == ("bfloat16", scales)
+    assert problem.mode == asked.get("mode", "affine")
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mode='q4_0' is not one of \('affine', "):
+        planner.plan(8, 64, 64, mode="q4_0")

@@ -1,0 +1,200 @@
+"""A problem is a checked value that knows its sizes."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import mlx_marlin
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import FORMATS, format_of
+from support.strategies import ANY_FORMAT, problems
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"m": 0}, ["m=0", "at least 1"]),
+        ({"n": -1}, ["n=-1", "at least 1"]),
+        ({"k": 0}, ["k=0", "at least 1"]),
+        ({"k": 96}, ["k=96", "group_size=64"]),
+        ({"group_size": 48}, ["group_size=48", "32, 64, 128"]),
+        ({"bits": 7}, ["bits=7", "affine 4-bit", "nvfp4 4-bit"]),
+        ({"group_size": 16}, ["group_size=16", "(32, 64, 128)"]),
+        ({"group_size": 16, "layout": "marlin", "k": 96}, ["k=96", "of 64", "affine"]),
+        ({"group_size": 192, "layout": "marlin", "k": 384}, ["group_size=192", "or k"]),
+        ({"global_scale": True}, ["global_scale=True", "nvfp4", "affine"]),
+        ({"mode": "nvfp8"}, ["mode='nvfp8'", "affine 4-bit", "nvfp4 4-bit"]),
+        ({"mode": "mxfp8"}, ["mode='mxfp8'", "bits=4", "mxfp8 8-bit"]),
+        ({"mode": "nvfp4"}, ["group_size=64", "(16,)"]),
+        (
+            {"mode": "nvfp4", "group_size": 16, "k": 96, "scale_dtype": "uint8"},
+            ["k=96", "multiple of 64", "nvfp4"],
+        ),
+        (
+            {"mode": "mxfp4", "group_size": 32},
+            ["scale_dtype='float16'", "['uint8']"],
+        ),
+        ({"scale_dtype": "uint8"}, ["scale_dtype='uint8'", "float16"]),
+        ({"mode": "symmetric"}, ["layout='mlx'", "marlin", "symmetric"]),
+        ({"mode": "zero_point"}, ["layout='mlx'", "marlin", "zero_point"]),
+        ({"dtype": "int8"}, ["dtype='int8'", "float16"]),
+        ({"scale_dtype": "half"}, ["scale_dtype='half'", "float16"]),
+        ({"layout": "gguf"}, ["layout='gguf'", "marlin"]),
+    ],
+)
+def test_nonsense_is_refused_with_the_value_and_the_expectation(
+    fields: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are checked
+        Problem(**{"m": 8, "n": 64, "k": 64, **fields})  # type: ignore[arg-type]
+
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_sizes_are_those_of_a_known_layer() -> None:
+    problem = Problem(m=8, n=17408, k=5120, group_size=128)
+
+    # The published weight of this layer: 4.25 bits each.
+    assert problem.weight_bytes == 17408 * 5120 * 17 // 32 == 47_349_760
+    assert problem.flops == 2 * 8 * 17408 * 5120
+    assert problem.activation_bytes == 8 * 5120 * 2
+    assert problem.output_bytes == 8 * 17408 * 2
+
+
+@given(problems(formats=ANY_FORMAT))
+def test_equal_questions_are_equal_and_hash_alike(problem: Problem) -> None:
+    same = Problem(
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        group_size=problem.group_size,
+        bits=problem.bits,
+        mode=problem.mode,
+        dtype=problem.dtype,
+        scale_dtype=problem.scale_dtype,
+        layout=problem.layout,
+    )
+
+    assert problem == same
+    assert hash(problem) == hash(same)
+    assert problem.explain() == same.explain()
+    assert "\n" not in problem.explain()
+
+
+@given(problems(formats=ANY_FORMAT))
+def test_groups_and_words_divide_k_exactly(problem: Problem) -> None:
+    assert problem.groups * problem.group_size == problem.k
+    bits_of_a_row = problem.k * problem.bits
+    assert bits_of_a_row % 32 == 0
+    assert problem.code_bytes == 4 * problem.n * (bits_of_a_row // 32)
+
+
+BITS = {
+    ("affine", 2, 64): 2.5,
+    ("affine", 3, 32): 4.0,
+    ("affine", 6, 128): 6.25,
+    ("symmetric", 4, 128): 4.125,
+    ("zero_point", 8, 64): 8.5,
+    ("mxfp4", 4, 32): 4.25,
+    ("mxfp8", 8, 32): 8.25,
+    ("nvfp4", 4, 16): 4.5,
+}
+"""Bits of a weight with its scales, half ones where they are not bytes."""
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), BITS)
+def test_a_weight_has_the_bits_of_its_format(
+    mode: str, bits: int, group_size: int
+) -> None:
+    known = format_of(mode, bits)
+    problem = Problem(
+        m=1,
+        n=96,
+        k=1024,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        scale_dtype="uint8" if known.codes == "floating" else "float16",
+        layout="marlin",
+    )
+
+    assert problem.weight_bytes == 96 * 1024 * BITS[mode, bits, group_size] / 8
+    assert f"{mode} {bits}-bit, group {group_size}" in problem.explain()
+
+
+def test_a_format_is_found_by_mode_and_bits() -> None:
+    for (mode, bits), known in FORMATS.items():
+        assert format_of(mode, bits) is known
+        assert (known.mode, known.bits) == (mode, bits)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "formula"),
+    [
+        (PLAIN, ""),
+        (Epilogue(bias=True), "y + bias"),
+        (Epilogue(activation="silu"), "silu(y)"),
+        (Epilogue(bias=True, activation="gelu"), "gelu(y + bias)"),
+        (Epilogue(multiply=True), "y * multiply"),
+        (Epilogue(bias=True, multiply=True), "(y + bias) * multiply"),
+        (Epilogue(residual=True), "y + residual"),
+        (
+            Epilogue(bias=True, activation="gelu_approx", multiply=True, residual=True),
+            "gelu_approx(y + bias) * multiply + residual",
+        ),
+    ],
+)
+def test_an_epilogue_is_a_formula(epilogue: Epilogue, formula: str) -> None:
+    plain = Problem(m=8, n=64, k=64)
+    problem = Problem(m=8, n=64, k=64, epilogue=epilogue)
+
+    assert epilogue.explain() == formula
+    expected = f"{plain.explain()}, {formula}" if formula else plain.explain()
+    assert problem.explain() == expected
+    arrays = epilogue.multiply + epilogue.residual
+    assert problem.bytes == plain.bytes + arrays * 8 * 64 * 2
+
+
+def test_an_activation_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"activation='relu' is not one of .*'silu'"):
+        Epilogue(activation="relu")
+
+
+def test_an_invariant_problem_says_so() -> None:
+    assert (
+        "the same bits for any m" in Problem(m=8, n=64, k=64, invariant=True).explain()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"m": "8"}, "m='8', expected an integer"),
+        ({"m": True}, "m=True, expected an integer"),
+        ({"n": 64.0}, "n=64.0, expected an integer"),
+        ({"k": None}, "k=None, expected an integer"),
+        ({"batch": False}, "batch=False, expected an integer"),
+        ({"bits": "4"}, "bits='4', expected an integer"),
+        ({"group_size": True}, "group_size=True, expected an integer"),
+        ({"mode": []}, "mode=[], expected a name"),
+        ({"dtype": {}}, "dtype={}, expected a name"),
+        ({"layout": 1}, "layout=1, expected a name"),
+        ({"chip": 3}, "chip=3, expected a name such as 'Apple M3 Max'"),
+    ],
+)
+def test_an_argument_of_plan_of_another_type_is_named(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        mlx_marlin.plan(**{"m": 8, "n": 64, "k": 64} | arguments)
+
+
+def test_numpys_integers_are_sizes() -> None:
+    made = mlx_marlin.plan(np.int64(8), np.uint16(64), 64).plan.problem
+
+    assert (type(made.m), made.m, made.n) == (int, 8, 64)

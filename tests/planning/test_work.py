@@ -1,0 +1,371 @@
+"""All work is done once, in order, by whom the plan says: every way to cut it."""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from math import ceil, floor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mlx_marlin.planning.work import (
+    MOST_GROUPS,
+    Split,
+    Work,
+    balanced_cut,
+    ceil_cut,
+    locality_groups,
+    tile_position,
+)
+from support.grids import drawn
+from support.strategies import works
+
+often = settings(max_examples=1000)
+SMALL = works()
+STREAMS = works(strategies=("stream_k", "hybrid"))
+
+Owners = NDArray[np.int64]
+
+
+def splits_of_tiles(work: Work) -> dict[int, list[tuple[int, Split]]]:
+    """Returns (threadgroup, split) of every tile, by tile, in ascending k."""
+    found: dict[int, list[tuple[int, Split]]] = defaultdict(list)
+    for threadgroup in range(work.threadgroups):
+        for split in work.splits(threadgroup):
+            found[split.tile].append((threadgroup, split))
+    for splits in found.values():
+        splits.sort(key=lambda each: each[1].k_idx)
+    return found
+
+
+def owners_of(work: Work) -> Owners:
+    """Paints who has each k tile of each tile, [tiles, k_tiles]; fails on a second."""
+    owners = np.full((work.tiles, work.k_tiles), -1)
+    for tile, splits in splits_of_tiles(work).items():
+        for threadgroup, split in splits:
+            part = owners[tile, split.k_idx : split.k_idx + split.k_tile_count]
+            assert part.size == split.k_tile_count >= 1
+            assert np.all(part == -1)
+            part[:] = threadgroup
+    return owners
+
+
+def counts_of(work: Work) -> list[int]:
+    """Returns the k tiles of each threadgroup, counted where they are painted."""
+    painted = owners_of(work).ravel()
+    return [int(each) for each in np.bincount(painted, minlength=work.threadgroups)]
+
+
+@drawn(50, 1000, work=SMALL)
+def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
+    owners = owners_of(work)
+
+    assert np.all(owners >= 0)
+    assert np.all(owners < work.threadgroups)
+
+
+@often
+@given(SMALL)
+def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
+    spaces: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for threadgroup in range(work.threadgroups):
+        begin, end = work.range(threadgroup)
+        assert begin <= end
+        whole = threadgroup < work.whole
+        group = -1 if whole else (threadgroup - work.whole) % work.groups
+        spaces[group].append((begin, end))
+
+    line = []
+    for _, ranges in sorted(spaces.items()):
+        busy = [each for each in ranges if each[0] < each[1]]
+        # Who idles comes last, except where short ranges snapped away.
+        line += sorted(busy)
+        assert busy == sorted(busy)
+    assert [end for _, end in line[:-1]] == [begin for begin, _ in line[1:]]
+    assert (line[0][0], line[-1][1]) == (0, work.total)
+
+
+@often
+@given(SMALL)
+def test_no_split_is_shorter_than_the_minimum_unless_its_tile_is(work: Work) -> None:
+    least = min(work.minimum, work.k_tiles)
+
+    for splits in splits_of_tiles(work).values():
+        assert all(split.k_tile_count >= least for _, split in splits)
+
+
+@drawn(50, 1000, work=works(strategies=("stripe", "split_k")))
+def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
+    if work.partition == "ceil":
+        work = replace(work, partition="balanced")
+    # Where slices begin in a tile, by division of rationals.
+    starts = [floor(part * work.k_tiles / work.slices) for part in range(work.slices)]
+    units = [
+        sum(
+            split.k_idx <= start < split.k_idx + split.k_tile_count
+            for split in work.splits(threadgroup)
+            for start in starts
+        )
+        for threadgroup in range(work.threadgroups)
+    ]
+
+    busy = units[: work.tiles * work.slices]
+    assert sum(busy) == work.tiles * work.slices
+    assert max(busy) - min(busy) <= 1
+    assert not any(units[len(busy) :])
+
+
+@drawn(50, 1000, work=STREAMS)
+def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> None:
+    tail = work.tiles - work.whole
+    space = tail // work.groups * work.k_tiles
+    most = (work.threadgroups - work.whole) // work.groups
+    ranges = max(min(most, space // work.minimum), 1)
+    least = min(work.minimum, work.k_tiles)
+
+    for member in range(ranges):
+        for group in range(work.groups):
+            index = work.whole + member * work.groups + group
+            begin, end = work.range(index)
+            start = (work.whole * work.k_tiles) + group * space
+            assert abs(begin - start - floor(member * space / ranges)) < least
+            assert abs(end - start - floor((member + 1) * space / ranges)) < least
+            if work.minimum == 1:
+                assert abs(end - begin - space / ranges) < 1
+
+
+@drawn(50, 1000, work=SMALL)
+def test_slots_of_a_tile_count_its_splits_in_ascending_k(work: Work) -> None:
+    for splits in splits_of_tiles(work).values():
+        slots = [split.slot for _, split in splits]
+
+        assert slots == list(range(len(splits)))
+        assert len(splits) <= work.slots
+
+
+@drawn(50, 1000, work=SMALL)
+def test_the_threadgroups_of_a_tile_are_those_that_have_it(work: Work) -> None:
+    found = splits_of_tiles(work)
+
+    for tile in range(work.tiles):
+        assert work.threadgroups_of(tile) == [index for index, _ in found[tile]]
+
+
+@drawn(50, 1000, work=SMALL, data=st.data())
+def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
+    work: Work, data: st.DataObject
+) -> None:
+    if not (space := (work.tiles - work.whole) // work.groups * work.k_tiles):
+        return  # every tile is whole, there are no ranges
+    position = data.draw(st.integers(0, space - 1))
+
+    member = work.owner(position)
+
+    assert work.cut(member) <= position < work.cut(member + 1)
+    first = work.whole * work.k_tiles
+    begin, end = work.range(work.whole + member * work.groups)
+    assert begin <= first + position < end
+
+
+@drawn(50, 1000, work=SMALL)
+def test_counts_are_those_of_the_painted_work(work: Work) -> None:
+    counts = counts_of(work)
+    pieces = sum(map(len, splits_of_tiles(work).values()))
+    of_tail = counts[work.whole :]
+
+    assert work.idle == counts.count(0)
+    assert 0 <= work.longest - max(counts) <= (work.k_tiles % work.slices > 0)
+    assert 0 <= work.longest_of_tail - max(of_tail, default=0) <= 1
+    assert work.pieces >= pieces
+    if work.minimum == 1:
+        assert work.pieces == pieces
+    assert work.total == sum(counts)
+
+
+@often
+@given(SMALL)
+def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
+    most = max(len([*work.splits(each)]) for each in range(work.threadgroups))
+
+    assert not work.is_single or most == 1
+    if work.minimum == 1:
+        assert work.is_single == (most == 1)
+
+
+@drawn(50, 1000, work=SMALL)
+def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
+    most = max(map(len, splits_of_tiles(work).values()))
+
+    assert work.is_split or most == 1
+    if work.minimum == 1:
+        assert work.is_split == (most > 1)
+        assert work.slots <= most + 1
+    assert work.slots == 1 or work.is_split
+
+
+@often
+@given(SMALL)
+def test_a_split_knows_its_role(work: Work) -> None:
+    for splits in splits_of_tiles(work).values():
+        last = len(splits) - 1
+        for place, (_, split) in enumerate(splits):
+            assert split.is_first_split == (place == 0)
+            assert split.is_final_split == (place == last)
+            assert split.requires_fixup == (last > 0)
+
+
+@often
+@given(STREAMS)
+def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
+    owners = owners_of(work)
+    tail = owners[work.whole :]
+    shapes = []
+    for group in range(work.groups):
+        own = tail[group :: work.groups]
+        # A threadgroup's number tells its group, round and round.
+        assert np.all((own - work.whole) % work.groups == group)
+        shapes.append((own - work.whole) // work.groups)
+    assert all(np.array_equal(shapes[0], each) for each in shapes)
+    assert np.array_equal(
+        owners[: work.whole],
+        np.repeat(np.arange(work.whole)[:, None], work.k_tiles, axis=1),
+    )
+
+
+@often
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_locality_groups_are_the_most_that_divide_both(
+    tiles: int, threadgroups: int
+) -> None:
+    dividing = [
+        each
+        for each in range(1, 9)
+        if tiles / each == tiles // each and threadgroups / each == threadgroups // each
+    ]
+
+    assert locality_groups(tiles, threadgroups) == max(dividing)
+    assert MOST_GROUPS == 8
+
+
+def stripe(tiles: int, threadgroups: int, partition: str) -> Work:
+    return Work(
+        strategy="stripe",
+        tiles=tiles,
+        k_tiles=1,
+        threadgroups=threadgroups,
+        partition=partition,  # type: ignore[arg-type]
+    )
+
+
+def test_twelve_tiles_on_five_idle_one_threadgroup_with_ceil_and_none_balanced() -> (
+    None
+):
+    # 48 x 64 in 16 x 16 tiles: 3 rows and 4 columns of tiles.
+    by_ceil, balanced = stripe(12, 5, "ceil"), stripe(12, 5, "balanced")
+
+    ranges = [by_ceil.range(index) for index in range(5)]
+    assert ranges == [(0, 3), (3, 6), (6, 9), (9, 12), (12, 12)]
+    assert (by_ceil.idle, balanced.idle) == (1, 0)
+    assert counts_of(balanced) == [2, 2, 3, 2, 3]
+    columns = [[tile_position(tile, 3) for tile in range(*run)] for run in ranges]
+    assert columns[:4] == [[(row, col) for row in range(3)] for col in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("partition", "expected"),
+    [
+        ("ceil", [[0, 1, 3], [0, 2, 3], [1, 2, 4]]),
+        ("balanced", [[0, 2, 3], [1, 2, 4], [1, 3, 4]]),
+    ],
+)
+def test_nine_tiles_on_five_make_the_picture(
+    partition: str, expected: list[list[int]]
+) -> None:
+    owners = owners_of(stripe(9, 5, partition)).ravel()
+
+    picture = [[0] * 3 for _ in range(3)]
+    for tile, owner in enumerate(owners.tolist()):
+        row, col = tile_position(tile, 3)
+        picture[row][col] = owner
+
+    assert picture == expected
+
+
+def test_seven_tiles_on_five_take_two_turns_either_way() -> None:
+    assert counts_of(stripe(7, 5, "ceil")) == [2, 2, 2, 1, 0]
+    assert counts_of(stripe(7, 5, "balanced")) == [1, 1, 2, 1, 2]
+
+
+def test_ceil_idles_half_the_threadgroups_just_above_a_multiple() -> None:
+    assert stripe(322, 320, "ceil").idle == 320 - 161
+    assert stripe(322, 320, "balanced").idle == 0
+
+
+def test_the_picture_of_the_first_lines() -> None:
+    work = Work(strategy="stream_k", tiles=3, k_tiles=4, threadgroups=4, slices=4)
+
+    assert owners_of(work).tolist() == [[0, 0, 0, 1], [1, 1, 2, 2], [2, 3, 3, 3]]
+
+
+def test_three_tiles_of_ninety_k_tiles_on_four_units() -> None:
+    work = Work(strategy="stream_k", tiles=3, k_tiles=90, threadgroups=4, slices=90)
+
+    cuts = [work.cut(member) for member in range(5)]
+    # Not one of the roundings decides, but that they cover and are even.
+    assert (cuts[0], cuts[-1]) == (0, 270)
+    assert all(abs(end - begin - 67.5) < 1 for begin, end in pairwise(cuts))
+    assert cuts == [0, 67, 135, 202, 270]
+    roles = [
+        [
+            (
+                split.tile,
+                split.k_idx,
+                split.k_tile_count,
+                split.slot,
+                split.is_first_split,
+                split.is_final_split,
+                split.requires_fixup,
+            )
+            for split in work.splits(threadgroup)
+        ]
+        for threadgroup in range(4)
+    ]
+    assert roles == [
+        [(0, 0, 67, 0, True, False, True)],
+        [(0, 67, 23, 1, False, True, True), (1, 0, 45, 0, True, False, True)],
+        [(1, 45, 45, 1, False, True, True), (2, 0, 22, 0, True, False, True)],
+        [(2, 22, 68, 1, False, True, True)],
+    ]
+    assert work.pieces == 6
+
+
+def test_a_cut_near_a_border_moves_to_the_nearer_one() -> None:
+    work = Work(
+        strategy="stream_k", tiles=3, k_tiles=16, threadgroups=5, slices=16, minimum=8
+    )
+
+    # floor(i * 48 / 5) = 0, 9, 19, 28, 38, 48: only 8 k tiles from both borders is far.
+    assert [work.cut(member) for member in range(6)] == [0, 16, 16, 32, 32, 48]
+    assert work.idle == 2
+
+
+@often
+@given(st.integers(1, 2000), st.integers(1, 300))
+def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> None:
+    each = ceil(units / parts)
+
+    for part in range(parts + 1):
+        assert ceil_cut(part, parts, units) == min(part * each, units)
+
+
+@often
+@given(st.integers(1, 10_000), st.integers(1, 300))
+def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
+    cuts = [balanced_cut(part, parts, total) for part in range(parts + 1)]
+    lengths = [end - begin for begin, end in pairwise(cuts)]
+
+    assert (cuts[0], cuts[-1]) == (0, total)
+    assert max(lengths) - min(lengths) <= 1

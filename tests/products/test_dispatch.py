@@ -1,0 +1,284 @@
+"""Who serves a call, our kernels or stock MLX, and the reason given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin.backends import devices, launch
+from mlx_marlin.backends.metal import device
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products import dispatch
+from mlx_marlin.products.packing import pack
+from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
+from support.format_cases import OF_MLX, any_weight
+
+Choose = Callable[[str | None], None]
+
+
+def test_our_kernels_serve_what_is_theirs(ran: list[Plan]) -> None:
+    x, native = activations(2, 3, K, dtype=mx.float16), weight(dtype=mx.float16)
+    packed = pack(*native)
+
+    for arguments in (native, (packed,)):
+        assert mlx_marlin.why_not(x, *arguments) is None
+        mlx_marlin.quantized_matmul(x, *arguments)
+
+    problems = [plan.problem for plan in ran]
+    assert [each.layout for each in problems] == ["mlx", "marlin"]
+    assert {(each.m, each.n, each.k) for each in problems} == {(6, N, K)}
+    assert {(each.dtype, each.scale_dtype) for each in problems} == {("float16",) * 2}
+
+
+def test_a_kind_of_call_is_decided_once(
+    ran: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, native = activations(3, K), weight()
+    mlx_marlin.quantized_matmul(x, *native)
+    monkeypatch.setattr(launch, "product", None)
+
+    mlx_marlin.quantized_matmul(x + 1, *native)
+
+    assert len(ran) == 2
+
+
+# What goes to stock MLX, and what the reason must say.
+STOCK: dict[str, tuple[Callable[[], tuple[mx.array, ...]], dict[str, Any], str]] = {
+    "a k that nvfp4 cannot have": (
+        lambda: (activations(3, 80), *weight(k=80, mode="nvfp4")),
+        {"mode": "nvfp4"},
+        "a k that is a multiple of 64, and k=80",
+    ),
+    "transpose=False": (
+        lambda: (activations(3, N), *weight()),
+        {"transpose": False},
+        "transposed weight only",
+    ),
+    "transpose=False, a batch": (
+        lambda: (activations(2, 3, N), *weight(batch=2)),
+        {"transpose": False},
+        "transposed weight only",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_every_scheme_of_mlx_is_ours(
+    backend: Choose, mode: str, bits: int, group_size: int, layout: str
+) -> None:
+    made = any_weight(mode, bits, group_size, N, K, dtype="float16", seed=1)
+    options: dict[str, Any] = {**made.options}
+    arrays: tuple[Any, ...] = made.native
+    if layout == "marlin":
+        arrays, options = (pack(*made.native, **options),), {}
+    backend("metal")
+
+    assert mlx_marlin.why_not(activations(3, K), *arrays, **options) is None
+
+    (plan,) = launch.plans_built()
+    asked = plan.problem
+    assert (asked.mode, asked.bits, asked.group_size) == (mode, bits, group_size)
+    assert asked.layout == layout
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_stock_serves_what_is_not_ours_and_says_why(ran: list[Plan], kind: str) -> None:
+    make, options, words = STOCK[kind]
+    arguments = make()
+
+    reason = mlx_marlin.why_not(*arguments, **options)
+    y = mlx_marlin.quantized_matmul(*arguments, **options)
+
+    assert reason is not None
+    assert words in reason
+    assert ran == []
+    expected = mx.quantized_matmul(*arguments, **options)
+    assert y.dtype == expected.dtype
+    assert mx.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("arguments", ["native", "packed"])
+def test_without_a_back_end_stock_serves_everything(
+    backend: Choose, arguments: str
+) -> None:
+    backend("stock")
+    x, native = activations(3, K), weight()
+    weights = native if arguments == "native" else (pack(*native),)
+
+    reason = mlx_marlin.why_not(x, *weights)
+
+    assert reason is not None
+    assert "MLX_MARLIN_BACKEND" in reason
+    y = mlx_marlin.quantized_matmul(x, *weights)
+    assert mx.array_equal(y, mx.quantized_matmul(x, *native))
+
+
+@pytest.mark.parametrize("group_size", [16, 256])
+def test_a_group_size_that_mlx_refuses_when_it_runs_is_not_ours(
+    ran: list[Plan], group_size: int
+) -> None:
+    words, scales = mx.zeros((8, 32), mx.uint32), mx.ones((8, 256 // group_size))
+    arguments = (activations(2, 256), words, scales, scales)
+
+    reason = mlx_marlin.why_not(*arguments, group_size=group_size)
+    y = mlx_marlin.quantized_matmul(*arguments, group_size=group_size)
+
+    assert f"affine 4-bit with group size {group_size}" in str(reason)
+    with pytest.raises(RuntimeError, match="group size must be 32, 64 or 128"):
+        mx.eval(y)
+    assert ran == []
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_packed_weight_is_unpacked_for_what_is_not_ours(
+    on_a_mac: Callable[..., None], transpose: bool
+) -> None:
+    on_a_mac("M3 Max", mx.cpu)
+    x = activations(3, K if transpose else N)
+
+    y = mlx_marlin.quantized_matmul(x, PACKED, transpose=transpose)
+
+    expected = mx.quantized_matmul(x, W, SCALES, BIASES, transpose=transpose)
+    assert mx.array_equal(y, expected)
+    reason = mlx_marlin.why_not(x, PACKED, transpose=transpose)
+    assert reason == "the call runs on the CPU"
+
+
+@pytest.fixture
+def on_a_mac(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, mx.DeviceType], None]:
+    """Makes Metal seem available, on a chip, with a default device."""
+
+    def pretend(chip: str, default: mx.DeviceType) -> None:
+        backend(None)
+        monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
+        monkeypatch.setattr(devices, "current", lambda: device.Device.named(chip))
+
+    return pretend
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize(
+    ("chip", "rows", "words"),
+    [
+        ("M3 Max", 1, "bound by reading the weight"),
+        ("M3 Max", 8, None),
+        ("M3 Max", 30, "times the speed of stock MLX's qmm_t"),
+        ("M3 Max", 48, None),
+        ("M3 Max", 65, None),
+        ("M3 Max", 128, "leaving it takes 1.10"),
+        ("M1 Max", 48, None),
+        ("M1 Max", 64, "leaving it takes 1.30"),
+        ("M5", 8, None),
+        ("M5", 256, "stock MLX's qmm_t_nax, bound by"),
+    ],
+)
+def test_on_a_mac_stock_serves_what_it_serves_as_fast(
+    on_a_mac: Callable[..., None], chip: str, rows: int, words: str | None
+) -> None:
+    half = {"dtype": mx.float16}
+    x, native = activations(rows, 4096, **half), weight(4096, 4096, **half)
+    packed = pack(*native)
+    on_a_mac(chip, mx.gpu)
+
+    reason = mlx_marlin.why_not(x, *native)
+
+    assert (reason is None) if words is None else (words in str(reason))
+    # Unpacking for every call would cost more than any kernel of ours.
+    assert mlx_marlin.why_not(x, packed) is None
+
+
+@pytest.mark.parametrize("chip", ["M1", "M3 Max", "M5"])
+@pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
+def test_on_a_mac_every_scheme_of_mlx_has_its_server(
+    on_a_mac: Callable[..., None], mode: str, bits: int, group_size: int, chip: str
+) -> None:
+    made = any_weight(mode, bits, group_size, 64, 128, dtype="float16", seed=1)
+    options: dict[str, Any] = {**made.options}
+    packed = pack(*made.native, **options)
+    on_a_mac(chip, mx.gpu)
+
+    for rows in (1, 8, 30, 100):
+        x = activations(rows, 128, dtype=mx.float16)
+        reason = mlx_marlin.why_not(x, *made.native, **options)
+        assert reason is None or "model" in reason
+        assert mlx_marlin.why_not(x, packed) is None
+
+
+def test_who_forces_a_back_end_gets_it_for_every_size(
+    backend: Choose, on_a_mac: Callable[..., None]
+) -> None:
+    on_a_mac("M5", mx.gpu)
+    backend("metal")
+
+    for rows in (1, 16, 30, 100):
+        assert mlx_marlin.why_not(activations(rows, K), *weight()) is None
+
+
+def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> None:
+    on_a_mac("M3 Max", mx.cpu)
+    x, native = activations(8, K), weight()
+
+    assert mlx_marlin.why_not(x, *native) == "the call runs on the CPU"
+    assert mlx_marlin.why_not(x, pack(*native)) == "the call runs on the CPU"
+
+
+@pytest.mark.usefixtures("ran")
+def test_no_more_kinds_are_remembered_than_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, "KINDS", 2)
+    x, native = activations(4, K), weight()
+    packed = pack(*native)
+    layer = mlx_marlin.MarlinLinear(K, N, False, layout="marlin")
+
+    for m in (1, 2, 3, 4, 1):
+        for y in (
+            mlx_marlin.quantized_matmul(x[:m], *native),
+            mlx_marlin.quantized_matmul(x[:m], packed),
+            layer(x[:m]),
+            mlx_marlin.linear(x[:m], packed, bias=mx.zeros((N,))),
+        ):
+            assert y.shape == (m, N)
+
+    sizes = [len(each) for each in dispatch._memories]
+    assert 0 < max(sizes) <= 2
+
+
+def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
+    backend("stock")
+    assert mlx_marlin.why_not(X, W, SCALES, BIASES) is not None
+
+    backend("metal")
+
+    assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
+    assert [plan.problem.m for plan in launch.plans_built()] == [3]
+    dispatch.forget()
+    assert launch.plans_built() == []
+
+
+def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in another thread, while decisions are dropped."""
+    layers = [MarlinLinear.from_quantized(nn.QuantizedLinear(64, 32)) for _ in range(3)]
+    late = MarlinLinear.from_quantized(nn.QuantizedLinear(64, 32))
+    for layer in layers:
+        layer.remember_stock("a call")
+    forget = GuardedParameters.forget_stock
+
+    def forgetting(layer: GuardedParameters) -> None:
+        late.remember_stock("another call")
+        forget(layer)
+
+    monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
+    dispatch.forget()
+    assert not any(layer.is_stock_call("a call") for layer in layers)

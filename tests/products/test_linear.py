@@ -1,0 +1,283 @@
+"""`linear` finishes a product in its kernel, and keeps a row's bits if asked to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin.backends import selection
+from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
+from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products.packing import pack
+from support import oracles
+from support.arguments import K, N, activations, weight
+from support.grids import drawn
+
+Choose = Callable[[str | None], None]
+Record = Callable[..., list[str]]
+
+OPERANDS = ("bias", "multiply", "residual")
+IN_MLX = {
+    None: lambda y: y,
+    "silu": nn.silu,
+    "gelu": nn.gelu,
+    "gelu_approx": nn.gelu_approx,
+}
+
+
+def operands(*shape: int, dtype: mx.Dtype = mx.float16) -> dict[str, mx.array]:
+    """Makes a bias, a multiplier and a residual for a result [*shape, N]."""
+    shapes = {"bias": (N,), "multiply": (*shape, N), "residual": (*shape, N)}
+    return {
+        name: mx.random.normal(size, key=mx.random.key(seed)).astype(dtype)
+        for seed, (name, size) in enumerate(shapes.items())
+    }
+
+
+def in_float32(
+    x: mx.array, native: tuple[mx.array, ...], activation: str | None, **given: mx.array
+) -> mx.array:
+    """Computes the same in MLX's operations, in float32."""
+    w, *floats = native
+    y = mx.quantized_matmul(
+        x.astype(mx.float32), w, *(each.astype(mx.float32) for each in floats)
+    )
+    as_float = {name: array.astype(mx.float32) for name, array in given.items()}
+    y = IN_MLX[activation](y + as_float.get("bias", 0.0))
+    return y * as_float.get("multiply", 1.0) + as_float.get("residual", 0.0)
+
+
+def assert_finished(y: mx.array, expected: mx.array, *, rounding: float) -> None:
+    """Checks elements up to a rounding to the result's dtype, and a little beside."""
+    difference = np.abs(oracles.exact(y) - oracles.exact(expected))
+    scale = np.abs(oracles.exact(expected))
+    assert np.all(difference <= rounding * scale + 1e-4 + rounding * scale.mean())
+
+
+@pytest.mark.usefixtures("kernels")
+@drawn(
+    6,
+    40,
+    shape=st.sampled_from([(1,), (3,), (9,), (2, 5), (1, 1, 4)]),
+    activation=st.sampled_from([*IN_MLX]),
+    chosen=st.sets(st.sampled_from(OPERANDS)),
+    packed=st.booleans(),
+)
+def test_every_epilogue_is_what_mlx_would_do_in_float32(
+    shape: tuple[int, ...], activation: str | None, chosen: set[str], packed: bool
+) -> None:
+    x, native = activations(*shape, K).astype(mx.float16), weight(dtype=mx.float16)
+    given = {name: operands(*shape)[name] for name in sorted(chosen)}
+    arguments = (pack(*native),) if packed else native
+
+    y = mlx_marlin.linear(x, *arguments, activation=activation, **given)
+
+    assert (y.shape, y.dtype) == ((*shape, N), mx.float16)
+    assert_finished(y, in_float32(x, native, activation, **given), rounding=2e-3)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_without_an_epilogue_it_is_the_product() -> None:
+    x, native = activations(4, K), weight()
+
+    y = mlx_marlin.linear(x, *native)
+
+    assert mx.array_equal(y, mlx_marlin.quantized_matmul(x, *native))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Returns what lists the operations in a function's graph."""
+    # MLX cannot export a function with derivatives of its own.
+    monkeypatch.setattr(dispatch, "differentiable", lambda ours, *_: ours)
+
+    def record(function: Callable[..., mx.array], *arrays: mx.array) -> list[str]:
+        names: list[str] = []
+
+        def note(node: dict[str, Any]) -> None:
+            if node["type"] == "primitive":
+                names.append(node["name"])
+
+        mx.export_function(note, function, *arrays)
+        return names
+
+    return record
+
+
+def test_an_epilogue_costs_no_dispatch(backend: Choose, recorded: Record) -> None:
+    backend("metal")
+    x, native, given = activations(8, K), weight(), operands(8, dtype=mx.float32)
+    mx.eval(native, given)
+
+    def finished(x: mx.array) -> mx.array:
+        return mlx_marlin.linear(x, *native, activation="silu", **given)
+
+    assert recorded(finished, x) == ["CustomKernel"]
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_stand_in_any_shape_without_a_reshape(
+    backend: Choose, recorded: Record, shape: tuple[int, ...], packed: bool
+) -> None:
+    backend("stock")
+    x, native = activations(*shape, K), weight()
+    whole = pack(*native)
+    given = operands(*shape, dtype=mx.float32)
+    mx.eval(given, native, whole.words, whole.scales)
+    arguments = (whole,) if packed else native
+    backend("metal")
+
+    def finished(x: mx.array) -> mx.array:
+        y = mlx_marlin.linear(x, *arguments, activation="silu", **given)
+        assert y.shape == (*shape, N)
+        return y
+
+    assert {*recorded(finished, x)} == {"CustomKernel"}
+
+
+def test_where_stock_serves_the_same_operations_follow(backend: Choose) -> None:
+    backend("stock")
+    x, native, given = activations(8, K), weight(), operands(8, dtype=mx.float32)
+
+    y = mlx_marlin.linear(x, *native, activation="gelu", **given)
+
+    product = mx.quantized_matmul(x, *native)
+    expected = nn.gelu(product + given["bias"]) * given["multiply"] + given["residual"]
+    assert mx.array_equal(y, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_an_empty_sum_is_finished_too(rows: int, backend: Choose) -> None:
+    backend("stock")
+    x, (w, scales, biases) = mx.zeros((rows, 0)), weight()
+    native = w[:, :0], scales[:, :0], biases[:, :0]
+    given = operands(rows, dtype=mx.float32)
+
+    y = mlx_marlin.linear(x, *native, **given)
+
+    expected = mx.broadcast_to(given["bias"], (rows, N)) * given["multiply"]
+    assert mx.array_equal(y, expected + given["residual"])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("kernels")
+def test_gradients_reach_every_array(packed: bool) -> None:
+    x, native = activations(3, K), weight()
+    given = operands(3, dtype=mx.float32)
+    ours = (pack(*native),) if packed else native
+
+    def loss(product: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def of(x: mx.array, *arrays: mx.array) -> mx.array:
+            return product(x, *arrays).square().sum()
+
+        return of
+
+    def fused(x: mx.array, *arrays: mx.array) -> mx.array:
+        named = dict(zip(OPERANDS, arrays, strict=True))
+        return mlx_marlin.linear(x, *ours, activation="silu", **named)
+
+    def apart(x: mx.array, bias: mx.array, *arrays: mx.array) -> mx.array:
+        y = nn.silu(mx.quantized_matmul(x, *native) + bias)
+        return y * arrays[0] + arrays[1]
+
+    places = (0, 1, 2, 3)
+    found = mx.grad(loss(fused), places)(x, *given.values())
+    expected = mx.grad(loss(apart), places)(x, *given.values())
+
+    for ours_grad, theirs in zip(found, expected, strict=True):
+        assert mx.allclose(ours_grad, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("bias", (3, N), f"({N},)"),
+        ("bias", (N + 1,), f"({N},)"),
+        ("multiply", (N,), f"(3, {N})"),
+        ("residual", (3, 1), f"(3, {N})"),
+    ],
+)
+def test_an_operand_of_another_shape_is_refused(
+    name: str, shape: tuple[int, ...], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name} has shape") as caught:
+        mlx_marlin.linear(activations(3, K), *weight(), **{name: mx.zeros(shape)})
+
+    assert expected in str(caught.value)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation='tanh' is not one of"):
+        mlx_marlin.linear(activations(3, K), *weight(), activation="tanh")
+
+
+def test_every_activation_is_one_of_mlxs() -> None:
+    assert {*ACTIVATIONS} - {"none"} == {*IN_MLX} - {None}
+    for name in ACTIVATIONS[1:]:
+        assert IN_MLX[name] is getattr(nn, name)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "said"),
+    [
+        (Epilogue(), ""),
+        (Epilogue(bias=True), "y + bias"),
+        (Epilogue(activation="silu", multiply=True), "silu(y) * multiply"),
+        (Epilogue(bias=True, multiply=True), "(y + bias) * multiply"),
+        (
+            Epilogue(bias=True, activation="gelu", residual=True),
+            "gelu(y + bias) + residual",
+        ),
+    ],
+)
+def test_an_epilogue_says_itself_as_a_formula(epilogue: Epilogue, said: str) -> None:
+    assert epilogue.explain() == said
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.usefixtures("kernels")
+def test_an_invariant_row_has_the_same_bits_in_any_batch(packed: bool) -> None:
+    x, native = activations(64, K), weight()
+    arguments = (pack(*native),) if packed else native
+    alone = [
+        mlx_marlin.linear(x[i : i + 1], *arguments, invariant=True) for i in (0, 6, 63)
+    ]
+
+    for first, rows in ((0, 5), (0, 8), (2, 31), (0, 64)):
+        y = mlx_marlin.linear(x[first : first + rows], *arguments, invariant=True)
+        for row, bits in zip((0, 6, 63), alone, strict=True):
+            if first <= row < first + rows:
+                assert mx.array_equal(y[row - first], bits[0])
+
+
+def test_invariance_is_refused_where_stock_would_serve(backend: Choose) -> None:
+    backend("stock")
+
+    with pytest.raises(ValueError, match="invariant=True cannot be kept"):
+        mlx_marlin.linear(activations(3, K), *weight(), invariant=True)
+
+
+def test_an_invariant_product_is_never_handed_over(
+    backend: Choose, recorded: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend(None)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(eligibility, "not_here", lambda _: None)
+    assert selection.backend() == "metal"
+    x, native = activations(1, K), weight()
+    mx.eval(native)
+
+    def product(x: mx.array) -> mx.array:
+        return mlx_marlin.linear(x, *native)
+
+    def invariant(x: mx.array) -> mx.array:
+        return mlx_marlin.linear(x, *native, invariant=True)
+
+    assert recorded(product, x) == ["QuantizedMatmul"]
+    assert recorded(invariant, x) == ["CustomKernel"]

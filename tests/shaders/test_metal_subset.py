@@ -1,0 +1,111 @@
+"""Our shaders use of Metal what MLX's own shipped kernels use: Apple compiles that."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.backends.metal import source
+from mlx_marlin.weights.formats import LAYOUTS
+from support.metal_vocabulary import used
+from support.shader_variants import Variant, checked, covering_variants
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+MLX = json.loads((Path(__file__).parents[1] / "data" / "mlx_builtins.json").read_text())
+
+ALIAS = "Metal's own alias of vec<T, N>, which MLX spells out (MSL specification, 2.2)"
+PACKED = (
+    "only packed vectors are aligned as their elements are (MSL specification, 2.2.3): "
+    "arrays of MLX may start at any element"
+)
+OCTET = "Metal's own name of uint8_t, which MLX spells out (MSL specification, 2.1)"
+REVIEWED = {
+    "half2": ALIAS,
+    "half4": ALIAS,
+    "uchar4": ALIAS,
+    "uint4": ALIAS,
+    "ushort2": ALIAS,
+    "ushort4": ALIAS,
+    "packed_float4": PACKED,
+    "packed_half4": PACKED,
+    "packed_uchar4": PACKED,
+    "packed_uint2": PACKED,
+    "packed_uint3": PACKED,
+    "packed_uint4": PACKED,
+    "packed_ushort4": PACKED,
+    "uchar": OCTET,
+}
+"""What MLX's kernels do not use, and why ours may."""
+
+TEXTS = {
+    text.name: text.header + text.source
+    for text in (
+        *(
+            source.product_source(kernel, fused, atomic)
+            for kernel in ("gemv", "gemm_register", "gemm_staged")
+            for fused, atomic in ((False, False), (True, False), (False, True))
+        ),
+        source.reduce_source(),
+        source.reduce_source(fused=True),
+        source.dequantize_source(),
+        source.gather_source(),
+        *map(source.repack_source, LAYOUTS),
+    )
+}
+
+
+@pytest.mark.parametrize("kernel", TEXTS)
+def test_a_kernel_uses_what_mlx_uses_or_what_was_reviewed(kernel: str) -> None:
+    assert used(TEXTS[kernel]) - {*MLX["names"]} - {*REVIEWED} == set()
+
+
+def test_nothing_was_reviewed_in_vain() -> None:
+    ours = set[str]().union(*map(used, TEXTS.values()))
+
+    assert {*REVIEWED} <= ours
+    assert {*REVIEWED} & {*MLX["names"]} == set()
+
+
+def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
+    kinds: dict[str, list[Variant]] = {}
+    for each in covering_variants():
+        if each.kernel in ("gemm_register", "gemm_staged", "gather"):
+            kinds.setdefault(each.source.name, []).append(each)
+
+    operands = frozenset[tuple[str, ...]]().union(*map(checked, kinds.values()))
+    assert len(kinds) == 7
+
+    assert operands == {
+        ("float", "half", "half", "float"),
+        ("float", "float", "float", "float"),
+    }
+    assert operands <= {*map(tuple, MLX["multiply_accumulate"])}
+
+
+def test_the_list_is_of_the_pinned_mlx() -> None:
+    # After a change of the pin: python tests/list_mlx_builtins.py
+    assert MLX["mlx"] == metadata.version("mlx")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("x = simd_ballot(true);", {"simd_ballot"}),
+        ("simd_vote v; v.any();", {"simd_vote", "any"}),
+        ("m.thread_elements() = as_type<int>(f);", {"thread_elements", "as_type"}),
+        ("auto p = (packed_char4)q;", {"packed_char4"}),
+        ("f(mem_flags::mem_texture);", {"mem_flags", "mem_texture"}),
+        ("#pragma clang loop unroll_count(4)\n", {"clang loop unroll_count(4)"}),
+        ('_Pragma("clang loop vectorize(enable)")', {"clang loop vectorize(enable)"}),
+        ("y[threads_per_grid.x] = M_PI_F;", {"threads_per_grid", "M_PI_F"}),
+        # Not Metal's: a variable, a member, a comment, a text.
+        ("step = 3 < 4; a.half4; a.min; /* exp(x) */ // log(x)\n", set()),
+    ],
+)  # fmt: skip
+def test_the_names_of_metal_are_found_in_a_text(text: str, names: set[str]) -> None:
+    assert used(text) == names

@@ -1,0 +1,274 @@
+"""CUDA kernels on the emulator: what stands for `mx.fast.cuda_kernel` without a GPU.
+
+The text is compiled as it is, but for one file: `cuda_host/instructions.cuh` takes the
+place of that of the shaders, whose functions are single instructions. CUDA's headers
+are those of `cuda_host/`. A block is one of the emulator's threadgroups, a warp one of
+its simdgroups, and shared memory is threadgroup memory: so the emulator finds races,
+reads of what was never written, accesses out of bounds and misaligned ones here too.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_marlin import cache, emulator
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.cuda import limits
+from mlx_marlin.backends.source import OPERANDS
+from mlx_marlin.emulator import metal_kernel
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products import dispatch
+from support import cuda_cases, epilogues, format_cases, oracles
+from support.cuda_cases import (
+    EPSILON,
+    GATED,
+    GATED_N,
+    Case,
+    drawn_bias,
+    norm_of,
+    normalized,
+    periods_of,
+    places_of,
+)
+from support.format_cases import Weight
+
+HOST = Path(__file__).parent / "cuda_host"
+_INCLUDE = re.compile(r'#include [<"](?P<file>[^>"]+)[>"]')
+_SHARED = re.compile(r"extern __shared__ (?P<type>\w+) (?P<name>\w+)\[\];")
+BYTES = {"float": 4}
+SHARED_LIMIT = 32 * 1024
+"""Bytes of threadgroup memory that the emulator gives, as Metal does."""
+MOST_ALONG = 4
+"""Warps along k where a way of dividing the work names none."""
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+
+Changes = dict[str, tuple[str, str]]
+"""By a file's name, what to replace there and by what: planted bugs."""
+
+
+def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
+    """Yields the lines of a text, included files in their place.
+
+    Args:
+        text: With `#include`.
+        own: Its file: beside it quoted names are looked for, after `cuda_host/`.
+        changes: What is replaced in files.
+    """
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = _INCLUDE.fullmatch(line)
+        if not found:
+            yield line
+            continue
+        name = found["file"]
+        path = HOST / Path(name).name
+        path = path if path.exists() else own.parent / name
+        content = path.read_text(encoding="ascii")
+        if path.name in changes:
+            old, new = changes[path.name]
+            assert content.count(old) == 1
+            content = content.replace(old, new)
+        yield _line(1, path)
+        yield from flattened(content, path, changes)
+        yield _line(number + 1, own)
+
+
+def _line(number: int, file: Path) -> str:
+    return f'#line {number} "{file.parent.name}/{file.name}"'
+
+
+def _written(text: str) -> Path:
+    """Returns a file of a text: raw C++, which no one is to take for Metal."""
+    name = f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.h"
+    return cache.find("cuda_host", name) or cache.store(
+        "cuda_host", name, text.encode()
+    )
+
+
+def cuda_kernel(
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    header: str,
+    source: str,
+    shared_memory: int,
+    changes: Changes | None = None,
+) -> Callable[..., list[mx.array]]:
+    """Makes a kernel as `mx.fast.cuda_kernel` does, but on the CPU."""
+    text = "\n".join(flattened(header, Path("header"), changes or {}))
+    body = _SHARED.sub(
+        lambda found: (
+            f"threadgroup {found['type']} {found['name']}"
+            f"[{shared_memory // BYTES[found['type']]}];"
+        ),
+        source,
+    )
+    kernel = metal_kernel(
+        name, input_names, output_names, body, f'#include "{_written(text)}"\n'
+    )
+
+    def call(
+        *, grid: tuple[int, int, int], threadgroup: tuple[int, int, int], **rest: Any
+    ) -> list[mx.array]:
+        # MLX rounds CUDA's grid up to whole blocks.
+        whole = [-(-a // b) * b for a, b in zip(grid, threadgroup, strict=True)]
+        return kernel(grid=tuple(whole), threadgroup=threadgroup, **rest)
+
+    return call
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, changes: Changes | None = None) -> None:
+    """Makes a machine whose CUDA kernels run on the CPU, for a forced back end.
+
+    Normalized rows have as much memory there as small ones need.
+    """
+    monkeypatch.setattr(limits, "NORMED_BYTES", 16 * 1024)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    kernel = partial(cuda_kernel, changes=changes)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
+    # The emulator computes at once and cannot be traced.
+    monkeypatch.setattr(dispatch, "traced", lambda run, _: run)
+
+
+def plan_of(case: Case, **more: Any) -> Plan:
+    """Returns a plan with as many warps along k as the emulator has memory for."""
+    *format, way = case
+    for fields in _smaller(way):
+        plan = cuda_cases.plan_of((*format, way | fields), **more)
+        if plan.threadgroup_bytes <= SHARED_LIMIT:
+            break
+    return plan
+
+
+def _smaller(way: dict[str, Any]) -> Iterator[dict[str, int]]:
+    """Yields what a way's block could have instead, from most to least."""
+    for along in range(way.get("simdgroups_k", MOST_ALONG), 0, -1):
+        yield {"simdgroups_k": along}
+    if way.get("kernel") in cuda_cases.RING_ROWS:
+        # Few enough for 48 rows, which then have one slice.
+        for along in range(min(way.get("simdgroups_k", 1), 2), 0, -1):
+            yield {"simdgroups_k": along, "buffers": 4}
+        yield {"simdgroups_k": 1, "buffers": 2}
+
+
+def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
+    arrays = format_cases.arguments(weight, plan.problem.layout)
+    return launch.product(plan)(x, *arrays, *finish)
+
+
+def check(case: Case) -> None:
+    """Compares a product of drawn arrays with float64."""
+    weight, x = cuda_cases.draw(case)
+    y = run(plan_of(case), x, weight)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_parts(case: Case, parts: tuple[int, ...]) -> None:
+    """Likewise of a product whose results are several arrays."""
+    weight, x = cuda_cases.draw(case)
+    results = run(plan_of(case, epilogue=Epilogue(parts=parts)), x, weight)
+    y = mx.concatenate([*results], axis=-1)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_gated(case: Case) -> None:
+    """Likewise of gate and up, whose results are multiplied."""
+    weight, x = cuda_cases.draw(case, n=GATED_N)
+    y = run(plan_of(case, epilogue=GATED, n=GATED_N), x, weight)
+    expected = epilogues.finished(oracles.exact(x) @ weight.decoded.T, (), GATED)
+    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
+
+
+def check_normed(case: Case, names: Collection[str] = ()) -> None:
+    """Likewise of rows that are normalized before, where these arrays are moved."""
+    weight, x = cuda_cases.draw(case)
+    norm = cuda_cases.norm_of(x)
+    x = cuda_cases.moved(x) if "x" in names else x
+    norm = cuda_cases.moved(norm) if "norm" in names else norm
+    y = run(plan_of(case, norm=EPSILON), x, weight, x, x, x, norm)
+    expected = cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T
+    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
+
+
+def check_rotated(
+    case: Case, epilogue: Epilogue, n: int, norm: float | None = None, first: int = -2
+) -> None:
+    """Likewise of heads that are rotated, and of rows that are normalized before."""
+    weight, x = cuda_cases.draw(case, n=n)
+    plan = plan_of(case, epilogue=epilogue, n=n, norm=norm)
+    rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
+    assert rotation is not None
+    places, periods = places_of(len(x), rotation, first), periods_of(rotation)
+    given = places, periods, *cuda_cases.norms_of(rotation, x.dtype)
+    last = () if norm is None else (scale,)
+    y = run(plan, x, weight, bias, x, x, *given, *last)
+    y = mx.concatenate([*y], axis=1) if epilogue.parts else y
+    rows = oracles.exact(x) if norm is None else normalized(x, scale, norm)
+    total = rows @ weight.decoded.T
+    total = total + oracles.exact(bias) if epilogue.bias else total
+    expected = epilogues.rotated(total, rotation, *given)
+    assert y.shape == expected.shape
+    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
+
+
+def check_moved(case: Case, names: Collection[str]) -> None:
+    """Likewise where these arrays begin an element after their buffers do."""
+    weight, x = cuda_cases.draw(case)
+    arrays = (x, *format_cases.arguments(weight, case[3]))
+    given = [
+        cuda_cases.moved(each) if name in names else each
+        for name, each in zip(OPERANDS, arrays, strict=True)
+    ]
+    y = launch.product(plan_of(case))(*given)
+    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_infinite(case: Case) -> None:
+    """Checks a row of x that ends in an infinity: what pads a weight leaves it one."""
+    weight, x = cuda_cases.draw(case)
+    x[0, -1] = mx.inf
+    y = run(plan_of(case), x, weight)
+    with np.errstate(invalid="ignore"):  # times 0 it is no number
+        expected = np.inf * weight.decoded[:, -1]
+    np.testing.assert_array_equal(oracles.exact(y[0]), expected)
+    cuda_cases.assert_right(y[1:], x[1:], weight.decoded, case[4])
+
+
+def check_batch(case: Case) -> None:
+    """Likewise for three weights, each with an x of its own."""
+    drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
+    each = (format_cases.arguments(weight, case[3]) for weight, _ in drawn)
+    arrays = [mx.stack(parts) for parts in zip(*each, strict=True)]
+    x = mx.stack([x for _, x in drawn])
+    plan = plan_of(case, batch=3)
+    # What is split is finished by the reduce.
+    assert plan.finishes == plan.is_split
+    y = launch.product(plan)(x, *arrays)
+    for i, (weight, own) in enumerate(drawn):
+        cuda_cases.assert_right(y[i], own, weight.decoded, case[4])
+
+
+def check_decoded(case: Case, transposed: bool) -> None:
+    """Likewise for a weight that is decoded in blocks; of nvfp4 with a global scale."""
+    drawn, x = cuda_cases.draw(case)
+    has_scale = case[0] == "nvfp4"
+    weight = replace(drawn, global_scale=mx.array(5.0)) if has_scale else drawn
+    problem = plan_of(case, global_scale=has_scale).problem
+    plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
+    assert len(plan.chunks) > 1
+    matrix = weight.decoded if transposed else weight.decoded.T
+    x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
+    y = launch.dense_product(plan)(x, *format_cases.arguments(weight, case[3]))
+    cuda_cases.assert_right(y, x, matrix, case[4])

@@ -1,0 +1,161 @@
+"""Small models of mlx-lm's families, their caches, and what they compute."""
+
+from collections.abc import Callable
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as caches
+
+import mlx_marlin
+from mlx_marlin.integrations.tracing.block import TracedBlock
+from support.models import arrays
+
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "num_nextn_predict_layers": 0,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_local_experts": 4,
+    "shared_expert_intermediate_size": 96,
+    "use_bias": False,
+    "partial_rotary_factor": 0.5,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.22,
+    "sliding_window": 512,
+    "sliding_window_pattern": None,
+    "rope_scaling": None,
+}
+Caches = list[Any]
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window_pattern": 2},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+def tiny(family: str, dtype: mx.Dtype = mx.float32, **options: Any) -> nn.Module:
+    """Returns a small model whose norms and biases are not ones and zeros."""
+    module = import_module(f"mlx_lm.models.{family}")
+    given = {"model_type": family, **SIZES, **OWN_SIZES.get(family, {}), **options}
+    mx.random.seed(3)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(given))
+    nn.quantize(model, group_size=32, bits=4)
+    for path, array in arrays(model).items():
+        if path.endswith(("norm.weight", "proj.bias", "router.bias", "sinks")):
+            model.load_weights(
+                [(path, array + 0.2 * mx.random.normal(array.shape))], strict=False
+            )
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    return model
+
+
+def one_stream(model: nn.Module) -> Caches:
+    return [caches.KVCache() for _ in model.layers]
+
+
+def with_left_padding(model: nn.Module) -> Caches:
+    return [caches.BatchKVCache([0, 2, 1]) for _ in model.layers]
+
+
+def many_streams(model: nn.Module) -> Caches:
+    return [Together() for _ in model.layers]
+
+
+class Together(caches.KVCache):
+    """The cache of a batch whose streams are all at the same place."""
+
+    batch = 3
+
+
+def rotating(model: nn.Module) -> Caches:
+    return [caches.RotatingKVCache(max_size=8, keep=2) for _ in model.layers]
+
+
+def rotating_batch(model: nn.Module) -> Caches:
+    return [caches.BatchRotatingKVCache(8, [0, 2, 1]) for _ in model.layers]
+
+
+def quantized(model: nn.Module) -> Caches:
+    return [caches.QuantizedKVCache(group_size=32, bits=8) for _ in model.layers]
+
+
+ALL_CACHES = [one_stream, with_left_padding, rotating, rotating_batch, quantized]
+
+
+def decoded(
+    model: nn.Module, make: Callable[[nn.Module], Caches], prompt: int = 11
+) -> list[mx.array]:
+    """Returns logits of a prompt, of a few tokens at once, and of single ones."""
+    cache = make(model)
+    of_batch = "atch" in type(cache[0]).__name__
+    batch = getattr(cache[0], "batch", 3 if of_batch else 1)
+    mx.random.seed(5)
+    tokens = mx.random.randint(0, 100, (batch, prompt + 9))
+    ends = [0, prompt, prompt + 3, *range(prompt + 4, prompt + 10)]
+    outputs = []
+    for start, end in pairwise(ends):
+        outputs.append(model(tokens[:, start:end], cache=cache))
+        mx.eval(outputs[-1])
+    return outputs
+
+
+ALL = pytest.mark.parametrize("make", ALL_CACHES, ids=lambda make: make.__name__)
+
+
+def traced(model: nn.Module, **options: Any) -> nn.Module:
+    """Returns the model with blocks that are traced, which it must have."""
+    mlx_marlin.optimize(model, trace=True, **options)
+    assert all(isinstance(block, TracedBlock) for block in model.layers)
+    return model
+
+
+def graphs(model: nn.Module) -> dict[Any, Any]:
+    """Returns the graphs of a model's blocks, which must all share them."""
+    contents = [block._contents for block in model.layers]
+    assert len({id(each.kind) for each in contents}) == 1
+    found: dict[Any, Any] = contents[0].kind.graphs
+    return found
+
+
+def assert_equal(actual: list[mx.array], expected: list[mx.array]) -> None:
+    for ours, own in zip(actual, expected, strict=True):
+        assert ours.dtype == own.dtype
+        assert mx.array_equal(ours, own)
+
+
+def assert_close(actual: list[mx.array], expected: list[mx.array], most: float) -> None:
+    for ours, own in zip(actual, expected, strict=True):
+        assert ours.dtype == own.dtype
+        ours, own = ours.astype(mx.float32), own.astype(mx.float32)
+        assert mx.linalg.norm(ours - own) <= most * mx.linalg.norm(own)
+
+
+WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
+
+
+def both(model: nn.Module) -> Any:
+    return zip(model.layers, tiny("qwen3").layers, strict=True)

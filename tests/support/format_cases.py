@@ -1,0 +1,414 @@
+"""Weights of every format, what they stand for, and the kernels that read them.
+
+The oracles here are NumPy alone: codes are cut from a row's bits by hand, and the small
+floats are spelled from their definitions.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import k_tile
+from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
+from support.oracles import Floats, exact
+
+Integers = NDArray[np.int64]
+
+MLX_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+"""The schemes that `mx.quantized_matmul` knows."""
+GROUPED = [
+    (mode, bits, g)
+    for (mode, bits), f in FORMATS.items()
+    for g in f.group_sizes_in("marlin")
+]
+"""Every format with every group size; `CHANNEL` is a whole row."""
+
+
+def layouts_of(mode: str, bits: int, group_size: int) -> tuple[str, ...]:
+    """Returns the layouts that have groups of a size."""
+    known = FORMATS[mode, bits]
+    return tuple(
+        layout for layout in known.layouts if group_size in known.group_sizes_in(layout)
+    )
+
+
+OF_MLX = [each for each in GROUPED if "mlx" in layouts_of(*each)]
+
+
+def step_of(mode: str, bits: int, group_size: int) -> int:
+    """Returns what k is to be a multiple of.
+
+    A whole row of 192, unlike one of 128 or 256, is no other group size.
+    """
+    if group_size == CHANNEL:
+        return 192
+    return FORMATS[mode, bits].k_multiple(group_size)
+
+
+NOT_A_NUMBER = 0x7F
+"""E4M3's not-a-number, without its sign; nothing that quantizes writes it."""
+
+
+def small_float(bits: int, exponent_bits: int, bias: int) -> float:
+    """Returns what a small float stands for: a sign, an exponent, a mantissa."""
+    mantissa_bits = {2: 1, 4: 3}[exponent_bits]
+    mantissa = (bits & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    exponent = bits >> mantissa_bits & (1 << exponent_bits) - 1
+    sign = -1.0 if bits >> mantissa_bits + exponent_bits else 1.0
+    if exponent == 0:
+        return float(sign * mantissa * 2.0 ** (1 - bias))
+    return float(sign * (1 + mantissa) * 2.0 ** (exponent - bias))
+
+
+E2M1 = np.array([small_float(bits, 2, 1) for bits in range(16)])
+E4M3 = np.array([small_float(bits, 4, 7) for bits in range(256)])
+E8M0 = np.array([0.0, *(2.0 ** (bits - 127) for bits in range(1, 255)), np.inf])
+"""Its least value is below float32's normal numbers and counts as zero."""
+
+
+def read_codes(words: mx.array, bits: int) -> Integers:
+    """Returns the codes [rows, ...] of rows of words: one stream of bits a row."""
+    octets = np.array(words).astype("<u4").view(np.uint8)
+    streams = np.unpackbits(octets, axis=1, bitorder="little")
+    count = streams.shape[1] // bits
+    digits = streams[:, : count * bits].reshape(-1, count, bits)
+    return digits @ (1 << np.arange(bits))
+
+
+def write_codes(codes: Integers, bits: int) -> mx.array:
+    """Returns codes [rows, ...] as rows of words."""
+    digits = (codes[..., None] >> np.arange(bits) & 1).astype(np.uint8)
+    streams = digits.reshape(len(codes), -1)
+    return mx.array(np.packbits(streams, axis=1, bitorder="little").view("<u4"))
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A quantized weight, in MLX's layout.
+
+    Attributes:
+        mode: Its scheme.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+        native: Codes, scales and, where there are any, biases or zero points.
+        global_scale: The scale of all of an nvfp4 weight, as MLX means it, or None.
+    """
+
+    mode: str
+    bits: int
+    group_size: int
+    native: tuple[mx.array, ...]
+    global_scale: mx.array | None = None
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """The format, in the words of `pack`."""
+        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+
+    @property
+    def parts(self) -> tuple[Floats, Floats, Floats]:
+        """What it is made of, each [n, k]: the weight is scale * value + bias."""
+        codes = read_codes(self.native[0], self.bits)
+        scale, bias = self._of_groups()
+        if self.mode == "affine":
+            return scale, codes.astype(float), bias
+        if self.mode == "symmetric":
+            return scale, codes - 2.0 ** (self.bits - 1), bias
+        if self.mode == "zero_point":
+            return scale, codes.astype(float), -scale * bias
+        if self.global_scale is not None:
+            scale = scale * (self.global_scale.item() / (E2M1.max() * 448))
+        return scale, (E2M1 if self.bits == 4 else E4M3)[codes], bias
+
+    def _of_groups(self) -> tuple[Floats, Floats]:
+        stored = self.native[1]
+        if stored.dtype == mx.uint8:
+            scales = (E4M3 if self.group_size == 16 else E8M0)[np.array(stored)]
+        else:
+            scales = exact(stored)
+        biases = exact(self.native[2]) if len(self.native) == 3 else 0 * scales
+        scale, bias = (np.repeat(s, self.group_size, axis=1) for s in (scales, biases))
+        return scale, bias
+
+    @property
+    def decoded(self) -> Floats:
+        """The weight [n, k] in float64."""
+        scale, value, bias = self.parts
+        return scale * value + bias
+
+
+def offset_of(format: Format) -> int:
+    """Returns what kernels may add to every code and take off the sum again.
+
+    The first power of two that no code reaches, 64 for 4 bits; a symmetric code counts
+    half its range too much besides.
+    """
+    if format.codes == "floating":
+        return 0
+    first = 64 if format.bits == 4 else 2**format.bits
+    return first + (2 ** (format.bits - 1) if format.codes == "symmetric" else 0)
+
+
+def any_weight(
+    mode: str, bits: int, group_size: int, n: int, k: int, *, dtype: str, seed: int
+) -> Weight:
+    """Makes a weight of random codes, every one as likely.
+
+    Scales have any sign but those of bytes; one group in eight is constant, as MLX
+    writes it: all codes 0 and a scale of -1e-7, or a zero scale.
+    """
+    draw = np.random.default_rng(seed)
+    group_size = k if group_size == CHANNEL else group_size
+    shape = (n, k // group_size)
+    constant = draw.integers(0, 8, shape) == 0
+    codes = draw.integers(0, 2**bits, (n, k))
+    codes[np.repeat(constant, group_size, axis=1)] = 0
+    if FORMATS[mode, bits].codes == "floating":
+        codes[codes & 0x7F == NOT_A_NUMBER] = 0
+        low, high = (1, 0x39) if group_size == 16 else (115, 122)
+        scales = np.where(constant, 0 if group_size == 16 else 127, 0)
+        scales = np.where(constant, scales, draw.integers(low, high, shape))
+        native = [mx.array(scales.astype(np.uint8))]
+        return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
+    step = draw.choice([-1, 1], shape) * draw.uniform(0.5, 1, shape) * 2.0**-bits
+    scales = np.where(constant, -1e-7 if mode == "affine" else 0, step)
+    stored = [scales]
+    if mode == "affine":
+        middle = -scales * (2.0**bits - 1) * draw.uniform(0.3, 0.7, shape)
+        stored.append(np.where(constant, 0.125, middle))
+    elif mode == "zero_point":
+        stored.append(draw.integers(0, 2**bits, shape).astype(float))
+    arrays = (mx.array(each.astype(np.float32)) for each in stored)
+    native = [each.astype(getattr(mx, dtype)) for each in arrays]
+    return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
+
+
+def rounded(values: Floats, dtype: str) -> Floats:
+    """Returns values as a kernel stores them: a float32 sum, rounded to the dtype."""
+    return exact(mx.array(values.astype(np.float32)).astype(getattr(mx, dtype)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One instance of a kernel, as far as formats matter to it.
+
+    Attributes:
+        mode: The scheme.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+        layout: "mlx" or "marlin".
+        dtype: Of activations and result.
+        scale_dtype: Of scales.
+        fragments: 8-row fragments of x; 0 is gemv.
+        subtract: Whether codes lose their offset before they are multiplied.
+        split: Whether tiles are split, so that a reduce follows.
+    """
+
+    mode: str
+    bits: int
+    group_size: int
+    layout: str
+    dtype: str
+    scale_dtype: str
+    fragments: int
+    subtract: bool
+    split: bool
+
+    def __str__(self) -> str:
+        kernel = f"gemm{self.fragments}" if self.fragments else "gemv"
+        flags = "-subtract" * self.subtract + "-split" * self.split
+        return (
+            f"{self.mode}{self.bits}-{self.group_size}-{self.layout}-{self.dtype}-"
+            f"{self.scale_dtype}-{kernel}{flags}"
+        )
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.mode, self.bits]
+
+    @property
+    def step(self) -> int:
+        """What k has to be a multiple of."""
+        return step_of(self.mode, self.bits, self.group_size)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a gemv, which are part of the kernel: 1 to its most, all in turn."""
+        return 1 + (self.bits + self.group_size // 32) % GEMV_ROWS[self.dtype]
+
+    @property
+    def facts(self) -> Iterator[tuple[object, ...]]:
+        """What a covering set has to meet: pairs, and what decides the decoding."""
+        lane = {16: "own scales", 32: "step 32"}.get(self.group_size, "step 64")
+        values = (
+            ("codes", self.format.codes),
+            ("bits", self.bits),
+            ("group", self.group_size),
+            ("layout", self.layout),
+            ("dtype", self.dtype, self.scale_dtype),
+            ("fragments", self.fragments),
+            ("split", self.split),
+        )
+        yield from combinations(values, 2)
+        yield self.mode, self.bits, self.layout
+        yield self.bits, self.layout, lane
+        yield self.format.codes, self.subtract, self.fragments
+        yield self.bits, self.subtract
+
+    def weight(self, n: int, k: int, *, seed: int) -> Weight:
+        return any_weight(
+            self.mode,
+            self.bits,
+            self.group_size,
+            n,
+            k,
+            dtype=self.scale_dtype,
+            seed=seed,
+        )
+
+    def problem(self, m: int, n: int, k: int) -> Problem:
+        return Problem(
+            m=m,
+            n=n,
+            k=k,
+            group_size=k if self.group_size == CHANNEL else self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            dtype=self.dtype,
+            scale_dtype=self.scale_dtype,
+            layout=self.layout,
+        )
+
+    def plan(self, m: int, n: int, k: int, *, threadgroups: int = 0) -> Plan:
+        """Returns a plan that launches this instance; gemv has rows of its own."""
+        rows = 8 * self.fragments or m
+        tile = Tile(m=rows, k=k_tile(self.group_size))
+        tiles = -(-m // rows) * -(-n // tile.n)
+        work = data_parallel(tiles, -(-k // tile.k))
+        if self.split:
+            work = Work(
+                strategy="stream_k",
+                tiles=tiles,
+                k_tiles=work.k_tiles,
+                threadgroups=max(threadgroups, 1),
+                slices=work.k_tiles,
+            )
+        return MetalPlan(
+            problem=self.problem(m, n, k),
+            kernel="gemm_register" if self.fragments else "gemv",
+            tile=tile,
+            fragments_m=self.fragments,
+            simdgroups_k=2,
+            work=work,
+            reduction="workspace" if work.is_split else "none",
+            subtract=self.subtract,
+        )
+
+
+def every_variant() -> Iterator[Variant]:
+    """Every instance, less those that differ in nothing a format decides."""
+    for (mode, bits, group_size), dtype, fragments, split in product(
+        GROUPED, DTYPE_BYTES, (0, 1, 2), (False, True)
+    ):
+        format = FORMATS[mode, bits]
+        narrow = (dtype, "float16") if dtype == "float32" else (dtype,)
+        scales = ("uint8",) if format.codes == "floating" else dict.fromkeys(narrow)
+        # Small floats have no offset to take off.
+        subtracts = (False,) if format.codes == "floating" else (False, True)
+        layouts = layouts_of(mode, bits, group_size)
+        for layout, scale, subtract in product(layouts, scales, subtracts):
+            yield Variant(
+                mode, bits, group_size, layout, dtype, scale, fragments, subtract, split
+            )
+
+
+def covering(
+    variants: Iterable[Variant], facts: Callable[[Variant], set[object]]
+) -> list[Variant]:
+    """Chooses few instances that meet every fact: always the one that meets most."""
+    shuffled = [*variants]
+    random.Random(0).shuffle(shuffled)  # of equals not the first, which are alike
+    known = {each: facts(each) for each in shuffled}
+    missing = set().union(*known.values())
+    chosen = []
+    while missing:
+        best = max(known, key=lambda each: len(known[each] & missing))
+        missing -= known[best]
+        chosen.append(best)
+    return chosen
+
+
+VARIANTS = covering(every_variant(), lambda each: {*each.facts})
+
+
+def run(plan: Plan, x: mx.array, weight: Weight) -> mx.array:
+    """Runs a plan on a weight, packed first if the plan wants it so."""
+    y = launch.product(plan)(x, *arguments(weight, plan.problem.layout))
+    mx.eval(y)
+    return y
+
+
+def arguments(weight: Weight, layout: str) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns codes, scales and biases as a kernel takes them; none may be missing."""
+    if layout == "marlin":
+        packed = pack(
+            *weight.native, **weight.options, global_scale=weight.global_scale
+        )
+        return packed.words, packed.scales, packed.third
+    words, scales, *biases = weight.native
+    if weight.global_scale is not None:
+        biases = [mx.repeat(weight.global_scale.reshape(1), 2)]
+    return words, scales, biases[0] if biases else scales
+
+
+def activations(m: int, k: int, *, dtype: str, seed: int) -> mx.array:
+    drawn = np.random.default_rng(seed).standard_normal((m, k), np.float32)
+    return mx.array(drawn).astype(getattr(mx, dtype))
+
+
+TABLE_HEAD = (
+    "| scheme | bits | a weight is | group sizes | packed also | scales | layouts |",
+    "|---|---|---|---|---|---|---|",
+)
+MEANINGS = {
+    "affine": "scale * q + bias",
+    "symmetric": "scale * (q - 2^(bits - 1))",
+    "zero_point": "scale * (q - zero point)",
+    "mxfp4": "scale * E2M1",
+    "mxfp8": "scale * E4M3",
+    "nvfp4": "scale * E2M1",
+}
+SCALES = {"mxfp4": "E8M0 bytes", "mxfp8": "E8M0 bytes", "nvfp4": "E4M3 bytes"}
+
+
+def table() -> str:
+    """Returns the table of formats of `docs/formats.md`."""
+    rows = []
+    for mode in dict.fromkeys(mode for mode, _ in FORMATS):
+        formats = [each for each in FORMATS.values() if each.mode == mode]
+        (groups,) = {each.group_sizes for each in formats}
+        (packed,) = {each.packed_group_sizes for each in formats}
+        (layouts,) = {each.layouts for each in formats}
+        cells = (
+            f"`{mode}`",
+            ", ".join(str(each.bits) for each in formats),
+            MEANINGS[mode],
+            ", ".join(map(str, groups)),
+            ", ".join("a row" if each == CHANNEL else str(each) for each in packed),
+            SCALES.get(mode, ", ".join(DTYPE_BYTES)),
+            ", ".join(f"`{each}`" for each in layouts),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join((*TABLE_HEAD, *rows))

@@ -1,0 +1,160 @@
+"""Drawn products of rows with chosen weights: their arrays and what they must give."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.products.experts.request import Kind
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import format_of
+from support import format_cases, oracles, strategies
+from support.format_cases import Weight
+
+FORMATS = [
+    ("affine", 4, 64),
+    ("affine", 4, 32),
+    ("affine", 1, 32),
+    ("affine", 3, 64),
+    ("affine", 8, 128),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16),
+    ("symmetric", 6, 64),
+    ("zero_point", 5, 32),
+]
+K = 128
+M1, M3 = Device.named("Apple M1"), Device.named("Apple M3")
+DEVICES = st.sampled_from([M1, M3])
+
+
+def weights(
+    experts: int, n: int, mode: str, bits: int, group_size: int, dtype: mx.Dtype
+) -> tuple[mx.array, ...]:
+    w = mx.random.normal((experts, n, K), key=mx.random.key(n)).astype(dtype)
+    return mx.quantize(w, group_size=group_size, bits=bits, mode=mode)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product of rows with experts: few rows or many, experts chosen or not.
+
+    Attributes:
+        form: Mode, bits and group size.
+        layout: "mlx" or "marlin".
+        experts: How many weights there are.
+        n: Rows of a weight.
+        k: Columns of a weight.
+        rows: Rows of x.
+        chosen: The expert of each pair.
+        dtype: Of activations and scales.
+        seed: Of everything random.
+    """
+
+    form: tuple[str, int, int]
+    layout: str
+    experts: int
+    n: int
+    k: int
+    rows: int
+    chosen: list[int]
+    dtype: str
+    seed: int
+
+    @cached_property
+    def weight(self) -> Weight:
+        """All experts' rows below each other, in MLX's layout."""
+        shape = self.experts * self.n, self.k
+        dtype = self.dtype
+        return format_cases.any_weight(*self.form, *shape, dtype=dtype, seed=self.seed)
+
+    @property
+    def decoded(self) -> oracles.Floats:
+        """The weights [experts, n, k] in float64."""
+        return self.weight.decoded.reshape(self.experts, self.n, self.k)
+
+    @property
+    def x(self) -> mx.array:
+        """Activations [rows, 1, k]."""
+        x = format_cases.activations(
+            self.rows, self.k, dtype=self.dtype, seed=self.seed
+        )
+        return x[:, None]
+
+    @property
+    def sources(self) -> list[int]:
+        """The row of x of each pair."""
+        random = np.random.default_rng(self.seed)
+        drawn: list[int] = random.integers(0, self.rows, len(self.chosen)).tolist()
+        return drawn
+
+    def stored(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The weights as `gather_qmm` takes them, and the options with them."""
+        shape = self.experts, self.n, -1
+        native = tuple(each.reshape(shape) for each in self.weight.native)
+        options = self.weight.options
+        if self.layout == "marlin":
+            return (pack(*native, **options),), {}
+        return native, options
+
+    def run(self, **more: Any) -> mx.array:
+        """The products [pairs, 1, n]."""
+        weights, options = self.stored()
+        return mlx_marlin.gather_qmm(
+            self.x,
+            *weights,
+            lhs_indices=mx.array(self.sources, mx.uint32),
+            rhs_indices=mx.array(self.chosen),
+            **options,
+            **more,
+        )
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    mode, bits, group_size = draw(st.sampled_from(FORMATS))
+    experts = draw(st.integers(1, 6))
+    chosen = draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=90))
+    step = 64 if mode == "nvfp4" else group_size
+    return Call(
+        form=(mode, bits, group_size),
+        layout=draw(st.sampled_from(format_of(mode, bits).layouts)),
+        experts=experts,
+        n=draw(st.sampled_from([8, 32, 41, 70])),
+        k=step * draw(st.integers(1, 256 // step)),
+        rows=draw(st.integers(1, 12)),
+        chosen=sorted(chosen) if draw(st.booleans()) else chosen,
+        dtype=draw(strategies.DTYPES),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+LIMITS = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
+
+
+def kind(**changes: Any) -> Kind:
+    fields: dict[str, Any] = {
+        "x_shape": (5, 1, 1, K),
+        "dtype": mx.float16,
+        "experts": 4,
+        "n": 40,
+        "k": K,
+        "scale_dtype": mx.float16,
+        "pairs": (5, 2),
+        "rows_are_named": False,
+        "transpose": True,
+        "group_size": 64,
+        "bits": 4,
+        "mode": "affine",
+        "layout": "mlx",
+        "is_sorted": False,
+        "invariant": False,
+        "has_global_scale": False,
+        "on_cpu": True,
+    }
+    return Kind(**(fields | changes))

@@ -1,0 +1,79 @@
+"""In which order a plan promises to add: bits, not tolerances."""
+
+from collections.abc import Iterable
+from functools import reduce
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.tiles import step_k
+from support.strategies import Native
+
+Vector = NDArray[np.float32]
+TRIP = 64
+"""Values of k between which nothing but the order of addition rounds."""
+
+
+def trips(problem: Problem) -> Vector:
+    """Draws one activation [trips, m] for each trip of the main loop.
+
+    Of a batch, the rows of all products.
+    """
+    size = -(-problem.k // TRIP), problem.batch * problem.m
+    return np.random.default_rng(0).standard_normal(size, np.float32)
+
+
+def one_in_each_trip(problem: Problem) -> mx.array:
+    """Returns activations [m, k] that are zero but for the first of each trip."""
+    values = trips(problem)
+    x = np.zeros((*values.T.shape, TRIP), np.float32)
+    x[..., 0] = values.T
+    rows = x.reshape(x.shape[0], -1)[:, : problem.k]
+    return mx.array(rows.reshape(*problem.result_shape[:-1], problem.k))
+
+
+def ones(problem: Problem) -> Native:
+    """Returns a weight of ones: every code is 1, and exact in any kernel."""
+    rows = (*problem.result_shape[:-2], problem.n)
+    return (
+        mx.full((*rows, problem.k // 8), 0x11111111, mx.uint32),
+        mx.ones((*rows, problem.groups)),
+        mx.zeros((*rows, problem.groups)),
+    )
+
+
+def promised(plan: Plan) -> Vector:
+    """Returns the product [m, n] of the two, added as the plan promises.
+
+    The trips of a simdgroup ascend, then the simdgroups of a split, then the splits of
+    a tile.
+    """
+    problem = plan.problem
+    values = trips(problem)
+    # Simdgroups take turns at trips, where they are staged at steps.
+    steps = TRIP // step_k(problem.group_size) if plan.buffers else 1
+    sums: dict[int, dict[int, Vector]] = {}
+    for threadgroup in range(plan.num_threadgroups):
+        for split in plan.work.splits(threadgroup):
+            own = values[slice(*(-(-k // TRIP) for k in plan.k_range(split)))]
+            is_wide = plan.columns_of(split.tile) > plan.tile.n
+            turns = plan.simdgroups_k // (plan.simdgroups_n if is_wide else 1)
+            turn_of = np.arange(len(own)) * steps % turns
+            total = ascending(ascending(own[turn_of == turn]) for turn in range(turns))
+            sums.setdefault(split.tile, {})[split.k_idx] = total
+    out = np.full((problem.batch * problem.m, problem.n), np.nan, np.float32)
+    for tile, splits in sums.items():
+        total = ascending(splits[k_idx] for k_idx in sorted(splits))
+        row, col = plan.corner(tile)
+        first = plan.product_of(tile) * problem.m
+        rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
+        out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
+    return out.reshape(problem.result_shape)
+
+
+def ascending(addends: Iterable[Vector]) -> Vector:
+    """Adds one after the other, in float32."""
+    return reduce(np.add, addends, np.float32(0))  # type: ignore[arg-type]

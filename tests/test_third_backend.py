@@ -1,0 +1,186 @@
+"""A third back end, made of NumPy: what `backends.base.Backend` asks for is enough."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_marlin
+from mlx_marlin import guard
+from mlx_marlin.backends import devices, launch, planner, registry, selection
+from mlx_marlin.backends.source import Source
+from mlx_marlin.guard import verdicts
+from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.prediction import Prediction
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Option
+from mlx_marlin.planning.work import Tile, data_parallel
+from mlx_marlin.products import dispatch
+from support import oracles
+
+M, N, K = 3, 70, 256
+
+
+@dataclass(frozen=True)
+class Host:
+    """The device."""
+
+    name: str = "NumPy"
+    variant: str = "NumPy on a CPU"
+    figures: str = "1 core"
+    arch: str = "host"
+    cores: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan(Plan):
+    """A plan of the only kernel."""
+
+    simdgroups, threadgroup_bytes, stage_k = 1, 0, 0
+
+    def check(self) -> None:
+        self.check_tiles()
+        self.check_reduction()
+
+
+class NumPy:
+    """Implements `Backend`; what never launches here is left out."""
+
+    name, device_type, default_device = "numpy", Host, Host()
+    device_noun, kernels, plan_type = "a CPU", ("dot",), HostPlan
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.launched: list[Sequence[int]] = []
+
+    def unsupported_device(self, device: Host) -> None:
+        return None
+
+    def unsupported(
+        self, problem: Problem, device: Host, transpose: bool = True
+    ) -> str | None:
+        plain = problem.layout == "mlx" and problem.epilogue == PLAIN and transpose
+        known = plain and (problem.mode, problem.bits) == ("affine", 4)
+        return None if known else "NumPy takes plain products of affine 4-bit weights"
+
+    def options(
+        self, problem: Problem, device: Host, wishes: Any, limit: Any
+    ) -> Iterator[Option]:
+        for m in (8, 16):
+            tiles = -(-problem.m // m) * -(-problem.n // 32)
+            prediction = self.predict(m, device)
+            work = data_parallel(tiles, -(-problem.k // 64))
+            fields = {"problem": problem, "kernel": "dot", "fragments_m": m // 8}
+            plan = partial(HostPlan, **fields, tile=Tile(m=m, k=64), work=work)
+            yield Option((prediction.seconds,), prediction, plan)
+
+    def predict(self, plan: Any, device: Host) -> Prediction:
+        memory = 1e-6 * (plan if isinstance(plan, int) else plan.tile.m)
+        loads = {"memory": memory, "issue": 0.0, "loads": 0.0, "dispatch": 0.0}
+        return Prediction(**loads, busy=1.0, fill=1.0)
+
+    def predict_stock(self, problem: Problem, device: Host) -> None:
+        return None
+
+    def handover(
+        self, problem: Problem, device: Host, ours: Callable[[], Prediction]
+    ) -> str | None:
+        return "NumPy is slow with many rows" if problem.m > 64 else None
+
+    def product_source(self, plan: HostPlan) -> Source:
+        inputs = ("x", "w", "scales", "biases", "shape")
+        return Source(
+            name="host_dot",
+            input_names=inputs,
+            output_names=("out",),
+            header="",
+            source="x @ w.T",
+        )
+
+    def product_template(self, plan: HostPlan) -> dict[str, Any]:
+        return {"GROUP": plan.problem.group_size}
+
+    def numbers(self, plan: HostPlan) -> dict[str, tuple[int, ...]]:
+        return {"shape": (plan.problem.m, plan.problem.n, plan.problem.k)}
+
+    def kernel(self, source: Source, shared_bytes: int) -> Callable[..., Any]:
+        """Returns the kernel: NumPy's product of the decoded weight."""
+
+        def call(
+            inputs: Sequence[mx.array],
+            template: Sequence[tuple[str, Any]],
+            output_shapes: Sequence[tuple[int, ...]],
+            output_dtypes: Sequence[mx.Dtype],
+            **_: Any,
+        ) -> list[mx.array]:
+            x, *weight, shape = inputs
+            self.launched.append(np.array(shape).tolist())
+            w = oracles.decoded(*weight, group_size=dict(template)["GROUP"])
+            y = self.factor * oracles.exact(x) @ w.T
+            return [mx.array(y).reshape(output_shapes[0]).astype(output_dtypes[0])]
+
+        return call
+
+
+@pytest.fixture
+def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
+    """Adds the back end and makes it the one in use, with the guard switched on."""
+    added: Any = NumPy()
+    monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS, added])
+    monkeypatch.setattr(selection, "backend", lambda: "numpy")
+    monkeypatch.setattr(devices, "current", Host)
+    monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
+    monkeypatch.setenv(guard.ENVIRONMENT, "1")
+    dispatch.forget.__globals__["serve_native"].cache_clear()
+    yield added
+    monkeypatch.undo()
+    dispatch.forget()
+
+
+def operands(m: int = M, bits: int = 4) -> tuple[mx.array, ...]:
+    w = mx.random.normal((N, K), key=mx.random.key(1))
+    x = mx.random.normal((m, K), key=mx.random.key(2))
+    return x, *mx.quantize(w, bits=bits)
+
+
+def test_the_search_finds_the_best_plan(numpy: NumPy) -> None:
+    problem = Problem(m=M, n=N, k=K, dtype="float32")
+    choice = planner.compare(problem, device=Host())
+    assert [each.plan.tile.m for each in choice.candidates] == [8, 16]
+    assert planner.choose(problem, Host()) == choice.plan
+    assert "served by our kernels" in choice.explain()
+
+
+def test_products_are_checked_and_launched(numpy: NumPy) -> None:
+    x, w, scales, biases = operands()
+    assert mlx_marlin.why_not(x, w, scales, biases) is None
+    checked = len(numpy.launched)
+    assert checked > 0  # by the guard
+    y = mlx_marlin.quantized_matmul(x, w, scales, biases)
+    assert numpy.launched[checked:] == [[M, N, K]]
+    assert type(launch.plans_built()[-1]) is HostPlan
+    expected = oracles.exact(x) @ oracles.decoded(w, scales, biases, group_size=64).T
+    assert oracles.error(y, expected) < 1e-5
+
+
+def test_a_wrong_kernel_is_not_used(numpy: NumPy) -> None:
+    numpy.factor = 1.01
+    with pytest.warns(RuntimeWarning, match="the kernel host_dot failed its check"):
+        reason = mlx_marlin.why_not(*operands())
+    assert reason is not None
+    assert mx.array_equal(
+        mlx_marlin.quantized_matmul(*operands()), mx.quantized_matmul(*operands())
+    )
+
+
+def test_what_it_lacks_is_told(numpy: NumPy) -> None:
+    told = mlx_marlin.why_not(*operands(bits=8), bits=8)
+    assert told == "NumPy takes plain products of affine 4-bit weights"
+    many = planner.compare(Problem(m=65, n=N, k=K), device=Host())
+    assert many.reason == "NumPy is slow with many rows"

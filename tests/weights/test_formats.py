@@ -1,0 +1,232 @@
+"""Every format, width, group and layout against float64, through the kernels."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import launch, selection
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.weights.formats import CHANNEL, FORMATS
+from support import format_cases, oracles, strategies
+from support.format_cases import Variant, Weight
+from support.format_oracle import assert_close
+
+kernels = pytest.mark.skipif(
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
+)
+VARIANTS = format_cases.VARIANTS
+variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+TABLE = Path(__file__).parents[2] / "docs" / "formats.md"
+
+
+@st.composite
+def shapes(draw: st.DrawFn, variant: Variant, most_k: int = 512) -> dict[str, int]:
+    """Draws a ragged product, and how many threadgroups split it if it is split."""
+    most = most_k // variant.step
+    return {
+        "m": draw(strategies.sizes(40)) if variant.fragments else variant.rows,
+        "n": draw(strategies.sizes(70)),
+        "k": variant.step * draw(strategies.sizes(most)),
+        "threadgroups": draw(st.integers(1, 20)),
+    }
+
+
+def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
+    plan = variant.plan(**shape)
+    weight = variant.weight(shape["n"], shape["k"], seed=seed)
+    x = format_cases.activations(
+        shape["m"], shape["k"], dtype=variant.dtype, seed=seed + 1
+    )
+
+    y = format_cases.run(plan, x, weight)
+
+    assert_close(y, x, weight, subtract=variant.subtract, dtype=variant.dtype)
+
+
+@pytest.mark.thinned(16)
+@kernels
+@variants
+@given(data=st.data())
+@settings(max_examples=6)
+def test_a_product_is_as_exact_as_promised(
+    variant: Variant, data: st.DataObject
+) -> None:
+    shape = data.draw(shapes(variant))
+
+    check_product(variant, shape, data.draw(st.integers(0, 99)))
+
+
+@kernels
+@variants
+def test_a_large_product_is_as_exact_as_promised(variant: Variant) -> None:
+    m = 19 if variant.fragments else variant.rows
+
+    k = max(384, 2 * variant.step)
+    check_product(variant, {"m": m, "n": 150, "k": k, "threadgroups": 7}, 5)
+
+
+def exact_in_float32(weight: Weight) -> Weight:
+    """Gives scales and biases the precision of half: one rounding is left."""
+    words, *stored = weight.native
+    if stored[0].dtype != mx.uint8:
+        stored = [each.astype(mx.float16).astype(each.dtype) for each in stored]
+    return replace(weight, native=(words, *stored))
+
+
+@pytest.mark.thinned(10)
+@kernels
+@variants
+def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:
+    n, k = 37, 2 * variant.step
+    weight = exact_in_float32(variant.weight(n, k, seed=3))
+    expected = format_cases.rounded(weight.decoded, variant.dtype)
+    rows = k if variant.fragments else variant.rows
+    for first in range(0, k, rows):
+        unit = mx.array(np.eye(rows, k, first)).astype(getattr(mx, variant.dtype))
+        plan = variant.plan(rows, n, k, threadgroups=3)
+        y = oracles.exact(format_cases.run(plan, unit, weight)).T
+        stop = min(first + rows, k)
+        np.testing.assert_array_equal(y[:, : stop - first], expected[:, first:stop])
+        np.testing.assert_array_equal(y[:, stop - first :], 0)
+
+
+def whole_numbers(weight: Weight, seed: int) -> Weight:
+    """Returns the same codes with scales and biases that keep every sum exact."""
+    draw = np.random.default_rng(seed)
+    words, scales, *biases = weight.native
+    if scales.dtype == mx.uint8:
+        one, two = (0x38, 0x40) if weight.group_size == 16 else (127, 128)
+        fitting = [mx.array(draw.choice([one, two], scales.shape).astype(np.uint8))]
+    else:
+        fitting = [mx.array(draw.choice([-2, -1, 1, 2], scales.shape))]
+        for each in biases:  # zero points stay what they are
+            whole = mx.array(draw.integers(-8, 9, each.shape))
+            fitting.append(each if weight.mode == "zero_point" else whole)
+        fitting = [each.astype(scales.dtype) for each in fitting]
+    return replace(weight, native=(words, *fitting))
+
+
+@pytest.mark.thinned(12)
+@kernels
+@variants
+@given(data=st.data())
+@settings(max_examples=4)
+def test_integers_come_out_exactly(variant: Variant, data: st.DataObject) -> None:
+    shape = data.draw(shapes(variant))
+    seed = data.draw(st.integers(0, 99))
+    draw = np.random.default_rng(seed)
+    ones = np.zeros((shape["m"], shape["k"]), np.float32)
+    for row in ones:
+        row[draw.choice(shape["k"], 4, replace=False)] = draw.integers(-1, 2, 4)
+    x = mx.array(ones).astype(getattr(mx, variant.dtype))
+    weight = whole_numbers(variant.weight(shape["n"], shape["k"], seed=seed), seed)
+
+    y = format_cases.run(variant.plan(**shape), x, weight)
+
+    expected = format_cases.rounded(ones @ weight.decoded.T, variant.dtype)
+    np.testing.assert_array_equal(oracles.exact(y), expected)
+
+
+@pytest.mark.thinned(10)
+@kernels
+@variants
+@given(data=st.data())
+@settings(max_examples=2)
+def test_another_schedule_gives_the_same_bits(
+    variant: Variant, data: st.DataObject
+) -> None:
+    shape = data.draw(shapes(variant))
+    plan = variant.plan(**shape)
+    weight = variant.weight(shape["n"], shape["k"], seed=1)
+    x = format_cases.activations(shape["m"], shape["k"], dtype=variant.dtype, seed=2)
+    expected = format_cases.run(plan, x, weight)
+
+    for seed in (1, 2):
+        with strategies.another_schedule(seed):
+            again = format_cases.run(plan, x, weight)
+
+        assert mx.array_equal(again.view(mx.uint8), expected.view(mx.uint8))
+
+
+def decode_facts(variant: Variant) -> set[object]:
+    """What decides the places of plain numbers, and how they are rounded."""
+    return {
+        (variant.group_size == 32, variant.layout, variant.bits == 4),
+        (variant.format.codes, variant.group_size in (CHANNEL, 16)),
+        (variant.dtype, variant.scale_dtype),
+        variant.bits,
+        variant.mode,
+    }
+
+
+DECODED = format_cases.covering(VARIANTS, decode_facts)
+
+
+def check_decoding(variant: Variant) -> None:
+    k = 3 * variant.step
+    weight = exact_in_float32(variant.weight(45, k, seed=7))
+    plan = dense_plan(variant.problem(1, 45, k))
+
+    w = launch.dequantized(plan)(*format_cases.arguments(weight, variant.layout))
+
+    expected = format_cases.rounded(weight.decoded, variant.dtype)
+    np.testing.assert_array_equal(oracles.exact(w), expected)
+
+
+@kernels
+@pytest.mark.parametrize("variant", DECODED, ids=str)
+def test_a_weight_as_plain_numbers_is_rounded_once(variant: Variant) -> None:
+    check_decoding(variant)
+
+
+@pytest.mark.thinned(3)
+@kernels
+@pytest.mark.parametrize("variant", DECODED, ids=str)
+def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
+    if selection.backend() != "emulator":
+        pytest.skip("only the emulator sees every access")
+    from mlx_marlin import emulator
+
+    m = 11 if variant.fragments else variant.rows
+    n, k = 37, 3 * variant.step
+    plan = variant.plan(m, n, k, threadgroups=3)
+    x = format_cases.activations(m, k, dtype=variant.dtype, seed=1)
+    weight = variant.weight(n, k, seed=2)
+
+    with emulator.emulated(trace=True):
+        y = format_cases.run(plan, x, weight)
+
+    assert mx.array_equal(y, format_cases.run(plan, x, weight))
+
+
+def test_the_covering_set_is_small_and_leaves_out_no_format() -> None:
+    assert len(VARIANTS) + len(DECODED) <= 70
+    assert {(v.mode, v.bits, v.layout) for v in VARIANTS} == {
+        (*each, layout) for each, format in FORMATS.items() for layout in format.layouts
+    }
+
+
+@kernels
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("grouped", format_cases.GROUPED, ids=str)
+def test_every_instance_computes_and_decodes(grouped: tuple[str, int, int]) -> None:
+    decoded = set()
+    for variant in format_cases.every_variant():
+        if (variant.mode, variant.bits, variant.group_size) != grouped:
+            continue
+        m = 19 if variant.fragments else variant.rows
+        k = 3 * variant.step
+        check_product(variant, {"m": m, "n": 70, "k": k, "threadgroups": 5}, 1)
+        kind = variant.layout, variant.dtype, variant.scale_dtype
+        if kind not in decoded:
+            decoded.add(kind)
+            check_decoding(variant)
+
+
+def test_the_table_in_the_documentation_is_up_to_date() -> None:
+    assert format_cases.table() in TABLE.read_text(encoding="utf-8")

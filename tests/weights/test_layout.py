@@ -1,0 +1,199 @@
+"""The packed layout's two maps are inverse, and lanes find their codes by them."""
+
+from itertools import product
+
+import pytest
+
+from mlx_marlin.weights import layout
+from mlx_marlin.weights.layout import (
+    K_DIGITS,
+    ROW,
+    STORED,
+    padded,
+    place_of_weight,
+    sizes,
+    tile_words,
+    weight_of_place,
+)
+
+ORDERS = ("k32", "k64")
+PLANES = (1, 2, 4, 8)
+N_TILES, K_TILES = 2, 3
+orders = pytest.mark.parametrize("order", ORDERS)
+planes = pytest.mark.parametrize("bits", PLANES)
+
+
+@pytest.mark.thinned(4)
+@planes
+@orders
+def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
+    options = {"bits": bits, "order": order, "k_tiles": K_TILES}
+    weights = [*product(range(32 * N_TILES), range(64 * K_TILES))]
+
+    places = [place_of_weight(*each, **options) for each in weights]
+
+    words = range(N_TILES * K_TILES * tile_words(bits))
+    assert sorted(places) == [*product(words, range(0, 32, bits))]
+    assert weights == [weight_of_place(*each, **options) for each in places]
+
+
+@planes
+@orders
+def test_a_place_is_the_codes_number_with_its_bits_in_another_sequence(
+    order: str, bits: int
+) -> None:
+    places = layout.bit_places(bits, order)
+
+    assert sorted(places) == [*range(11)]
+    for row, k in product(range(32), range(64)):
+        number = 64 * row + k
+        word, bit = place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+        moved = (1 << place for i, place in enumerate(places) if number >> i & 1)
+        assert sum(moved) == (32 * word + bit) // bits
+
+
+@planes
+@orders
+@pytest.mark.parametrize(("row", "k"), [(0, 0), (5, 37), (31, 63)])
+def test_tiles_follow_each_other_along_k_first(
+    order: str, bits: int, row: int, k: int
+) -> None:
+    def word(row: int, k: int) -> int:
+        return place_of_weight(row, k, bits=bits, order=order, k_tiles=K_TILES)[0]
+
+    assert word(row, k + 64) - word(row, k) == tile_words(bits) == 64 * bits
+    assert word(row + 32, k) - word(row, k) == K_TILES * tile_words(bits)
+
+
+@planes
+@orders
+def test_every_digit_is_spelled_once_on_both_sides(order: str, bits: int) -> None:
+    radix = sizes(bits, order)
+
+    assert sorted(ROW + K_DIGITS) == sorted(STORED) == sorted(radix)
+    row, k, word = 1, 1, 1
+    for name, size in radix.items():
+        row *= size if name in ROW else 1
+        k *= size if name in K_DIGITS else 1
+        word *= size if name in STORED[-3:] else 1
+    assert (row, k, word) == (32, 64, 32 // bits)
+
+
+@pytest.mark.parametrize(
+    ("order", "row", "k", "place"),
+    [
+        ("k32", 5, 37, (200, 20)),
+        ("k32", 31, 63, (255, 28)),
+        ("k32", 33, 70, (1032, 24)),
+        ("k32", 8, 4, (1, 16)),
+        ("k32", 13, 17, (105, 4)),
+        ("k64", 5, 37, (232, 4)),
+        ("k64", 31, 63, (255, 28)),
+        ("k64", 33, 70, (1160, 8)),
+        ("k64", 8, 4, (129, 0)),
+        ("k64", 13, 17, (77, 4)),
+    ],
+)
+def test_four_bits_lie_where_they_did_when_there_were_no_others(
+    order: str, row: int, k: int, place: tuple[int, int]
+) -> None:
+    assert place == place_of_weight(row, k, bits=4, order=order, k_tiles=3)
+
+
+@pytest.mark.parametrize(
+    ("bits", "order", "row", "k", "place"),
+    [
+        # k = 16 * 1 + 5: pair 1 of a lane that has k 16 to 31, b = 0, t = 5. Row 13 is
+        # row 5 of fragment 1: lane 16 + 2 * 1 + 1 = 19.
+        (
+            1,
+            "k64",
+            13,
+            21,
+            (2 * 19, 8 + 5),
+        ),  # 8 pairs each of fragments 0 and 1 in a word
+        (2, "k64", 13, 21, (4 * 19 + 1, 2 * 5)),  # a word of 8 pairs for each fragment
+        (8, "k64", 13, 21, (256 + 4 * 19 + 1, 8)),  # 2 pairs a word: the third of four
+        # The same row, k = 32 + 8 * 3 + 4 + 2: step 1, pair 3, b = 1, t = 2, whose lane
+        # is 16 + 2 * 1 + 8 + 1 = 27.
+        (1, "k32", 13, 62, (32 + 27, 16 + 4 + 2)),  # all four fragments share a word
+        (2, "k32", 13, 62, (64 + 2 * 27, 16 + 2 * (4 + 2))),  # fragments 0 and 1 do
+        (8, "k32", 13, 62, (256 + 128 + 4 * 27 + 1, 16)),
+    ],
+)
+def test_these_places_were_computed_by_hand(
+    bits: int, order: str, row: int, k: int, place: tuple[int, int]
+) -> None:
+    assert place == place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+
+
+def lanes() -> list[tuple[int, int]]:
+    """Returns (row, pair) of each lane, from the picture in `lane.metal`."""
+    positions = {}
+    for row in range(8):
+        first = 2 * (row % 4) + 16 * (row // 4)  # rows 0 and 4: lanes 0 and 16
+        for pair, lane in enumerate((first, first + 1, first + 8, first + 9)):
+            positions[lane] = (row, pair)
+    return [positions[lane] for lane in range(32)]
+
+
+@planes
+@orders
+@pytest.mark.parametrize("lane", range(32))
+def test_a_lane_decodes_the_weights_that_the_shader_means(
+    order: str, bits: int, lane: int
+) -> None:
+    row, pair = lanes()[lane]
+    pairs = 4 if order == "k32" else 8
+    in_word = 16 // bits
+    words = 4 * pairs // in_word  # of a lane in a step
+    loaded = min(words, 4)  # together
+    for step, fragment, t, b in product(
+        range(8 // pairs), range(4), range(pairs), (0, 1)
+    ):
+        k = step * 8 * pairs + pairs * (2 * pair + b) + t
+        # Of the lane's pairs of a step: by words of pairs, then fragments, or where a
+        # row's pairs leave room in a word, the fragments that share it.
+        if in_word <= pairs:
+            own, slot = t // in_word * 4 + fragment, t % in_word
+        else:
+            own, slot = divmod(fragment * pairs + t, in_word)
+        chunk, inside = divmod(own, loaded)
+        word = 32 * (words * step + loaded * chunk) + loaded * lane + inside
+
+        found = weight_of_place(
+            word, 16 * b + bits * slot, bits=bits, order=order, k_tiles=K_TILES
+        )
+
+        assert found == (8 * fragment + row, k)
+
+
+@planes
+@pytest.mark.parametrize(
+    ("group_size", "order"), [(16, "k64"), (32, "k32"), (64, "k64"), (128, "k64")]
+)
+def test_a_step_stays_in_one_group_and_a_lane_in_one_of_16(
+    group_size: int, order: str, bits: int
+) -> None:
+    assert order == layout.order_of_group(group_size)
+    words_in_step = tile_words(bits) // sizes(bits, order)["step"]
+    for first in range(0, tile_words(bits), words_in_step):
+        groups_of: dict[int, set[int]] = {}
+        for place in product(range(first, first + words_in_step), range(0, 32, bits)):
+            _, k = weight_of_place(*place, bits=bits, order=order, k_tiles=1)
+            loaded = min(words_in_step // 32, 4)  # words of a lane side by side
+            lane = place[0] // loaded % 32
+            key = lane if group_size == 16 else 0
+            groups_of.setdefault(key, set()).add(k // group_size)
+
+        assert all(len(groups) == 1 for groups in groups_of.values())
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 65])
+@pytest.mark.parametrize("k", [32, 64, 96, 128, 160])
+def test_padding_is_the_least_that_fills_tiles(n: int, k: int) -> None:
+    padded_n, padded_k = padded(n, k)
+
+    assert n <= padded_n < n + 32
+    assert k <= padded_k < k + 64
+    assert (padded_n % 32, padded_k % 64) == (0, 0)

@@ -1,0 +1,124 @@
+"""Copies of packed weights, and weights that were pickled, keep every bit."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin.products.packing import pack, quantize
+from mlx_marlin.weights.packed_weight import PackedWeight
+from support import format_cases
+from support.format_cases import GROUPED
+
+Copy = Callable[[PackedWeight], PackedWeight]
+COPIES: dict[str, Copy] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda packed: pickle.loads(pickle.dumps(packed)),
+    "pickle, protocol 2": lambda packed: pickle.loads(pickle.dumps(packed, protocol=2)),
+}
+copies = pytest.mark.parametrize("how", COPIES)
+N = 40
+
+
+def packed_of(mode: str, bits: int, group_size: int, *batch: int) -> PackedWeight:
+    rows = N * (batch[0] if batch else 1)
+    k = 2 * format_cases.step_of(mode, bits, group_size) if group_size else 192
+    weight = format_cases.any_weight(
+        mode, bits, group_size, rows, k, dtype="bfloat16", seed=1
+    )
+    native = [each.reshape(*batch, N, -1) for each in weight.native]
+    return pack(*native, **weight.options)
+
+
+def with_global_scale() -> PackedWeight:
+    w = mx.random.normal((N, 128), key=mx.random.key(1))
+    return quantize(w, mode="nvfp4", global_scale=mx.abs(w).max())
+
+
+def assert_equal(found: PackedWeight, expected: PackedWeight) -> None:
+    assert type(found) is PackedWeight
+    for each in fields(PackedWeight):
+        ours, theirs = getattr(found, each.name), getattr(expected, each.name)
+        if isinstance(theirs, mx.array):
+            assert ours.dtype == theirs.dtype
+            assert mx.array_equal(
+                ours[..., None].view(mx.uint8), theirs[..., None].view(mx.uint8)
+            )
+        else:
+            assert ours == theirs
+
+
+@copies
+@pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
+def test_a_copy_is_equal_in_every_format(
+    how: str, mode: str, bits: int, group_size: int
+) -> None:
+    packed = packed_of(mode, bits, group_size)
+
+    found = COPIES[how](packed)
+
+    assert found is not packed
+    assert_equal(found, packed)
+
+
+@copies
+def test_a_copy_has_the_global_scale(how: str) -> None:
+    packed = with_global_scale()
+
+    found = COPIES[how](packed)
+
+    assert_equal(found, packed)
+    x = mx.random.normal((3, 128), key=mx.random.key(2))
+    expected = mlx_marlin.quantized_matmul(x, packed)
+    assert mx.array_equal(mlx_marlin.quantized_matmul(x, found), expected)
+
+
+@copies
+def test_a_copy_of_a_batch_is_a_batch(how: str) -> None:
+    packed = packed_of("zero_point", 3, 64, 3)
+
+    found = COPIES[how](packed)
+
+    assert found.batch == (3,)
+    assert_equal(found, packed)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_deep_copy_does_not_see_changes(how: str) -> None:
+    packed = with_global_scale()
+    found, before = COPIES[how](packed), replace(packed)
+    kept = [mx.array(each) for each in (packed.words, packed.scales)]
+    assert packed.global_scale is not None
+
+    packed.words[:] = 0
+    packed.scales[:] = 0
+    packed.global_scale[...] = 0
+
+    assert found.global_scale is not None
+    assert found.global_scale.item() != 0
+    assert mx.array_equal(found.words, kept[0])
+    assert mx.array_equal(found.scales, kept[1])
+    assert mx.all(before.words == 0)  # `replace` shares arrays, so this would show
+
+
+def test_a_shallow_copy_shares_its_arrays() -> None:
+    packed = with_global_scale()
+
+    found = copy.copy(packed)
+
+    assert found.words is packed.words
+    assert found.scales is packed.scales
+    assert found.global_scale is packed.global_scale
+
+
+def test_equal_weights_in_one_deep_copy_stay_one() -> None:
+    packed = with_global_scale()
+
+    first, second = copy.deepcopy([packed, packed])
+
+    assert first is second
