@@ -39,7 +39,7 @@ KINDS = 4096
 
 
 @dataclass(slots=True)
-class Served:
+class PreparedCall:
     """Who serves a kind of call, ready to run; `reason` says why if it is stock MLX.
 
     `run` may become a quicker one after a call: ask for it each time. `is_stock` is
@@ -51,7 +51,7 @@ class Served:
     is_stock: bool = False
 
 
-Memory = dict[tuple[object, ...], Served]
+Memory = dict[tuple[object, ...], PreparedCall]
 """What was decided, by all that decides it."""
 
 _memories: list[Memory] = []
@@ -68,7 +68,7 @@ def memory() -> Memory:
     return made
 
 
-def is_for_good(served: Served) -> bool:
+def is_for_good(served: PreparedCall) -> bool:
     """Returns whether a call stays stock MLX's until `forget`.
 
     One that runs on the CPU may be ours as soon as the default device is a GPU.
@@ -77,7 +77,9 @@ def is_for_good(served: Served) -> bool:
     return served.is_stock and not (on_cpu and selection.may_hand_over())
 
 
-def remembered(known: Memory, key: tuple[object, ...], served: Served) -> Served:
+def remembered(
+    known: Memory, key: tuple[object, ...], served: PreparedCall
+) -> PreparedCall:
     """Keeps a decision, and returns it."""
     if len(known) >= KINDS:
         known.clear()
@@ -102,7 +104,7 @@ def serve_native(
     on_cpu: bool,
     epilogue: Epilogue = PLAIN,
     invariant: bool = False,
-) -> Served:
+) -> PreparedCall:
     """Decides a call whose weight is in MLX's layout.
 
     Raises:
@@ -185,7 +187,7 @@ def serve_packed(
     global_scale: bool = False,
     batch: Shape = (),
     norm: float | None = None,
-) -> Served:
+) -> PreparedCall:
     """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
 
     Raises:
@@ -283,10 +285,10 @@ def when_forgetting(drop: Callable[[], None]) -> None:
 _built_on_decisions: list[Callable[[], None]] = []
 
 
-def _decide(kind: Kind, stock: Product) -> Served:
+def _decide(kind: Kind, stock: Product) -> PreparedCall:
     epilogue = kind.epilogue
     if not prod(kind.shape) or not prod(kind.x_shape):
-        return Served(_nothing_added_up(kind), "there is nothing to add up")
+        return PreparedCall(_nothing_added_up(kind), "there is nothing to add up")
     if epilogue != PLAIN:
         stock = then_finished(stock, epilogue)
     if kind.norm is not None:
@@ -294,7 +296,7 @@ def _decide(kind: Kind, stock: Product) -> Served:
     reason = eligibility.not_here(kind.on_cpu) or eligibility.not_ours(kind)
     if reason:
         eligibility.refuse_variance(kind.invariant, reason)
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
+        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
     batch, m, n = kind.sizes
     problem = Problem(
         m=m,
@@ -316,14 +318,14 @@ def _decide(kind: Kind, stock: Product) -> Served:
         return _decide_not_transposed(kind, problem, stock)
     plan = plan_of(problem)
     if isinstance(plan, str):
-        return Served(stock, plan, is_stock=kind.layout == "mlx")
+        return PreparedCall(stock, plan, is_stock=kind.layout == "mlx")
     reason = _fault_of(plan)
     if reason:
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
+        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
     product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
     of_x = partial(_backward, problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), kind)
-    return traced_call(run) if selection.backend() == "cuda" else Served(run)
+    return traced_call(run) if selection.backend() == "cuda" else PreparedCall(run)
 
 
 def plan_of(problem: Problem) -> Plan | DensePlan | str:
@@ -345,27 +347,29 @@ def plan_of(problem: Problem) -> Plan | DensePlan | str:
     return reason or dense or _plan(problem, measured)
 
 
-def _decide_not_transposed(kind: Kind, problem: Problem, stock: Product) -> Served:
+def _decide_not_transposed(
+    kind: Kind, problem: Problem, stock: Product
+) -> PreparedCall:
     reason = eligibility.unsupported(problem, transpose=False)
     if reason:
         eligibility.refuse_variance(kind.invariant, reason)
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
+        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
     back = dense_plan(problem, transposed=False)
     reason = _fault_of(back)
     if reason:
-        return Served(stock, reason, is_stock=kind.layout == "mlx")
+        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
     product = differentiable(launch.dense_product(back), stock)
     # Plain products are broadcast by MLX, which repeats no x.
-    return Served(product if problem.batch > 1 else as_called(product, kind))
+    return PreparedCall(product if problem.batch > 1 else as_called(product, kind))
 
 
-def traced_call(run: Run) -> Served:
+def traced_call(run: Run) -> PreparedCall:
     """Serves by a call whose graph is built once.
 
     A traced graph spares what MLX does with a CUDA kernel's template arguments and text
     in every call (measured, docs/lab), and Python between its parts.
     """
-    served = Served(run)
+    served = PreparedCall(run)
     served.run = traced(run, partial(setattr, served, "run"))
     return served
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_marlin.argument_types import check_activation, check_format, is_integer
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.dispatch import (
-    Served,
+    PreparedCall,
     is_for_good,
     memory,
     remembered,
@@ -368,7 +368,7 @@ def _served(
     mode: str,
     finish: Finish = UNFINISHED,
     invariant: bool = False,
-) -> Served:
+) -> PreparedCall:
     if not isinstance(x, mx.array):
         _refuse_types(x, w, scales, biases)
     on_cpu = mx.default_device() == CPU
@@ -413,7 +413,7 @@ def _packed(
     on_cpu: bool,
     finish: Finish,
     invariant: bool,
-) -> Served:
+) -> PreparedCall:
     *format, scale_dtype, global_scale, batch = w.kind
     return serve_packed(
         x.shape,

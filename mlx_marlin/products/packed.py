@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.dispatch import (
-    Served,
+    PreparedCall,
     memory,
     remembered,
     serve_packed,
@@ -239,7 +239,7 @@ def _product(
     batch: tuple[int, ...],
     biased: bool,
     summed: bool,
-) -> Served:
+) -> PreparedCall:
     format = n, k, group_size, bits, mode
     epilogue = EPILOGUES[biased, summed]
     call = x_shape, x_dtype, *format, scale_dtype, transpose, on_cpu
@@ -259,7 +259,7 @@ def _in_parts(
     invariant: bool,
     unbiased: bool,
     parts: tuple[int, ...],
-) -> Served:
+) -> PreparedCall:
     format = n, k, group_size, bits, mode
     epilogue = Epilogue(bias=not unbiased, parts=parts)
     call = x_shape, x_dtype, *format, scale_dtype, True, on_cpu

@@ -12,7 +12,7 @@ from mlx_marlin.backends import experts_launch, planner, selection
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.dispatch import Served, traced_call, when_forgetting
+from mlx_marlin.products.dispatch import PreparedCall, traced_call, when_forgetting
 from mlx_marlin.products.eligibility import (
     not_here,
     refuse_variance,
@@ -37,7 +37,7 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, TILE_N
 
 
 @lru_cache(4096)
-def product_of(kind: Kind) -> Served | None:
+def product_of(kind: Kind) -> PreparedCall | None:
     """Returns the prepared product of a kind of call; None where stock serves it.
 
     It takes x, the rows' indices or None, the experts', codes, scales and biases.
@@ -70,7 +70,7 @@ def product_of(kind: Kind) -> Served | None:
         y = product(rows, *weight, sources, experts)
         return y.reshape(*kind.pairs, 1, kind.n)
 
-    return Served(run)
+    return PreparedCall(run)
 
 
 def why_not_gather(kind: Kind) -> str | None:
@@ -114,7 +114,7 @@ def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat | None
     return None if guard.why_not(plan) else experts_launch.cuda_gather_product(plan)
 
 
-def _on_cuda(kind: Kind) -> Served | None:
+def _on_cuda(kind: Kind) -> PreparedCall | None:
     each = pairs_of_row(kind)
     ours = _cuda_product(kind, each)
     if ours is None:
@@ -136,7 +136,7 @@ def _on_cuda(kind: Kind) -> Served | None:
 
 
 @lru_cache(4096)
-def serve_gated(kind: Kind, gate: str) -> Served | None:
+def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
     """Returns the product with packed experts of gate, which gates that of up.
 
     It takes x, codes and scales of gate, those of up, both biases if there are, and the
@@ -171,7 +171,7 @@ def serve_gated(kind: Kind, gate: str) -> Served | None:
 
 
 @lru_cache(4096)
-def serve_packed(*call: Any) -> tuple[Kind, Served | None]:
+def serve_packed(*call: Any) -> tuple[Kind, PreparedCall | None]:
     """Returns the kind of a call that `packed_kind` takes, and its prepared product."""
     kind = packed_kind(*call)
     return kind, product_of(kind)
