@@ -10,7 +10,7 @@ from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.kernel_call import KernelCall
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 from mlx_marlin.planning.problem import Problem
@@ -59,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def options(
-        self, problem: Problem, device: Any, wishes: Wishes, limit: Limit
+        self, problem: Problem, device: Any, wishes: PlanOverrides, limit: Limit
     ) -> Iterable[Option]:
         """Yields what is worth comparing, at least one option.
 

@@ -16,7 +16,7 @@ from mlx_marlin.planning import search
 from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -77,7 +77,10 @@ def predict(plan: Plan, device: PlanningDevice) -> Prediction:
 
 
 def make(
-    problem: Problem, *, device: PlanningDevice = DEFAULT, **wishes: Unpack[Wishes]
+    problem: Problem,
+    *,
+    device: PlanningDevice = DEFAULT,
+    **wishes: Unpack[PlanOverrides],
 ) -> Plan:
     """Returns the best plan that has the wished fields.
 
@@ -95,7 +98,10 @@ def make(
 
 
 def compare(
-    problem: Problem, *, device: PlanningDevice = DEFAULT, **wishes: Unpack[Wishes]
+    problem: Problem,
+    *,
+    device: PlanningDevice = DEFAULT,
+    **wishes: Unpack[PlanOverrides],
 ) -> Choice:
     """Returns what `make` would, with all that it was compared to.
 

@@ -15,7 +15,7 @@ from mlx_marlin.backends.metal.stock.handover import stock_seconds
 from mlx_marlin.cli.pictures import text
 from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.tiles import REDUCTIONS
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
@@ -148,16 +148,18 @@ def _device(name: str | None, cores: int | None) -> Target:
     return replace(here, cores=cores, variant=f"{here.name} with {cores} GPU cores")
 
 
-def _wishes(args: argparse.Namespace) -> Wishes:
+def _wishes(args: argparse.Namespace) -> PlanOverrides:
     """Returns the fields of the plan that the user gave."""
-    wishes = Wishes()
-    for field in Wishes.__optional_keys__ & vars(args).keys():
+    wishes = PlanOverrides()
+    for field in PlanOverrides.__optional_keys__ & vars(args).keys():
         if (value := getattr(args, field)) is not None:
             wishes[field] = value  # type: ignore[literal-required]
     return wishes
 
 
-def _each_strategy(choice: Choice, wishes: Wishes) -> tuple[list[Choice], list[str]]:
+def _each_strategy(
+    choice: Choice, wishes: PlanOverrides
+) -> tuple[list[Choice], list[str]]:
     """Returns the best plan of each strategy, and why there is none of the others.
 
     A strategy that was not worth comparing is asked for by name.
@@ -172,7 +174,7 @@ def _each_strategy(choice: Choice, wishes: Wishes) -> tuple[list[Choice], list[s
                 else planner.compare(
                     choice.plan.problem,
                     device=choice.device,
-                    **wishes | Wishes(strategy=strategy),
+                    **wishes | PlanOverrides(strategy=strategy),
                 )
             )
         except ValueError as error:

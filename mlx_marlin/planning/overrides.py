@@ -6,7 +6,7 @@ from mlx_marlin.planning.tiles import Kernel, Reduction
 from mlx_marlin.planning.work import Partition, Strategy, Work
 
 
-class Wishes(TypedDict, total=False):
+class PlanOverrides(TypedDict, total=False):
     """Fields of a plan that are not to be chosen; the rest follows from them."""
 
     kernel: Kernel
@@ -27,13 +27,13 @@ class Wishes(TypedDict, total=False):
     loaders: int
 
 
-def can_meet(work: Work, wishes: Wishes) -> bool:
+def can_meet(work: Work, wishes: PlanOverrides) -> bool:
     """Returns whether a work's splits, if it has any, can meet as wished."""
     wished = "reduction" in wishes and "strategy" not in wishes
     return not wished or work.is_split == (wishes["reduction"] != "none")
 
 
-def nothing_fits(wishes: Wishes) -> ValueError:
+def nothing_fits(wishes: PlanOverrides) -> ValueError:
     """Returns the error where no candidate has the wished reduction."""
     return ValueError(
         f"reduction={wishes.get('reduction')!r} fits none of the plans that are "

@@ -70,7 +70,9 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     body = variant.plan(m, n, k, threadgroups=7)
     # A tile of few rows has room for three buffers of float.
     fragments = 1 if buffers == 3 else variant.fragments
-    wishes = overrides.Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+    wishes = overrides.PlanOverrides(
+        kernel="gemm_staged", buffers=buffers, loaders=loaders
+    )
     wishes["fragments_m"] = fragments
     if variant.dtype == "float16":
         wishes["simdgroups_m"] = rows

@@ -184,7 +184,7 @@ PROBLEMS = strategies.problems(max_m=300, max_n=4000, formats=strategies.ANY_FOR
 def test_any_product_can_be_staged_on_a_wish(
     problem: Problem, chip: Device, buffers: int, loaders: int
 ) -> None:
-    wishes = overrides.Wishes(kernel="gemm_staged", buffers=buffers)
+    wishes = overrides.PlanOverrides(kernel="gemm_staged", buffers=buffers)
     if buffers > 1:
         wishes["loaders"] = loaders
 

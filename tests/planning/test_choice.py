@@ -213,7 +213,7 @@ WISHED = {
     "minimum": "minimum",
     "groups": "groups",
 }
-"""Fields of `Wishes` that are those of `Work`, by their names there."""
+"""Fields of `PlanOverrides` that are those of `Work`, by their names there."""
 
 
 def field_of(plan: Plan, wish: str) -> object:
@@ -237,7 +237,7 @@ def test_every_strategy_can_be_had(
 
 
 @st.composite
-def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.Wishes]:
+def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.PlanOverrides]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems(formats=ANY_FORMAT))
     plan = draw(plans(of=st.just(problem)))
@@ -250,7 +250,9 @@ def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.Wishes]:
 
 
 @given(_wishes(), devices())
-def test_wishes_are_kept(asked: tuple[Problem, overrides.Wishes], chip: Device) -> None:
+def test_wishes_are_kept(
+    asked: tuple[Problem, overrides.PlanOverrides], chip: Device
+) -> None:
     problem, wishes = asked
     plan = planner.make(problem, device=chip, **wishes)
 
@@ -272,7 +274,7 @@ def test_wishes_are_kept(asked: tuple[Problem, overrides.Wishes], chip: Device) 
     ],
 )
 def test_a_wish_alone_leaves_the_strategies_that_take_it(
-    wishes: overrides.Wishes, strategies: set[str]
+    wishes: overrides.PlanOverrides, strategies: set[str]
 ) -> None:
     problem = Problem(m=8, n=256, k=1024)
 
@@ -358,7 +360,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
-    wishes: overrides.Wishes, words: str
+    wishes: overrides.PlanOverrides, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         planner.make(Problem(m=8, n=256, k=512), **wishes)

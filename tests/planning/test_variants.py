@@ -10,7 +10,7 @@ from mlx_marlin.backends.metal.backend import STAGED
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -34,11 +34,13 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
             m=m, n=n, k=k, batch=batch, dtype=dtype, scale_dtype=dtype, layout=layout
         )
         for device in map(Device.named, CHIPS):
-            yield from candidates(problem, device, Wishes())
+            yield from candidates(problem, device, PlanOverrides())
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:
-                wishes = Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+                wishes = PlanOverrides(
+                    kernel="gemm_staged", buffers=buffers, loaders=loaders
+                )
                 yield from candidates(problem, device, wishes)
 
 

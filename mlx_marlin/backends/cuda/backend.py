@@ -9,7 +9,7 @@ from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.kernel_call import KernelCall
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
@@ -43,7 +43,7 @@ class CudaBackend:
         return limits.too_old(device) or limits.why_not(problem)
 
     def options(
-        self, problem: Problem, device: CudaDevice, wishes: Wishes, limit: Limit
+        self, problem: Problem, device: CudaDevice, wishes: PlanOverrides, limit: Limit
     ) -> Iterator[Option]:
         """Yields what is worth comparing, at least one option.
 

@@ -8,7 +8,7 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning import decompositions
 from mlx_marlin.planning.decompositions import Space
-from mlx_marlin.planning.overrides import Wishes, can_meet
+from mlx_marlin.planning.overrides import PlanOverrides, can_meet
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.tiles import PADDED_COLUMNS, Kernel, k_tile
 from mlx_marlin.planning.work import Work, data_parallel
@@ -47,7 +47,7 @@ MOST_BUFFER_BYTES = 128 * 1024
 """What these may take: the sums of a block's warps and other blocks want room too."""
 
 
-def ways(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Way]:
+def ways(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> Iterator[Way]:
     """Yields the ways to cut a problem that have the wished fields.
 
     Raises:
@@ -81,7 +81,7 @@ def _along(
     across: int,
     work: Work,
     device: CudaDevice,
-    wishes: Wishes,
+    wishes: PlanOverrides,
 ) -> int:
     if "simdgroups_k" in wishes:
         return wishes["simdgroups_k"]
@@ -90,7 +90,9 @@ def _along(
     return _staged_slices(problem, kernel, fragments_m, across, work)
 
 
-def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Kernel]:
+def _kernels(
+    problem: Problem, device: CudaDevice, wishes: PlanOverrides
+) -> Iterator[Kernel]:
     if "kernel" in wishes:
         yield wishes["kernel"]
         return
@@ -104,7 +106,7 @@ def _kernels(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[K
             yield kernel
 
 
-def _fits_stages(problem: Problem, kernel: Kernel, wishes: Wishes) -> bool:
+def _fits_stages(problem: Problem, kernel: Kernel, wishes: PlanOverrides) -> bool:
     """Returns whether such a kernel could have what is wished of any kernel."""
     traits = pipelined.KERNELS[kernel]
     fragments_m = wishes.get("fragments_m", fewest_fragments(problem, kernel))
@@ -115,7 +117,7 @@ def _fits_stages(problem: Problem, kernel: Kernel, wishes: Wishes) -> bool:
     return warps <= traits.most_simdgroups and bool(_stages(fragments_m, along))
 
 
-def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
+def _widths(problem: Problem, kernel: Kernel, wishes: PlanOverrides) -> Iterable[int]:
     if "simdgroups_n" in wishes:
         return (wishes["simdgroups_n"],)
     along = wishes.get("simdgroups_k", 1)
@@ -131,7 +133,11 @@ def _widths(problem: Problem, kernel: Kernel, wishes: Wishes) -> Iterable[int]:
 
 
 def _works(
-    problem: Problem, fragments_m: int, across: int, device: CudaDevice, wishes: Wishes
+    problem: Problem,
+    fragments_m: int,
+    across: int,
+    device: CudaDevice,
+    wishes: PlanOverrides,
 ) -> Iterator[Work]:
     rows = limits.FRAGMENT_ROWS * fragments_m
     space = Space(

@@ -7,7 +7,7 @@ from mlx_marlin.backends.cuda import limits, search
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
 from mlx_marlin.backends.metal.experts import chosen_experts
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 
 PAIRED = (2, 4, 6, 8)
@@ -55,12 +55,12 @@ def choose_cuda_gather(
         one = replace(one, n=2 * problem.n)
     chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)
     one = replace(one, batch=max(min(chosen, _most_products(one)), 1))
-    wishes: Wishes = {
+    wishes: PlanOverrides = {
         "kernel": "mma",
         "strategy": "data_parallel",
         "fragments_m": fragments_m,
     }
-    asked: list[Wishes] = [wishes]
+    asked: list[PlanOverrides] = [wishes]
     if gate:
         asked = [{**wishes, "simdgroups_n": across} for across in PAIRED]
     plan = min(

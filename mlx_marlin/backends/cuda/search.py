@@ -19,7 +19,7 @@ from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.metal.candidates import INVARIANT_ROWS
 from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
-from mlx_marlin.planning.overrides import Wishes, nothing_fits
+from mlx_marlin.planning.overrides import PlanOverrides, nothing_fits
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Option
@@ -38,7 +38,9 @@ FEW_ROWS = 5
 stock MLX takes longer than for 8."""
 
 
-def options(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Option]:
+def options(
+    problem: Problem, device: CudaDevice, wishes: PlanOverrides
+) -> Iterator[Option]:
     """Yields what is worth comparing, at least one option.
 
     Raises:
@@ -62,7 +64,7 @@ def options(problem: Problem, device: CudaDevice, wishes: Wishes) -> Iterator[Op
         raise nothing_fits(wishes)
 
 
-def make(problem: Problem, device: CudaDevice, wishes: Wishes) -> CudaPlan:
+def make(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> CudaPlan:
     """Returns the best plan that has the wished fields.
 
     Raises:
@@ -164,7 +166,7 @@ def _rank(
     )
 
 
-def _check(problem: Problem, device: CudaDevice, wishes: Wishes) -> None:
+def _check(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> None:
     """Refuses a problem and wishes that are other kernels'."""
     reason = limits.why_not(problem)
     if reason is not None:
@@ -210,7 +212,9 @@ def _check_device(kernel: Kernel, device: CudaDevice) -> None:
         )
 
 
-def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> CudaPlan:
+def _plan(
+    problem: Problem, way: Way, device: CudaDevice, wishes: PlanOverrides
+) -> CudaPlan:
     work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
     staged = way.kernel in pipelined.KERNELS
@@ -246,7 +250,7 @@ def _plan(problem: Problem, way: Way, device: CudaDevice, wishes: Wishes) -> Cud
 
 
 def _with_rows(
-    plan: CudaPlan, problem: Problem, device: CudaDevice, wishes: Wishes
+    plan: CudaPlan, problem: Problem, device: CudaDevice, wishes: PlanOverrides
 ) -> CudaPlan:
     """Returns an invariant plan for another number of rows: k is cut as it was."""
     fragments_m = wishes.get("fragments_m", candidates.fewest_fragments(problem, "mma"))

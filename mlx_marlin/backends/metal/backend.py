@@ -20,7 +20,7 @@ from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_pr
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan
-from mlx_marlin.planning.overrides import Wishes
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
@@ -62,7 +62,7 @@ class MetalBackend:
         return None
 
     def options(
-        self, problem: Problem, device: Device, wishes: Wishes, limit: Limit
+        self, problem: Problem, device: Device, wishes: PlanOverrides, limit: Limit
     ) -> Iterator[Option]:
         """Yields the plans to compare, at least one.
 
@@ -119,13 +119,15 @@ class MetalBackend:
         Where several simdgroups of the chosen plan decode the same weights, and the
         model does not expect much less of them.
         """
-        best = self._best(problem, device, Wishes())
+        best = self._best(problem, device, PlanOverrides())
         if best.simdgroups_m == 1 or problem.invariant:
             return []
         most = HOPELESS * cost.predict(best, device).seconds
         plans: list[Plan] = []
         for buffers, loaders in STAGED:
-            wishes = Wishes(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+            wishes = PlanOverrides(
+                kernel="gemm_staged", buffers=buffers, loaders=loaders
+            )
             staged = self._best(problem, device, wishes)
             if cost.predict(staged, device).seconds <= most:
                 plans.append(staged)
@@ -165,7 +167,9 @@ class MetalBackend:
 
         return kernels.kernel(source)
 
-    def _best(self, problem: Problem, device: Device, wishes: Wishes) -> MetalPlan:
+    def _best(
+        self, problem: Problem, device: Device, wishes: PlanOverrides
+    ) -> MetalPlan:
         found = search.best(partial(self.options, problem, device, wishes))
         assert isinstance(found, MetalPlan)
         return found

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import buffer_bytes
 from mlx_marlin.planning import decompositions
 from mlx_marlin.planning.decompositions import WORK_WISHES, Space
-from mlx_marlin.planning.overrides import Wishes, can_meet, nothing_fits
+from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.tiles import (
     FRAGMENT,
@@ -53,7 +53,7 @@ memory."""
 def candidates(
     problem: Problem,
     device: Device,
-    wishes: Wishes,
+    wishes: PlanOverrides,
     worth: Callable[[MetalPlan, Work], bool] = lambda body, work: True,
 ) -> Iterator[MetalPlan]:
     """Yields the plans to compare, at least one.
@@ -98,7 +98,7 @@ def candidates(
         yield _with_work(shared, work, simdgroups_n, count, wishes)
 
 
-def _body(problem: Problem, wishes: Wishes) -> MetalPlan:
+def _body(problem: Problem, wishes: PlanOverrides) -> MetalPlan:
     """Returns what a threadgroup looks like, as the plan with one for each tile."""
     kernel = wishes.get("kernel", _kernel(problem))
     buffers = wishes.get("buffers", _buffers(problem, kernel, wishes))
@@ -131,7 +131,7 @@ def _with_work(
     work: Work,
     simdgroups_n: int,
     simdgroups_k: int,
-    wishes: Wishes,
+    wishes: PlanOverrides,
 ) -> MetalPlan:
     natural: Reduction = "workspace" if work.is_split else "none"
     return MetalPlan(
@@ -151,7 +151,7 @@ def _kernel(problem: Problem) -> Kernel:
     return "gemv" if few else "gemm_register"
 
 
-def _buffers(problem: Problem, kernel: Kernel, wishes: Wishes) -> int:
+def _buffers(problem: Problem, kernel: Kernel, wishes: PlanOverrides) -> int:
     """Returns a kernel's buffers; wished simdgroups may leave room for one only."""
     if kernel != "gemm_staged":
         return 0
@@ -225,7 +225,7 @@ def _simdgroups_k(
     return chosen
 
 
-def _invariant(body: MetalPlan, device: Device, wishes: Wishes) -> MetalPlan:
+def _invariant(body: MetalPlan, device: Device, wishes: PlanOverrides) -> MetalPlan:
     """Returns the plan whose splits of k depend on the weight and the device only."""
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)
@@ -252,7 +252,7 @@ def _invariant_split(problem: Problem, device: Device) -> tuple[int, int]:
         for strategy in strategies
         for count in INVARIANT_SIMDGROUPS_K
         for plan in candidates(
-            problem, device, Wishes(strategy=strategy, simdgroups_k=count)
+            problem, device, PlanOverrides(strategy=strategy, simdgroups_k=count)
         )
     ]
     best = min(plans, key=lambda plan: predict(plan, device).seconds)
