@@ -70,7 +70,7 @@ class NumPy:
         return None if known else "NumPy takes plain products of affine 4-bit weights"
 
     def options(
-        self, problem: Problem, device: Host, wishes: Any, limit: Any
+        self, problem: Problem, device: Host, overrides: Any, limit: Any
     ) -> Iterator[Option]:
         for m in (8, 16):
             tiles = -(-problem.m // m) * -(-problem.n // 32)

@@ -59,7 +59,7 @@ class Backend(Protocol):
         ...
 
     def options(
-        self, problem: Problem, device: Any, wishes: PlanOverrides, limit: Limit
+        self, problem: Problem, device: Any, overrides: PlanOverrides, limit: Limit
     ) -> Iterable[Option]:
         """Yields what is worth comparing, at least one option.
 

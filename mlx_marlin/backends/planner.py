@@ -80,7 +80,7 @@ def make(
     problem: Problem,
     *,
     device: PlanningDevice = DEFAULT,
-    **wishes: Unpack[PlanOverrides],
+    **overrides: Unpack[PlanOverrides],
 ) -> Plan:
     """Returns the best plan that has the wished fields.
 
@@ -94,14 +94,14 @@ def make(
         ValueError: If no plan has these fields.
     """
     offer = registry.of_device(device).options
-    return search.best(partial(offer, problem, device, wishes))
+    return search.best(partial(offer, problem, device, overrides))
 
 
 def compare(
     problem: Problem,
     *,
     device: PlanningDevice = DEFAULT,
-    **wishes: Unpack[PlanOverrides],
+    **overrides: Unpack[PlanOverrides],
 ) -> Choice:
     """Returns what `make` would, with all that it was compared to.
 
@@ -114,7 +114,7 @@ def compare(
         ValueError: If no plan has these fields.
     """
     backend = registry.of_device(device)
-    candidates = search.ranked(partial(backend.options, problem, device, wishes))
+    candidates = search.ranked(partial(backend.options, problem, device, overrides))
     ours = candidates[0].prediction
     return Choice(
         plan=candidates[0].plan,

@@ -52,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
         from mlx_marlin.cli.pictures import drawing  # needs matplotlib to draw
 
         drawing.check(args.save)  # before anything is planned
-    wishes = _wishes(args)
+    overrides = _overrides(args)
     choice = planner.compare(
-        _problem(args), device=_device(args.chip, args.cores), **wishes
+        _problem(args), device=_device(args.chip, args.cores), **overrides
     )
     # Only what is drawn is made: a strategy may have to be planned for it.
     drawn = args.all and (args.save or not args.json)
-    shown, missing = _each_strategy(choice, wishes) if drawn else ([choice], [])
+    shown, missing = _each_strategy(choice, overrides) if drawn else ([choice], [])
     if args.save:
         drawing.save(args.save, shown)
     if args.json:
@@ -148,24 +148,24 @@ def _device(name: str | None, cores: int | None) -> Target:
     return replace(here, cores=cores, variant=f"{here.name} with {cores} GPU cores")
 
 
-def _wishes(args: argparse.Namespace) -> PlanOverrides:
+def _overrides(args: argparse.Namespace) -> PlanOverrides:
     """Returns the fields of the plan that the user gave."""
-    wishes = PlanOverrides()
+    overrides = PlanOverrides()
     for field in PlanOverrides.__optional_keys__ & vars(args).keys():
         if (value := getattr(args, field)) is not None:
-            wishes[field] = value  # type: ignore[literal-required]
-    return wishes
+            overrides[field] = value  # type: ignore[literal-required]
+    return overrides
 
 
 def _each_strategy(
-    choice: Choice, wishes: PlanOverrides
+    choice: Choice, overrides: PlanOverrides
 ) -> tuple[list[Choice], list[str]]:
     """Returns the best plan of each strategy, and why there is none of the others.
 
     A strategy that was not worth comparing is asked for by name.
     """
     shown, missing = [], []
-    for strategy in [wishes["strategy"]] if "strategy" in wishes else STRATEGIES:
+    for strategy in [overrides["strategy"]] if "strategy" in overrides else STRATEGIES:
         found = [each for each in choice.candidates if each.plan.strategy == strategy]
         try:
             shown.append(
@@ -174,7 +174,7 @@ def _each_strategy(
                 else planner.compare(
                     choice.plan.problem,
                     device=choice.device,
-                    **wishes | PlanOverrides(strategy=strategy),
+                    **overrides | PlanOverrides(strategy=strategy),
                 )
             )
         except ValueError as error:

@@ -80,44 +80,44 @@ class Space:
         return [self.cores * count for count in per_core]
 
 
-def works(space: Space, wishes: Wished) -> Iterator[Wide]:
+def works(space: Space, overrides: Wished) -> Iterator[Wide]:
     """Yields the ways to cut the work that have the wished fields, at least one.
 
     Raises:
         ValueError: If no strategy, or not the wished one, can have them.
     """
-    wished = wishes.get("strategy")
+    wished = overrides.get("strategy")
     if wished is not None:
-        yield from _of_strategy(wished, space, wishes)
+        yield from _of_strategy(wished, space, overrides)
         return
-    fields = wishes.keys() & WORK_WISHES
+    fields = overrides.keys() & WORK_WISHES
     fitting = [each for each in STRATEGIES if fields <= ACCEPTED[each]]
     if not fitting:
         raise ValueError(f"no strategy takes all of {', '.join(sorted(fields))}")
     if fields:
-        yield from _of_any(fitting, space, wishes)
+        yield from _of_any(fitting, space, overrides)
         return
     for strategy in fitting:
-        yield from _of_strategy(strategy, space, wishes)
+        yield from _of_strategy(strategy, space, overrides)
 
 
-def _of_strategy(strategy: Strategy, space: Space, wishes: Wished) -> Iterator[Wide]:
+def _of_strategy(strategy: Strategy, space: Space, overrides: Wished) -> Iterator[Wide]:
     if strategy not in WAYS:
         raise ValueError(f"strategy={strategy!r} is not one of {STRATEGIES}")
-    others = wishes.keys() & WORK_WISHES - ACCEPTED[strategy] - {"strategy"}
+    others = overrides.keys() & WORK_WISHES - ACCEPTED[strategy] - {"strategy"}
     for field in sorted(others):
-        raise ValueError(f"{strategy} does not take {field}={wishes[field]!r}")
-    for work in WAYS[strategy](space, wishes):
+        raise ValueError(f"{strategy} does not take {field}={overrides[field]!r}")
+    for work in WAYS[strategy](space, overrides):
         yield work if isinstance(work, tuple) else (work, 1)
 
 
-def _of_any(fitting: list[Strategy], space: Space, wishes: Wished) -> list[Wide]:
+def _of_any(fitting: list[Strategy], space: Space, overrides: Wished) -> list[Wide]:
     """Returns what some strategies make of wishes; one that cannot is left out."""
     found: list[Wide] = []
     refusals: list[ValueError] = []
     for strategy in fitting:
         try:
-            found += _of_strategy(strategy, space, {**wishes, "strategy": strategy})
+            found += _of_strategy(strategy, space, {**overrides, "strategy": strategy})
         except ValueError as refusal:
             refusals.append(refusal)
     if not found:
@@ -129,26 +129,30 @@ def _data_parallel(space: Space, _: Wished) -> Iterator[Work]:
     yield data_parallel(space.tiles, space.k_tiles)
 
 
-def _stripe(space: Space, wishes: Wished) -> Iterator[Work]:
-    for slices in _wished(wishes, "k_parallel", _even_slices(space)):
+def _stripe(space: Space, overrides: Wished) -> Iterator[Work]:
+    for slices in _wished(overrides, "k_parallel", _even_slices(space)):
         units = space.tiles * slices
         targets = space.targets(THREADGROUPS_PER_CORE)
         # At least one, so that the strategy can be had for every product.
         counts = [target for target in targets if target < units] or [units]
-        for count in _wished(wishes, "num_threadgroups", counts):
+        for count in _wished(overrides, "num_threadgroups", counts):
             yield Work(
                 strategy="stripe",
                 tiles=space.tiles,
                 k_tiles=space.k_tiles,
                 threadgroups=count,
                 slices=slices,
-                partition=wishes.get("partition", "balanced"),
+                partition=overrides.get("partition", "balanced"),
             )
 
 
-def _split_k(space: Space, wishes: Wished) -> Iterator[Work]:
-    for slices in _slices(space, wishes):
-        if slices == 1 and "strategy" not in wishes and "k_parallel" not in wishes:
+def _split_k(space: Space, overrides: Wished) -> Iterator[Work]:
+    for slices in _slices(space, overrides):
+        if (
+            slices == 1
+            and "strategy" not in overrides
+            and "k_parallel" not in overrides
+        ):
             continue  # that is data_parallel
         yield Work(
             strategy="split_k",
@@ -159,13 +163,13 @@ def _split_k(space: Space, wishes: Wished) -> Iterator[Work]:
         )
 
 
-def _slices(space: Space, wishes: Wished) -> list[int]:
+def _slices(space: Space, overrides: Wished) -> list[int]:
     """Returns the slices of k that give every target a unit each."""
     slices = {
         min(-(-target // space.tiles), space.k_tiles)
         for target in space.targets(THREADGROUPS_PER_CORE)
     }
-    return _wished(wishes, "k_parallel", sorted({1, *slices}))
+    return _wished(overrides, "k_parallel", sorted({1, *slices}))
 
 
 def _even_slices(space: Space) -> list[int]:
@@ -182,11 +186,11 @@ def _even_slices(space: Space) -> list[int]:
     return sorted(slices)
 
 
-def _stream_k(space: Space, wishes: Wished) -> Iterator[Work]:
-    yield from _streams("stream_k", space, 0, wishes)
+def _stream_k(space: Space, overrides: Wished) -> Iterator[Work]:
+    yield from _streams("stream_k", space, 0, overrides)
 
 
-def _hybrid(space: Space, wishes: Wished) -> Iterator[Work]:
+def _hybrid(space: Space, overrides: Wished) -> Iterator[Work]:
     """Yields whole waves of tiles, and the rest with one wave more as streams."""
     wholes = {
         (space.tiles // target - 1) * target
@@ -194,22 +198,24 @@ def _hybrid(space: Space, wishes: Wished) -> Iterator[Work]:
         if space.tiles % target
     }
     fitting = sorted(whole for whole in wholes if whole > 0)
-    if "strategy" in wishes and not fitting:
+    if "strategy" in overrides and not fitting:
         fitting = [space.tiles // 2]
-    for whole in _wished(wishes, "whole", fitting):
-        yield from _streams("hybrid", space, whole, wishes)
+    for whole in _wished(overrides, "whole", fitting):
+        yield from _streams("hybrid", space, whole, overrides)
 
 
 def _streams(
-    strategy: Strategy, space: Space, whole: int, wishes: Wished
+    strategy: Strategy, space: Space, whole: int, overrides: Wished
 ) -> Iterator[Work]:
-    minimum = wishes.get("minimum", -(-MINIMUM_TRIPS // space.trips))
+    minimum = overrides.get("minimum", -(-MINIMUM_TRIPS // space.trips))
     total = (space.tiles - whole) * space.k_tiles
     targets = space.targets(STREAMS_PER_CORE)
     counts = [target for target in targets if target <= total // max(minimum, 1)]
-    if "strategy" in wishes and not counts:
+    if "strategy" in overrides and not counts:
         counts = [min(space.cores, max(total, 1))]
-    for count in _wished(wishes, "num_threadgroups", [whole + each for each in counts]):
+    for count in _wished(
+        overrides, "num_threadgroups", [whole + each for each in counts]
+    ):
         yield Work(
             strategy=strategy,
             tiles=space.tiles,
@@ -218,7 +224,7 @@ def _streams(
             whole=whole,
             slices=space.k_tiles,
             minimum=minimum,
-            groups=_wished(wishes, "groups", [_groups(space, whole, count)])[0],
+            groups=_wished(overrides, "groups", [_groups(space, whole, count)])[0],
         )
 
 
@@ -232,24 +238,24 @@ def _groups(space: Space, whole: int, threadgroups: int) -> int:
     return locality_groups(space.tiles - whole, threadgroups - whole)
 
 
-def _hytis(space: Space, wishes: Wished) -> Iterator[Wide]:
+def _hytis(space: Space, overrides: Wished) -> Iterator[Wide]:
     """Yields as many wide tiles as load all cores alike, then narrow ones."""
     if space.batch > 1:
-        if "strategy" in wishes:
+        if "strategy" in overrides:
             raise ValueError(f"hytis takes one weight, got batch={space.batch}")
         return
     widths = [
         width for width in WIDTHS if width < space.n_tiles and space.widest % width == 0
     ]
-    if "strategy" in wishes and not widths:
+    if "strategy" in overrides and not widths:
         widths = [WIDTHS[0]]
-    for width in _wished(wishes, "simdgroups_n", widths):
+    for width in _wished(overrides, "simdgroups_n", widths):
         most = (space.n_tiles - 1) // width
         columns = most * space.m_tiles // space.cores * space.cores // space.m_tiles
-        if "strategy" in wishes and columns == 0:
+        if "strategy" in overrides and columns == 0:
             columns = max(most, 1)
         wholes = [columns * space.m_tiles] if columns else []
-        for whole in _wished(wishes, "whole", wholes):
+        for whole in _wished(overrides, "whole", wholes):
             narrow = space.n_tiles - whole // space.m_tiles * width
             if narrow < 1:
                 raise ValueError(
@@ -268,8 +274,8 @@ def _hytis(space: Space, wishes: Wished) -> Iterator[Wide]:
             )
 
 
-def _wished(wishes: Wished, field: str, otherwise: list[int]) -> list[int]:
-    return [wishes[field]] if field in wishes else otherwise
+def _wished(overrides: Wished, field: str, otherwise: list[int]) -> list[int]:
+    return [overrides[field]] if field in overrides else otherwise
 
 
 WAYS: dict[Strategy, Callable[[Space, Wished], Iterator[Work] | Iterator[Wide]]] = {

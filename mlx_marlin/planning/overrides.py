@@ -27,15 +27,15 @@ class PlanOverrides(TypedDict, total=False):
     loaders: int
 
 
-def can_meet(work: Work, wishes: PlanOverrides) -> bool:
+def can_meet(work: Work, overrides: PlanOverrides) -> bool:
     """Returns whether a work's splits, if it has any, can meet as wished."""
-    wished = "reduction" in wishes and "strategy" not in wishes
-    return not wished or work.is_split == (wishes["reduction"] != "none")
+    wished = "reduction" in overrides and "strategy" not in overrides
+    return not wished or work.is_split == (overrides["reduction"] != "none")
 
 
-def nothing_fits(wishes: PlanOverrides) -> ValueError:
+def nothing_fits(overrides: PlanOverrides) -> ValueError:
     """Returns the error where no candidate has the wished reduction."""
     return ValueError(
-        f"reduction={wishes.get('reduction')!r} fits none of the plans that are "
+        f"reduction={overrides.get('reduction')!r} fits none of the plans that are "
         f"worth comparing; name a strategy too, such as 'split_k'"
     )

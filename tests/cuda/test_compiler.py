@@ -131,8 +131,8 @@ def compiled(
 def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) -> None:
     device_name, asked = PLANS[name]
     device = CudaDevice.named(device_name)
-    wishes = {"strategy": "split_k", "k_parallel": 4} if name == "split" else {}
-    plan = planner.make(problem_of(**asked), device=device, **wishes)
+    overrides = {"strategy": "split_k", "k_parallel": 4} if name == "split" else {}
+    plan = planner.make(problem_of(**asked), device=device, **overrides)
 
     said = compiled(
         cuda_source.of_product(plan),

@@ -211,10 +211,12 @@ def test_there_are_two_halves_of_one_product(more: dict[str, Any], words: str) -
         ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),
     ],
 )
-def test_a_plan_that_parts_them_is_refused(wishes: dict[str, Any], words: str) -> None:
+def test_a_plan_that_parts_them_is_refused(
+    overrides: dict[str, Any], words: str
+) -> None:
     asked = problem_of(1, 192, 1024, layout="marlin", epilogue=GATED)
     with pytest.raises(ValueError, match=words):
-        planner.make(asked, device=H200, **{"simdgroups_n": 2} | wishes)
+        planner.make(asked, device=H200, **{"simdgroups_n": 2} | overrides)
 
 
 def test_metals_kernels_have_no_gate() -> None:

@@ -289,10 +289,10 @@ def test_a_norm_is_of_one_product_and_adds_nothing_negative(
     "wishes",
     [{"strategy": "split_k", "k_parallel": 2}, *({"kernel": k} for k in OF_CUDA[1:])],
 )
-def test_other_plans_are_refused(wishes: dict[str, Any]) -> None:
+def test_other_plans_are_refused(overrides: dict[str, Any]) -> None:
     asked = problem_of(8, 192, 1024, layout="marlin", norm=1e-5)
     with pytest.raises(ValueError, match="needs kernel='mma' and reduction='none'"):
-        planner.make(asked, device=H200, **wishes)
+        planner.make(asked, device=H200, **overrides)
 
 
 def test_metals_kernels_have_none() -> None:

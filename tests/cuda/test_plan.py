@@ -384,9 +384,9 @@ def test_wishes_about_work_are_kept() -> None:
         ({"reduction": "atomic", "strategy": "split_k"}, "no atomic sums"),
     ],
 )
-def test_wishes_that_are_metals_are_refused(wishes: Any, words: str) -> None:
+def test_wishes_that_are_metals_are_refused(overrides: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        planner.make(Problem(m=8, n=512, k=1024), device=H200, **wishes)
+        planner.make(Problem(m=8, n=512, k=1024), device=H200, **overrides)
 
 
 def test_apples_chips_have_no_such_kernel() -> None:
@@ -439,11 +439,11 @@ MEASURED = (
 an H200 took for the kernel alone: affine, 4 bits, groups of 128."""
 
 
-def predicted_us(shape: tuple[int, int], m: int, **wishes: Any) -> float:
+def predicted_us(shape: tuple[int, int], m: int, **overrides: Any) -> float:
     """Returns the model's microseconds of a plan on an H200, its columns and k."""
     n, k = shape
     problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
-    plan = planner.make(problem, device=H200, **wishes)
+    plan = planner.make(problem, device=H200, **overrides)
     return planner.predict(plan, H200).seconds * 1e6
 
 
@@ -651,17 +651,17 @@ def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
     ],
 )
 def test_what_one_block_has_no_room_for_another_has(
-    sizes: tuple[int, int, int], name: str, wishes: dict[str, Any], found: int | None
+    sizes: tuple[int, int, int], name: str, overrides: dict[str, Any], found: int | None
 ) -> None:
     m, n, k = sizes
     asked = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
     gpu = CudaDevice.named(name)
 
-    plan = planner.make(asked, device=gpu, **wishes)
+    plan = planner.make(asked, device=gpu, **overrides)
 
     assert found in (None, plan.simdgroups_k)
-    assert plan.buffers == wishes.get("buffers", 0)
-    assert planner.compare(asked, device=gpu, **wishes).plan == plan
+    assert plan.buffers == overrides.get("buffers", 0)
+    assert planner.compare(asked, device=gpu, **overrides).plan == plan
 
 
 def test_a_block_that_a_device_has_no_memory_for_is_refused() -> None:

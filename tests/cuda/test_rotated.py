@@ -117,10 +117,10 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "wishes"), NORMED_ROTATIONS, ids=str)
 def test_heads_may_be_normalized_before(
-    heads: Heads, way: int, wishes: dict[str, int]
+    heads: Heads, way: int, overrides: dict[str, int]
 ) -> None:
     (rotation, n, parts), (m, own) = heads, GATED_WAYS[way]
-    case: Case = ("affine", 4, 64, "marlin", "float16", m, own | wishes)
+    case: Case = ("affine", 4, 64, "marlin", "float16", m, own | overrides)
     bias = bool(way % 2)
     epilogue = Epilogue(bias=bias, rotation=rotation, parts=parts)
     cuda_on_cpu.check_rotated(case, epilogue, n)
@@ -489,10 +489,10 @@ def test_there_are_whole_heads_of_one_product(more: dict[str, Any]) -> None:
     ],
 )
 def test_a_plan_that_parts_halves_is_refused(
-    wishes: dict[str, Any], words: str
+    overrides: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        planner.make(asked(), device=H200, **{"simdgroups_n": 2} | wishes)
+        planner.make(asked(), device=H200, **{"simdgroups_n": 2} | overrides)
 
 
 def test_a_plan_that_parts_heads_with_norms_is_refused() -> None:

@@ -145,9 +145,9 @@ HAVE = {gpu for gpu in device.gpus().values() if gpu.arch == "sm_90"}
 LARGE = Problem(m=64, n=28672, k=8192, group_size=128, layout="marlin")
 
 
-def kernels(problem: Problem, gpu: CudaDevice = H200, **wishes: Any) -> set[str]:
+def kernels(problem: Problem, gpu: CudaDevice = H200, **overrides: Any) -> set[str]:
     """Returns the kernels that plans are compared of."""
-    compared = planner.compare(problem, device=gpu, **wishes).candidates
+    compared = planner.compare(problem, device=gpu, **overrides).candidates
     return {each.plan.kernel for each in compared}
 
 
@@ -240,20 +240,20 @@ def test_tiles_have_the_fewest_fragments_that_need_no_more_of_them(
             "loaders": st.just(0),
         },
     ).filter(
-        lambda wishes: (
-            wishes.get("simdgroups_n", 1) * wishes.get("simdgroups_k", 1) <= 28
+        lambda overrides: (
+            overrides.get("simdgroups_n", 1) * overrides.get("simdgroups_k", 1) <= 28
         )
     ),
 )
 def test_what_it_cannot_have_it_is_not_compared_with(
-    m: int, sides: tuple[int, int], wishes: dict[str, Any]
+    m: int, sides: tuple[int, int], overrides: dict[str, Any]
 ) -> None:
     problem = replace(LARGE, m=m, n=sides[0], k=sides[1])
 
-    compared = planner.compare(problem, device=H200, **wishes).candidates
+    compared = planner.compare(problem, device=H200, **overrides).candidates
 
     for each in compared:
-        assert {name: getattr(each.plan, name) for name in wishes} == wishes
+        assert {name: getattr(each.plan, name) for name in overrides} == overrides
 
 
 @pytest.mark.parametrize("kernel", STAGED)
@@ -301,10 +301,10 @@ def test_little_shared_memory_leaves_other_plans(m: int, size: tuple[int, int]) 
     ],
 )
 def test_wishes_that_it_cannot_have_are_refused(
-    wishes: dict[str, Any], words: str
+    overrides: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        planner.make(LARGE, device=H200, **wishes)
+        planner.make(LARGE, device=H200, **overrides)
 
 
 def test_buffers_can_be_asked_for() -> None:

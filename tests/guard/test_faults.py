@@ -56,7 +56,7 @@ def new_process() -> None:
 
 def chosen(kernel: str) -> Callable[[Problem, Any], Plan]:
     """Returns what chooses a plan that launches a kernel, in the scheduler's place."""
-    wishes: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "gemv": {"kernel": "gemv"},
         "gemm_register": {"kernel": "gemm_register"},
         "gemm_staged": {"kernel": "gemm_staged", "buffers": STAGED[0][0]},
@@ -64,7 +64,7 @@ def chosen(kernel: str) -> Callable[[Problem, Any], Plan]:
     }
 
     def choose(problem: Problem, _: Any) -> Plan:
-        return planner.make(problem, device=DEVICE, **wishes[kernel])
+        return planner.make(problem, device=DEVICE, **overrides[kernel])
 
     return choose
 

@@ -70,16 +70,16 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     body = variant.plan(m, n, k, threadgroups=7)
     # A tile of few rows has room for three buffers of float.
     fragments = 1 if buffers == 3 else variant.fragments
-    wishes = overrides.PlanOverrides(
+    overrides = overrides.PlanOverrides(
         kernel="gemm_staged", buffers=buffers, loaders=loaders
     )
-    wishes["fragments_m"] = fragments
+    overrides["fragments_m"] = fragments
     if variant.dtype == "float16":
-        wishes["simdgroups_m"] = rows
-    wishes["strategy"] = "stream_k" if variant.split else "data_parallel"
+        overrides["simdgroups_m"] = rows
+    overrides["strategy"] = "stream_k" if variant.split else "data_parallel"
     if variant.split:
-        wishes |= {"num_threadgroups": 7, "minimum": 1}
-    plan = planner.make(body.problem, subtract=variant.subtract, **wishes)
+        overrides |= {"num_threadgroups": 7, "minimum": 1}
+    plan = planner.make(body.problem, subtract=variant.subtract, **overrides)
     weight = variant.weight(n, k, seed=3)
     x = format_cases.activations(m, k, dtype=variant.dtype, seed=4)
 

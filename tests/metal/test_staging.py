@@ -184,11 +184,11 @@ PROBLEMS = strategies.problems(max_m=300, max_n=4000, formats=strategies.ANY_FOR
 def test_any_product_can_be_staged_on_a_wish(
     problem: Problem, chip: Device, buffers: int, loaders: int
 ) -> None:
-    wishes = overrides.PlanOverrides(kernel="gemm_staged", buffers=buffers)
+    overrides = overrides.PlanOverrides(kernel="gemm_staged", buffers=buffers)
     if buffers > 1:
-        wishes["loaders"] = loaders
+        overrides["loaders"] = loaders
 
-    plan = planner.make(problem, device=chip, **wishes)
+    plan = planner.make(problem, device=chip, **overrides)
 
     assert (plan.kernel, plan.buffers) == ("gemm_staged", buffers)
     assert plan.loaders == (loaders if buffers > 1 else 0)

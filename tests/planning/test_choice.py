@@ -237,7 +237,7 @@ def test_every_strategy_can_be_had(
 
 
 @st.composite
-def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.PlanOverrides]:
+def _overrides(draw: st.DrawFn) -> tuple[Problem, overrides.PlanOverrides]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems(formats=ANY_FORMAT))
     plan = draw(plans(of=st.just(problem)))
@@ -249,14 +249,14 @@ def _wishes(draw: st.DrawFn) -> tuple[Problem, overrides.PlanOverrides]:
     return problem, {name: field_of(plan, name) for name in fields}  # type: ignore[return-value]
 
 
-@given(_wishes(), devices())
+@given(_overrides(), devices())
 def test_wishes_are_kept(
     asked: tuple[Problem, overrides.PlanOverrides], chip: Device
 ) -> None:
-    problem, wishes = asked
-    plan = planner.make(problem, device=chip, **wishes)
+    problem, overrides = asked
+    plan = planner.make(problem, device=chip, **overrides)
 
-    assert {name: field_of(plan, name) for name in wishes} == wishes
+    assert {name: field_of(plan, name) for name in overrides} == overrides
 
 
 @pytest.mark.parametrize(
@@ -274,15 +274,15 @@ def test_wishes_are_kept(
     ],
 )
 def test_a_wish_alone_leaves_the_strategies_that_take_it(
-    wishes: overrides.PlanOverrides, strategies: set[str]
+    overrides: overrides.PlanOverrides, strategies: set[str]
 ) -> None:
     problem = Problem(m=8, n=256, k=1024)
 
     for chip in ("Apple M1", "Apple M3 Max"):
-        plan = planner.make(problem, device=Device.named(chip), **wishes)
+        plan = planner.make(problem, device=Device.named(chip), **overrides)
 
         assert plan.strategy in strategies
-        assert {name: field_of(plan, name) for name in wishes} == wishes
+        assert {name: field_of(plan, name) for name in overrides} == overrides
 
 
 def test_a_wish_is_kept_where_one_of_the_strategies_cannot_have_it() -> None:
@@ -360,10 +360,10 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
-    wishes: overrides.PlanOverrides, words: str
+    overrides: overrides.PlanOverrides, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        planner.make(Problem(m=8, n=256, k=512), **wishes)
+        planner.make(Problem(m=8, n=256, k=512), **overrides)
 
 
 def test_a_cached_choice_takes_less_than_five_microseconds() -> None:

@@ -38,10 +38,10 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:
-                wishes = PlanOverrides(
+                overrides = PlanOverrides(
                     kernel="gemm_staged", buffers=buffers, loaders=loaders
                 )
-                yield from candidates(problem, device, wishes)
+                yield from candidates(problem, device, overrides)
 
 
 def instance(plan: Plan) -> tuple[object, ...]:

@@ -220,9 +220,9 @@ def plan_of(
         global_scale=global_scale,
         norm=norm,
     )
-    wishes = {"kernel": "mma"} | way | more
-    plan = planner.make(problem, device=h200(), **wishes)
-    assert plan.kernel == wishes["kernel"]
+    overrides = {"kernel": "mma"} | way | more
+    plan = planner.make(problem, device=h200(), **overrides)
+    assert plan.kernel == overrides["kernel"]
     return plan
 
 

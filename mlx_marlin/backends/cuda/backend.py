@@ -43,14 +43,18 @@ class CudaBackend:
         return limits.too_old(device) or limits.why_not(problem)
 
     def options(
-        self, problem: Problem, device: CudaDevice, wishes: PlanOverrides, limit: Limit
+        self,
+        problem: Problem,
+        device: CudaDevice,
+        overrides: PlanOverrides,
+        limit: Limit,
     ) -> Iterator[Option]:
         """Yields what is worth comparing, at least one option.
 
         Raises:
             ValueError: If no plan has the wished fields.
         """
-        return search.options(problem, device, wishes)
+        return search.options(problem, device, overrides)
 
     def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
         """Returns what the model says about a plan."""

@@ -47,7 +47,9 @@ MOST_BUFFER_BYTES = 128 * 1024
 """What these may take: the sums of a block's warps and other blocks want room too."""
 
 
-def ways(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> Iterator[Way]:
+def ways(
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
+) -> Iterator[Way]:
     """Yields the ways to cut a problem that have the wished fields.
 
     Raises:
@@ -55,19 +57,19 @@ def ways(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> Iterato
     """
     refused: ValueError | None = None
     found = False
-    for kernel in _kernels(problem, device, wishes):
-        fragments_m = wishes.get("fragments_m", fewest_fragments(problem, kernel))
-        for across in _widths(problem, kernel, wishes):
+    for kernel in _kernels(problem, device, overrides):
+        fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
+        for across in _widths(problem, kernel, overrides):
             try:
-                works = [*_works(problem, fragments_m, across, device, wishes)]
+                works = [*_works(problem, fragments_m, across, device, overrides)]
             except ValueError as error:  # too few tiles, where narrower ones would do
                 refused = refused or error
                 continue
             found = True
             for work in works:
-                if can_meet(work, wishes):
+                if can_meet(work, overrides):
                     along = _along(
-                        problem, kernel, fragments_m, across, work, device, wishes
+                        problem, kernel, fragments_m, across, work, device, overrides
                     )
                     yield Way(kernel, fragments_m, work, across, along)
     if refused and not found:
@@ -81,20 +83,20 @@ def _along(
     across: int,
     work: Work,
     device: CudaDevice,
-    wishes: PlanOverrides,
+    overrides: PlanOverrides,
 ) -> int:
-    if "simdgroups_k" in wishes:
-        return wishes["simdgroups_k"]
+    if "simdgroups_k" in overrides:
+        return overrides["simdgroups_k"]
     if kernel == "mma":
         return _slices(problem, fragments_m, across, work, device)
     return _staged_slices(problem, kernel, fragments_m, across, work)
 
 
 def _kernels(
-    problem: Problem, device: CudaDevice, wishes: PlanOverrides
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[Kernel]:
-    if "kernel" in wishes:
-        yield wishes["kernel"]
+    if "kernel" in overrides:
+        yield overrides["kernel"]
         return
     yield "mma"
     here = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
@@ -102,25 +104,30 @@ def _kernels(
     if not here or room < MOST_BUFFER_BYTES or pipelined.why_not(problem):
         return
     for kernel in OF_CUDA[1:]:
-        if _fits_stages(problem, kernel, wishes):
+        if _fits_stages(problem, kernel, overrides):
             yield kernel
 
 
-def _fits_stages(problem: Problem, kernel: Kernel, wishes: PlanOverrides) -> bool:
+def _fits_stages(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> bool:
     """Returns whether such a kernel could have what is wished of any kernel."""
     traits = pipelined.KERNELS[kernel]
-    fragments_m = wishes.get("fragments_m", fewest_fragments(problem, kernel))
-    if fragments_m not in traits.fragments_m or {"buffers", "loaders"} & wishes.keys():
+    fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
+    if (
+        fragments_m not in traits.fragments_m
+        or {"buffers", "loaders"} & overrides.keys()
+    ):
         return False
-    across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
+    across, along = overrides.get("simdgroups_n", 1), overrides.get("simdgroups_k", 1)
     warps = pipelined.simdgroups(kernel, across, along)
     return warps <= traits.most_simdgroups and bool(_stages(fragments_m, along))
 
 
-def _widths(problem: Problem, kernel: Kernel, wishes: PlanOverrides) -> Iterable[int]:
-    if "simdgroups_n" in wishes:
-        return (wishes["simdgroups_n"],)
-    along = wishes.get("simdgroups_k", 1)
+def _widths(
+    problem: Problem, kernel: Kernel, overrides: PlanOverrides
+) -> Iterable[int]:
+    if "simdgroups_n" in overrides:
+        return (overrides["simdgroups_n"],)
+    along = overrides.get("simdgroups_k", 1)
     room = limits.MOST_SIMDGROUPS // along
     if kernel in pipelined.KERNELS:
         traits = pipelined.KERNELS[kernel]
@@ -137,7 +144,7 @@ def _works(
     fragments_m: int,
     across: int,
     device: CudaDevice,
-    wishes: PlanOverrides,
+    overrides: PlanOverrides,
 ) -> Iterator[Work]:
     rows = limits.FRAGMENT_ROWS * fragments_m
     space = Space(
@@ -150,7 +157,7 @@ def _works(
         widest=1,  # no wide tiles beside narrow ones
         x_bytes=problem.activation_bytes,
     )
-    named = {name: wish for name, wish in wishes.items() if name != "simdgroups_n"}
+    named = {name: wish for name, wish in overrides.items() if name != "simdgroups_n"}
     if named.keys() & decompositions.WORK_WISHES:
         yield from (work for work, _ in decompositions.works(space, named))
         return

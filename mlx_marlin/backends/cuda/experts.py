@@ -55,14 +55,14 @@ def choose_cuda_gather(
         one = replace(one, n=2 * problem.n)
     chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)
     one = replace(one, batch=max(min(chosen, _most_products(one)), 1))
-    wishes: PlanOverrides = {
+    overrides: PlanOverrides = {
         "kernel": "mma",
         "strategy": "data_parallel",
         "fragments_m": fragments_m,
     }
-    asked: list[PlanOverrides] = [wishes]
+    asked: list[PlanOverrides] = [overrides]
     if gate:
-        asked = [{**wishes, "simdgroups_n": across} for across in PAIRED]
+        asked = [{**overrides, "simdgroups_n": across} for across in PAIRED]
     plan = min(
         (search.make(one, device, wish) for wish in asked),
         key=lambda plan: search.predict(plan, device).seconds,

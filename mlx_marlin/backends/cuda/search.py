@@ -39,7 +39,7 @@ stock MLX takes longer than for 8."""
 
 
 def options(
-    problem: Problem, device: CudaDevice, wishes: PlanOverrides
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[Option]:
     """Yields what is worth comparing, at least one option.
 
@@ -47,30 +47,30 @@ def options(
         ValueError: If no plan has the wished fields.
     """
     if problem.invariant and problem.m != INVARIANT_ROWS:
-        of_all = make(replace(problem, m=INVARIANT_ROWS), device, wishes)
-        plan = _with_rows(of_all, problem, device, wishes)
+        of_all = make(replace(problem, m=INVARIANT_ROWS), device, overrides)
+        plan = _with_rows(of_all, problem, device, overrides)
         yield Option((0.0,), predict(plan, device), lambda: plan)
         return
-    _check(problem, device, wishes)
+    _check(problem, device, overrides)
     found = False
-    for way in candidates.ways(problem, device, wishes):
+    for way in candidates.ways(problem, device, overrides):
         found = True
         predicted = prediction(problem, way, device)
         rank = _rank(problem, way, device, predicted)
         # There may be no room for what is wished, but perhaps for another option.
-        plan_of = partial(_plan, problem, way, device, wishes)
+        plan_of = partial(_plan, problem, way, device, overrides)
         yield Option(rank, predicted, plan_of)
     if not found:
-        raise nothing_fits(wishes)
+        raise nothing_fits(overrides)
 
 
-def make(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> CudaPlan:
+def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> CudaPlan:
     """Returns the best plan that has the wished fields.
 
     Raises:
         ValueError: If no plan has these fields.
     """
-    found = search.best(lambda limit: options(problem, device, wishes))
+    found = search.best(lambda limit: options(problem, device, overrides))
     assert isinstance(found, CudaPlan)
     return found
 
@@ -166,12 +166,12 @@ def _rank(
     )
 
 
-def _check(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> None:
+def _check(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> None:
     """Refuses a problem and wishes that are other kernels'."""
     reason = limits.why_not(problem)
     if reason is not None:
         raise ValueError(reason)
-    kernel = wishes.get("kernel", "mma")
+    kernel = overrides.get("kernel", "mma")
     if kernel not in OF_CUDA:
         raise ValueError(f"kernel={kernel!r} is not one of CUDA's, {OF_CUDA}")
     of_x = (
@@ -180,25 +180,27 @@ def _check(problem: Problem, device: CudaDevice, wishes: PlanOverrides) -> None:
         else {"buffers": 0, "loaders": 0}
     )
     expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **of_x}
-    given = cast(dict[str, Any], wishes)
+    given = cast(dict[str, Any], overrides)
     for name, value in expected.items():
         if given.get(name, value) != value:
             raise ValueError(
                 f"{name}={given[name]!r}, expected {value!r} on a CUDA device"
             )
-    if wishes.get("strategy") == "hytis":
+    if overrides.get("strategy") == "hytis":
         raise ValueError(
             f"strategy='hytis' has tiles of two widths, which {kernel} has not"
         )
-    across, along = wishes.get("simdgroups_n", 1), wishes.get("simdgroups_k", 1)
+    across, along = overrides.get("simdgroups_n", 1), overrides.get("simdgroups_k", 1)
     if min(across, along) < 1 or across * along > limits.MOST_SIMDGROUPS:
         raise ValueError(
             f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
             f"{limits.MOST_SIMDGROUPS} simdgroups"
         )
     known = candidates.FRAGMENTS_M[kernel]
-    if wishes.get("fragments_m", known[0]) not in known:
-        raise ValueError(f"fragments_m={wishes['fragments_m']} is not one of {known}")
+    if overrides.get("fragments_m", known[0]) not in known:
+        raise ValueError(
+            f"fragments_m={overrides['fragments_m']} is not one of {known}"
+        )
     if kernel in pipelined.KERNELS:
         _check_device(kernel, device)
 
@@ -213,13 +215,13 @@ def _check_device(kernel: Kernel, device: CudaDevice) -> None:
 
 
 def _plan(
-    problem: Problem, way: Way, device: CudaDevice, wishes: PlanOverrides
+    problem: Problem, way: Way, device: CudaDevice, overrides: PlanOverrides
 ) -> CudaPlan:
     work, fragments_m = way.work, way.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
     staged = way.kernel in pipelined.KERNELS
     buffers = (
-        wishes.get("buffers", candidates.buffers(fragments_m, way.along))
+        overrides.get("buffers", candidates.buffers(fragments_m, way.along))
         if staged
         else 0
     )
@@ -235,7 +237,7 @@ def _plan(
         simdgroups_n=way.across,
         simdgroups_k=way.along,
         work=work,
-        reduction=wishes.get("reduction", natural),
+        reduction=overrides.get("reduction", natural),
         buffers=buffers,
         loaders=pipelined.LOADERS if staged else 0,
     )
@@ -250,10 +252,12 @@ def _plan(
 
 
 def _with_rows(
-    plan: CudaPlan, problem: Problem, device: CudaDevice, wishes: PlanOverrides
+    plan: CudaPlan, problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> CudaPlan:
     """Returns an invariant plan for another number of rows: k is cut as it was."""
-    fragments_m = wishes.get("fragments_m", candidates.fewest_fragments(problem, "mma"))
+    fragments_m = overrides.get(
+        "fragments_m", candidates.fewest_fragments(problem, "mma")
+    )
     m_tiles = -(-problem.m // (limits.FRAGMENT_ROWS * fragments_m))
     tiles = problem.batch * m_tiles * plan.n_tiles
     work = data_parallel(tiles, plan.k_tiles)
@@ -263,4 +267,4 @@ def _with_rows(
             plan.work, tiles=tiles, threadgroups=tiles * slices, slices=slices
         )
     way = Way("mma", fragments_m, work, plan.simdgroups_n, plan.simdgroups_k)
-    return _plan(problem, way, device, wishes)
+    return _plan(problem, way, device, overrides)

@@ -62,14 +62,14 @@ class MetalBackend:
         return None
 
     def options(
-        self, problem: Problem, device: Device, wishes: PlanOverrides, limit: Limit
+        self, problem: Problem, device: Device, overrides: PlanOverrides, limit: Limit
     ) -> Iterator[Option]:
         """Yields the plans to compare, at least one.
 
         Raises:
             ValueError: If no plan has the wished fields.
         """
-        kernel = wishes.get("kernel", KERNELS[0])
+        kernel = overrides.get("kernel", KERNELS[0])
         if kernel not in KERNELS:
             raise ValueError(
                 f"kernel={kernel!r} is not one of Metal's, {KERNELS}; others need "
@@ -77,12 +77,12 @@ class MetalBackend:
             )
 
         def can_win(body: MetalPlan, work: Work) -> bool:
-            if wishes:
+            if overrides:
                 return True  # or it would depend on times which wishes are refused
             seconds = cost.least_seconds(body, device, work.is_split)
             return seconds * search.doubt(work.is_split) <= limit()
 
-        for plan in candidates(problem, device, wishes, can_win):
+        for plan in candidates(problem, device, overrides, can_win):
             prediction = cost.predict(plan, device)
             yield Option(_rank(plan, prediction), prediction, partial(_same, plan))
 
@@ -125,10 +125,10 @@ class MetalBackend:
         most = HOPELESS * cost.predict(best, device).seconds
         plans: list[Plan] = []
         for buffers, loaders in STAGED:
-            wishes = PlanOverrides(
+            overrides = PlanOverrides(
                 kernel="gemm_staged", buffers=buffers, loaders=loaders
             )
-            staged = self._best(problem, device, wishes)
+            staged = self._best(problem, device, overrides)
             if cost.predict(staged, device).seconds <= most:
                 plans.append(staged)
         return plans
@@ -168,9 +168,9 @@ class MetalBackend:
         return kernels.kernel(source)
 
     def _best(
-        self, problem: Problem, device: Device, wishes: PlanOverrides
+        self, problem: Problem, device: Device, overrides: PlanOverrides
     ) -> MetalPlan:
-        found = search.best(partial(self.options, problem, device, wishes))
+        found = search.best(partial(self.options, problem, device, overrides))
         assert isinstance(found, MetalPlan)
         return found
 

@@ -53,7 +53,7 @@ memory."""
 def candidates(
     problem: Problem,
     device: Device,
-    wishes: PlanOverrides,
+    overrides: PlanOverrides,
     worth: Callable[[MetalPlan, Work], bool] = lambda body, work: True,
 ) -> Iterator[MetalPlan]:
     """Yields the plans to compare, at least one.
@@ -68,9 +68,9 @@ def candidates(
     Raises:
         ValueError: If a wish makes no plan, as `Plan` says it.
     """
-    body = _body(problem, wishes)
-    if problem.invariant and not WORK_WISHES & wishes.keys():
-        yield _invariant(body, device, wishes)
+    body = _body(problem, overrides)
+    if problem.invariant and not WORK_WISHES & overrides.keys():
+        yield _invariant(body, device, overrides)
         return
     space = Space(
         m_tiles=body.m_tiles,
@@ -79,32 +79,34 @@ def candidates(
         k_tiles=body.k_tiles,
         trips=body.tile.k // k_tile(1),
         cores=device.cores,
-        widest=wishes.get("simdgroups_k", _most_along_k(body)),
+        widest=overrides.get("simdgroups_k", _most_along_k(body)),
         x_bytes=problem.activation_bytes,
     )
-    works = list(decompositions.works(space, wishes))
-    works = [each for each in works if can_meet(each[0], wishes)]
+    works = list(decompositions.works(space, overrides))
+    works = [each for each in works if can_meet(each[0], overrides)]
     if not works:
-        raise nothing_fits(wishes)
+        raise nothing_fits(overrides)
     shared = _fields(body)
     for work, simdgroups_n in works:
         if not worth(body, work):
             continue
         count = (
-            wishes["simdgroups_k"]
-            if "simdgroups_k" in wishes
+            overrides["simdgroups_k"]
+            if "simdgroups_k" in overrides
             else _simdgroups_k(body, work, device, simdgroups_n)
         )
-        yield _with_work(shared, work, simdgroups_n, count, wishes)
+        yield _with_work(shared, work, simdgroups_n, count, overrides)
 
 
-def _body(problem: Problem, wishes: PlanOverrides) -> MetalPlan:
+def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
     """Returns what a threadgroup looks like, as the plan with one for each tile."""
-    kernel = wishes.get("kernel", _kernel(problem))
-    buffers = wishes.get("buffers", _buffers(problem, kernel, wishes))
+    kernel = overrides.get("kernel", _kernel(problem))
+    buffers = overrides.get("buffers", _buffers(problem, kernel, overrides))
     most = most_rows(problem, buffers)
-    fragments_m = wishes.get("fragments_m", _fragments_m(problem, kernel, most))
-    simdgroups_m = wishes.get("simdgroups_m", _simdgroups_m(problem, fragments_m, most))
+    fragments_m = overrides.get("fragments_m", _fragments_m(problem, kernel, most))
+    simdgroups_m = overrides.get(
+        "simdgroups_m", _simdgroups_m(problem, fragments_m, most)
+    )
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
@@ -115,9 +117,9 @@ def _body(problem: Problem, wishes: PlanOverrides) -> MetalPlan:
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
-        subtract=wishes.get("subtract", subtracts(problem, fragments_m)),
+        subtract=overrides.get("subtract", subtracts(problem, fragments_m)),
         buffers=buffers,
-        loaders=wishes.get("loaders", 0),
+        loaders=overrides.get("loaders", 0),
     )
 
 
@@ -131,7 +133,7 @@ def _with_work(
     work: Work,
     simdgroups_n: int,
     simdgroups_k: int,
-    wishes: PlanOverrides,
+    overrides: PlanOverrides,
 ) -> MetalPlan:
     natural: Reduction = "workspace" if work.is_split else "none"
     return MetalPlan(
@@ -140,7 +142,7 @@ def _with_work(
             "work": work,
             "simdgroups_n": simdgroups_n,
             "simdgroups_k": simdgroups_k,
-            "reduction": wishes.get("reduction", natural),
+            "reduction": overrides.get("reduction", natural),
         }
     )
 
@@ -151,12 +153,12 @@ def _kernel(problem: Problem) -> Kernel:
     return "gemv" if few else "gemm_register"
 
 
-def _buffers(problem: Problem, kernel: Kernel, wishes: PlanOverrides) -> int:
+def _buffers(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> int:
     """Returns a kernel's buffers; wished simdgroups may leave room for one only."""
     if kernel != "gemm_staged":
         return 0
-    rows = FRAGMENT * wishes.get("fragments_m", 1) * wishes.get("simdgroups_m", 1)
-    k = step_k(problem.group_size) * wishes.get("simdgroups_k", 1)
+    rows = FRAGMENT * overrides.get("fragments_m", 1) * overrides.get("simdgroups_m", 1)
+    k = step_k(problem.group_size) * overrides.get("simdgroups_k", 1)
     size = buffer_bytes(rows, TILE_N, k, problem.fragment_bytes)
     return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1
 
@@ -225,7 +227,7 @@ def _simdgroups_k(
     return chosen
 
 
-def _invariant(body: MetalPlan, device: Device, wishes: PlanOverrides) -> MetalPlan:
+def _invariant(body: MetalPlan, device: Device, overrides: PlanOverrides) -> MetalPlan:
     """Returns the plan whose splits of k depend on the weight and the device only."""
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)
@@ -239,8 +241,8 @@ def _invariant(body: MetalPlan, device: Device, wishes: PlanOverrides) -> MetalP
             whole=0,
             slices=slices,
         )
-    simdgroups_k = wishes.get("simdgroups_k", simdgroups_k)
-    return _with_work(_fields(body), work, 1, simdgroups_k, wishes)
+    simdgroups_k = overrides.get("simdgroups_k", simdgroups_k)
+    return _with_work(_fields(body), work, 1, simdgroups_k, overrides)
 
 
 @lru_cache(maxsize=1024)

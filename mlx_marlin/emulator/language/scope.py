@@ -43,14 +43,14 @@ def emulated(
     Raises:
         ValueError: If a number is not positive, or `resident` exceeds 256.
     """
-    wishes = {
+    overrides = {
         "seed": seed,
         "workers": workers,
         "trace": trace,
         "resident": resident,
         "time_limit": time_limit,
     }
-    given: dict[str, Any] = {k: v for k, v in wishes.items() if v is not None}
+    given: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
     inner = replace(modes.options.get(), **given)
     before = modes.options.set(inner)
     around = mx.fast.metal_kernel
