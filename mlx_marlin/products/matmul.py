@@ -74,7 +74,7 @@ def quantized_matmul(
             )
     served = _served(x, w, scales, biases, transpose, group_size, bits, mode)
     if isinstance(w, PackedWeight):
-        return served.run(x, w.words, w.scales, w.third)
+        return served.run(x, w.words, w.scales, w.biases_or_global_scale)
     return served.run(x, w, scales, biases)
 
 
@@ -153,7 +153,7 @@ def linear(
     check_operands(_result_shape(x, w), bias, multiply, residual)
     given = [each for each in (bias, multiply, residual) if each is not None]
     if isinstance(w, PackedWeight):
-        return served.run(x, w.words, w.scales, w.third, *given)
+        return served.run(x, w.words, w.scales, w.biases_or_global_scale, *given)
     return served.run(x, w, scales, biases, *given)
 
 
@@ -245,7 +245,8 @@ def linears(
         return split_apart(y, tuple(parts))
     given = [] if bias is None else [bias]
     if isinstance(w, PackedWeight):
-        return several(served.run(x, w.words, w.scales, w.third, *given))
+        operands = w.words, w.scales, w.biases_or_global_scale
+        return several(served.run(x, *operands, *given))
     return several(served.run(x, w, scales, biases, *given))
 
 

@@ -38,7 +38,7 @@ class PackedWeight:
             which stores no bias, or "zero_point".
         global_scale: For "nvfp4" perhaps one scale more, of all of the weight: float32
             of one element, as MLX means it. A weight is 1/2688 of it too.
-        third: What kernels take in the place of biases.
+        biases_or_global_scale: What kernels take in the place of biases.
         kind: All that decides who multiplies by it: n, k, group_size, bits, mode, dtype
             of the scales, whether there is a global scale, batch.
     """
@@ -51,7 +51,7 @@ class PackedWeight:
     bits: int = 4
     mode: str = "affine"
     global_scale: mx.array | None = None
-    third: mx.array = field(init=False, repr=False)
+    biases_or_global_scale: mx.array = field(init=False, repr=False)
     kind: tuple[int, int, int, int, str, mx.Dtype, bool, tuple[int, ...]] = field(
         init=False, repr=False
     )
@@ -85,8 +85,8 @@ class PackedWeight:
             )
         scale = self.global_scale
         # Twice: MLX hands arrays under eight bytes over in another address space.
-        third = self.scales if scale is None else mx.repeat(scale.reshape(1), 2)
-        object.__setattr__(self, "third", third)
+        operand = self.scales if scale is None else mx.repeat(scale.reshape(1), 2)
+        object.__setattr__(self, "biases_or_global_scale", operand)
         format = self.n, self.k, self.group_size, self.bits, self.mode
         kind = *format, self.scales.dtype, scale is not None, self.batch
         object.__setattr__(self, "kind", kind)

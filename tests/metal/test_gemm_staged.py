@@ -11,7 +11,7 @@ import pytest
 
 from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.metal.staging import barriers
-from mlx_marlin.planning import overrides
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.tiles import Reduction, step_k
@@ -70,9 +70,7 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     body = variant.plan(m, n, k, threadgroups=7)
     # A tile of few rows has room for three buffers of float.
     fragments = 1 if buffers == 3 else variant.fragments
-    overrides = overrides.PlanOverrides(
-        kernel="gemm_staged", buffers=buffers, loaders=loaders
-    )
+    overrides = PlanOverrides(kernel="gemm_staged", buffers=buffers, loaders=loaders)
     overrides["fragments_m"] = fragments
     if variant.dtype == "float16":
         overrides["simdgroups_m"] = rows

@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import BUFFERS, barriers, buffer_bytes, phases
-from mlx_marlin.planning import overrides
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, data_parallel
 from mlx_marlin.tuning import tuner
@@ -184,7 +184,7 @@ PROBLEMS = strategies.problems(max_m=300, max_n=4000, formats=strategies.ANY_FOR
 def test_any_product_can_be_staged_on_a_wish(
     problem: Problem, chip: Device, buffers: int, loaders: int
 ) -> None:
-    overrides = overrides.PlanOverrides(kernel="gemm_staged", buffers=buffers)
+    overrides = PlanOverrides(kernel="gemm_staged", buffers=buffers)
     if buffers > 1:
         overrides["loaders"] = loaders
 

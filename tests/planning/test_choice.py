@@ -14,8 +14,9 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
-from mlx_marlin.planning import overrides, search
+from mlx_marlin.planning import search
 from mlx_marlin.planning.decompositions import ACCEPTED
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
@@ -237,7 +238,7 @@ def test_every_strategy_can_be_had(
 
 
 @st.composite
-def _overrides(draw: st.DrawFn) -> tuple[Problem, overrides.PlanOverrides]:
+def _overrides(draw: st.DrawFn) -> tuple[Problem, PlanOverrides]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems(formats=ANY_FORMAT))
     plan = draw(plans(of=st.just(problem)))
@@ -250,9 +251,7 @@ def _overrides(draw: st.DrawFn) -> tuple[Problem, overrides.PlanOverrides]:
 
 
 @given(_overrides(), devices())
-def test_wishes_are_kept(
-    asked: tuple[Problem, overrides.PlanOverrides], chip: Device
-) -> None:
+def test_wishes_are_kept(asked: tuple[Problem, PlanOverrides], chip: Device) -> None:
     problem, overrides = asked
     plan = planner.make(problem, device=chip, **overrides)
 
@@ -274,7 +273,7 @@ def test_wishes_are_kept(
     ],
 )
 def test_a_wish_alone_leaves_the_strategies_that_take_it(
-    overrides: overrides.PlanOverrides, strategies: set[str]
+    overrides: PlanOverrides, strategies: set[str]
 ) -> None:
     problem = Problem(m=8, n=256, k=1024)
 
@@ -360,7 +359,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
-    overrides: overrides.PlanOverrides, words: str
+    overrides: PlanOverrides, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
         planner.make(Problem(m=8, n=256, k=512), **overrides)

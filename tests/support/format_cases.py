@@ -366,7 +366,7 @@ def arguments(weight: Weight, layout: str) -> tuple[mx.array, mx.array, mx.array
         packed = pack(
             *weight.native, **weight.options, global_scale=weight.global_scale
         )
-        return packed.words, packed.scales, packed.third
+        return packed.words, packed.scales, packed.biases_or_global_scale
     words, scales, *biases = weight.native
     if weight.global_scale is not None:
         biases = [mx.repeat(weight.global_scale.reshape(1), 2)]
