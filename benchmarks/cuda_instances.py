@@ -54,7 +54,7 @@ def instance(format: Format, layout: str, shape: Shape, rows: int) -> Hashable:
     plan = plan_of(rows, shape, format, layout)
     if plan is None:
         return None
-    reduce = cuda_arguments.reduce_template(plan) if plan.finishes else {}
+    reduce = cuda_arguments.reduce_template(plan) if plan.needs_second_pass else {}
     templates = (cuda_arguments.product_template(plan), reduce)
     return (
         str(format),

@@ -68,7 +68,7 @@ def product(plan: Plan) -> Product:
 def unrecorded_product(plan: Plan) -> Product:
     """Builds the same call as `product`, and `plans_built` does not list the plan."""
     multiply = _multiply(plan)
-    if not plan.finishes:
+    if not plan.needs_second_pass:
         return multiply
     reduce = reduction(plan)
     return lambda x, w, scales, biases, *finish: reduce(

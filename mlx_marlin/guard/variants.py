@@ -75,7 +75,7 @@ def variants_of(plan: AnyPlan) -> tuple[KernelVariant, ...]:
     backend = registry.of_plan(plan)
     product = backend.product_template(plan)
     found = [variant(backend.product_source(plan), product)]
-    if plan.finishes:
+    if plan.needs_second_pass:
         reduce = backend.reduce_template(plan)
         found.append(variant(backend.reduce_source(plan), reduce))
     return tuple(found)

@@ -158,7 +158,7 @@ class Plan(ABC):
         return self.reduction != "none"
 
     @property
-    def finishes(self) -> bool:
+    def needs_second_pass(self) -> bool:
         """Whether a dispatch follows that makes the result of sums: atomic sums are the
         result where nothing is left to do to them."""
         problem = self.problem
@@ -168,7 +168,7 @@ class Plan(ABC):
     @property
     def dispatches(self) -> int:
         """Kernel launches: one, one that zeroes atomic sums, one that finishes."""
-        return 1 + (self.reduction == "atomic") + self.finishes
+        return 1 + (self.reduction == "atomic") + self.needs_second_pass
 
     @property
     def workspace_shape(self) -> tuple[int, int, int]:

@@ -145,8 +145,8 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
 
     assert not SERIALIZED.search(said), said
     assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said
-    assert plan.finishes == (name == "split")
-    if plan.finishes:
+    assert plan.needs_second_pass == (name == "split")
+    if plan.needs_second_pass:
         template = cuda_arguments.reduce_template(plan)
         compiled(cuda_source.of_reduce(plan), plan, device, tmp_path, template)
 

@@ -366,7 +366,7 @@ def test_wishes_about_work_are_kept() -> None:
 
     assert split.work.slices == 4
     assert stream.num_threadgroups == 77
-    assert stream.finishes
+    assert stream.needs_second_pass
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     weight, x = cuda_cases.draw(case)
     finish = cuda_cases.operands(19)
     plan = plan_of(case, epilogue=epilogue)
-    assert plan.finishes == (way is SPLIT)
+    assert plan.needs_second_pass == (way is SPLIT)
     y = epilogues.whole(run(plan, x, weight, *finish))
     expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
@@ -204,7 +204,7 @@ def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 def test_batches(layout: str, way: dict[str, Any]) -> None:
     case: Case = ("affine", 4, 64, layout, "float16", 5, way)
-    assert plan_of(case, batch=3).finishes == (way is SPLIT)
+    assert plan_of(case, batch=3).needs_second_pass == (way is SPLIT)
     check_batch(case)
 
 

@@ -309,7 +309,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
     launch.forget()
 
     nodes = [each for each in calls if each.get("name") == "CustomKernel"]
-    assert len(nodes) == 1 + plan.finishes
+    assert len(nodes) == 1 + plan.needs_second_pass
     outputs = [node["outputs"][0][1:] for node in nodes]
     assert outputs[-1] == ((problem.batch, problem.m, problem.n), dtype)
     assert nodes[0]["arguments"][2] == plan.num_threadgroups * plan.threads
@@ -317,7 +317,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
         rows = problem.batch * problem.m
         slots = plan.work.slots
         assert outputs[0] == ((slots, rows, problem.n), mx.float32)
-    if plan.finishes:
+    if plan.needs_second_pass:
         threads = problem.batch * -(-problem.m // 4) * problem.n
         assert nodes[1]["arguments"][2] == threads
 

@@ -106,8 +106,8 @@ def test_atomic_sums_with_an_epilogue_are_finished_after_them() -> None:
     plan = plan_of(8, 32, 128, work=work, reduction="atomic", problem=sums)
     fused = replace(plan, problem=replace(sums, epilogue=Epilogue(bias=True)))
 
-    assert (plan.finishes, plan.dispatches) == (False, 2)
-    assert (fused.finishes, fused.dispatches) == (True, 3)
+    assert (plan.needs_second_pass, plan.dispatches) == (False, 2)
+    assert (fused.needs_second_pass, fused.dispatches) == (True, 3)
 
 
 @given(plans())

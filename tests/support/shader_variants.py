@@ -175,7 +175,7 @@ def variants_of(plan: Plan) -> list[Variant]:
     kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
     values = {**metal_arguments.product_template(plan), **dtypes}
     found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
-    if plan.finishes:
+    if plan.needs_second_pass:
         values = {**metal_arguments.reduce_template(plan), "out": problem.dtype}
         found.append(Variant("reduce", finished, tuple(values.items())))
     return found

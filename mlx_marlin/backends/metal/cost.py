@@ -312,7 +312,7 @@ def _other_slots(plan: MetalPlan) -> float:
     store, along_k = STORE_SLOTS
     stored = work.pieces * plan.tile.m * (store + along_k * plan.simdgroups_k)
     elements = plan.problem.batch * plan.problem.m * plan.problem.n
-    reduced = plan.finishes * elements * REDUCE_SLOTS
+    reduced = plan.needs_second_pass * elements * REDUCE_SLOTS
     return simdgroups * slots + stored + reduced
 
 
