@@ -29,7 +29,7 @@ import mlx_marlin
 from mlx_marlin.backends import launch, selection
 from mlx_marlin.planning.measurement import label
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.products.autodiff import left_out
+from mlx_marlin.products.autodiff import without_vjp
 
 Shape = tuple[int, int]
 """k, n."""
@@ -168,7 +168,7 @@ def traced(x: mx.array, copies: list[Any], product: Product, products: int) -> B
     replayed: Callable[..., list[mx.array]] = all_of
     if selection.backend() != "emulator":  # which computes at once
         replayed = mx.compile(all_of)
-        with left_out():
+        with without_vjp():
             replayed(x, *next_of(0))
     starts = count(step=products)
     return lambda: replayed(x, *next_of(next(starts)))

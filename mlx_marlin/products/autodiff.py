@@ -16,7 +16,7 @@ Results = mx.array | tuple[mx.array, ...]
 
 
 class _Wish(threading.local):
-    left_out = False
+    without_vjp = False
     transformed = False
 
 
@@ -24,22 +24,22 @@ _wish = _Wish()
 
 
 @contextmanager
-def left_out() -> Iterator[None]:
+def without_vjp() -> Iterator[None]:
     """Spares products their derivatives, which are nodes of their own in a graph.
 
     For tracing, in this thread, what nobody differentiates: in a transformation MLX
     does not run a traced graph but the function that it was traced from.
     """
-    before, _wish.left_out = _wish.left_out, True
+    before, _wish.without_vjp = _wish.without_vjp, True
     try:
         yield
     finally:
-        _wish.left_out = before
+        _wish.without_vjp = before
 
 
-def are_left_out() -> bool:
+def are_without_vjp() -> bool:
     """Returns whether products are called without derivatives."""
-    return _wish.left_out
+    return _wish.without_vjp
 
 
 def _note(*_: mx.array) -> tuple[()]:
@@ -102,7 +102,7 @@ def differentiable(
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow; under `left_out`, and outside of transformations, it
+        for all arrays that follow; under `without_vjp`, and outside of transformations, it
         is just `ours`. A gradient with respect to integers (codes, scales that are
         bytes, indices) raises a ValueError.
     """
@@ -144,7 +144,7 @@ def differentiable(
     call = cast(Product, product)
 
     def chosen(*arrays: mx.array) -> mx.array:
-        if _wish.left_out or not _are_transformed(*arrays):
+        if _wish.without_vjp or not _are_transformed(*arrays):
             return ours(*arrays)
         return call(*(e if _is_float(e) else _without_gradient(e) for e in arrays))
 

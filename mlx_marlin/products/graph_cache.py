@@ -6,7 +6,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.products.autodiff import are_left_out, left_out
+from mlx_marlin.products.autodiff import are_without_vjp, without_vjp
 
 Function = Callable[..., mx.array]
 Call = tuple[int, mx.Stream, tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]]
@@ -21,7 +21,7 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
     A product that has derivatives is a node more in a graph, with all its arrays as
     inputs. What is traced here has no use for it: where MLX differentiates, it calls
     the function itself. But whoever is called cannot tell one from the other. So the
-    first call of a kind makes another function, traced under `left_out`, which takes
+    first call of a kind makes another function, traced under `without_vjp`, which takes
     the place of this one. (MLX keeps graphs by thread: in one that has called before,
     the graphs of a function which another thread has made have derivatives.)
 
@@ -36,7 +36,7 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
 
     def call(*arrays: mx.array | None) -> mx.array:
         kind = _kind(arrays)
-        if not are_left_out() and kind not in known and len(known) < MOST_GRAPHS:
+        if not are_without_vjp() and kind not in known and len(known) < MOST_GRAPHS:
             known.append(kind)
             own = [each for each in known if each[0] == kind[0]]
             made.append(_without_derivatives(call, own))
@@ -56,7 +56,7 @@ def _without_derivatives(function: Function, calls: Sequence[Call]) -> Function:
     """Traces a function for some kinds of call; the arrays are never evaluated."""
     # MLX tells graphs apart by the function that they are of: it has to be another.
     compiled = cast(Function, mx.compile(lambda *arrays: function(*arrays)))
-    with left_out():
+    with without_vjp():
         for _, stream, arrays in calls:
             with mx.stream(stream):
                 compiled(

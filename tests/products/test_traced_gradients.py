@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin.products import graph_cache
-from mlx_marlin.products.autodiff import are_left_out, differentiable, left_out
+from mlx_marlin.products.autodiff import are_without_vjp, differentiable, without_vjp
 
 X, W = mx.array([3.0, 1.0, 2.0]), mx.array([2.0, 2.0, 4.0])
 Function = Callable[..., mx.array]
@@ -59,7 +59,7 @@ def test_from_the_second_call_on_a_graph_has_no_derivatives(opaque: Opaque) -> N
     traces = opaque.traces
     assert not has_derivatives(opaque)
     assert opaque.traces == traces == 2
-    assert not are_left_out()
+    assert not are_without_vjp()
 
 
 def test_so_in_every_stream(opaque: Opaque) -> None:
@@ -104,11 +104,11 @@ def test_tangents_are_too(opaque: Opaque) -> None:
 def test_another_thread_leaves_nothing_out() -> None:
     seen: list[bool] = []
 
-    with left_out():
-        thread = Thread(target=lambda: seen.append(are_left_out()))
+    with without_vjp():
+        thread = Thread(target=lambda: seen.append(are_without_vjp()))
         thread.start()
         thread.join()
-        assert are_left_out()
+        assert are_without_vjp()
 
     assert seen == [False]
 

@@ -18,7 +18,7 @@ from mlx_marlin.backends import selection
 from mlx_marlin.integrations.tracing.known_blocks import Merge
 from mlx_marlin.integrations.tracing.rotation import rotated_heads
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products.autodiff import left_out
+from mlx_marlin.products.autodiff import without_vjp
 
 Shape = tuple[int, ...]
 Graph = Callable[..., Any]
@@ -104,7 +104,7 @@ class Kind:
         after: Graph = partial(_after, self)
         if selection.backend() != "emulator":  # which computes at once
             before, after = mx.compile(before), mx.compile(after)
-            with left_out():
+            with without_vjp():
                 attended, *_ = before(*_like(*call, *arrays[0]))
                 after(*_like(call[0], attended, *arrays[1]))
         self.graphs[key] = before, after

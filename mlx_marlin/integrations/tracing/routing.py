@@ -8,7 +8,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import experts_launch
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.tiles import SIMD_WIDTH
-from mlx_marlin.products.autodiff import are_left_out, differentiable
+from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
 
 MOST_EXPERTS = 1024
@@ -54,7 +54,7 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
         Indices, uint32 [..., choices], and scores in float32 [..., choices].
     """
     how = routing.choices, routing.of_all, routing.last
-    if are_left_out():
+    if are_without_vjp():
         return experts_launch.route(logits, *how)
     experts, _ = experts_launch.route(mx.stop_gradient(logits), *how)
     return experts, scores_of(logits, experts, routing)
