@@ -19,7 +19,7 @@ from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.planning.measurement import NONSENSE, Machine, Result
+from mlx_marlin.planning.measurement import DECODE_ERRORS, Machine, Result
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work
 
@@ -196,14 +196,14 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
             raise ValueError("they are another machine's")
     except FileNotFoundError:
         return {}
-    except (OSError, RecursionError, *NONSENSE) as error:
+    except (OSError, RecursionError, *DECODE_ERRORS) as error:
         complaints.append(f"{type(error).__name__}: {error}")
         return {}
     results: Results = {}
     for row in rows:
         try:
             result = measurement.result(row, registry.plan_type)
-        except NONSENSE as error:
+        except DECODE_ERRORS as error:
             complaints.append(f"{type(error).__name__}: {error}")
         else:
             results[result.plan.problem] = result

@@ -12,7 +12,7 @@ from mlx_marlin.planning.plan import Plan
 STOCK = "stock MLX"
 """What stock MLX is called among the times."""
 SERVED_BY = ("ours", "stock")
-NONSENSE = (ValueError, TypeError, KeyError, ArithmeticError)
+DECODE_ERRORS = (ValueError, TypeError, KeyError, ArithmeticError)
 """What reading a row can raise."""
 
 

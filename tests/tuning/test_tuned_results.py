@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_read_is_ignored(tmp_path: Path) -> None:
     assert warned(tmp_path)[0] == {}
 
 
-NONSENSE: list[tuple[tuple[str, ...], Any]] = [
+DECODE_ERRORS: list[tuple[tuple[str, ...], Any]] = [
     (("plan", "work", "threadgroups"), 3),
     (("plan", "work", "threadgroups"), 2.0),
     (("plan", "work", "strategy"), "magic"),
@@ -231,7 +231,7 @@ NONSENSE: list[tuple[tuple[str, ...], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), NONSENSE)
+@pytest.mark.parametrize(("path", "value"), DECODE_ERRORS)
 def test_a_row_of_nonsense_is_ignored_and_the_others_hold(
     tmp_path: Path, path: tuple[str, ...], value: Any
 ) -> None:
