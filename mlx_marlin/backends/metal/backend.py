@@ -29,7 +29,7 @@ from mlx_marlin.planning.work import STRATEGIES, Work
 
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
 """(buffers, loaders) of `gemm_staged` that are worth a try."""
-HOPELESS = 1.25
+EXPERIMENT_CUTOFF = 1.25
 """How many times the chosen plan's predicted time is too long for a try."""
 
 CACHE_BYTES = 64 * 2**20
@@ -122,7 +122,7 @@ class MetalBackend:
         best = self._best(problem, device, PlanOverrides())
         if best.simdgroups_m == 1 or problem.invariant:
             return []
-        most = HOPELESS * cost.predict(best, device).seconds
+        most = EXPERIMENT_CUTOFF * cost.predict(best, device).seconds
         plans: list[Plan] = []
         for buffers, loaders in STAGED:
             overrides = PlanOverrides(
