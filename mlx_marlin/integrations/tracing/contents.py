@@ -26,7 +26,13 @@ from mlx_marlin.integrations.tracing.known_blocks import (
     family_of,
 )
 from mlx_marlin.integrations.tracing.methods import are_original
-from mlx_marlin.integrations.tracing.regions import Arrays, Kind, Mold, Molds, Shape
+from mlx_marlin.integrations.tracing.regions import (
+    Arrays,
+    Kind,
+    ModuleSpec,
+    Molds,
+    Shape,
+)
 from mlx_marlin.integrations.tracing.routed_experts import SharedExpert, routed
 from mlx_marlin.integrations.tracing.snapshot import (
     STATE,
@@ -268,13 +274,13 @@ def _as(module: nn.Module, *types: type) -> nn.Module:
 def _molded(
     modules: dict[str, nn.Module], shared: type[nn.Module] | None = None
 ) -> tuple[Molds, Slots]:
-    """Returns the molds of modules, and where their arrays are, as `Mold.filled` asks.
+    """Returns the molds of modules, and where their arrays are, as `ModuleSpec.filled` asks.
 
     Args:
         modules: By the names that a region's code has for them.
         shared: The class of an expert of all rows that may be in one.
     """
-    molds: list[tuple[str, Mold]] = []
+    molds: list[tuple[str, ModuleSpec]] = []
     owners: tuple[Any, ...] = ()
     names: tuple[str, ...] = ()
     for name, module in modules.items():
@@ -286,7 +292,7 @@ def _molded(
         if any(type(child) not in (*OF_EXPERTS, shared) for child in children.values()):
             raise UnknownError
         inner, (inner_owners, inner_names) = _molded(children, shared)
-        molds.append((name, Mold(cls, settings, own, inner)))
+        molds.append((name, ModuleSpec(cls, settings, own, inner)))
         owners += (*(module for _ in own), *inner_owners)
         names += (*own, *inner_names)
     return tuple(molds), (owners, names)

@@ -29,7 +29,7 @@ Arrays = tuple[list[mx.array], list[mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
-class Mold:
+class ModuleSpec:
     """A module without its arrays: what a traced graph knows of it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Mold:
         return module
 
 
-Molds = tuple[tuple[str, Mold], ...]
+Molds = tuple[tuple[str, ModuleSpec], ...]
 """A region's modules, by the names that its code has for them."""
 
 
