@@ -17,8 +17,8 @@ from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.products.matmul import linears, stock_serves
 from mlx_marlin.products.packed import (
     GATED,
-    packed_finished,
     packed_gated,
+    packed_linear,
     packed_parts,
     packed_product,
 )
@@ -103,7 +103,7 @@ class FusedProducts(GuardedParameters):
             epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
             given = [norm["weight"]] if bias is None else [bias, norm["weight"]]
             packed = self._packed_arguments()
-            y = packed_finished(x, *packed, epilogue, given, norm.eps)
+            y = packed_linear(x, *packed, epilogue, given, norm.eps)
             if y is not None:
                 return y
         x = norm(x)
@@ -155,9 +155,9 @@ class FusedProducts(GuardedParameters):
         packed, y = self._packed_arguments(), None
         if self._takes(norm, x):
             all_given = [*given, norm["weight"]]
-            y = packed_finished(x, *packed, epilogue, all_given, norm.eps)
+            y = packed_linear(x, *packed, epilogue, all_given, norm.eps)
         if y is None:
-            y = packed_finished(norm(x), *packed, epilogue, given)
+            y = packed_linear(norm(x), *packed, epilogue, given)
         return y
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:

@@ -179,7 +179,7 @@ def packed_gated(
     return served.run(x, words, scales, scales) if served.reason is None else None
 
 
-def packed_finished(
+def packed_linear(
     x: mx.array,
     words: mx.array,
     scales: mx.array,
