@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.loop_cost import Trip, trip_of
+from mlx_marlin.backends.metal.loop_cost import LoopCost, trip_of
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staged_cost import (
     THREADGROUP_BYTES_PER_CLOCK,
@@ -233,7 +233,7 @@ def loop_of(problem: Problem, fragments_m: int, subtract: bool, device: Device) 
 
 
 def _per_trip(
-    trip: Trip, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
+    trip: LoopCost, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
 ) -> tuple[float, float]:
     """Returns what all rows cost: slots of a trip, bytes of x to lanes for a weight.
 

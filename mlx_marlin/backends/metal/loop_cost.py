@@ -11,7 +11,7 @@ from mlx_marlin.weights.formats import format_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trip:
+class LoopCost:
     """The counts of one format, with activations of half.
 
     Attributes:
@@ -102,7 +102,7 @@ take the same in groups of 16 integers as of 64; their fragments are float in an
 
 
 @lru_cache
-def trip_of(mode: str, bits: int, group_size: int, layout: str) -> Trip:
+def trip_of(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
     """Returns the counts of a format; of a like one where it was not counted itself.
 
     Args:
@@ -117,7 +117,7 @@ def trip_of(mode: str, bits: int, group_size: int, layout: str) -> Trip:
     if key not in _COUNTED:
         key = ("affine", bits, group, packed)
     one, two, rows, least, most, row_registers = _COUNTED[key]
-    return Trip(
+    return LoopCost(
         fragments=(one, two),
         rows=rows,
         row_subtract=ROW_SUBTRACT[codes],

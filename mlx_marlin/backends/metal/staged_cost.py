@@ -7,7 +7,7 @@ was staged; all wait at barriers, and for the slowest of them.
 
 from dataclasses import dataclass
 
-from mlx_marlin.backends.metal.loop_cost import Trip
+from mlx_marlin.backends.metal.loop_cost import LoopCost
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import barriers
 from mlx_marlin.planning.tiles import FRAGMENT, step_k
@@ -36,7 +36,7 @@ class Loop:
     staged_bytes: float
 
 
-def staged_loop(plan: MetalPlan, trip: Trip, readers: dict[int, int]) -> Loop:
+def staged_loop(plan: MetalPlan, trip: LoopCost, readers: dict[int, int]) -> Loop:
     """Returns the cost of the main loop of a plan of `gemm_staged`.
 
     Args:
