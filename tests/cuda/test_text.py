@@ -49,11 +49,11 @@ PARTS = EPILOGUES[-1]
 
 def every_case() -> Iterator[Case]:
     """Yields every format in every layout and dtype, and with each the next of rest."""
-    rows, ways = cycle(ROWS), cycle(WAYS)
+    rows, configs = cycle(ROWS), cycle(WAYS)
     formats = dict.fromkeys(case[:3] for case in cuda_cases.cases())
     for (mode, bits, group_size), dtype in product(formats, limits.DTYPES):
         for layout in format_cases.layouts_of(mode, bits, group_size):
-            yield mode, bits, group_size, layout, dtype, next(rows), next(ways)
+            yield mode, bits, group_size, layout, dtype, next(rows), next(configs)
 
 
 def facts(case: Case) -> set[object]:

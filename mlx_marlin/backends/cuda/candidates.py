@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from mlx_marlin.backends.cuda import limits, pipelined
-from mlx_marlin.backends.cuda.cost import MOST_WARPS, Way
+from mlx_marlin.backends.cuda.cost import MOST_WARPS, CandidateConfig
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning import decompositions
@@ -47,9 +47,9 @@ MOST_BUFFER_BYTES = 128 * 1024
 """What these may take: the sums of a block's warps and other blocks want room too."""
 
 
-def ways(
+def configs(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
-) -> Iterator[Way]:
+) -> Iterator[CandidateConfig]:
     """Yields the ways to cut a problem that have the wished fields.
 
     Raises:
@@ -71,7 +71,7 @@ def ways(
                     along = _along(
                         problem, kernel, fragments_m, across, work, device, overrides
                     )
-                    yield Way(kernel, fragments_m, work, across, along)
+                    yield CandidateConfig(kernel, fragments_m, work, across, along)
     if refused and not found:
         raise refused
 

@@ -76,7 +76,7 @@ WEIGHTS = TILE_N * 64
 """Weights of a step."""
 
 
-class Way(NamedTuple):
+class CandidateConfig(NamedTuple):
     """A plan before it is one: which are compared are many."""
 
     kernel: Kernel
@@ -88,35 +88,37 @@ class Way(NamedTuple):
     """simdgroups_k"""
 
 
-def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
+def prediction(
+    problem: Problem, config: CandidateConfig, device: CudaDevice
+) -> Prediction:
     """Returns what the model says about a way to compute a product."""
-    work, across = way.work, way.across
+    work, across = config.work, config.across
     longest = work.longest  # where a minimum moves cuts, all of them are looked at
     busy = work.threadgroups - work.idle
     each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
-    resident = _resident(way, each)
+    resident = _resident(config, each)
     turns = -(-each // resident)
     trips = k_tile(problem.group_size) // 64
     step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
     read = each * across * longest * trips * WEIGHTS * step_bytes
     share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
-    warps = resident * across * way.along
+    warps = resident * across * config.along
     rate = 1 / (1 / share + 1 / (warps * WARP_BANDWIDTH))
     # All times are a mean multiprocessor's, which the fullest one's stretch.
     mean = work.total / (device.multiprocessors * each * longest)
     elements = problem.batch * problem.m * problem.n
     sums = 8 * elements * work.pieces / work.tiles
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
-    further = _further(way, elements) if work.is_split else 0.0
-    rows = limits.FRAGMENT_ROWS * way.fragments_m
+    further = _further(config, elements) if work.is_split else 0.0
+    rows = limits.FRAGMENT_ROWS * config.fragments_m
     columns = work.tiles // -(-problem.m // rows) * across * TILE_N
     padded = -(-problem.m // limits.FRAGMENT_ROWS) * limits.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
-    begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (way.kernel in pipelined.KERNELS)
+    begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (config.kernel in pipelined.KERNELS)
     begun += NORM_SECONDS * (problem.norm is not None)
     return Prediction(
         memory=mean * (read / rate + met),
-        issue=mean * turns * _issue(way, longest * trips),
+        issue=mean * turns * _issue(config, longest * trips),
         loads=0.0,
         matrix=2 * padded * columns * problem.k / (device.tflops * 1e12),
         busy=mean,
@@ -125,28 +127,28 @@ def prediction(problem: Problem, way: Way, device: CudaDevice) -> Prediction:
     )
 
 
-def _further(way: Way, elements: int) -> float:
+def _further(config: CandidateConfig, elements: int) -> float:
     """Returns the seconds that splits cost beside what is moved for them."""
     runs = MEETING_SECONDS["stream_k"]
-    each = MEETING_SECONDS.get(way.work.strategy, runs)
-    return FURTHER_LAUNCH[way.kernel] + elements * each
+    each = MEETING_SECONDS.get(config.work.strategy, runs)
+    return FURTHER_LAUNCH[config.kernel] + elements * each
 
 
-def _resident(way: Way, each: int) -> int:
+def _resident(config: CandidateConfig, each: int) -> int:
     """Returns how many of a multiprocessor's blocks it has at a time."""
-    if way.kernel in pipelined.KERNELS:
+    if config.kernel in pipelined.KERNELS:
         return 1
-    most = MOST_WARPS[way.fragments_m - 1]
-    return max(min(each, most // (way.across * way.along)), 1)
+    most = MOST_WARPS[config.fragments_m - 1]
+    return max(min(each, most // (config.across * config.along)), 1)
 
 
-def _issue(way: Way, steps: int) -> float:
+def _issue(config: CandidateConfig, steps: int) -> float:
     """Returns the seconds of a block's `steps` of 64 values of k."""
-    if way.kernel == "mma":
-        return -(-steps // way.along) * STEP_SECONDS[way.fragments_m - 1]
+    if config.kernel == "mma":
+        return -(-steps // config.along) * STEP_SECONDS[config.fragments_m - 1]
     stages = -(-steps // 2)
-    if way.kernel == "wgmma":
-        warps = pipelined.columns("wgmma", way.across)
-        return warps // 4 * stages * STAGE_SECONDS[way.fragments_m]
-    tiles = way.across * TILE_SECONDS[way.fragments_m - 1]
-    return stages * max(tiles, FILL_SECONDS[way.fragments_m - 1])
+    if config.kernel == "wgmma":
+        warps = pipelined.columns("wgmma", config.across)
+        return warps // 4 * stages * STAGE_SECONDS[config.fragments_m]
+    tiles = config.across * TILE_SECONDS[config.fragments_m - 1]
+    return stages * max(tiles, FILL_SECONDS[config.fragments_m - 1])

@@ -10,7 +10,7 @@ from mlx_marlin.backends.cuda.cost import (
     OWN_HEAD_NORM_SECONDS,
     OWN_NORM_SECONDS,
     OWN_ROPE_SECONDS,
-    Way,
+    CandidateConfig,
     prediction,
 )
 from mlx_marlin.backends.cuda.device import CudaDevice
@@ -53,12 +53,12 @@ def options(
         return
     _check(problem, device, overrides)
     found = False
-    for way in candidates.ways(problem, device, overrides):
+    for config in candidates.configs(problem, device, overrides):
         found = True
-        predicted = prediction(problem, way, device)
-        rank = _rank(problem, way, device, predicted)
+        predicted = prediction(problem, config, device)
+        rank = _rank(problem, config, device, predicted)
         # There may be no room for what is wished, but perhaps for another option.
-        plan_of = partial(_plan, problem, way, device, overrides)
+        plan_of = partial(_plan, problem, config, device, overrides)
         yield Option(rank, predicted, plan_of)
     if not found:
         raise nothing_fits(overrides)
@@ -136,18 +136,18 @@ def dense(problem: Problem) -> DensePlan | None:
 
 def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
     """Returns what the model says about a plan."""
-    way = Way(
+    config = CandidateConfig(
         plan.kernel,
         plan.fragments_m,
         plan.work,
         plan.simdgroups_n,
         plan.simdgroups_k,
     )
-    return prediction(plan.problem, way, device)
+    return prediction(plan.problem, config, device)
 
 
 def _rank(
-    problem: Problem, way: Way, device: CudaDevice, found: Prediction
+    problem: Problem, config: CandidateConfig, device: CudaDevice, found: Prediction
 ) -> tuple[float, ...]:
     """Returns what ways are compared by: time first, then the simpler one.
 
@@ -155,14 +155,14 @@ def _rank(
     them, such as those of q, k and v: a time counts half as it is and half as the share
     of the device that it takes.
     """
-    busy = way.work.threadgroups - way.work.idle
+    busy = config.work.threadgroups - config.work.idle
     share = min(busy / device.multiprocessors, 1.0)
     return (
-        found.seconds * (1 + share) / 2 * search.doubt(way.work.is_split),
+        found.seconds * (1 + share) / 2 * search.doubt(config.work.is_split),
         found.memory,
-        OF_CUDA.index(way.kernel),
-        STRATEGIES.index(way.work.strategy),
-        way.across,
+        OF_CUDA.index(config.kernel),
+        STRATEGIES.index(config.work.strategy),
+        config.across,
     )
 
 
@@ -215,27 +215,30 @@ def _check_device(kernel: Kernel, device: CudaDevice) -> None:
 
 
 def _plan(
-    problem: Problem, way: Way, device: CudaDevice, overrides: PlanOverrides
+    problem: Problem,
+    config: CandidateConfig,
+    device: CudaDevice,
+    overrides: PlanOverrides,
 ) -> CudaPlan:
-    work, fragments_m = way.work, way.fragments_m
+    work, fragments_m = config.work, config.fragments_m
     natural: Reduction = "workspace" if work.is_split else "none"
-    staged = way.kernel in pipelined.KERNELS
+    staged = config.kernel in pipelined.KERNELS
     buffers = (
-        overrides.get("buffers", candidates.buffers(fragments_m, way.along))
+        overrides.get("buffers", candidates.buffers(fragments_m, config.along))
         if staged
         else 0
     )
     plan = CudaPlan(
         problem=problem,
-        kernel=way.kernel,
+        kernel=config.kernel,
         tile=Tile(
             m=limits.FRAGMENT_ROWS * fragments_m,
-            n=TILE_N * way.across,
+            n=TILE_N * config.across,
             k=k_tile(problem.group_size),
         ),
         fragments_m=fragments_m,
-        simdgroups_n=way.across,
-        simdgroups_k=way.along,
+        simdgroups_n=config.across,
+        simdgroups_k=config.along,
         work=work,
         reduction=overrides.get("reduction", natural),
         buffers=buffers,
@@ -243,7 +246,7 @@ def _plan(
     )
     if plan.threadgroup_bytes > device.shared_bytes:
         raise ValueError(
-            f"simdgroups_n={way.across}, simdgroups_k={way.along}, "
+            f"simdgroups_n={config.across}, simdgroups_k={config.along}, "
             f"fragments_m={fragments_m}, buffers={buffers} "
             f"need {plan.threadgroup_bytes} bytes of shared memory, more than the "
             f"{device.shared_bytes} of {device.name}"
@@ -266,5 +269,7 @@ def _with_rows(
         work = replace(
             plan.work, tiles=tiles, threadgroups=tiles * slices, slices=slices
         )
-    way = Way("mma", fragments_m, work, plan.simdgroups_n, plan.simdgroups_k)
-    return _plan(problem, way, device, overrides)
+    config = CandidateConfig(
+        "mma", fragments_m, work, plan.simdgroups_n, plan.simdgroups_k
+    )
+    return _plan(problem, config, device, overrides)
