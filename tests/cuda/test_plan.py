@@ -51,11 +51,11 @@ PACKED = problems(
 @st.composite
 def mma_plans(draw: st.DrawFn) -> Plan:
     """Draws any valid plan of "mma", sensible or not."""
-    across = draw(st.integers(1, limits.MOST_SIMDGROUPS_N))
+    tiles_n = draw(st.integers(1, limits.MOST_SIMDGROUPS_N))
     fields = {
         "fragments_m": draw(st.sampled_from(limits.FRAGMENTS_M)),
-        "simdgroups_n": across,
-        "simdgroups_k": draw(st.integers(1, limits.MOST_SIMDGROUPS // across)),
+        "simdgroups_n": tiles_n,
+        "simdgroups_k": draw(st.integers(1, limits.MOST_SIMDGROUPS // tiles_n)),
     }
     return draw(plans_with("mma", draw(SMALL), fields))
 
@@ -66,23 +66,23 @@ def staged_plans(draw: st.DrawFn) -> Plan:
     kernel = draw(st.sampled_from(("mma_staged", "wgmma")))
     traits = pipelined.KERNELS[kernel]
     fragments_m = draw(st.sampled_from(traits.fragments_m))
-    across = draw(st.integers(1, limits.MOST_SIMDGROUPS_N))
-    columns = -(-across // traits.together) * traits.together
+    tiles_n = draw(st.integers(1, limits.MOST_SIMDGROUPS_N))
+    columns = -(-tiles_n // traits.together) * traits.together
     most = (traits.most_simdgroups - 4) // columns
     room = (limits.SHARED_LIMIT - pipelined.BARRIER_BYTES) // pipelined.stage_bytes(
         8 * fragments_m
     )
     blocks = [
-        (along, buffers)
-        for along in range(1, most + 1)
-        for buffers in pipelined.buffers_of(fragments_m, along)
+        (warps_k, buffers)
+        for warps_k in range(1, most + 1)
+        for buffers in pipelined.buffers_of(fragments_m, warps_k)
         if buffers <= room
     ]
-    along, buffers = draw(st.sampled_from(blocks))
+    warps_k, buffers = draw(st.sampled_from(blocks))
     fields = {
         "fragments_m": fragments_m,
-        "simdgroups_n": across,
-        "simdgroups_k": along,
+        "simdgroups_n": tiles_n,
+        "simdgroups_k": warps_k,
         "buffers": buffers,
         "loaders": 4,
     }
@@ -171,32 +171,32 @@ def test_tiles_stand_side_by_side_and_are_of_one_width(plan: Plan) -> None:
 
 @given(mma_plans())
 def test_a_block_of_mma_fits_and_says_what_it_is(plan: Plan) -> None:
-    across, along = plan.simdgroups_n, plan.simdgroups_k
+    tiles_n, warps_k = plan.simdgroups_n, plan.simdgroups_k
 
-    assert plan.threads == 32 * across * along <= 32 * limits.MOST_SIMDGROUPS
-    assert plan.threadgroup_bytes == across * along * plan.tile.m * 36 * 4
+    assert plan.threads == 32 * tiles_n * warps_k <= 32 * limits.MOST_SIMDGROUPS
+    assert plan.threadgroup_bytes == tiles_n * warps_k * plan.tile.m * 36 * 4
     assert plan.threadgroup_bytes <= limits.SHARED_LIMIT
-    assert plan.variant == f"mma {plan.tile.m} rows, 1x{across}x{along} simdgroups"
+    assert plan.variant == f"mma {plan.tile.m} rows, 1x{tiles_n}x{warps_k} simdgroups"
     assert plan.explain().startswith(
-        f"mma {plan.tile}, {across}x{along} simdgroups (n x k), "
+        f"mma {plan.tile}, {tiles_n}x{warps_k} simdgroups (n x k), "
     )
 
 
 @given(staged_plans())
 def test_a_block_with_stages_fits_and_says_what_it_is(plan: Plan) -> None:
-    across, along, rows = plan.simdgroups_n, plan.simdgroups_k, plan.tile.m
+    tiles_n, warps_k, rows = plan.simdgroups_n, plan.simdgroups_k, plan.tile.m
     wide = plan.kernel == "wgmma"
-    columns = -(-across // 4) * 4 if wide else across  # of whole warpgroups
+    columns = -(-tiles_n // 4) * 4 if wide else tiles_n  # of whole warpgroups
 
-    assert plan.threads == 32 * (columns * along + 4) <= (896 if wide else 1024)
-    sums, stages = across * along * rows * 36 * 4, plan.buffers * rows * 128 * 2
+    assert plan.threads == 32 * (columns * warps_k + 4) <= (896 if wide else 1024)
+    sums, stages = tiles_n * warps_k * rows * 36 * 4, plan.buffers * rows * 128 * 2
     assert plan.threadgroup_bytes == 512 + max(sums, stages) <= limits.SHARED_LIMIT
     assert 2 * 8 * plan.buffers <= 512  # barriers
     staging = f"{plan.buffers} buffers, 4 loaders"
-    block = f"{plan.kernel} {rows} rows, 1x{across}x{along} simdgroups"
+    block = f"{plan.kernel} {rows} rows, 1x{tiles_n}x{warps_k} simdgroups"
     assert plan.variant == f"{block}, {staging}"
     assert plan.explain().startswith(
-        f"{plan.kernel} {plan.tile}, {across}x{along} simdgroups (n x k), {staging}, "
+        f"{plan.kernel} {plan.tile}, {tiles_n}x{warps_k} simdgroups (n x k), {staging}, "
     )
 
 
@@ -285,11 +285,11 @@ def test_the_chosen_plan_is_right_for_the_device(
     assert plan.kernel in OF_CUDA
     assert plan.threadgroup_bytes <= gpu.shared_bytes
     assert planner.predict(plan, gpu).seconds > 0
-    along, k_tiles = plan.simdgroups_k, plan.work.total // plan.work.pieces
+    warps_k, k_tiles = plan.simdgroups_k, plan.work.total // plan.work.pieces
     if plan.kernel == "mma":
-        assert k_tiles // along >= candidates.LEAST_K_TILES or along == 1
+        assert k_tiles // warps_k >= candidates.LEAST_K_TILES or warps_k == 1
     else:
-        assert along <= -(-k_tiles * plan.tile.k // pipelined.STAGE_K)
+        assert warps_k <= -(-k_tiles * plan.tile.k // pipelined.STAGE_K)
 
 
 @pytest.mark.parametrize("m", [8, 32, 64])
@@ -326,34 +326,34 @@ def test_kernels_and_widths_with_too_few_tiles_leave_it_to_others() -> None:
 
 @given(SMALL, st.sampled_from(OURS), st.integers(1, 8), st.integers(1, 2))
 def test_wished_plans_cover_their_product(
-    problem: Problem, strategy: Strategy, across: int, along: int
+    problem: Problem, strategy: Strategy, tiles_n: int, warps_k: int
 ) -> None:
-    if strategy == "hybrid" and problem.n <= 32 * across:
+    if strategy == "hybrid" and problem.n <= 32 * tiles_n:
         return
 
     plan = planner.make(
         problem,
         device=H200,
         strategy=strategy,
-        simdgroups_n=across,
-        simdgroups_k=along,
+        simdgroups_n=tiles_n,
+        simdgroups_k=warps_k,
         fragments_m=2,
     )
 
-    assert (plan.simdgroups_n, plan.simdgroups_k) == (across, along)
+    assert (plan.simdgroups_n, plan.simdgroups_k) == (tiles_n, warps_k)
     assert plan.tile.m == 16
     every = product(range(problem.m), range(problem.n), range(0, problem.k, 32))
     assert covered(plan) == Counter(every)
 
 
 @pytest.mark.parametrize("along", [1, 3, 5, 9, 16, 28])
-def test_wished_warps_along_k_leave_room_for_the_tiles(along: int) -> None:
+def test_wished_warps_along_k_leave_room_for_the_tiles(warps_k: int) -> None:
     problem = Problem(m=8, n=28672, k=8192)
 
-    plan = planner.make(problem, device=H200, simdgroups_k=along)
+    plan = planner.make(problem, device=H200, simdgroups_k=warps_k)
 
-    assert plan.simdgroups_k == along
-    assert 1 <= plan.simdgroups_n <= limits.MOST_SIMDGROUPS // along
+    assert plan.simdgroups_k == warps_k
+    assert 1 <= plan.simdgroups_n <= limits.MOST_SIMDGROUPS // warps_k
 
 
 def test_wishes_about_work_are_kept() -> None:
@@ -449,9 +449,14 @@ def predicted_us(shape: tuple[int, int], m: int, **overrides: Any) -> float:
 
 @pytest.mark.parametrize(("kernel", "shape", "m", "across", "along", "us"), MEASURED)
 def test_the_model_is_near_what_was_measured(
-    kernel: Kernel, shape: tuple[int, int], m: int, across: int, along: int, us: float
+    kernel: Kernel,
+    shape: tuple[int, int],
+    m: int,
+    tiles_n: int,
+    warps_k: int,
+    us: float,
 ) -> None:
-    block = {"kernel": kernel, "simdgroups_n": across, "simdgroups_k": along}
+    block = {"kernel": kernel, "simdgroups_n": tiles_n, "simdgroups_k": warps_k}
 
     found = predicted_us(shape, m, strategy="data_parallel", **block)
 
@@ -476,11 +481,11 @@ n and k, rows, simdgroups_n and slices of k. The last one's reduce was a slower 
 
 @pytest.mark.parametrize(("kernel", "shape", "m", "across", "slices", "us"), SPLITS)
 def test_the_model_is_near_what_splits_took(
-    kernel: Kernel, shape: tuple[int, int], m: int, across: int, slices: int, us: float
+    kernel: Kernel, shape: tuple[int, int], m: int, tiles_n: int, slices: int, us: float
 ) -> None:
     split = {"strategy": "split_k", "k_parallel": slices}
 
-    found = predicted_us(shape, m, kernel=kernel, simdgroups_n=across, **split)
+    found = predicted_us(shape, m, kernel=kernel, simdgroups_n=tiles_n, **split)
 
     off = 0.15 if shape == (6144, 4096) else 0.1  # 14 % too slow, by the model
     assert found == pytest.approx(us, rel=off)
@@ -505,12 +510,12 @@ FILLED = (
 
 @pytest.mark.parametrize(("shape", "m", "across", "along", "us"), FILLED)
 def test_the_model_is_near_what_filling_took(
-    shape: tuple[int, int], m: int, across: int, along: int, us: float
+    shape: tuple[int, int], m: int, tiles_n: int, warps_k: int, us: float
 ) -> None:
-    whole = {"strategy": "data_parallel", "simdgroups_k": along}
-    whole["fragments_m"] = 3 if along == 10 else 4
+    whole = {"strategy": "data_parallel", "simdgroups_k": warps_k}
+    whole["fragments_m"] = 3 if warps_k == 10 else 4
 
-    found = predicted_us(shape, m, kernel="mma_staged", simdgroups_n=across, **whole)
+    found = predicted_us(shape, m, kernel="mma_staged", simdgroups_n=tiles_n, **whole)
 
     assert found == pytest.approx(us, rel=0.06)
 

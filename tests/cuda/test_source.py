@@ -266,14 +266,14 @@ RING |= {"simdgroups_k": 2, "buffers": 4, "layout": "marlin"}
 
 @pytest.mark.parametrize(("kernel", "across"), [("wgmma", 4), ("mma_staged", 3)])
 def test_hoppers_kernels_have_another_header_and_bodies(
-    kernel: str, across: int
+    kernel: str, tiles_n: int
 ) -> None:
     plan = plan_of(**RING | {"kernel": kernel})
     text = cuda_source.of_product(plan)
     fused = cuda_source.of_product(plan_of(**RING | {"kernel": kernel}, epilogue=FUSED))
 
     threads, _, include = text.header.splitlines(keepends=True)
-    assert threads == f"#define THREADS {32 * (2 * across + 4)}\n"
+    assert threads == f"#define THREADS {32 * (2 * tiles_n + 4)}\n"
     assert include == included("cuda/staged_product.cuh")
     assert fused.header == text.header
     assert body_of(text, f"cuda/{kernel}.cu")
@@ -440,7 +440,7 @@ def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
 def test_another_block_is_another_kernel_and_the_same_is_built_once(
     recorder: Recorder,
 ) -> None:
-    plans = [plan_of(**WHOLE | {"simdgroups_k": along}) for along in (2, 5, 2)]
+    plans = [plan_of(**WHOLE | {"simdgroups_k": warps_k}) for warps_k in (2, 5, 2)]
 
     for plan in plans:
         launch.product(plan)(*blanks(plan))

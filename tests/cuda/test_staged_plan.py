@@ -258,12 +258,12 @@ def test_what_it_cannot_have_it_is_not_compared_with(
 
 @pytest.mark.parametrize("kernel", STAGED)
 @pytest.mark.parametrize("along", [1, 2, 3, 4, 6])
-def test_wished_slices_leave_room_for_the_others(along: int, kernel: Kernel) -> None:
+def test_wished_slices_leave_room_for_the_others(warps_k: int, kernel: Kernel) -> None:
     plan = planner.make(
-        replace(LARGE, m=16), device=H200, kernel=kernel, simdgroups_k=along
+        replace(LARGE, m=16), device=H200, kernel=kernel, simdgroups_k=warps_k
     )
 
-    assert plan.simdgroups_k == along
+    assert plan.simdgroups_k == warps_k
     assert plan.simdgroups <= pipelined.KERNELS[kernel].most_simdgroups
 
 

@@ -59,19 +59,19 @@ def configs(
     found = False
     for kernel in _kernels(problem, device, overrides):
         fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
-        for across in _widths(problem, kernel, overrides):
+        for tiles_n in _widths(problem, kernel, overrides):
             try:
-                works = [*_works(problem, fragments_m, across, device, overrides)]
+                works = [*_works(problem, fragments_m, tiles_n, device, overrides)]
             except ValueError as error:  # too few tiles, where narrower ones would do
                 refused = refused or error
                 continue
             found = True
             for work in works:
                 if can_meet(work, overrides):
-                    along = _along(
-                        problem, kernel, fragments_m, across, work, device, overrides
+                    warps_k = _along(
+                        problem, kernel, fragments_m, tiles_n, work, device, overrides
                     )
-                    yield CandidateConfig(kernel, fragments_m, work, across, along)
+                    yield CandidateConfig(kernel, fragments_m, work, tiles_n, warps_k)
     if refused and not found:
         raise refused
 
@@ -80,7 +80,7 @@ def _along(
     problem: Problem,
     kernel: Kernel,
     fragments_m: int,
-    across: int,
+    tiles_n: int,
     work: Work,
     device: CudaDevice,
     overrides: PlanOverrides,
@@ -88,8 +88,8 @@ def _along(
     if "simdgroups_k" in overrides:
         return overrides["simdgroups_k"]
     if kernel == "mma":
-        return _slices(problem, fragments_m, across, work, device)
-    return _staged_slices(problem, kernel, fragments_m, across, work)
+        return _slices(problem, fragments_m, tiles_n, work, device)
+    return _staged_slices(problem, kernel, fragments_m, tiles_n, work)
 
 
 def _kernels(
@@ -117,9 +117,12 @@ def _fits_stages(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> 
         or {"buffers", "loaders"} & overrides.keys()
     ):
         return False
-    across, along = overrides.get("simdgroups_n", 1), overrides.get("simdgroups_k", 1)
-    warps = pipelined.simdgroups(kernel, across, along)
-    return warps <= traits.most_simdgroups and bool(_stages(fragments_m, along))
+    tiles_n, warps_k = (
+        overrides.get("simdgroups_n", 1),
+        overrides.get("simdgroups_k", 1),
+    )
+    warps = pipelined.simdgroups(kernel, tiles_n, warps_k)
+    return warps <= traits.most_simdgroups and bool(_stages(fragments_m, warps_k))
 
 
 def _widths(
@@ -127,13 +130,13 @@ def _widths(
 ) -> Iterable[int]:
     if "simdgroups_n" in overrides:
         return (overrides["simdgroups_n"],)
-    along = overrides.get("simdgroups_k", 1)
-    room = limits.MOST_SIMDGROUPS // along
+    warps_k = overrides.get("simdgroups_k", 1)
+    room = limits.MOST_SIMDGROUPS // warps_k
     if kernel in pipelined.KERNELS:
         traits = pipelined.KERNELS[kernel]
         multipliers = traits.most_simdgroups - pipelined.LOADERS
         # One at least, whose plan says what is wrong.
-        room = traits.together * max(multipliers // traits.together // along, 1)
+        room = traits.together * max(multipliers // traits.together // warps_k, 1)
     most = min(limits.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
     each = limits.least_tiles(problem)
     return range(each, max(most, each) + 1, each)
@@ -142,14 +145,14 @@ def _widths(
 def _works(
     problem: Problem,
     fragments_m: int,
-    across: int,
+    tiles_n: int,
     device: CudaDevice,
     overrides: PlanOverrides,
 ) -> Iterator[Work]:
     rows = limits.FRAGMENT_ROWS * fragments_m
     space = Space(
         m_tiles=-(-problem.m // rows),
-        n_tiles=-(-problem.n // (TILE_N * across)),
+        n_tiles=-(-problem.n // (TILE_N * tiles_n)),
         batch=problem.batch,
         k_tiles=-(-problem.k // k_tile(problem.group_size)),
         trips=k_tile(problem.group_size) // 64,
@@ -197,55 +200,55 @@ def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
 
 
 def _slices(
-    problem: Problem, fragments_m: int, across: int, work: Work, device: CudaDevice
+    problem: Problem, fragments_m: int, tiles_n: int, work: Work, device: CudaDevice
 ) -> int:
     """Returns as many warps along k as a block has room for and k tiles to give."""
     most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
-    sums = across * limits.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
+    sums = tiles_n * limits.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
     room = min(device.shared_bytes, limits.SHARED_LIMIT) - limits.normed_bytes(problem)
     shared = room // sums
     mean = work.total // work.pieces
-    along = max(min(most // across, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
-    return _even(across, along)
+    warps_k = max(min(most // tiles_n, MOST_SLICES, shared, mean // LEAST_K_TILES), 1)
+    return _even(tiles_n, warps_k)
 
 
-def _even(across: int, along: int) -> int:
+def _even(tiles_n: int, warps_k: int) -> int:
     """Returns one slice fewer where all schedulers then have as many warps.
 
     Not where that is many fewer.
     """
-    fewer = along - 1
-    if across * along % SCHEDULERS and not across * fewer % SCHEDULERS:
-        return fewer if fewer >= 0.75 * along else along
-    return along
+    fewer = warps_k - 1
+    if tiles_n * warps_k % SCHEDULERS and not tiles_n * fewer % SCHEDULERS:
+        return fewer if fewer >= 0.75 * warps_k else warps_k
+    return warps_k
 
 
 def _staged_slices(
-    problem: Problem, kernel: Kernel, fragments_m: int, across: int, work: Work
+    problem: Problem, kernel: Kernel, fragments_m: int, tiles_n: int, work: Work
 ) -> int:
     """Returns as many slices of k as a block has room for and stages."""
     few = problem.bits > 4
     most = FEW_MULTIPLIERS[kernel] if few else MOST_MULTIPLIERS[kernel][fragments_m]
     trips = pipelined.STAGE_K // k_tile(problem.group_size)
     stages = -(-(work.total // work.pieces) // trips)
-    columns = pipelined.columns(kernel, across)
-    along = _even(columns, max(min(most // columns, stages), 1))
-    while along > 1 and not _stages(fragments_m, along):
-        along -= 1
-    return along
+    columns = pipelined.columns(kernel, tiles_n)
+    warps_k = _even(columns, max(min(most // columns, stages), 1))
+    while warps_k > 1 and not _stages(fragments_m, warps_k):
+        warps_k -= 1
+    return warps_k
 
 
-def _stages(fragments_m: int, along: int) -> list[int]:
+def _stages(fragments_m: int, warps_k: int) -> list[int]:
     """Returns how many stages of x slices of k may have, as far as there is memory."""
     each = pipelined.stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
-    fitting = pipelined.buffers_of(fragments_m, along)
+    fitting = pipelined.buffers_of(fragments_m, warps_k)
     return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
 
 
-def buffers(fragments_m: int, along: int) -> int:
+def buffers(fragments_m: int, warps_k: int) -> int:
     """Returns the stages: as many as may be and are worth their memory."""
     each = pipelined.stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
-    fitting = pipelined.buffers_of(fragments_m, along)
+    fitting = pipelined.buffers_of(fragments_m, warps_k)
     worth = (count for count in fitting if count * each <= BUFFER_BYTES)
     least = next(iter(fitting), 0)  # none: the plan says why
     return max((count for count in worth if count <= MOST_BUFFERS), default=least)

@@ -82,9 +82,9 @@ class CandidateConfig(NamedTuple):
     kernel: Kernel
     fragments_m: int
     work: Work
-    across: int
+    tiles_n: int
     """simdgroups_n"""
-    along: int
+    warps_k: int
     """simdgroups_k"""
 
 
@@ -92,7 +92,7 @@ def prediction(
     problem: Problem, config: CandidateConfig, device: CudaDevice
 ) -> Prediction:
     """Returns what the model says about a way to compute a product."""
-    work, across = config.work, config.across
+    work, tiles_n = config.work, config.tiles_n
     longest = work.longest  # where a minimum moves cuts, all of them are looked at
     busy = work.threadgroups - work.idle
     each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
@@ -100,9 +100,9 @@ def prediction(
     turns = -(-each // resident)
     trips = k_tile(problem.group_size) // 64
     step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
-    read = each * across * longest * trips * WEIGHTS * step_bytes
+    read = each * tiles_n * longest * trips * WEIGHTS * step_bytes
     share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
-    warps = resident * across * config.along
+    warps = resident * tiles_n * config.warps_k
     rate = 1 / (1 / share + 1 / (warps * WARP_BANDWIDTH))
     # All times are a mean multiprocessor's, which the fullest one's stretch.
     mean = work.total / (device.multiprocessors * each * longest)
@@ -111,7 +111,7 @@ def prediction(
     met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
     further = _further(config, elements) if work.is_split else 0.0
     rows = limits.FRAGMENT_ROWS * config.fragments_m
-    columns = work.tiles // -(-problem.m // rows) * across * TILE_N
+    columns = work.tiles // -(-problem.m // rows) * tiles_n * TILE_N
     padded = -(-problem.m // limits.FRAGMENT_ROWS) * limits.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
     begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (config.kernel in pipelined.KERNELS)
@@ -139,16 +139,16 @@ def _resident(config: CandidateConfig, each: int) -> int:
     if config.kernel in pipelined.KERNELS:
         return 1
     most = MOST_WARPS[config.fragments_m - 1]
-    return max(min(each, most // (config.across * config.along)), 1)
+    return max(min(each, most // (config.tiles_n * config.warps_k)), 1)
 
 
 def _issue(config: CandidateConfig, steps: int) -> float:
     """Returns the seconds of a block's `steps` of 64 values of k."""
     if config.kernel == "mma":
-        return -(-steps // config.along) * STEP_SECONDS[config.fragments_m - 1]
+        return -(-steps // config.warps_k) * STEP_SECONDS[config.fragments_m - 1]
     stages = -(-steps // 2)
     if config.kernel == "wgmma":
-        warps = pipelined.columns("wgmma", config.across)
+        warps = pipelined.columns("wgmma", config.tiles_n)
         return warps // 4 * stages * STAGE_SECONDS[config.fragments_m]
-    tiles = config.across * TILE_SECONDS[config.fragments_m - 1]
+    tiles = config.tiles_n * TILE_SECONDS[config.fragments_m - 1]
     return stages * max(tiles, FILL_SECONDS[config.fragments_m - 1])

@@ -62,7 +62,7 @@ def choose_cuda_gather(
     }
     asked: list[PlanOverrides] = [overrides]
     if gate:
-        asked = [{**overrides, "simdgroups_n": across} for across in PAIRED]
+        asked = [{**overrides, "simdgroups_n": tiles_n} for tiles_n in PAIRED]
     plan = min(
         (search.make(one, device, wish) for wish in asked),
         key=lambda plan: search.predict(plan, device).seconds,

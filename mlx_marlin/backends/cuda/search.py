@@ -162,7 +162,7 @@ def _rank(
         found.memory,
         OF_CUDA.index(config.kernel),
         STRATEGIES.index(config.work.strategy),
-        config.across,
+        config.tiles_n,
     )
 
 
@@ -190,10 +190,13 @@ def _check(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> No
         raise ValueError(
             f"strategy='hytis' has tiles of two widths, which {kernel} has not"
         )
-    across, along = overrides.get("simdgroups_n", 1), overrides.get("simdgroups_k", 1)
-    if min(across, along) < 1 or across * along > limits.MOST_SIMDGROUPS:
+    tiles_n, warps_k = (
+        overrides.get("simdgroups_n", 1),
+        overrides.get("simdgroups_k", 1),
+    )
+    if min(tiles_n, warps_k) < 1 or tiles_n * warps_k > limits.MOST_SIMDGROUPS:
         raise ValueError(
-            f"simdgroups_n={across} x simdgroups_k={along}, expected 1 to "
+            f"simdgroups_n={tiles_n} x simdgroups_k={warps_k}, expected 1 to "
             f"{limits.MOST_SIMDGROUPS} simdgroups"
         )
     known = candidates.FRAGMENTS_M[kernel]
@@ -224,7 +227,7 @@ def _plan(
     natural: Reduction = "workspace" if work.is_split else "none"
     staged = config.kernel in pipelined.KERNELS
     buffers = (
-        overrides.get("buffers", candidates.buffers(fragments_m, config.along))
+        overrides.get("buffers", candidates.buffers(fragments_m, config.warps_k))
         if staged
         else 0
     )
@@ -233,12 +236,12 @@ def _plan(
         kernel=config.kernel,
         tile=Tile(
             m=limits.FRAGMENT_ROWS * fragments_m,
-            n=TILE_N * config.across,
+            n=TILE_N * config.tiles_n,
             k=k_tile(problem.group_size),
         ),
         fragments_m=fragments_m,
-        simdgroups_n=config.across,
-        simdgroups_k=config.along,
+        simdgroups_n=config.tiles_n,
+        simdgroups_k=config.warps_k,
         work=work,
         reduction=overrides.get("reduction", natural),
         buffers=buffers,
@@ -246,7 +249,7 @@ def _plan(
     )
     if plan.threadgroup_bytes > device.shared_bytes:
         raise ValueError(
-            f"simdgroups_n={config.across}, simdgroups_k={config.along}, "
+            f"simdgroups_n={config.tiles_n}, simdgroups_k={config.warps_k}, "
             f"fragments_m={fragments_m}, buffers={buffers} "
             f"need {plan.threadgroup_bytes} bytes of shared memory, more than the "
             f"{device.shared_bytes} of {device.name}"
