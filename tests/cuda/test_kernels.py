@@ -78,7 +78,7 @@ def product_of(case: Case, **more: Any) -> launch.Product:
     plan = cuda_cases.plan_of(case, **more)
     here = devices.current()
     capability = here.capability if isinstance(here, CudaDevice) else None
-    if plan.has_staged_x and capability != pipelined.CAPABILITY:
+    if plan.is_pipelined and capability != pipelined.CAPABILITY:
         pytest.skip(f"{plan.kernel} is Hopper's, and this is {capability}")
     return launch.product(plan)
 

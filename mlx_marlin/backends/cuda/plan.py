@@ -20,14 +20,14 @@ class CudaPlan(Plan):
     """
 
     @property
-    def has_staged_x(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Whether warps of their own fill stages of x, and of nothing else."""
         return self.kernel in pipelined.KERNELS
 
     @property
     def simdgroups(self) -> int:
         """Warps of a block."""
-        if not self.has_staged_x:
+        if not self.is_pipelined:
             return self.simdgroups_n * self.simdgroups_k
         return pipelined.simdgroups(self.kernel, self.simdgroups_n, self.simdgroups_k)
 
@@ -62,8 +62,8 @@ class CudaPlan(Plan):
         """
         if self.kernel not in OF_CUDA:
             raise ValueError(f"kernel={self.kernel!r} is not one of {OF_CUDA}")
-        if self.has_staged_x:
-            self._check_staged_x()
+        if self.is_pipelined:
+            self._check_pipelined()
         else:
             self._check_mma()
         self._check_norm()
@@ -97,7 +97,7 @@ class CudaPlan(Plan):
             tile_n=self.tile.n,
         )
 
-    def _check_staged_x(self) -> None:
+    def _check_pipelined(self) -> None:
         pipelined.check(
             self.problem,
             kernel=self.kernel,

@@ -24,7 +24,7 @@ def of_product(plan: CudaPlan) -> Source:
 
     MLX has no place for that in the signature.
     """
-    leaning = "staged_product" if plan.has_staged_x else "product"
+    leaning = "staged_product" if plan.is_pipelined else "product"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
     declared = declarations.of_product(plan)
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
