@@ -102,8 +102,8 @@ def differentiable(
 
     Returns:
         `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow; under `without_vjp`, and outside of transformations, it
-        is just `ours`. A gradient with respect to integers (codes, scales that are
+        for all arrays that follow; under `without_vjp`, and outside of transformations,
+        it is just `ours`. A gradient with respect to integers (codes, scales that are
         bytes, indices) raises a ValueError.
     """
     product = mx.custom_function(ours)

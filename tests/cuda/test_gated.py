@@ -205,7 +205,7 @@ def test_there_are_two_halves_of_one_product(more: dict[str, Any], words: str) -
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("overrides", "words"),
     [
         ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
         ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),

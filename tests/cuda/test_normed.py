@@ -286,7 +286,7 @@ def test_a_norm_is_of_one_product_and_adds_nothing_negative(
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "overrides",
     [{"strategy": "split_k", "k_parallel": 2}, *({"kernel": k} for k in OF_CUDA[1:])],
 )
 def test_other_plans_are_refused(overrides: dict[str, Any]) -> None:

@@ -196,7 +196,8 @@ def test_a_block_with_stages_fits_and_says_what_it_is(plan: Plan) -> None:
     block = f"{plan.kernel} {rows} rows, 1x{tiles_n}x{warps_k} simdgroups"
     assert plan.variant == f"{block}, {staging}"
     assert plan.explain().startswith(
-        f"{plan.kernel} {plan.tile}, {tiles_n}x{warps_k} simdgroups (n x k), {staging}, "
+        f"{plan.kernel} {plan.tile}, {tiles_n}x{warps_k} simdgroups (n x k), "
+        f"{staging}, "
     )
 
 
@@ -346,7 +347,7 @@ def test_wished_plans_cover_their_product(
     assert covered(plan) == Counter(every)
 
 
-@pytest.mark.parametrize("along", [1, 3, 5, 9, 16, 28])
+@pytest.mark.parametrize("warps_k", [1, 3, 5, 9, 16, 28])
 def test_wished_warps_along_k_leave_room_for_the_tiles(warps_k: int) -> None:
     problem = Problem(m=8, n=28672, k=8192)
 
@@ -370,7 +371,7 @@ def test_wishes_about_work_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("overrides", "words"),
     [
         ({"kernel": "gemv"}, "kernel='gemv' is not one of CUDA's"),
         ({"simdgroups_m": 2}, "simdgroups_m=2, expected 1"),
@@ -447,7 +448,7 @@ def predicted_us(shape: tuple[int, int], m: int, **overrides: Any) -> float:
     return planner.predict(plan, H200).seconds * 1e6
 
 
-@pytest.mark.parametrize(("kernel", "shape", "m", "across", "along", "us"), MEASURED)
+@pytest.mark.parametrize(("kernel", "shape", "m", "tiles_n", "warps_k", "us"), MEASURED)
 def test_the_model_is_near_what_was_measured(
     kernel: Kernel,
     shape: tuple[int, int],
@@ -479,7 +480,7 @@ SPLITS: tuple[tuple[Kernel, tuple[int, int], int, int, int, float], ...] = (
 n and k, rows, simdgroups_n and slices of k. The last one's reduce was a slower one."""
 
 
-@pytest.mark.parametrize(("kernel", "shape", "m", "across", "slices", "us"), SPLITS)
+@pytest.mark.parametrize(("kernel", "shape", "m", "tiles_n", "slices", "us"), SPLITS)
 def test_the_model_is_near_what_splits_took(
     kernel: Kernel, shape: tuple[int, int], m: int, tiles_n: int, slices: int, us: float
 ) -> None:
@@ -508,7 +509,7 @@ FILLED = (
 44): n and k, rows, simdgroups_n and simdgroups_k of "mma_staged"."""
 
 
-@pytest.mark.parametrize(("shape", "m", "across", "along", "us"), FILLED)
+@pytest.mark.parametrize(("shape", "m", "tiles_n", "warps_k", "us"), FILLED)
 def test_the_model_is_near_what_filling_took(
     shape: tuple[int, int], m: int, tiles_n: int, warps_k: int, us: float
 ) -> None:
@@ -643,7 +644,7 @@ def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "name", "wishes", "found"),
+    ("sizes", "name", "overrides", "found"),
     [
         ((100, 512, 512), "L40S", {"simdgroups_k": 3}, 3),
         ((64, 4096, 4096), "RTX 4090", {"simdgroups_k": 14}, 14),

@@ -115,7 +115,7 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
 @pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("heads", "way", "wishes"), NORMED_ROTATIONS, ids=str)
+@pytest.mark.parametrize(("heads", "way", "overrides"), NORMED_ROTATIONS, ids=str)
 def test_heads_may_be_normalized_before(
     heads: Heads, way: int, overrides: dict[str, int]
 ) -> None:
@@ -482,7 +482,7 @@ def test_there_are_whole_heads_of_one_product(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("overrides", "words"),
     [
         ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
         ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),

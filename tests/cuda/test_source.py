@@ -264,7 +264,7 @@ RING = {"kernel": "wgmma", "strategy": "data_parallel", "simdgroups_n": 3}
 RING |= {"simdgroups_k": 2, "buffers": 4, "layout": "marlin"}
 
 
-@pytest.mark.parametrize(("kernel", "across"), [("wgmma", 4), ("mma_staged", 3)])
+@pytest.mark.parametrize(("kernel", "tiles_n"), [("wgmma", 4), ("mma_staged", 3)])
 def test_hoppers_kernels_have_another_header_and_bodies(
     kernel: str, tiles_n: int
 ) -> None:

@@ -257,7 +257,7 @@ def test_what_it_cannot_have_it_is_not_compared_with(
 
 
 @pytest.mark.parametrize("kernel", STAGED)
-@pytest.mark.parametrize("along", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("warps_k", [1, 2, 3, 4, 6])
 def test_wished_slices_leave_room_for_the_others(warps_k: int, kernel: Kernel) -> None:
     plan = planner.make(
         replace(LARGE, m=16), device=H200, kernel=kernel, simdgroups_k=warps_k
@@ -278,7 +278,7 @@ def test_little_shared_memory_leaves_other_plans(m: int, size: tuple[int, int]) 
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("overrides", "words"),
     [
         ({"kernel": "wgmma", "loaders": 2}, "loaders=2, expected 4"),
         ({"kernel": "mma", "loaders": 4}, "loaders=4, expected 0"),

@@ -259,7 +259,7 @@ def test_wishes_are_kept(asked: tuple[Problem, PlanOverrides], chip: Device) -> 
 
 
 @pytest.mark.parametrize(
-    ("wishes", "strategies"),
+    ("overrides", "strategies"),
     [
         ({"partition": "ceil"}, {"stripe"}),
         ({"k_parallel": 3}, {"stripe", "split_k"}),
@@ -331,7 +331,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
 
 
 @pytest.mark.parametrize(
-    ("wishes", "words"),
+    ("overrides", "words"),
     [
         ({"kernel": "gemv"}, "at most 5 rows"),
         ({"kernel": "staged"}, "kernel='staged'"),

@@ -274,7 +274,7 @@ def _as(module: nn.Module, *types: type) -> nn.Module:
 def _molded(
     modules: dict[str, nn.Module], shared: type[nn.Module] | None = None
 ) -> tuple[Molds, Slots]:
-    """Returns the molds of modules, and where their arrays are, as `ModuleSpec.filled` asks.
+    """Returns the specs of modules and where their arrays are, for `filled`.
 
     Args:
         modules: By the names that a region's code has for them.
