@@ -13,7 +13,7 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.weights.tile_order import tiles_of_rows
+from mlx_marlin.weights.tile_conversion import tiles_of_rows
 
 
 def fault_of(plan: AnyPlan) -> str | None:

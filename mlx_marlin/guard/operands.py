@@ -11,7 +11,7 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.weights import layout, tile_order
+from mlx_marlin.weights import layout, tile_conversion
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import TILE_N
 
@@ -267,10 +267,10 @@ def _lay_out(
 ) -> tuple[mx.array, mx.array, mx.array]:
     bits, size = problem.bits, problem.group_size
     if problem.layout == "marlin":
-        words = tile_order.tiles_of_codes(codes, bits=bits, group_size=size)
+        words = tile_conversion.tiles_of_codes(codes, bits=bits, group_size=size)
         padded_n, padded_k = layout.padded(problem.n, problem.k)
         stored = [scales, third][: problem.format.parameters]
-        scales = tile_order.interleave(stored, padded_n, -(-padded_k // size))
+        scales = tile_conversion.interleave(stored, padded_n, -(-padded_k // size))
         third = scales
     else:
         words = words_of_codes(codes, bits)

@@ -25,7 +25,7 @@ from mlx_marlin.weights.packed_weight import (
     check_global_scale,
     check_groups,
 )
-from mlx_marlin.weights.tile_order import deinterleave, interleave
+from mlx_marlin.weights.tile_conversion import deinterleave, interleave
 
 
 def quantize(

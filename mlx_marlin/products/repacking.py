@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_marlin import guard
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.repack_launch import repack
-from mlx_marlin.weights import layout, tile_order
+from mlx_marlin.weights import layout, tile_conversion
 
 CHECKED_CODES = 2**24
 """Codes that are compared at a time, which bounds the memory that it takes."""
@@ -31,7 +31,7 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
             return tiles
         order = layout.order_of_group(group_size)
         guard.condemn_repack("marlin", bits, order, f"wrong codes for {k}→{n}")
-    tiles = tile_order.tiles_of_rows(w, n, k, **form)
+    tiles = tile_conversion.tiles_of_rows(w, n, k, **form)
     if not _is_same(w, tiles, n, k, **form):
         raise RuntimeError(
             f"packing {k}→{n} of {bits} bits in groups of {group_size} changed its "
@@ -45,7 +45,7 @@ def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> m
     form = {"bits": bits, "group_size": group_size}
     if _by_kernel("mlx", **form):
         return repack("mlx", n=n, k=k, **form)(words)
-    return tile_order.rows_of_tiles(words, n, k, **form)
+    return tile_conversion.rows_of_tiles(words, n, k, **form)
 
 
 def _by_kernel(to: str, bits: int, group_size: int) -> bool:
@@ -76,7 +76,7 @@ def _is_same(
         for own, packed in zip(rows, stored, strict=True):
             for first in range(0, len(packed), at_once):
                 part = own[first * layout.TILE_N : (first + at_once) * layout.TILE_N]
-                read = tile_order.rows_of_tiles(
+                read = tile_conversion.rows_of_tiles(
                     packed[first : first + at_once],
                     len(part),
                     k,

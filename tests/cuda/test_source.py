@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 import mlx_marlin
 from mlx_marlin.backends import arguments, devices, launch, planner, selection, source
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
-from mlx_marlin.backends.cuda import declarations, search
+from mlx_marlin.backends.cuda import declarations, handover
 from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice
@@ -490,7 +490,7 @@ def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
     assert ("BATCHED", True) in recorder.called[0]["template"]
 
 
-MANY_ROWS = {"mlx": search.FEW_ROWS + 1, "marlin": search.MOST_ROWS + 1}
+MANY_ROWS = {"mlx": handover.FEW_ROWS + 1, "marlin": handover.MOST_ROWS + 1}
 STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "float32": (
         lambda: (activations(3, K), *weight(N, K)),

@@ -16,7 +16,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends import devices, launch, selection
-from mlx_marlin.backends.cuda import limits, search
+from mlx_marlin.backends.cuda import handover, limits
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.planning.dense_plan import dense_plan
@@ -133,7 +133,7 @@ def chosen(
     assert selection.backend() == "cuda"
 
 
-MANY = search.MOST_ROWS + 1
+MANY = handover.MOST_ROWS + 1
 FINISHED: dict[str, tuple[dict[str, Any], Callable[[Floats, Floats], Floats]]] = {
     "nothing": ({}, lambda y, _: y),
     "bias": ({"bias": True}, lambda y, bias: y + bias),

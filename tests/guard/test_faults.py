@@ -22,7 +22,7 @@ from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import dispatch, repacking
-from mlx_marlin.weights import tile_order
+from mlx_marlin.weights import tile_conversion
 from support import guard_faults, oracles
 from support.guard_faults import Fault
 
@@ -194,7 +194,9 @@ def test_a_repack_kernel_with_a_fault_moves_nothing(
     for one, other in zip(back, w, strict=True):
         assert mx.array_equal(one, other)
     form = {"bits": 4, "group_size": 64}
-    assert mx.array_equal(packed.words, tile_order.tiles_of_rows(w[0], N, K, **form))
+    assert mx.array_equal(
+        packed.words, tile_conversion.tiles_of_rows(w[0], N, K, **form)
+    )
 
 
 def test_pack_reads_back_what_it_wrote(
@@ -229,9 +231,11 @@ def test_pack_reads_back_what_it_wrote(
 def test_pack_raises_where_codes_cannot_be_read_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = tile_order.tiles_of_rows
+    right = tile_conversion.tiles_of_rows
     monkeypatch.setattr(
-        tile_order, "tiles_of_rows", lambda *given, **form: right(*given, **form) ^ 1
+        tile_conversion,
+        "tiles_of_rows",
+        lambda *given, **form: right(*given, **form) ^ 1,
     )
     _, w = operands()
     with pytest.raises(RuntimeError, match="256→70 of 4 bits in groups of 64"):
@@ -323,9 +327,9 @@ def launch_free_weight(problem: Problem, packed: Any) -> mx.array:
     from mlx_marlin.weights.bit_streams import codes_of_words
 
     form = {"bits": problem.bits, "group_size": problem.group_size}
-    words = tile_order.rows_of_tiles(packed.words, problem.n, problem.k, **form)
+    words = tile_conversion.rows_of_tiles(packed.words, problem.n, problem.k, **form)
     parameters = problem.format.parameters
-    stored = tile_order.deinterleave(
+    stored = tile_conversion.deinterleave(
         packed.scales, problem.n, problem.groups, parameters
     )
     third = stored[1] if parameters == 2 else stored[0]

@@ -3,7 +3,13 @@
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.cuda import arguments, limits, search, source
+from mlx_marlin.backends.cuda import (
+    arguments,
+    handover,
+    limits,
+    search,
+    source,
+)
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.kernel_call import KernelCall
@@ -67,13 +73,13 @@ class CudaBackend:
         self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
     ) -> str | None:
         """Returns why stock MLX should serve a product for speed, or None."""
-        return search.handover(problem, device)
+        return handover.handover(problem, device)
 
     def decode_once(
         self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
     ) -> DensePlan | None:
         """Returns the plain product of a weight decoded once, where it is faster."""
-        return search.dense(problem)
+        return handover.dense(problem)
 
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
         """Returns no plans: all kernels are among the candidates."""

@@ -39,12 +39,6 @@ MOST_MULTIPLIERS: dict[str, dict[int, int]] = {
 registers for its sums (measured, docs/lab)."""
 FEW_MULTIPLIERS = {"mma_staged": 20, "wgmma": 8}
 """Likewise where words of more than 4 bits take twice the registers (a guess)."""
-BUFFER_BYTES, MOST_BUFFERS = 96 * 1024, 12
-"""What stages of x may take, and how many there are: 12 of up to 32 rows, 8 of 48, 6 of
-64 (measured: more were no faster, docs/lab), and more only where slices of k need
-them."""
-MOST_BUFFER_BYTES = 128 * 1024
-"""What these may take: the sums of a block's warps and other blocks want room too."""
 
 
 def configs(
@@ -101,7 +95,7 @@ def _kernels(
     yield "mma"
     here = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
     room = device.shared_bytes - pipelined.BARRIER_BYTES
-    if not here or room < MOST_BUFFER_BYTES or pipelined.why_not(problem):
+    if not here or room < pipelined.MOST_BUFFER_BYTES or pipelined.why_not(problem):
         return
     for kernel in OF_CUDA[1:]:
         if _fits_stages(problem, kernel, overrides):
@@ -122,7 +116,9 @@ def _fits_stages(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> 
         overrides.get("simdgroups_k", 1),
     )
     warps = pipelined.simdgroups(kernel, tiles_n, warps_k)
-    return warps <= traits.most_simdgroups and bool(_stages(fragments_m, warps_k))
+    return warps <= traits.most_simdgroups and bool(
+        pipelined.affordable_buffers(fragments_m, warps_k)
+    )
 
 
 def _widths(
@@ -233,25 +229,9 @@ def _staged_slices(
     stages = -(-(work.total // work.pieces) // trips)
     columns = pipelined.columns(kernel, tiles_n)
     warps_k = _even(columns, max(min(most // columns, stages), 1))
-    while warps_k > 1 and not _stages(fragments_m, warps_k):
+    while warps_k > 1 and not pipelined.affordable_buffers(fragments_m, warps_k):
         warps_k -= 1
     return warps_k
-
-
-def _stages(fragments_m: int, warps_k: int) -> list[int]:
-    """Returns how many stages of x slices of k may have, as far as there is memory."""
-    each = pipelined.stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
-    fitting = pipelined.buffers_of(fragments_m, warps_k)
-    return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
-
-
-def buffers(fragments_m: int, warps_k: int) -> int:
-    """Returns the stages: as many as may be and are worth their memory."""
-    each = pipelined.stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
-    fitting = pipelined.buffers_of(fragments_m, warps_k)
-    worth = (count for count in fitting if count * each <= BUFFER_BYTES)
-    least = next(iter(fitting), 0)  # none: the plan says why
-    return max((count for count in worth if count <= MOST_BUFFERS), default=least)
 
 
 def fewest_fragments(problem: Problem, kernel: Kernel) -> int:

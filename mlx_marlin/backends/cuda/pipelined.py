@@ -37,6 +37,12 @@ STAGE_K = 128
 """Values of k of a stage."""
 MOST_BUFFERS = 32
 """Stages that shared memory may hold: the shader has room for barriers of so many."""
+WORTHWHILE_BYTES, WORTHWHILE_BUFFERS = 96 * 1024, 12
+"""What stages of x may take, and how many there are: 12 of up to 32 rows, 8 of 48, 6 of
+64 (measured: more were no faster, docs/lab), and more only where slices of k need
+them."""
+MOST_BUFFER_BYTES = 128 * 1024
+"""What these may take: the sums of a block's warps and other blocks want room too."""
 WHOLE_FRAGMENTS = 3
 """Most fragments of which a loader brings a whole stage; of more, half of one."""
 BARRIER_BYTES = 512
@@ -128,3 +134,19 @@ def check(
             f"and the same slice's"
         )
     limits.check_sides(fragments_m, simdgroups_n, tile_m, tile_n)
+
+
+def affordable_buffers(fragments_m: int, warps_k: int) -> list[int]:
+    """Returns how many stages of x slices of k may have, as far as there is memory."""
+    each = stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
+    fitting = buffers_of(fragments_m, warps_k)
+    return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
+
+
+def buffers(fragments_m: int, warps_k: int) -> int:
+    """Returns the stages: as many as may be and are worth their memory."""
+    each = stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
+    fitting = buffers_of(fragments_m, warps_k)
+    worth = (count for count in fitting if count * each <= WORTHWHILE_BYTES)
+    least = next(iter(fitting), 0)  # none: the plan says why
+    return max((count for count in worth if count <= WORTHWHILE_BUFFERS), default=least)
