@@ -16,7 +16,7 @@ CHECKED_CODES = 2**24
 
 
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
-    """Returns the codes of rows as tiles, as `tile_order.tiles_of_rows` does.
+    """Returns the codes of rows as tiles, as `tile_conversion.tiles_of_rows` does.
 
     The tiles are read back and compared with `w` before they are returned, except in a
     trace of `mx.compile` or another transformation, where nothing can be compared.
@@ -41,7 +41,7 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
 
 
 def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
-    """Returns the codes of tiles as rows, as `tile_order.rows_of_tiles` does."""
+    """Returns the codes of tiles as rows, as `tile_conversion.rows_of_tiles` does."""
     form = {"bits": bits, "group_size": group_size}
     if _by_kernel("mlx", **form):
         return repack("mlx", n=n, k=k, **form)(words)
