@@ -13,6 +13,7 @@ import os
 import platform
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -150,13 +151,19 @@ def _check_and_keep(
     try:
         verdict = check()
     except BaseException:  # an interrupt: nothing was found out
-        file.unlink(missing_ok=True)
+        _empty(file)
         raise
     if verdict.state == "undecided":
-        file.unlink(missing_ok=True)
+        _empty(file)
     else:
         write(file, verdict)
     return verdict
+
+
+def _empty(file: Path) -> None:
+    """Takes a verdict back. The file stays: others may wait for the lock on it."""
+    with suppress(OSError):
+        os.truncate(file, 0)
 
 
 def _parsed(text: str) -> Verdict | None:

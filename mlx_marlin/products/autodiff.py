@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import NoReturn, cast
 
 import mlx.core as mx
@@ -56,7 +56,12 @@ def _are_transformed(*arrays: mx.array) -> bool:
     Only `mx.compile` tells: it replays a graph, here an empty one, unless the arrays
     belong to a transformation (grad, vjp, jvp, vmap, compile). Then it calls the
     function, and so it does the first time for each number of dimensions and dtype.
+
+    Other threads than the main one are not asked: a process in which such a thread
+    called a compiled function of MLX (0.32.4) may abort when it ends.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return True
     if not _compile_tells():
         return True
     _wish.transformed = False
@@ -123,7 +128,8 @@ def differentiable(
         shorter = backward_of_x and backward_of_x()
         if shorter:
             (cotangent,) = _each(cotangent)  # no parts have this way
-            known[0] = shorter(cotangent, *primals[1:])
+            of_x = differentiable(shorter, partial(_backward_of_x, stock, primals[0]))
+            known[0] = of_x(cotangent, *primals[1:])
         # MLX asks for all gradients; those of integers go to `_without_gradient`.
         return tuple(known.get(i, mx.zeros(())) for i in range(len(primals)))
 
@@ -149,6 +155,14 @@ def differentiable(
         return call(*(e if _is_float(e) else _without_gradient(e) for e in arrays))
 
     return chosen
+
+
+def _backward_of_x(
+    stock: Product, x: mx.array, cotangent: mx.array, *weight: mx.array
+) -> mx.array:
+    """Returns the gradient of x through the stock product, which is linear in x."""
+    (grad,) = mx.vjp(lambda x: stock(x, *weight), [mx.zeros_like(x)], [cotangent])[1]
+    return grad
 
 
 @mx.custom_function

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -657,3 +658,18 @@ def test_without_locks_verdicts_are_kept_all_the_same(
     x, w = operands(m=1)
     mlx_marlin.quantized_matmul(x, *w)
     assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
+
+
+def test_an_undecided_check_leaves_the_file_that_others_lock(tmp_path: Path) -> None:
+    file = tmp_path / "place" / "key.json"
+    verdict = partial(
+        verdicts.Verdict, kernels="k", fault="", example="e", date="d", shaders="s"
+    )
+    undecided = verdict(state="undecided")
+    found = verdicts.checked(file, verdict(state="started"), lambda: undecided)
+    assert found == undecided
+    assert file.exists()
+    assert verdicts.read(file) is None
+    passed = verdict(state="passed")
+    assert verdicts.checked(file, verdict(state="started"), lambda: passed) == passed
+    assert verdicts.read(file) == passed

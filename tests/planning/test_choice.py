@@ -469,3 +469,10 @@ def test_a_plan_is_made_for_the_format_that_is_asked_for(
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mode='q4_0' is not one of \('affine', "):
         planner.plan(8, 64, 64, mode="q4_0")
+
+
+def test_a_batch_has_no_experiments() -> None:
+    """`gemm_staged` takes one weight."""
+    several = Problem(m=128, n=4096, k=1024, batch=3)
+    assert list(planner.experiments(several, Device.named("M3 Max"))) == []
+    assert planner.experiments(replace(several, batch=1), Device.named("M3 Max"))

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Thread
 
 import mlx.core as mx
@@ -313,3 +314,40 @@ def test_gradients_are_there_in_another_thread_and_without_compile() -> None:
     finally:
         mx.enable_compile()
     assert right == [True] * 4
+
+
+def test_a_gradient_of_the_gradient_of_x_reaches_packed_scales() -> None:
+    """It is taken by kernels, which have no derivatives of their own."""
+
+    def steepness(of: Callable[[mx.array], mx.array]) -> mx.array:
+        return (mx.grad(lambda x: (of(x) * TARGET).sum())(X) ** 2).sum()
+
+    def packed(scales: mx.array) -> mx.array:
+        weight = replace(PACKED, scales=scales)
+        return steepness(lambda x: mlx_marlin.quantized_matmul(x, weight))
+
+    def native(scales: mx.array, biases: mx.array) -> mx.array:
+        return steepness(lambda x: mx.quantized_matmul(x, W, scales, biases))
+
+    value, found = mx.value_and_grad(packed)(PACKED.scales)
+    expected, theirs = mx.value_and_grad(native, argnums=(0, 1))(SCALES, BIASES)
+    as_packed = pack(W, *theirs)
+
+    assert_close((value,), (expected,))
+    assert_close((found,), (as_packed.scales,))
+
+
+def test_another_thread_does_not_call_a_compiled_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a process may abort when it ends (MLX 0.32.4)."""
+
+    def fails(*_: mx.array) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(autodiff, "_noted", fails)
+    found: list[bool] = []
+    thread = Thread(target=lambda: found.append(autodiff._are_transformed(X)))
+    thread.start()
+    thread.join()
+    assert found == [True]

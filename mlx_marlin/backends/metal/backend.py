@@ -120,7 +120,7 @@ class MetalBackend:
         model does not expect much less of them.
         """
         best = self._best(problem, device, PlanOverrides())
-        if best.simdgroups_m == 1 or problem.invariant:
+        if best.simdgroups_m == 1 or problem.invariant or problem.batch > 1:
             return []
         most = EXPERIMENT_CUTOFF * cost.predict(best, device).seconds
         plans: list[Plan] = []
