@@ -145,6 +145,7 @@ def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
     "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4"]
 )
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.thinned(6)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
     """No known answer is tighter than what a right kernel gives."""
     backend("emulator")
