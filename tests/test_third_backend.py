@@ -137,7 +137,7 @@ def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
     monkeypatch.setattr(devices, "current", Host)
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    dispatch.forget.__globals__["serve_native"].cache_clear()
+    dispatch.serve_native.cache_clear()
     yield added
     monkeypatch.undo()
     dispatch.forget()

@@ -19,6 +19,11 @@ def of_plan(plan: Plan) -> Backend:
     return next(each for each in BACKENDS if isinstance(plan, each.plan_type))
 
 
+def kernels() -> tuple[str, ...]:
+    """Returns the names that a plan may have for its first kernel."""
+    return tuple(name for each in BACKENDS for name in each.kernels)
+
+
 def plan_type(kernel: str) -> type[Plan]:
     """Returns the type of the plans that name a kernel.
 

@@ -1,6 +1,6 @@
 """Measured results that beat the model: reading and writing them, one file a machine.
 
-`mlx-marlin tune` writes, `serving` asks. A file is JSON, named after what the times
+`mlx-marlin tune` writes, `dispatch` asks. A file is JSON, named after what the times
 depend on, so that another MLX, system or kernel text finds none. What cannot be
 understood counts as absent, with one warning. `MLX_MARLIN_TUNED=0` reads nothing.
 """

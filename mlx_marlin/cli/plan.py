@@ -10,7 +10,6 @@ from mlx_marlin.backends import devices, planner, registry
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.limits import KERNELS
 from mlx_marlin.backends.metal.stock.handover import stock_seconds
 from mlx_marlin.cli.pictures import text
 from mlx_marlin.planning.choice import Candidate, Choice
@@ -99,7 +98,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
 
 def _add_wishes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("parts of the plan that are not to be chosen")
-    group.add_argument("--kernel", choices=KERNELS)
+    group.add_argument("--kernel", choices=registry.kernels())
     group.add_argument("--strategy", choices=STRATEGIES)
     group.add_argument("--partition", choices=PARTITIONS)
     group.add_argument("--k-parallel", type=int, help="slices of k")

@@ -134,7 +134,7 @@ def route_fault(
         dtype: Of the logits.
         experts: Logits of a row.
         choices: Experts of a row.
-        of_all: As for `gather_launch.route`.
+        of_all: As for `experts_launch.route`.
         last: Likewise.
     """
     if not is_on():

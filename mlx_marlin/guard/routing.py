@@ -19,7 +19,7 @@ def fault_of_route(
         dtype: Of the logits.
         experts: Logits of a row.
         choices: Experts of a row.
-        of_all: As for `gather_launch.route`.
+        of_all: As for `experts_launch.route`.
         last: Likewise.
     """
     with mx.stream(mx.cpu):

@@ -92,7 +92,7 @@ class GuardedParameters(nn.Module):
     def remember_stock(self, call: object, known: Any = True) -> None:
         """Remembers a call that stock MLX serves, until anything in the layer changes.
 
-        `serving.forget` drops it too. Parameters must not be remembered: `mx.compile`
+        `dispatch.forget` drops it too. Parameters must not be remembered: `mx.compile`
         replaces them unnoticed.
 
         Args:

@@ -1,6 +1,6 @@
 """The product that users call: checks, plans, runs ours or hands over to stock MLX.
 
-What a call's shapes and dtypes decide is decided once and remembered (`serving`); what
+What a call's shapes and dtypes decide is decided once and remembered (`dispatch`); what
 remains for every call is a look-up and a kernel call.
 """
 

@@ -16,6 +16,7 @@ from mlx_marlin.backends.cuda import candidates, device, limits, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.cli import main
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -701,3 +702,10 @@ def test_a_plan_is_made_within_a_few_milliseconds() -> None:
         times.append(time.perf_counter() - start)
 
     assert min(times) < 5e-3  # alone 0.7 ms; other tests may run beside it
+
+
+def test_the_command_line_names_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    for kernel in OF_CUDA:
+        asked = f"plan 32 4096 4096 --layout marlin --chip H200 --kernel {kernel}"
+        assert main(asked.split()) == 0
+        assert f"plan      {kernel} " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""How experts' products are computed on a CUDA device: as in gather_plan.py, in blocks.
+"""How experts' products are computed on a CUDA device: as on Metal, in blocks.
 
 A block has a tile of columns of one expert and finds the rows that chose it. Where
 there are fewer pairs (row, expert) than experts, it is one pair's: the first that chose

@@ -22,7 +22,7 @@ MOST_SIMDGROUPS = 28
 """Warps of a block: they leave each 72 registers."""
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory that a block may have where it has most (NVIDIA, CUDA C++
-Programming Guide, compute capability 9.0); the scheduler knows the device's own."""
+Programming Guide, compute capability 9.0); the search knows the device's own."""
 CAPABILITY = (8, 0)
 """What has these matrix products of bfloat16 too (NVIDIA, PTX ISA, mma.m16n8k16)."""
 NORMED_BYTES = 76 * 1024

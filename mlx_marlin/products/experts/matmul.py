@@ -306,7 +306,7 @@ def gather_gated(
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
         indices: The experts of each row [..., choices].
-        gate: How, one of `cuda_gather_plan.GATES`.
+        gate: How, one of `backends.cuda.arguments.GATES`.
         biases: Of gate and of up [experts, n], if they have some.
 
     Returns:
