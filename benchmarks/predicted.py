@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts import chosen_experts, gather_seconds
+from mlx_marlin.backends.metal.experts.search import chosen_experts, gather_seconds
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.problem import Problem, problem_of
 

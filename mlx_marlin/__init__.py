@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_marlin.backends.metal.instances import variants
+    from mlx_marlin.backends.metal.source.instances import variants
     from mlx_marlin.backends.planner import plan
     from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
     from mlx_marlin.layers.linear import MarlinLinear
@@ -52,7 +52,7 @@ _HOMES = {
     "quantized_matmul": "products.matmul",
     "restore": "integrations.mlx_lm.convert",
     "unpack": "products.packing",
-    "variants": "backends.metal.instances",
+    "variants": "backends.metal.source.instances",
     "why_not": "products.matmul",
 }
 

@@ -10,13 +10,13 @@ import mlx.core as mx
 
 from mlx_marlin.backends import kernels
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
-from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.kernels import lazily, readable
 from mlx_marlin.backends.metal import arguments, source
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
-from mlx_marlin.planning.tiles import SIMD_WIDTH
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes
 
 COMBINING_THREADS = 128

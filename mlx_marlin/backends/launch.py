@@ -16,7 +16,7 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes as weights_dtypes
 from mlx_marlin.weights.formats import TILE_K, TILE_N
 

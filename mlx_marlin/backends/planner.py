@@ -8,10 +8,10 @@ from functools import lru_cache, partial
 from typing import Unpack
 
 from mlx_marlin.backends import registry
-from mlx_marlin.backends.cuda.experts import choose_cuda_gather
+from mlx_marlin.backends.cuda.experts.search import choose_cuda_gather
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.backends.metal.experts import choose_gather, gather_reason
+from mlx_marlin.backends.metal.experts.search import choose_gather, gather_reason
 from mlx_marlin.planning import search
 from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.dense_plan import DensePlan

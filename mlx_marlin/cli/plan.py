@@ -16,8 +16,8 @@ from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.tiles import REDUCTIONS
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
+from mlx_marlin.planning.work.tiles import REDUCTIONS
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer

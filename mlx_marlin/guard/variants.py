@@ -15,17 +15,17 @@ from mlx_marlin.backends import arguments, registry, selection
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import SIMD_WIDTH
 from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import GROUP_SIZES, TILE_K, TILE_N
 
 AnyPlan = Plan | DensePlan | GatherPlan | CudaGatherPlan

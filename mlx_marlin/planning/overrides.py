@@ -2,8 +2,8 @@
 
 from typing import TypedDict
 
-from mlx_marlin.planning.tiles import Kernel, Reduction
 from mlx_marlin.planning.work import Partition, Strategy, Work
+from mlx_marlin.planning.work.tiles import Kernel, Reduction
 
 
 class PlanOverrides(TypedDict, total=False):

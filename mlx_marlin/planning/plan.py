@@ -20,7 +20,8 @@ from math import prod
 
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.planning.tiles import (
+from mlx_marlin.planning.work import Split, Tile, Work, tile_position
+from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     REDUCTIONS,
     SIMD_WIDTH,
@@ -28,7 +29,6 @@ from mlx_marlin.planning.tiles import (
     Reduction,
     k_tile,
 )
-from mlx_marlin.planning.work import Split, Tile, Work, tile_position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

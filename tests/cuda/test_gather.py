@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 import mlx_marlin
 from mlx_marlin.backends import experts_launch, planner
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.planning.problem import Problem, problem_of

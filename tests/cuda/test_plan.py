@@ -20,7 +20,6 @@ from mlx_marlin.cli import main
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Kernel, k_tile
 from mlx_marlin.planning.work import (
     STRATEGIES,
     Strategy,
@@ -28,6 +27,7 @@ from mlx_marlin.planning.work import (
     Work,
     data_parallel,
 )
+from mlx_marlin.planning.work.tiles import Kernel, k_tile
 from support.strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 
 H200 = CudaDevice.named("NVIDIA H200")

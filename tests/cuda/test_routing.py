@@ -12,7 +12,7 @@ import pytest
 
 from mlx_marlin.backends import experts_launch, source
 from mlx_marlin.backends.cuda import arguments
-from mlx_marlin.backends.cuda.experts_plan import GATES
+from mlx_marlin.backends.cuda.experts.plan import GATES
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (
     MOST_EXPERTS,

@@ -16,13 +16,14 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 import mlx_marlin
 from mlx_marlin.backends import arguments, devices, launch, planner, selection, source
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
-from mlx_marlin.backends.cuda import declarations, handover
 from mlx_marlin.backends.cuda import device as cuda_device
+from mlx_marlin.backends.cuda import handover
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
-from mlx_marlin.backends.metal import shader_text
 from mlx_marlin.backends.metal import source as metal_source
+from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.cli import demo_report
 from mlx_marlin.integrations.mlx_lm.convert import default_layout
 from mlx_marlin.layers.experts import MarlinSwitchLinear
@@ -167,7 +168,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     assert body_of(text, "cuda/reduce.cu") == PLACES + declarations.AS_IT_IS.declaration
     own = body_of(cuda_source.of_reduce(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
-    assert metal.source == shader_text.stripped(text_of("kernels/reduce.metal"))
+    assert metal.source == compaction.stripped(text_of("kernels/reduce.metal"))
     assert "#include" not in metal.header
 
 
@@ -179,7 +180,7 @@ def test_and_that_of_what_decodes() -> None:
     before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
     assert body_of(text, "cuda/dequantize.cu") == before
     assert text.input_names == ("w", "scales", "numbers")
-    assert metal.source == shader_text.stripped(text_of("kernels/dequantize.metal"))
+    assert metal.source == compaction.stripped(text_of("kernels/dequantize.metal"))
 
 
 NVFP4 = {"mode": "nvfp4", "group_size": 16, "scale_dtype": "uint8"}

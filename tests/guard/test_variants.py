@@ -14,7 +14,7 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import instances
+from mlx_marlin.backends.metal.source import instances
 from mlx_marlin.guard import experts, known_answers, operands, reference, routing
 from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
 from mlx_marlin.planning.dense_plan import dense_plan

@@ -10,7 +10,7 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
 from mlx_marlin.backends import experts_launch, launch
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing import regions
 from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.dense_plan import DensePlan

@@ -19,8 +19,8 @@ from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.planning.tiles import Reduction
 from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
+from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import epilogues, format_cases, oracles, orders, strategies
 from support.grids import drawn

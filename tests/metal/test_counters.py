@@ -11,7 +11,7 @@ from mlx_marlin.emulator import Counters, emulated, trace
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Reduction
+from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 from support import format_cases, strategies

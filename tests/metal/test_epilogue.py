@@ -12,7 +12,7 @@ from mlx_marlin.backends import planner, selection
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Reduction
+from mlx_marlin.planning.work.tiles import Reduction
 from support import epilogues, oracles, strategies
 from support.finished_products import EVERYTHING, assert_finished, run
 from support.grids import drawn

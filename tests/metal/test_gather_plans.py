@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import experts_launch, planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts import (
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.backends.metal.experts.search import (
     chosen_experts,
     expected_tiles,
     gather_seconds,
 )
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support.gather_calls import DEVICES, M1, M3, K, weights
@@ -74,7 +74,7 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
     device = Device.named("Apple M1 Max")
     stock, ours = gather_seconds(problem, 128, True, device)
 
-    monkeypatch.setattr("mlx_marlin.backends.metal.experts.MOST_DOT_ROWS", 0)
+    monkeypatch.setattr("mlx_marlin.backends.metal.experts.search.MOST_DOT_ROWS", 0)
     planner.choose_gather.cache_clear()
     with_matrices = gather_seconds(problem, 128, True, device)
     planner.choose_gather.cache_clear()

@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.staging import barriers
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Reduction, step_k
+from mlx_marlin.planning.work.tiles import Reduction, step_k
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 from support import format_cases, oracles, orders, strategies
 from support.finished_products import EVERYTHING, assert_finished

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import launch, planner, selection
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Reduction
 from mlx_marlin.planning.work import STRATEGIES
+from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from support import oracles, orders, strategies
 from support.grids import drawn

@@ -24,7 +24,7 @@ from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Reduction
+from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout

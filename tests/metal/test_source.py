@@ -8,11 +8,11 @@ from hypothesis import given
 
 from mlx_marlin.backends import arguments, launch, source
 from mlx_marlin.backends.metal import arguments as metal_arguments
-from mlx_marlin.backends.metal import shader_text
 from mlx_marlin.backends.metal import source as metal_source
+from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.tiles import PADDED_COLUMNS
+from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
 from mlx_marlin.weights.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 from support import strategies
 
@@ -62,7 +62,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     body = kernel + "_fused" * fused
     assert text.name == f"marlin_{body}"
     own = (folder / "kernels" / f"{body}.metal").read_text()
-    assert text.source == shader_text.stripped(own)
+    assert text.source == compaction.stripped(own)
     libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue")
     libraries = (*libraries, *metal_source.LEANING.get(kernel, ()), kernel)
     if kernel == "reduce":
@@ -94,12 +94,12 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
         for name in (*metal_source.WEIGHT, "dequantize")
     ]
     assert text.header.count("\n") == "\n".join(files).count("\n") + 2
-    decode = shader_text.stripped(files[metal_source.WEIGHT.index("values")]).split(
+    decode = compaction.stripped(files[metal_source.WEIGHT.index("values")]).split(
         "}\n"
     )[0]
     assert decode in text.header
     assert decode in product.header
-    assert text.source == shader_text.stripped(own)
+    assert text.source == compaction.stripped(own)
     assert text.name == "marlin_dequantize"
     assert text.input_names == ("w", "scales", "biases", "shape")
     assert not re.search(r"(w|scales|biases|shape)_(shape|strides|ndim)", text.source)

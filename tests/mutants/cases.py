@@ -10,8 +10,8 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Reduction, k_tile
 from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
+from mlx_marlin.planning.work.tiles import Reduction, k_tile
 from mlx_marlin.weights.formats import format_of
 from mutants.function_cases import FUNCTION_CASES, FunctionCase
 from mutants.gather_cases import GATHER_CASES, GatherCase

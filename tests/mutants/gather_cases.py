@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support import format_cases, oracles, strategies

@@ -15,11 +15,11 @@ from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.planning import search
-from mlx_marlin.planning.decompositions import ACCEPTED
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
+from mlx_marlin.planning.work.decompositions import ACCEPTED
 from support.strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
 
 M3_MAX = Device.named("Apple M3 Max")

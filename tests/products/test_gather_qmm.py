@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin.backends import experts_launch, planner, selection
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.stock_weight import as_mlx

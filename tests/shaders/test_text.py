@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import source
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.shader_text import lean, stripped
+from mlx_marlin.backends.metal.source.compaction import lean, stripped
 from mlx_marlin.emulator.language.rewrite import definitions
 from mlx_marlin.emulator.language.tokens import Tokens
 from mlx_marlin.weights.formats import LAYOUTS

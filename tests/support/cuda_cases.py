@@ -18,7 +18,7 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import k_tile
+from mlx_marlin.planning.work.tiles import k_tile
 from support import format_cases, oracles
 from support.format_cases import GROUPED, Weight, layouts_of, step_of
 from support.oracles import Floats, exact

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import Routing
 from mlx_marlin.planning.problem import Problem

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import step_k
+from mlx_marlin.planning.work.tiles import step_k
 from support.strategies import Native
 
 Vector = NDArray[np.float32]

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.backends import arguments, planner, source
-from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal import source as metal_source
@@ -18,12 +18,12 @@ from mlx_marlin.backends.metal.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.emulator import check
-from mlx_marlin.planning.decompositions import WIDTHS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import FRAGMENT, Reduction, k_tile
 from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.planning.work.decompositions import WIDTHS
+from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, k_tile
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

@@ -18,7 +18,6 @@ from mlx_marlin.backends.metal.staging import BUFFERS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.planning.tiles import FRAGMENT, Reduction, k_tile
 from mlx_marlin.planning.work import (
     MOST_GROUPS,
     PARTITIONS,
@@ -28,6 +27,7 @@ from mlx_marlin.planning.work import (
     Work,
     data_parallel,
 )
+from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, k_tile
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import (
     CHANNEL,

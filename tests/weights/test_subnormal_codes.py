@@ -17,7 +17,7 @@ import pytest
 
 from mlx_marlin.backends import experts_launch, launch, selection, source
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, planted_text

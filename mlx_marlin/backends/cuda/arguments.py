@@ -9,7 +9,7 @@ from mlx_marlin.backends.arguments import (
     shape,
     weight_template,
 )
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.epilogue import ACTIVATIONS
 from mlx_marlin.planning.problem import Problem

@@ -6,12 +6,11 @@ from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.cost import MOST_WARPS, CandidateConfig
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
-from mlx_marlin.planning import decompositions
-from mlx_marlin.planning.decompositions import Space
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import PADDED_COLUMNS, Kernel, k_tile
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work import Work, data_parallel, decompositions
+from mlx_marlin.planning.work.decompositions import Space
+from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, Kernel, k_tile
 from mlx_marlin.weights.formats import TILE_N
 
 FRAGMENTS_M: dict[str, tuple[int, ...]] = {

@@ -13,8 +13,8 @@ from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Kernel, k_tile
 from mlx_marlin.planning.work import Work
+from mlx_marlin.planning.work.tiles import Kernel, k_tile
 from mlx_marlin.weights.formats import TILE_N
 
 STATED_BANDWIDTH = 1.05

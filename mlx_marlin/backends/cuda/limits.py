@@ -7,7 +7,7 @@ which has `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import Kernel
+from mlx_marlin.planning.work.tiles import Kernel
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 
 OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.tiles import PADDED_COLUMNS
+from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
 from mlx_marlin.weights.formats import TILE_N
 
 

@@ -23,8 +23,8 @@ from mlx_marlin.planning.overrides import PlanOverrides, nothing_fits
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Option
-from mlx_marlin.planning.tiles import Kernel, Reduction, k_tile
 from mlx_marlin.planning.work import STRATEGIES, Tile, data_parallel
+from mlx_marlin.planning.work.tiles import Kernel, Reduction, k_tile
 from mlx_marlin.weights.formats import TILE_N
 
 

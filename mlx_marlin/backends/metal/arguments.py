@@ -5,7 +5,7 @@ from mlx_marlin.backends.arguments import (
     epilogue_template,
     weight_template,
 )
-from mlx_marlin.backends.metal.experts_plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
 from mlx_marlin.weights.layout import bit_places

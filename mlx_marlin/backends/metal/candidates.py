@@ -15,22 +15,22 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import buffer_bytes
-from mlx_marlin.planning import decompositions
-from mlx_marlin.planning.decompositions import WORK_WISHES, Space
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import (
-    FRAGMENT,
-    Kernel,
-    Reduction,
-    k_tile,
-    step_k,
-)
 from mlx_marlin.planning.work import (
     Strategy,
     Tile,
     Work,
     data_parallel,
+    decompositions,
+)
+from mlx_marlin.planning.work.decompositions import WORK_WISHES, Space
+from mlx_marlin.planning.work.tiles import (
+    FRAGMENT,
+    Kernel,
+    Reduction,
+    k_tile,
+    step_k,
 )
 from mlx_marlin.weights.formats import TILE_N
 

@@ -10,7 +10,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import FRAGMENT
+from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
 LEAST_ROWS = 65

@@ -1,6 +1,6 @@
 """The Metal kernels that a plan may name, and their limits."""
 
-from mlx_marlin.planning.tiles import Kernel
+from mlx_marlin.planning.work.tiles import Kernel
 
 KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged")
 

@@ -11,7 +11,7 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.staging import BUFFERS, buffer_bytes
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.tiles import FRAGMENT, PADDED_COLUMNS, step_k
+from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k
 from mlx_marlin.weights.formats import TILE_N
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_marlin import guard
 from mlx_marlin.backends import experts_launch
 from mlx_marlin.backends.cuda import limits
-from mlx_marlin.planning.tiles import SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
 

@@ -13,16 +13,16 @@ Nothing here was measured on our own kernels.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.loop_cost import LoopCost, trip_of
-from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.staged_cost import (
+from mlx_marlin.backends.metal.cost.loop import LoopCost, trip_of
+from mlx_marlin.backends.metal.cost.staged import (
     THREADGROUP_BYTES_PER_CLOCK,
     staged_loop,
 )
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import FRAGMENT, SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     SCALE_BYTES,

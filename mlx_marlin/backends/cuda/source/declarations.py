@@ -6,7 +6,7 @@ not read is declared before it, in the words of `shaders/cuda`.
 
 from typing import NamedTuple
 
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.source import FINISH, FINISHING, HEAD_NORMS, NORM, ROTATION
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan

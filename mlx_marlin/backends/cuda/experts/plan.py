@@ -8,9 +8,9 @@ an expert has the rows of all that did, and the blocks of the others end at once
 from dataclasses import dataclass
 
 from mlx_marlin.backends.cuda import limits
-from mlx_marlin.backends.metal.experts_plan import MOST_THREADGROUPS
+from mlx_marlin.backends.metal.experts.plan import MOST_THREADGROUPS
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import PADDED_COLUMNS, SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
 GATES = ("silu", "swiglu_oai")

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.limits import (
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
 MOST_THREADGROUPS = 2**31 // (SIMD_WIDTH * MAX_SIMDGROUPS)

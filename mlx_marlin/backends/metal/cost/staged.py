@@ -7,10 +7,10 @@ was staged; all wait at barriers, and for the slowest of them.
 
 from dataclasses import dataclass
 
-from mlx_marlin.backends.metal.loop_cost import LoopCost
+from mlx_marlin.backends.metal.cost.loop import LoopCost
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import barriers
-from mlx_marlin.planning.tiles import FRAGMENT, step_k
+from mlx_marlin.planning.work.tiles import FRAGMENT, step_k
 from mlx_marlin.weights.formats import SCALE_BYTES, TILE_K, TILE_N
 
 GROUP_SLOTS = 48

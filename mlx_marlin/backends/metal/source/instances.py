@@ -21,10 +21,10 @@ from mlx_marlin.backends.metal.candidates import (
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
 from mlx_marlin.backends.metal.limits import GEMV_ROWS, MAX_SIMDGROUPS
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning.decompositions import WIDTHS
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import FRAGMENT, Kernel, k_tile
 from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.planning.work.decompositions import WIDTHS
+from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, k_tile
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

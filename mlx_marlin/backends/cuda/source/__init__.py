@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from mlx_marlin.backends import source
-from mlx_marlin.backends.cuda import declarations
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.source import NUMBERS, OPERANDS, Source, read
 from mlx_marlin.planning.problem import Problem
 

@@ -14,13 +14,13 @@ from mlx_marlin.backends.metal.cost import (
     memory_seconds,
 )
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts_plan import MOST_DOT_ROWS, GatherPlan
+from mlx_marlin.backends.metal.experts.plan import MOST_DOT_ROWS, GatherPlan
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, MAX_SIMDGROUPS
 from mlx_marlin.backends.metal.stock.handover import MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.backends.metal.stock.slots import stock_slots
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.tiles import FRAGMENT, SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
 MAX_SIMDGROUPS_M = 4

@@ -7,8 +7,8 @@ header, configured by template arguments alone. Both are stripped (`shader_text`
 from collections.abc import Sequence
 from functools import cache
 
-from mlx_marlin.backends.metal import shader_text
 from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.backends.source import FINISH, NUMBERS, OPERANDS, Source, read
 from mlx_marlin.planning.epilogue import PLAIN
 
@@ -95,7 +95,7 @@ def _of_metal(
         input_names=inputs,
         output_names=("out",),
         header=header(files, text),
-        source=shader_text.stripped(text),
+        source=compaction.stripped(text),
         atomic=atomic,
     )
 
@@ -110,5 +110,5 @@ def header(names: Sequence[str], body: str) -> str:
         names: The files, without their suffix, in the order of their dependencies.
         body: Metal text that uses them.
     """
-    text = shader_text.lean([read(f"lib/{name}.metal") for name in names], body)
+    text = compaction.lean([read(f"lib/{name}.metal") for name in names], body)
     return f"namespace marlin {{\n{text}}}\n"

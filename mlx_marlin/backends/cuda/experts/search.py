@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from mlx_marlin.backends.cuda import limits, search
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.cuda.experts_plan import CudaGatherPlan
-from mlx_marlin.backends.metal.experts import chosen_experts
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.metal.experts.search import chosen_experts
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 

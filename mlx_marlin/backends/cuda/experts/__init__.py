@@ -1,0 +1,1 @@
+"""Experts' products on NVIDIA GPUs: plans and their choice."""

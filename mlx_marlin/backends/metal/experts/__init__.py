@@ -1,0 +1,1 @@
+"""Experts' products on Apple GPUs: plans and their choice."""
