@@ -46,17 +46,21 @@ class Mutant:
     caught_by: Detector
 
     def plant(self, shaders: Path, folder: Path) -> None:
-        """Copies all shaders into a folder, with the bug.
+        """Copies all shaders into a folder, with the bug."""
+        shutil.copytree(shaders, folder)
+        path = folder / f"{self.file}.metal"
+        text = path.read_text(encoding="ascii")
+        path.write_text(self.changed(text), encoding="ascii")
+
+    def changed(self, text: str) -> str:
+        """Returns the text of the mutant's file with the bug.
 
         Raises:
             ValueError: If `old` does not occur exactly once, or `new` is no change.
         """
-        shutil.copytree(shaders, folder)
-        path = folder / f"{self.file}.metal"
-        text = path.read_text(encoding="ascii")
         if text.count(self.old) != 1 or self.new == self.old:
             raise ValueError(
                 f"old={self.old!r} occurs {text.count(self.old)} times in "
                 f"{self.file}, expected once and a new text that differs"
             )
-        path.write_text(text.replace(self.old, self.new), encoding="ascii")
+        return text.replace(self.old, self.new)

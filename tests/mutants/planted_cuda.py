@@ -257,8 +257,8 @@ MUTANTS = (
     Mutant(
         "cuda: up is what gates",
         _GATED,
-        "activate<ACTIVATION>(gate) * up",
-        "activate<ACTIVATION>(up) * gate",
+        "activate<ACTIVATION>(both.x);\n  return gate * both.y",
+        "activate<ACTIVATION>(both.y);\n  return gate * both.x",
         GATED,
         Detector.WRONG_RESULT,
     ),

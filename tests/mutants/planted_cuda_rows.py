@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows: a lane's neighbour is left out of the sum",
-        _ROWS,
+        "cuda/warp.cuh",
         "distance > 0",
         "distance > 1",
         NORMED,

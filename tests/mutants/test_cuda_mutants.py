@@ -186,8 +186,8 @@ def plant(
     """Returns what serves calls by the CUDA kernels, with a bug or without."""
 
     def put(mutant: Mutant | None) -> None:
-        change = {Path(mutant.file).name: (mutant.old, mutant.new)} if mutant else {}
-        cuda_on_cpu.serve(monkeypatch, change)
+        changes = {Path(mutant.file).name: mutant.changed} if mutant else {}
+        cuda_on_cpu.serve(monkeypatch, changes)
         backend("cuda")
 
     return put

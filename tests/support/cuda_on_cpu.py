@@ -54,8 +54,8 @@ needs_emulator = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
-Changes = dict[str, tuple[str, str]]
-"""By a file's name, what to replace there and by what: planted bugs."""
+Changes = dict[str, Callable[[str], str]]
+"""By a file's name, what changes its text: planted bugs."""
 
 
 def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
@@ -64,7 +64,7 @@ def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
     Args:
         text: With `#include`.
         own: Its file: beside it quoted names are looked for, after `cuda_host/`.
-        changes: What is replaced in files.
+        changes: Changes of included files.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         found = _INCLUDE.fullmatch(line)
@@ -76,9 +76,7 @@ def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
         path = path if path.exists() else own.parent / name
         content = path.read_text(encoding="ascii")
         if path.name in changes:
-            old, new = changes[path.name]
-            assert content.count(old) == 1
-            content = content.replace(old, new)
+            content = changes[path.name](content)
         yield _line(1, path)
         yield from flattened(content, path, changes)
         yield _line(number + 1, own)
