@@ -22,6 +22,7 @@ METAL_FUNC Lane lane_of(int index) {
 
 // Metal's lane that owns the words which this lane reads.
 METAL_FUNC int packed_lane(Lane lane) {
+  // mutant: packed_lane
   return (lane.row >> 2) << 4 | (lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1);
 }
 
@@ -77,7 +78,7 @@ METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {
 template <typename W>
 struct Run {
   static constexpr int REGISTERS = W::CODES / 2;
-  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;
+  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;  // mutant: distance
 };
 
 template <typename W>
@@ -102,7 +103,7 @@ METAL_FUNC void load_activations(uint* run, const T* from) {
   } else {
     const ushort* values = (const ushort*)from;
     UNROLL for (int i = 0; i < REGISTERS; ++i) {
-      run[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;
+      run[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;  // mutant: odd_x
     }
   }
 }
@@ -113,11 +114,12 @@ METAL_FUNC void columns_of_run(uint* columns, const uint* run, int j) {
   const int first = first_of_pair<W>(2 * j) / 2;
   const int second = first + Run<W>::DISTANCE / 2;
   columns[0] = __byte_perm(run[first], run[second], 0x5410);
-  columns[1] = __byte_perm(run[first], run[second], 0x7632);
+  columns[1] = __byte_perm(run[first], run[second], 0x7632);  // mutant: halves
 }
 
 // Where sum i of a lane's four of row fragments 2 f and 2 f + 1 of w and fragment j of x lies in
 // the scratch of its warp, whose rows are those of x.
 METAL_FUNC int place_of_sum(Lane lane, int f, int j, int i) {
+  // mutant: sums
   return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;
 }

@@ -99,7 +99,7 @@ METAL_FUNC void accumulate(
       if (GROUP_TILES == 1 && here >= k_stop) {
         break;
       }
-      if (nth % GROUP_TILES == 0) {
+      if (nth % GROUP_TILES == 0) {  // mutant: group
         UNROLL for (int i = 0; i < GROUPS; ++i) {
           quantizers[i] = quantizers_of<W, T>(next[i]);
         }
@@ -116,7 +116,7 @@ METAL_FUNC void accumulate(
         }
       }
       UNROLL for (int step = 0; step < STEPS; ++step) {
-        if (STEPS == 1 || here + step * W::STEP < k_stop) {
+        if (STEPS == 1 || here + step * W::STEP < k_stop) {  // mutant: last_step
           multiply_step<FRAGMENTS, W>(
               totals,
               words[nth % AHEAD] + step * words_of_step<W>(),
@@ -125,6 +125,7 @@ METAL_FUNC void accumulate(
         }
       }
       if (here + AHEAD * TILE_K < k_stop) {
+        // mutant: prefetch
         load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + AHEAD * TILE_K, k_stop, work);
       }
     }
@@ -157,7 +158,7 @@ METAL_FUNC void multiply_split(
   decltype(row_of(x, 0, work)) rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);
+    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);  // mutant: row
     rows[i] = row_of(x, input_row(order, row), work) + W::CODES * tile.lane.pair;
   }
   float totals[2][FRAGMENTS][4];
@@ -227,6 +228,7 @@ METAL_FUNC void mma(
   const int column = warp % SIMDGROUPS_N;
   const int slice = warp / SIMDGROUPS_N;
   const Lane lane = lane_of(threadIdx.x % 32);
+  // mutant: aligned
   const bool aligned = is_aligned(rows.x) && is_aligned(w) && is_aligned(scales);
   typename R::Type* place = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const auto x = ready(rows, scratch, place, work);
@@ -244,7 +246,7 @@ METAL_FUNC void mma(
       multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
           own, x, order, tile, work, split, slice, aligned);
     }
-    __syncthreads();
+    __syncthreads();  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
         out,
         epilogue,
@@ -255,7 +257,7 @@ METAL_FUNC void mma(
         SIMDGROUPS_K,
         warp,
         threadIdx.x % 32);
-    if (SINGLE) {
+    if (SINGLE) {  // mutant: after_store
       break;
     }
     __syncthreads();

@@ -27,7 +27,7 @@ struct Turn {
     stage += stages;
     if (stage >= STAGES) {
       stage -= STAGES;
-      parity ^= 1;
+      parity ^= 1;  // mutant: parity
     }
   }
 };
@@ -67,7 +67,7 @@ template <typename W, bool ALIGNED, typename T>
 METAL_FUNC void load_tile_of_x(uint* run, const T* row, int k, Work work, Lane lane) {
   constexpr int REGISTERS = Run<W>::REGISTERS;
   UNROLL for (int step = 0; step < TILE_K / W::STEP; ++step) {
-    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);
+    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);  // mutant: k_bound
     load_activations<REGISTERS, ALIGNED>(run + step * REGISTERS, row + own);
   }
 }
@@ -84,7 +84,7 @@ METAL_FUNC void store_tile_of_x(
     UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
       columns_of_run<W>(columns[i], runs[i] + step * Run<W>::REGISTERS, product % PRODUCTS);
       UNROLL for (int j = 0; j < 2; ++j) {
-        columns[i][j] = inside ? columns[i][j] : 0;
+        columns[i][j] = inside ? columns[i][j] : 0;  // mutant: padding
       }
     }
     ORDER::template store<FRAGMENTS>(stage, half * (TILE_K / 16) + product, columns, lane);
@@ -119,7 +119,7 @@ METAL_FUNC void fill_stages(
   uint rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);
+    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);  // mutant: pieces
     rows[i] = input_row(order, row) * work.k;
   }
   for (int piece = loader; piece < stages * PIECES; piece += LOADERS) {
@@ -132,7 +132,7 @@ METAL_FUNC void fill_stages(
         load_tile_of_x<W, ALIGNED>(runs[h][i], x + rows[i], k + h * TILE_K, work, lane);
       }
     }
-    const Turn<STAGES> turn(first + nth);
+    const Turn<STAGES> turn(first + nth);  // mutant: fill
     if (first + nth >= STAGES) {
       barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
     }

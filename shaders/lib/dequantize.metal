@@ -10,7 +10,7 @@ METAL_FUNC void decode_row(
     Quantizers quantizers,
     float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
-    const float2 codes = decode<W, float, true>(words, f, t);
+    const float2 codes = decode<W, float, true>(words, f, t);  // mutant: values
     const int first = run_offset<W>(0, t / 4) + t % 4;
     const int second = run_offset<W>(1, t / 4) + t % 4;
     values[first] = fma(quantizers.scale[f], codes.x, quantizers.bias[f]) * weight_scale;
@@ -59,9 +59,9 @@ METAL_FUNC void dequantize(
   }
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      weight_tile<W>(w, scales, biases, row + tile_row, work, lane_index);
+      weight_tile<W>(w, scales, biases, row + tile_row, work, lane_index);  // mutant: block_row
   uint words[words_of_step<W>()];
-  load_words<W>(words, tile, first_k + k, lane_index);
+  load_words<W>(words, tile, first_k + k, lane_index);  // mutant: block
   const Quantizers quantizers = load_quantizers<W>(tile, first_k + k);
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;

@@ -20,7 +20,7 @@ struct WeightFragment {
 };
 template <typename F>
 struct WeightFragment<F, true> {
-  typedef F type;
+  typedef F type;  // mutant: fragment_type
 };
 
 template <typename F>
@@ -67,6 +67,7 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
     const int h = i / FRAGMENTS_M / 4;
     const int s = i / FRAGMENTS_M % 4;
     const int j = i % FRAGMENTS_M;
+    // mutant: columns
     columns[i] = make_fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
   }
 }
@@ -76,7 +77,7 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
 template <typename W, typename V, bool EXACT>
 METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
-  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);
+  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);  // mutant: decode
   if (W::SCALED) {
     const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
                                      : float2(values) * scale;
@@ -99,6 +100,7 @@ METAL_FUNC void multiply(
   constexpr bool EXACT = SUBTRACT || W::SCALED;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+    // mutant: start
     const float2 start = EXACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
     products[j] = make_fragment<float>(start.x, start.y);
   }
@@ -124,6 +126,7 @@ METAL_FUNC void add_scaled(
 // corner: where the lane's first element of its simdgroup's tile lies in scratch.
 template <int FRAGMENTS_M>
 METAL_FUNC void
+// mutant: write_scratch
 write_scratch(threadgroup float* scratch, thread const float2* totals, int corner) {
   UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
     const int place = corner + 8 * (i % FRAGMENTS_M) * SCRATCH_ROW + 8 * (i / FRAGMENTS_M);
@@ -151,6 +154,7 @@ METAL_FUNC void add_products(
     int cols) {
   if (!W::SCALED && W::BIASED) {
     UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
+      // mutant: ragged
       totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
     }
   }
@@ -163,6 +167,7 @@ METAL_FUNC void add_products(
     const float scale = quantizers.scale[f];
     multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
         products, codes, f, columns, sums, scale, quantizers.bias[f]);
+    // mutant: scale
     add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? weight_scale : scale);
   }
 }
@@ -179,7 +184,7 @@ template <
     typename R>
 METAL_FUNC void accumulate(
     thread float2* totals,
-    const device T* x,
+    const device T* x,  // mutant: address_space
     R order,
     WeightTile<S> tile,
     int first_row,
@@ -195,6 +200,7 @@ METAL_FUNC void accumulate(
   uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
     // Rows past the end read the last row: their results are never stored.
+    // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
     starts[i] = input_row(order, row) * work.k + run_offset<W>(lane.row, 0);
   }
@@ -252,18 +258,20 @@ METAL_FUNC void gemm_register(
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
   const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WIDE>(
-      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
+      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);  // mutant: corner
   const int corner = (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) *
           SCRATCH_ROW + lane.row;
   float2 totals[4 * FRAGMENTS_M];
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
+        // mutant: split
         split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const int col = split.col + TILE_N * place.column;
     const WeightTile<S> tile =
+        // mutant: fragments
         weight_tile<W>(w, scales, biases, col, work, lane_index, split.product);
     const int cols = work.n - col;
     const int row = split.row + place.row;
@@ -277,7 +285,7 @@ METAL_FUNC void gemm_register(
           totals, x, order, tile, row, cols, work, split, place, lane_index);
       write_scratch<1>(scratch, totals, corner);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS_K, WIDE, SIMDGROUPS>(
         out,
         epilogue,
@@ -288,7 +296,7 @@ METAL_FUNC void gemm_register(
         place.turns,
         simdgroup_index,
         lane_index);
-    if (WHOLE) {
+    if (WHOLE) {  // mutant: after_store
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -32,7 +32,7 @@ METAL_FUNC Quantizers load_vectors(
     int k) {
   constexpr int RUNS = W::RUNS;
   load_words<W>(words, tile, k, lane_index);
-  const uint start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
+  const uint start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: x
   UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
     const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
     runs[i] = load_run(first, start_of(starts, i / RUNS / 2) + start);
@@ -53,6 +53,7 @@ METAL_FUNC void add_products(
       UNROLL for (int row = 0; row < ROWS; ++row) {
         thread const Run* columns = runs + 2 * row * RUNS;
         products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
+        // mutant: second_column
         products[row][f] = fma(values.y, float(columns[RUNS + h][s]), products[row][f]);
       }
     }
@@ -74,6 +75,7 @@ METAL_FUNC void accumulate_rows(
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
   }
+  // mutant: loop
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
     vec<F, 4> runs[2 * ROWS * RUNS];
@@ -83,7 +85,7 @@ METAL_FUNC void accumulate_rows(
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
       if (W::BIASED) {
-        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
+        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);  // mutant: bias
       }
       // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
       products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
@@ -101,7 +103,7 @@ template <int ROWS>
 METAL_FUNC void
 write_rows(threadgroup float* scratch, thread const float4* totals, int corner, Lane lane) {
   UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
-    const float total = sum_over_pairs(totals[i / 4][i % 4]);
+    const float total = sum_over_pairs(totals[i / 4][i % 4]);  // mutant: write_scratch
     if (lane.pair == 0) {
       scratch[corner + i / 4 * SCRATCH_ROW + lane.row + 8 * (i % 4)] = total;
     }
@@ -138,14 +140,16 @@ METAL_FUNC void gemv(
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 0);
-  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
+  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;  // mutant: corner
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
+        // mutant: split
         split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
+        // mutant: tile
         w, scales, biases, split.col + TILE_N * place.column, work, lane_index, split.product);
     const InSequence starts = {input_row(order, 0) * work.k, uint(work.k)};
     float4 totals[ROWS];
@@ -162,7 +166,7 @@ METAL_FUNC void gemv(
         place.turns,
         simdgroup_index,
         lane_index);
-    if (WHOLE) {
+    if (WHOLE) {  // mutant: after_store
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -29,6 +29,7 @@ struct Staging {
   static constant constexpr const int SIMDGROUPS_K = SIMDGROUPS_K_;
   static constant constexpr const int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   static constant constexpr const int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
+  // mutant: memory
   static constant constexpr const int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
   // Elements: 32 rows of w and 8 rows of x of a step, all w of a stage, a stage.
   static constant constexpr const int CHUNK = TILE_N * W::STEP;
@@ -38,6 +39,7 @@ struct Staging {
   // Buffers and the epilogue's scratch take turns in the same memory, counted in floats.
   static constant constexpr const int STAGES = BUFFERS * STAGE / (WIDEN ? 1 : 2);
   static constant constexpr const int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
+  // mutant: scratch
   static constant constexpr const int FLOATS = STAGES > SCRATCH ? STAGES : SCRATCH;
 };
 
@@ -62,7 +64,7 @@ METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, 
   load_words<W>(words, tile, k, lane_index);
   Quantizers quantizers = {float4(1.0f), float4(0.0f)};
   if (W::SCALED) {
-    quantizers = load_quantizers<W>(tile, k);
+    quantizers = load_quantizers<W>(tile, k);  // mutant: fragment
   }
   UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
     const int f = i / W::PAIRS;
@@ -82,7 +84,7 @@ METAL_FUNC void stage_activations(
   vec<F, 4> runs[2 * RUNS];
   UNROLL for (int i = 0; i < 2 * RUNS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const int row = min(first_row + 2 * lane.pair + i / RUNS, work.m - 1);
+    const int row = min(first_row + 2 * lane.pair + i / RUNS, work.m - 1);  // mutant: row_bound
     runs[i] = vec<F, 4>(load_run(
         x + run_offset<W>(0, i % RUNS), row * work.k + k + run_offset<W>(lane.row, 0)));
   }
@@ -96,7 +98,7 @@ METAL_FUNC void stage_activations(
 // Where a stage's step at a turn along k begins.
 template <typename W>
 METAL_FUNC int step_of_stage(int stage, int turn, Split split, Place place) {
-  return split.k_start + W::STEP * (stage * place.turns + turn);
+  return split.k_start + W::STEP * (stage * place.turns + turn);  // mutant: stage_k
 }
 
 // One loading simdgroup's share of a stage: chunks of w come first, then fragments of x.
@@ -111,7 +113,7 @@ METAL_FUNC void load_stage(
     int loader,
     int lane_index) {
   typedef typename L::W W;
-  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
+  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
   // Whole fragments past the last row are left out.
   const int fragments = ceil_div(min(L::TILE_M, work.m - split.row), 8);
   const int pieces = L::SIMDGROUPS_K + fragments * place.turns;
@@ -122,7 +124,7 @@ METAL_FUNC void load_stage(
     if (k >= split.k_stop) {  // a split may have fewer stages than there are buffers
       continue;
     }
-    if (is_weight) {
+    if (is_weight) {  // mutant: weight
       const int col = split.col + TILE_N * (nth / place.turns);
       const WeightTile<S> tile = weight_tile<W>(
           operands.w, operands.scales, operands.biases, col, work, lane_index);

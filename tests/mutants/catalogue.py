@@ -1,7 +1,12 @@
-"""Every planted bug."""
+"""Every planted bug, in Metal and in CUDA."""
 
 from mutants import (
     planted_batch,
+    planted_cuda,
+    planted_cuda_gather,
+    planted_cuda_mma_staged,
+    planted_cuda_rows,
+    planted_cuda_staged,
     planted_epilogue,
     planted_formats,
     planted_gather,
@@ -24,4 +29,12 @@ MUTANTS = (
     *planted_repack.MUTANTS,
     *planted_gather.MUTANTS,
     *planted_batch.MUTANTS,
+)
+
+CUDA_MUTANTS = (
+    *planted_cuda.MUTANTS,
+    *planted_cuda_gather.MUTANTS,
+    *planted_cuda_rows.MUTANTS,
+    *planted_cuda_staged.MUTANTS,
+    *planted_cuda_mma_staged.MUTANTS,
 )

@@ -15,6 +15,7 @@ from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mutants import planted_cuda, planted_cuda_gather, planted_cuda_rows
 from mutants import planted_cuda_mma_staged as planted_mma_staged
 from mutants import planted_cuda_staged as planted_ring
+from mutants.catalogue import CUDA_MUTANTS
 from mutants.detectors import REPORTS, TIME_LIMIT
 from mutants.mutant import Detector, Mutant
 from support import cuda_experts, cuda_on_cpu
@@ -170,13 +171,6 @@ CHECKS |= {
         experts_launch.combine
     ),
 }
-MUTANTS = (
-    *planted_cuda.MUTANTS,
-    *planted_cuda_gather.MUTANTS,
-    *planted_cuda_rows.MUTANTS,
-    *planted_ring.MUTANTS,
-    *planted_mma_staged.MUTANTS,
-)
 
 
 @pytest.fixture
@@ -212,7 +206,7 @@ def detect(detector: Detector, case: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(each, id=each.name) for each in MUTANTS]
+    "mutant", [pytest.param(each, id=each.name) for each in CUDA_MUTANTS]
 )
 def test_a_planted_bug_is_noticed(
     mutant: Mutant,
@@ -237,4 +231,4 @@ def test_nothing_is_said_of_our_own_kernels(
 
 
 def test_every_case_is_needed() -> None:
-    assert {mutant.case for mutant in MUTANTS} == set(CASES)
+    assert {mutant.case for mutant in CUDA_MUTANTS} == set(CASES)
