@@ -1,6 +1,6 @@
 """Bugs in `gemv`: barriers, vectors and what lanes add up."""
 
-from mutants.cases import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL
+from mutants.cases.products import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL
 from mutants.mutant import Detector, Mutant
 
 _GEMV = "lib/gemv"

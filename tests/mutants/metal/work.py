@@ -1,6 +1,8 @@
 """Bugs in who computes what: ranges, splits and steps."""
 
-from mutants.cases import (
+from mutants.cases.formats import GLOBAL_GEMV
+from mutants.cases.functions import CUTS
+from mutants.cases.products import (
     ATOMIC,
     GEMM_IDLE,
     GEMM_NATIVE,
@@ -9,14 +11,12 @@ from mutants.cases import (
     GEMV_IDLE,
     GEMV_NATIVE,
     GEMV_TAIL,
-    GLOBAL_GEMV,
     HYBRID,
     HYTIS,
     STREAM,
     STREAM_GEMM,
     THIRDS,
 )
-from mutants.function_cases import CUTS
 from mutants.mutant import Detector, Mutant
 
 _WORK = "lib/work"

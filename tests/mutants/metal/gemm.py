@@ -1,15 +1,13 @@
 """Bugs in `gemm_register`: barriers, fragments and the scratch."""
 
-from mutants.cases import (
-    FIVE_NATIVE,
+from mutants.cases.formats import FIVE_NATIVE, MXFP4, NVFP4
+from mutants.cases.products import (
     GEMM_IDLE,
     GEMM_LEFT_OUT,
     GEMM_NATIVE,
     GEMM_PACKED,
     GEMM_TAIL,
     HYTIS,
-    MXFP4,
-    NVFP4,
     WHOLE_GEMM,
 )
 from mutants.mutant import Detector, Mutant

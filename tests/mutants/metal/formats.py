@@ -1,11 +1,10 @@
 """Bugs in where codes of any width lie, and in weights as plain numbers."""
 
-from mutants.cases import (
+from mutants.cases.formats import (
     DENSE,
     DENSE_BACK,
     EIGHT_NATIVE,
     FIVE_NATIVE,
-    GEMM_NATIVE,
     GLOBAL,
     GLOBAL_DENSE,
     GLOBAL_GEMV,
@@ -19,6 +18,7 @@ from mutants.cases import (
     THREE_PACKED,
     WHOLE_ROWS,
 )
+from mutants.cases.products import GEMM_NATIVE
 from mutants.mutant import Detector, Mutant
 
 _DECODE = "lib/decode"

@@ -1,7 +1,7 @@
 """Bugs in who multiplies which rows by which expert."""
 
-from mutants.function_cases import EXPERT_OFFSETS
-from mutants.gather_cases import (
+from mutants.cases.functions import EXPERT_OFFSETS
+from mutants.cases.gather import (
     GATHER_COUNTED,
     GATHER_FEW,
     GATHER_FEW_COUNTED,

@@ -1,8 +1,7 @@
 """Bugs in moving codes between MLX's rows and packed tiles."""
 
-from mutants.function_cases import REPACK_OFFSETS
-from mutants.mutant import Detector, Mutant
-from mutants.repack_cases import (
+from mutants.cases.functions import REPACK_OFFSETS
+from mutants.cases.repack import (
     PACK_FOUR,
     PACK_ONE,
     PACK_THREE,
@@ -10,6 +9,7 @@ from mutants.repack_cases import (
     UNPACK_FOUR,
     UNPACK_SIX,
 )
+from mutants.mutant import Detector, Mutant
 
 _REPACK = "lib/repack"
 

@@ -1,6 +1,6 @@
 """Bugs in `gemm_staged`: buffers, barriers, roles and shares of a stage."""
 
-from mutants.cases import (
+from mutants.cases.staged import (
     STAGED_GLOBAL,
     STAGED_LEFT_OUT,
     STAGED_NVFP4,

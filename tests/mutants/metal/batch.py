@@ -1,6 +1,6 @@
 """Bugs in batches: which product a tile is of, and where its rows and weights begin."""
 
-from mutants.cases import BATCH_FUSED, BATCH_GEMM, BATCH_GEMV
+from mutants.cases.epilogue import BATCH_FUSED, BATCH_GEMM, BATCH_GEMV
 from mutants.mutant import Detector, Mutant
 
 _WORK = "lib/work"

@@ -1,11 +1,15 @@
 """Bugs on the way to the output: stores, epilogues and sums of splits."""
 
-from mutants.cases import (
-    ATOMIC,
+from mutants.cases.epilogue import (
     FUSED,
     FUSED_APPROX,
     FUSED_GELU,
     FUSED_SPLIT,
+    PARTS,
+    PARTS_SPLIT,
+)
+from mutants.cases.products import (
+    ATOMIC,
     GEMM_IDLE,
     GEMM_LEFT_OUT,
     GEMM_NATIVE,
@@ -13,8 +17,6 @@ from mutants.cases import (
     GEMV_NATIVE,
     GEMV_TAIL,
     HYTIS,
-    PARTS,
-    PARTS_SPLIT,
     STREAM,
     STREAM_GEMM,
     THIRDS,

@@ -1,23 +1,25 @@
 """Bugs in which lane holds which element, in loads and in decoding."""
 
-from mutants.cases import (
+from mutants.cases.formats import (
     FIVE_NATIVE,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_NATIVE,
+    SIX_NATIVE,
+    SYMMETRIC,
+    ZERO_POINTS,
+)
+from mutants.cases.products import (
     GEMM_IDLE,
     GEMM_NATIVE,
     GEMM_PACKED,
     GEMM_TAIL,
     GEMV_NATIVE,
     GEMV_TAIL,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    NVFP4_NATIVE,
     ODD_BFLOAT,
     ODD_NATIVE,
     ODD_PACKED,
-    SIX_NATIVE,
-    SYMMETRIC,
-    ZERO_POINTS,
 )
 from mutants.mutant import Detector, Mutant
 
