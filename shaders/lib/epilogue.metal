@@ -150,12 +150,12 @@ METAL_FUNC void store_tile(
     const threadgroup float* scratch,
     Work work,
     Split split,
-    int turns,
+    int k_slices,
     int simdgroup_index,
     int lane_index) {
   const int rows = min(TILE_M, work.m - split.row);  // mutant: bounds
   const int cols = work.n - split.col;
-  const int columns = WIDE > 1 ? SIMDGROUPS_K / turns : 1;
+  const int columns = WIDE > 1 ? SIMDGROUPS_K / k_slices : 1;
   // A simdgroup stores a row at a time, a lane always the same column.
   const int lines = WIDE > 1 ? columns * TILE_M : lane_index < cols ? rows : 0;
   for (int line = simdgroup_index; line < lines; line += SIMDGROUPS) {
@@ -166,10 +166,10 @@ METAL_FUNC void store_tile(
       continue;
     }
     const threadgroup float* partial =
-        scratch + (column * turns * TILE_M + row) * SCRATCH_ROW + lane_index;
+        scratch + (column * k_slices * TILE_M + row) * SCRATCH_ROW + lane_index;
     float total = partial[0];
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
-      if (WIDE == 1 || s < turns) {
+      if (WIDE == 1 || s < k_slices) {
         total += partial[s * TILE_M * SCRATCH_ROW];
       }
     }

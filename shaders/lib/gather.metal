@@ -55,7 +55,7 @@ METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
   return starts.rows[row];
 }
 
-// A tile of ROWS rows by dot products: all simdgroups take turns at the trips along k.
+// A tile of ROWS rows by dot products: the simdgroups divide k among them.
 template <int ROWS, int SIMDGROUPS, typename W, bool SUBTRACT, typename T, typename S, typename O>
 METAL_FUNC void gather_rows(
     const device T* x,
@@ -79,7 +79,7 @@ METAL_FUNC void gather_rows(
   write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
-      out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
+      out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
 }
 
 // Where an expert's part of an array begins: all experts together may have more elements than
@@ -166,7 +166,7 @@ METAL_FUNC void gather_register(
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: store
       store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
-          out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
+          out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -4,7 +4,7 @@
 //
 // FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
 // SIMDGROUPS_M  simdgroups side by side in m, on the same words
-// SIMDGROUPS_K  simdgroups that take turns at the trips along k
+// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // WHOLE         every threadgroup has one whole tile
 // BATCHED       there are several products, each with a weight of its own
@@ -293,7 +293,7 @@ METAL_FUNC void gemm_register(
         scratch,
         work,
         split,
-        place.turns,
+        place.k_slices,
         simdgroup_index,
         lane_index);
     if (WHOLE) {  // mutant: after_store

@@ -32,7 +32,7 @@ METAL_FUNC void multiply_stage(
   simdgroup_matrix<F, 8, 8> columns[W::PAIRS * FRAGMENTS];
   float2 sums[FRAGMENTS];
   UNROLL for (int j = 0; j < FRAGMENTS; ++j) {
-    const int nth = (place.row / 8 + j) * place.turns + place.turn;
+    const int nth = (place.row / 8 + j) * place.k_slices + place.k_slice;
     const threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
     sums[j] = float2(0.0f);
     UNROLL for (int step = 0; step < W::PAIRS; ++step) {
@@ -49,7 +49,7 @@ METAL_FUNC void multiply_stage(
   if (!W::SCALED) {  // else the staged codes are weights
     quantizers = load_quantizers<W>(tile, k);
   }
-  const int nth = place.column * place.turns + place.turn;  // mutant: codes
+  const int nth = place.column * place.k_slices + place.k_slice;  // mutant: codes
   const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
   add_products<FRAGMENTS, RAGGED, W, SUBTRACT, true, F>(
       totals, codes, columns, sums, quantizers, tile.weight_scale, cols);
@@ -103,7 +103,7 @@ METAL_FUNC void gemm_staged(
     const int cols = work.n - col;
     const int rows = multiplies ? work.m - split.row - place.row : 0;
     // mutant: stages
-    const int stages = ceil_div(split.k_stop - split.k_start, W::STEP * place.turns);
+    const int stages = ceil_div(split.k_stop - split.k_start, W::STEP * place.k_slices);
     UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
       totals[i] = float2(0.0f);
     }
@@ -121,7 +121,7 @@ METAL_FUNC void gemm_staged(
       if (AHEAD == 0) {  // mutant: after_load
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      const int k = step_of_stage<W>(stage, place.turn, split, place);
+      const int k = step_of_stage<W>(stage, place.k_slice, split, place);
       // Whole fragments past the last row or column are left out, not computed.
       if (k < split.k_stop && rows > 8 * (FRAGMENTS_M - 1)) {
         multiply_stage<FRAGMENTS_M, RAGGED, L, SUBTRACT>(
@@ -144,7 +144,7 @@ METAL_FUNC void gemm_staged(
         scratch,
         work,
         split,
-        place.turns,
+        place.k_slices,
         simdgroup_index,
         lane_index);
     if (WHOLE) {

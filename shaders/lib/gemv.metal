@@ -3,7 +3,7 @@
 // and the loads are those of gemm_register.
 //
 // ROWS          rows of x
-// SIMDGROUPS_K  simdgroups that take turns at the trips along k
+// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // WHOLE         every threadgroup has one whole tile
 // BATCHED       there are several products, each with a weight of its own
@@ -163,7 +163,7 @@ METAL_FUNC void gemv(
         scratch,
         work,
         split,
-        place.turns,
+        place.k_slices,
         simdgroup_index,
         lane_index);
     if (WHOLE) {  // mutant: after_store

@@ -95,10 +95,10 @@ METAL_FUNC void stage_activations(
   }
 }
 
-// Where a stage's step at a turn along k begins.
+// The first k of a slice's step in a stage.
 template <typename W>
-METAL_FUNC int step_of_stage(int stage, int turn, Split split, Place place) {
-  return split.k_start + W::STEP * (stage * place.turns + turn);  // mutant: stage_k
+METAL_FUNC int step_of_stage(int stage, int k_slice, Split split, Place place) {
+  return split.k_start + W::STEP * (stage * place.k_slices + k_slice);  // mutant: stage_k
 }
 
 // One loading simdgroup's share of a stage: chunks of w come first, then fragments of x.
@@ -116,21 +116,21 @@ METAL_FUNC void load_stage(
   threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
   // Whole fragments past the last row are left out.
   const int fragments = ceil_div(min(L::TILE_M, work.m - split.row), 8);
-  const int pieces = L::SIMDGROUPS_K + fragments * place.turns;
+  const int pieces = L::SIMDGROUPS_K + fragments * place.k_slices;
   for (int piece = loader; piece < pieces; piece += L::LOADING) {
     const bool is_weight = piece < L::SIMDGROUPS_K;
     const int nth = is_weight ? piece : piece - L::SIMDGROUPS_K;
-    const int k = step_of_stage<W>(stage, nth % place.turns, split, place);
+    const int k = step_of_stage<W>(stage, nth % place.k_slices, split, place);
     if (k >= split.k_stop) {  // a split may have fewer stages than there are buffers
       continue;
     }
     if (is_weight) {  // mutant: weight
-      const int col = split.col + TILE_N * (nth / place.turns);
+      const int col = split.col + TILE_N * (nth / place.k_slices);
       const WeightTile<S> tile = weight_tile<W>(
           operands.w, operands.scales, operands.biases, col, work, lane_index);
       stage_weights<W, SUBTRACT>(buffer + nth * L::CHUNK, tile, k, lane_index);
     } else {
-      const int row = split.row + 8 * (nth / place.turns);
+      const int row = split.row + 8 * (nth / place.k_slices);
       threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
       stage_activations<W>(column, operands.x, row, k, work, lane_index);
     }

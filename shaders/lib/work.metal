@@ -200,27 +200,27 @@ METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
 struct Place {
   int row;     // of the tile
   int column;  // of TILE_N columns, of a wide tile
-  int turn;    // along k
-  int turns;
+  int k_slice;
+  int k_slices;  // that the tile's k is divided into
 };
 
 template <int SIMDGROUPS_M, int SIMDGROUPS_K, int WIDE>
 METAL_FUNC Place place_of_simdgroup(int simdgroup_index, bool is_wide, int rows) {
   Place place;
-  place.turns = WIDE > 1 && is_wide ? SIMDGROUPS_K / WIDE : SIMDGROUPS_K;  // mutant: place
+  place.k_slices = WIDE > 1 && is_wide ? SIMDGROUPS_K / WIDE : SIMDGROUPS_K;  // mutant: place
   const int along = simdgroup_index / SIMDGROUPS_M;
   place.row = simdgroup_index % SIMDGROUPS_M * rows;
-  place.column = WIDE > 1 ? along / place.turns : 0;
-  place.turn = WIDE > 1 ? along % place.turns : along;
+  place.column = WIDE > 1 ? along / place.k_slices : 0;
+  place.k_slice = WIDE > 1 ? along % place.k_slices : along;
   return place;
 }
 
 METAL_FUNC int first_step(Split split, Place place) {
-  return split.k_start + TILE_K * place.turn;  // mutant: first_step
+  return split.k_start + TILE_K * place.k_slice;  // mutant: first_step
 }
 
 template <int STEP>
 METAL_FUNC int next_step(int k, Place place) {
-  const int skip = TILE_K * (place.turns - 1);  // mutant: next_step
+  const int skip = TILE_K * (place.k_slices - 1);  // mutant: next_step
   return STEP == 32 ? k + 32 + (k % TILE_K == 32 ? skip : 0) : k + TILE_K + skip;
 }

@@ -172,7 +172,7 @@ _STORES = (
         Detector.OUTSIDE,
     ),
     Mutant(
-        "a wide tile's second column is read at the first one's turns",
+        "a wide tile's second column is read where the first one's slices are",
         _EPILOGUE,
         "add_partials",
         "$1 * $2 +",

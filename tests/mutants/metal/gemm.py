@@ -66,7 +66,7 @@ _BARRIERS = (
         _GEMM,
         "before_store",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "if (place.turn == 0) { "
+        "if (place.k_slice == 0) { "
         "threadgroup_barrier(mem_flags::mem_threadgroup); } else { "
         "threadgroup_barrier(mem_flags::mem_threadgroup); }",
         GEMM_NATIVE,

@@ -332,7 +332,7 @@ _SHARES = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "staged: turns and stages change places",
+        "staged: slices and stages are swapped",
         _STAGING,
         "stage_k",
         "* $1 + $2",
@@ -341,7 +341,7 @@ _SHARES = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "staged: another turn's activations",
+        "staged: another slice's activations",
         _GEMM,
         "buffer",
         "+ $1; const",

@@ -363,7 +363,7 @@ _TILES = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "simdgroups side by side share the turns along k",
+        "simdgroups side by side share the slices of k",
         _WORK,
         "place",
         "$1 > 1 ? $2 % $3 :",
@@ -372,7 +372,7 @@ _TILES = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
-        "narrow tiles have as few turns as wide ones",
+        "narrow tiles have as few slices of k as wide ones",
         _WORK,
         "place",
         "&& $1",
