@@ -30,14 +30,14 @@ METAL_FUNC void dequantize(
   const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
   uint words[words_of_step<W>()];
   load_words<W, false>(words, tile, first_k + k, work);  // mutant: words
-  const Quantizers<T> quantizers =
-      quantizers_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));  // mutant: store
+  const GroupParams<T> params =
+      group_params_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));  // mutant: store
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;
     if (inside < rows) {
       T* first = out + size_t(inside) * length + k + W::CODES * lane.pair;
       UNROLL for (int p = 0; p < W::PAIRS; ++p) {
-        const Pair<T> pair = as_type<Pair<T>>(weights<W>(words, f, p, quantizers));
+        const Pair<T> pair = as_type<Pair<T>>(weights<W>(words, f, p, params));
         first[first_of_pair<W>(p)] = W::GLOBAL ? T(float(pair.x) * weight_scale) : pair.x;
         first[first_of_pair<W>(p) + Run<W>::DISTANCE] =
             W::GLOBAL ? T(float(pair.y) * weight_scale) : pair.y;  // mutant: global_scale

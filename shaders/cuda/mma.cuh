@@ -53,11 +53,11 @@ METAL_FUNC void multiply_step(
     float (*totals)[FRAGMENTS][4],
     const uint* words,
     const uint (*runs)[Run<W>::REGISTERS],
-    const Quantizers<T>& quantizers) {
+    const GroupParams<T>& params) {
   UNROLL for (int j = 0; j < W::PAIRS / 2; ++j) {
     uint rows[2][4];
     UNROLL for (int i = 0; i < 8; ++i) {
-      rows[i / 4][i % 4] = weights<W>(words, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, quantizers);
+      rows[i / 4][i % 4] = weights<W>(words, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, params);
     }
     UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
       uint columns[2];
@@ -83,7 +83,7 @@ METAL_FUNC void accumulate(
   constexpr int GROUP_TILES = W::GROUP == 128 ? 2 : 1;
   constexpr int GROUPS = groups_of_tile<W>();
   uint words[AHEAD][words_of_tile<W>()];
-  Quantizers<T> quantizers[GROUPS];
+  GroupParams<T> params[GROUPS];
   Numbers<W, S> next[GROUPS];
   if (k < k_stop) {
     load_groups<W, ALIGNED>(next, tile, k, k_stop, work);
@@ -101,7 +101,7 @@ METAL_FUNC void accumulate(
       }
       if (nth % GROUP_TILES == 0) {  // mutant: group
         UNROLL for (int i = 0; i < GROUPS; ++i) {
-          quantizers[i] = quantizers_of<W, T>(next[i]);
+          params[i] = group_params_of<W, T>(next[i]);
         }
         if (here + GROUP_TILES * TILE_K < k_stop) {
           load_groups<W, ALIGNED>(next, tile, here + GROUP_TILES * TILE_K, k_stop, work);
@@ -121,7 +121,7 @@ METAL_FUNC void accumulate(
               totals,
               words[nth % AHEAD] + step * words_of_step<W>(),
               runs[step],
-              quantizers[GROUPS == 1 ? 0 : step]);
+              params[GROUPS == 1 ? 0 : step]);
         }
       }
       if (here + AHEAD * TILE_K < k_stop) {

@@ -79,9 +79,9 @@ struct Warps {
           if (half > 0 && k + half * TILE_K >= split.k_stop) {
             break;
           }
-          Quantizers<T> quantizers[STEPS];
+          GroupParams<T> params[STEPS];
           UNROLL for (int step = 0; step < STEPS; ++step) {
-            quantizers[step] = incoming.template quantizers<T>(ahead, half, step);
+            params[step] = incoming.template params<T>(ahead, half, step);
           }
           uint last[4];  // mutant: last
           UNROLL for (int j = 0; j < PRODUCTS; ++j) {
@@ -89,7 +89,7 @@ struct Warps {
             uint rows[2][4];
             UNROLL for (int i = 0; i < 8; ++i) {
               rows[i / 4][i % 4] = incoming.weights(
-                  ahead, half, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, quantizers);
+                  ahead, half, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, params);
             }
             UNROLL for (int i = 0; i + 1 < FRAGMENTS; i += 2) {
               uint columns[4];

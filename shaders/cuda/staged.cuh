@@ -70,15 +70,15 @@ struct Incoming {
 
   // What there is to say of the weights of step `step`, and weights `pair` of row fragment f.
   template <typename T>
-  METAL_FUNC Quantizers<T> quantizers(int ahead, int half, int step) {
-    return quantizers_of<W, T>(numbers_of(ahead, half)[GROUPS == 1 ? 0 : step]);
+  METAL_FUNC GroupParams<T> params(int ahead, int half, int step) {
+    return group_params_of<W, T>(numbers_of(ahead, half)[GROUPS == 1 ? 0 : step]);
   }
 
   template <typename T>
-  METAL_FUNC uint weights(int ahead, int half, int f, int pair, const Quantizers<T>* quantizers) {
+  METAL_FUNC uint weights(int ahead, int half, int f, int pair, const GroupParams<T>* params) {
     const int step = pair / W::PAIRS;
     const uint* own = words[ahead][half] + step * words_of_step<W>();
-    return marlin::weights<W>(own, f, pair % W::PAIRS, quantizers[step]);
+    return marlin::weights<W>(own, f, pair % W::PAIRS, params[step]);
   }
 };
 

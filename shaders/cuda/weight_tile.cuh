@@ -169,9 +169,9 @@ METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work wor
 }
 
 template <typename W, typename T, typename S>
-METAL_FUNC Quantizers<T> quantizers_of(const Numbers<W, S>& numbers) {
+METAL_FUNC GroupParams<T> group_params_of(const Numbers<W, S>& numbers) {
   constexpr int FACTORS = Numbers<W, S>::FACTORS;
-  Quantizers<T> result;
+  GroupParams<T> result;
   UNROLL for (int f = 0; f < 4; ++f) {
     result.scale[f] = scale_of<W::GROUP, T>(number_of(numbers.words, FACTORS * f, S()));
     result.bias[f] =

@@ -4,7 +4,7 @@
 
 // What a group says of a lane's four rows.
 template <typename T>
-struct Quantizers {
+struct GroupParams {
   T scale[4];
   T bias[4];  // where BIASED; a zero point where the mode is that
 };
@@ -101,9 +101,9 @@ METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, half scale) {
 
 // Pair p of row fragment f.
 template <typename W, typename T>
-METAL_FUNC uint weights(const uint* words, int f, int p, Quantizers<T> quantizers) {
-  const T scale = quantizers.scale[f];
-  const T bias = quantizers.bias[f];
+METAL_FUNC uint weights(const uint* words, int f, int p, GroupParams<T> params) {
+  const T scale = params.scale[f];
+  const T bias = params.bias[f];
   if (W::BITS == 4 && W::MODE != FLOATING) {
     const int word = W::PACKED ? p / 4 * 4 + f : f * Native<W>::WINDOWS + p / 4;
     return scaled<W>(codes_of_word<W>(words[word], p % 4, T()), scale, bias);

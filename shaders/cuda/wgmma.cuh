@@ -59,9 +59,9 @@ struct Warpgroups {
           if (half > 0 && k + half * TILE_K >= split.k_stop) {  // mutant: half_stage
             break;
           }
-          Quantizers<T> quantizers[STEPS];
+          GroupParams<T> params[STEPS];
           UNROLL for (int step = 0; step < STEPS; ++step) {
-            quantizers[step] = incoming.template quantizers<T>(ahead, half, step);
+            params[step] = incoming.template params<T>(ahead, half, step);
           }
           UNROLL for (int j = 0; j < PRODUCTS; j += 2) {
             uint (*own)[4] = rows[j / 2 % SETS];
@@ -69,7 +69,7 @@ struct Warpgroups {
               // Row fragments 2 f and 2 f + 1 of products j and j + 1.
               const int f = i / 4 % 2;
               own[i / 4][i % 4] = incoming.weights(
-                  ahead, half, 2 * f + i % 2, 2 * (j + i / 8) + i % 4 / 2, quantizers);
+                  ahead, half, 2 * f + i % 2, 2 * (j + i / 8) + i % 4 / 2, params);
             }
             if (j + 2 == PRODUCTS) {
               incoming.load(ahead, half, work);

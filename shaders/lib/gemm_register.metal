@@ -35,7 +35,7 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
 // runs[column * RUNS + h]: four consecutive activations of each of the lane's columns,
 // whose first one lies at starts[column] + k.
 template <int COLUMNS, typename W, typename T, typename S, typename Run>
-METAL_FUNC Quantizers load_step(
+METAL_FUNC GroupParams load_step(
     thread uint* words,
     thread Run* runs,
     WeightTile<S> tile,
@@ -48,7 +48,7 @@ METAL_FUNC Quantizers load_step(
   UNROLL for (int i = 0; i < COLUMNS * RUNS; ++i) {
     runs[i] = Run(load_run(x + run_offset<W>(0, i % RUNS), starts[i / RUNS] + k));
   }
-  return load_quantizers<W>(tile, k);
+  return load_group_params<W>(tile, k);
 }
 
 // The sum of x over the step's k, of the lane's two columns of each fragment.
@@ -149,13 +149,13 @@ METAL_FUNC void add_products(
     Codes codes,
     thread simdgroup_matrix<F, 8, 8>* columns,
     thread const float2* sums,
-    Quantizers quantizers,
+    GroupParams params,
     float weight_scale,
     int cols) {
   if (!W::SCALED && W::BIASED) {
     UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
       // mutant: ragged
-      totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
+      totals[i] = fma(float2(params.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
     }
   }
   // One row fragment after the other: few products are alive at a time.
@@ -164,9 +164,9 @@ METAL_FUNC void add_products(
       break;
     }
     simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
-    const float scale = quantizers.scale[f];
+    const float scale = params.scale[f];
     multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
-        products, codes, f, columns, sums, scale, quantizers.bias[f]);
+        products, codes, f, columns, sums, scale, params.bias[f]);
     // mutant: scale
     add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? weight_scale : scale);
   }
@@ -211,7 +211,7 @@ METAL_FUNC void accumulate(
     uint words[words_of_step<W>()];
     vec<F, 4> runs[COLUMNS * RUNS];
     float2 sums[FRAGMENTS];
-    const Quantizers quantizers =
+    const GroupParams params =
         load_step<COLUMNS, W>(words, runs, tile, x, starts, k, lane_index);
     if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
       sum_activations<FRAGMENTS, RUNS>(sums, runs);
@@ -219,7 +219,7 @@ METAL_FUNC void accumulate(
     simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
     make_columns<FRAGMENTS, RUNS, F>(columns, runs);
     add_products<FRAGMENTS, RAGGED, W, SUBTRACT, WIDEN, F>(
-        totals, words, columns, sums, quantizers, tile.weight_scale, cols);
+        totals, words, columns, sums, params, tile.weight_scale, cols);
   }
 }
 

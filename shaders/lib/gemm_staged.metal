@@ -45,14 +45,14 @@ METAL_FUNC void multiply_stage(
       sums[j] = float2(sum_over_rows(sums[j].x), sum_over_rows(sums[j].y));
     }
   }
-  Quantizers quantizers = {float4(1.0f), float4(0.0f)};
+  GroupParams params = {float4(1.0f), float4(0.0f)};
   if (!W::SCALED) {  // else the staged codes are weights
-    quantizers = load_quantizers<W>(tile, k);
+    params = load_group_params<W>(tile, k);
   }
   const int nth = place.column * place.k_slices + place.k_slice;  // mutant: codes
   const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
   add_products<FRAGMENTS, RAGGED, W, SUBTRACT, true, F>(
-      totals, codes, columns, sums, quantizers, tile.weight_scale, cols);
+      totals, codes, columns, sums, params, tile.weight_scale, cols);
 }
 
 template <

@@ -22,7 +22,7 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
 
 // runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
 template <int ROWS, typename W, typename T, typename S, typename Run, typename Starts>
-METAL_FUNC Quantizers load_vectors(
+METAL_FUNC GroupParams load_vectors(
     thread uint* words,
     thread Run* runs,
     WeightTile<S> tile,
@@ -37,7 +37,7 @@ METAL_FUNC Quantizers load_vectors(
     const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
     runs[i] = load_run(first, start_of(starts, i / RUNS / 2) + start);
   }
-  return load_quantizers<W>(tile, k);
+  return load_group_params<W>(tile, k);
 }
 
 // products[row][f] += the lane's codes of row fragment f times its activations.
@@ -79,20 +79,20 @@ METAL_FUNC void accumulate_rows(
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
     vec<F, 4> runs[2 * ROWS * RUNS];
-    const Quantizers quantizers =
+    const GroupParams params =
         load_vectors<ROWS, W>(words, runs, tile, x, starts, lane_index, k);
     float4 products[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
       if (W::BIASED) {
-        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);  // mutant: bias
+        totals[row] = fma(params.bias, float4(sum), totals[row]);  // mutant: bias
       }
       // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
       products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
     }
     add_products<ROWS, W, SUBTRACT>(products, words, runs);
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float4 scale = quantizers.scale * tile.weight_scale;
+      const float4 scale = params.scale * tile.weight_scale;
       totals[row] = fma(scale, products[row], totals[row]);
     }
   }

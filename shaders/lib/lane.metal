@@ -196,7 +196,7 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
 }
 
 // Scale and bias of the lane's four rows of w, in the group that holds k.
-struct Quantizers {
+struct GroupParams {
   float4 scale;
   float4 bias;  // where BIASED
 };
@@ -229,30 +229,30 @@ METAL_FUNC float4 scales_of(uchar4 run) {
 }
 
 template <typename W, typename S>
-METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, uint k) {
-  Quantizers quantizers;
+METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
+  GroupParams params;
   if (W::PACKED && W::BIASED) {
     // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
     const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
     const float4 low = float4(load_run(tile.scales, pair));
     const float4 high = float4(load_run(tile.scales, pair + 4));
-    quantizers.scale = float4(low.x, low.z, high.x, high.z);
-    quantizers.bias = float4(low.y, low.w, high.y, high.w);
+    params.scale = float4(low.x, low.z, high.x, high.z);
+    params.bias = float4(low.y, low.w, high.y, high.w);
     if (W::MODE == ZERO_POINT) {
-      quantizers.bias *= -quantizers.scale;
+      params.bias *= -params.scale;
     }
-    return quantizers;
+    return params;
   }
   if (W::PACKED) {
-    quantizers.bias = float4(0.0f);
-    quantizers.scale = scales_of<W::GROUP>(
+    params.bias = float4(0.0f);
+    params.scale = scales_of<W::GROUP>(
         load_run(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
-    return quantizers;
+    return params;
   }
   UNROLL for (int f = 0; f < 4; ++f) {
     const uint group = tile.first_group[f] + group_at<W>(k);
-    quantizers.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
-    quantizers.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
+    params.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
+    params.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
   }
-  return quantizers;
+  return params;
 }

@@ -62,15 +62,15 @@ template <typename W, bool SUBTRACT, typename F, typename S>
 METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, int lane_index) {
   uint words[words_of_step<W>()];
   load_words<W>(words, tile, k, lane_index);
-  Quantizers quantizers = {float4(1.0f), float4(0.0f)};
+  GroupParams params = {float4(1.0f), float4(0.0f)};
   if (W::SCALED) {
-    quantizers = load_quantizers<W>(tile, k);  // mutant: fragment
+    params = load_group_params<W>(tile, k);  // mutant: fragment
   }
   UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
     const int f = i / W::PAIRS;
     const simdgroup_matrix<F, 8, 8> rows =
         row_fragment<W, F, SUBTRACT || W::SCALED>(
-            words, f, i % W::PAIRS, quantizers.scale[f], quantizers.bias[f]);
+            words, f, i % W::PAIRS, params.scale[f], params.bias[f]);
     simdgroup_store(rows, chunk + 64 * i, 8);
   }
 }
