@@ -39,7 +39,7 @@ METAL_FUNC void dequantize(
       UNROLL for (int p = 0; p < W::PAIRS; ++p) {
         const Pair<T> pair = as_type<Pair<T>>(weights<W>(words, f, p, params));
         first[first_of_pair<W>(p)] = W::GLOBAL ? T(float(pair.x) * weight_scale) : pair.x;
-        first[first_of_pair<W>(p) + Run<W>::DISTANCE] =
+        first[first_of_pair<W>(p) + XValues<W>::DISTANCE] =
             W::GLOBAL ? T(float(pair.y) * weight_scale) : pair.y;  // mutant: global_scale
       }
     }

@@ -47,12 +47,12 @@ METAL_FUNC void load_groups(
   }
 }
 
-// The products of one step: its words times the runs of x.
+// The products of one step: its words times its values of x.
 template <int FRAGMENTS, typename W, typename T>
 METAL_FUNC void multiply_step(
     float (*totals)[FRAGMENTS][4],
     const uint* words,
-    const uint (*runs)[Run<W>::REGISTERS],
+    const uint (*x_values)[XValues<W>::REGISTERS],
     const GroupParams<T>& params) {
   UNROLL for (int j = 0; j < W::PAIRS / 2; ++j) {
     uint rows[2][4];
@@ -61,7 +61,7 @@ METAL_FUNC void multiply_step(
     }
     UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
       uint columns[2];
-      columns_of_run<W>(columns, runs[i], j);
+      columns_of_x<W>(columns, x_values[i], j);
       multiply(totals[0][i], rows[0], columns, T());
       multiply(totals[1][i], rows[1], columns, T());
     }
@@ -107,11 +107,11 @@ METAL_FUNC void accumulate(
           load_groups<W, ALIGNED>(next, tile, here + GROUP_TILES * TILE_K, k_stop, work);
         }
       }
-      uint runs[STEPS][FRAGMENTS][Run<W>::REGISTERS];
+      uint x_values[STEPS][FRAGMENTS][XValues<W>::REGISTERS];
       UNROLL for (int step = 0; step < STEPS; ++step) {
         if (STEPS == 1 || here + step * W::STEP < k_stop) {
           UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-            load_activations<Run<W>::REGISTERS, ALIGNED>(runs[step][i], x[i] + here + step * W::STEP);
+            load_activations<XValues<W>::REGISTERS, ALIGNED>(x_values[step][i], x[i] + here + step * W::STEP);
           }
         }
       }
@@ -120,7 +120,7 @@ METAL_FUNC void accumulate(
           multiply_step<FRAGMENTS, W>(
               totals,
               words[nth % AHEAD] + step * words_of_step<W>(),
-              runs[step],
+              x_values[step],
               params[GROUPS == 1 ? 0 : step]);
         }
       }

@@ -57,13 +57,13 @@ METAL_FUNC InShared<T> row_of(SharedRows<T> rows, size_t row, Work work) {
 }
 
 template <int REGISTERS, bool ALIGNED, typename T>
-METAL_FUNC void load_activations(uint* run, InShared<T> from) {
+METAL_FUNC void load_activations(uint* x_values, InShared<T> from) {
   UNROLL for (int i = 0; i < REGISTERS; i += 4) {
     const Registers v = *(const Registers*)(from.at + 2 * i);
-    run[i] = v.x;
-    run[i + 1] = v.y;
-    run[i + 2] = v.z;
-    run[i + 3] = v.w;
+    x_values[i] = v.x;
+    x_values[i + 1] = v.y;
+    x_values[i + 2] = v.z;
+    x_values[i + 3] = v.w;
   }
 }
 

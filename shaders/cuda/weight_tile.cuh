@@ -149,7 +149,7 @@ METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work wor
   if (W::PACKED) {
     const S* from = tile.scales + group_at<W>(k) * (FACTORS * TILE_N);
     if (ALIGNED) {
-      load_kept_run<Numbers<W, S>::WORDS>(result.words, from);
+      load_kept_words<Numbers<W, S>::WORDS>(result.words, from);
     } else {
       UNROLL for (int i = 0; i < 4 * FACTORS; ++i) {
         result.set(i, bits_of(from[i]));

@@ -27,7 +27,7 @@ struct WeightFormat {
   static constant constexpr const bool IN_FLOAT = SCALED && MODE != FLOATING;
   static constant constexpr const int CODES = GROUP_ == 32 ? 8 : 16;
   static constant constexpr const int PAIRS = CODES / 2;
-  static constant constexpr const int RUNS = CODES / 8;
+  static constant constexpr const int VEC4S = CODES / 8;
   static constant constexpr const int STEP = 4 * CODES;
   // Where a code stands in its half: the offset is the least power of two that no code
   // reaches, but 64 for 4 bits, which spares a shift.

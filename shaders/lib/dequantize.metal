@@ -7,8 +7,8 @@ METAL_FUNC void decode_row(
     thread float* values, thread const uint* words, int f, GroupParams params, float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
     const float2 codes = decode<W, float, true>(words, f, t);  // mutant: values
-    const int first = run_offset<W>(0, t / 4) + t % 4;
-    const int second = run_offset<W>(1, t / 4) + t % 4;
+    const int first = vec4_offset<W>(0, t / 4) + t % 4;
+    const int second = vec4_offset<W>(1, t / 4) + t % 4;
     values[first] = fma(params.scale[f], codes.x, params.bias[f]) * weight_scale;
     values[second] = fma(params.scale[f], codes.y, params.bias[f]) * weight_scale;
   }

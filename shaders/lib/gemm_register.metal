@@ -32,43 +32,43 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
 }
 
 // Everything that one step reads: words, activations, scales and biases.
-// runs[column * RUNS + h]: four consecutive activations of each of the lane's columns,
+// x_vec4[column * VEC4S + h]: four consecutive activations of each of the lane's columns,
 // whose first one lies at starts[column] + k.
-template <int COLUMNS, typename W, typename T, typename S, typename Run>
+template <int COLUMNS, typename W, typename T, typename S, typename Vec4>
 METAL_FUNC GroupParams load_step(
     thread uint* words,
-    thread Run* runs,
+    thread Vec4* x_vec4,
     WeightTile<S> tile,
     const device T* x,
     thread const uint* starts,
     uint k,
     int lane_index) {
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   load_words<W>(words, tile, k, lane_index);
-  UNROLL for (int i = 0; i < COLUMNS * RUNS; ++i) {
-    runs[i] = Run(load_run(x + run_offset<W>(0, i % RUNS), starts[i / RUNS] + k));
+  UNROLL for (int i = 0; i < COLUMNS * VEC4S; ++i) {
+    x_vec4[i] = Vec4(load_vec4(x + vec4_offset<W>(0, i % VEC4S), starts[i / VEC4S] + k));
   }
   return load_group_params<W>(tile, k);
 }
 
 // The sum of x over the step's k, of the lane's two columns of each fragment.
-template <int FRAGMENTS_M, int RUNS, typename Run>
-METAL_FUNC void sum_activations(thread float2* sums, thread const Run* runs) {
+template <int FRAGMENTS_M, int VEC4S, typename Vec4>
+METAL_FUNC void sum_activations(thread float2* sums, thread const Vec4* x_vec4) {
   UNROLL for (int column = 0; column < 2 * FRAGMENTS_M; ++column) {
-    sums[column / 2][column % 2] = sum_over_rows(sum_of_runs<RUNS>(runs + column * RUNS));
+    sums[column / 2][column % 2] = sum_over_rows(sum_of_x<VEC4S>(x_vec4 + column * VEC4S));
   }
 }
 
-// The activations of step s of run h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
-template <int FRAGMENTS_M, int RUNS, typename F>
+// The activations of step s of vector h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
+template <int FRAGMENTS_M, int VEC4S, typename F>
 METAL_FUNC void
-make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* runs) {
-  UNROLL for (int i = 0; i < 4 * RUNS * FRAGMENTS_M; ++i) {
+make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* x_vec4) {
+  UNROLL for (int i = 0; i < 4 * VEC4S * FRAGMENTS_M; ++i) {
     const int h = i / FRAGMENTS_M / 4;
     const int s = i / FRAGMENTS_M % 4;
     const int j = i % FRAGMENTS_M;
     // mutant: columns
-    columns[i] = make_fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
+    columns[i] = make_fragment<F>(x_vec4[2 * j * VEC4S + h][s], x_vec4[(2 * j + 1) * VEC4S + h][s]);
   }
 }
 
@@ -194,7 +194,7 @@ METAL_FUNC void accumulate(
     Place place,
     int lane_index) {
   typedef typename Fragment<T, W::IN_FLOAT>::type F;
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   constexpr int COLUMNS = 2 * FRAGMENTS;
   const Lane lane = lane_of(lane_index);
   uint starts[COLUMNS];
@@ -202,22 +202,22 @@ METAL_FUNC void accumulate(
     // Rows past the end read the last row: their results are never stored.
     // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
-    starts[i] = input_row(order, row) * work.k + run_offset<W>(lane.row, 0);
+    starts[i] = input_row(order, row) * work.k + vec4_offset<W>(lane.row, 0);
   }
   UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
     totals[i] = float2(0.0f);
   }
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
-    vec<F, 4> runs[COLUMNS * RUNS];
+    vec<F, 4> x_vec4[COLUMNS * VEC4S];
     float2 sums[FRAGMENTS];
     const GroupParams params =
-        load_step<COLUMNS, W>(words, runs, tile, x, starts, k, lane_index);
+        load_step<COLUMNS, W>(words, x_vec4, tile, x, starts, k, lane_index);
     if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
-      sum_activations<FRAGMENTS, RUNS>(sums, runs);
+      sum_activations<FRAGMENTS, VEC4S>(sums, x_vec4);
     }
-    simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
-    make_columns<FRAGMENTS, RUNS, F>(columns, runs);
+    simdgroup_matrix<F, 8, 8> columns[4 * VEC4S * FRAGMENTS];
+    make_columns<FRAGMENTS, VEC4S, F>(columns, x_vec4);
     add_products<FRAGMENTS, RAGGED, W, SUBTRACT, WIDEN, F>(
         totals, words, columns, sums, params, tile.weight_scale, cols);
   }

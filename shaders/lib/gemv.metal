@@ -20,41 +20,41 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
   return starts.first + row * starts.k;
 }
 
-// runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
-template <int ROWS, typename W, typename T, typename S, typename Run, typename Starts>
+// x_vec4[(row * 2 + b) * VEC4S + h]: the activations of fragment column 2 * pair + b.
+template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Starts>
 METAL_FUNC GroupParams load_vectors(
     thread uint* words,
-    thread Run* runs,
+    thread Vec4* x_vec4,
     WeightTile<S> tile,
     const device T* x,
     Starts starts,
     int lane_index,
     int k) {
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   load_words<W>(words, tile, k, lane_index);
-  const uint start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: x
-  UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
-    const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
-    runs[i] = load_run(first, start_of(starts, i / RUNS / 2) + start);
+  const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: x
+  UNROLL for (int i = 0; i < 2 * ROWS * VEC4S; ++i) {
+    const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
+    x_vec4[i] = load_vec4(first, start_of(starts, i / VEC4S / 2) + start);
   }
   return load_group_params<W>(tile, k);
 }
 
 // products[row][f] += the lane's codes of row fragment f times its activations.
-template <int ROWS, typename W, bool SUBTRACT, typename Run>
+template <int ROWS, typename W, bool SUBTRACT, typename Vec4>
 METAL_FUNC void add_products(
-    thread float4* products, thread const uint* words, thread const Run* runs) {
-  constexpr int RUNS = W::RUNS;
+    thread float4* products, thread const uint* words, thread const Vec4* x_vec4) {
+  constexpr int VEC4S = W::VEC4S;
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
     UNROLL for (int f = 0; f < 4; ++f) {
       const float2 values = decode<W, float, SUBTRACT>(words, f, step);
       UNROLL for (int row = 0; row < ROWS; ++row) {
-        thread const Run* columns = runs + 2 * row * RUNS;
+        thread const Vec4* columns = x_vec4 + 2 * row * VEC4S;
         products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
         // mutant: second_column
-        products[row][f] = fma(values.y, float(columns[RUNS + h][s]), products[row][f]);
+        products[row][f] = fma(values.y, float(columns[VEC4S + h][s]), products[row][f]);
       }
     }
   }
@@ -71,26 +71,26 @@ METAL_FUNC void accumulate_rows(
     Place place,
     int lane_index) {
   typedef typename Fragment<T>::type F;
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
   }
   // mutant: loop
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
-    vec<F, 4> runs[2 * ROWS * RUNS];
+    vec<F, 4> x_vec4[2 * ROWS * VEC4S];
     const GroupParams params =
-        load_vectors<ROWS, W>(words, runs, tile, x, starts, lane_index, k);
+        load_vectors<ROWS, W>(words, x_vec4, tile, x, starts, lane_index, k);
     float4 products[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
+      const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);
       if (W::BIASED) {
         totals[row] = fma(params.bias, float4(sum), totals[row]);  // mutant: bias
       }
       // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
       products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
     }
-    add_products<ROWS, W, SUBTRACT>(products, words, runs);
+    add_products<ROWS, W, SUBTRACT>(products, words, x_vec4);
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float4 scale = params.scale * tile.weight_scale;
       totals[row] = fma(scale, products[row], totals[row]);

@@ -15,7 +15,7 @@
 //   other groups, native 4 bits    k0 + 16(c/2) + 4(c%2) + 8h + s     steps 0 to 7
 //   other groups, all else         k0 + 8c + t                        steps 0 to 7
 //
-// so a lane reads runs of four consecutive activations. Native words of 4 bits have their
+// so a lane reads four consecutive activations at once. Native words of 4 bits have their
 // own order because their nibbles s and s + 4 lie 16 bits apart: see `pair_at`.
 
 // A fragment of activations: half stays half, every other type becomes float.
@@ -54,9 +54,9 @@ METAL_FUNC float sum_over_pairs(float value) {
   return value + simd_shuffle_xor(value, ushort(8));  // mutant: sum_pairs
 }
 
-// The first of the four consecutive k of run h, within a step of the main loop.
+// The first of the four consecutive k of vector h, within a step of the main loop.
 template <typename W>
-METAL_FUNC int run_offset(int fragment_column, int h) {
+METAL_FUNC int vec4_offset(int fragment_column, int h) {
   const int c = fragment_column;
   if (W::GROUP == 32) {
     return 4 * c;  // mutant: k_order
@@ -66,29 +66,29 @@ METAL_FUNC int run_offset(int fragment_column, int h) {
 
 // Four consecutive activations by one load. Arrays may start at any element of their
 // buffer; packed vectors, unlike ordinary ones, may do so too.
-METAL_FUNC half4 load_run(const device half* x, uint offset) {
+METAL_FUNC half4 load_vec4(const device half* x, uint offset) {
   return *(const device packed_half4*)(x + offset);  // mutant: load_half
 }
 
-METAL_FUNC float4 load_run(const device float* x, uint offset) {
+METAL_FUNC float4 load_vec4(const device float* x, uint offset) {
   return *(const device packed_float4*)(x + offset);  // mutant: load_float
 }
 
 // bfloat is the upper half of a float: a shift widens it, on every Apple GPU.
-METAL_FUNC float4 load_run(const device bfloat* x, uint offset) {
+METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
   const ushort4 raw = *(const device packed_ushort4*)(x + offset);  // mutant: load_bfloat
   return as_type<float4>(uint4(raw) << 16);
 }
 
-METAL_FUNC uchar4 load_run(const device uchar* bytes, uint offset) {
+METAL_FUNC uchar4 load_vec4(const device uchar* bytes, uint offset) {
   return *(const device packed_uchar4*)(bytes + offset);  // mutant: load_bytes
 }
 
-template <int RUNS, typename Run>
-METAL_FUNC float sum_of_runs(thread const Run* runs) {
-  float4 sum = float4(runs[0]);
-  UNROLL for (int i = 1; i < RUNS; ++i) {  // mutant: sum_x
-    sum += float4(runs[i]);
+template <int VEC4S, typename Vec4>
+METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
+  float4 sum = float4(x_vec4[0]);
+  UNROLL for (int i = 1; i < VEC4S; ++i) {  // mutant: sum_x
+    sum += float4(x_vec4[i]);
   }
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
@@ -114,7 +114,7 @@ METAL_FUNC float global_scale(const device S*) {
 }
 
 METAL_FUNC float global_scale(const device uchar* biases) {
-  return as_type<float>(load_run(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
+  return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
 }
 
 // Groups along k that a packed row has, padding included.
@@ -214,17 +214,17 @@ METAL_FUNC float scale_of(uchar bits) {
 }
 
 template <int GROUP, typename R>
-METAL_FUNC float4 scales_of(R run) {
-  return float4(run);
+METAL_FUNC float4 scales_of(R vec4) {
+  return float4(vec4);
 }
 
 template <int GROUP>
-METAL_FUNC float4 scales_of(uchar4 run) {
+METAL_FUNC float4 scales_of(uchar4 vec4) {
   if (GROUP != 16) {
-    return as_type<float4>(uint4(run) << 23);  // mutant: byte_scales
+    return as_type<float4>(uint4(vec4) << 23);  // mutant: byte_scales
   }
-  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(run.x, run.y)));
-  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(run.z, run.w)));
+  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(vec4.x, vec4.y)));
+  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(vec4.z, vec4.w)));
   return float4(float2(low), float2(high));
 }
 
@@ -234,8 +234,8 @@ METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   if (W::PACKED && W::BIASED) {
     // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
     const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
-    const float4 low = float4(load_run(tile.scales, pair));
-    const float4 high = float4(load_run(tile.scales, pair + 4));
+    const float4 low = float4(load_vec4(tile.scales, pair));
+    const float4 high = float4(load_vec4(tile.scales, pair + 4));
     params.scale = float4(low.x, low.z, high.x, high.z);
     params.bias = float4(low.y, low.w, high.y, high.w);
     if (W::MODE == ZERO_POINT) {
@@ -246,7 +246,7 @@ METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   if (W::PACKED) {
     params.bias = float4(0.0f);
     params.scale = scales_of<W::GROUP>(
-        load_run(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
+        load_vec4(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
     return params;
   }
   UNROLL for (int f = 0; f < 4; ++f) {

@@ -1,5 +1,6 @@
 // Moves codes between MLX's rows of bits and packed tiles, word by word, through threadgroup
-// memory. Whole runs of words enter it and leave it, so memory is read and written once.
+// memory. Device memory is read and written once, in whole
+// rows of consecutive words.
 //
 // Where a code lies in its plane of a tile is told by template arguments, which are made from
 // the table of `layout.py`: its place is its number, 64 * row + k, with the bits in another
@@ -54,7 +55,7 @@ METAL_FUNC uint gathered(uint place) {
 }
 
 // What a threadgroup moves: some tiles of one row of tiles.
-struct Run {
+struct Block {
   ulong native;  // its first word in MLX's layout, of all weights
   ulong packed;  // likewise in ours
   uint rows;     // that there are; the others of its tiles are padding
@@ -64,22 +65,22 @@ struct Run {
 };
 
 template <typename C>
-METAL_FUNC Run run_of_threadgroup(const constant int32_t* shape, uint3 position) {
+METAL_FUNC Block block_of_threadgroup(const constant int32_t* shape, uint3 position) {
   const uint n = shape[0];
   const uint k = shape[1];
   const uint n_tiles = ceil_div(n, TILE_N);
   const uint k_tiles = ceil_div(k, TILE_K);
   const uint first_tile = position.x * C::TILES;  // mutant: first_row
   const uint first_row = position.y * TILE_N;
-  Run run;
-  run.pitch = k / 32 * C::BITS;
-  run.native = (ulong(position.z) * n + first_row) * run.pitch + first_tile * C::ROW;
-  // mutant: run
-  run.packed = ((ulong(position.z) * n_tiles + position.y) * k_tiles + first_tile) * C::TILE;
-  run.rows = min(n - first_row, uint(TILE_N));
-  run.words = min(run.pitch - first_tile * C::ROW, uint(C::ROWS));
-  run.tiles = min(k_tiles - first_tile, uint(C::TILES));  // mutant: tiles
-  return run;
+  Block block;
+  block.pitch = k / 32 * C::BITS;
+  block.native = (ulong(position.z) * n + first_row) * block.pitch + first_tile * C::ROW;
+  // mutant: block
+  block.packed = ((ulong(position.z) * n_tiles + position.y) * k_tiles + first_tile) * C::TILE;
+  block.rows = min(n - first_row, uint(TILE_N));
+  block.words = min(block.pitch - first_tile * C::ROW, uint(C::ROWS));
+  block.tiles = min(k_tiles - first_tile, uint(C::TILES));  // mutant: tiles
+  return block;
 }
 
 // A word of a plane, from the tile's rows.
@@ -137,19 +138,19 @@ METAL_FUNC void pack(
     uint3 position,
     uint thread_index,
     uint threads) {
-  const Run run = run_of_threadgroup<C>(shape, position);
+  const Block block = block_of_threadgroup<C>(shape, position);
   for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
     const uint row = i / C::ROWS;
     const uint word = i % C::ROWS;
-    const bool is_there = row < run.rows && word < run.words;  // mutant: pack
+    const bool is_there = row < block.rows && word < block.words;  // mutant: pack
     scratch[row * C::STRIDE + word] =
-        is_there ? w[run.native + ulong(row) * run.pitch + word] : 0;
+        is_there ? w[block.native + ulong(row) * block.pitch + word] : 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < run.tiles * C::TILE; i += threads) {
+  for (uint i = thread_index; i < block.tiles * C::TILE; i += threads) {
     const threadgroup uint* rows = scratch + i / C::TILE * C::ROW;
     const uint word = i % C::TILE;
-    out[run.packed + i] = word < C::LOW_TILE
+    out[block.packed + i] = word < C::LOW_TILE
                               ? packed_word<C, typename C::Low>(rows, word)
                               : packed_word<C, typename C::High>(rows, word - C::LOW_TILE);
   }
@@ -164,16 +165,16 @@ METAL_FUNC void unpack(
     uint3 position,
     uint thread_index,
     uint threads) {
-  const Run run = run_of_threadgroup<C>(shape, position);
-  for (uint i = thread_index; i < run.tiles * C::TILE; i += threads) {
-    scratch[i] = w[run.packed + i];
+  const Block block = block_of_threadgroup<C>(shape, position);
+  for (uint i = thread_index; i < block.tiles * C::TILE; i += threads) {
+    scratch[i] = w[block.packed + i];
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: unpack
   for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
     const uint row = i / C::ROWS;
     const uint word = i % C::ROWS;
-    if (row < run.rows && word < run.words) {
-      out[run.native + ulong(row) * run.pitch + word] =
+    if (row < block.rows && word < block.words) {
+      out[block.native + ulong(row) * block.pitch + word] =
           native_word<C>(scratch + word / C::ROW * C::TILE, row, word % C::ROW);
     }
   }

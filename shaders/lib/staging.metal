@@ -79,17 +79,17 @@ METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, 
 template <typename W, typename F, typename T>
 METAL_FUNC void stage_activations(
     threadgroup F* column, const device T* x, int first_row, int k, Work work, int lane_index) {
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   const Lane lane = lane_of(lane_index);
-  vec<F, 4> runs[2 * RUNS];
-  UNROLL for (int i = 0; i < 2 * RUNS; ++i) {
+  vec<F, 4> x_vec4[2 * VEC4S];
+  UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const int row = min(first_row + 2 * lane.pair + i / RUNS, work.m - 1);  // mutant: row_bound
-    runs[i] = vec<F, 4>(load_run(
-        x + run_offset<W>(0, i % RUNS), row * work.k + k + run_offset<W>(lane.row, 0)));
+    const int row = min(first_row + 2 * lane.pair + i / VEC4S, work.m - 1);  // mutant: row_bound
+    x_vec4[i] = vec<F, 4>(load_vec4(
+        x + vec4_offset<W>(0, i % VEC4S), row * work.k + k + vec4_offset<W>(lane.row, 0)));
   }
   simdgroup_matrix<F, 8, 8> columns[W::PAIRS];
-  make_columns<1, RUNS, F>(columns, runs);
+  make_columns<1, VEC4S, F>(columns, x_vec4);
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
     simdgroup_store(columns[step], column + 64 * step, 8);
   }

@@ -26,7 +26,7 @@ _PACK = (
     Mutant(
         "tiles of a batch lie within 32 bits of the first",
         _REPACK,
-        "run",
+        "block",
         "ulong($1.z)",
         "$1.z",
         REPACK_OFFSETS,
@@ -107,7 +107,7 @@ _PACK = (
     Mutant(
         "rows past the last of a weight are the next one's",
         _REPACK,
-        "run",
+        "block",
         "* $1; $2 =",
         "* $1; $2 = position.z == 0 ? TILE_N :",
         PACK_THREE,
@@ -227,7 +227,7 @@ _UNPACK = (
     Mutant(
         "all weights of a batch are the first",
         _REPACK,
-        "run",
+        "block",
         "$1.z",
         "0",
         UNPACK_SIX,
