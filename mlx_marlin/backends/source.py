@@ -13,7 +13,7 @@ OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 FINISHING = ("bias", "multiplier", "residual")
 FINISH = (*FINISHING, "parts")
-ROTATION = ("places", "periods")
+ROTATION = ("positions", "freqs")
 HEAD_NORMS = ("q_norm", "k_norm")
 NORM = ("norm",)
 

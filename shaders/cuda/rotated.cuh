@@ -1,5 +1,5 @@
 // Heads that are rotated by their rows' places as they are stored, as MLX's rope does it: features
-// i and i + FEATURES / 2 of a head are a point, turned by place / periods[i].
+// i and i + FEATURES / 2 of a head are a point, turned by position / freqs[i].
 
 // Whole turns are taken away first, in two parts, because a float alone holds a turn badly: then
 // the two instructions for sine and cosine err by 1e-6, also of angles of a million. CUDA's own
@@ -63,8 +63,8 @@ struct Rotated {
   static constexpr int TOGETHER = N::TOGETHER;
   static_assert(HALF % TILE_N == 0, "the first columns of a tile's pairs lie side by side");
   Epilogue<T, BIAS, 0, false, false, PARTS> before;
-  const int* places;     // [m], or the first is that of all
-  const float* periods;  // [HALF]
+  const int* positions;     // [m], or the first is that of all
+  const float* freqs;  // [HALF]
   N norms;
 
   static METAL_FUNC int first_of_pair(int pair, int) {
@@ -85,9 +85,9 @@ struct Rotated {
     }
     if (col < ROTATED) {  // mutant: rotate
       norms.normalize(points, pair % HALF, col);
-      const int at = places[EACH ? row : 0];
+      const int at = positions[EACH ? row : 0];
       UNROLL for (int i = 0; i < TOGETHER; ++i) {
-        const float frequency = 1.0f / periods[pair % HALF + i * TILE_N];
+        const float frequency = 1.0f / freqs[pair % HALF + i * TILE_N];
         points[i] = turned(points[i], at * frequency);
         points[i].x *= as_type<float>(FACTOR);
         points[i].y *= as_type<float>(FACTOR);

@@ -93,7 +93,7 @@ def compiled(
     dtype = TYPES[plan.problem.dtype]
     scale = TYPES.get(plan.problem.scale_dtype, "uint8_t")
     types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
-    types |= {"partials": "float", "places": "int32_t", "periods": "float"}
+    types |= {"partials": "float", "positions": "int32_t", "freqs": "float"}
     types |= {"experts": "uint32_t", "sources": "uint32_t"}
     types |= {"second": "uint32_t", "second_scales": scale}
     types |= {"scores": "float"}

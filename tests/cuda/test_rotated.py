@@ -516,7 +516,7 @@ def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
     text = source.of_product(plan)
 
     assert text.name == "marlin_mma_rotated"
-    assert text.input_names == ("x", "w", "scales", "places", "periods", "numbers")
+    assert text.input_names == ("x", "w", "scales", "positions", "freqs", "numbers")
     assert text.output_names == ("out0", "out1", "out2")
     words = "y rotated in heads of 64 up to column 192 in parts of 128, 64, 64"
     assert words in plan.problem.explain()
@@ -527,7 +527,7 @@ def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
     text = source.of_product(plan)
 
     assert text.name == "marlin_mma_rotated_norms"
-    assert text.input_names[3:] == ("places", "periods", "q_norm", "k_norm", "numbers")
+    assert text.input_names[3:] == ("positions", "freqs", "q_norm", "k_norm", "numbers")
     assert "column 192, normalized before (eps 4)" in plan.problem.explain()
 
 

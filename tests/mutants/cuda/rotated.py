@@ -9,7 +9,7 @@ _ROTATED = "cuda/rotated.cuh"
 
 MUTANTS = (
     Mutant(
-        "cuda: heads are turned the other way",
+        "cuda: heads are rotated the other way",
         _ROTATED,
         "angle",
         "$1 - $2.y * $3, $2.x * $3 +",

@@ -83,7 +83,7 @@ ROTATED = Declared(
     FINISH[-1:],
     "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
+    "    {{bias, nullptr, nullptr, parts}, positions, freqs, {}}};\n",
 )
 ROTATED_NORMS = Declared(
     "_rotated_norms",
@@ -93,7 +93,7 @@ ROTATED_NORMS = Declared(
     "using Heads =\n"
     "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
+    "    {{bias, nullptr, nullptr, parts}, positions, freqs, {q_norm, k_norm}}};\n",
 )
 AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(
