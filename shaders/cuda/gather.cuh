@@ -66,7 +66,7 @@ struct Biased {
 };
 
 template <typename T>
-METAL_FUNC float finished(float value, Biased<T> epilogue, uint, uint col) {
+METAL_FUNC float apply_epilogue(float value, Biased<T> epilogue, uint, uint col) {
   return value + float(epilogue.bias[col]);
 }
 
@@ -155,7 +155,7 @@ METAL_FUNC void gather(
                   : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
                        is_aligned(second.w) && is_aligned(second.scales);
-  const E finish = of_expert(epilogue, expert, one.n);
+  const E own_epilogue = of_expert(epilogue, expert, one.n);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const Listed<EACH> order = {pairs, sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
@@ -176,7 +176,7 @@ METAL_FUNC void gather(
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out, finish, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+        out, own_epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
     __syncthreads();  // mutant: after_store
   }
 }

@@ -101,7 +101,7 @@ struct Rotated {
 
   METAL_FUNC Point with_bias(Point sums, uint place, int col) const {
     return {
-        finished(sums.x, before, place, col),
-        finished(sums.y, before, place + HALF, col + HALF)};  // mutant: bias
+        apply_epilogue(sums.x, before, place, col),
+        apply_epilogue(sums.y, before, place + HALF, col + HALF)};  // mutant: bias
   }
 };

@@ -46,12 +46,12 @@ METAL_FUNC float activate(float x) {
   return x;
 }
 
-METAL_FUNC float finished(float value, Plain, uint, uint) {
+METAL_FUNC float apply_epilogue(float value, Plain, uint, uint) {
   return value;
 }
 
 template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
-METAL_FUNC float finished(
+METAL_FUNC float apply_epilogue(
     float value,
     Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
     uint place,
@@ -175,7 +175,7 @@ METAL_FUNC void store_tile(
     }
     const uint place =
         output_place(epilogue, output_row(order, split.row + row), split.col + col, work);
-    total = finished(total, epilogue, place, split.col + col);  // mutant: finish
+    total = apply_epilogue(total, epilogue, place, split.col + col);  // mutant: epilogue
     store(out, split.slot, rows_of_slot(order, work) * work.n, place, total);
   }
 }

@@ -48,8 +48,8 @@ METAL_FUNC void reduce(
   UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
     if (i < rows) {
       const uint place = (first_row + i) * work.n + col;
-      out[output_place(epilogue, first_row + i, col, work)] =  // mutant: finish
-          T(finished(totals[i], epilogue, place, col));
+      out[output_place(epilogue, first_row + i, col, work)] =  // mutant: epilogue
+          T(apply_epilogue(totals[i], epilogue, place, col));
     }
   }
 }

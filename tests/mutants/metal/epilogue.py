@@ -102,7 +102,7 @@ _STORES = (
     Mutant(
         "slots are taken to be k wide",
         _EPILOGUE,
-        "finish",
+        "epilogue",
         "* $1",
         "* work.k",
         GEMV_NATIVE,
@@ -241,7 +241,7 @@ _FINISH = (
     Mutant(
         "the bias is a tile's column",
         _EPILOGUE,
-        "finish",
+        "epilogue",
         "$1 +",
         "",
         FUSED,
@@ -277,7 +277,7 @@ _FINISH = (
     Mutant(
         "the reduce's bias is a row's",
         _REDUCE,
-        "finish",
+        "epilogue",
         ", $1, $2, $3",
         ", $1, $2, first_row + i",
         FUSED_SPLIT,
@@ -388,7 +388,7 @@ _SUMS = (
     Mutant(
         "the reduce converts without being asked",
         _REDUCE,
-        "finish",
+        "epilogue",
         "$1($2($3[$4], $5, $6, $7))",
         "$2($3[$4], $5, $6, $7)",
         GEMV_NATIVE,
@@ -472,7 +472,7 @@ _PARTS = (
     Mutant(
         "the reduce puts results where a single one would be",
         _REDUCE,
-        "finish",
+        "epilogue",
         "$1($2, $3 + $4, $5, $6)",
         "place",
         PARTS_SPLIT,
@@ -490,7 +490,7 @@ _PARTS = (
     Mutant(
         "the bias is a part's",
         _EPILOGUE,
-        "finish",
+        "epilogue",
         "$1 + $2",
         "$2 % 32",
         PARTS,
