@@ -156,7 +156,7 @@ def _works(
         x_bytes=problem.activation_bytes,
     )
     named = {name: wish for name, wish in overrides.items() if name != "simdgroups_n"}
-    if named.keys() & decompositions.WORK_WISHES:
+    if named.keys() & decompositions.WORK_OVERRIDES:
         yield from (work for work, _ in decompositions.works(space, named))
         return
     yield from _worth_comparing(space, problem)

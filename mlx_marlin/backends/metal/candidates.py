@@ -18,17 +18,17 @@ from mlx_marlin.backends.metal.staging import buffer_bytes
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import (
-    Strategy,
-    Tile,
     Work,
     data_parallel,
     decompositions,
 )
-from mlx_marlin.planning.work.decompositions import WORK_WISHES, Space
+from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, Space
+from mlx_marlin.planning.work.division import Strategy
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     Kernel,
     Reduction,
+    Tile,
     k_tile,
     step_k,
 )
@@ -69,7 +69,7 @@ def candidates(
         ValueError: If a wish makes no plan, as `Plan` says it.
     """
     body = _body(problem, overrides)
-    if problem.invariant and not WORK_WISHES & overrides.keys():
+    if problem.invariant and not WORK_OVERRIDES & overrides.keys():
         yield _invariant(body, device, overrides)
         return
     space = Space(
