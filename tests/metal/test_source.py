@@ -64,7 +64,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     own = (folder / "kernels" / f"{body}.metal").read_text()
     assert text.source == compaction.stripped(own)
     libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue")
-    libraries = (*libraries, *metal_source.LEANING.get(kernel, ()), kernel)
+    libraries = (*libraries, *metal_source.DEPENDENCIES.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
     assert text.header == metal_source.header(libraries, own)
