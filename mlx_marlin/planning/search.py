@@ -80,8 +80,8 @@ def ranked(offer: Callable[[Limit], Iterable[Option]]) -> tuple[Candidate, ...]:
     return (*found.values(),)
 
 
-def doubt(is_split: bool) -> float:
-    """Returns the factor on the predicted time of a plan for the model's error."""
+def split_factor(is_split: bool) -> float:
+    """Returns the factor on a predicted time: split tiles must gain `MODEL_ERROR`."""
     return 1 + MODEL_ERROR * is_split
 
 

@@ -89,7 +89,7 @@ def _rank(
     busy = config.work.threadgroups - config.work.idle
     share = min(busy / device.multiprocessors, 1.0)
     return (
-        found.seconds * (1 + share) / 2 * search.doubt(config.work.is_split),
+        found.seconds * (1 + share) / 2 * search.split_factor(config.work.is_split),
         found.memory,
         OF_CUDA.index(config.kernel),
         STRATEGIES.index(config.work.strategy),
