@@ -34,7 +34,7 @@ class Declared(NamedTuple):
     numbers: tuple[str, ...] = ()
     declaration: str = ""
 
-    def beside(self, other: "Declared") -> "Declared":
+    def combined(self, other: "Declared") -> "Declared":
         """Returns the declarations of both."""
         return Declared(
             self.suffix + other.suffix,
@@ -95,7 +95,7 @@ ROTATED_NORMS = Declared(
     "const marlin::Paired<Heads> epilogue{\n"
     "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
 )
-AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
+PLAIN_ROWS = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(
     "_normed",
     NORM,
@@ -118,7 +118,7 @@ def of_product(plan: Plan) -> Declared:
     declared = AS_IT_IS if plan.is_split else of_epilogue(plan.problem.epilogue)
     if plan.kernel != "mma":
         return declared
-    return declared.beside(AS_THEY_LIE if plan.problem.norm is None else NORMED)
+    return declared.combined(PLAIN_ROWS if plan.problem.norm is None else NORMED)
 
 
 def of_experts(plan: CudaGatherPlan) -> Declared:
@@ -126,5 +126,5 @@ def of_experts(plan: CudaGatherPlan) -> Declared:
     if plan.gate:
         declared = GATED_BIASED if plan.bias else GATED
     else:
-        declared = NO_SECOND.beside(BIASED if plan.bias else AS_IT_IS)
-    return declared.beside(NO_SOURCES) if plan.each else declared
+        declared = NO_SECOND.combined(BIASED if plan.bias else AS_IT_IS)
+    return declared.combined(NO_SOURCES) if plan.each else declared

@@ -56,10 +56,10 @@ def loop_of(
         subtract: Whether the offset of codes is subtracted before the products.
         device: The chip to plan for.
     """
-    trip = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     weights = padded_weights(problem)
-    slots, x_bytes = _per_trip(
-        trip, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
+    slots, x_bytes = _per_iteration(
+        counts, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
     )
     slots *= weights / WEIGHTS_PER_TRIP
     lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
@@ -67,7 +67,7 @@ def loop_of(
         bytes=problem.bytes,
         slots=slots,
         lane_bytes=lane_bytes,
-        registers=_registers(problem, fragments_m, trip),
+        registers=_registers(problem, fragments_m, counts),
         seconds=max(
             memory_seconds(problem.bytes, device),
             slots / slots_per_second(device),
@@ -80,9 +80,9 @@ def loop_slots(
     problem: Problem, fragments_m: int, subtract: bool, m: int, device: Device
 ) -> float:
     """Returns the issue slots of the main loop per weight, for m rows of float16."""
-    trip = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     rates = rates_of(device)
-    slots, _ = _per_trip(trip, fragments_m, subtract, m, "float16", rates)
+    slots, _ = _per_iteration(counts, fragments_m, subtract, m, "float16", rates)
     return slots / WEIGHTS_PER_TRIP
 
 
@@ -100,10 +100,10 @@ def readers(m: int, fragments_m: int) -> dict[int, int]:
     return {fragments_m: whole, rest: 1} if rest else {fragments_m: whole}
 
 
-def _registers(problem: Problem, fragments_m: int, trip: LoopCost) -> int:
+def _registers(problem: Problem, fragments_m: int, counts: LoopCost) -> int:
     rows = 1 if fragments_m else problem.m
-    base, per_row = trip.row_registers
-    count = trip.registers[fragments_m - 1] if fragments_m else base + per_row * rows
+    base, per_row = counts.row_registers
+    count = counts.registers[fragments_m - 1] if fragments_m else base + per_row * rows
     # The counts of integers in groups of 16 are those of float32 fragments.
     in_float = problem.group_size == 16 and problem.format.codes != "floating"
     if problem.dtype != "float16" and not (in_float and fragments_m):
@@ -111,8 +111,8 @@ def _registers(problem: Problem, fragments_m: int, trip: LoopCost) -> int:
     return count
 
 
-def _per_trip(
-    trip: LoopCost, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
+def _per_iteration(
+    counts: LoopCost, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
 ) -> tuple[float, float]:
     """Returns the slots of an iteration for all rows, and the lane bytes of x a weight.
 
@@ -121,12 +121,12 @@ def _per_trip(
     """
     element = DTYPE_BYTES[dtype] / 4
     if fragments_m == 0:
-        base, per_row = trip.rows
-        slots: float = base + per_row * m + subtract * trip.row_subtract
+        base, per_row = counts.rows
+        slots: float = base + per_row * m + subtract * counts.row_subtract
         return slots, m * element
     slots = x_bytes = 0.0
     for fragments, count in readers(m, fragments_m).items():
-        other = trip.fragments[fragments - 1][subtract]
+        other = counts.fragments[fragments - 1][subtract]
         products = rates.matrix_slots * MATRIX_OPS[fragments]
         slots += count * (products + rates.exposed * other)
         x_bytes += count * fragments * element

@@ -51,9 +51,9 @@ def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, floa
     Traffic of threadgroup memory is converted to lane bytes that take as long.
     """
     problem, rates = plan.problem, rates_of(device)
-    trip = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     held = readers(problem.m, plan.fragments_m)
-    loop = _staged_loop(plan, trip, held)
+    loop = _staged_loop(plan, counts, held)
     products = sum(count * MATRIX_OPS[held_m] for held_m, count in held.items())
     slots = rates.matrix_slots * products + rates.exposed * loop.other
     staged = loop.staged_bytes * LANE_BYTES_PER_CLOCK / THREADGROUP_BYTES_PER_CLOCK
@@ -61,12 +61,12 @@ def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, floa
     return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights
 
 
-def _staged_loop(plan: MetalPlan, trip: LoopCost, held: dict[int, int]) -> StagedLoop:
+def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> StagedLoop:
     """Returns the cost of the main loop of a plan of `gemm_staged`.
 
     Args:
         plan: The plan.
-        trip: The counts of the format for `gemm_register`.
+        counts: The counts of the format for `gemm_register`.
         held: Simdgroups that read each weight, by the row fragments they hold.
     """
     problem = plan.problem
@@ -75,7 +75,7 @@ def _staged_loop(plan: MetalPlan, trip: LoopCost, held: dict[int, int]) -> Stage
     along_k = TILE_K // FRAGMENT
     rows = TILE_N // FRAGMENT * along_k  # fragments of w in an iteration
     tiles = plan.m_tiles
-    decoded = tiles * (trip.fragments[0][plan.subtract] + rows) + fragments * along_k
+    decoded = tiles * (counts.fragments[0][plan.subtract] + rows) + fragments * along_k
     read = count * rows + fragments * (along_k + GROUP_SLOTS)
     waits = barriers(1, plan.buffers) - barriers(0, plan.buffers)
     stages = TILE_K / step_k(problem.group_size) / plan.simdgroups_k
