@@ -16,12 +16,8 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes as weights_dtypes
-from mlx_marlin.weights.formats import TILE_K, TILE_N
 
-ROWS_OF_THREAD = 4
-"""Rows of a column that a thread of the reduce finishes; the shader says the same."""
 REMEMBERED = 4096
 """Plans that `plans_built` tells of."""
 
@@ -128,8 +124,7 @@ def _decoder(
     kernel = backend.kernel(text, 0)
     template = kernels.template(arguments.weight_template(problem))
     _, rows, _, length = block
-    steps = length // (32 if problem.group_size == 32 else TILE_K)
-    threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
+    threads, threadgroup = plan.decode_threads(block)
     shape = mx.array((plan.rows, problem.k, *block), mx.int32)
     inputs = kernels.inputs_of(
         text, source.OPERANDS[1:], {"shape": shape, "numbers": shape}
@@ -143,7 +138,7 @@ def _decoder(
             inputs=inputs(readable(w), readable(scales), readable(biases)),
             template=template,
             grid=(threads, 1, 1),
-            threadgroup=(min(threads, 128), 1, 1),
+            threadgroup=(threadgroup, 1, 1),
             output_shapes=((rows, length),),
             output_dtypes=(dtype,),
         )[0]
@@ -167,9 +162,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     if "schedule" in numbers:
         numbers["schedule"] = mx.array(arguments.finishing_schedule(plan), mx.int32)
     inputs = kernels.inputs_of(text, ("partials", *source.FINISHING), numbers)
-    threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
     columns = _columns(text, problem)
-    grid, threadgroup = (threads, 1, 1), (min(threads, 256), 1, 1)
+    grid, threadgroup = (plan.reduce_threads, 1, 1), (plan.reduce_threadgroup, 1, 1)
     dtypes = [weights_dtypes.dtype(problem.dtype)] * len(columns)
 
     def reduce(

@@ -80,7 +80,7 @@ class MetalBackend:
             if overrides:
                 return True  # or it would depend on times which wishes are refused
             seconds = cost.least_seconds(body, device, work.is_split)
-            return seconds * search.doubt(work.is_split) <= limit()
+            return seconds * search.split_factor(work.is_split) <= limit()
 
         for plan in candidates(problem, device, overrides, can_win):
             prediction = cost.predict(plan, device)
@@ -182,7 +182,7 @@ def _same(plan: MetalPlan) -> MetalPlan:
 def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
     """Returns what plans are compared by: time first, then the simpler one."""
     return (
-        prediction.seconds * search.doubt(plan.is_split),
+        prediction.seconds * search.split_factor(plan.is_split),
         plan.dispatches,
         STRATEGIES.index(plan.work.strategy),
         plan.simdgroups_k,

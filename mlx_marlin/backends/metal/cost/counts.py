@@ -1,7 +1,7 @@
-"""What a trip of the main loop costs beside its matrix products, by format.
+"""Counted cost of an iteration of the main loop besides its matrix products, by format.
 
-The counts are of an open compiler for the first Apple generation: they rank variants
-and are not Apple's. A trip is 64 k of 32 rows of w.
+The counts are those of an open compiler for the first Apple generation. They rank
+variants; Apple's compiler may give others. An iteration is 64 k of 32 rows of w.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from mlx_marlin.weights.formats import format_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCost:
-    """The counts of one format, with activations of half.
+    """Counts of one format, with float16 activations.
 
     Attributes:
-        fragments: Issue slots beside the matrix products, by row fragments of x (1, 2)
+        fragments: Issue slots besides the matrix products, by row fragments of x (1, 2)
             and by whether the offset is subtracted.
-        rows: Issue slots of the dot products: at all, and for each row.
-        row_subtract: More of them where the offset is subtracted.
+        rows: Issue slots of the dot products: fixed, and per row.
+        row_subtract: Additional slots of the dot products if the offset is subtracted.
         registers: 16-bit registers of a thread, by row fragments of x.
-        row_registers: Likewise of the dot products: at all, and for each row.
+        row_registers: 16-bit registers of the dot products: fixed, and per row.
     """
 
     fragments: tuple[tuple[int, int], tuple[int, int]]
@@ -31,7 +31,7 @@ class LoopCost:
 
 
 ROW_SUBTRACT = {"affine": 60, "zero_point": 60, "symmetric": 48, "floating": 0}
-"""Slots more of the dot products where the offset is subtracted, by codes."""
+"""Additional slots of the dot products if the offset is subtracted, by codes."""
 
 # fmt: off
 _COUNTED: dict[
@@ -96,17 +96,18 @@ _COUNTED: dict[
     ("affine", 8, 16, True): ((292, 292), (326, 326), (109, 92), 120, 186, (69, 27)),
 }
 # fmt: on
-"""By (codes, bits, group: 16, 32 or 64 for all larger ones, packed): slots of 1 and of
-2 fragments (plain, subtracting), of rows (base, each), registers likewise. Dot products
-take the same in groups of 16 integers as of 64; their fragments are float in any case."""
+"""By (codes, bits, group size: 16, 32, or 64 for all larger ones, packed): slots of 1
+and of 2 fragments (plain, subtracting), slots of rows (fixed, per row), registers of 1
+and of 2 fragments, registers of rows (fixed, per row). Integers in groups of 16 have
+the dot products of groups of 64 and float32 fragments."""
 
 
 @lru_cache
-def trip_of(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
-    """Returns the counts of a format; of a like one where it was not counted itself.
+def loop_cost(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
+    """Returns the counts of a format, or of the affine one if it was not counted.
 
     Args:
-        mode: The scheme, such as "affine".
+        mode: Quantization mode, such as "affine".
         bits: Bits of a code.
         group_size: Weights that share a scale.
         layout: "mlx" or "marlin".
