@@ -123,7 +123,7 @@ def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
-    backend = registry.named(selection.backend())
+    backend = selection.active()
     text = backend.decode_source(problem)
     kernel = backend.kernel(text, 0)
     template = kernels.template(arguments.weight_template(problem))

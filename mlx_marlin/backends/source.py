@@ -16,6 +16,10 @@ FINISH = (*FINISHING, "parts")
 ROTATION = ("places", "periods")
 HEAD_NORMS = ("q_norm", "k_norm")
 NORM = ("norm",)
+SECOND = ("second", "second_scales")
+"""Codes and scales of the second packed weight of an expert, which the first gates."""
+EXPERT_BIASES = ("expert_bias", "second_bias")
+"""Bias of an expert, and that of its second weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,7 +265,7 @@ def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
 
 def _usual_layout() -> str:
     """Returns the layout of what `optimize` converts, unless another is named."""
-    return "marlin" if selection.backend() == "cuda" else "mlx"
+    return selection.traits().default_layout
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:

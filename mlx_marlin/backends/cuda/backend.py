@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.cuda import (
     arguments,
     handover,
@@ -11,8 +12,8 @@ from mlx_marlin.backends.cuda import (
     source,
 )
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
+from mlx_marlin.backends.cuda.experts.kernels import CudaGather, CudaRouting
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.backends.kernel_call import KernelCall
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.overrides import PlanOverrides
@@ -35,6 +36,18 @@ class CudaBackend:
     default_device = DEFAULT
     kernels = limits.OF_CUDA
     plan_type = CudaPlan
+    traits = Traits(
+        default_layout="marlin",
+        dtypes=limits.DTYPES,
+        replays_graphs=True,
+        unified_memory=False,
+        stock_multiplies_float32=False,
+        stock_masks_attention=False,
+        stock_attends_by_capacity=True,
+    )
+    gather = CudaGather()
+    routing = CudaRouting()
+    repack = None
 
     def unsupported_device(self, device: CudaDevice) -> str | None:
         """Returns why no kernel runs on a device, or None."""
@@ -69,6 +82,9 @@ class CudaBackend:
     def predict_stock(self, problem: Problem, device: CudaDevice) -> None:
         """Returns None: there is no model of stock MLX on CUDA."""
 
+    def stock_seconds(self, problem: Problem, device: CudaDevice) -> None:
+        """Returns None: there is no model of stock MLX on CUDA."""
+
     def handover(
         self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
     ) -> str | None:
@@ -84,6 +100,10 @@ class CudaBackend:
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
         """Returns no plans: all kernels are among the candidates."""
         return []
+
+    def with_cores(self, device: CudaDevice, cores: int) -> CudaDevice:
+        """Returns a device with another number of multiprocessors."""
+        return device.with_multiprocessors(cores)
 
     def cache_bytes(self, device: CudaDevice) -> int:
         """Returns the bytes of weights that no cache of a device can hold."""

@@ -1,14 +1,16 @@
 """The Metal back end: plans and kernels for Apple GPUs, which the emulator runs too."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
-from mlx_marlin.backends.kernel_call import KernelCall
+from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.metal import arguments, cost, source
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.dense import dense_if_faster
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.limits import KERNELS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.stock.handover import (
@@ -36,6 +38,18 @@ CACHE_BYTES = 64 * 2**20
 """Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
 
 
+class MetalRepack:
+    """Implements `Repack` for Metal."""
+
+    def source(self, to: str) -> Source:
+        """Returns the text of the kernel that moves codes to the layout `to`."""
+        return source.repack_source(to)
+
+    def template(self, bits: int, order: str) -> dict[str, TemplateValue]:
+        """Returns the template arguments of either kernel."""
+        return arguments.repack_template(bits, order)
+
+
 class MetalBackend:
     """Implements `Backend` for Metal."""
 
@@ -45,6 +59,10 @@ class MetalBackend:
     default_device = DEFAULT
     kernels = KERNELS
     plan_type = MetalPlan
+    traits = Traits(pads_small_inputs=True)
+    gather = MetalGather()
+    routing = None
+    repack = MetalRepack()
 
     def unsupported_device(self, device: Device) -> None:
         """Returns None: the kernels run on every Apple GPU."""
@@ -94,6 +112,10 @@ class MetalBackend:
         """Returns what the model says about stock MLX."""
         return stock_prediction(problem, device)
 
+    def stock_seconds(self, problem: Problem, device: Device) -> float:
+        """Returns the predicted time of stock MLX for a product and its epilogue."""
+        return stock_seconds(problem, device)
+
     def handover(
         self, problem: Problem, device: Device, ours: Callable[[], Prediction]
     ) -> str | None:
@@ -132,6 +154,11 @@ class MetalBackend:
             if cost.predict(staged, device).seconds <= most:
                 plans.append(staged)
         return plans
+
+    def with_cores(self, device: Device, cores: int) -> Device:
+        """Returns a chip with another number of GPU cores."""
+        variant = f"{device.name} with {cores} GPU cores"
+        return replace(device, cores=cores, variant=variant)
 
     def cache_bytes(self, device: Device) -> int:
         """Returns the bytes of weights that no cache of a device can hold."""
