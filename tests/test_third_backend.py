@@ -137,6 +137,9 @@ class NumPy:
     ) -> str | None:
         return "NumPy is slow with many rows" if problem.m > 64 else None
 
+    def system_build(self) -> str:
+        return np.__version__
+
     def product_source(self, plan: HostPlan) -> Source:
         return of_host("host_dot")
 

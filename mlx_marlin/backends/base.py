@@ -249,6 +249,10 @@ class Backend(Protocol):
         """Returns a device with another number of cores."""
         ...
 
+    def system_build(self) -> str:
+        """Returns the version of what the compiler of its kernels comes with."""
+        ...
+
     def cache_bytes(self, device: Any) -> int:
         """Returns a number of bytes of weights that no cache of a device can hold."""
         ...

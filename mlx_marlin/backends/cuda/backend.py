@@ -1,11 +1,13 @@
 """The CUDA back end: plans and kernels for NVIDIA GPUs."""
 
+import platform
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.cuda import (
     arguments,
+    detection,
     handover,
     limits,
     search,
@@ -104,6 +106,10 @@ class CudaBackend:
     def with_cores(self, device: CudaDevice, cores: int) -> CudaDevice:
         """Returns a device with another number of multiprocessors."""
         return device.with_multiprocessors(cores)
+
+    def system_build(self) -> str:
+        """Returns the system's kernel release and the version of the CUDA driver."""
+        return f"{platform.release()}, driver {detection.driver_version()}"
 
     def cache_bytes(self, device: CudaDevice) -> int:
         """Returns the bytes of weights that no cache of a device can hold."""

@@ -6,7 +6,7 @@ from functools import partial
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
 from mlx_marlin.backends.base import KernelCall, Traits
-from mlx_marlin.backends.metal import arguments, cost, source
+from mlx_marlin.backends.metal import arguments, cost, detection, source
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.dense import dense_if_faster
 from mlx_marlin.backends.metal.device import DEFAULT, Device
@@ -159,6 +159,10 @@ class MetalBackend:
         """Returns a chip with another number of GPU cores."""
         variant = f"{device.name} with {cores} GPU cores"
         return replace(device, cores=cores, variant=variant)
+
+    def system_build(self) -> str:
+        """Returns the build of macOS, or another system's kernel release."""
+        return detection.os_build()
 
     def cache_bytes(self, device: Device) -> int:
         """Returns the bytes of weights that no cache of a device can hold."""
