@@ -21,7 +21,6 @@ ALLOWED = {
     "cli/diagnosis/": "reports about machines",
     "backends/registry.py": "lists the back ends",
     "backends/selection.py": "the values of MLX_MARLIN_BACKEND and MLX's devices",
-    "backends/devices.py": "finds the GPU of this machine and the tables' GPUs",
     "backends/kernels.py": "names MLX's functions that make kernels",
     "backends/tuned_results.py": "suffixes of the kernels' files",
     "cli/demo_report.py": "descriptions by the value of MLX_MARLIN_BACKEND",

@@ -245,6 +245,34 @@ class Backend(Protocol):
         """Returns plans for a tuner to try in addition to the candidates."""
         ...
 
+    def knows_device(self, name: str) -> bool:
+        """Returns whether a name means a device of this back end."""
+        ...
+
+    def find_device(self, name: str, cores: int | None) -> Any:
+        """Returns a device by its name.
+
+        Args:
+            name: A name with or without the maker, such as "M3 Max".
+            cores: Number of cores; None for the largest variant.
+
+        Raises:
+            ValueError: If the name is not known.
+        """
+        ...
+
+    def detect_device(self) -> Any | None:
+        """Returns this machine's device, or None if the back end has none here."""
+        ...
+
+    def as_in_mlx(self, device: Any) -> Any:
+        """Returns a device as the environment variables of MLX change it.
+
+        Raises:
+            ValueError: If such a variable has no valid value.
+        """
+        ...
+
     def with_cores(self, device: Any, cores: int) -> Any:
         """Returns a device with another number of cores."""
         ...

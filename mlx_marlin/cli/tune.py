@@ -138,7 +138,7 @@ def listing(problem: Problem, target: Target) -> str:
 
 
 def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
-    """Returns the model's microseconds, or nothing if there is no model of stock MLX."""
+    """Returns the model's microseconds; nothing if there is no model of stock MLX."""
     if arm is not None:
         return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
     stock = registry.of_device(target).predict_stock(problem, target)

@@ -1,19 +1,19 @@
 """The CUDA back end: plans and kernels for NVIDIA GPUs."""
 
 import platform
+import sys
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.cuda import (
     arguments,
-    detection,
     handover,
     limits,
     search,
     source,
 )
-from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
+from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
 from mlx_marlin.backends.cuda.experts.kernels import CudaGather, CudaRouting
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.source import Source
@@ -103,12 +103,38 @@ class CudaBackend:
         """Returns no plans: all kernels are among the candidates."""
         return []
 
+    def knows_device(self, name: str) -> bool:
+        """Returns whether a name is that of an NVIDIA GPU."""
+        return name.lower().startswith("nvidia") or key(name) in gpus()
+
+    def find_device(self, name: str, cores: int | None) -> CudaDevice:
+        """Returns a GPU by its name.
+
+        Raises:
+            ValueError: If the name is not known.
+        """
+        return CudaDevice.named(name, cores)
+
+    def detect_device(self) -> CudaDevice | None:
+        """Returns the CUDA device that MLX computes on; None where it has none."""
+        if sys.platform == "darwin":
+            return None
+        from mlx_marlin.backends.cuda import detection
+
+        return detection.here()
+
+    def as_in_mlx(self, device: CudaDevice) -> CudaDevice:
+        """Returns the same device: no variable of MLX changes it."""
+        return device
+
     def with_cores(self, device: CudaDevice, cores: int) -> CudaDevice:
         """Returns a device with another number of multiprocessors."""
         return device.with_multiprocessors(cores)
 
     def system_build(self) -> str:
         """Returns the system's kernel release and the version of the CUDA driver."""
+        from mlx_marlin.backends.cuda import detection
+
         return f"{platform.release()}, driver {detection.driver_version()}"
 
     def cache_bytes(self, device: CudaDevice) -> int:

@@ -1,15 +1,17 @@
 """The Metal back end: plans and kernels for Apple GPUs, which the emulator runs too."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
 from mlx_marlin.backends.base import KernelCall, Traits
-from mlx_marlin.backends.metal import arguments, cost, detection, source
+from mlx_marlin.backends.metal import arguments, cost, source
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.dense import dense_if_faster
-from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.limits import KERNELS
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -29,6 +31,8 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 from mlx_marlin.planning.work import STRATEGIES, Work
 
+ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
+"""MLX's variable: the GPU architecture that it chooses its kernels for."""
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
 """(buffers, loaders) of `gemm_staged` that are worth a try."""
 EXPERIMENT_CUTOFF = 1.25
@@ -155,6 +159,38 @@ class MetalBackend:
                 plans.append(staged)
         return plans
 
+    def knows_device(self, name: str) -> bool:
+        """Returns whether a name is that of an Apple chip."""
+        return key(name) in chips()
+
+    def find_device(self, name: str, cores: int | None) -> Device:
+        """Returns a chip by its name.
+
+        Raises:
+            ValueError: If the name is not known.
+        """
+        return Device.named(name, cores)
+
+    def detect_device(self) -> Device | None:
+        """Returns this Mac's chip; None on another system."""
+        if sys.platform != "darwin":
+            return None
+        from mlx_marlin.backends.metal import detection
+
+        return detection.here()
+
+    def as_in_mlx(self, device: Device) -> Device:
+        """Returns a chip with the architecture that MLX_METAL_GPU_ARCH names, if any.
+
+        Raises:
+            ValueError: If the variable does not name an architecture.
+        """
+        arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
+        try:
+            return replace(device, arch=arch) if arch else device
+        except ValueError as error:
+            raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
+
     def with_cores(self, device: Device, cores: int) -> Device:
         """Returns a chip with another number of GPU cores."""
         variant = f"{device.name} with {cores} GPU cores"
@@ -162,6 +198,8 @@ class MetalBackend:
 
     def system_build(self) -> str:
         """Returns the build of macOS, or another system's kernel release."""
+        from mlx_marlin.backends.metal import detection
+
         return detection.os_build()
 
     def cache_bytes(self, device: Device) -> int:
