@@ -25,8 +25,8 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 
 CACHE_BYTES = 128 * 2**20
-"""No second-level cache of NVIDIA's is larger (126 MB of a B200, 50 of an H100 or H200:
-NVIDIA's architecture papers)."""
+"""No second-level cache of an NVIDIA GPU is larger: a B200 has 126 MB, an H100 or H200
+50 MB (NVIDIA's architecture papers)."""
 
 
 class CudaBackend:
@@ -70,15 +70,15 @@ class CudaBackend:
         overrides: PlanOverrides,
         limit: Limit,
     ) -> Iterator[Option]:
-        """Yields what is worth comparing, at least one option.
+        """Yields the plans to compare, at least one.
 
         Raises:
-            ValueError: If no plan has the wished fields.
+            ValueError: If no plan has the fields in `overrides`.
         """
         return search.options(problem, device, overrides)
 
     def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
-        """Returns what the model says about a plan."""
+        """Returns the time that the cost model predicts for a plan."""
         return search.predict(plan, device)
 
     def predict_stock(self, problem: Problem, device: CudaDevice) -> None:
@@ -96,7 +96,7 @@ class CudaBackend:
     def decode_once(
         self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
     ) -> DensePlan | None:
-        """Returns the plain product of a weight decoded once, where it is faster."""
+        """Returns the plan that decodes the weight first, if it is faster."""
         return handover.dense(problem)
 
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
@@ -138,7 +138,7 @@ class CudaBackend:
         return f"{platform.release()}, driver {detection.driver_version()}"
 
     def cache_bytes(self, device: CudaDevice) -> int:
-        """Returns the bytes of weights that no cache of a device can hold."""
+        """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES
 
     def product_source(self, plan: CudaPlan) -> Source:
@@ -146,7 +146,7 @@ class CudaBackend:
         return source.of_product(plan)
 
     def reduce_source(self, plan: CudaPlan) -> Source:
-        """Returns the text of the kernel that adds a plan's splits."""
+        """Returns the text of the kernel that adds the splits of a plan."""
         return source.of_reduce(plan)
 
     def decode_source(self, problem: Problem) -> Source:
@@ -158,15 +158,15 @@ class CudaBackend:
         return arguments.product_template(plan)
 
     def reduce_template(self, plan: CudaPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the reduce that follows a split plan."""
+        """Returns the template arguments of the kernel that adds a plan's splits."""
         return arguments.reduce_template(plan)
 
     def numbers(self, plan: CudaPlan) -> dict[str, tuple[int, ...]]:
-        """Returns the integers that the kernels read: one array has them all."""
+        """Returns the integers that the kernels read, all in one array."""
         return {"numbers": arguments.numbers(plan)}
 
     def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
-        """Returns a call that launches a kernel, which its first use builds."""
+        """Returns a call that launches a kernel; the first call builds it."""
         from mlx_marlin.backends import kernels
 
         return kernels.lazily(source, shared_bytes)
