@@ -1,4 +1,4 @@
-"""Runs plans: calls their kernels with arrays. It decides nothing."""
+"""Launches the kernels of plans. It decides nothing."""
 
 import math
 from collections import deque
@@ -19,27 +19,30 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights import dtypes as weights_dtypes
 
 REMEMBERED = 4096
-"""Plans that `plans_built` tells of."""
+"""Plans that `plans_built` lists at most."""
 
 Product = Callable[..., mx.array]
-"""From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
-epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
-not as any array. With a rotation, the places of rows, int32 [m] or any, and the periods
-of a head's pairs, float32 [features / 2], follow, and the weights [features] of norms
-of q and k, if heads are normalized; y is [m, heads, 1, features]. Of a batch of
-products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the batch as a
-first dimension. With parts, there is a tuple of y [..., columns], and callers know
-it."""
+"""Takes x [..., k] of m rows, codes, scales and biases, and returns y [..., n].
+
+If the problem has an epilogue, bias [n], multiplier [..., n] and residual [..., n]
+follow; absent operands may be any placeholder array. If it has a rotation, the
+positions of the rows (int32) and the angular periods of a head's pairs, float32
+[features / 2], follow, and the weights [features] of the norms of q and k if heads are
+normalized; y then is [m, heads, 1, features].
+
+For a batch of products x is [batch, m, k] and y [batch, m, n]; the batch is the first
+dimension of the weight's arrays. If the epilogue has parts, the result is a tuple of
+arrays [..., columns], although it is annotated as one array."""
 
 
 def forget() -> None:
-    """Drops what was asked once and built once: back end, kernels, plans built."""
+    """Clears the caches of the back end and the kernels, and the list of plans."""
     kernels.forget()
     _built.clear()
 
 
 def plans_built() -> list[Plan]:
-    """Returns the plans that were prepared last, oldest first, each once."""
+    """Returns the plans that were prepared last, oldest first, without duplicates."""
     return list(dict.fromkeys(list(_built)))
 
 
@@ -48,21 +51,21 @@ def product(plan: Plan) -> Product:
 
     Returns:
         A function from x [..., k] in the problem's dtype, codes, scales and biases in
-        the problem's layout (packed: biases are interleaved with the scales, and the
-        argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
-        the problem's dtype. If the problem has an epilogue or a norm, bias, multiplier
-        and residual follow, in the problem's dtype; those that it leaves out are not
-        read. A rotation's places and periods, both weights of its norms if it has them,
-        and the norm's weight [k] stand behind them.
-        With parts, there is a tuple of results, [..., columns] each; with a rotation
-        each is [m, heads, 1, features].
+        the problem's layout to y [..., n] in the problem's dtype. Packed scales contain
+        the biases: the argument is not read, unless it is a global scale, float32 [2].
+        If the problem has an epilogue or a norm, bias, multiplier and residual follow,
+        in the problem's dtype; absent operands are not read. After them come the
+        positions and periods of a rotation, both weights of its norms if it has them,
+        and the norm's weight [k].
+        If the epilogue has parts, the function returns a tuple of results [...,
+        columns], or with a rotation [m, heads, 1, features].
     """
     _built.append(plan)
     return unrecorded_product(plan)
 
 
 def unrecorded_product(plan: Plan) -> Product:
-    """Builds the same call as `product`, and `plans_built` does not list the plan."""
+    """Builds the same call as `product` without listing the plan in `plans_built`."""
     multiply = _multiply(plan)
     if not plan.needs_second_pass:
         return multiply
@@ -76,9 +79,8 @@ def dense_product(plan: DensePlan) -> Product:
     """Builds the call that decodes a weight and multiplies it with MLX's own product.
 
     Returns:
-        A function as `product` builds it, without an epilogue's arrays. Of several
-        weights, x and the weights are broadcast, and both may have any dimensions
-        before their own.
+        A function as `product` builds it, without an epilogue's arrays. If the problem
+        is a batch, x and the weights are broadcast.
     """
     decoders = [_decoder(plan, block) for block in plan.chunks]
 
@@ -111,7 +113,7 @@ def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.
 def decoded_blocks(
     plan: DensePlan, w: mx.array, scales: mx.array, biases: mx.array
 ) -> list[mx.array]:
-    """Returns the weight's blocks as `dense_product` decodes them, chunk by chunk."""
+    """Returns the blocks of a weight that `dense_product` decodes, in order."""
     return [_decoder(plan, block)(w, scales, biases) for block in plan.chunks]
 
 
@@ -119,7 +121,7 @@ def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
-    backend = registry.named(selection.backend())
+    backend = selection.active()
     text = backend.decode_source(problem)
     kernel = backend.kernel(text, 0)
     template = kernels.template(arguments.weight_template(problem))
@@ -150,8 +152,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     """Builds the call that adds a split plan's partial sums, in ascending k.
 
     Returns:
-        A function from float32 of `workspace_shape`, and the epilogue's arrays if there
-        is one, to y [m, n] in the problem's dtype, or [*rows, n].
+        A function from partial sums, float32 of `workspace_shape`, and the arrays of
+        the epilogue, if any, to y [m, n] or [*rows, n] in the problem's dtype.
     """
     problem = plan.problem
     backend = registry.of_plan(plan)
@@ -218,7 +220,7 @@ def _multiply(plan: Plan) -> Product:
     def multiply_plain(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *_: mx.array
     ) -> mx.array:
-        # Most calls; each step of the general way costs the host part of a microsecond.
+        # Serves most calls. Steps of the general function cost the host up to 1 us.
         return kernel(
             inputs=inputs(x, w, scales, biases),
             template=template,
@@ -228,7 +230,7 @@ def _multiply(plan: Plan) -> Product:
             output_dtypes=dtypes,
         )[0]
 
-    # Of a split plan the epilogue is the reduction's.
+    # The epilogue of a split plan belongs to its reduction.
     is_plain = plan.is_split or problem.epilogue == PLAIN
     is_plain = is_plain and problem.norm is None
     if is_plain and not (problem.global_scale or small or start):
@@ -256,7 +258,7 @@ def _multiply(plan: Plan) -> Product:
 
 
 def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
-    """Returns the names of a rotation's arrays, in the order of a call."""
+    """Returns the names of a rotation's arrays in the order of the arguments."""
     if rotation is None:
         return ()
     norms = source.HEAD_NORMS if rotation.norm is not None else ()
@@ -264,7 +266,7 @@ def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
 
 
 def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
-    """Returns the columns of each array that a kernel writes."""
+    """Returns the numbers of columns of the arrays that a kernel writes."""
     if text.output_names == ("out",):
         return (problem.columns,)
     return problem.epilogue.parts
@@ -273,7 +275,7 @@ def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
 def _shapes(
     problem: Problem, columns: tuple[int, ...], rows: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Returns the shapes of a kernel's results, each of so many columns."""
+    """Returns the shapes of a kernel's results with these numbers of columns."""
     rotation = problem.epilogue.rotation
     if rotation is None:
         return [(*rows, n) for n in columns]
@@ -282,9 +284,9 @@ def _shapes(
 
 
 def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
-    """Returns a result, or with parts all of them: a tuple, as callers know.
+    """Returns the result, or a tuple of results if the epilogue has parts.
 
-    Where a kernel wrote them one after the other, they are taken apart without a copy.
+    If a kernel wrote the parts into one array, they are slices of it without a copy.
     """
     parts = problem.epilogue.parts
     if not parts:
@@ -300,9 +302,9 @@ def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
 
 
 def _numbers(backend: Backend, plan: Plan) -> dict[str, mx.array]:
-    """Returns a plan's numbers by the names that texts have for them.
+    """Returns the arrays of integers that a plan's kernels read, by their names.
 
-    On Metal they arrive in `constant`, where they belong: they are never padded.
+    They are never padded: kernels for Metal declare them in `constant`.
     """
     named = backend.numbers(plan)
-    return {name: mx.array(each, mx.int32) for name, each in named.items()}
+    return {name: mx.array(numbers, mx.int32) for name, numbers in named.items()}

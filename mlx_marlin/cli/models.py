@@ -55,8 +55,8 @@ def problems(name: str, counts: Sequence[int]) -> list[Problem]:
     from mlx_marlin.backends import selection
     from mlx_marlin.tuning import layers
 
-    layout = "marlin" if selection.backend() == "cuda" else "mlx"
-    found = layers.find(load(name, lazy=True)[0], [layout]).problems
+    layouts = [selection.traits().default_layout]
+    found = layers.find(load(name, lazy=True)[0], layouts).problems
     if not found:
         raise ValueError(
             f"the model {name!r} has no quantized linear layer in a format that our "

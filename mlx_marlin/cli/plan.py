@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin.backends import devices, planner, registry
-from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.handover import stock_seconds
 from mlx_marlin.cli.pictures import text
 from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
@@ -141,10 +138,8 @@ def _device(name: str | None, cores: int | None) -> Target:
     here = devices.current()
     if cores is None:
         return here
-    if isinstance(here, CudaDevice):
-        return here.with_multiprocessors(cores)
-    assert isinstance(here, Device)
-    return replace(here, cores=cores, variant=f"{here.name} with {cores} GPU cores")
+    changed: Target = registry.of_device(here).with_cores(here, cores)
+    return changed
 
 
 def _overrides(args: argparse.Namespace) -> PlanOverrides:
@@ -229,8 +224,10 @@ def _server(choice: Choice) -> str:
         return "this plan: stock MLX cannot read a packed weight"
     if problem.invariant:
         return "this plan: stock MLX's bits of a row depend on the number of rows"
-    assert isinstance(choice.device, Device)
-    ratio = stock_seconds(problem, choice.device) / choice.prediction.seconds
+    stock = registry.of_device(choice.device).stock_seconds(problem, choice.device)
+    if stock is None:
+        return "this plan"
+    ratio = stock / choice.prediction.seconds
     kernel = choice.stock.call.kernel
     return f"this plan: {ratio:.2f} times as fast as {kernel} (model, not measured)"
 

@@ -13,12 +13,11 @@ from mlx_marlin import guard
 from mlx_marlin.backends import (
     devices,
     planner,
+    registry,
     selection,
     tuned_results,
 )
 from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.cli import models
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -139,12 +138,11 @@ def listing(problem: Problem, target: Target) -> str:
 
 
 def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
-    """Returns the model's microseconds; of stock MLX there is no model on CUDA."""
+    """Returns the model's microseconds; nothing if there is no model of stock MLX."""
     if arm is not None:
         return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
-    if not isinstance(target, Device):
-        return ""
-    return f"{stock_prediction(problem, target).seconds * 1e6:.1f}"
+    stock = registry.of_device(target).predict_stock(problem, target)
+    return "" if stock is None else f"{stock.seconds * 1e6:.1f}"
 
 
 def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
@@ -265,7 +263,7 @@ def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
 
 def _usual_layout() -> str:
     """Returns the layout of what `optimize` converts, unless another is named."""
-    return "marlin" if selection.backend() == "cuda" else "mlx"
+    return selection.traits().default_layout
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:

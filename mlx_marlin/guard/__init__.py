@@ -16,11 +16,8 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from mlx_marlin.backends import selection, source
+from mlx_marlin.backends import experts_launch, repack_launch, selection, source
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.metal import arguments
-from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.guard import checks, known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
@@ -195,10 +192,11 @@ def forget() -> None:
 
 
 def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...]:
-    template = arguments.repack_template(bits, order)
+    kernels = repack_launch.repack_kernels()
+    template = kernels.template(bits, order)
     return (
         KernelVariant(
-            source=metal_source.repack_source(to),
+            source=kernels.source(to),
             template=(*template.items(),),
             dtypes=("uint32", "uint32"),
         ),
@@ -210,7 +208,7 @@ def _routing_variants(
 ) -> tuple[KernelVariant, ...]:
     return (
         KernelVariant(
-            source=cuda_source.routing_source(body),
+            source=experts_launch.routing_source(body),
             template=(*template.items(),),
             dtypes=(dtypes.dtype_name(dtype), "float32"),
         ),

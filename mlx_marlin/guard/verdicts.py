@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import cache
-from mlx_marlin.backends.cuda import detection as cuda_detection
-from mlx_marlin.backends.metal import detection
+from mlx_marlin.backends import registry
 
 STATES = ("started", "passed", "failed", "undecided")
 DIED = "the process ended during the check"
@@ -188,15 +187,8 @@ def _machine(backend: str) -> str:
     chip = str(info.get("device_name", backend))
     architecture = str(info.get("architecture", platform.machine()))
     version = str(mx.__version__)  # type: ignore[attr-defined]
-    machine = chip, architecture, platform.system(), _system_build(backend), version
+    build = registry.named(backend).system_build()
+    machine = chip, architecture, platform.system(), build, version
     digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
     name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
     return f"{name}-{digest}"
-
-
-def _system_build(backend: str) -> str:
-    """Returns the versions of the system and driver, which include the GPU compiler."""
-    build = detection.os_build()
-    if backend != "cuda":
-        return build
-    return f"{build}, driver {cuda_detection.driver_version()}"

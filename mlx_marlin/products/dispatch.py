@@ -325,7 +325,7 @@ def _decide(kind: Kind, stock: Product) -> PreparedCall:
     product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
     of_x = partial(_backward, problem) if kind.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), kind)
-    return traced_call(run) if selection.backend() == "cuda" else PreparedCall(run)
+    return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
 
 
 def plan_of(problem: Problem) -> Plan | DensePlan | str:

@@ -58,13 +58,12 @@ def unsupported(problem: Problem, transpose: bool = True) -> str | None:
         problem: The product to compute.
         transpose: Whether it is x @ w.T.
     """
-    backend = registry.named(selection.backend())
-    return backend.unsupported(problem, target(), transpose)
+    return selection.active().unsupported(problem, target(), transpose)
 
 
 def unsupported_device() -> str | None:
     """Returns why no kernel of ours runs on the device here; None if they do."""
-    return registry.named(selection.backend()).unsupported_device(target())
+    return selection.active().unsupported_device(target())
 
 
 def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
@@ -95,7 +94,7 @@ def target() -> PlanningDevice:
         ValueError: If MLX_MARLIN_DEVICE names one that it does not.
     """
     here: PlanningDevice = devices.current()
-    backend = registry.named(selection.backend())
+    backend = selection.active()
     if registry.of_device(here) is backend:
         return here
     wish = os.environ.get(devices.ENVIRONMENT)

@@ -1,7 +1,7 @@
 """Moves codes between MLX's rows of bits and packed tiles, exactly.
 
-Kernels of ours do it on Metal, after their known-answer check; elsewhere MLX's own
-operations do.
+The kernels of a GPU's back end do it, after their known-answer check, if it has them;
+otherwise MLX's own operations do.
 """
 
 import mlx.core as mx
@@ -57,7 +57,7 @@ def _by_kernel(to: str, bits: int, group_size: int) -> bool:
 def _on_gpu() -> bool:
     # Elsewhere the same moves are MLX's operations: on a CPU they are compiled code,
     # and the emulator would run the kernels a thread at a time.
-    if selection.backend() != "metal":
+    if selection.backend() not in selection.ON_GPU or selection.active().repack is None:
         return False
     here = mx.default_device() != mx.Device(mx.cpu)
     return here or selection.forced_backend() is not None

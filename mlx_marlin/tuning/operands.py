@@ -120,7 +120,7 @@ def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
     w, scales, third = native
     if problem.format.codes != "floating":
         scales, third = scales.astype(mx.float32), third.astype(mx.float32)
-    if _is_of_mlx(problem) and selection.backend() != "cuda":
+    if _is_of_mlx(problem) and selection.traits().stock_multiplies_float32:
         return stock_product(problem)(x, w, scales, third)
     # Plain numbers: stock MLX has no such scheme, or on CUDA (0.32.4) it raises for 64
     # rows of float32 (measured: 5120→17408).

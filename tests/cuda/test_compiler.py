@@ -19,9 +19,9 @@ from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import problem_of
 
@@ -83,7 +83,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def compiled(
     text: Source,
-    plan: Plan | CudaGatherPlan,
+    plan: Plan | GatherPlan,
     device: CudaDevice,
     folder: Path,
     template: dict[str, TemplateValue],
@@ -188,10 +188,13 @@ def test_experts_compile_and_their_registers_suffice(
 ) -> None:
     device = CudaDevice.named(H200)
     problem = problem_of(pairs, 768, 2048, layout="marlin")
-    plan = planner.choose_cuda_gather(problem, 128, each, device, gate, bias)
-    text = cuda_source.cuda_gather_source(plan)
+    gather = GatherProblem(
+        problem=problem, experts=128, pairs_per_row=each, gate=gate, bias=bias
+    )
+    plan = planner.choose_gather(gather, device)
+    text = cuda_source.gather_source(plan)
 
-    template = cuda_arguments.cuda_gather_template(plan)
+    template = cuda_arguments.gather_template(plan)
     said = compiled(text, plan, device, tmp_path, template)
 
     assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said

@@ -18,6 +18,7 @@ from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
 from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products.experts import dispatch
 from mlx_marlin.products.experts.dispatch import why_not_gather
@@ -32,6 +33,7 @@ H200 = cuda_cases.h200()
 AFFINE = ("affine", 4, 64)
 LONG = {"x_shape": (5, 1, 1, 1024), "n": 2**20, "k": 1024, "experts": 16}
 UNEVEN = [*cuda_experts.UNEVEN]
+BLOCK = ("fragments_m", "simdgroups_n", "simdgroups_k")
 
 
 def assert_right(y: mx.array, call: Call) -> None:
@@ -114,7 +116,7 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"x_shape": (5, 1, 1, 128), "pairs": (5, 2)}, 2),
         ({"x_shape": (5, 1, 128), "pairs": (5,)}, 1),
         ({"x_shape": (1, 1, 128), "pairs": (16,)}, 16),
-        ({"x_shape": (1, 1, 128), "pairs": (17,)}, 0),  # a kernel for each number
+        ({"x_shape": (1, 1, 128), "pairs": (17,)}, 17),
         ({"x_shape": (5, 1, 128), "pairs": (5, 2)}, 0),
         ({"x_shape": (5, 1, 1, 128), "pairs": (5, 2), "rows_are_named": True}, 0),
     ],
@@ -248,7 +250,10 @@ def test_gate_and_up_are_one_product(
     y = ours(x, chosen)
 
     gate = "silu" if type(activation) is SwiGLU else "swiglu_oai"
-    assert [(plan.gate, plan.bias) for plan in gathered] == [(gate, bias), (None, bias)]
+    assert [(plan.gather.gate, plan.gather.bias) for plan in gathered] == [
+        (gate, bias),
+        (None, bias),
+    ]
     assert y.shape == (rows, 1, 2, 128)
     assert_near(y, own, x, chosen)
 
@@ -265,13 +270,13 @@ def assert_near(y: mx.array, own: SwitchGLU, x: mx.array, chosen: mx.array) -> N
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
     """Lists the plans of experts' products."""
     plans: list[CudaGatherPlan] = []
-    own = experts_launch.cuda_gather_product
+    own = experts_launch.gather_product
 
     def listed(plan: CudaGatherPlan) -> Any:
         plans.append(plan)
         return own(plan)
 
-    monkeypatch.setattr(experts_launch, "cuda_gather_product", listed)
+    monkeypatch.setattr(experts_launch, "gather_product", listed)
     return plans
 
 
@@ -307,7 +312,7 @@ def test_gate_and_up_are_two_where_kernels_have_no_gate(
     y, stock = ours(x, chosen), own(x, chosen)
     mx.eval(y, stock)
 
-    assert not any(plan.gate for plan in gathered)
+    assert not any(plan.gather.gate for plan in gathered)
     if how == "stock":  # of which one product is MLX's
         own.set_dtype(mx.float32)
         assert_as_good(y, stock, own(x.astype(mx.float32), chosen))
@@ -383,7 +388,7 @@ def test_gradients_go_through_gate_and_up(
     own.set_dtype(mx.float32)
     wide = gradients(own, x.astype(mx.float32))
 
-    assert gathered[0].gate
+    assert gathered[0].gather.gate
     for each in zip(found, stock, wide, strict=True):
         assert_as_good(*each)
 
@@ -426,7 +431,7 @@ def test_a_plan_fits_the_device_and_says_itself(
     pairs: int, experts: int, n: int, k: int
 ) -> None:
     problem = problem_of(pairs, n, k, layout="marlin")
-    plan = planner.choose_cuda_gather(problem, experts, 0, H200)
+    plan = planner.choose_gather(GatherProblem(problem=problem, experts=experts), H200)
 
     assert plan.threads <= 1024
     assert plan.threadgroup_bytes <= H200.shared_bytes
@@ -441,14 +446,16 @@ def test_a_plan_fits_the_device_and_says_itself(
 )
 def test_large_experts_are_planned(n: int, k: int, bits: int, experts: int) -> None:
     problem = problem_of(800, n, k, bits=bits, layout="marlin")
-    plan = planner.choose_cuda_gather(problem, experts, 0, H200)
+    plan = planner.choose_gather(GatherProblem(problem=problem, experts=experts), H200)
     assert plan.num_threadgroups >= experts * n / 32 / 8
 
 
 @given(pairs=st.integers(1, 2000), experts=st.integers(1, 300), n=st.integers(1, 200))
 def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
     problem = problem_of(pairs, 32 * n, 2048, layout="marlin")
-    plan = planner.choose_cuda_gather(problem, experts, 0, H200, gate="silu")
+    plan = planner.choose_gather(
+        GatherProblem(problem=problem, experts=experts, gate="silu"), H200
+    )
 
     assert plan.simdgroups_n % 2 == 0
     columns = 32 * plan.simdgroups_n * plan.num_threadgroups
@@ -466,21 +473,29 @@ def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
         ({"fragments_m": 5}, "fragments_m=5"),
         ({"simdgroups_n": 9}, "simdgroups_n=9"),
         ({"simdgroups_n": 8, "simdgroups_k": 5}, "more than"),
-        ({"each": 2}, "each=2 does not divide 9 pairs"),
-        ({"each": -1}, "each=-1"),
+        ({"pairs_per_row": 2}, "pairs_per_row=2 does not divide 9 pairs"),
+        ({"pairs_per_row": -1}, "pairs_per_row=-1"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) -> None:
     sound = {"experts": 4, "fragments_m": 1, "simdgroups_n": 2, "simdgroups_k": 2}
-    problem = Problem(m=9, n=40, k=64)
+    problem, changed = Problem(m=9, n=40, k=64), sound | fields
+    block = {name: changed.pop(name) for name in BLOCK}
+
+    def planned() -> CudaGatherPlan:
+        gather = GatherProblem(problem=problem, **changed)
+        return CudaGatherPlan(gather=gather, **block)
+
     with pytest.raises(ValueError, match=words):
-        CudaGatherPlan(problem=problem, **({"each": 0} | sound | fields))
+        planned()
 
 
 @pytest.mark.parametrize("each", [0, 2])
 def test_the_text_reads_rows_only_where_they_are_named(each: int) -> None:
-    plan = planner.choose_cuda_gather(problem_of(8, 64, 128), 4, each, H200)
-    text = cuda_source.cuda_gather_source(plan)
+    problem = problem_of(8, 64, 128)
+    gather = GatherProblem(problem=problem, experts=4, pairs_per_row=each)
+    plan = planner.choose_gather(gather, H200)
+    text = cuda_source.gather_source(plan)
 
     read = ("x", "w", "scales", "biases", "experts")
     assert text.input_names == (*read, *(() if each else ("sources",)), "numbers")

@@ -3,6 +3,7 @@
 The kernels run on the CPU here; on a GPU `cuda/test_kernels.py` has them too.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,19 +13,24 @@ import pytest
 
 from mlx_marlin.backends import experts_launch, source
 from mlx_marlin.backends.cuda import arguments
-from mlx_marlin.backends.cuda.experts.plan import GATES
+from mlx_marlin.backends.cuda.experts.kernels import MAX_EXPERTS
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (
-    MOST_EXPERTS,
     Routing,
     choose_experts,
     is_ours,
     weighted_sum,
 )
 from mlx_marlin.planning.epilogue import ACTIVATIONS
+from mlx_marlin.planning.gather_plan import GATES
 from mlx_marlin.products import autodiff
 from support import cuda_experts
 from support.cuda_on_cpu import needs_emulator
+
+
+@pytest.fixture
+def cuda(backend: Callable[[str], None]) -> None:
+    backend("cuda")
 
 
 @needs_emulator
@@ -76,13 +82,14 @@ def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> No
     assert mx.max(experts).item() < 5
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     ("experts", "choices", "dtype", "ours"),
     [
         (128, 8, mx.float16, True),
-        (MOST_EXPERTS, 32, mx.bfloat16, True),
+        (MAX_EXPERTS, 32, mx.bfloat16, True),
         (8, 2, mx.float32, False),
-        (MOST_EXPERTS + 1, 8, mx.float16, False),
+        (MAX_EXPERTS + 1, 8, mx.float16, False),
         (128, 33, mx.float16, False),
         (4, 5, mx.float16, False),
     ],
@@ -139,6 +146,13 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
     monkeypatch.setattr(experts_launch, "route", lambda *_: results)
     with autodiff.without_vjp():
         assert choose_experts(mx.zeros((1, 2)), Routing(1)) is results
+
+
+def test_metal_has_no_kernel_that_chooses(backend: Callable[[str], None]) -> None:
+    backend("metal")
+    assert not is_ours(mx.zeros((2, 128), mx.float16), Routing(8))
+    with pytest.raises(ValueError, match="'metal' has no kernel 'route'"):
+        experts_launch.route(mx.zeros((2, 128), mx.float16), 8, False, False)
 
 
 def test_shaders_and_plans_number_gates_alike() -> None:

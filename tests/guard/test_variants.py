@@ -19,6 +19,7 @@ from mlx_marlin.guard import experts, known_answers, operands, reference, routin
 from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -53,6 +54,14 @@ def formats() -> list[dict[str, Any]]:
         for lay in each.layouts
         for size in each.group_sizes_in(lay)
     ]
+
+
+def of_experts(
+    problem: Problem, experts: int, gate: str | None = None, bias: bool = False
+) -> GatherProblem:
+    return GatherProblem(
+        problem=problem, experts=experts, pairs_per_row=2, gate=gate, bias=bias
+    )
 
 
 NATIVE = [form for form in formats() if form["layout"] == "mlx"]
@@ -129,15 +138,25 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
 def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
     for dtype in DTYPE_BYTES:
         problem = problem_of(pairs, n, 2048, dtype=dtype)
-        small = assert_same_variants(planner.choose_gather(problem, 16, DEVICE))
+        small = assert_same_variants(
+            planner.choose_gather(of_experts(problem, 16), DEVICE)
+        )
         assert bytes_of(small) < MOST_BYTES
         if dtype == "float32":
             continue
         packed = problem_of(pairs, n, 2048, dtype=dtype, layout="marlin")
         gates = (None, "silu") if n % 32 == 0 else (None,)
         for gate in gates:
-            plan = planner.choose_cuda_gather(packed, 16, 2, h200(), gate, False)
+            plan = planner.choose_gather(of_experts(packed, 16, gate), h200())
             assert_same_variants(plan)
+
+
+def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
+    problem = problem_of(17 * 3, LARGE, 2048, layout="marlin")
+    gather = GatherProblem(problem=problem, experts=16, pairs_per_row=17)
+    for device in (h200(), DEVICE):
+        small = assert_same_variants(planner.choose_gather(gather, device))
+        assert bytes_of(small) < MOST_BYTES
 
 
 @needs_emulator
@@ -176,7 +195,12 @@ def test_right_kernels_of_experts_and_decoding_pass(
     backend("emulator")
     for dtype in ("float16", "bfloat16"):
         problem = problem_of(20, LARGE, LARGE, mode=mode, layout=layout, dtype=dtype)
-        assert known_answers.fault_of(planner.choose_gather(problem, 8, DEVICE)) is None
+        assert (
+            known_answers.fault_of(
+                planner.choose_gather(of_experts(problem, 8), DEVICE)
+            )
+            is None
+        )
         assert known_answers.fault_of(dense_plan(problem)) is None
 
 
@@ -216,7 +240,7 @@ def test_right_kernels_of_cudas_experts_pass(
     pairs: int, gate: str | None, bias: bool, on_cpu: None
 ) -> None:
     problem = problem_of(pairs, 256, 512, layout="marlin")
-    plan = planner.choose_cuda_gather(problem, 4, 2, h200(), gate, bias)
+    plan = planner.choose_gather(of_experts(problem, 4, gate, bias), h200())
     assert known_answers.fault_of(plan) is None
 
 
@@ -241,7 +265,7 @@ def test_lost_subnormal_codes_are_found_in_gated_products(
         plan: AnyPlan = planner.make(problem, device=h200(), **few)
     else:
         problem = problem_of(12, 256, 512, **form)
-        plan = planner.choose_cuda_gather(problem, 4, 2, h200(), kind, False)
+        plan = planner.choose_gather(of_experts(problem, 4, kind), h200())
     assert known_answers.fault_of(plan) is None
     lay_out = operands._lay_out
 
@@ -322,8 +346,8 @@ def timed_plans() -> Iterator[AnyPlan]:
         yield planner.choose(gated, h200())
         for pairs in (8, 60):
             few = problem_of(pairs, LARGE, 2048, mode=mode, layout="marlin")
-            yield planner.choose_gather(few, 16, DEVICE)
-            yield planner.choose_cuda_gather(few, 16, 2, h200(), "silu", False)
+            yield planner.choose_gather(of_experts(few, 16), DEVICE)
+            yield planner.choose_gather(of_experts(few, 16, "silu"), h200())
 
 
 def test_the_host_part_of_a_check_is_short(
@@ -336,8 +360,7 @@ def test_the_host_part_of_a_check_is_short(
 
     backend("emulator")
     monkeypatch.setattr(known_answers.launch, "unrecorded_product", stub)
-    for name in ("gather_product", "cuda_gather_product"):
-        monkeypatch.setattr(experts.experts_launch, name, stub)
+    monkeypatch.setattr(experts.experts_launch, "gather_product", stub)
     for plan in timed_plans():
         seconds = []
         for _ in range(4):

@@ -105,7 +105,7 @@ def cuda(
         ) -> mx.array:
             native = unpack(PackedWeight(words=w, scales=scales, **sizes))
             weights = mx.dequantize(*native, group_size=problem.group_size)
-            rows = mx.repeat(x.reshape(-1, problem.k), plan.each, axis=0)
+            rows = mx.repeat(x.reshape(-1, problem.k), plan.pairs_per_row, axis=0)
             chosen = weights[experts.flatten()].astype(mx.float32)
             y = rows[:, None].astype(mx.float32) @ chosen.swapaxes(1, 2)
             return y if bias is None else y + bias[experts.flatten(), None]
@@ -114,11 +114,11 @@ def cuda(
             x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *given: mx.array
         ) -> mx.array:
             *others, experts = given
-            second = others[: 2 if plan.gate else 0]
+            second = others[: 2 if plan.gather.gate else 0]
             biases = others[len(second) :]
             y = times(x, experts, w, scales, *biases[:1])
-            if plan.gate:
-                activation = SwiGLU() if plan.gate == "silu" else SwigluOAI()
+            if plan.gather.gate:
+                activation = SwiGLU() if plan.gather.gate == "silu" else SwigluOAI()
                 y = activation(times(x, experts, *second, *biases[1:]), y)
             y = mx.stop_gradient(y.astype(x.dtype))
             return y.reshape(*experts.shape, 1, problem.n)
@@ -133,7 +133,7 @@ def cuda(
         return mx.stop_gradient(stock_sum(*given))
 
     backend("cuda")
-    monkeypatch.setattr(experts_launch, "cuda_gather_product", of_experts)
+    monkeypatch.setattr(experts_launch, "gather_product", of_experts)
     monkeypatch.setattr(experts_launch, "route", route)
     monkeypatch.setattr(experts_launch, "combine", combine)
     monkeypatch.setattr(launch, "product", product)

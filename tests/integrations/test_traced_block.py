@@ -94,7 +94,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     expected = decoded(own, make)
     assert not any(plan.problem.epilogue.residual for plan in cuda)
     assert not choices
-    assert not any(plan.gate for plan in gathered)
+    assert not any(plan.gather.gate for plan in gathered)
 
     outputs = decoded(traced(tiny(family, mx.float16), **options), make)
 
@@ -105,7 +105,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     last = family in ("gpt_oss", "qwen3_moe")
     routing = Routing(2, of_all=family == "qwen2_moe", last=last)
     routings = {routing} if experts else set()
-    assert any(plan.gate for plan in gathered) == bool(experts)
+    assert any(plan.gather.gate for plan in gathered) == bool(experts)
     assert {*choices} == routings
     summed = set() if family in SUMS_APART else {128} if experts else {128, 96}
     assert {plan.problem.k for plan in sums} == summed

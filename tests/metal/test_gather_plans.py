@@ -13,17 +13,25 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import experts_launch, planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.backends.metal.experts.kernels import MetalGather
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.experts.search import (
-    chosen_experts,
+    choose_gather,
     expected_tiles,
     gather_seconds,
 )
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support.gather_calls import DEVICES, M1, M3, K, weights
 
 Choose = Callable[[str | None], None]
+
+
+def of_experts(
+    problem: Problem, experts: int = 128, *, is_sorted: bool = False
+) -> GatherProblem:
+    return GatherProblem(problem=problem, experts=experts, is_sorted=is_sorted)
 
 
 @pytest.mark.parametrize("chip", ["Apple M1 Max", "Apple M3 Max"])
@@ -32,7 +40,7 @@ def test_the_model_leaves_stock_where_rows_share_experts(chip: str) -> None:
 
     def reason(pairs: int) -> str | None:
         problem = Problem(m=pairs, n=768, k=2048)
-        return planner.gather_reason(problem, 128, False, device)
+        return planner.gather_handover(of_experts(problem), device)
 
     assert "times stock MLX's speed" in str(reason(8))
     assert reason(256) is None
@@ -45,12 +53,12 @@ def test_expected_tiles_hold_all_pairs_of_the_chosen_experts(
     pairs: int, experts: int, most: int
 ) -> None:
     tiles = expected_tiles(pairs, experts, most)
-    of_experts = expected_tiles(pairs, experts, pairs)
+    by_expert = expected_tiles(pairs, experts, pairs)
 
     assert max(tiles) <= most
     assert sum(r * c for r, c in tiles.items()) == pytest.approx(pairs, rel=1e-6)
-    chosen = chosen_experts(pairs, experts)
-    assert sum(of_experts.values()) == pytest.approx(chosen, rel=1e-6)
+    chosen = of_experts(Problem(m=pairs, n=8, k=64), experts).chosen_experts
+    assert sum(by_expert.values()) == pytest.approx(chosen, rel=1e-6)
 
 
 def test_expected_tiles_are_those_of_many_draws() -> None:
@@ -70,14 +78,14 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # One row each: with matrices the same experts would be bound by their slots.
-    problem = Problem(m=128, n=768, k=2048)
+    gather = of_experts(Problem(m=128, n=768, k=2048), is_sorted=True)
     device = Device.named("Apple M1 Max")
-    stock, ours = gather_seconds(problem, 128, True, device)
+    stock, ours = gather_seconds(gather, device)
 
-    monkeypatch.setattr("mlx_marlin.backends.metal.experts.search.MOST_DOT_ROWS", 0)
-    planner.choose_gather.cache_clear()
-    with_matrices = gather_seconds(problem, 128, True, device)
-    planner.choose_gather.cache_clear()
+    monkeypatch.setattr("mlx_marlin.backends.metal.experts.search.MAX_DOT_ROWS", 0)
+    choose_gather.cache_clear()
+    with_matrices = gather_seconds(gather, device)
+    choose_gather.cache_clear()
 
     assert with_matrices[0] == stock
     assert with_matrices[1] > 1.2 * ours
@@ -86,7 +94,7 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
 def leaves(chip: str, pairs: int, k: int = 2048, **form: Any) -> bool:
     """Whether a product of unsorted pairs over 128 experts leaves stock MLX."""
     problem = Problem(m=pairs, n=768, k=k, **form)
-    return not planner.gather_reason(problem, 128, False, Device.named(chip))
+    return not planner.gather_handover(of_experts(problem), Device.named(chip))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_the_margin_is_small_where_times_of_one_row_were_fitted(
 ) -> None:
     def ratio(pairs: int) -> float:
         problem = Problem(m=pairs, n=768, k=2048, **form)
-        stock, ours = gather_seconds(problem, 128, False, Device.named(chip))
+        stock, ours = gather_seconds(of_experts(problem), Device.named(chip))
         return stock / ours
 
     for pairs in range(8, 129, 8):
@@ -118,17 +126,17 @@ def test_where_the_margin_is_small_caches_would_not_make_stock_win(
 ) -> None:
     chip = "Apple M4 Pro"
     problem, device = Problem(m=pairs, n=768, k=k), Device.named(chip)
-    stock, ours = gather_seconds(problem, 128, False, device)
+    stock, ours = gather_seconds(of_experts(problem), device)
 
     if leaves(chip, pairs, k) and stock / ours < 1.3:
-        once = chosen_experts(pairs, 128) * problem.weight_bytes
+        once = of_experts(problem).chosen_experts * problem.weight_bytes
         assert ours <= 1.01 * memory_seconds(round(once), device)
 
 
 def test_few_k_are_not_left_to_the_small_margin() -> None:
     # What surrounds the main loop counts more than reading the weights.
     problem, device = Problem(m=64, n=768, k=256), Device.named("Apple M4 Pro")
-    stock, ours = gather_seconds(problem, 128, False, device)
+    stock, ours = gather_seconds(of_experts(problem), device)
 
     assert 1.1 < stock / ours < 1.3
     assert not leaves("Apple M4 Pro", 64, 256)
@@ -144,7 +152,9 @@ def test_few_k_are_not_left_to_the_small_margin() -> None:
 def test_a_plan_fits_the_hardware_and_says_itself(
     pairs: int, experts: int, n: int, device: Device
 ) -> None:
-    plan = planner.choose_gather(Problem(m=pairs, n=n, k=64), experts, device)
+    plan = planner.choose_gather(
+        of_experts(Problem(m=pairs, n=n, k=64), experts), device
+    )
 
     assert plan.threads <= 256
     assert plan.threadgroup_bytes <= 32768
@@ -159,13 +169,13 @@ def test_dot_products_and_two_fragments_of_native_codes_are_too_much_code_for_an
 ) -> None:
     problem, m1 = Problem(m=pairs, n=768, k=2048), Device.named(chip)
 
-    assert planner.choose_gather(problem, 8, m1).fragments_m == 1
-    assert planner.choose_gather(problem, 8, M3).fragments_m == 2
+    assert planner.choose_gather(of_experts(problem, 8), m1).fragments_m == 1
+    assert planner.choose_gather(of_experts(problem, 8), M3).fragments_m == 2
     for other in (
         replace(problem, layout="marlin"),
         replace(problem, invariant=True),
     ):
-        assert planner.choose_gather(other, 8, m1).fragments_m == 2
+        assert planner.choose_gather(of_experts(other, 8), m1).fragments_m == 2
 
 
 @pytest.mark.parametrize(
@@ -187,8 +197,23 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
         "dot_rows": 2,
     }
 
+    changed = sound | fields
+    experts = changed.pop("experts")
+
+    def planned() -> MetalGatherPlan:
+        gather = of_experts(Problem(m=9, n=40, k=64), experts)
+        return MetalGatherPlan(gather=gather, subtract=False, **changed)
+
     with pytest.raises(ValueError, match=words):
-        GatherPlan(problem=Problem(m=9, n=40, k=64), subtract=False, **(sound | fields))
+        planned()
+
+
+@pytest.mark.parametrize("fields", [{"gate": "silu"}, {"bias": True}])
+def test_a_plan_has_no_gate_and_no_bias(fields: dict[str, Any]) -> None:
+    gather = replace(of_experts(Problem(m=9, n=64, k=64)), **fields)
+    assert "no gate and no bias" in str(MetalGather().unsupported(gather, M3))
+    with pytest.raises(ValueError, match="takes neither"):
+        planner.choose_gather(gather, M3)
 
 
 @pytest.mark.thinned(1)
@@ -200,9 +225,8 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     packed = pack(*native)
     stored = (packed.words, packed.scales, packed.scales)
     x = mx.random.normal((8, K)).astype(mx.float16)
-    plan = GatherPlan(
-        problem=Problem(m=8, n=64, k=K, layout=layout),
-        experts=4,
+    plan = MetalGatherPlan(
+        gather=GatherProblem(problem=Problem(m=8, n=64, k=K, layout=layout), experts=4),
         fragments_m=1,
         simdgroups_m=1,
         simdgroups_k=2,
@@ -214,7 +238,7 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     weight = native if layout == "mlx" else stored
 
     counters = emulator.trace(
-        experts_launch.gather_product(plan), x, *weight, sources, chosen
+        experts_launch.gather_product(plan), x, *weight, chosen, sources
     )
 
     read = counters[0].of("w")
@@ -237,9 +261,11 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
     from mlx_marlin import emulator
 
     packed = pack(*weights(4, 64, "affine", 4, 64, mx.bfloat16))
-    plan = GatherPlan(
-        problem=Problem(m=6, n=64, k=K, layout="marlin", dtype="bfloat16"),
-        experts=4,
+    plan = MetalGatherPlan(
+        gather=GatherProblem(
+            problem=Problem(m=6, n=64, k=K, layout="marlin", dtype="bfloat16"),
+            experts=4,
+        ),
         fragments_m=1,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
@@ -247,7 +273,7 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
         subtract=True,
     )
     x = mx.random.normal((6, K)).astype(mx.bfloat16)
-    pairs = mx.arange(6, dtype=mx.uint32), mx.array(FEW, mx.uint32)
+    pairs = mx.array(FEW, mx.uint32), mx.arange(6, dtype=mx.uint32)
     weight = packed.words, packed.scales, packed.scales
 
     counters = emulator.trace(experts_launch.gather_product(plan), x, *weight, *pairs)[
@@ -270,7 +296,9 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
             names.append(record["name"])
 
     problem = Problem(m=64, n=40, k=K, layout="marlin")
-    product = experts_launch.gather_product(planner.choose_gather(problem, 4, M1))
+    product = experts_launch.gather_product(
+        planner.choose_gather(of_experts(problem, 4), M1)
+    )
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
     scales = packed.scales.astype(mx.float16)

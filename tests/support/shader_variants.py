@@ -19,6 +19,7 @@ from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGRO
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
@@ -197,7 +198,7 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
     chips = [device.Device.named(name) for name in ("Apple M1", "Apple M3")]
     for m, n, invariant, chip in product((8, 512), (64, 63), (False, True), chips):
         each = replace(problem, m=m, n=n, invariant=invariant)
-        plan = planner.choose_gather(each, 8, chip)
+        plan = planner.choose_gather(GatherProblem(problem=each, experts=8), chip)
         values = {**metal_arguments.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 

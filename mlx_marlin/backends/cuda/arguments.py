@@ -43,16 +43,16 @@ def reduce_template(plan: CudaPlan) -> dict[str, TemplateValue]:
     return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
-def cuda_gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
+def gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the gather kernel."""
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_N": plan.simdgroups_n,
         "SIMDGROUPS_K": plan.simdgroups_k,
         "BY_PAIR": plan.by_pair,
-        "EACH": plan.each,
-        **({"ACTIVATION": GATES[plan.gate]} if plan.gate else {}),
-        **({"T": plan.problem.dtype} if plan.bias else {}),
+        "EACH": plan.pairs_per_row,
+        **({"ACTIVATION": GATES[plan.gather.gate]} if plan.gather.gate else {}),
+        **({"T": plan.problem.dtype} if plan.gather.bias else {}),
         **weight_template(plan.problem),
     }
 

@@ -5,7 +5,7 @@ from mlx_marlin.backends.arguments import (
     epilogue_template,
     weight_template,
 )
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
 from mlx_marlin.weights.layout import bit_places
@@ -43,7 +43,7 @@ def reduce_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
-def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
+def gather_template(plan: MetalGatherPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the gather kernel."""
     return {
         "FRAGMENTS_M": plan.fragments_m,

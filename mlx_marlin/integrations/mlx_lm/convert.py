@@ -16,11 +16,12 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
     is_our_format,
+    is_packed_faster,
     is_sharded,
+    is_tracing_faster,
     marlin_experts,
     marlin_heads,
     multiplies_experts,
-    runs_on_cuda,
 )
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes, Position, module_at
 from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
@@ -95,9 +96,9 @@ def optimize(
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} is not one of {LAYOUTS}")
     check_rows(warm_up)
-    on_cuda = runs_on_cuda()
-    join = on_cuda and layout != "mlx" if join is None else join
-    trace = on_cuda if trace is None else trace
+    faster = is_tracing_faster()
+    join = faster and layout != "mlx" if join is None else join
+    trace = faster if trace is None else trace
     format = format_of("affine", bits)
     sizes = format.group_sizes_in(layout or "mlx")
     named = tuple("channel" if each == CHANNEL else each for each in sizes)
@@ -176,7 +177,7 @@ def default_layout(layer: nn.Module) -> str:
     unpack them. Scales that are bytes do not tell the activations' dtype: such
     a layer is packed, and a model in float32 should be given `layout="mlx"`.
     """
-    if not runs_on_cuda():
+    if not is_packed_faster():
         return "mlx"
     if type(layer) is nn.Linear:
         scales = layer.weight

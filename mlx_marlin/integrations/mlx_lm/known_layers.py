@@ -11,14 +11,30 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import selection
 from mlx_marlin.products import eligibility
-from mlx_marlin.weights.formats import FORMATS
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
-def runs_on_cuda() -> bool:
-    """Returns whether a call now would run on our CUDA kernels."""
-    if selection.backend() != "cuda" or eligibility.unsupported_device() is not None:
+def are_kernels_active() -> bool:
+    """Returns whether our kernels run on the device here and on the default device."""
+    if eligibility.unsupported_device() is not None:
         return False
     return eligibility.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
+
+
+def is_packed_faster() -> bool:
+    """Returns whether our kernels run here, and packed layers are the faster ones."""
+    return selection.traits().default_layout == "marlin" and are_kernels_active()
+
+
+def is_routing_fused() -> bool:
+    """Returns whether kernels of ours choose experts here and add up their results."""
+    return selection.active().routing is not None and are_kernels_active()
+
+
+def is_tracing_faster() -> bool:
+    """Returns whether our kernels run here, and joined and traced layers are faster."""
+    return selection.traits().replays_graphs and are_kernels_active()
 
 
 def is_experts(layer: nn.Module) -> bool:
@@ -41,13 +57,17 @@ def are_experts_of_ours(layer: Any, invariant: bool) -> bool:
     """Returns whether kernels of ours multiply by a layer's experts here."""
     if not is_our_format(layer) or getattr(layer, "global_scale", None) is not None:
         return False
-    in_float32 = layer.scales.dtype == mx.float32 and selection.backend() == "cuda"
-    return multiplies_experts(invariant) and not in_float32
+    scales = dtype_name(layer.scales.dtype)
+    known = scales not in DTYPE_BYTES or scales in selection.traits().dtypes
+    return known and multiplies_experts(invariant)
 
 
 def multiplies_experts(invariant: bool) -> bool:
     """Returns whether there are kernels for experts here."""
-    return selection.backend() != "cuda" or (runs_on_cuda() and not invariant)
+    if invariant and not selection.active().gather.is_invariant:
+        return False
+    # Layers in MLX's layout can be converted anywhere: stock MLX reads them too.
+    return selection.traits().default_layout == "mlx" or are_kernels_active()
 
 
 def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:

@@ -70,7 +70,7 @@ def _is_grouped(queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> boo
         type(cache) is BatchKVCache
         and type(mask) is mx.array
         and mask.dtype == mx.bool_
-        and selection.backend() == "cuda"
+        and not selection.traits().stock_masks_attention
         and queries.shape[1] > keys.shape[1]
         and mask.shape == _shape_of_mask(queries, cache)
     )

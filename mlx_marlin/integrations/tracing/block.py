@@ -136,7 +136,7 @@ def _arrays_of(offset: int) -> tuple[mx.array, mx.array]:
     asked = offset, selection.backend()
     if _last.asked != asked:
         array = mx.array(offset)
-        places = on_device(array) if asked[1] == "cuda" else array
+        places = array if selection.traits().unified_memory else on_device(array)
         _last.asked, _last.arrays = asked, (array, places)
     return _last.arrays
 

@@ -107,7 +107,7 @@ def _choose_kernel(cache: Any, tokens: int) -> None:
 
     All of these tokens but the last are in it.
     """
-    if tokens < CUDNN_STEP or selection.backend() != "cuda":
+    if tokens < CUDNN_STEP or not selection.traits().stock_attends_by_capacity:
         return
     is_vector = tokens < FEW_TOKENS or ONE_PASS < tokens <= MORE_TOKENS
     if is_vector == (cache.keys.shape[2] % CUDNN_STEP > 0) or not _is_for_both(cache):

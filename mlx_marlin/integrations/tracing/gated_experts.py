@@ -15,8 +15,8 @@ from mlx_marlin.products.experts.matmul import gather_gated
 class GatedExperts(SwitchGLU):
     """What traced graphs have in the place of mlx-lm's experts of a gated network.
 
-    Our CUDA kernels find an expert's rows themselves, so none are sorted, and multiply
-    gate and up in one. Where stock MLX serves them nevertheless, as it does activations
+    Kernels that multiply gate and up in one find an expert's rows themselves, so none
+    are sorted. Where stock MLX serves them nevertheless, as it does activations
     in float32, it gets them unsorted too.
     """
 
@@ -33,7 +33,7 @@ class GatedExperts(SwitchGLU):
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
         ours = all(type(each) is MarlinSwitchLinear for each in layers)
-        if selection.backend() != "cuda" or not ours:
+        if not ours or not selection.active().gather.fuses_epilogues:
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers

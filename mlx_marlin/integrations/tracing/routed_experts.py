@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from mlx_marlin.integrations.mlx_lm.known_layers import runs_on_cuda
+from mlx_marlin.integrations.mlx_lm.known_layers import is_routing_fused
 from mlx_marlin.integrations.tracing.known_blocks import Experts
 from mlx_marlin.integrations.tracing.routing import (
     choose_experts,
@@ -18,7 +18,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 
 
 class RoutedExperts(nn.Module):
-    """A block of experts whose choice and sum are kernels of ours, on CUDA.
+    """A block of experts whose choice and sum are kernels of ours, if there are any.
 
     A class for each of mlx-lm's derives from this and that one, whose own code runs
     elsewhere.
@@ -28,7 +28,7 @@ class RoutedExperts(nn.Module):
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
         """Returns what the experts make of x [..., k], plus a residual."""
-        total = self._by_kernels(x, residual) if runs_on_cuda() else None
+        total = self._by_kernels(x, residual) if is_routing_fused() else None
         return residual + self(x) if total is None else total
 
     def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:

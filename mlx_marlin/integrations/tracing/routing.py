@@ -5,14 +5,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.cuda import limits
-from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.backends import experts_launch, selection
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
-
-MOST_EXPERTS = 1024
-"""Of a row that a warp keeps in its registers: 32 a lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +29,10 @@ class Routing:
 
 def is_ours(logits: mx.array, routing: Routing) -> bool:
     """Returns whether a kernel of ours chooses experts by such logits."""
-    experts = logits.shape[-1]
-    few = routing.choices <= min(SIMD_WIDTH, experts) and experts <= MOST_EXPERTS
-    known = dtype_name(logits.dtype) in limits.DTYPES
-    if not (few and known and logits.size > 0):
+    kernels, experts = selection.active().routing, logits.shape[-1]
+    if kernels is None or logits.size == 0:
+        return False
+    if not kernels.supports(experts, routing.choices, dtype_name(logits.dtype)):
         return False
     how = routing.choices, routing.of_all, routing.last
     return guard.route_fault(logits.dtype, experts, *how) is None

@@ -306,7 +306,7 @@ def gather_gated(
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
         indices: The experts of each row [..., choices].
-        gate: How, one of `backends.cuda.arguments.GATES`.
+        gate: How, one of `gather_plan.GATES`.
         biases: Of gate and of up [experts, n], if they have some.
 
     Returns:
@@ -338,9 +338,9 @@ def gather_gated(
 
 
 def _is_fused(bias: mx.array, x: mx.array, shape: tuple[int, int]) -> bool:
-    """Returns whether a kernel adds a bias of each expert: on CUDA, in x's dtype."""
+    """Returns whether a kernel adds a bias of each expert, which has x's dtype."""
     fits = bias.dtype == x.dtype and bias.shape == shape
-    return fits and selection.backend() == "cuda"
+    return fits and selection.active().gather.fuses_epilogues
 
 
 def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:

@@ -12,8 +12,6 @@ from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS
 
 Shape = tuple[int, ...]
-MOST_EACH = 16
-"""Choices of a row that a CUDA kernel is compiled for: more are named rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,4 +167,4 @@ def pairs_of_row(kind: Kind) -> int:
     if rows == kind.pairs:
         return 1
     in_turn = rows and rows == (*kind.pairs[:-1], 1)
-    return kind.pairs[-1] if in_turn and kind.pairs[-1] <= MOST_EACH else 0
+    return kind.pairs[-1] if in_turn else 0

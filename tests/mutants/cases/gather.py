@@ -7,7 +7,8 @@ import numpy as np
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support import format_cases, oracles, strategies
@@ -32,7 +33,7 @@ class GatherCase:
         offset: Elements before each array's first in its buffer.
     """
 
-    plan: GatherPlan
+    plan: MetalGatherPlan
     chosen: tuple[int, ...]
     offset: int = 0
 
@@ -67,13 +68,13 @@ class GatherCase:
         else:
             words, scales, *biases = native
             stored = words, scales, biases[0] if biases else scales
-        pairs = mx.array(self.sources, mx.uint32), mx.array(self.chosen, mx.uint32)
+        pairs = mx.array(self.chosen, mx.uint32), mx.array(self.sources, mx.uint32)
         arrays = (self.x(), *stored, *pairs)
         return tuple(strategies.shifted(each, self.offset) for each in arrays)
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The products [pairs, n]."""
-        y = experts_launch.gather_product(self.plan)(*arrays)
+        y = experts_launch.gather_product(self.plan)(*arrays).squeeze(1)
         mx.eval(y)
         return y
 
@@ -135,10 +136,9 @@ def _plan(
     simdgroups_k: int,
     dot_rows: int = 0,
     subtract: bool = True,
-) -> GatherPlan:
-    return GatherPlan(
-        problem=problem,
-        experts=3,
+) -> MetalGatherPlan:
+    return MetalGatherPlan(
+        gather=GatherProblem(problem=problem, experts=3),
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,

@@ -12,7 +12,7 @@ from mlx_marlin.backends import source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.cuda.source import declarations
-from mlx_marlin.backends.source import NUMBERS, OPERANDS, Source, read
+from mlx_marlin.backends.source import NUMBERS, OPERANDS, SECOND, Source, read
 from mlx_marlin.planning.problem import Problem
 
 SECTION = 7
@@ -30,12 +30,12 @@ def of_product(plan: CudaPlan) -> Source:
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
 
 
-def cuda_gather_source(plan: CudaGatherPlan) -> Source:
+def gather_source(plan: CudaGatherPlan) -> Source:
     """Returns the source of the gather kernel, for products of experts."""
     header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
-    sources = () if plan.each else ("sources",)
-    second = declarations.SECOND if plan.gate else ()
-    operands = (*OPERANDS, *second, "experts", *sources)
+    named = () if plan.pairs_per_row else ("sources",)
+    second = SECOND if plan.gather.gate else ()
+    operands = (*OPERANDS, *second, "experts", *named)
     declared = declarations.of_experts(plan)
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 

@@ -7,7 +7,14 @@ the arrays that a kernel does not read are declared before it.
 from typing import NamedTuple
 
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.source import FINISH, FINISHING, HEAD_NORMS, NORM, ROTATION
+from mlx_marlin.backends.source import (
+    EXPERT_BIASES,
+    FINISH,
+    FINISHING,
+    HEAD_NORMS,
+    NORM,
+    ROTATION,
+)
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 
@@ -46,14 +53,11 @@ class Declared(NamedTuple):
 
 NOTHING = Declared()
 NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
-SECOND = ("second", "second_scales")
-"""Codes and scales of the second weight of experts."""
 AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
 NO_SECOND = Declared(
     declaration="const uint32_t* second = nullptr;\n"
     "const auto* second_scales = scales;\n"
 )
-EXPERT_BIASES = ("expert_bias", "second_bias")
 BIASED = Declared(
     "_biased",
     EXPERT_BIASES[:1],
@@ -123,8 +127,8 @@ def of_product(plan: Plan) -> Declared:
 
 def of_experts(plan: CudaGatherPlan) -> Declared:
     """Returns the declarations of the epilogue and absent arrays of a gather plan."""
-    if plan.gate:
-        declared = GATED_BIASED if plan.bias else GATED
+    if plan.gather.gate:
+        declared = GATED_BIASED if plan.gather.bias else GATED
     else:
-        declared = NO_SECOND.combined(BIASED if plan.bias else AS_IT_IS)
-    return declared.combined(NO_SOURCES) if plan.each else declared
+        declared = NO_SECOND.combined(BIASED if plan.gather.bias else AS_IT_IS)
+    return declared.combined(NO_SOURCES) if plan.pairs_per_row else declared
