@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launch, planner, registry, selection
 from mlx_marlin.backends.source import Source
 from mlx_marlin.guard import verdicts
@@ -21,7 +21,6 @@ from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Option
 from mlx_marlin.planning.work import Tile, data_parallel
-from mlx_marlin.products import dispatch
 from support import oracles
 
 M, N, K = 3, 70, 256
@@ -137,10 +136,10 @@ def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
     monkeypatch.setattr(devices, "current", Host)
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    dispatch.serve_native.cache_clear()
+    state.reset()
     yield added
     monkeypatch.undo()
-    dispatch.forget()
+    state.reset()
 
 
 def operands(m: int = M, bits: int = 4) -> tuple[mx.array, ...]:

@@ -4,8 +4,8 @@ import os
 import re
 import sys
 from dataclasses import replace
-from functools import lru_cache
 
+from mlx_marlin import state
 from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.metal.device import DEFAULT, Device
@@ -22,7 +22,7 @@ Target = PlanningDevice
 """What plans are made for."""
 
 
-@lru_cache(maxsize=1)
+@state.cache(maxsize=1)
 def current() -> Target:
     """Returns the device to plan for.
 

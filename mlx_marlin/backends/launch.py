@@ -9,6 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import arguments, kernels, registry, selection, source
 from mlx_marlin.backends.base import Backend
 from mlx_marlin.backends.kernels import IN_CONSTANT, readable
@@ -34,12 +35,6 @@ of q and k, if heads are normalized; y is [m, heads, 1, features]. Of a batch of
 products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the batch as a
 first dimension. With parts, there is a tuple of y [..., columns], and callers know
 it."""
-
-
-def forget() -> None:
-    """Drops what was asked once and built once: back end, kernels, plans built."""
-    kernels.forget()
-    _built.clear()
 
 
 def plans_built() -> list[Plan]:
@@ -190,7 +185,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     return reduce
 
 
-_built: deque[Plan] = deque(maxlen=REMEMBERED)
+_built: deque[Plan] = state.register(deque(maxlen=REMEMBERED))
 
 
 def _multiply(plan: Plan) -> Product:

@@ -6,9 +6,10 @@ where none can run.
 
 import os
 import warnings
-from functools import cache
 
 import mlx.core as mx
+
+from mlx_marlin import state
 
 BACKENDS = ("metal", "cuda", "emulator", "stock")
 ON_GPU = ("metal", "cuda")
@@ -18,7 +19,7 @@ DEVICES = {"metal": "Metal", "cuda": "CUDA"}
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
 
 
-@cache
+@state.cache()
 def backend() -> str:
     """Returns what runs our kernels here: "metal", "cuda", "emulator" or "stock".
 
@@ -34,7 +35,7 @@ def backend() -> str:
     return name
 
 
-@cache
+@state.cache()
 def choice() -> tuple[str, str]:
     """Returns the back end and why it is that one."""
     wish = forced_backend()
@@ -54,7 +55,7 @@ def choice() -> tuple[str, str]:
     return "stock", (f"there is no Metal here and the emulator cannot run: {reason}")
 
 
-@cache
+@state.cache()
 def forced_backend() -> str | None:
     """Returns the back end that `MLX_MARLIN_BACKEND` asks for, if any.
 
@@ -97,9 +98,3 @@ def may_hand_over() -> bool:
 
 def _default_is_gpu() -> bool:
     return mx.default_device() != mx.Device(mx.cpu)
-
-
-def forget() -> None:
-    """Drops what was decided once."""
-    for cached in (backend, choice, forced_backend):
-        cached.cache_clear()

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_marlin import cache
+from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, registry
 from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.source import shader_folder
@@ -81,11 +81,6 @@ def find(problem: Problem, target: Target, backend: str) -> Result | None:
         return None
     found = _found(target, backend).get(replace(problem, epilogue=PLAIN))
     return found and replace(found, plan=replace(found.plan, problem=problem))
-
-
-def forget() -> None:
-    """Drops what was read, so that the next question reads again."""
-    _found.cache_clear()
 
 
 def read(place: Path, here: Machine) -> Results:
@@ -156,7 +151,7 @@ def locked(place: Path) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=8)
+@state.cache(maxsize=8)
 def _found(target: Target, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import (
     devices,
     planner,
@@ -22,7 +22,7 @@ from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.cli import models
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import layers, operands, tuner
 from mlx_marlin.tuning.timing import Spread
 from mlx_marlin.tuning.tuner import Arm, Clock, Outcome
@@ -208,7 +208,7 @@ def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> in
             tuned_results.write(place, here, [outcome.result])
             kept += 1
         wrong += len(outcome.wrong) + len(outcome.failed)
-    dispatch.forget()
+    state.reset()
     print(_kept(kept, len(found), place / here.file_name))
     return 1 if wrong else 0
 

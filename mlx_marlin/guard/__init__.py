@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
-from functools import lru_cache, partial
+from functools import partial
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import selection, source
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.cuda import source as cuda_source
@@ -44,8 +45,8 @@ TRANSIENT = (
 )
 """Parts of messages, in lower case, that do not depend on the kernel."""
 
-_verdicts: dict[str, Verdict] = {}
-_warned: set[str] = set()
+_verdicts: dict[str, Verdict] = state.register({})
+_warned: set[str] = state.register(set())
 
 
 def is_on() -> bool:
@@ -124,7 +125,7 @@ def condemn_repack(to: str, bits: int, order: str, fault: str) -> None:
         _keep_failure(_repack_variants(to, bits, order), example, fault)
 
 
-@lru_cache(256)
+@state.cache(maxsize=256)
 def route_fault(
     dtype: mx.Dtype, experts: int, choices: int, of_all: bool, last: bool
 ) -> str | None:
@@ -146,7 +147,7 @@ def route_fault(
     return _reason(_verdict(variants, f"{choices} of {experts} experts", check))
 
 
-@lru_cache(256)
+@state.cache(maxsize=256)
 def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
     """Returns why the kernel that adds experts' results must not be used, or None.
 
@@ -171,14 +172,6 @@ def verdicts_so_far() -> list[Verdict]:
     current = source.digest_of_shaders()
     found = [each for each in (kept | _verdicts).values() if each.shaders == current]
     return sorted(found, key=lambda each: (each.kernels, each.example))
-
-
-def forget() -> None:
-    """Drops what this process knows; verdicts on disk stay."""
-    _verdicts.clear()
-    _warned.clear()
-    route_fault.cache_clear()
-    combine_fault.cache_clear()
 
 
 def _verdict(

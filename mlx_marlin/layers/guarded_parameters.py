@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import state
 from mlx_marlin.layers.native import NATIVE, PACKED
-from mlx_marlin.products.dispatch import when_forgetting
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -92,7 +92,7 @@ class GuardedParameters(nn.Module):
     def remember_stock(self, call: object, known: Any = True) -> None:
         """Remembers a call that stock MLX serves, until anything in the layer changes.
 
-        `dispatch.forget` drops it too. Parameters must not be remembered: `mx.compile`
+        `state.reset` drops it too. Parameters must not be remembered: `mx.compile`
         replaces them unnoticed.
 
         Args:
@@ -150,19 +150,20 @@ class GuardedParameters(nn.Module):
         return super()._validate_keys(keys, strict)  # type: ignore[no-untyped-call]
 
 
-_remembering: WeakValueDictionary[int, GuardedParameters] = WeakValueDictionary()
-"""Layers that remember calls, by their ids: modules cannot be hashed."""
+class _Layers(WeakValueDictionary[int, GuardedParameters]):
+    """Layers that remember calls, by their ids: modules cannot be hashed."""
+
+    def clear(self) -> None:
+        """Makes the layers drop their calls."""
+        # References, because listing them is one step, which no other thread
+        # interrupts.
+        for reference in self.valuerefs():
+            layer = reference()
+            if layer is not None:
+                layer.forget_stock()
 
 
-def _forget() -> None:
-    # References, because listing them is one step, which no other thread interrupts.
-    for reference in _remembering.valuerefs():
-        layer = reference()
-        if layer is not None:
-            layer.forget_stock()
-
-
-when_forgetting(_forget)
+_remembering = state.register(_Layers())
 
 
 def _refused_use(frame: FrameType | None) -> str | None:

@@ -4,15 +4,14 @@ A kind of call is its shapes, dtypes, options and device. Deciding is cached; a 
 that is wrong raises here, in MLX's own words where MLX has them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from operator import index
 
 import mlx.core as mx
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import launch, planner, selection, tuned_results
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
@@ -63,7 +62,7 @@ def memory() -> Memory:
     A dictionary with a flat key is a third of the way through `serve_packed`: no call
     of Python's, and no hash of an epilogue.
     """
-    made: Memory = {}
+    made: Memory = state.register({})
     _memories.append(made)
     return made
 
@@ -87,7 +86,7 @@ def remembered(
     return served
 
 
-@lru_cache(KINDS)
+@state.cache(KINDS)
 def serve_native(
     x_shape: Shape,
     x_dtype: mx.Dtype,
@@ -170,7 +169,7 @@ def serve_native(
     return _decide(kind, stock)
 
 
-@lru_cache(KINDS)
+@state.cache(KINDS)
 def serve_packed(
     x_shape: Shape,
     x_dtype: mx.Dtype,
@@ -261,28 +260,6 @@ def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
             f"x has {x_batch} before its rows and w {w_batch} before its own, which "
             f"cannot be broadcast"
         ) from None
-
-
-def forget() -> None:
-    """Drops every decision, so that the next call asks for its back end again."""
-    serve_native.cache_clear()
-    serve_packed.cache_clear()
-    _backward.cache_clear()
-    for each in _memories:
-        each.clear()
-    launch.forget()
-    tuned_results.forget()
-    guard.forget()
-    for drop in _built_on_decisions:
-        drop()
-
-
-def when_forgetting(drop: Callable[[], None]) -> None:
-    """Has something called that drops what was built on decisions."""
-    _built_on_decisions.append(drop)
-
-
-_built_on_decisions: list[Callable[[], None]] = []
 
 
 def _decide(kind: Kind, stock: Product) -> PreparedCall:
@@ -411,7 +388,7 @@ def _dense(problem: Problem) -> DensePlan | None:
     return planner.choose_dense(problem, eligibility.target())
 
 
-@lru_cache(KINDS)
+@state.cache(KINDS)
 def _backward(problem: Problem) -> Product | None:
     """Returns the product with the weight as it is, for the gradient of x.
 

@@ -6,7 +6,7 @@ remains for every call is a look-up and a kernel call.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 
@@ -415,8 +415,9 @@ def _packed(
     finish: Finish,
     invariant: bool,
 ) -> PreparedCall:
-    *format, scale_dtype, global_scale, batch = w.kind
-    return serve_packed(
+    kind: Any = w.kind
+    *format, scale_dtype, global_scale, batch = kind
+    return serve_packed(  # type: ignore[call-arg]
         x.shape,
         x.dtype,
         *format,

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.devices import Target
@@ -18,7 +18,6 @@ from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.variants import miniatures
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.eligibility import target
 from support import cuda_on_cpu
 
@@ -70,7 +69,7 @@ def assert_stock_serves() -> None:
         assert len(found) == 1
         assert mx.array_equal(y, mx.quantized_matmul(x, *w))
         assert "failed its check" in str(mlx_marlin.why_not(x, packed))
-        dispatch.forget()
+        state.reset()
 
 
 @cuda_on_cpu.needs_emulator

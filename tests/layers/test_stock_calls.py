@@ -11,12 +11,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.joining import join_layers
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products import dispatch, matmul
+from mlx_marlin.products import matmul
 from mlx_marlin.products.experts import dispatch as experts_dispatch
 
 K, N, EXPERTS = 128, 64, 4
@@ -118,7 +119,7 @@ def test_another_shape_or_dtype_is_another_call(
 def test_forgetting_expires_it(layer: Layer, asked: list[str]) -> None:
     layer.remember()
     asked.clear()
-    dispatch.forget()
+    state.reset()
     layer(layer.ours)
     assert asked
 
@@ -234,4 +235,4 @@ def test_forgetting_keeps_no_layer() -> None:
     alive = weakref.ref(layer)
     del layer
     assert alive() is None
-    dispatch.forget()
+    state.reset()

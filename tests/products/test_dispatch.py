@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import devices, launch
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
@@ -264,7 +265,7 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
 
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
     assert [plan.problem.m for plan in launch.plans_built()] == [3]
-    dispatch.forget()
+    state.reset()
     assert launch.plans_built() == []
 
 
@@ -283,7 +284,7 @@ def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
         forget(layer)
 
     monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
-    dispatch.forget()
+    state.reset()
     assert not any(layer.is_stock_call("a call") for layer in layers)
 
 

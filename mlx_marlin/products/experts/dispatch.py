@@ -1,18 +1,17 @@
 """Decides who serves experts' products, ours or stock MLX, and prepares the run."""
 
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import experts_launch, planner, selection
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.dispatch import PreparedCall, traced_call, when_forgetting
+from mlx_marlin.products.dispatch import PreparedCall, traced_call
 from mlx_marlin.products.eligibility import (
     not_here,
     refuse_variance,
@@ -36,7 +35,7 @@ from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, TILE_N
 
 
-@lru_cache(4096)
+@state.cache(maxsize=4096)
 def product_of(kind: Kind) -> PreparedCall | None:
     """Returns the prepared product of a kind of call; None where stock serves it.
 
@@ -135,7 +134,7 @@ def _on_cuda(kind: Kind) -> PreparedCall | None:
     return traced_call(in_turn if each else named)
 
 
-@lru_cache(4096)
+@state.cache(maxsize=4096)
 def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
     """Returns the product with packed experts of gate, which gates that of up.
 
@@ -170,19 +169,8 @@ def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
     return traced_call(run)
 
 
-@lru_cache(4096)
+@state.cache(maxsize=4096)
 def serve_packed(*call: Any) -> tuple[Kind, PreparedCall | None]:
     """Returns the kind of a call that `packed_kind` takes, and its prepared product."""
     kind = packed_kind(*call)
     return kind, product_of(kind)
-
-
-def forget() -> None:
-    """Drops every decision, so that the next call asks for its back end again."""
-    packed_kind.cache_clear()
-    serve_packed.cache_clear()
-    serve_gated.cache_clear()
-    product_of.cache_clear()
-
-
-when_forgetting(forget)

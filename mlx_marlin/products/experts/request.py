@@ -1,11 +1,11 @@
 """What experts' products are asked for: a call, as far as deciding needs to know it."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.stock_weight import stock_groups
 from mlx_marlin.weights.dtypes import dtype_name
@@ -61,7 +61,7 @@ class Kind:
     biased: bool = False
 
 
-@lru_cache(4096)
+@state.cache(maxsize=4096)
 def packed_kind(
     x_shape: Shape,
     x_dtype: mx.Dtype,
