@@ -36,6 +36,7 @@ from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products import autodiff, matmul
+from mlx_marlin.products.request import NO_EPILOGUE
 from mlx_marlin.weights.formats import LAYOUTS
 
 LOOPS, ROUNDS = 100, 200
@@ -64,14 +65,14 @@ def of_product(m: int, n: int, k: int) -> tuple[int, dict[str, float]]:
 
     def trace(traced: mx.array) -> mx.array:
         arrays = (x, *native)
-        format = True, None, None, "affine"
+        options = True, None, None, "affine", NO_EPILOGUE, False
         found = _kernel_calls(lambda: mlx_marlin.quantized_matmul(*arrays))
         calls = {
             "stock": lambda: mx.quantized_matmul(*arrays),
             "ours": lambda: mlx_marlin.quantized_matmul(*arrays),
             "kernels": lambda: [call(**arguments) for call, arguments in found],
             "question": lambda: autodiff._are_transformed(*arrays),
-            "look-up": lambda: matmul._served(*arrays, *format),
+            "look-up": lambda: matmul.prepared_call(*arrays, options),
         }
         times.update(in_turn(calls, LOOPS, ROUNDS))
         return traced

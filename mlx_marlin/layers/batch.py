@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import NATIVE, PACKED, replace_entries
 from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.products.request import PackedArrays
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -24,26 +24,15 @@ class BatchLayer(GuardedParameters):
         layout: "mlx" or "marlin".
     """
 
-    group_size: int
-    bits: int
-    mode: str
     _n: int
     _k: int
 
-    @property
-    def packed(self) -> PackedWeight | None:
-        """The packed weights; None with `layout="mlx"`."""
-        if self.layout == "mlx":
-            return None
-        return PackedWeight(
-            words=self["words"],
-            scales=self["quantizers"],
-            n=self._n,
-            k=self._k,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+    def packed_arrays(self) -> PackedArrays:
+        """Returns the arrays of the packed weights, which products take unchecked."""
+        words = self["words"]
+        batch = words.shape[:-3]
+        format = self._n, self._k, self.group_size, self.bits, self.mode, batch
+        return words, self["quantizers"], format
 
     @property
     def weight(self) -> mx.array:

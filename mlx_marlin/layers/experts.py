@@ -6,7 +6,8 @@ import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_marlin.layers.batch import BatchLayer, twin_of
-from mlx_marlin.products.experts.matmul import gather_native, gather_packed
+from mlx_marlin.products.experts.matmul import gather_native
+from mlx_marlin.products.experts.packed import gather_packed
 
 
 class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
@@ -58,13 +59,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         if self.layout == "marlin":
             return gather_packed(
                 x,
-                self["words"],
-                self["quantizers"],
-                self._n,
-                self._k,
-                self.group_size,
-                self.bits,
-                self.mode,
+                self.packed_arrays(),
                 None,
                 indices,
                 sorted_indices=sorted_indices,
@@ -89,14 +84,10 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             return self._biased(y, indices) if "bias" in self else y
         y, is_stock = gather_native(
             x,
-            *self.native(),
+            (*self.native(), (self.group_size, self.bits, self.mode)),
             None,
             indices,
-            True,
-            self.group_size,
-            self.bits,
-            self.mode,
-            self.get("global_scale"),
+            global_scale=self.get("global_scale"),
             sorted_indices=sorted_indices,
             invariant=self.invariant,
         )

@@ -7,14 +7,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.linear_parameters import LinearParameters
 from mlx_marlin.layers.native import (
     native_product,
     native_weight,
     stock_product,
 )
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.products.matmul import linears, stock_serves
+from mlx_marlin.products.linear import linears
+from mlx_marlin.products.matmul import stock_serves
 from mlx_marlin.products.packed import (
     GATED,
     packed_gated,
@@ -22,10 +23,10 @@ from mlx_marlin.products.packed import (
     packed_parts,
     packed_product,
 )
-from mlx_marlin.products.reference_epilogue import check_rotation
+from mlx_marlin.products.reference.epilogue import check_rotation
 
 
-class FusedProducts(GuardedParameters):
+class FusedProducts(LinearParameters):
     """Products of a quantized layer with their neighbours, where kernels have them."""
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
@@ -74,7 +75,7 @@ class FusedProducts(GuardedParameters):
         """
         y: mx.array | None = None
         if self.layout == "marlin" and "bias" not in self and not self.invariant:
-            y = packed_gated(x, *self._packed_arguments())
+            y = packed_gated(x, self.packed_arrays())
         if y is None:
             gate, up = self.halves(x)
             y = nn.silu(gate) * up
@@ -101,9 +102,9 @@ class FusedProducts(GuardedParameters):
         bias: mx.array | None = self.get("bias")
         if self._takes(norm, x) and not (gated and bias is not None):
             epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
-            given = [norm["weight"]] if bias is None else [bias, norm["weight"]]
-            packed = self._packed_arguments()
-            y = packed_linear(x, *packed, epilogue, given, norm.eps)
+            operands = [norm["weight"]] if bias is None else [bias, norm["weight"]]
+            weight = self.packed_arrays()
+            y = packed_linear(x, weight, epilogue, operands, norm.eps)
             if y is not None:
                 return y
         x = norm(x)
@@ -117,8 +118,8 @@ class FusedProducts(GuardedParameters):
         norm: nn.RMSNorm,
         rotation: Rotation,
         parts: tuple[int, ...],
-        places: mx.array,
-        periods: mx.array,
+        positions: mx.array,
+        freqs: mx.array,
         norms: tuple[mx.array, ...] = (),
     ) -> Any:
         """Returns heads of normalized rows, rotated, for a layer with those of several.
@@ -132,32 +133,31 @@ class FusedProducts(GuardedParameters):
             norm: What comes before the layer.
             rotation: What follows.
             parts: Rows of each part; none for one result.
-            places: Of each row, int32 [m]; or any number, the first of which is that
-                of all rows.
-            periods: As in `Rotation`, float32 [features / 2].
-            norms: Weights [features] of the norms of heads, likewise, in the dtype of
-                x.
+            positions: Position of each row, int32 [m]; or int32 of any length, whose
+                first element is the position of all rows.
+            freqs: As in `Rotation`, float32 [features / 2].
+            norms: Weights [features] of the heads' RMSNorms, in the dtype of x.
 
         Returns:
-            Of each part, [m, heads, 1, features]; None where our kernels rotate no such
-            heads, or would take longer for it than a rope does.
+            The heads [m, heads, 1, features] of each part; None if no kernel rotates
+            them, or a separate rope is faster.
 
         Raises:
-            ValueError: If places, periods or norms are not what the rotation takes, or
-                the weight is not whole heads.
+            ValueError: If positions, freqs or norms do not fit the rotation, or the
+                weight does not consist of whole heads.
         """
-        check_rotation(x.size // x.shape[-1], rotation, places, periods, norms)
+        check_rotation(x.size // x.shape[-1], rotation, positions, freqs, norms)
         if not self._may_fuse(x) or any(each.dtype != x.dtype for each in norms):
             return None
         bias: mx.array | None = self.get("bias")
         epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
-        given = [*([] if bias is None else [bias]), places, periods, *norms]
-        packed, y = self._packed_arguments(), None
+        operands = [*([] if bias is None else [bias]), positions, freqs, *norms]
+        weight, y = self.packed_arrays(), None
         if self._takes(norm, x):
-            all_given = [*given, norm["weight"]]
-            y = packed_linear(x, *packed, epilogue, all_given, norm.eps)
+            with_norm = [*operands, norm["weight"]]
+            y = packed_linear(x, weight, epilogue, with_norm, norm.eps)
         if y is None:
-            y = packed_linear(norm(x), *packed, epilogue, given)
+            y = packed_linear(norm(x), weight, epilogue, operands)
         return y
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
@@ -195,27 +195,10 @@ class FusedProducts(GuardedParameters):
         bias: mx.array | None = self.get("bias")
         return stock_serves(
             x,
-            *native_weight(self),
-            self.group_size,
-            self.bits,
-            self.mode,
+            native_weight(self),
             bias=bias is not None and self._keeps_dtype(x, bias),
             invariant=self.invariant,
             parts=parts,
-        )
-
-    def _packed_arguments(
-        self,
-    ) -> tuple[mx.array, mx.array, int, int, int, int, str]:
-        """Returns what the calls of `packed_calls` take after x."""
-        return (
-            self["words"],
-            self["quantizers"],
-            self.output_dims,
-            self.input_dims,
-            self.group_size,
-            self.bits,
-            self.mode,
         )
 
     def _product(
@@ -223,22 +206,25 @@ class FusedProducts(GuardedParameters):
     ) -> mx.array:
         if self.layout == "mlx":
             return native_product(self, x, bias, self.invariant, residual)
-        packed = self._packed_arguments()
-        return packed_product(x, *packed, bias, self.invariant, residual=residual)
+        weight = self.packed_arrays()
+        return packed_product(x, weight, bias, residual, invariant=self.invariant)
 
     def _parts(
         self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
     ) -> tuple[mx.array, ...]:
         if self.layout == "marlin":
-            packed = self._packed_arguments()
-            return packed_parts(x, *packed, sizes, bias, self.invariant)
+            weight = self.packed_arrays()
+            return packed_parts(x, weight, sizes, bias, invariant=self.invariant)
+        w, scales, biases, (group_size, bits, mode) = native_weight(self)
         return linears(
             x,
-            *native_weight(self),
+            w,
+            scales,
+            biases,
             parts=sizes,
             bias=bias,
             invariant=self.invariant,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
         )

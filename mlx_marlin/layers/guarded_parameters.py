@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from mlx_marlin import state
 from mlx_marlin.layers.native import NATIVE, PACKED
+from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -43,9 +44,28 @@ class GuardedParameters(nn.Module):
         object.__setattr__(layer, "_stock_calls", {})
         return layer
 
+    group_size: int
+    bits: int
+    mode: str
+
     @property
     def packed(self) -> PackedWeight | None:
-        """The packed weight; None with `layout="mlx"`."""
+        """The packed weight, or all of them as a batch; None with `layout="mlx"`."""
+        if self.layout == "mlx":
+            return None
+        words, scales, (n, k, group_size, bits, mode, _) = self.packed_arrays()
+        return PackedWeight(
+            words=words,
+            scales=scales,
+            n=n,
+            k=k,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+        )
+
+    def packed_arrays(self) -> PackedArrays:
+        """Returns the arrays of the packed weight, which products take unchecked."""
         raise NotImplementedError
 
     def stored(self) -> str | None:

@@ -57,19 +57,7 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             return quantized_matmul(
                 x, *self.native(), transpose, self.group_size, self.bits, self.mode
             )
-        words = self["words"]
-        return packed_product(
-            x,
-            words,
-            self["quantizers"],
-            self._n,
-            self._k,
-            self.group_size,
-            self.bits,
-            self.mode,
-            transpose=transpose,
-            batch=words.shape[:-3],
-        )
+        return packed_product(x, self.packed_arrays(), transpose=transpose)
 
     # MLX gives the dictionary's method another meaning.
     def update(  # type: ignore[override]

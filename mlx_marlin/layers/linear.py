@@ -1,23 +1,22 @@
 """Layers that multiply through our kernels and pass for MLX's own everywhere else."""
 
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
-from mlx_marlin.layers.native import NATIVE, PACKED, stock_product, twin
+from mlx_marlin.layers.native import NATIVE, stock_product, twin
 from mlx_marlin.products.packed import packed_product
-from mlx_marlin.products.packing import pack, quantize, unpack
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
     MODE_DEFAULTS,
     format_of,
 )
-from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
+from mlx_marlin.weights.packed_weight import GroupSize
 
 FEW_ROWS = 8
 """Rows of a call that a layer remembers by their number alone."""
@@ -165,53 +164,6 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             layer["bias"] = self["bias"]
         return layer
 
-    @property
-    def packed(self) -> PackedWeight | None:
-        """The packed weight; None with `layout="mlx"`."""
-        if self.layout == "mlx":
-            return None
-        return PackedWeight(
-            words=self["words"],
-            scales=self["quantizers"],
-            n=self.output_dims,
-            k=self.input_dims,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
-
-    # MLX's layer has these as plain attributes, which it never sets again.
-    @property
-    def weight(self) -> mx.array:
-        """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
-        return self.native()[0]
-
-    @weight.deleter
-    def weight(self) -> None:
-        _refuse_change("weight")
-
-    @property
-    def scales(self) -> mx.array:
-        """Scales [n, k / group_size]."""
-        return self.native()[1]
-
-    @scales.deleter
-    def scales(self) -> None:
-        _refuse_change("scales")
-
-    @property
-    def biases(self) -> mx.array | None:
-        """Biases [n, k / group_size]; None where the mode has none."""
-        return self.native()[2]
-
-    @biases.setter
-    def biases(self, none: mx.array | None) -> None:
-        """Takes the None that MLX's layer sets where the mode has no biases."""
-
-    @biases.deleter
-    def biases(self) -> None:
-        _refuse_change("biases")
-
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
         size = x.size  # tells the rows, of which there are few
@@ -232,18 +184,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
         if bias is None and self.layout == "marlin":  # the short way: most layers
-            return packed_product(
-                x,
-                self["words"],
-                self["quantizers"],
-                self.output_dims,
-                self.input_dims,
-                self.group_size,
-                self.bits,
-                self.mode,
-                None,
-                self.invariant,
-            )
+            return packed_product(x, self.packed_arrays(), invariant=self.invariant)
         if self.layout == "mlx" and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
                 self.remember_stock(x.size)
@@ -269,47 +210,6 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         invariant = ", invariant" if self.invariant else ""
         return f"{stock}, layout={self.layout}{invariant}"
 
-    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Returns codes, scales and biases, if there are, in MLX's layout."""
-        packed = self.packed
-        if packed is not None:
-            words, scales, *biases = unpack(packed)
-            return words, scales, biases[0] if biases else None
-        # Missing while the layer is being built: then an attribute like any other.
-        named = NATIVE if self.mode == "affine" else NATIVE[:2]
-        missing = [name for name in named if name not in self]
-        if missing:
-            raise AttributeError(f"{type(self).__name__} has no {missing[0]!r} yet")
-        return self["weight"], self["scales"], self.get("biases")
-
-    def _keep(self, name: str, array: mx.array | None) -> None:
-        """Keeps a native array; a property of this class hides the attribute."""
-        if array is not None:
-            self[name] = array
-
-    def _quantize(
-        self, weight: mx.array, group_size: GroupSize, bits: int | None, mode: str
-    ) -> None:
-        """Takes a weight in a format that MLX does not quantize to."""
-        packed = quantize(weight, group_size=group_size, bits=bits, mode=mode)
-        self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
-        self._take(packed)
-
-    def keep_packed(self) -> None:
-        """Packs the layer's arrays, which are in MLX's layout, in place."""
-        packed = pack(
-            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
-        )
-        for name in NATIVE:
-            self.pop(name, None)
-        self._take(packed)
-
-    def _take(self, packed: PackedWeight) -> None:
-        self.output_dims, self.input_dims = packed.n, packed.k
-        self["words"], self["quantizers"] = packed.words, packed.scales
-        self.layout = "marlin"
-        self.freeze(keys=[*PACKED])
-
 
 def _is_packed_only(
     layout: str, group_size: GroupSize, mode: str, bits: int | None
@@ -318,15 +218,6 @@ def _is_packed_only(
     known = format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)
     of_mlx = group_size in (None, *known.group_sizes)
     return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)
-
-
-def _refuse_change(name: str) -> NoReturn:
-    """Refuses an array that takes a packed one's place: MLX deletes what was there."""
-    raise TypeError(
-        f"{name} of a layer with layout='marlin' cannot be set, because its parameters "
-        f"are {' and '.join(PACKED)}: set {name} of the layer that to_stock() returns "
-        f"and make a new one with from_quantized"
-    )
 
 
 def _check_layer(name: str, layer: object, expected: type[nn.Module]) -> None:

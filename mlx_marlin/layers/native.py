@@ -7,7 +7,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.products.matmul import linear, quantized_matmul
+from mlx_marlin.products.linear import linear
+from mlx_marlin.products.matmul import quantized_matmul
+from mlx_marlin.products.reference.weight import NativeWeight
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
@@ -35,13 +37,14 @@ def native_product(
         invariant: As for `linear`.
         residual: Summands [..., n].
     """
-    weight = native_weight(layer)
-    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
+    w, scales, biases, (group_size, bits, mode) = native_weight(layer)
     if bias is None and residual is None and not invariant:
-        return quantized_matmul(x, *weight, True, group_size, bits, mode)
+        return quantized_matmul(x, w, scales, biases, True, group_size, bits, mode)
     return linear(
         x,
-        *weight,
+        w,
+        scales,
+        biases,
         bias=bias,
         residual=residual,
         invariant=invariant,
@@ -66,11 +69,10 @@ def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
     return y + layer["bias"] if "bias" in layer else y
 
 
-def native_weight(
-    layer: nn.Module,
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Returns codes, scales and biases, if there are, as products take them."""
-    return layer["weight"], layer["scales"], layer.get("biases")
+def native_weight(layer: nn.Module) -> NativeWeight:
+    """Returns the weight of a layer in MLX's layout."""
+    format = layer.group_size, layer.bits, layer.mode
+    return layer["weight"], layer["scales"], layer.get("biases"), format
 
 
 def twin(cls: type[Layer], layer: nn.Module) -> Layer:

@@ -9,7 +9,7 @@ from mlx_marlin.backends import devices, planner, registry, selection
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.products.request import Kind
+from mlx_marlin.products.request import MatmulRequest
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
@@ -24,29 +24,29 @@ def not_here(on_cpu: bool) -> str | None:
     return None
 
 
-def not_ours(kind: Kind) -> str | None:
+def not_ours(request: MatmulRequest) -> str | None:
     """Says what of a call our kernels do not compute; None if they could."""
-    if not kind.transpose and kind.layout == "mlx":
+    if not request.transpose and request.layout == "mlx":
         return "our kernels multiply by the transposed weight only"
-    known = FORMATS.get((kind.mode, kind.bits))
+    known = FORMATS.get((request.mode, request.bits))
     # A packed weight has been checked.
-    packed = kind.layout == "marlin"
-    if known is None or not (packed or kind.group_size in known.group_sizes):
+    packed = request.layout == "marlin"
+    if known is None or not (packed or request.group_size in known.group_sizes):
         return (
-            f"{kind.mode} {kind.bits}-bit with group size {kind.group_size} is not "
-            f"one of our formats"
+            f"{request.mode} {request.bits}-bit with group size {request.group_size} "
+            f"is not one of our formats"
         )
-    if kind.k % known.k_multiple(kind.group_size):
-        return f"our kernels take {kind.mode} with a k that is a multiple of " + (
-            f"{known.k_multiple(kind.group_size)}, and k={kind.k}"
+    if request.k % known.k_multiple(request.group_size):
+        return f"our kernels take {request.mode} with a k that is a multiple of " + (
+            f"{known.k_multiple(request.group_size)}, and k={request.k}"
         )
-    if dtype_name(kind.dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    batch, m, n = kind.sizes
-    of_rows = kind.norm is not None or kind.epilogue.rotation is not None
-    if of_rows and len(kind.x_shape) == 1:
+    if dtype_name(request.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {dtype_name(request.dtype)}"
+    batch, m, n = request.sizes
+    of_rows = request.norm is not None or request.epilogue.rotation is not None
+    if of_rows and len(request.x_shape) == 1:
         return "our kernels normalize and rotate rows of a matrix"
-    if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
+    if largest_array(m, n, request.k, request.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None
 

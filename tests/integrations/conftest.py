@@ -18,8 +18,8 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import unpack
-from mlx_marlin.products.reference_epilogue import rotated, split_apart
-from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.products.reference.epilogue import rotated, split_apart
+from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.cuda_experts import choice_of_mlx
 

@@ -17,7 +17,7 @@ from mlx_marlin.integrations.mlx_lm.joining import join_layers
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products import matmul
+from mlx_marlin.products import linear, matmul
 from mlx_marlin.products.experts import dispatch as experts_dispatch
 
 K, N, EXPERTS = 128, 64, 4
@@ -72,17 +72,18 @@ def layer(request: pytest.FixtureRequest, backend: Choose) -> Layer:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the times that a decision was asked for."""
     found: list[str] = []
-    served, product_of = matmul._served, experts_dispatch.product_of
+    prepared, product_of = matmul.prepared_call, experts_dispatch.product_of
 
     def listed(*given: Any) -> Any:
         found.append("product")
-        return served(*given)
+        return prepared(*given)
 
     def listed_experts(*given: Any) -> Any:
         found.append("experts")
         return product_of(*given)
 
-    monkeypatch.setattr(matmul, "_served", listed)
+    for module in (matmul, linear):
+        monkeypatch.setattr(module, "prepared_call", listed)
     monkeypatch.setattr("mlx_marlin.products.experts.matmul.product_of", listed_experts)
     return found
 

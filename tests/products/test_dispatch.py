@@ -17,7 +17,8 @@ from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.products import dispatch
+from mlx_marlin.products import dispatch, matmul
+from mlx_marlin.products import packed as packed_calls
 from mlx_marlin.products.packing import pack
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from support.format_cases import OF_MLX, any_weight
@@ -239,7 +240,7 @@ def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> 
 def test_no_more_kinds_are_remembered_than_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "KINDS", 2)
+    monkeypatch.setattr(dispatch, "MOST_CALLS", 2)
     x, native = activations(4, K), weight()
     packed = pack(*native)
     layer = mlx_marlin.MarlinLinear(K, N, False, layout="marlin")
@@ -253,8 +254,8 @@ def test_no_more_kinds_are_remembered_than_said(
         ):
             assert y.shape == (m, N)
 
-    sizes = [len(each) for each in dispatch._memories]
-    assert 0 < max(sizes) <= 2
+    assert 0 < len(matmul._known) <= 2
+    assert 0 < len(packed_calls._products) <= 2
 
 
 def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:

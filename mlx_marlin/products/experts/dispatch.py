@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import mlx.core as mx
 
@@ -26,8 +25,7 @@ from mlx_marlin.products.experts.reference import (
     stock_of,
 )
 from mlx_marlin.products.experts.request import (
-    Kind,
-    packed_kind,
+    GatherRequest,
     pairs_of_row,
     problem_of_one,
 )
@@ -36,7 +34,7 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, TILE_N
 
 
 @state.cache(maxsize=4096)
-def product_of(kind: Kind) -> PreparedCall | None:
+def product_of(kind: GatherRequest) -> PreparedCall | None:
     """Returns the prepared product of a kind of call; None where stock serves it.
 
     It takes x, the rows' indices or None, the experts', codes, scales and biases.
@@ -72,7 +70,7 @@ def product_of(kind: Kind) -> PreparedCall | None:
     return PreparedCall(run)
 
 
-def why_not_gather(kind: Kind) -> str | None:
+def why_not_gather(kind: GatherRequest) -> str | None:
     """Says why stock MLX serves a kind of call; None if our kernels do."""
     known = FORMATS.get((kind.mode, kind.bits))
     if known is None:
@@ -92,7 +90,7 @@ def why_not_gather(kind: Kind) -> str | None:
     return not_here(kind.on_cpu) or _why_not_on_cuda(kind)
 
 
-def _why_not_on_cuda(kind: Kind) -> str | None:
+def _why_not_on_cuda(kind: GatherRequest) -> str | None:
     if selection.backend() != "cuda":
         return None
     if kind.invariant:
@@ -104,7 +102,9 @@ def _why_not_on_cuda(kind: Kind) -> str | None:
     return unsupported(problem_of_one(kind), kind.transpose)
 
 
-def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat | None:
+def _cuda_product(
+    kind: GatherRequest, each: int, gate: str | None = None
+) -> Flat | None:
     """Returns the product of our CUDA kernel; None if it failed its check here."""
     device = target()
     assert isinstance(device, CudaDevice)
@@ -113,7 +113,7 @@ def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat | None
     return None if guard.why_not(plan) else experts_launch.cuda_gather_product(plan)
 
 
-def _on_cuda(kind: Kind) -> PreparedCall | None:
+def _on_cuda(kind: GatherRequest) -> PreparedCall | None:
     each = pairs_of_row(kind)
     ours = _cuda_product(kind, each)
     if ours is None:
@@ -135,7 +135,7 @@ def _on_cuda(kind: Kind) -> PreparedCall | None:
 
 
 @state.cache(maxsize=4096)
-def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
+def serve_gated(kind: GatherRequest, gate: str) -> PreparedCall | None:
     """Returns the product with packed experts of gate, which gates that of up.
 
     It takes x, codes and scales of gate, those of up, both biases if there are, and the
@@ -167,10 +167,3 @@ def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
         return product(x, w, scales, scales, second, second_scales, *both, experts)
 
     return traced_call(run)
-
-
-@state.cache(maxsize=4096)
-def serve_packed(*call: Any) -> tuple[Kind, PreparedCall | None]:
-    """Returns the kind of a call that `packed_kind` takes, and its prepared product."""
-    kind = packed_kind(*call)
-    return kind, product_of(kind)

@@ -5,8 +5,9 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.products.experts.request import Kind, Shape, mode_of_mlx
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_groups
+from mlx_marlin.products.experts.request import GatherRequest, mode_of_mlx
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_groups
+from mlx_marlin.products.request import Shape
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Flat = Callable[..., mx.array]
@@ -26,18 +27,18 @@ def flat_indices(
     )
 
 
-def stock_of(kind: Kind) -> Flat:
+def stock_of(kind: GatherRequest) -> Flat:
     """Returns stock MLX's product of a kind of call, with the arrays of ours."""
 
     def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
         scales, biases, sources, experts = arrays
-        y = _product(kind, x[:, None], w, scales, biases, sources, experts)
+        y = _product(kind, x[:, None], (w, scales, biases), (sources, experts))
         return y.squeeze(-2)
 
     return stock
 
 
-def stock_in_turn(kind: Kind, each: int) -> Flat:
+def stock_in_turn(kind: GatherRequest, each: int) -> Flat:
     """Likewise, of x and experts of any shape, and of rows as a plan has them."""
     flat = stock_of(kind)
 
@@ -59,7 +60,7 @@ def stock_in_turn(kind: Kind, each: int) -> Flat:
     return stock
 
 
-def stock_gated(kind: Kind, each: int, gate: str) -> Flat:
+def stock_gated(kind: GatherRequest, each: int, gate: str) -> Flat:
     """Likewise, of gate and up."""
     stock = stock_in_turn(kind, each)
 
@@ -84,7 +85,7 @@ def stock_gated(kind: Kind, each: int, gate: str) -> Flat:
 
 
 def stock_packed(
-    kind: Kind,
+    kind: GatherRequest,
     x: mx.array,
     words: mx.array,
     scales: mx.array,
@@ -92,23 +93,20 @@ def stock_packed(
     rhs_indices: mx.array,
 ) -> mx.array:
     """Returns MLX's product, with packed weights that are unpacked for it."""
-    indices = lhs_indices, rhs_indices
-    return _product(
-        kind, x, words, scales, scales, *indices, kind.transpose, kind.is_sorted
-    )
+    weight, indices = (words, scales, scales), (lhs_indices, rhs_indices)
+    return _product(kind, x, weight, indices, kind.transpose, kind.is_sorted)
 
 
 def _product(
-    kind: Kind,
+    kind: GatherRequest,
     x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array,
+    weight: tuple[mx.array, mx.array, mx.array],
+    indices: tuple[mx.array | None, mx.array],
     transpose: bool = True,
     is_sorted: bool = False,
 ) -> mx.array:
+    w, scales, biases = weight
+    lhs_indices, rhs_indices = indices
     size = stock_groups(kind.mode, kind.bits, kind.group_size)
     if size is None:
         # MLX's CPU device multiplies chosen matrices in float32 only.
@@ -139,7 +137,7 @@ def _product(
 
 
 def weight_of_mlx(
-    kind: Kind, w: mx.array, scales: mx.array, biases: mx.array
+    kind: GatherRequest, w: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, ...]:
     """Returns codes, scales and biases that mean the same to stock MLX."""
     if kind.layout == "mlx":
@@ -147,7 +145,7 @@ def weight_of_mlx(
     return as_mlx(_packed(kind, w, scales))
 
 
-def _packed(kind: Kind, words: mx.array, scales: mx.array) -> PackedWeight:
+def _packed(kind: GatherRequest, words: mx.array, scales: mx.array) -> PackedWeight:
     return PackedWeight(
         words=words,
         scales=scales,
