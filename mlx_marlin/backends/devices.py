@@ -18,12 +18,10 @@ ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's own variable: the architecture that it chooses its kernels for."""
 WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
 """How the environment names a device."""
-Target = PlanningDevice
-"""What plans are made for."""
 
 
 @state.cache(maxsize=1)
-def current() -> Target:
+def current() -> PlanningDevice:
     """Returns the device to plan for.
 
     The environment variable MLX_MARLIN_DEVICE decides if set; else the Apple GPU that
@@ -45,7 +43,7 @@ def current() -> Target:
         raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
 
 
-def named(name: str, cores: int | None = None) -> Target:
+def named(name: str, cores: int | None = None) -> PlanningDevice:
     """Returns a chip of Apple's or a GPU of NVIDIA's, out of the tables.
 
     Args:
@@ -60,7 +58,7 @@ def named(name: str, cores: int | None = None) -> Target:
     return Device.named(name, cores)
 
 
-def _parse(wish: str) -> Target:
+def _parse(wish: str) -> PlanningDevice:
     """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names."""
     found = WISH.fullmatch(wish.strip())
     if found is None:
@@ -75,7 +73,7 @@ def _parse(wish: str) -> Target:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 
 
-def _here() -> Target:
+def _here() -> PlanningDevice:
     """Returns this machine's GPU, or what to plan for in its place."""
     if sys.platform == "darwin":
         from mlx_marlin.backends.metal import detection

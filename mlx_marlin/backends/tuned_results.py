@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.measurement import DECODE_ERRORS, Machine, Result
 from mlx_marlin.planning.problem import Problem
@@ -35,7 +35,7 @@ def folder() -> Path:
     return cache.folder("tuned")
 
 
-def machine(target: Target, backend: str) -> Machine:
+def machine(target: PlanningDevice, backend: str) -> Machine:
     """Returns what times depend on here.
 
     Args:
@@ -64,7 +64,7 @@ def stands_for_another(backend: str) -> bool:
     return backend != "emulator" and bool(os.environ.get(devices.ENVIRONMENT))
 
 
-def find(problem: Problem, target: Target, backend: str) -> Result | None:
+def find(problem: Problem, target: PlanningDevice, backend: str) -> Result | None:
     """Returns what was measured here for a problem, if anything was.
 
     Files are read at the first call, once per process. An epilogue makes no difference,
@@ -152,7 +152,7 @@ def locked(place: Path) -> Iterator[None]:
 
 
 @state.cache(maxsize=8)
-def _found(target: Target, backend: str) -> Results:
+def _found(target: PlanningDevice, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}
     place = folder()

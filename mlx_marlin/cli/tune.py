@@ -16,11 +16,11 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.cli import models
 from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import layers, operands, tuner
@@ -129,7 +129,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [*dict.fromkeys(several)]
 
 
-def listing(problem: Problem, target: Target) -> str:
+def listing(problem: Problem, target: PlanningDevice) -> str:
     """Lists what would be measured for a problem, with what the model says of it."""
     times_stock = selection.backend() in selection.ON_GPU
     rows = [["", "us by the model, not measured"]]
@@ -138,7 +138,7 @@ def listing(problem: Problem, target: Target) -> str:
     return f"{problem.explain()}\n{aligned(rows)}"
 
 
-def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
+def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> str:
     """Returns the model's microseconds; of stock MLX there is no model on CUDA."""
     if arm is not None:
         return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
@@ -197,7 +197,9 @@ def _clock(seconds: float, place: Path) -> Clock:
     return clock
 
 
-def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
+def _tune(
+    found: list[Problem], target: PlanningDevice, clock: Clock, place: Path
+) -> int:
     """Measures problem after problem, and keeps each result at once."""
     here = tuned_results.machine(target, selection.backend())
     wrong = kept = 0

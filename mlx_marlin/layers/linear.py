@@ -1,4 +1,4 @@
-"""Layers that multiply through our kernels and pass for MLX's own everywhere else."""
+"""`MarlinLinear`, a quantized linear layer on our kernels."""
 
 from typing import Any, Self
 
@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
-from mlx_marlin.layers.native import NATIVE, stock_product, twin
+from mlx_marlin.layers.native import NATIVE, stock_product, without_parameters
 from mlx_marlin.products.packed import packed_product
 from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
 from mlx_marlin.weights.formats import (
@@ -19,28 +19,28 @@ from mlx_marlin.weights.formats import (
 from mlx_marlin.weights.packed_weight import GroupSize
 
 FEW_ROWS = 8
-"""Rows of a call that a layer remembers by their number alone."""
+"""Rows up to which a layer remembers a call by the number of rows alone."""
 
 
 class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     """A quantized linear layer whose product runs on our kernels.
 
-    It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with
-    `layout="marlin"` its parameters are `words` and `quantizers`, and `weight`,
-    `scales` and `biases` are unpacked when something asks for them.
+    It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters. With
+    `layout="marlin"` its parameters are `words` and `quantizers`; reading `weight`,
+    `scales` or `biases` unpacks them.
 
     Args:
         input_dims (int): Features that go in, k.
         output_dims (int): Features that come out, n.
         bias (bool): Whether to add a bias. Default: True.
         group_size (int, optional): Weights that share a scale; with `layout="marlin"`
-            also sizes that MLX has not, and "channel". Default: the mode's.
+            also sizes that MLX does not support, and "channel". Default: the mode's.
         bits (int, optional): Bits of a code. Default: the mode's.
         mode (str): Quantization scheme. Default: "affine".
-        layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
-            kernels. Default: "mlx".
-        invariant (bool): Whether a row's bits must not depend on how many rows there
-            are, as for `linear`. Default: False.
+        layout (str): "mlx" for MLX's own layout, or "marlin" for the packed layout of
+            our kernels. Default: "mlx".
+        invariant (bool): Whether a row's bits must not depend on the number of rows, as
+            for `linear`. Default: False.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 self["bias"] = mx.zeros((output_dims,))
                 self.freeze()
             return
-        # MLX fills None in, though its annotations do not say so.
+        # MLX accepts None, although its annotations exclude it.
         size: Any = group_size
         width: Any = bits
         super().__init__(input_dims, output_dims, bias, size, width, mode)
@@ -110,16 +110,16 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         layout: str = "mlx",
         invariant: bool = False,
     ) -> Self:
-        """Makes a layer with the parameters of an `nn.QuantizedLinear`.
+        """Returns a layer with the parameters of an `nn.QuantizedLinear`.
 
         Args:
-            layer: The layer; it stays as it is.
+            layer: The layer, which is not changed.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
-            invariant: Whether a row's bits must not depend on how many rows there are.
+            invariant: Whether a row's bits must not depend on the number of rows.
 
         Raises:
             TypeError: If the layer is not an `nn.QuantizedLinear`.
-            ValueError: If the layout is unknown or our format cannot hold the weight.
+            ValueError: If the layout is unknown or does not support the format.
         """
         _check_layer("layer", layer, nn.QuantizedLinear)
         _check(layout, layer.mode, layer.bits)
@@ -129,7 +129,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 f"layout='mlx' has groups of {sizes}, and the layer has "
                 f"group_size={layer.group_size}"
             )
-        ours = twin(cls, layer)
+        ours = without_parameters(cls, layer)
         ours.layout = "mlx"
         ours.invariant = invariant
         for name in NATIVE:
@@ -143,8 +143,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     def to_stock(self) -> nn.QuantizedLinear | nn.Linear:
         """Returns MLX's own layer with the same parameters, in MLX's layout.
 
-        Groups longer than MLX's become several. MLX has none of 16 integers: such a
-        layer becomes an `nn.Linear` of the numbers that its codes stand for.
+        Groups that are longer than MLX's are split. MLX does not support groups of 16
+        integers: such a layer becomes an `nn.Linear` with the decoded weight.
         """
         layer: nn.QuantizedLinear | nn.Linear
         packed = self.packed
@@ -155,7 +155,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             layer.train(self.training)
             layer.weight = plain(packed, packed.dtype)
         else:
-            layer = twin(nn.QuantizedLinear, self)
+            layer = without_parameters(nn.QuantizedLinear, self)
             layer.group_size = size
             native = self.native() if packed is None else (*as_mlx(packed), None)
             for name, array in zip(NATIVE, native, strict=False):
@@ -165,12 +165,12 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         return layer
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        size = x.size  # tells the rows, of which there are few
+        """Returns the product [..., n] of x [..., k], plus the bias if any."""
+        size = x.size
         if size == self._last_stock_call or (
             self._stock_calls and self.is_stock_call(size)
         ):
-            # As in `stock_product`, whose call would cost the host as much again.
+            # Written out, because a call of `stock_product` would double the host time.
             y: mx.array = mx.quantized_matmul(
                 x,
                 self["weight"],
@@ -183,22 +183,23 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             )
             return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
-        if bias is None and self.layout == "marlin":  # the short way: most layers
+        if bias is None and self.layout == "marlin":  # most layers
             return packed_product(x, self.packed_arrays(), invariant=self.invariant)
         if self.layout == "mlx" and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
                 self.remember_stock(x.size)
             return stock_product(self, x)
-        # In one kernel, unless the bias would widen the result.
+        # The kernel adds the bias, unless the bias promotes the result's dtype.
         if bias is None or self._keeps_dtype(x, bias):
             return self._product(x, bias)
         y = self._product(x, None) + bias
         return y  # noqa: RET504 (MLX is not annotated)
 
     def _is_stock_in_all_dtypes(self, x: mx.array) -> bool:
-        """Returns whether the number of rows alone tells that stock MLX serves.
+        """Returns whether stock MLX serves so many rows in all dtypes.
 
-        Of few rows only: each dtype takes planning, and prompts have many shapes.
+        It is True for few rows only, because every dtype has to be planned, and prompts
+        have many shapes.
         """
         if x.size > FEW_ROWS * x.shape[-1]:
             return False
@@ -214,7 +215,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 def _is_packed_only(
     layout: str, group_size: GroupSize, mode: str, bits: int | None
 ) -> bool:
-    """Returns whether MLX cannot quantize to a format that our packed layout has."""
+    """Returns whether only the packed layout supports a format."""
     known = format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)
     of_mlx = group_size in (None, *known.group_sizes)
     return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)

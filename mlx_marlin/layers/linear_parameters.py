@@ -36,7 +36,7 @@ class LinearParameters(GuardedParameters):
             ),
         )
 
-    # MLX's layer has these as plain attributes, which it never sets again.
+    # In MLX's layer these are plain attributes, which are set once.
     @property
     def weight(self) -> mx.array:
         """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
@@ -57,24 +57,24 @@ class LinearParameters(GuardedParameters):
 
     @property
     def biases(self) -> mx.array | None:
-        """Biases [n, k / group_size]; None where the mode has none."""
+        """Biases [n, k / group_size]; None if the mode has none."""
         return self.native()[2]
 
     @biases.setter
     def biases(self, none: mx.array | None) -> None:
-        """Takes the None that MLX's layer sets where the mode has no biases."""
+        """Accepts the None that MLX's layer sets if the mode has no biases."""
 
     @biases.deleter
     def biases(self) -> None:
         _refuse_change("biases")
 
     def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Returns codes, scales and biases, if there are, in MLX's layout."""
+        """Returns codes, scales and biases, or None for biases, in MLX's layout."""
         packed = self.packed
         if packed is not None:
             words, scales, *biases = unpack(packed)
             return words, scales, biases[0] if biases else None
-        # Missing while the layer is being built: then an attribute like any other.
+        # While MLX builds the layer, the arrays are missing, like other attributes.
         named = NATIVE if self.mode == "affine" else NATIVE[:2]
         missing = [name for name in named if name not in self]
         if missing:
@@ -82,14 +82,14 @@ class LinearParameters(GuardedParameters):
         return self["weight"], self["scales"], self.get("biases")
 
     def _keep(self, name: str, array: mx.array | None) -> None:
-        """Keeps a native array; a property of this class hides the attribute."""
+        """Sets an array in MLX's layout, which a property of this class shadows."""
         if array is not None:
             self[name] = array
 
     def _quantize(
         self, weight: mx.array, group_size: GroupSize, bits: int | None, mode: str
     ) -> None:
-        """Takes a weight in a format that MLX does not quantize to."""
+        """Quantizes a weight to a format that MLX does not support."""
         packed = quantize(weight, group_size=group_size, bits=bits, mode=mode)
         self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
         self._take(packed)
@@ -111,7 +111,7 @@ class LinearParameters(GuardedParameters):
 
 
 def _refuse_change(name: str) -> NoReturn:
-    """Refuses an array that takes a packed one's place: MLX deletes what was there."""
+    """Raises the TypeError for setting an array, which in MLX deletes the old one."""
     raise TypeError(
         f"{name} of a layer with layout='marlin' cannot be set, because its parameters "
         f"are {' and '.join(PACKED)}: set {name} of the layer that to_stock() returns "

@@ -22,9 +22,9 @@ from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.graph_cache import traced
 from mlx_marlin.products.operands import as_called
 from mlx_marlin.products.reference.epilogue import (
-    of_normalized,
-    then_finished,
-    with_all_operands,
+    with_epilogue,
+    with_norm,
+    with_placeholders,
 )
 from mlx_marlin.products.reference.weight import native_product, stock_product
 from mlx_marlin.products.request import CPU, MatmulRequest, Run
@@ -90,9 +90,9 @@ def prepare(request: MatmulRequest) -> PreparedCall:
         return PreparedCall(_zeros(request), "there is nothing to add up")
     stock = _stock(request)
     if epilogue != PLAIN:
-        stock = then_finished(stock, epilogue)
+        stock = with_epilogue(stock, epilogue)
     if request.norm is not None:
-        stock = of_normalized(stock, request.norm)
+        stock = with_norm(stock, request.norm)
     reason = eligibility.not_here(request.on_cpu) or eligibility.not_ours(request)
     if reason:
         eligibility.refuse_variance(request.invariant, reason)
@@ -222,13 +222,13 @@ def _planned(plan: Plan) -> Product:
     product = launch.product(plan)
     if problem.epilogue == PLAIN and problem.norm is None:
         return product
-    return with_all_operands(product, problem.epilogue)
+    return with_placeholders(product, problem.epilogue)
 
 
 def _decoded(plan: DensePlan) -> Product:
     product = launch.dense_product(plan)
     epilogue = plan.problem.epilogue
-    return product if epilogue == PLAIN else then_finished(product, epilogue)
+    return product if epilogue == PLAIN else with_epilogue(product, epilogue)
 
 
 def _dense(problem: Problem) -> DensePlan | None:
@@ -256,7 +256,7 @@ def _zeros(request: MatmulRequest) -> Run:
 
     if request.epilogue == PLAIN or request.epilogue.gated:
         return zeros
-    return then_finished(zeros, request.epilogue)
+    return with_epilogue(zeros, request.epilogue)
 
 
 def _measured(problem: Problem) -> Result | None:

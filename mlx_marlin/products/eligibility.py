@@ -1,6 +1,6 @@
-"""Why stock MLX serves a call: what our kernels, or the device here, cannot do.
+"""Reasons why stock MLX serves a call.
 
-Each reason is a sentence that `why_not` returns.
+`why_not` returns them to the user.
 """
 
 import os
@@ -15,7 +15,7 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
 def not_here(on_cpu: bool) -> str | None:
-    """Says why no kernel of ours can run; None if they can."""
+    """Returns why no kernel can run in this process, or None."""
     backend = selection.backend()
     if backend == "stock":
         return "no back end here runs our kernels, or MLX_MARLIN_BACKEND says stock"
@@ -25,12 +25,11 @@ def not_here(on_cpu: bool) -> str | None:
 
 
 def not_ours(request: MatmulRequest) -> str | None:
-    """Says what of a call our kernels do not compute; None if they could."""
+    """Returns what part of a request no kernel computes, or None."""
     if not request.transpose and request.layout == "mlx":
         return "our kernels multiply by the transposed weight only"
     known = FORMATS.get((request.mode, request.bits))
-    # A packed weight has been checked.
-    packed = request.layout == "marlin"
+    packed = request.layout == "marlin"  # its format has been checked
     if known is None or not (packed or request.group_size in known.group_sizes):
         return (
             f"{request.mode} {request.bits}-bit with group size {request.group_size} "
@@ -52,7 +51,7 @@ def not_ours(request: MatmulRequest) -> str | None:
 
 
 def unsupported(problem: Problem, transpose: bool = True) -> str | None:
-    """Returns what the kernels here lack for a problem; None if they run.
+    """Returns why the back end in use does not support a problem, or None.
 
     Args:
         problem: The product to compute.
@@ -63,14 +62,18 @@ def unsupported(problem: Problem, transpose: bool = True) -> str | None:
 
 
 def unsupported_device() -> str | None:
-    """Returns why no kernel of ours runs on the device here; None if they do."""
+    """Returns why no kernel runs on this device, or None."""
     return registry.named(selection.backend()).unsupported_device(target())
 
 
 def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
-    """Says why stock MLX is the faster; None if it is not, or speed is no reason.
+    """Returns why stock MLX is faster, or None.
 
-    `measured` is what tuning found for the problem.
+    It returns None too if stock MLX may not serve a call for speed.
+
+    Args:
+        problem: The product to compute.
+        measured: The tuned result of the problem, if there is one.
     """
     if not selection.may_hand_over():
         return None
@@ -80,7 +83,7 @@ def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
 
 
 def refuse_variance(invariant: bool, reason: str) -> None:
-    """Raises a ValueError if an invariant product would go to stock MLX."""
+    """Raises a ValueError if stock MLX would serve an invariant product."""
     if invariant:
         raise ValueError(
             f"invariant=True cannot be kept, because stock MLX would serve the call: "
@@ -89,10 +92,10 @@ def refuse_variance(invariant: bool, reason: str) -> None:
 
 
 def target() -> PlanningDevice:
-    """Returns the device that plans are made for: one that the back end runs on.
+    """Returns the device to plan for, which is one of the back end in use.
 
     Raises:
-        ValueError: If MLX_MARLIN_DEVICE names one that it does not.
+        ValueError: If MLX_MARLIN_DEVICE names a device of another back end.
     """
     here: PlanningDevice = devices.current()
     backend = registry.named(selection.backend())

@@ -31,6 +31,8 @@ Stream = mx.Stream | mx.Device | None
 Options = tuple[bool, int | None, int | None, str, EpilogueKey, bool]
 """transpose, group_size, bits and mode as `quantized_matmul` takes them, the epilogue,
 and whether the product is invariant."""
+DEFAULT_FORMAT = (None, None, "affine")
+"""group_size, bits and mode of a call that leaves them to a packed weight."""
 
 _known: Memory = state.register({})
 
@@ -136,7 +138,8 @@ def prepared_call(
     on_cpu = mx.default_device() == CPU
     key: tuple[object, ...]
     if isinstance(w, PackedWeight):
-        check_packed(w, scales, biases, *options[1:4])
+        if scales is not None or biases is not None or options[1:4] != DEFAULT_FORMAT:
+            check_packed(w, scales, biases, *options[1:4])
         key = (w.kind, x.shape, x.dtype, options, on_cpu)
         return _known.get(key) or _prepare_packed(key, x, w, options)
     is_odd = biases is not None and not isinstance(biases, mx.array)
@@ -193,8 +196,6 @@ def check_packed(
     """Raises a ValueError if arguments contradict the packed weight."""
     if scales is not None or biases is not None:
         raise ValueError("a packed weight carries its scales and biases; pass none")
-    if group_size is None and bits is None and mode == "affine":
-        return  # the defaults
     given = (
         w.group_size if group_size is None else group_size,
         w.bits if bits is None else bits,

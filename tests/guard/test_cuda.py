@@ -13,9 +13,9 @@ import mlx_marlin
 from mlx_marlin import guard, state
 from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.variants import miniatures
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products.eligibility import target
@@ -54,7 +54,7 @@ def operands() -> tuple[mx.array, tuple[mx.array, ...]]:
     return mx.random.normal((4, K), key=mx.random.key(2)).astype(mx.float16), w
 
 
-def few_warps(problem: Problem, device: Target) -> Plan:
+def few_warps(problem: Problem, device: PlanningDevice) -> Plan:
     """Returns a plan for which the emulator has memory."""
     few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
     return planner.make(problem, device=device, **few)

@@ -99,9 +99,9 @@ def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.arr
 
 
 def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """Returns a weight of integers [n, k] as plain numbers, in MLX's operations.
+    """Returns a weight of integers [n, k] decoded, in MLX's operations.
 
-    Each is computed in float32 and rounded once.
+    Every element is computed in float32 and rounded once.
     """
     words, scales, *rest = unpack(packed)
     zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0
