@@ -1,9 +1,6 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -287,26 +284,3 @@ def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
     monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
     state.reset()
     assert not any(layer.is_stock_call("a call") for layer in layers)
-
-
-def test_a_warm_call_runs_functions_of_few_files(
-    backend: Callable[[str | None], None],
-) -> None:
-    backend("emulator")
-    mlx_marlin.quantized_matmul(X, W, SCALES, BIASES)
-    package = Path(mlx_marlin.__file__).parent
-    files: set[Path] = set()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(package):
-            files.add(path.relative_to(package))
-
-    sys.setprofile(note)
-    try:
-        mlx_marlin.quantized_matmul(X, W, SCALES, BIASES)
-    finally:
-        sys.setprofile(None)
-
-    ours = {each for each in files if each.parts[0] != "emulator"}
-    assert len(ours) <= 4, ours
