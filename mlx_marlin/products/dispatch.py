@@ -6,6 +6,7 @@ A decision is made once for each request and kept until `state.reset`.
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -52,7 +53,9 @@ class PreparedCall:
     is_stock: bool = False
 
 
-Memory = dict[tuple[object, ...], PreparedCall]
+Key = tuple[object, ...]
+Value = TypeVar("Value")
+Memory = dict[Key, PreparedCall]
 """Prepared calls by a flat key, which a warm call builds from its arguments.
 
 A dictionary takes a third of the time of `lru_cache` or of a key that is an object,
@@ -60,14 +63,12 @@ whose hash is a call of Python code.
 """
 
 
-def remembered(
-    memory: Memory, key: tuple[object, ...], request: MatmulRequest
-) -> PreparedCall:
-    """Prepares a request, keeps the call in a memory, and returns it."""
+def remembered(memory: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Keeps a value in a memory of at most `MOST_CALLS`, and returns it."""
     if len(memory) >= MOST_CALLS:
         memory.clear()
-    memory[key] = prepared = prepare(request)
-    return prepared
+    memory[key] = value
+    return value
 
 
 def is_for_good(prepared: PreparedCall) -> bool:

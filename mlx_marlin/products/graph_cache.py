@@ -12,7 +12,7 @@ Function = Callable[..., mx.array]
 Call = tuple[int, mx.Stream, tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]]
 """The key of a graph: thread, stream, and shape and dtype of each argument."""
 MOST_GRAPHS = 16
-"""Graphs of a function without derivatives; further ones have the nodes of both."""
+"""Graphs without derivatives that a function keeps. Further calls have derivatives."""
 
 
 def traced(function: Function, put: Callable[[Function], None]) -> Function:
@@ -36,10 +36,10 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
     made: list[Function] = []
 
     def call(*arrays: mx.array | None) -> mx.array:
-        kind = _kind(arrays)
-        if not are_without_vjp() and kind not in known and len(known) < MOST_GRAPHS:
-            known.append(kind)
-            own = [other for other in known if other[0] == kind[0]]
+        key = _key(arrays)
+        if not are_without_vjp() and key not in known and len(known) < MOST_GRAPHS:
+            known.append(key)
+            own = [other for other in known if other[0] == key[0]]
             made.append(_without_derivatives(call, own))
             put(made[-1])
         return function(*arrays)
@@ -48,7 +48,7 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
     return made[0]
 
 
-def _kind(arrays: Sequence[mx.array | None]) -> Call:
+def _key(arrays: Sequence[mx.array | None]) -> Call:
     types = (None if array is None else (array.shape, array.dtype) for array in arrays)
     return get_ident(), mx.default_stream(mx.default_device()), tuple(types)
 

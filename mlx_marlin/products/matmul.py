@@ -11,9 +11,11 @@ import mlx.core as mx
 from mlx_marlin import state
 from mlx_marlin.argument_types import check_format
 from mlx_marlin.products.dispatch import (
+    Key,
     Memory,
     PreparedCall,
     is_for_good,
+    prepare,
     remembered,
 )
 from mlx_marlin.products.reference.weight import NativeWeight
@@ -136,7 +138,7 @@ def prepared_call(
     if not isinstance(x, mx.array):
         refuse_types(x, w, scales, biases)
     on_cpu = mx.default_device() == CPU
-    key: tuple[object, ...]
+    key: Key
     if isinstance(w, PackedWeight):
         if scales is not None or biases is not None or options[1:4] != DEFAULT_FORMAT:
             check_packed(w, scales, biases, *options[1:4])
@@ -218,19 +220,19 @@ def refuse_types(*arguments: object) -> NoReturn:
 
 
 def _prepare_packed(
-    key: tuple[object, ...], x: mx.array, w: PackedWeight, options: Options
+    key: Key, x: mx.array, w: PackedWeight, options: Options
 ) -> PreparedCall:
     transpose, _, _, _, epilogue, invariant = options
     request = packed_request(
         x, w.kind, epilogue_of(epilogue), transpose=transpose, invariant=invariant
     )
-    return remembered(_known, key, request)
+    return remembered(_known, key, prepare(request))
 
 
 def _prepare_native(
-    key: tuple[object, ...], x: mx.array, weight: NativeWeight, options: Options
+    key: Key, x: mx.array, weight: NativeWeight, options: Options
 ) -> PreparedCall:
     transpose, group_size, bits, mode, epilogue, invariant = options
     check_format(group_size, bits, mode)
     request = native_request(x, weight, transpose, epilogue_of(epilogue), invariant)
-    return remembered(_known, key, request)
+    return remembered(_known, key, prepare(request))

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products.dispatch import Memory, remembered
+from mlx_marlin.products.dispatch import Memory, prepare, remembered
 from mlx_marlin.products.linear import as_tuple
 from mlx_marlin.products.reference.epilogue import split_apart
 from mlx_marlin.products.request import (
@@ -74,7 +74,7 @@ def packed_product(
             transpose=transpose,
             invariant=invariant,
         )
-        prepared = remembered(_products, key, request)
+        prepared = remembered(_products, key, prepare(request))
     if bias is None and residual is None:
         return prepared.run(x, words, scales, scales)
     operands = [array for array in (bias, residual) if array is not None]
@@ -109,7 +109,7 @@ def packed_parts(
         epilogue = Epilogue(bias=bias is not None, parts=parts)
         kind = packed_kind(weight)
         request = packed_request(x, kind, epilogue, invariant=invariant)
-        prepared = remembered(_parts, key, request)
+        prepared = remembered(_parts, key, prepare(request))
     if prepared.reason is not None:
         y = packed_product(x, weight, bias, invariant=invariant)
         return split_apart(y, parts)
@@ -133,7 +133,7 @@ def packed_gated(x: mx.array, weight: PackedArrays) -> mx.array | None:
     prepared = _gated.get(key)
     if prepared is None:
         request = packed_request(x, packed_kind(weight), GATED)
-        prepared = remembered(_gated, key, request)
+        prepared = remembered(_gated, key, prepare(request))
     return prepared.run(x, words, scales, scales) if prepared.reason is None else None
 
 
@@ -167,7 +167,7 @@ def packed_linear(
     prepared = _linears.get(key)
     if prepared is None:
         request = packed_request(x, packed_kind(weight), epilogue, norm=epsilon)
-        prepared = remembered(_linears, key, request)
+        prepared = remembered(_linears, key, prepare(request))
     if prepared.reason is not None:
         return None
     return prepared.run(x, words, scales, scales, *operands)

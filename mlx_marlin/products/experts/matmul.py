@@ -133,7 +133,7 @@ def gather_native(
     sorted_indices: bool = False,
     invariant: bool = False,
 ) -> tuple[mx.array, bool]:
-    """Multiplies rows by weights in MLX's layout that their indices select.
+    """Multiplies rows by weights in MLX's layout that indices select.
 
     Args:
         x: Activations [..., m, k].
@@ -214,4 +214,4 @@ def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:
     if len(w.batch) != 1:
         raise ValueError(f"w has shape {w.shape}, expected a batch [experts, n, k]")
     if global_scale is not None or w.global_scale is not None:
-        raise ValueError("packed experts with a global_scale are not served")
+        raise ValueError("packed experts with a global_scale are not supported")

@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.backends import selection
-from mlx_marlin.products.dispatch import MOST_CALLS, PreparedCall
+from mlx_marlin.products.dispatch import Key, PreparedCall, remembered
 from mlx_marlin.products.experts.dispatch import product_of, serve_gated
 from mlx_marlin.products.experts.reference import stock_packed
 from mlx_marlin.products.experts.request import GatherRequest, packed_request
@@ -13,8 +13,8 @@ from mlx_marlin.products.request import CPU, PackedArrays
 Decision = tuple[GatherRequest, PreparedCall | None]
 """A request and its prepared call; None if stock MLX serves it."""
 
-_known: dict[tuple[object, ...], Decision] = state.register({})
-_gated: dict[tuple[object, ...], Decision] = state.register({})
+_known: dict[Key, Decision] = state.register({})
+_gated: dict[Key, Decision] = state.register({})
 
 
 def gather_packed(
@@ -28,7 +28,7 @@ def gather_packed(
     invariant: bool = False,
     bias: mx.array | None = None,
 ) -> mx.array:
-    """Multiplies rows by packed weights that their indices select.
+    """Multiplies rows by packed weights that indices select.
 
     Args:
         x: Activations [..., m, k].
@@ -55,8 +55,7 @@ def gather_packed(
     decision = _known.get(key)
     if decision is None:
         request = packed_request((x.shape, x.dtype), weight, lhs, rhs, options)
-        decision = request, product_of(request)
-        _keep(_known, key, decision)
+        decision = remembered(_known, key, (request, product_of(request)))
     request, prepared = decision
     if prepared is None:
         y, added = stock_packed(request, x, words, scales, lhs_indices, rhs_indices), []
@@ -102,22 +101,11 @@ def gather_gated(
         rows = (*x.shape[:-1], 1, 1, format[1]), x.dtype
         options = True, False, False, bool(biases)
         request = packed_request(rows, gate, None, rhs, options)
-        decision = request, serve_gated(request, gating)
-        _keep(_gated, key, decision)
+        decision = remembered(_gated, key, (request, serve_gated(request, gating)))
     prepared = decision[1]
     if prepared is None:
         return None
     return prepared.run(x, words, scales, up[0], up[1], *biases, indices)
-
-
-def _keep(
-    memory: dict[tuple[object, ...], Decision],
-    key: tuple[object, ...],
-    decision: Decision,
-) -> None:
-    if len(memory) >= MOST_CALLS:
-        memory.clear()
-    memory[key] = decision
 
 
 def _is_fused(bias: mx.array, x: mx.array, weight: PackedArrays) -> bool:
