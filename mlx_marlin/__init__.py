@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.products.experts.matmul import gather_qmm
-    from mlx_marlin.products.matmul import (
-        linear,
-        linears,
-        quantized_matmul,
-        why_not,
-    )
+    from mlx_marlin.products.linear import linear, linears
+    from mlx_marlin.products.matmul import quantized_matmul, why_not
     from mlx_marlin.products.packing import pack, quantize, unpack
     from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -43,8 +39,8 @@ _HOMES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
     "gather_qmm": "products.experts.matmul",
-    "linear": "products.matmul",
-    "linears": "products.matmul",
+    "linear": "products.linear",
+    "linears": "products.linear",
     "optimize": "integrations.mlx_lm.convert",
     "plan": "backends.planner",
     "pack": "products.packing",

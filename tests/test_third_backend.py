@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launch, planner, registry, selection
 from mlx_marlin.backends.base import Traits
 from mlx_marlin.backends.source import Source
@@ -23,7 +23,6 @@ from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Option
 from mlx_marlin.planning.work import Tile, data_parallel
-from mlx_marlin.products import dispatch
 from support import oracles
 
 M, N, K = 3, 70, 256
@@ -177,16 +176,17 @@ class NumPy:
 @pytest.fixture
 def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
     """Adds the back end and makes it the one in use, with the guard switched on."""
-    dispatch.forget()
+    state.reset()
     added: Any = NumPy()
     monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS, added])
     monkeypatch.setattr(selection, "backend", lambda: "numpy")
     monkeypatch.setattr(devices, "current", Host)
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
+    state.reset()
     yield added
     monkeypatch.undo()
-    dispatch.forget()
+    state.reset()
 
 
 def operands(m: int = M, bits: int = 4) -> tuple[mx.array, ...]:

@@ -2,8 +2,8 @@
 
 import os
 import re
-from functools import lru_cache
 
+from mlx_marlin import state
 from mlx_marlin.backends import registry
 from mlx_marlin.planning.device import PlanningDevice
 
@@ -12,12 +12,10 @@ ENVIRONMENT = "MLX_MARLIN_DEVICE"
 H200"."""
 WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
 """Format of that variable."""
-Target = PlanningDevice
-"""What plans are made for."""
 
 
-@lru_cache(maxsize=1)
-def current() -> Target:
+@state.cache(maxsize=1)
+def current() -> PlanningDevice:
     """Returns the device to plan for.
 
     It is the device that the environment variable MLX_MARLIN_DEVICE names, if it is
@@ -29,11 +27,11 @@ def current() -> Target:
     """
     wish = os.environ.get(ENVIRONMENT)
     device = _parse(wish) if wish else _detected()
-    found: Target = registry.of_device(device).as_in_mlx(device)
+    found: PlanningDevice = registry.of_device(device).as_in_mlx(device)
     return found
 
 
-def named(name: str, cores: int | None = None) -> Target:
+def named(name: str, cores: int | None = None) -> PlanningDevice:
     """Returns a device by its name.
 
     Args:
@@ -45,11 +43,11 @@ def named(name: str, cores: int | None = None) -> Target:
     """
     knowing = (each for each in registry.BACKENDS if each.knows_device(name))
     backend = next(knowing, registry.BACKENDS[0])  # whose error lists known names
-    found: Target = backend.find_device(name, cores)
+    found: PlanningDevice = backend.find_device(name, cores)
     return found
 
 
-def _parse(wish: str) -> Target:
+def _parse(wish: str) -> PlanningDevice:
     """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names."""
     found = WISH.fullmatch(wish.strip())
     if found is None:
@@ -64,11 +62,11 @@ def _parse(wish: str) -> Target:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 
 
-def _detected() -> Target:
+def _detected() -> PlanningDevice:
     """Returns this machine's GPU, or the default device."""
     for backend in registry.BACKENDS:
-        device: Target | None = backend.detect_device()
+        device: PlanningDevice | None = backend.detect_device()
         if device is not None:
             return device
-    default: Target = registry.BACKENDS[0].default_device
+    default: PlanningDevice = registry.BACKENDS[0].default_device
     return default

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import KernelCall
@@ -16,13 +17,6 @@ from mlx_marlin.weights.dtypes import dtype
 IN_CONSTANT = 8
 """MLX passes Metal inputs of fewer elements in the `constant` address space, which the
 `device` pointers of our kernels cannot read."""
-
-
-def forget() -> None:
-    """Clears the caches of the back end and of the kernels."""
-    selection.forget()
-    for cached in (kernel, _cuda_kernel):
-        cached.cache_clear()
 
 
 def lazily(text: Source, shared_memory: int) -> KernelCall:
@@ -38,7 +32,7 @@ def lazily(text: Source, shared_memory: int) -> KernelCall:
     return call
 
 
-@cache
+@state.cache()
 def kernel(text: Source) -> KernelCall:
     """Returns the kernel of a Metal text; cached."""
     built = cast(
@@ -106,7 +100,7 @@ def template(
     ]
 
 
-@cache
+@state.cache()
 def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():
         reason = selection.missing() or "MLX has no CUDA device here"

@@ -9,6 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import arguments, kernels, registry, selection, source
 from mlx_marlin.backends.base import Backend
 from mlx_marlin.backends.kernels import IN_CONSTANT, readable
@@ -33,12 +34,6 @@ normalized; y then is [m, heads, 1, features].
 For a batch of products x is [batch, m, k] and y [batch, m, n]; the batch is the first
 dimension of the weight's arrays. If the epilogue has parts, the result is a tuple of
 arrays [..., columns], although it is annotated as one array."""
-
-
-def forget() -> None:
-    """Clears the caches of the back end and the kernels, and the list of plans."""
-    kernels.forget()
-    _built.clear()
 
 
 def plans_built() -> list[Plan]:
@@ -186,7 +181,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     return reduce
 
 
-_built: deque[Plan] = deque(maxlen=REMEMBERED)
+_built: deque[Plan] = state.register(deque(maxlen=REMEMBERED))
 
 
 def _multiply(plan: Plan) -> Product:

@@ -6,10 +6,10 @@ MLX if the emulator cannot run either.
 
 import os
 import warnings
-from functools import cache
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import registry
 from mlx_marlin.backends.base import Backend, Traits
 
@@ -21,7 +21,7 @@ DEVICES = {"metal": "Metal", "cuda": "CUDA"}
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
 
 
-@cache
+@state.cache()
 def backend() -> str:
     """Returns the name of the back end: "metal", "cuda", "emulator" or "stock".
 
@@ -47,7 +47,7 @@ def traits() -> Traits:
     return registry.named(backend()).traits
 
 
-@cache
+@state.cache()
 def choice() -> tuple[str, str]:
     """Returns the name of the back end, and the reason for the choice."""
     wish = forced_backend()
@@ -67,7 +67,7 @@ def choice() -> tuple[str, str]:
     return "stock", (f"there is no Metal here and the emulator cannot run: {reason}")
 
 
-@cache
+@state.cache()
 def forced_backend() -> str | None:
     """Returns the back end that `MLX_MARLIN_BACKEND` names, or None.
 
@@ -110,9 +110,3 @@ def may_hand_over() -> bool:
 
 def _default_is_gpu() -> bool:
     return mx.default_device() != mx.Device(mx.cpu)
-
-
-def forget() -> None:
-    """Clears the cached choice."""
-    for cached in (backend, choice, forced_backend):
-        cached.cache_clear()

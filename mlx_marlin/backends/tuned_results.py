@@ -14,11 +14,11 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_marlin import cache
+from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.measurement import DECODE_ERRORS, Machine, Result
 from mlx_marlin.planning.problem import Problem
@@ -36,7 +36,7 @@ def folder() -> Path:
     return cache.folder("tuned")
 
 
-def machine(target: Target, backend: str) -> Machine:
+def machine(target: PlanningDevice, backend: str) -> Machine:
     """Returns what the times of kernels depend on in this process.
 
     Args:
@@ -65,7 +65,7 @@ def stands_for_another(backend: str) -> bool:
     return backend != "emulator" and bool(os.environ.get(devices.ENVIRONMENT))
 
 
-def find(problem: Problem, target: Target, backend: str) -> Result | None:
+def find(problem: Problem, target: PlanningDevice, backend: str) -> Result | None:
     """Returns the measured result for a problem, or None.
 
     The first call reads the file. Products are measured without an epilogue, and the
@@ -81,11 +81,6 @@ def find(problem: Problem, target: Target, backend: str) -> Result | None:
         return None
     found = _found(target, backend).get(replace(problem, epilogue=PLAIN))
     return found and replace(found, plan=replace(found.plan, problem=problem))
-
-
-def forget() -> None:
-    """Clears the cache of files."""
-    _found.cache_clear()
 
 
 def read(place: Path, here: Machine) -> Results:
@@ -157,8 +152,8 @@ def locked(place: Path) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=8)
-def _found(target: Target, backend: str) -> Results:
+@state.cache(maxsize=8)
+def _found(target: PlanningDevice, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}
     place = folder()

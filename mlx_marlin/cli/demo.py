@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import state
 from mlx_marlin.backends import launch, selection
 from mlx_marlin.cli import models
-from mlx_marlin.products import dispatch
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _insist() -> None:
     """Makes every product ours on a GPU too, where stock MLX would be as fast."""
     if selection.backend() in selection.ON_GPU:
         os.environ[selection.ENVIRONMENT] = selection.backend()
-        dispatch.forget()
+        state.reset()
 
 
 def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcome]:

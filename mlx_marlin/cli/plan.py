@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin.backends import devices, planner, registry
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.cli.pictures import text
 from mlx_marlin.planning.choice import Candidate, Choice
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -131,14 +131,14 @@ def _problem(args: argparse.Namespace) -> Problem:
     )
 
 
-def _device(name: str | None, cores: int | None) -> Target:
+def _device(name: str | None, cores: int | None) -> PlanningDevice:
     """Returns the chip to plan for: a named one, or this machine's."""
     if name is not None:
         return devices.named(name, cores)
     here = devices.current()
     if cores is None:
         return here
-    changed: Target = registry.of_device(here).with_cores(here, cores)
+    changed: PlanningDevice = registry.of_device(here).with_cores(here, cores)
     return changed
 
 

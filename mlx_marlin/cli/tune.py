@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import (
     devices,
     planner,
@@ -17,11 +17,11 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.cli import models
 from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import layers, operands, tuner
 from mlx_marlin.tuning.timing import Spread
 from mlx_marlin.tuning.tuner import Arm, Clock, Outcome
@@ -128,7 +128,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [*dict.fromkeys(several)]
 
 
-def listing(problem: Problem, target: Target) -> str:
+def listing(problem: Problem, target: PlanningDevice) -> str:
     """Lists what would be measured for a problem, with what the model says of it."""
     times_stock = selection.backend() in selection.ON_GPU
     rows = [["", "us by the model, not measured"]]
@@ -137,7 +137,7 @@ def listing(problem: Problem, target: Target) -> str:
     return f"{problem.explain()}\n{aligned(rows)}"
 
 
-def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
+def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> str:
     """Returns the model's microseconds; nothing if there is no model of stock MLX."""
     if arm is not None:
         return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
@@ -195,7 +195,9 @@ def _clock(seconds: float, place: Path) -> Clock:
     return clock
 
 
-def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
+def _tune(
+    found: list[Problem], target: PlanningDevice, clock: Clock, place: Path
+) -> int:
     """Measures problem after problem, and keeps each result at once."""
     here = tuned_results.machine(target, selection.backend())
     wrong = kept = 0
@@ -206,7 +208,7 @@ def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> in
             tuned_results.write(place, here, [outcome.result])
             kept += 1
         wrong += len(outcome.wrong) + len(outcome.failed)
-    dispatch.forget()
+    state.reset()
     print(_kept(kept, len(found), place / here.file_name))
     return 1 if wrong else 0
 

@@ -12,10 +12,11 @@ defective kernel raises otherwise.
 """
 
 import os
-from functools import lru_cache, partial
+from functools import partial
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import experts_launch, repack_launch, selection, source
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.guard import checks, known_answers, routing, verdicts
@@ -32,7 +33,6 @@ __all__ = [
     "condemn",
     "condemn_repack",
     "digest",
-    "forget",
     "is_on",
     "known_answers",
     "repack_fault",
@@ -124,7 +124,7 @@ def condemn_repack(to: str, bits: int, order: str, fault: str) -> None:
         checks.record_failure(_repack_variants(to, bits, order), example, fault)
 
 
-@lru_cache(256)
+@state.cache(maxsize=256)
 def route_fault(
     dtype: mx.Dtype, experts: int, choices: int, of_all: bool, last: bool
 ) -> str | None:
@@ -152,7 +152,7 @@ def route_fault(
     )
 
 
-@lru_cache(256)
+@state.cache(maxsize=256)
 def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
     """Returns why the kernel that adds experts' results must not be used, or None.
 
@@ -182,13 +182,6 @@ def verdicts_so_far() -> list[Verdict]:
         (verdict for verdict in found if verdict.shaders == current),
         key=lambda verdict: (verdict.kernels, verdict.example),
     )
-
-
-def forget() -> None:
-    """Drops the verdicts of this process; those on disk stay."""
-    checks.forget()
-    route_fault.cache_clear()
-    combine_fault.cache_clear()
 
 
 def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...]:

@@ -8,6 +8,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import selection, source
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.variants import KernelVariant, digest
@@ -27,19 +28,13 @@ TRANSIENT = (
 )
 """Parts of error messages, in lower case, whose cause is not the kernel."""
 
-_verdicts: dict[str, Verdict] = {}
-_warned: set[str] = set()
+_verdicts: dict[str, Verdict] = state.register({})
+_warned: set[str] = state.register(set())
 
 
 def verdicts_so_far() -> dict[str, Verdict]:
     """Returns the verdicts of this process by the digest of their variants."""
     return dict(_verdicts)
-
-
-def forget() -> None:
-    """Drops the verdicts of this process; those on disk stay."""
-    _verdicts.clear()
-    _warned.clear()
 
 
 def verdict(

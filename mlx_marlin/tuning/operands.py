@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_marlin.backends import registry, selection
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.launch import Product
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from mlx_marlin.tuning.timing import Weight
@@ -37,12 +37,12 @@ class Operands:
     weights: tuple[Weight, ...]
 
 
-def cache_bytes(device: Target) -> int:
+def cache_bytes(device: PlanningDevice) -> int:
     """Returns the bytes of weights that no cache of a device can hold."""
     return registry.of_device(device).cache_bytes(device)
 
 
-def rotated(problem: Problem, device: Target) -> int:
+def rotated(problem: Problem, device: PlanningDevice) -> int:
     """Returns how many weights are larger than the cache together."""
     return min(cache_bytes(device) // problem.weight_bytes + 1, MOST_WEIGHTS)
 

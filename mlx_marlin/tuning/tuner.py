@@ -8,10 +8,10 @@ from itertools import cycle
 
 from mlx_marlin import guard
 from mlx_marlin.backends import launch, planner, selection
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.choice import Candidate
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -65,7 +65,7 @@ class Outcome:
     failed: tuple[Plan, ...] = ()
 
 
-def clock(device: Target, seconds: float = SECONDS) -> Clock:
+def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
     """Returns the clock of the back end that runs here.
 
     Args:
@@ -99,7 +99,7 @@ def clock(device: Target, seconds: float = SECONDS) -> Clock:
     )
 
 
-def why_not(problem: Problem, device: Target) -> str | None:
+def why_not(problem: Problem, device: PlanningDevice) -> str | None:
     """Says why a problem cannot be tuned; None if it can.
 
     Args:
@@ -137,7 +137,7 @@ def shortlist(candidates: Sequence[Candidate], best: int = BEST) -> list[Plan]:
     return plans
 
 
-def arms(problem: Problem, device: Target, *, times_stock: bool) -> list[Arm]:
+def arms(problem: Problem, device: PlanningDevice, *, times_stock: bool) -> list[Arm]:
     """Returns what to compare for a problem, the model's answer first.
 
     Stock MLX is one of them where a product could be handed over to it.
@@ -155,7 +155,7 @@ def arms(problem: Problem, device: Target, *, times_stock: bool) -> list[Arm]:
     return [None, *plans] if choice.reason else [*plans, None]
 
 
-def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
+def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
     """Measures a problem and picks what to use.
 
     Plans whose kernels fail the guard's check are not measured, and a plan whose

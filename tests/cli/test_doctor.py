@@ -11,8 +11,8 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_marlin import cache, emulator, guard
-from mlx_marlin.backends import devices, kernels, planner, tuned_results
+from mlx_marlin import cache, emulator, guard, state
+from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import COMMANDS, main
 from mlx_marlin.cli.diagnosis import folders, machine
@@ -53,7 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     monkeypatch.setattr(emulator, "unavailable", lambda: None)
-    kernels.forget()
+    state.reset()
 
 
 def found(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
@@ -118,7 +118,7 @@ def test_what_a_variable_prevents_is_a_problem(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     devices.current.cache_clear()
-    kernels.forget()
+    state.reset()
 
     status, facts = found(capsys)
 
@@ -305,7 +305,7 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(devices, "current", lambda: device.Device.named("M3 Max"))
-    kernels.forget()
+    state.reset()
     plans: list[Any] = []
     monkeypatch.setattr(known_answers, "fault_of", plans.append)
     return plans
@@ -356,7 +356,7 @@ def test_a_check_that_cannot_be_made_is_a_problem(
     assert main(["doctor", "--check", "--rows", "8"]) == 1
     printed = capsys.readouterr().out
     assert "could not be checked: MemoryError: no message" in printed
-    guard.forget()
+    state.reset()
     assert main(["doctor"]) == 0
 
 

@@ -15,7 +15,7 @@ import mlx_lm
 import pytest
 
 import mlx_marlin
-from mlx_marlin import cache, emulator, guard
+from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import (
     devices,
     launch,
@@ -27,7 +27,6 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.cli import main
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from mlx_marlin.tuning import counting, operands, tuner
 from support.arguments import activations, weight
 from support.models import Layers, tiny_llama
@@ -285,7 +284,7 @@ def test_a_format_of_floats_is_tuned_kept_and_used(
 
     (result,) = results(kept).values()
     assert result.plan.problem.mode == mode
-    launch.forget()
+    state.reset()
     after = mlx_marlin.quantized_matmul(x, *native, mode=mode)
     assert launch.plans_built() == [result.plan]
     assert mx.allclose(before, after, rtol=1e-2, atol=1e-1).item()
@@ -547,7 +546,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_measuring(
 
     assert f"the results cannot be kept in {kept}: " in capsys.readouterr().err
     assert seen == []
-    dispatch.forget()
+    state.reset()
     assert mlx_marlin.why_not(activations(4, 256), *weight(64, 256)) is None
 
 

@@ -20,6 +20,7 @@ from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.cli import main
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
 
 Choose = Callable[[str | None], None]
@@ -276,7 +277,7 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
     monkeypatch: pytest.MonkeyPatch,
     back_end: str,
     wish: str | None,
-    expected: devices.Target,
+    expected: PlanningDevice,
 ) -> None:
     backend(back_end)
     if wish:

@@ -20,6 +20,7 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import dispatch
+from mlx_marlin.products.request import packed_request
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
 from support.cuda_cases import GATED, GATED_N, GATED_WAYS, Case
 from support.cuda_on_cpu import needs_emulator
@@ -133,9 +134,10 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
 
 def test_no_rows_have_half_the_columns(backend: Callable[[str | None], None]) -> None:
     backend("stock")
-    call = (0, 128), mx.float16, 192, 128, 64, 4, "affine", mx.float16, True, False
+    kind = 192, 128, 64, 4, "affine", mx.float16, False, ()
     x, none = mx.zeros((0, 128), mx.float16), mx.zeros(())
-    assert dispatch.serve_packed(*call, GATED).run(x, none, none, none).shape == (0, 96)
+    prepared = dispatch.prepare(packed_request(x, kind, GATED))
+    assert prepared.run(x, none, none, none).shape == (0, 96)
 
 
 def assert_apart(layer: MarlinLinear, rows: int) -> None:

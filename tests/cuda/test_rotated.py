@@ -281,13 +281,13 @@ def test_nor_elsewhere(backend: Callable[[str | None], None], name: str) -> None
     ("places", "periods", "words"),
     [
         (mx.zeros(1, mx.int32), mx.ones(32), r"int32 \(1,\), expected int32 \[2\]"),
-        (mx.zeros(2, mx.int64), mx.ones(32), "places are mlx.core.int64"),
+        (mx.zeros(2, mx.int64), mx.ones(32), "positions are mlx.core.int64"),
         (mx.zeros((), mx.int32), mx.ones(32), "expected int32"),
         (mx.zeros(2, mx.int32), mx.ones(64), r"\(64,\), expected float32 \[32\]"),
         (
             mx.zeros(2, mx.int32),
             mx.ones(32, mx.float16),
-            "periods are mlx.core.float16",
+            "freqs are mlx.core.float16",
         ),
     ],
 )

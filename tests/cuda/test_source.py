@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import arguments, devices, launch, planner, selection, source
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import device as cuda_device
@@ -603,7 +604,7 @@ def test_what_a_layer_remembers_ends_with_what_decided_it(
     monkeypatch.setenv(selection.ENVIRONMENT, "stock")
     layer.invariant = False
     assert is_ours()
-    dispatch.forget()
+    state.reset()
     assert not is_ours()
 
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import cache, emulator, guard
+from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import launch, planner, repack_launch, selection, source
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.backend import STAGED
@@ -52,7 +52,7 @@ def guarded(
 
 def new_process() -> None:
     """Forgets all that a process remembers, as if another one began."""
-    dispatch.forget()
+    state.reset()
 
 
 def chosen(kernel: str) -> Callable[[Problem, Any], Plan]:

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
+from mlx_marlin import state
 from mlx_marlin.backends import experts_launch, launch
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing import regions
@@ -16,10 +17,9 @@ from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import unpack
-from mlx_marlin.products.reference_epilogue import rotated, split_apart
-from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.products.reference.epilogue import rotated, split_apart
+from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.cuda_experts import choice_of_mlx
 
@@ -157,5 +157,5 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     listed("_before")
     listed("_after")
-    dispatch.forget()
+    state.reset()
     return found

@@ -11,12 +11,13 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
+from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.joining import join_layers
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products import dispatch, matmul
+from mlx_marlin.products import linear, matmul
 from mlx_marlin.products.experts import dispatch as experts_dispatch
 
 K, N, EXPERTS = 128, 64, 4
@@ -71,17 +72,18 @@ def layer(request: pytest.FixtureRequest, backend: Choose) -> Layer:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the times that a decision was asked for."""
     found: list[str] = []
-    served, product_of = matmul._served, experts_dispatch.product_of
+    prepared, product_of = matmul.prepared_call, experts_dispatch.product_of
 
     def listed(*given: Any) -> Any:
         found.append("product")
-        return served(*given)
+        return prepared(*given)
 
     def listed_experts(*given: Any) -> Any:
         found.append("experts")
         return product_of(*given)
 
-    monkeypatch.setattr(matmul, "_served", listed)
+    for module in (matmul, linear):
+        monkeypatch.setattr(module, "prepared_call", listed)
     monkeypatch.setattr("mlx_marlin.products.experts.matmul.product_of", listed_experts)
     return found
 
@@ -118,7 +120,7 @@ def test_another_shape_or_dtype_is_another_call(
 def test_forgetting_expires_it(layer: Layer, asked: list[str]) -> None:
     layer.remember()
     asked.clear()
-    dispatch.forget()
+    state.reset()
     layer(layer.ours)
     assert asked
 
@@ -234,4 +236,4 @@ def test_forgetting_keeps_no_layer() -> None:
     alive = weakref.ref(layer)
     del layer
     assert alive() is None
-    dispatch.forget()
+    state.reset()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_marlin import state
 from mlx_marlin.backends import launch, planner, selection
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
@@ -304,9 +305,9 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, "metal")
-        launch.forget()
+        state.reset()
         mx.export_function(calls.append, launch.product(plan), *blanks)
-    launch.forget()
+    state.reset()
 
     nodes = [each for each in calls if each.get("name") == "CustomKernel"]
     assert len(nodes) == 1 + plan.needs_second_pass

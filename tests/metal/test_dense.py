@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import arguments, devices, launch, planner, selection
 from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -18,7 +19,7 @@ from mlx_marlin.backends.metal.stock.handover import margin_over_stock, stock_se
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch, repacking
+from mlx_marlin.products import repacking
 from support import format_cases, oracles, strategies
 from support.format_cases import Weight
 from support.grids import drawn
@@ -101,9 +102,9 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, "metal")
-        dispatch.forget()
+        state.reset()
         yield
-    dispatch.forget()
+    state.reset()
 
 
 def blanks(plan: DensePlan) -> list[mx.array]:

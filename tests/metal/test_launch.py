@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 import mlx_marlin
-from mlx_marlin import emulator
+from mlx_marlin import emulator, state
 from mlx_marlin.backends import (
     arguments,
     kernels,
@@ -25,7 +25,6 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout
 from support import strategies
@@ -106,9 +105,9 @@ def arguments_of(node: Node) -> list[str]:
 def _metal() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, "metal")
-        dispatch.forget()
+        state.reset()
         yield
-    dispatch.forget()
+    state.reset()
 
 
 PLANS = strategies.plans(
@@ -255,7 +254,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     assert names == ["marlin_gemm_register", "marlin_reduce"]
     assert len(recorder.called) == 5
     assert {"header", "source", "input_names", "output_names"} < {*recorder.built[0]}
-    dispatch.forget()
+    state.reset()
     launch.product(whole)
     assert len(recorder.built) == 3
 

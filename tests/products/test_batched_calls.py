@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import devices, planner, selection
 from mlx_marlin.backends.metal import device
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from support import oracles
 from support.arguments import K, N, activations, weight
 from support.format_cases import OF_MLX, Weight, any_weight
@@ -41,9 +41,9 @@ def _kernels() -> Any:
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, here)
-        dispatch.forget()
+        state.reset()
         yield
-    dispatch.forget()
+    state.reset()
 
 
 @pytest.mark.usefixtures("_kernels")

@@ -8,7 +8,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.products.packing import pack
-from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles
 

@@ -15,7 +15,7 @@ from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.products.stock_weight import as_mlx
+from mlx_marlin.products.reference.weight import as_mlx
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles, strategies
 from support.gather_calls import DEVICES, LIMITS, Call, K, calls, weights

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 import mlx_marlin
-from mlx_marlin import cache
+from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, launch, planner, registry, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning import measurement
@@ -24,7 +24,6 @@ from mlx_marlin.planning.measurement import STOCK, Machine, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import MOST_THREADGROUPS
-from mlx_marlin.products import dispatch
 from support import strategies
 from support.arguments import activations, weight
 
@@ -59,9 +58,9 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Keeps results in a folder of the test, and reads them."""
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
-    tuned_results.forget()
+    state.reset()
     yield tmp_path / "tuned"
-    tuned_results.forget()
+    state.reset()
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -336,7 +335,7 @@ def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
     tuned_results.write(kept, here, [measured(PROBLEM)])
 
     assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
-    tuned_results.forget()
+    state.reset()
     assert tuned_results.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
     assert tuned_results.find(replace(PROBLEM, m=5), DEFAULT, "emulator") is None
     assert tuned_results.find(PROBLEM, DEFAULT, "metal") is None
@@ -367,7 +366,7 @@ def test_the_environment_turns_reading_off(
 
     assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
     monkeypatch.setenv(tuned_results.ENVIRONMENT, "1")
-    tuned_results.forget()
+    state.reset()
     assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is not None
 
 
@@ -441,7 +440,7 @@ def test_what_was_measured_beats_the_model(kept: Path, ran: list[Plan]) -> None:
     )
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
-    dispatch.forget()
+    state.reset()
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
     model = planner.choose(PROBLEM, devices.current())
@@ -496,7 +495,7 @@ def test_stock_serves_what_it_was_measured_to_serve_faster(
     for stock in (True, False):
         here = tuned_results.machine(on_an_m3, "metal")
         tuned_results.write(kept, here, [measured(problem, stock=stock)])
-        dispatch.forget()
+        state.reset()
         said = "measured here: stock MLX took 10.2 us, our best 12.5 us"
         assert mlx_marlin.why_not(x, *native) == (said if stock else None)
 

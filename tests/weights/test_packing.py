@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.products.packing import pack, quantize, unpack
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
 from mlx_marlin.weights import layout
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from mlx_marlin.weights.packed_weight import PackedWeight

@@ -24,6 +24,7 @@ def attend(
     mask: Any,
     scale: float,
     sinks: mx.array | None = None,
+    *,
     transformed: bool = False,
     alone: bool = False,
 ) -> mx.array:

@@ -75,8 +75,10 @@ class TracedBlock(nn.Module):
         )
         transformed = kind.runs["before"] != runs
         sinks = self["self_attn"].get("sinks")
-        how = mask, contents.scale, sinks, transformed, alone
-        attended = attend(queries, keys, values, cache, *how)
+        how = mask, contents.scale, sinks
+        attended = attend(
+            queries, keys, values, cache, *how, transformed=transformed, alone=alone
+        )
         y: mx.array = after(x, attended, *map(getitem, *contents.after))
         return y
 

@@ -16,6 +16,7 @@ from mlx_lm.models import rope_utils, switch_layers
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.base import scaled_dot_product_attention
 
+from mlx_marlin import state
 from mlx_marlin.integrations.mlx_lm.tracing_code import report_untraced
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
@@ -43,7 +44,6 @@ from mlx_marlin.integrations.tracing.snapshot import (
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products import dispatch
 
 LINEARS = (MarlinLinear, nn.QuantizedLinear, nn.Linear)
 ROPES = (
@@ -135,15 +135,16 @@ def look(block: nn.Module) -> Contents:
     return Contents(seen, kind, before, after, windowed, scale)
 
 
-_kinds: dict[Kind, Kind] = {}
+class _Kinds(dict[Kind, Kind]):
+    """The kinds of blocks in this process; blocks refer to them for good."""
+
+    def clear(self) -> None:
+        """Drops the graphs of all kinds, and keeps the kinds."""
+        for kind in list(self):
+            kind.graphs.clear()
 
 
-def _forget() -> None:
-    for kind in _kinds:
-        kind.graphs.clear()
-
-
-dispatch.when_forgetting(_forget)
+_kinds: dict[Kind, Kind] = state.register(_Kinds())
 
 
 def _kind(

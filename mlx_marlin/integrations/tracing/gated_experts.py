@@ -9,7 +9,7 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from mlx_marlin.backends import selection
 from mlx_marlin.layers.experts import MarlinSwitchLinear
-from mlx_marlin.products.experts.matmul import gather_gated
+from mlx_marlin.products.experts.packed import gather_gated
 
 
 class GatedExperts(SwitchGLU):
@@ -64,15 +64,11 @@ def _gated(
     gating: str,
 ) -> mx.array | None:
     """Returns the product of gate and up as one, if they are packed alike."""
-    formats = [
-        (each._n, each._k, each.group_size, each.bits, each.mode)
-        for each in (gate, up)
-        if each.layout == "marlin" and not each.invariant
-    ]
-    biases = tuple(each["bias"] for each in (gate, up) if "bias" in each)
-    if len(formats) < 2 or formats[0] != formats[1] or len(biases) == 1:
+    if any(layer.layout != "marlin" or layer.invariant for layer in (gate, up)):
         return None
-    weights = gate["words"], gate["quantizers"], up["words"], up["quantizers"]
-    if weights[1].dtype != weights[3].dtype:
+    biases = tuple(layer["bias"] for layer in (gate, up) if "bias" in layer)
+    weights = gate.packed_arrays(), up.packed_arrays()
+    formats = [(format, scales.dtype) for _, scales, format in weights]
+    if formats[0] != formats[1] or len(biases) == 1:
         return None
-    return gather_gated(x, weights, *formats[0], indices, gating, biases)
+    return gather_gated(x, *weights, indices, gating, biases)

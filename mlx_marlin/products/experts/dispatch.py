@@ -1,17 +1,15 @@
 """Decides whether our kernel or stock MLX serves experts' products."""
 
-from functools import lru_cache
 from math import prod
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import experts_launch, planner, selection
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.dispatch import PreparedCall, traced_call, when_forgetting
+from mlx_marlin.products.dispatch import PreparedCall, traced_call
 from mlx_marlin.products.eligibility import not_here, refuse_variance, target
 from mlx_marlin.products.experts.reference import (
     flat_indices,
@@ -19,8 +17,7 @@ from mlx_marlin.products.experts.reference import (
     stock_product,
 )
 from mlx_marlin.products.experts.request import (
-    Kind,
-    packed_kind,
+    GatherRequest,
     pairs_of_row,
     problem_of_one,
 )
@@ -29,8 +26,8 @@ from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
-@lru_cache(4096)
-def product_of(kind: Kind) -> PreparedCall | None:
+@state.cache(maxsize=4096)
+def product_of(request: GatherRequest) -> PreparedCall | None:
     """Returns the prepared call of a request, or None if stock MLX serves it; cached.
 
     The call takes x, the row of x of each pair or None, the experts, codes, scales,
@@ -39,112 +36,111 @@ def product_of(kind: Kind) -> PreparedCall | None:
     Raises:
         ValueError: If the request is invariant and stock MLX would have to serve it.
     """
-    reason = why_not_gather(kind)
+    reason = why_not_gather(request)
     if reason:
-        refuse_variance(kind.invariant, reason)
+        refuse_variance(request.invariant, reason)
         return None
-    gather = gather_problem(kind)
+    gather = gather_problem(request)
     if selection.may_hand_over() and planner.gather_handover(gather, target()):
         return None
     plan = planner.choose_gather(gather, target())
     fault = guard.why_not(plan)
     if fault:
-        refuse_variance(kind.invariant, fault)
+        refuse_variance(request.invariant, fault)
         return None
-    return _prepared(_single_weight_call(kind, plan))
+    return _prepared(_single_weight_call(request, plan))
 
 
-@lru_cache(4096)
-def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
+@state.cache(maxsize=4096)
+def serve_gated(request: GatherRequest, gate: str) -> PreparedCall | None:
     """Returns the prepared call that gates the products of two packed weights; cached.
 
     The call takes x, codes and scales of gate, those of up, the biases [experts, n] of
     both if the request has them, and the experts.
 
     Args:
-        kind: The request for one of both weights.
+        request: The request for one of both weights.
         gate: How gate gates up, one of `gather_plan.GATES`.
 
     Returns:
         The call, or None if no kernel fuses both products.
     """
     fuses = selection.active().gather.fuses_epilogues
-    if not fuses or why_not_gather(kind, gate):
+    if not fuses or why_not_gather(request, gate):
         return None
-    plan = planner.choose_gather(gather_problem(kind, gate), target())
+    plan = planner.choose_gather(gather_problem(request, gate), target())
     if guard.why_not(plan):
         return None
-    return _prepared(_gated_call(kind, plan, gate))
+    return _prepared(_gated_call(request, plan, gate))
 
 
-@lru_cache(4096)
-def serve_packed(*call: Any) -> tuple[Kind, PreparedCall | None]:
-    """Returns the request of a call that `packed_kind` takes, and its prepared call."""
-    kind = packed_kind(*call)
-    return kind, product_of(kind)
-
-
-def why_not_gather(kind: Kind, gate: str | None = None) -> str | None:
+def why_not_gather(request: GatherRequest, gate: str | None = None) -> str | None:
     """Returns why stock MLX serves a request, or None if our kernel can.
 
     Args:
-        kind: The request.
+        request: The request.
         gate: As for `serve_gated`; None for one weight.
     """
-    known = FORMATS.get((kind.mode, kind.bits))
+    known = FORMATS.get((request.mode, request.bits))
     if known is None:
-        return f"{kind.mode} {kind.bits}-bit is not one of our formats"
-    wrong = known.why_not(kind.group_size, kind.k, kind.layout)
-    if wrong is not None or kind.has_global_scale:
+        return f"{request.mode} {request.bits}-bit is not one of our formats"
+    wrong = known.why_not(request.group_size, request.k, request.layout)
+    if wrong is not None or request.has_global_scale:
         return wrong or "our kernels for experts take no global scale"
-    if not kind.transpose or len(kind.x_shape) < 2 or kind.x_shape[-2] != 1:
+    if not request.transpose or len(request.x_shape) < 2 or request.x_shape[-2] != 1:
         return "our kernels for experts take single rows times transposed weights"
-    if dtype_name(kind.dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    if not prod(kind.pairs) or not prod(kind.x_shape) or not kind.experts * kind.n:
+    if dtype_name(request.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {dtype_name(request.dtype)}"
+    if (
+        not prod(request.pairs)
+        or not prod(request.x_shape)
+        or not request.experts * request.n
+    ):
         return "there is nothing to add up"
-    rows = max(prod(kind.pairs), prod(kind.x_shape[:-1]))
-    columns = kind.n * (2 if gate else 1)
-    if largest_array(rows, columns, kind.k, kind.bits) >= MOST_ELEMENTS:
+    rows = max(prod(request.pairs), prod(request.x_shape[:-1]))
+    columns = request.n * (2 if gate else 1)
+    if largest_array(rows, columns, request.k, request.bits) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
-    reason = not_here(kind.on_cpu)
+    reason = not_here(request.on_cpu)
     if reason:
         return reason
-    return selection.active().gather.unsupported(gather_problem(kind, gate), target())
-
-
-def gather_problem(kind: Kind, gate: str | None = None) -> GatherProblem:
-    """Returns what planning has to know of a request."""
-    return GatherProblem(
-        problem=problem_of_one(kind),
-        experts=kind.experts,
-        pairs_per_row=pairs_of_row(kind),
-        is_sorted=kind.is_sorted,
-        gate=gate,
-        bias=kind.biased,
+    return selection.active().gather.unsupported(
+        gather_problem(request, gate), target()
     )
 
 
-def _single_weight_call(kind: Kind, plan: GatherPlan) -> Run:
-    stock = stock_product(kind, plan.pairs_per_row)
+def gather_problem(request: GatherRequest, gate: str | None = None) -> GatherProblem:
+    """Returns what planning has to know of a request."""
+    return GatherProblem(
+        problem=problem_of_one(request),
+        experts=request.experts,
+        pairs_per_row=pairs_of_row(request),
+        is_sorted=request.is_sorted,
+        gate=gate,
+        bias=request.biased,
+    )
+
+
+def _single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
+    stock = stock_product(request, plan.pairs_per_row)
     product = differentiable(experts_launch.gather_product(plan), stock)
 
     def consecutive(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
-        experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
-        return product(x.astype(kind.dtype), *weight, experts)
+        experts = mx.broadcast_to(rhs, request.pairs).astype(mx.uint32)
+        return product(x.astype(request.dtype), *weight, experts)
 
     def indexed(
         x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
     ) -> mx.array:
-        sources, experts = flat_indices(x, lhs, rhs, kind.pairs)
-        y = product(x.astype(kind.dtype), *weight, experts, sources)
-        return y.reshape(*kind.pairs, 1, kind.n)
+        sources, experts = flat_indices(x, lhs, rhs, request.pairs)
+        y = product(x.astype(request.dtype), *weight, experts, sources)
+        return y.reshape(*request.pairs, 1, request.n)
 
     return consecutive if plan.pairs_per_row else indexed
 
 
-def _gated_call(kind: Kind, plan: GatherPlan, gate: str) -> Run:
-    stock = stock_gated(kind, plan.pairs_per_row, gate)
+def _gated_call(request: GatherRequest, plan: GatherPlan, gate: str) -> Run:
+    stock = stock_gated(request, plan.pairs_per_row, gate)
     product = differentiable(experts_launch.gather_product(plan), stock)
 
     def run(
@@ -156,8 +152,8 @@ def _gated_call(kind: Kind, plan: GatherPlan, gate: str) -> Run:
         *biases_and_experts: mx.array,
     ) -> mx.array:
         *biases, rhs = biases_and_experts
-        experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
-        x = x.astype(kind.dtype)
+        experts = mx.broadcast_to(rhs, request.pairs).astype(mx.uint32)
+        x = x.astype(request.dtype)
         return product(x, w, scales, scales, second, second_scales, *biases, experts)
 
     return run
@@ -165,14 +161,3 @@ def _gated_call(kind: Kind, plan: GatherPlan, gate: str) -> Run:
 
 def _prepared(run: Run) -> PreparedCall:
     return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
-
-
-def forget() -> None:
-    """Clears the caches, so that the next call asks for its back end again."""
-    packed_kind.cache_clear()
-    serve_packed.cache_clear()
-    serve_gated.cache_clear()
-    product_of.cache_clear()
-
-
-when_forgetting(forget)

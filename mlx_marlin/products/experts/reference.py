@@ -5,8 +5,9 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.products.experts.request import Kind, Shape, mode_of_mlx
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_groups
+from mlx_marlin.products.experts.request import GatherRequest, mode_of_mlx
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_groups
+from mlx_marlin.products.request import Shape
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Product = Callable[..., mx.array]
@@ -34,11 +35,11 @@ def _flat(indices: mx.array, pairs: Shape) -> mx.array:
     return mx.broadcast_to(indices, pairs).astype(mx.uint32).flatten()
 
 
-def stock_product(kind: Kind, pairs_per_row: int) -> Product:
+def stock_product(request: GatherRequest, pairs_per_row: int) -> Product:
     """Returns stock MLX's product with one weight of each expert.
 
     Args:
-        kind: The request.
+        request: The request.
         pairs_per_row: As in `GatherPlan`.
     """
 
@@ -49,27 +50,27 @@ def stock_product(kind: Kind, pairs_per_row: int) -> Product:
         biases: mx.array,
         *bias_and_indices: mx.array,
     ) -> mx.array:
-        bias = bias_and_indices[0] if kind.biased else None
-        experts, *sources = bias_and_indices[kind.biased :]
+        bias = bias_and_indices[0] if request.biased else None
+        experts, *sources = bias_and_indices[request.biased :]
         rows = sources[0] if sources else mx.arange(experts.size) // pairs_per_row
         indices = rows.astype(mx.uint32), experts.flatten()
-        x = x.reshape(-1, 1, kind.k)
-        y = _product(kind, x, w, scales, biases, *indices).squeeze(-2)
+        x = x.reshape(-1, 1, request.k)
+        y = _product(request, x, (w, scales, biases), indices).squeeze(-2)
         y = y if bias is None else y + bias[indices[1]]
-        return y.reshape(*experts.shape, 1, kind.n)
+        return y.reshape(*experts.shape, 1, request.n)
 
     return stock
 
 
-def stock_gated(kind: Kind, pairs_per_row: int, gate: str) -> Product:
+def stock_gated(request: GatherRequest, pairs_per_row: int, gate: str) -> Product:
     """Returns stock MLX's products with two weights, the first gating the second.
 
     Args:
-        kind: The request for one of both weights.
+        request: The request for one of both weights.
         pairs_per_row: As in `GatherPlan`.
         gate: One of `gather_plan.GATES`.
     """
-    stock = stock_product(kind, pairs_per_row)
+    stock = stock_product(request, pairs_per_row)
 
     def gated(
         x: mx.array,
@@ -92,7 +93,7 @@ def stock_gated(kind: Kind, pairs_per_row: int, gate: str) -> Product:
 
 
 def stock_packed(
-    kind: Kind,
+    request: GatherRequest,
     x: mx.array,
     words: mx.array,
     scales: mx.array,
@@ -100,28 +101,25 @@ def stock_packed(
     rhs_indices: mx.array,
 ) -> mx.array:
     """Returns stock MLX's product with packed weights, which are unpacked first."""
-    indices = lhs_indices, rhs_indices
-    return _product(
-        kind, x, words, scales, scales, *indices, kind.transpose, kind.is_sorted
-    )
+    weight, indices = (words, scales, scales), (lhs_indices, rhs_indices)
+    return _product(request, x, weight, indices, request.transpose, request.is_sorted)
 
 
 def _product(
-    kind: Kind,
+    request: GatherRequest,
     x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array,
+    weight: tuple[mx.array, mx.array, mx.array],
+    indices: tuple[mx.array | None, mx.array],
     transpose: bool = True,
     is_sorted: bool = False,
 ) -> mx.array:
-    size = stock_groups(kind.mode, kind.bits, kind.group_size)
+    w, scales, biases = weight
+    lhs_indices, rhs_indices = indices
+    size = stock_groups(request.mode, request.bits, request.group_size)
     if size is None:
         # MLX's CPU device multiplies chosen matrices in float32 only.
-        dtype = mx.float32 if kind.on_cpu else kind.dtype
-        weights = plain(_packed(kind, w, scales), dtype)
+        dtype = mx.float32 if request.on_cpu else request.dtype
+        weights = plain(_packed(request, w, scales), dtype)
         y = mx.gather_mm(
             x.astype(dtype),
             weights.swapaxes(-1, -2) if transpose else weights,
@@ -129,8 +127,8 @@ def _product(
             rhs_indices,
             sorted_indices=is_sorted,
         )
-        return y.astype(kind.dtype)
-    words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
+        return y.astype(request.dtype)
+    words, factors, *rest = weight_of_mlx(request, w, scales, biases)
     return mx.gather_qmm(
         x,
         words,
@@ -140,28 +138,28 @@ def _product(
         rhs_indices,
         transpose,
         size,
-        kind.bits,
-        mode_of_mlx(kind.mode),
+        request.bits,
+        mode_of_mlx(request.mode),
         sorted_indices=is_sorted,
     )
 
 
 def weight_of_mlx(
-    kind: Kind, w: mx.array, scales: mx.array, biases: mx.array
+    request: GatherRequest, w: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, ...]:
     """Returns the same weight as codes, scales and biases that stock MLX reads."""
-    if kind.layout == "mlx":
-        return (w, scales, biases) if kind.mode == "affine" else (w, scales)
-    return as_mlx(_packed(kind, w, scales))
+    if request.layout == "mlx":
+        return (w, scales, biases) if request.mode == "affine" else (w, scales)
+    return as_mlx(_packed(request, w, scales))
 
 
-def _packed(kind: Kind, words: mx.array, scales: mx.array) -> PackedWeight:
+def _packed(request: GatherRequest, words: mx.array, scales: mx.array) -> PackedWeight:
     return PackedWeight(
         words=words,
         scales=scales,
-        n=kind.n,
-        k=kind.k,
-        group_size=kind.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
+        n=request.n,
+        k=request.k,
+        group_size=request.group_size,
+        bits=request.bits,
+        mode=request.mode,
     )

@@ -130,13 +130,16 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
             if rows > most or (simdgroups_m == 1 and most >= 4 * FRAGMENT):
                 continue
             if (simdgroups_m * count + loaders) <= MAX_SIMDGROUPS:
-                yield from _fitting(problem, *shared, buffers, loaders)
+                yield from _fitting(problem, shared, buffers, loaders)
 
 
-def _fitting(problem: Problem, *staged: int) -> Iterator[MetalPlan]:
+def _fitting(
+    problem: Problem, shared: tuple[int, int, int, int], buffers: int, loaders: int
+) -> Iterator[MetalPlan]:
     """Yields the plan of a `gemm_staged` threadgroup if its memory fits."""
     with suppress(ValueError):
-        yield _body(problem, "gemm_staged", *staged)
+        staged = {"buffers": buffers, "loaders": loaders}
+        yield _body(problem, "gemm_staged", *shared, **staged)
 
 
 def _body(
@@ -146,6 +149,7 @@ def _body(
     simdgroups_m: int,
     simdgroups_k: int,
     rows: int,
+    *,
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:

@@ -1,4 +1,4 @@
-"""Products in stock MLX's operations, also of packed weights, that it serves for us."""
+"""Products with native and packed weights in the operations of stock MLX."""
 
 import mlx.core as mx
 
@@ -9,17 +9,21 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 
 LARGEST_NVFP4 = 6.0 * 448.0
 """The largest E2M1 times the largest E4M3: MLX divides global scales by it."""
+NativeFormat = tuple[int | None, int | None, str]
+"""group_size, bits and mode, as MLX takes them."""
+NativeWeight = tuple[mx.array, mx.array, mx.array | None, NativeFormat]
+"""A weight in MLX's layout: codes, scales, biases if the mode has them, and format."""
 
 
 def stock_group_size(packed: PackedWeight) -> int | None:
-    """Returns the group size in which stock MLX can have a weight, if it can."""
+    """Returns the group size that stock MLX uses for a weight, or None."""
     return stock_groups(packed.mode, packed.bits, packed.group_size)
 
 
 def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
-    """Returns the group size in which stock MLX can have a kind of weight.
+    """Returns the group size that stock MLX uses for a format.
 
-    Longer groups than it knows become several.
+    Groups that are longer than MLX's are split.
 
     Args:
         mode: The quantization scheme.
@@ -27,19 +31,18 @@ def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
         group_size: Weights that share a scale.
 
     Returns:
-        None for groups of 16 integers, which it can not have.
+        The size; None for groups of 16 integers, which MLX does not support.
     """
     if group_size in format_of(mode, bits).group_sizes:
         return group_size
-    return next((each for each in reversed(GROUPS) if group_size % each == 0), None)
+    return next((size for size in reversed(GROUPS) if group_size % size == 0), None)
 
 
 def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
-    """Returns codes, scales and biases that mean the same to stock MLX.
+    """Returns codes, scales and biases with which stock MLX decodes the same weight.
 
-    They are in groups of `stock_group_size`, or of the weight's own size where that is
-    None. A zero point becomes the bias that it stands for, rounded to the scales'
-    dtype. A global scale is left out.
+    The groups have `stock_group_size`, or the weight's own size if that is None. A zero
+    point becomes a bias, rounded to the scales' dtype. The global scale is not applied.
     """
     words, scales, *rest = unpack(packed)
     if packed.mode == "symmetric":
@@ -48,14 +51,14 @@ def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
         rest = [-scales * rest[0]]
     times = packed.group_size // (stock_group_size(packed) or packed.group_size)
     if times > 1:
-        scales, *rest = (mx.repeat(each, times, axis=-1) for each in (scales, *rest))
+        scales, *rest = (mx.repeat(array, times, axis=-1) for array in (scales, *rest))
     return words, scales, *rest
 
 
 def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.array:
     """Multiplies x by a packed weight in MLX's operations: x @ w.T, or x @ w.
 
-    Weights of a batch are broadcast with x.
+    A batch of weights is broadcast with x.
     """
     size = stock_group_size(packed)
     if size is None:
@@ -64,33 +67,21 @@ def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.arra
         return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
     words, scales, *rest = as_mlx(packed)
     scale = packed.global_scale
+    mode = packed.mode if packed.mode in MODE_DEFAULTS else "affine"
     y = native_product(
-        # Without its global scale the product may leave half's range.
+        # Without the global scale, the product may exceed the range of float16.
         x if scale is None else x.astype(mx.float32),
-        words,
-        scales,
-        rest[0] if rest else None,
+        (words, scales, rest[0] if rest else None, (size, packed.bits, mode)),
         transpose,
-        size,
-        packed.bits,
-        packed.mode if packed.mode in MODE_DEFAULTS else "affine",
     )
     return y if scale is None else (y * (scale / LARGEST_NVFP4)).astype(x.dtype)
 
 
-def native_product(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    transpose: bool,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-) -> mx.array:
+def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.array:
     """Multiplies x by weights in MLX's layout, broadcast as plain matrices would be."""
-    # MLX broadcasts x over a batch of weights only if x is batched too; left alone it
-    # answers with the first weight's product.
+    w, scales, biases, (group_size, bits, mode) = weight
+    # MLX broadcasts x over a batch of weights only if x has a batch too. Otherwise its
+    # result is the first weight's product.
     missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
     rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
     batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
@@ -108,9 +99,9 @@ def native_product(
 
 
 def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """Returns a weight of integers [n, k] as plain numbers, in MLX's operations.
+    """Returns a weight of integers [n, k] decoded, in MLX's operations.
 
-    Each is computed in float32 and rounded once.
+    Every element is computed in float32 and rounded once.
     """
     words, scales, *rest = unpack(packed)
     zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0

@@ -1,4 +1,4 @@
-"""The arrays of an epilogue and of a norm before: the same in MLX's own words."""
+"""Epilogues and norms in the operations of stock MLX, and checks of their arrays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from mlx_marlin.planning.epilogue import Epilogue, Rotation
 
 
 def activation(name: str) -> Callable[[mx.array], mx.array]:
-    """Returns what `mlx.nn` calls an activation of ours."""
+    """Returns the function of `mlx.nn` for an activation."""
     from mlx import nn
 
     if name == "none":
@@ -22,20 +22,20 @@ def activation(name: str) -> Callable[[mx.array], mx.array]:
     return found
 
 
-def then_finished(product: Product, epilogue: Epilogue) -> Product:
-    """Returns a product of MLX's with the epilogue after it, operation by operation.
+def with_epilogue(product: Product, epilogue: Epilogue) -> Product:
+    """Returns a product followed by an epilogue in MLX's operations.
 
     Args:
         product: From x, codes, scales and biases to y.
         epilogue: What follows.
 
     Returns:
-        A function that takes the epilogue's arrays too, only those that it has. Where
-        there are parts, it returns a tuple of them.
+        A function that also takes the arrays that the epilogue has. With parts, it
+        returns a tuple.
     """
     activate = activation(epilogue.activation)
 
-    def finished(
+    def run(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
         y = product(x, w, scales, biases)
@@ -53,37 +53,38 @@ def then_finished(product: Product, epilogue: Epilogue) -> Product:
             return y
         return cast(mx.array, split_apart(y, epilogue.parts))
 
-    return finished
+    return run
 
 
 def rotated(
     y: mx.array,
     rotation: Rotation,
     parts: tuple[int, ...],
-    places: mx.array,
-    periods: mx.array,
+    positions: mx.array,
+    freqs: mx.array,
     *norms: mx.array,
 ) -> mx.array:
-    """Returns the heads [m, heads, 1, features] of a product [..., n] of MLX's.
+    """Returns the heads [m, heads, 1, features] of a product [..., n], rotated.
 
     Args:
         y: The product.
-        rotation: Which of them are rotated.
+        rotation: Which heads are rotated, and how.
         parts: Columns of several results.
-        places: Of each row, int32 [m]; or any, of which the first is all rows'.
-        periods: Of a head's pairs, float32 [features / 2].
-        norms: Weights [features] of the norms of q and k, if the rotation has them.
+        positions: Position of each row, int32 [m]; or int32 of any length, whose first
+            element is the position of all rows.
+        freqs: Of a head's pairs, float32 [features / 2].
+        norms: Weights [features] of the RMSNorms of q and k, if the rotation has them.
     """
-    features, each = rotation.features, rotation.each
+    features = rotation.features
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
     points, others = mx.split(heads, [rotation.columns // features], axis=1)
     if rotation.norm is not None:
         points = _normalized(points, rotation, norms)
     points = points.astype(mx.float32) * rotation.factor
     first, second = mx.split(points, 2, axis=-1)
-    # Not MLX's rope: on a GPU it has no derivative for periods, and raises.
-    of_rows = (places if each else places[:1]).astype(mx.float32)
-    angles = of_rows[:, None, None, None] * (1 / periods)
+    # Not MLX's rope: on a GPU it raises, because it has no derivative for freqs.
+    own = (positions if rotation.each else positions[:1]).astype(mx.float32)
+    angles = own[:, None, None, None] * (1 / freqs)
     sine, cosine = mx.sin(angles), mx.cos(angles)
     turned = mx.concatenate(
         [first * cosine - second * sine, first * sine + second * cosine], axis=-1
@@ -98,25 +99,25 @@ def rotated(
 def _normalized(
     heads: mx.array, rotation: Rotation, norms: Sequence[mx.array]
 ) -> mx.array:
-    """Returns heads [m, heads, 1, features] through the norms of q and k."""
+    """Returns heads [m, heads, 1, features] after the RMSNorms of q and k."""
     assert rotation.norm is not None
     both = mx.split(heads, [rotation.queries // rotation.features], axis=1)
     normalized = (
-        mx.fast.rms_norm(each, weight.astype(each.dtype), rotation.norm)
-        for each, weight in zip(both, norms, strict=True)
+        mx.fast.rms_norm(group, weight.astype(group.dtype), rotation.norm)
+        for group, weight in zip(both, norms, strict=True)
     )
     return mx.concatenate([*normalized], axis=1)
 
 
-def of_normalized(product: Product, epsilon: float) -> Product:
-    """Returns a product of MLX's of rows that it normalizes before.
+def with_norm(product: Product, epsilon: float) -> Product:
+    """Returns a product of rows that an RMSNorm normalizes first.
 
     Args:
         product: From x, a weight's arrays and an epilogue's to y.
         epsilon: As in `Problem.norm`.
 
     Returns:
-        A function that takes the norm's weight too, at last.
+        A function that also takes the norm's weight, as its last argument.
     """
 
     def normalized(x: mx.array, *given: mx.array) -> mx.array:
@@ -127,54 +128,56 @@ def of_normalized(product: Product, epsilon: float) -> Product:
 
 
 def split_apart(y: mx.array, parts: tuple[int, ...]) -> tuple[mx.array, ...]:
-    """Returns the columns of each part of a product [..., n] of MLX's."""
+    """Returns the columns of each part of a product [..., n]."""
     return tuple(mx.split(y, [*accumulate(parts)][:-1], axis=-1))
 
 
 def check_rotation(
     rows: int,
     rotation: Rotation,
-    places: mx.array,
-    periods: mx.array,
+    positions: mx.array,
+    freqs: mx.array,
     norms: Sequence[mx.array],
 ) -> None:
     """Checks the arrays of a rotation.
 
     Raises:
-        ValueError: If one is not what the rotation of so many rows takes.
+        ValueError: If an array does not fit the rotation of so many rows.
     """
-    fits = places.shape == (rows,) if rotation.each else places.ndim == 1
-    if places.dtype != mx.int32 or not places.size or not fits:
+    fits = positions.shape == (rows,) if rotation.each else positions.ndim == 1
+    if positions.dtype != mx.int32 or not positions.size or not fits:
         expected = f"[{rows}]" if rotation.each else "[1 or more]"
         raise ValueError(
-            f"places are {places.dtype} {places.shape}, expected int32 {expected}"
+            f"positions are {positions.dtype} {positions.shape}, expected int32 "
+            f"{expected}"
         )
-    if periods.dtype != mx.float32 or periods.shape != (rotation.features // 2,):
+    if freqs.dtype != mx.float32 or freqs.shape != (rotation.features // 2,):
         raise ValueError(
-            f"periods are {periods.dtype} {periods.shape}, expected float32 "
+            f"freqs are {freqs.dtype} {freqs.shape}, expected float32 "
             f"[{rotation.features // 2}]"
         )
     expected_norms = [(rotation.features,)] * (0 if rotation.norm is None else 2)
-    if [each.shape for each in norms] != expected_norms:
+    shapes = [norm.shape for norm in norms]
+    if shapes != expected_norms:
         raise ValueError(
-            f"norms have shapes {[each.shape for each in norms]}, expected "
-            f"{expected_norms} with norm={rotation.norm}"
+            f"norms have shapes {shapes}, expected {expected_norms} with "
+            f"norm={rotation.norm}"
         )
 
 
-def with_all_operands(product: Product, epilogue: Epilogue) -> Product:
-    """Lets a launched product take only the arrays that the epilogue has.
+def with_placeholders(product: Product, epilogue: Epilogue) -> Product:
+    """Returns a launched product that takes only the arrays that the epilogue has.
 
-    The kernel has a place for each; where it reads none, x stands in. Those of a
-    rotation and a norm's weight, where there are any, follow.
+    A kernel takes bias, multiplier and residual; x stands in for an absent one, which
+    the kernel does not read. The arrays of a rotation and a norm's weight follow.
     """
-    places = (epilogue.bias, epilogue.multiply, epilogue.residual)
+    present = (epilogue.bias, epilogue.multiply, epilogue.residual)
 
     def run(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
     ) -> mx.array:
         arrays = iter(given)
-        operands = [next(arrays) if has else x for has in places]
+        operands = [next(arrays) if has else x for has in present]
         return product(x, w, scales, biases, *operands, *arrays)
 
     return run
@@ -190,7 +193,7 @@ def check_operands(
 
     Raises:
         TypeError: If one is not an array.
-        ValueError: If one has another shape than it should.
+        ValueError: If one has a wrong shape.
     """
     for name, array, expected in (
         ("bias", bias, tuple(shape[-1:])),
