@@ -20,7 +20,7 @@ from mlx_marlin.backends import launch, planner, registry
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.integrations.tracing.rotation import periods_of
+from mlx_marlin.integrations.tracing.fused_rope import periods_of
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.epilogue import Epilogue, Rotation

@@ -11,7 +11,7 @@ from mlx_lm.models import cache as caches
 
 import mlx_marlin
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing.model_families import FAMILIES
 from mlx_marlin.integrations.tracing.routing import Routing
 from mlx_marlin.planning.plan import Plan
 from support.decoder_models import (

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models import base, llama, switch_layers
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing import contents as block_contents
-from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing import inspection
+from mlx_marlin.integrations.tracing.model_families import FAMILIES
 from mlx_marlin.integrations.tracing.snapshot import is_unchanged
 from support.decoder_models import assert_equal, one_stream, tiny, traced
 
@@ -236,7 +236,7 @@ def test_attention_that_was_replaced_while_the_tracing_code_was_imported(
 ) -> None:
     model, own = traced(tiny("llama")), tiny("llama")
     monkeypatch.setattr(
-        block_contents, "scaled_dot_product_attention", doubled(mx.multiply)
+        inspection, "scaled_dot_product_attention", doubled(mx.multiply)
     )
 
     assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
@@ -248,8 +248,8 @@ def test_settings_that_keep_changing_do_not_fill_the_memory(
 ) -> None:
     model, own = traced(tiny("llama")), tiny("llama")
     generated(model, lambda _: None)
-    kinds = len(block_contents._kinds)
-    monkeypatch.setattr(block_contents, "MOST_KINDS", kinds + 1)
+    kinds = len(inspection._kinds)
+    monkeypatch.setattr(inspection, "MOST_KINDS", kinds + 1)
 
     for base_of_rope, warns in ((301.0, False), (302.0, True), (303.0, False)):
         change = set_in_blocks("self_attn.rope.base", base_of_rope)
@@ -259,4 +259,4 @@ def test_settings_that_keep_changing_do_not_fill_the_memory(
             assert_equal(generated(model, change), expected)
         assert [each.filename for each in given] == [llama.__file__] * warns
 
-    assert len(block_contents._kinds) == kinds + 1
+    assert len(inspection._kinds) == kinds + 1

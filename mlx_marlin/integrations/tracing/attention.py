@@ -13,7 +13,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache
 
 from mlx_marlin.backends import selection
-from mlx_marlin.integrations.tracing.cache import append, updated, updated_alone
+from mlx_marlin.integrations.tracing.kv_cache import append, updated, updated_alone
 
 
 def attend(

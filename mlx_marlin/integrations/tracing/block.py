@@ -16,11 +16,11 @@ import mlx.nn as nn
 from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.tracing.attention import attend
-from mlx_marlin.integrations.tracing.cache import check_caches, is_alone
-from mlx_marlin.integrations.tracing.contents import Contents, look
-from mlx_marlin.integrations.tracing.known_blocks import known_blocks
-from mlx_marlin.integrations.tracing.regions import Shape
-from mlx_marlin.integrations.tracing.rotation import on_device
+from mlx_marlin.integrations.tracing.fused_rope import on_device
+from mlx_marlin.integrations.tracing.fusion import Shape
+from mlx_marlin.integrations.tracing.inspection import Contents, look
+from mlx_marlin.integrations.tracing.kv_cache import check_caches, is_alone
+from mlx_marlin.integrations.tracing.model_families import known_blocks
 from mlx_marlin.integrations.tracing.snapshot import is_unchanged
 
 MOST_ROWS = 128

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.integrations.mlx_lm.known_layers import runs_on_cuda
-from mlx_marlin.integrations.tracing.known_blocks import Experts
+from mlx_marlin.integrations.tracing.model_families import Experts
 from mlx_marlin.integrations.tracing.routing import (
     choose_experts,
     is_ours,

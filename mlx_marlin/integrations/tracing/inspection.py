@@ -18,20 +18,20 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_marlin.integrations.mlx_lm.tracing_code import report_untraced
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
-from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
-from mlx_marlin.integrations.tracing.known_blocks import (
-    Family,
-    Merge,
-    Multiplied,
-    family_of,
-)
-from mlx_marlin.integrations.tracing.methods import are_original
-from mlx_marlin.integrations.tracing.regions import (
+from mlx_marlin.integrations.tracing.fusion import (
     Arrays,
     Kind,
     ModuleSpec,
     Molds,
     Shape,
+)
+from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
+from mlx_marlin.integrations.tracing.methods import are_original
+from mlx_marlin.integrations.tracing.model_families import (
+    Family,
+    Merge,
+    Multiplied,
+    family_of,
 )
 from mlx_marlin.integrations.tracing.routed_experts import SharedExpert, routed
 from mlx_marlin.integrations.tracing.snapshot import (

@@ -15,8 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.backends import selection
-from mlx_marlin.integrations.tracing.known_blocks import Merge
-from mlx_marlin.integrations.tracing.rotation import rotated_heads
+from mlx_marlin.integrations.tracing.fused_rope import rotated_heads
+from mlx_marlin.integrations.tracing.model_families import Merge
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.autodiff import without_vjp
 
