@@ -1,7 +1,8 @@
-"""Heads of q and k that their product normalizes and rotates as it stores them.
+"""Decides whether rope and the norms of q and k are fused into the product of q, k, v.
 
-For a stream's next token, so that its heads lie in memory as attention reads them: what
-would take a kernel and three changes of shape more.
+They are for the next token of each stream, if the back end has a kernel for it. The
+kernel stores the heads in the order in which attention reads them, which would
+otherwise take one more kernel and three reshapes.
 """
 
 from dataclasses import replace
@@ -15,8 +16,8 @@ from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 from mlx_marlin.planning.epilogue import Rotation
 
 HOST_BYTES = 8
-"""MLX keeps arrays of up to so many bytes where the host writes too (0.32.4): that each
-block of a product read its place there took 2 to 10 us (measured, docs/lab)."""
+"""MLX keeps arrays of at most this size in host memory (0.32.4), from which each block
+of a kernel takes 2 to 10 us to read its position (measured, docs/lab)."""
 Heads = tuple[mx.array, mx.array, mx.array]
 """q, k and v, each [streams, heads, 1, features]."""
 
@@ -26,78 +27,81 @@ def rotated_heads(
     sizes: tuple[int, ...],
     features: int,
     x: mx.array,
-    places: mx.array,
-    each: bool,
+    positions: mx.array,
+    per_stream: bool,
 ) -> Heads | None:
-    """Returns q, k and v of streams' next tokens; None where kernels do not all of it.
+    """Returns q, k and v of each stream's next token, or None if not fused.
 
     Args:
-        modules: The product of all three as "joined", the "norm" before, the "rope",
-            and "q_norm" and "k_norm" if heads have norms.
+        modules: The joined layer as "joined", the norm before it as "norm", the rope as
+            "rope", and the norms of heads, if any, as "q_norm" and "k_norm".
         sizes: Features of q, k and v.
-        features: Those of a head.
-        x: What goes into the norm, [streams, 1, k].
-        places: Those of the tokens.
-        each: Whether each stream has its own place; else the first is all streams'.
+        features: Features of a head.
+        x: Input of the norm, [streams, 1, k].
+        positions: Positions of the tokens.
+        per_stream: Whether each stream has its own position. Otherwise the first one
+            applies to all streams.
     """
-    layer, norm = modules["joined"], modules["norm"]
+    layer, norm, rope = modules["joined"], modules["norm"], modules["rope"]
     if x.shape[1] != 1 or any(size % features for size in sizes):
         return None
-    if places.dtype != mx.int32 or places.nbytes <= HOST_BYTES:
+    if positions.dtype != mx.int32 or positions.nbytes <= HOST_BYTES:
         return None
-    if each and places.shape != x.shape[:1]:
-        return None  # MLX's rope says what is wrong
-    rope = modules["rope"]
-    periods = periods_of(rope, features)
-    if periods is None:
+    if per_stream and positions.shape != x.shape[:1]:
+        return None  # MLX's rope raises
+    freqs = freqs_of(rope, features)
+    if freqs is None:
+        return None
+    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
+    if not _are_head_norms(norms, features):
         return None
     columns = sum(sizes[:2])
-    rotation = Rotation(features, columns, each=each, factor=factor_of(rope))
-    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
+    rotation = Rotation(features, columns, each=per_stream, factor=factor_of(rope))
     if norms:
-        if any(not _is_of_heads(each, features) for each in norms):
-            return None
-        if len({each.eps for each in norms}) > 1:
-            return None
         rotation = replace(rotation, norm=float(norms[0].eps), queries=sizes[0])
-    given = places, periods, tuple(each["weight"] for each in norms)
+    operands = positions, freqs, tuple(head_norm["weight"] for head_norm in norms)
     if x.shape[0] > 1:
-        heads: Heads | None = layer.rotated(x, norm, rotation, sizes, *given)
+        heads: Heads | None = layer.rotated(x, norm, rotation, sizes, *operands)
         return heads
-    joined = layer.rotated(x, norm, rotation, (), *given)
+    joined = layer.rotated(x, norm, rotation, (), *operands)
     if joined is None:
         return None
     q, k, v = mx.split(joined, [sizes[0] // features, columns // features], 1)
     return q, k, v
 
 
-def _is_of_heads(norm: Any, features: int) -> bool:
-    """Returns whether a norm is MLX's, and of each head for itself."""
-    return type(norm) is nn.RMSNorm and norm["weight"].shape == (features,)
+def _are_head_norms(norms: list[Any], features: int) -> bool:
+    """Returns whether all norms are MLX's, of single heads, and with one epsilon."""
+    shape = (features,)
+    return (
+        all(type(norm) is nn.RMSNorm for norm in norms)
+        and all(norm["weight"].shape == shape for norm in norms)
+        and len({norm.eps for norm in norms}) <= 1
+    )
 
 
 def on_device(offset: mx.array) -> mx.array:
-    """Returns places that are all an offset, in the device's own memory."""
+    """Returns positions in device memory that all equal an offset."""
     return offset + mx.zeros(1 + HOST_BYTES // 4, mx.int32)
 
 
-def periods_of(rope: Any, features: int) -> mx.array | None:
-    """Returns the places that make a radian of each pair of a head's features, float32.
+def freqs_of(rope: Any, features: int) -> mx.array | None:
+    """Returns the frequencies of a rope, as `freqs` of `mx.fast.rope`, in float32.
 
-    Of ropes that turn whole heads by halves, and at most multiply them by a number;
-    None of others.
+    Returns None for a rope that the kernels do not compute: they rotate whole heads,
+    without `traditional`, and multiply the result by at most one factor.
     """
     if type(rope) not in (nn.RoPE, Llama3RoPE, YarnRoPE):
         return None
     if rope.traditional or rope.dims != features or factor_of(rope) <= 0:
         return None
     if type(rope) is not nn.RoPE:
-        periods: mx.array = rope._freqs
-        return periods if periods.dtype == mx.float32 else None
+        freqs: mx.array = rope._freqs
+        return freqs if freqs.dtype == mx.float32 else None
     powers = np.arange(0, features, 2) / features
     return mx.array((rope.base**powers / rope.scale).astype(np.float32))
 
 
 def factor_of(rope: Any) -> float:
-    """Returns what a rope multiplies heads by."""
+    """Returns the factor by which a rope multiplies heads."""
     return float(rope.mscale) if type(rope) is YarnRoPE else 1.0

@@ -1,7 +1,7 @@
-"""What a decoder block of mlx-lm is made of, and whether its graphs stand for it.
+"""Decides whether a decoder block of mlx-lm can be traced, and finds its arrays.
 
-A block whose modules are all what its own code makes has a kind, which it shares with
-those of other layers. Every call compares it with a snapshot.
+`inspect` compares the modules of a block with those that mlx-lm's own code makes for
+its family. A block that differs, for example by a LoRA layer, runs its own code.
 """
 
 import sys
@@ -18,25 +18,27 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_marlin.integrations.mlx_lm.tracing_code import report_untraced
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
-from mlx_marlin.integrations.tracing.fusion import (
-    Arrays,
-    Kind,
-    ModuleSpec,
-    Molds,
+from mlx_marlin.integrations.tracing.block_spec import (
+    SCALARS,
+    BlockSpec,
+    ModuleSpecs,
+    NotTraceableError,
     Shape,
+    Slots,
+    Structure,
+    specs_of,
 )
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
-from mlx_marlin.integrations.tracing.methods import are_original
 from mlx_marlin.integrations.tracing.model_families import (
     Family,
     Merge,
-    Multiplied,
+    ScaledResidualSum,
     family_of,
 )
 from mlx_marlin.integrations.tracing.routed_experts import SharedExpert, routed
 from mlx_marlin.integrations.tracing.snapshot import (
-    STATE,
     Snapshot,
+    are_original,
     children_of,
     take_snapshot,
 )
@@ -53,8 +55,8 @@ ROPES = (
     rope_utils.SuScaledRoPE,
     rope_utils.YarnRoPE,
 )
-"""Those that take an offset that is an array."""
-OF_EXPERTS = (
+"""Classes of rope that accept an array as offset."""
+EXPERT_PARTS = (
     *LINEARS,
     MarlinSwitchLinear,
     switch_layers.QuantizedSwitchLinear,
@@ -63,246 +65,231 @@ OF_EXPERTS = (
     switch_layers.SwiGLU,
     SwigluOAI,
 )
-"""What a family's experts are made of, beside a shared expert."""
-TRACED: dict[type[nn.Module], type[nn.Module]] = {switch_layers.SwitchGLU: GatedExperts}
-"""Classes that graphs have in the place of others."""
-MOST_KINDS = 1024
-"""Kinds of blocks in a process. They are kept for good, with their graphs, and each
-setting that changes makes another."""
+"""Classes of the modules in a mixture of experts, except the shared expert."""
+GRAPH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    switch_layers.SwitchGLU: GatedExperts
+}
+"""Classes that graphs use instead of mlx-lm's."""
+MOST_SPECS = 1024
+"""Capacity of the table of block specs of a process. Entries are never removed, and
+each changed setting adds one."""
 TOO_MANY = (
-    f"decoder blocks with new settings are not traced, because {MOST_KINDS} kinds of "
+    f"decoder blocks with new settings are not traced, because {MOST_SPECS} different "
     f"blocks have been: call optimize(model, trace=False) if settings keep changing"
 )
-SCALARS = (bool, float, int, str, type(None))
-
-Slots = tuple[tuple[Any, ...], tuple[str, ...]]
-"""Modules, and the names of arrays in them."""
-
-
-class UnknownError(Exception):
-    """A block is not what its own code makes."""
 
 
 @dataclass(slots=True)
-class Contents:
-    """What a block was made of when it was looked at.
+class Inspection:
+    """Result of the inspection of a block.
 
     Attributes:
-        seen: What each call compares the block with.
-        kind: What it shares graphs with; None if its own code must run.
-        before: Where the first graph's arrays are: modules, and names in them.
-        after: Where the second graph's arrays are.
-        windowed: Whether its own mask may hide tokens that are far behind.
-        scale: The factor of q times k.
+        snapshot: The state of the block when it was inspected.
+        spec: The block's spec. None if the block cannot be traced.
+        before: Where the arrays of the graph before attention are.
+        after: Where the arrays of the graph after attention are.
+        windowed: Whether the block's mask may hide distant tokens.
+        scale: Factor of the attention scores.
     """
 
-    seen: Snapshot
-    kind: Kind | None
+    snapshot: Snapshot
+    spec: BlockSpec | None
     before: Slots = ((), ())
     after: Slots = ((), ())
     windowed: bool = False
     scale: float = 1.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the block looks for itself
+        return type(None), ()  # a copy of the block is inspected again
 
-    def arrays(self) -> Arrays:
-        """Returns the arrays of both graphs."""
+    def arrays(self) -> tuple[list[mx.array], list[mx.array]]:
+        """Returns the arrays of the graphs before and after attention."""
         return [*map(getitem, *self.before)], [*map(getitem, *self.after)]
 
 
-def look(block: nn.Module) -> Contents:
-    """Returns what a block is made of now."""
+def inspect(block: nn.Module) -> Inspection:
+    """Inspects a traced block, whose second base class is mlx-lm's."""
     cls: Any = type(block).__bases__[1]
     own = sys.modules[cls.__module__]
     family = family_of(own)
-    seen = take_snapshot(block, cls, "_contents")
-    if not are_original(seen.lookups):
-        return Contents(seen, None)
+    snapshot = take_snapshot(block, cls, "_inspection")
+    if not are_original(snapshot.lookups):
+        return Inspection(snapshot, None)
     try:
-        kind, before, after = _kind(block, family, own)
+        spec, before, after = _spec(block, family, own)
         windowed = family.windowed(block)
         scale = getattr(block["self_attn"], family.scale)
-    except (UnknownError, KeyError):
-        return Contents(seen, None)
-    except AttributeError as error:  # its own code has other names now
+    except (NotTraceableError, KeyError):
+        return Inspection(snapshot, None)
+    except AttributeError as error:  # another version of mlx-lm
         report_untraced(str(error), f"decoder blocks of {own.__name__}")
-        return Contents(seen, None)
-    if kind not in _kinds and len(_kinds) >= MOST_KINDS:
-        warn_once("too many kinds", TOO_MANY)
-        return Contents(seen, None)
-    kind = _kinds.setdefault(kind, kind)
-    return Contents(seen, kind, before, after, windowed, scale)
+        return Inspection(snapshot, None)
+    if spec not in _specs and len(_specs) >= MOST_SPECS:
+        warn_once("too many specs", TOO_MANY)
+        return Inspection(snapshot, None)
+    spec = _specs.setdefault(spec, spec)
+    return Inspection(snapshot, spec, before, after, windowed, scale)
 
 
-_kinds: dict[Kind, Kind] = {}
+_specs: dict[BlockSpec, BlockSpec] = {}
 
 
 def _forget() -> None:
-    for kind in _kinds:
-        kind.graphs.clear()
+    for spec in _specs:
+        spec.graphs.clear()
 
 
 dispatch.when_forgetting(_forget)
 
 
-def _kind(
+def _spec(
     block: nn.Module, family: Family, own: ModuleType
-) -> tuple[Kind, Slots, Slots]:
-    """Returns a block's kind, and where the arrays of both graphs are.
+) -> tuple[BlockSpec, Slots, Slots]:
+    """Returns a block's spec, and where the arrays of both graphs are.
 
     Raises:
-        UnknownError: If something in it is not what the block's own code makes.
-        KeyError: If something is missing.
+        NotTraceableError: If a part differs from what mlx-lm's own code makes.
+        KeyError: If a part is missing.
     """
     attention = block["self_attn"]
-    _as(attention, getattr(own, family.attention))
+    _checked(attention, getattr(own, family.attention))
     if own.scaled_dot_product_attention is not scaled_dot_product_attention:
-        raise UnknownError  # replaced when this code was imported, and not any more
+        raise NotTraceableError  # it was patched when this module was imported
     heads, kv_heads = (getattr(attention, name) for name in family.heads)
-    qkv, q_k_v = _of_attention(attention, heads, kv_heads)
-    before, after = _norms(block, attention, family, own)
-    rope = _as(attention["rope"], *ROPES, *_no_ropes())
-    molds, slots = _molded({**before, **q_k_v, "rope": rope})
-    after["o_proj"] = _as(attention["o_proj"], *LINEARS)
-    of_after, after_slots = _after(after, block[family.place], family, own)
-    kind = Kind(
+    qkv, q_k_v = _attention_layers(attention, heads, kv_heads)
+    norms, norms_after = _norms(block, attention, family, own)
+    rope = _checked(attention["rope"], *ROPES, *_classes_without_rope())
+    before, before_slots = specs_of({**norms, **q_k_v, "rope": rope}, _structure)
+    o_proj = _checked(attention["o_proj"], *LINEARS)
+    mlp = block[family.mlp_name]
+    after, after_slots = _after({**norms_after, "o_proj": o_proj}, mlp, family, own)
+    spec = BlockSpec(
         heads,
         kv_heads,
-        before=molds,
-        after=of_after,
+        before=before,
+        after=after,
         qkv=qkv,
-        add=_add(block, family, own),
-        gate=family.gate,
+        add=_residual_sum(block, family, own),
+        gating=family.gating,
     )
-    return kind, slots, after_slots
+    return spec, before_slots, after_slots
 
 
 def _norms(
     block: nn.Module, attention: nn.Module, family: Family, own: ModuleType
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Returns the norms of both graphs, by the names that their code has for them."""
+    """Returns the norms of both graphs, by the names that `fusion` uses."""
     cls = nn.RMSNorm if family.norm is None else getattr(own, family.norm)
     first, second = (
-        _as(block[name], cls) if name else nn.Identity() for name in family.norms
+        _checked(block[name], cls) if name else nn.Identity() for name in family.norms
     )
     before, after = {"norm": first}, {"norm": second}
     for name in ("q_norm", "k_norm"):
         if name in attention:
-            before[name] = _as(attention[name], cls)
-    for name, closing in zip(("o_norm", "down_norm"), family.closing, strict=True):
-        if closing:
-            after[name] = _as(block[closing], cls)
+            before[name] = _checked(attention[name], cls)
+    o_norm, down_norm = family.output_norms
+    if o_norm:
+        after["o_norm"] = _checked(block[o_norm], cls)
+    if down_norm:
+        after["down_norm"] = _checked(block[down_norm], cls)
     return before, after
 
 
-def _add(block: nn.Module, family: Family, own: ModuleType) -> Merge | None:
-    """Returns how a block's results are added to the residual."""
+def _residual_sum(block: nn.Module, family: Family, own: ModuleType) -> Merge | None:
+    """Returns how results are added to the residual. None for a plain sum."""
     add = None if family.add is None else family.add(block, own)
-    if isinstance(add, Multiplied) and type(add.factor) not in SCALARS:
-        raise UnknownError  # an array may change, or be learned
+    if isinstance(add, ScaledResidualSum) and type(add.factor) not in SCALARS:
+        raise NotTraceableError  # the value of an array may change
     return add
 
 
 def _after(
     modules: dict[str, nn.Module], mlp: nn.Module, family: Family, own: ModuleType
-) -> tuple[Molds, Slots]:
-    """Returns the second graph's: some modules and an MLP, or the experts instead."""
+) -> tuple[ModuleSpecs, Slots]:
+    """Returns the specs after attention: norms, o_proj, and an MLP or experts."""
     experts = family.experts
     if experts is None or type(mlp) is not getattr(own, experts.cls):
         cls = None if family.mlp is None else getattr(own, family.mlp)
-        return _molded({**modules, **_network(mlp, cls)})
+        return specs_of({**modules, **_mlp_layers(mlp, cls)}, _structure)
     shared = None if experts.shared is None else getattr(own, experts.shared)
-    molds, slots = _molded({**modules, "experts": mlp}, shared)
-    *others, (name, mold) = molds
+
+    def structure(module: nn.Module) -> Structure:
+        if type(module) is shared:
+            return SharedExpert, _mlp_layers(module, shared)
+        return _structure(module, shared)
+
+    specs, slots = specs_of({**modules, "experts": mlp}, structure)
+    *others, (name, spec) = specs
     cls = routed(type(mlp), experts)
-    return (*others, (name, replace(mold, cls=cls))), slots
+    return (*others, (name, replace(spec, cls=cls))), slots
 
 
-def _no_ropes() -> tuple[type[nn.Module], ...]:
-    """Returns what SmolLM3's layers without a rope have, if somebody imported it."""
+def _structure(module: nn.Module, *also: type[nn.Module] | None) -> Structure:
+    """Returns the class and the children that a module has in a graph.
+
+    Args:
+        module: The module.
+        *also: Classes of children beside `EXPERT_PARTS`.
+    """
+    children = children_of(module)
+    for child in children.values():
+        _checked(child, *EXPERT_PARTS, *also)
+    return GRAPH_CLASSES.get(type(module), type(module)), children
+
+
+def _classes_without_rope() -> tuple[type[nn.Module], ...]:
+    """Returns the class that SmolLM3 uses in layers without rope, if imported."""
     smollm3: Any = sys.modules.get("mlx_lm.models.smollm3")
     return () if smollm3 is None else (smollm3.NoPE,)
 
 
-def _of_attention(
+def _attention_layers(
     attention: nn.Module, heads: int, kv_heads: int
 ) -> tuple[Shape, dict[str, nn.Module]]:
-    """Returns q, k and v as `_linears` does; some families of mlx-lm join them."""
+    """Returns q, k and v as `_linears` does. Some families have them as one layer."""
     if "qkv_proj" not in attention:
         return _linears(attention, ("q_proj", "k_proj", "v_proj"))
-    sizes = (attention.head_dim * each for each in (heads, kv_heads, kv_heads))
-    return tuple(sizes), {"joined": _as(attention["qkv_proj"], MarlinLinear)}
+    sizes = (attention.head_dim * count for count in (heads, kv_heads, kv_heads))
+    return tuple(sizes), {"joined": _checked(attention["qkv_proj"], MarlinLinear)}
 
 
-def _network(mlp: nn.Module, cls: type[nn.Module] | None) -> dict[str, nn.Module]:
-    """Returns the layers of an MLP, gate and up joined or not."""
+def _mlp_layers(mlp: nn.Module, cls: type[nn.Module] | None) -> dict[str, nn.Module]:
+    """Returns the layers of an MLP, with gate and up joined or separate."""
     if cls is None:
-        raise UnknownError
-    _as(mlp, cls)
+        raise NotTraceableError
+    _checked(mlp, cls)
     if "gate_up_proj" in mlp:
-        gate_and_up = {"joined": _as(mlp["gate_up_proj"], MarlinLinear)}
+        gate_and_up = {"joined": _checked(mlp["gate_up_proj"], MarlinLinear)}
     else:
         gate_and_up = _linears(mlp, ("gate_proj", "up_proj"))[1]
-    return {**gate_and_up, "down_proj": _as(mlp["down_proj"], *LINEARS)}
+    return {**gate_and_up, "down_proj": _checked(mlp["down_proj"], *LINEARS)}
 
 
 def _linears(
     parent: nn.Module, names: tuple[str, ...]
 ) -> tuple[Shape, dict[str, nn.Module]]:
-    """Returns layers with the same x: the features of joined ones, and the modules."""
+    """Returns layers with the same input.
+
+    Returns:
+        The features of each layer and the joined layer; or, if they are not joined, no
+        features and the layers.
+    """
     layers: list[Any] = [parent[name] for name in names]
     if any(type(layer) is MarlinPart for layer in layers):
         for layer in layers:
-            _as(layer, MarlinPart)  # not in an adapter, for one
+            _checked(layer, MarlinPart)  # an adapter may contain one
         shared = layers[0].shared
         parts = [(layer.shared, layer.index) for layer in layers]
         if parts != [(shared, index) for index in range(len(shared.sizes))]:
-            raise UnknownError
-        return shared.sizes, {"joined": _as(shared.layer, MarlinLinear)}
+            raise NotTraceableError
+        return shared.sizes, {"joined": _checked(shared.layer, MarlinLinear)}
     return (), {
-        name: _as(layer, *LINEARS) for name, layer in zip(names, layers, strict=True)
+        name: _checked(layer, *LINEARS)
+        for name, layer in zip(names, layers, strict=True)
     }
 
 
-def _as(module: nn.Module, *types: type) -> nn.Module:
-    if type(module) not in types:
-        raise UnknownError
+def _checked(module: nn.Module, *classes: type | None) -> nn.Module:
+    if type(module) not in classes:
+        raise NotTraceableError
     return module
-
-
-def _molded(
-    modules: dict[str, nn.Module], shared: type[nn.Module] | None = None
-) -> tuple[Molds, Slots]:
-    """Returns the specs of modules and where their arrays are, for `filled`.
-
-    Args:
-        modules: By the names that a region's code has for them.
-        shared: The class of an expert of all rows that may be in one.
-    """
-    molds: list[tuple[str, ModuleSpec]] = []
-    owners: tuple[Any, ...] = ()
-    names: tuple[str, ...] = ()
-    for name, module in modules.items():
-        cls, children = TRACED.get(type(module), type(module)), children_of(module)
-        own = tuple(key for key, each in module.items() if isinstance(each, mx.array))
-        settings = _settings(module, len(own) + len(children))
-        if type(module) is shared:
-            cls, children = SharedExpert, _network(module, shared)
-        if any(type(child) not in (*OF_EXPERTS, shared) for child in children.values()):
-            raise UnknownError
-        inner, (inner_owners, inner_names) = _molded(children, shared)
-        molds.append((name, ModuleSpec(cls, settings, own, inner)))
-        owners += (*(module for _ in own), *inner_owners)
-        names += (*own, *inner_names)
-    return tuple(molds), (owners, names)
-
-
-def _settings(module: nn.Module, entries: int) -> tuple[tuple[str, object], ...]:
-    """Returns a module's attributes, if it has but so many entries beside them."""
-    settings = {key: vars(module)[key] for key in vars(module).keys() - STATE}
-    if any(type(each) not in SCALARS for each in settings.values()):
-        raise UnknownError
-    if len(module) != entries:  # a list of something
-        raise UnknownError
-    return tuple(sorted(settings.items()))

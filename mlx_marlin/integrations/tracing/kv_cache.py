@@ -1,7 +1,7 @@
-"""Caches of mlx-lm, as a traced block writes and reads them.
+"""Writes and reads mlx-lm's KV caches for traced blocks.
 
-What they hold after it is what mlx-lm's own code would have left there; the number of
-places beyond that may be another.
+A cache then holds the tokens that mlx-lm's own code would have written. Its capacity,
+the allocated length of its arrays, may differ.
 """
 
 from functools import cache as remembered
@@ -14,27 +14,30 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_marlin.backends import selection
 
 ALIGNED = 8
-"""Places of a cache are a multiple: rows of 16-bit scores begin at whole 16 bytes."""
+"""The capacity is a multiple of this, so that rows of 16-bit scores are aligned to 16
+bytes."""
 CUDNN_STEP = 256
-"""On CUDA, MLX lets cuDNN attend to so many tokens or more, if a stream's query is one
-and the places of its cache are a multiple of it (0.32.4); else `sdpa_vector`."""
+"""On CUDA, MLX uses cuDNN for one query of a stream and at least this many tokens, if
+the capacity of the cache is a multiple of it (0.32.4). Otherwise it uses
+`sdpa_vector`."""
 FEW_TOKENS, MORE_TOKENS = 512, 2048
-"""`sdpa_vector` is taken for fewer tokens than the first, and beyond `ONE_PASS` up to
-the second: on most hosts it is faster then (of one model on an H200, docs/lab).
-cuDNN takes the host more, and of many tokens the GPU less."""
+"""`sdpa_vector` is chosen below `FEW_TOKENS`, and above `ONE_PASS` up to `MORE_TOKENS`,
+where it is faster on most hosts (one model on an H200, docs/lab). cuDNN takes more host
+time and, with many tokens, less GPU time."""
 ONE_PASS = 1024
-"""Tokens up to which `sdpa_vector` has one block a head, which many of them slow down;
-beyond it has 32."""
+"""Up to this many tokens `sdpa_vector` has one block per head, which is slow for many
+tokens. Above it, `sdpa_vector` has 32 blocks per head."""
 HALVES = (mx.float16, mx.bfloat16)
 FEATURES = (64, 96, 128)
-"""Of a head: both of MLX's kernels take these, in these dtypes (0.32.4)."""
+"""Features of a head that both of MLX's kernels support, in the dtypes `HALVES`
+(0.32.4)."""
 
 
 def check_caches() -> None:
-    """Checks that mlx-lm's caches have the attributes that are used here.
+    """Checks that mlx-lm's caches have the attributes that this module uses.
 
     Raises:
-        AttributeError: If one of them is missing.
+        AttributeError: If one is missing.
     """
     of_stream: Any = KVCache
     used = "keys", "values", "offset", "update_and_fetch"
@@ -45,15 +48,15 @@ def check_caches() -> None:
 
 
 def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
-    """Returns whether a batch is the next token of one stream, without padding.
+    """Returns whether a batch is the next token of one stream without padding.
 
-    Then mlx-lm's mask for the cache hides nothing, where no window is part of it; and
-    the stream's place is a number that the host knows. Servers have such batches.
+    If so, the mask hides no token unless it has a window, and the host knows the
+    position of the stream. Servers create such batches.
 
     Args:
         x: Activations [streams, tokens, k].
-        mask: What `create_attention_mask` makes for the cache.
-        cache: Any of mlx-lm's.
+        mask: The mask that `create_attention_mask` makes for the cache.
+        cache: Any cache of mlx-lm.
     """
     return (
         type(cache) is BatchKVCache
@@ -67,18 +70,18 @@ def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
 
 
 def _is_zero(padding: mx.array) -> bool:
-    """Returns whether a stream has no padding, if that can be known.
+    """Returns whether the padding of one stream is zero; False if it is traced.
 
-    The array lies where the host writes, and is waited for only after streams left.
+    The array is in host memory. Reading it waits only after streams have left.
     """
     try:
         return padding.item() == 0
-    except ValueError:  # MLX traces it: what it will be, nobody knows
+    except ValueError:  # a traced array has no value
         return False
 
 
 def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """Does what `cache.update_and_fetch` does, but for the number of places."""
+    """Does what `cache.update_and_fetch` does, except that the capacity may differ."""
     is_plain: bool = type(cache) is KVCache
     if not is_plain:
         return cache.update_and_fetch(keys, values)
@@ -91,53 +94,56 @@ def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
 
 
 def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
-    """Does what `updated` does, for a stream alone in a batch."""
+    """Does what `updated` does, for a batch of one stream without padding."""
     _choose_kernel(cache, cache._idx + 1)
     if not _write(cache, cache._idx, keys, values):
         return cache.update_and_fetch(keys, values)
     cache._idx = end = cache._idx + keys.shape[2]
-    # Nobody reads the one before: what is computed from it would be, token by token,
-    # a chain of sums that is never evaluated.
+    # A new array: the offset is never evaluated, so adding to the previous one would
+    # build a graph that grows with each token.
     cache.offset = mx.array([end])
     return cache.keys[:, :, :end], cache.values[:, :, :end]
 
 
 def _choose_kernel(cache: Any, tokens: int) -> None:
-    """Gives a cache the places with which MLX attends faster to so many tokens.
+    """Resizes a cache so that MLX chooses the faster attention kernel.
 
-    All of these tokens but the last are in it.
+    Args:
+        cache: A cache with all tokens except the last.
+        tokens: Tokens that the next call attends to.
     """
     if tokens < CUDNN_STEP or selection.backend() != "cuda":
         return
     is_vector = tokens < FEW_TOKENS or ONE_PASS < tokens <= MORE_TOKENS
     if is_vector == (cache.keys.shape[2] % CUDNN_STEP > 0) or not _is_for_both(cache):
         return
-    # Half a step more is no multiple, and stays none as mlx-lm adds whole steps.
-    places = (tokens // CUDNN_STEP + 1) * CUDNN_STEP + is_vector * CUDNN_STEP // 2
-    _resize(cache, tokens - 1, places)
+    # With an additional half step the capacity is not a multiple of the step, and
+    # remains so, because mlx-lm adds whole steps.
+    capacity = (tokens // CUDNN_STEP + 1) * CUDNN_STEP + is_vector * CUDNN_STEP // 2
+    _resize(cache, tokens - 1, capacity)
 
 
 def _is_for_both(cache: Any) -> bool:
-    """Returns whether both kernels take such heads."""
+    """Returns whether both of MLX's kernels support the heads of a cache."""
     return cache.keys.dtype in HALVES and all(
-        each.shape[3] in FEATURES for each in (cache.keys, cache.values)
+        array.shape[3] in FEATURES for array in (cache.keys, cache.values)
     )
 
 
-def _resize(cache: Any, end: int, places: int) -> None:
-    """Gives a cache so many places, of which those from an end on are zeros."""
-    widths = [(0, 0), (0, 0), (0, places - end), (0, 0)]
+def _resize(cache: Any, end: int, capacity: int) -> None:
+    """Sets the capacity of a cache, and fills it with zeros from `end` on."""
+    widths = [(0, 0), (0, 0), (0, capacity - end), (0, 0)]
     cache.keys = mx.pad(cache.keys[:, :, :end], widths)
     cache.values = mx.pad(cache.values[:, :, :end], widths)
 
 
 def append(cache: Any, keys: mx.array, values: mx.array) -> None:
-    """Does what `update_and_fetch` does, and lets all places of a cache be read.
+    """Does what `update_and_fetch` does, and makes the whole capacity readable.
 
     Args:
         cache: A `BatchKVCache`.
-        keys: Of new tokens, [streams, heads, tokens, features].
-        values: Likewise.
+        keys: Keys of new tokens, [streams, heads, tokens, features].
+        values: Values of new tokens, with the shape of `keys`.
     """
     if _write(cache, cache._idx, keys, values):
         streams, _, tokens, _ = keys.shape
@@ -152,34 +158,34 @@ def append(cache: Any, keys: mx.array, values: mx.array) -> None:
 
 @remembered
 def _steps(streams: int, tokens: int, dtype: mx.Dtype) -> mx.array:
-    """Returns what a token's streams move on.
+    """Returns the number of tokens as an array with an entry for each stream.
 
-    A number would lie where the host writes, which the GPU takes 23 us to read in each
-    layer (measured, docs/lab), as do arrays of one stream and of two.
+    MLX keeps scalars, and arrays of one or two streams, in host memory, from which the
+    GPU takes 23 us to read in each layer (measured, docs/lab).
     """
     return mx.array([tokens] * streams, dtype)
 
 
 _cleared: WeakKeyDictionary[BatchKVCache, ref[mx.array]] = WeakKeyDictionary()
-"""The keys of each cache whose empty places are zeros, or tokens that were trimmed:
-mlx-lm replaces them where streams join, leave or have been padded on the right, and
-where a cache grows."""
+"""The key arrays of caches whose unused capacity holds finite values: zeros or trimmed
+tokens. mlx-lm replaces the array when streams join, leave or were padded on the right,
+and when the cache grows."""
 
 
 def _clear(cache: Any) -> None:
-    """Makes the empty places of a cache zeros, and aligns their number.
+    """Fills the unused capacity of a cache with zeros, and aligns the capacity.
 
-    What padding left there may be no number, and nothing times that is none either.
+    Padding may hold NaN, and 0 x NaN is NaN.
     """
-    end, places = cache._idx, cache.keys.shape[2]
-    _resize(cache, end, -(-places // ALIGNED) * ALIGNED)
+    end, capacity = cache._idx, cache.keys.shape[2]
+    _resize(cache, end, -(-capacity // ALIGNED) * ALIGNED)
     _cleared[cache] = ref(cache.keys)
 
 
 def _write(cache: Any, start: int, keys: mx.array, values: mx.array) -> bool:
-    """Writes keys and values from a place on, if the cache has room; says whether.
+    """Writes keys and values from `start` on. Returns False if the cache is too small.
 
-    MLX takes longer to read the index of mlx-lm, `[..., start:end, :]`.
+    MLX parses this index faster than that of mlx-lm, `[..., start:end, :]`.
     """
     end = start + keys.shape[2]
     if cache.keys is None or end > cache.keys.shape[2]:
