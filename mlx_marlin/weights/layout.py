@@ -89,7 +89,7 @@ def padded(n: int, k: int) -> tuple[int, int]:
     return -(-n // TILE_N) * TILE_N, -(-k // TILE_K) * TILE_K
 
 
-def place_of_weight(
+def position_of_weight(
     row: int, k: int, *, bits: int, order: str, k_tiles: int
 ) -> tuple[int, int]:
     """Returns where the code of weight [row, k] is stored, of one plane alone.
@@ -112,10 +112,10 @@ def place_of_weight(
     return (tile_n * k_tiles + tile_k) * tile_words(bits) + word, place * bits
 
 
-def weight_of_place(
+def weight_at(
     word: int, bit: int, *, bits: int, order: str, k_tiles: int
 ) -> tuple[int, int]:
-    """Returns the (row, k) whose code is stored there: inverse of `place_of_weight`."""
+    """Returns the (row, k) whose code is stored there: inverse of `position_of_weight`."""
     radix = sizes(bits, order)
     tile, inside = divmod(word, tile_words(bits))
     tile_n, tile_k = divmod(tile, k_tiles)
@@ -142,7 +142,7 @@ def bit_places(bits: int, order: str) -> tuple[int, ...]:
     places = []
     for i in range((TILE_N * TILE_K).bit_length() - 1):
         row, k = divmod(1 << i, TILE_K)
-        word, bit = place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+        word, bit = position_of_weight(row, k, bits=bits, order=order, k_tiles=1)
         places.append(((word * WORD_BITS + bit) // bits).bit_length() - 1)
     return tuple(places)
 
