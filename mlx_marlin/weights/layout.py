@@ -126,7 +126,7 @@ def weight_at(
 
 
 @lru_cache
-def bit_places(bits: int, order: str) -> tuple[int, ...]:
+def bit_permutation(bits: int, order: str) -> tuple[int, ...]:
     """Returns which bit of a stored place each bit of a code's number is.
 
     Every radix is a power of two, so where a code lies in a plane of its tile is its

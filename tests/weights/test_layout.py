@@ -42,7 +42,7 @@ def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
 def test_a_place_is_the_codes_number_with_its_bits_in_another_sequence(
     order: str, bits: int
 ) -> None:
-    places = layout.bit_places(bits, order)
+    places = layout.bit_permutation(bits, order)
 
     assert sorted(places) == [*range(11)]
     for row, k in product(range(32), range(64)):
