@@ -422,7 +422,7 @@ def test_clearing_removes_what_was_kept(
         (["a/model", "--group-size", "64"], "--group-size 64 is for shapes"),
         (["a/model", "--mode", "mxfp4"], "--mode mxfp4 is for shapes"),
         (["a/model", "--bits", "4"], "--bits 4 is for shapes"),
-        (["4x64x256", "--mode", "mxfp4", "--bits", "8"], "bits=8 is not one of ours"),
+        (["4x64x256", "--mode", "mxfp4", "--bits", "8"], "bits=8 is not one of affine"),
         (
             ["4x64x256", "--mode", "symmetric", "--layout", "mlx"],
             "layout='mlx' is not one of ('marlin',)",

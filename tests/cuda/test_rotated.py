@@ -20,7 +20,7 @@ from mlx_marlin.backends import launch, planner, registry
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.integrations.tracing.rotation import periods_of
+from mlx_marlin.integrations.tracing.fused_rope import freqs_of
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
@@ -370,7 +370,7 @@ def test_periods_are_a_ropes(rope: nn.Module) -> None:
     rotation = Rotation(64, 64, each=True, factor=getattr(rope, "mscale", 1))
     places = mx.array([0, 1, 100, 30000], mx.int32)
     heads = mx.random.normal((4, 1, 1, 64), key=mx.random.key(2))
-    periods = periods_of(rope, 64)
+    periods = freqs_of(rope, 64)
     assert periods is not None
 
     turned = epilogues.rotated(exact(heads)[:, 0, 0], rotation, places, periods)
@@ -393,13 +393,13 @@ def test_periods_are_a_ropes(rope: nn.Module) -> None:
     ids=lambda rope: type(rope).__name__,
 )
 def test_other_ropes_have_none(rope: nn.Module) -> None:
-    assert periods_of(rope, 64) is None
+    assert freqs_of(rope, 64) is None
 
 
 def test_nor_has_one_whose_periods_are_rounded() -> None:
     rope = rope_utils.Llama3RoPE(64, scaling_config=LLAMA3)
     rope._freqs = rope._freqs.astype(mx.float16)
-    assert periods_of(rope, 64) is None
+    assert freqs_of(rope, 64) is None
 
 
 def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:

@@ -26,7 +26,7 @@ from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.cli import demo_report
-from mlx_marlin.integrations.mlx_lm.convert import default_layout
+from mlx_marlin.integrations.mlx_lm.layer_conversion import default_layout
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
@@ -733,7 +733,7 @@ def test_optimize_keeps_float32_in_mlxs_layout_and_any_layout_asked_for(
 
 def test_optimize_refuses_invariance_of_experts(recorder: Recorder) -> None:
     model = Model()
-    with pytest.raises(ValueError, match="1 quantized layers have no such kernel"):
+    with pytest.raises(ValueError, match="1 quantized layers have no invariant kernel"):
         mlx_marlin.optimize(model, invariant=True)
     mlx_marlin.optimize(model)
     with pytest.raises(ValueError, match="such as MarlinSwitchLinear"):

@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 from mlx_marlin import state
 from mlx_marlin.backends import experts_launch, launch
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.integrations.tracing import regions
+from mlx_marlin.integrations.tracing import fusion
 from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
@@ -147,13 +147,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def listed(name: str) -> None:
-        own = getattr(regions, name)
+        own = getattr(fusion, name)
 
         def region(*arguments: Any) -> Any:
             found.append(name)
             return own(*arguments)
 
-        monkeypatch.setattr(regions, name, region)
+        monkeypatch.setattr(fusion, name, region)
 
     listed("_before")
     listed("_after")

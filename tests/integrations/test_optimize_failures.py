@@ -231,11 +231,11 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
 TRACING_CODE = (
     "attention",
     "block",
-    "cache",
-    "contents",
+    "kv_cache",
+    "inspection",
     "gated_experts",
-    "regions",
-    "rotation",
+    "fusion",
+    "fused_rope",
     "routed_experts",
 )
 
@@ -286,7 +286,9 @@ def test_a_cache_that_mlx_lm_changed_leaves_blocks_untraced(
             super().__init__(padding)
             del self._idx
 
-    monkeypatch.setattr("mlx_marlin.integrations.tracing.cache.BatchKVCache", Changed)
+    monkeypatch.setattr(
+        "mlx_marlin.integrations.tracing.kv_cache.BatchKVCache", Changed
+    )
     model = dense()
 
     with pytest.warns(RuntimeWarning, match=r"not traced.*_idx"):

@@ -218,8 +218,8 @@ def test_layers_without_a_rope_are_traced(
 
     assert_close(decoded(model, make), expected, 2e-3)
 
-    kinds = [block._contents.kind for block in model.layers]
-    ropes = [dict(kind.before)["rope"].cls.__name__ for kind in kinds]
+    specs = [block._inspection.spec for block in model.layers]
+    ropes = [dict(spec.before)["rope"].cls.__name__ for spec in specs]
     assert ropes == ["RoPE", "NoPE"]
     rotating = {plan.problem.epilogue.rotation for plan in cuda} - {None}
     assert len(rotating) == join  # those of the first layer
@@ -234,4 +234,4 @@ def test_a_rope_that_needs_a_number_runs_in_mlx_lms_code() -> None:
     outputs = decoded(model, one_stream)
 
     assert_equal(outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream))
-    assert model.layers[0]._contents.kind is None
+    assert model.layers[0]._inspection.spec is None

@@ -230,7 +230,7 @@ def test_weights_are_larger_than_the_cache_together(chip: str, size: int) -> Non
     problem = Problem(m=1, n=size, k=size)
     cache = (64 if chip in ("M1", "M3 Max") else 128) * 2**20
 
-    count = operands.rotated(problem, named(chip))
+    count = operands.weight_count(problem, named(chip))
 
     assert count * problem.weight_bytes > cache
     # And not much larger: memory is the user's.
@@ -238,7 +238,9 @@ def test_weights_are_larger_than_the_cache_together(chip: str, size: int) -> Non
 
 
 def test_small_weights_do_not_become_thousands_of_arrays() -> None:
-    assert operands.rotated(Problem(m=1, n=32, k=64), M3_MAX) == operands.MOST_WEIGHTS
+    assert (
+        operands.weight_count(Problem(m=1, n=32, k=64), M3_MAX) == operands.MOST_WEIGHTS
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -572,7 +574,7 @@ def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
     clock = tuner.clock(named(chip))
 
     assert (clock.name, clock.times_stock) == ("wall time", True)
-    assert clock.weights(LARGE) == operands.rotated(LARGE, named(chip))
+    assert clock.weights(LARGE) == operands.weight_count(LARGE, named(chip))
 
 
 def test_a_models_products_are_found_once_each() -> None:

@@ -235,7 +235,7 @@ def test_every_code_is_stored_where_the_layout_says(data: st.DataObject) -> None
     for plane in FORMATS[mode, bits].planes:
         stored = words[..., 64 * low : 64 * (low + plane)].ravel()
         for (row, k), code in np.ndenumerate(read_codes(weight.native[0], bits)):
-            word, bit = layout.place_of_weight(
+            word, bit = layout.position_of_weight(
                 row, k, bits=plane, order=order, k_tiles=k_tiles
             )
             assert stored[word] >> bit & (1 << plane) - 1 == (

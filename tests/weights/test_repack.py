@@ -38,8 +38,7 @@ def number_of_place(bits: int, group_size: int) -> Integers:
     order = layout.order_of_group(group_size)
     places = product(range(layout.tile_words(bits)), range(0, 32, bits))
     codes = (
-        layout.weight_of_place(*place, bits=bits, order=order, k_tiles=1)
-        for place in places
+        layout.weight_at(*place, bits=bits, order=order, k_tiles=1) for place in places
     )
     return np.array([64 * row + k for row, k in codes])
 

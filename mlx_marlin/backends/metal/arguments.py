@@ -8,7 +8,7 @@ from mlx_marlin.backends.arguments import (
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
-from mlx_marlin.weights.layout import bit_places
+from mlx_marlin.weights.layout import bit_permutation
 
 
 def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
@@ -74,7 +74,7 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
     """
     planes = planes_of(bits)
     low, high = (
-        [_hexadecimal(half) for half in _row_and_k(bit_places(plane, order))]
+        [_hexadecimal(half) for half in _row_and_k(bit_permutation(plane, order))]
         for plane in (planes[0], planes[-1])
     )
     return {

@@ -1,9 +1,10 @@
-"""Decoder blocks of mlx-lm that traced graphs stand for, by family.
+"""The model families of mlx-lm whose decoder blocks can be traced.
 
-A family is here if its blocks compute as llama's do: two norms, two sums, and in
-between attention and an MLP. Norms may stand before these, or after them, and their
-results may be added in other ways. Nothing here imports a family: a module that nobody
-imported has no blocks.
+To support one more family, add an entry to `FAMILIES`. Its blocks must compute as
+llama's do: attention and an MLP (or experts), each with a residual sum and with a norm
+before it, after it, or both. `Family` describes the differences.
+
+This module imports no family: a family that is not imported has no blocks.
 """
 
 import sys
@@ -19,15 +20,16 @@ from mlx_marlin.integrations.mlx_lm.tracing_code import report_untraced
 from mlx_marlin.integrations.tracing.routing import Routing
 
 Merge = Callable[[mx.array, mx.array], mx.array]
-"""Of two arrays one: how they are added, or gated. Equal ones share graphs."""
+"""Combines two arrays: a residual sum or a gating. Blocks with equal ones share
+graphs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Multiplied:
-    """How granite's blocks add to the residual: after a factor.
+class ScaledResidualSum:
+    """Residual sum of granite: `residual + y * factor`.
 
     Attributes:
-        factor: What is added is multiplied by it.
+        factor: Factor of the summand.
     """
 
     factor: float
@@ -39,52 +41,53 @@ class Multiplied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """What a family's blocks may have in the place of an MLP.
+    """Mixture of experts that a family's blocks may have instead of an MLP.
 
-    It computes `(layers(x, indices) * scores[..., None]).sum(-2)`, with indices and
-    scores of `router(x)`, plus what a shared expert makes of x if it has one.
+    It computes `(layers(x, indices) * scores[..., None]).sum(-2)`, with the indices and
+    scores that `routing` derives from `router(x)`, plus the result of the shared expert
+    if there is one.
 
     Attributes:
-        cls: Its class.
-        routing: From one of these modules, how its rows choose experts.
-        router: What it calls the layer that experts are chosen by.
-        layers: What it calls the experts.
-        place: What a block calls it.
-        shared: The class of a shared expert, `shared_expert`, which is multiplied by
-            the sigmoid of `shared_expert_gate`; None without one.
+        cls: Class of the mixture.
+        routing: Returns the routing rule of one of these modules.
+        router: Name of the router layer in the mixture.
+        layers: Name of the experts in the mixture.
+        name: Name of the mixture in the block.
+        shared: Class of the shared expert, `shared_expert`, whose result is multiplied
+            by the sigmoid of `shared_expert_gate`. None if there is none.
     """
 
     cls: str
     routing: Callable[[Any], Routing]
     router: str = "gate"
     layers: str = "switch_mlp"
-    place: str = "mlp"
+    name: str = "mlp"
     shared: str | None = None
 
 
-def _says_use_sliding(block: Any) -> bool:
+def _uses_sliding_window(block: Any) -> bool:
     return bool(getattr(block, "use_sliding", False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What one of mlx-lm's modules calls the parts of a block.
+    """Names of the parts of a decoder block in one module of `mlx_lm.models`.
 
     Attributes:
-        block: The class of a block.
-        attention: The class of its attention.
-        mlp: The class of its MLP; None if it has none.
-        heads: Attributes of attention: heads of q, and of k and v.
-        scale: Attribute of attention: the factor of q times k.
-        windowed: Of a block, whether its mask may hide tokens that are far behind.
-        experts: What it may have in the place of an MLP.
-        norm: The class of its norms, if not MLX's.
-        norms: What a block calls those before attention and the MLP; "" without.
-        closing: Likewise, those of what is added to the residual: of attention's result
-            and of the MLP's. What experts return has none.
-        add: From a block and its module, how both results are added to the residual, if
-            not as they are; what experts return is added as it is.
-        gate: What the MLP makes of gate and up, if not swiglu.
+        block: Class of the block.
+        attention: Class of its attention.
+        mlp: Class of its MLP. None if it has none.
+        heads: Attributes of attention: the number of query heads and of KV heads.
+        scale: Attribute of attention: the factor of the scores.
+        windowed: Returns whether the mask of a block may hide distant tokens.
+        experts: Mixture of experts that may take the place of the MLP.
+        norm: Class of the norms. None if `nn.RMSNorm`.
+        norms: Names of the norms before attention and before the MLP; "" for none.
+        output_norms: Names of the norms of the results of attention and of the MLP; ""
+            for none. Results of experts have no norm.
+        add: Returns, for a block and its module, how both results are added to the
+            residual. None for a plain sum, as results of experts always are.
+        gating: Combines gate and up. None for swiglu.
     """
 
     block: str = "TransformerBlock"
@@ -92,18 +95,18 @@ class Family:
     mlp: str | None = "MLP"
     heads: tuple[str, str] = ("n_heads", "n_kv_heads")
     scale: str = "scale"
-    windowed: Callable[[Any], bool] = _says_use_sliding
+    windowed: Callable[[Any], bool] = _uses_sliding_window
     experts: Experts | None = None
     norm: str | None = None
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
-    closing: tuple[str, str] = ("", "")
+    output_norms: tuple[str, str] = ("", "")
     add: Callable[[Any, ModuleType], Merge] | None = None
-    gate: Merge | None = None
+    gating: Merge | None = None
 
     @property
-    def place(self) -> str:
-        """What a block calls its MLP, or its experts."""
-        return "mlp" if self.experts is None else self.experts.place
+    def mlp_name(self) -> str:
+        """Name of the MLP, or of the mixture of experts, in a block."""
+        return "mlp" if self.experts is None else self.experts.name
 
 
 def _geglu(gate: mx.array, up: mx.array) -> mx.array:
@@ -111,12 +114,12 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
     return y
 
 
-def _is_no_full_attention(block: Any) -> bool:
-    kind: str = block.args.layer_types[block.self_attn.layer_idx]
-    return kind != "full_attention"
+def _has_sliding_window(block: Any) -> bool:
+    layer_type: str = block.args.layer_types[block.self_attn.layer_idx]
+    return layer_type != "full_attention"
 
 
-def _of_all_or_chosen(experts: Any) -> Routing:
+def _routing_of_qwen3(experts: Any) -> Routing:
     return Routing(experts.top_k, of_all=not experts.norm_topk_prob, last=True)
 
 
@@ -124,15 +127,15 @@ FAMILIES = {
     "ernie4_5": Family(block="DecoderLayer"),
     "exaone4": Family(
         norms=("", ""),
-        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         windowed=lambda block: block.self_attn.is_local,
     ),
     "gemma3_text": Family(
         norm="RMSNorm",
         norms=("input_layernorm", "pre_feedforward_layernorm"),
-        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         add=lambda _, own: own.clip_residual,
-        gate=_geglu,
+        gating=_geglu,
         windowed=lambda block: block.self_attn.is_sliding,
     ),
     "glm": Family(
@@ -145,7 +148,7 @@ FAMILIES = {
         block="Glm4DecoderLayer",
         attention="Glm4Attention",
         mlp="Glm4MLP",
-        closing=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        output_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
     ),
     "gpt_oss": Family(
         attention="AttentionBlock",
@@ -160,7 +163,9 @@ FAMILIES = {
             layers="experts",
         ),
     ),
-    "granite": Family(add=lambda block, _: Multiplied(block.residual_multiplier)),
+    "granite": Family(
+        add=lambda block, _: ScaledResidualSum(block.residual_multiplier)
+    ),
     "helium": Family(
         block="HeliumDecoderLayer", attention="HeliumAttention", mlp="HeliumMLP"
     ),
@@ -175,13 +180,13 @@ FAMILIES = {
         experts=Experts(
             cls="MixtralSparseMoeBlock",
             routing=lambda experts: Routing(experts.num_experts_per_tok),
-            place="block_sparse_moe",
+            name="block_sparse_moe",
         ),
     ),
     "nanbeige": Family(),
     "olmo2": Family(
         norms=("", ""),
-        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     "olmo3": Family(
         block="Olmo3DecoderLayer",
@@ -189,8 +194,8 @@ FAMILIES = {
         mlp="Olmo3MLP",
         heads=("num_attention_heads", "num_key_value_heads"),
         norms=("", ""),
-        closing=("post_attention_layernorm", "post_feedforward_layernorm"),
-        windowed=_is_no_full_attention,
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        windowed=_has_sliding_window,
     ),
     "phi3": Family(),
     "qwen2": Family(),
@@ -206,7 +211,7 @@ FAMILIES = {
     "qwen3": Family(),
     "qwen3_moe": Family(
         block="Qwen3MoeDecoderLayer",
-        experts=Experts(cls="Qwen3MoeSparseMoeBlock", routing=_of_all_or_chosen),
+        experts=Experts(cls="Qwen3MoeSparseMoeBlock", routing=_routing_of_qwen3),
     ),
     "seed_oss": Family(),
     "telechat3": Family(
@@ -216,16 +221,16 @@ FAMILIES = {
         heads=("num_attention_heads", "num_key_value_heads"),
     ),
 }
-"""Modules of `mlx_lm.models`."""
+"""Traceable families, by module of `mlx_lm.models`."""
 
 
-def known_blocks() -> set[type[nn.Module]]:
-    """Returns the blocks' classes of all families that somebody imported.
+def block_classes() -> set[type[nn.Module]]:
+    """Returns the block classes of all families that are imported.
 
-    A class that took the place of mlx-lm's own is not among them. A family that mlx-lm
-    no longer has such a class of is reported.
+    Skips classes that were defined elsewhere and assigned to mlx-lm's name. Reports a
+    family whose module has no class of the expected name.
     """
-    known: set[type[nn.Module]] = set()
+    classes: set[type[nn.Module]] = set()
     for name, family in FAMILIES.items():
         module = sys.modules.get(f"mlx_lm.models.{name}")
         if module is None:
@@ -235,10 +240,10 @@ def known_blocks() -> set[type[nn.Module]]:
             reason = f"{module.__name__} has no {family.block}"
             report_untraced(reason, f"decoder blocks of {name}")
         elif cls.__module__ == module.__name__:
-            known.add(cls)
-    return known
+            classes.add(cls)
+    return classes
 
 
-def family_of(own: ModuleType) -> Family:
-    """Returns the family of one of mlx-lm's modules."""
-    return FAMILIES[own.__name__.rpartition(".")[2]]
+def family_of(module: ModuleType) -> Family:
+    """Returns the family that a module of `mlx_lm.models` defines."""
+    return FAMILIES[module.__name__.rpartition(".")[2]]
