@@ -1,7 +1,6 @@
-"""Marlin-style quantized matrix products for MLX on Apple GPUs, for 1 to 64 rows.
+"""Marlin-style quantized matrix products for MLX, for 1 to 64 rows.
 
-Planning needs no MLX, and a program that imports the package may never plan: names are
-imported when they are first used.
+Names are imported at their first use: planning does not need MLX.
 """
 
 from importlib import import_module
@@ -35,7 +34,7 @@ __all__ = [
     "why_not",
 ]
 
-_HOMES = {
+_MODULES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
     "gather_qmm": "products.experts.matmul",
@@ -54,9 +53,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

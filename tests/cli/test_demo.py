@@ -113,7 +113,7 @@ def test_a_perplexity_half_a_percent_off_is_wrong(
 ) -> None:
     backend("stock")
 
-    assert len(demo_report.complaints(ours, 8.0)) == wrong
+    assert len(demo_report.errors(ours, 8.0)) == wrong
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
     backend(None)
     with monkeypatch.context() as patch:
         patch.setattr(selection, "backend", lambda: "stock")
-        assert demo_report.complaints(8.0, 8.0)
+        assert demo_report.errors(8.0, 8.0)
 
     backend("stock")
-    assert not demo_report.complaints(8.0, 8.0)
+    assert not demo_report.errors(8.0, 8.0)
 
 
 @pytest.mark.thinned(1)

@@ -15,7 +15,7 @@ import mlx_lm
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.cli import COMMANDS, emulate, main
+from mlx_marlin.cli import COMMANDS, emulate_arguments, main
 
 Choose = Callable[[str | None], None]
 PLAN = ["plan", "8", "64", "128"]
@@ -217,7 +217,7 @@ def test_what_emulate_cannot_do_is_one_line(
 
 
 def test_a_grid_may_be_as_large_as_metal_counts() -> None:
-    assert emulate.grid("65536,65536") == (65536, 65536, 1)
+    assert emulate_arguments.grid("65536,65536") == (65536, 65536, 1)
 
 
 @pytest.mark.parametrize(

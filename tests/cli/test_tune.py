@@ -407,13 +407,13 @@ def test_clearing_removes_what_was_kept(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name a shape such as 8x4096x11008, or a model; or --clear"),
+        ([], "expected a shape such as 8x4096x11008, a model, or"),
         (["4x64x250"], "k=250 is not a multiple of group_size=64"),
-        (["4x64x256", "--rows", "1,0"], "--rows '1,0', expected such as 1,2,4"),
-        (["4x64x256", "--rows", "1,"], "--rows '1,', expected such as 1,2,4"),
+        (["4x64x256", "--rows", "1,0"], "--rows '1,0', expected numbers such as 1,2,4"),
+        (["4x64x256", "--rows", "1,"], "--rows '1,', expected numbers such as 1,2,4"),
         (["4x64x256", "--seconds", "0"], "--seconds 0 must be above 0"),
         (["4x64x256", "--seconds", "nan"], "--seconds nan must be above 0"),
-        (["--clear", "--dry-run"], "--clear removes results and --dry-run nothing"),
+        (["--clear", "--dry-run"], "--clear and --dry-run exclude each other"),
         (["4x64x256", "--group-size", "48"], "group_size=48 is not one of"),
         (
             ["4x64x256", "--group-size", "256", "--layout", "marlin"],
@@ -595,4 +595,4 @@ def test_a_chip_that_is_only_named_is_not_measured(
 
     assert main(["tune", "4x64x256"]) == 2
 
-    assert "MLX_MARLIN_DEVICE names the chip to plan for" in capsys.readouterr().err
+    assert "MLX_MARLIN_DEVICE selects a device to plan for" in capsys.readouterr().err
