@@ -20,6 +20,7 @@ from mlx_marlin.integrations.tracing import block
 from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.linear_parameters import LinearParameters
 from support.decoder_models import one_stream, tiny
 from support.models import Layers, arrays, types
 
@@ -69,7 +70,7 @@ def experts() -> nn.Module:
 STAGES: list[tuple[Callable[[], nn.Module], Any, str, int]] = [
     (dense, MarlinLinear, "from_quantized", 1),
     (dense, MarlinLinear, "from_quantized", 9),
-    (dense, MarlinLinear, "keep_packed", 4),
+    (dense, LinearParameters, "keep_packed", 4),
     (experts, MarlinSwitchLinear, "from_quantized", 5),
     (dense, joining, "join", 1),
     (dense, joining, "join", 3),

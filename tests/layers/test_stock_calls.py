@@ -117,7 +117,7 @@ def test_another_shape_or_dtype_is_another_call(
             assert asked  # of many rows each dtype is another call, too
 
 
-def test_forgetting_expires_it(layer: Layer, asked: list[str]) -> None:
+def test_a_reset_expires_it(layer: Layer, asked: list[str]) -> None:
     layer.remember()
     asked.clear()
     state.reset()
@@ -230,7 +230,7 @@ def test_remembering_changes_no_attribute(layer: Layer) -> None:
     assert vars(own) == before
 
 
-def test_forgetting_keeps_no_layer() -> None:
+def test_a_reset_keeps_no_layer() -> None:
     layer = MarlinLinear(K, N)
     layer.remember_stock(K)
     alive = weakref.ref(layer)

@@ -234,7 +234,7 @@ def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> 
 
 
 @pytest.mark.usefixtures("ran")
-def test_no_more_kinds_are_remembered_than_said(
+def test_no_more_calls_are_kept_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "MOST_CALLS", 2)
@@ -255,7 +255,7 @@ def test_no_more_kinds_are_remembered_than_said(
     assert 0 < len(packed_calls._products) <= 2
 
 
-def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
+def test_after_a_reset_the_back_end_is_chosen_again(backend: Choose) -> None:
     backend("stock")
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is not None
 
@@ -267,7 +267,7 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
     assert launch.plans_built() == []
 
 
-def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
+def test_a_layer_that_begins_to_remember_does_not_disturb_a_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in another thread, while decisions are dropped."""
