@@ -1,32 +1,19 @@
-"""Heads that a product rotates as it stores them: on the CPU, in plans, in a layer."""
+"""Heads that a product rotates as it stores them: kernels on the CPU, and layers."""
 
-import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from mlx_lm.models import rope_utils
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, planner, registry
-from mlx_marlin.backends.cuda import limits, source
-from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
-from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.integrations.tracing.rotation import periods_of
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.planning import measurement
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.planning.measurement import Result, label
-from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.weights.formats import TILE_N
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
 from support.cuda_cases import (
     EPSILON,
@@ -37,17 +24,22 @@ from support.cuda_cases import (
     ROTATED_N,
     ROTATION,
     Case,
-    norm_of,
     normalized,
 )
 from support.cuda_on_cpu import needs_emulator
 from support.oracles import exact
+from support.rotated_layers import (
+    EACH,
+    OF_128,
+    PARTS,
+    arrays_of,
+    layer_of,
+    norm_module,
+    rows_of,
+)
 
-H200 = cuda_cases.h200()
-A100 = CudaDevice.named("NVIDIA A100")
-EACH = replace(ROTATION, each=True)
-PARTS = (128, 64, 64)
 Heads = tuple[Rotation, int, tuple[int, ...]]
+
 HEADS: tuple[Heads, ...] = (
     (ROTATION, 256, PARTS),
     (EACH, 256, ()),
@@ -59,9 +51,10 @@ HEADS: tuple[Heads, ...] = (
     (Rotation(64, 64, factor=1.25), 128, (64, 64)),
 )
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
+
 EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False)]
 """Twice, with each kernel in turn, and with a bias or without."""
-OF_128 = Rotation(128, 256, norm=HEAD_EPSILON, queries=128)
+
 NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
     ((NORMED_HEADS, 256, PARTS), 0, {}),
     ((replace(NORMED_HEADS, each=False), 256, ()), 4, {}),
@@ -277,272 +270,9 @@ def test_nor_elsewhere(backend: Callable[[str | None], None], name: str) -> None
     assert_none(layer_of(), ROTATION)
 
 
-@pytest.mark.parametrize(
-    ("places", "periods", "words"),
-    [
-        (mx.zeros(1, mx.int32), mx.ones(32), r"int32 \(1,\), expected int32 \[2\]"),
-        (mx.zeros(2, mx.int64), mx.ones(32), "places are mlx.core.int64"),
-        (mx.zeros((), mx.int32), mx.ones(32), "expected int32"),
-        (mx.zeros(2, mx.int32), mx.ones(64), r"\(64,\), expected float32 \[32\]"),
-        (
-            mx.zeros(2, mx.int32),
-            mx.ones(32, mx.float16),
-            "periods are mlx.core.float16",
-        ),
-    ],
-)
-def test_arrays_that_are_no_rotations_are_refused(
-    places: mx.array, periods: mx.array, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        layer_of().rotated(rows_of(2), norm_module(), EACH, (), places, periods)
-
-
-@pytest.mark.parametrize(
-    ("rotation", "norms", "words"),
-    [
-        (EACH, (mx.ones(64), mx.ones(64)), r"expected \[\] with norm=None"),
-        (NORMED_HEADS, (), r"\[\], expected \[\(64,\), \(64,\)\] with norm=4.0"),
-        (NORMED_HEADS, (mx.ones(64), mx.ones(32)), r"\(32,\)\], expected"),
-    ],
-)
-def test_norms_that_are_not_the_rotations_are_refused(
-    rotation: Rotation, norms: tuple[mx.array, ...], words: str
-) -> None:
-    given = *arrays_of(2, rotation), norms
-    with pytest.raises(ValueError, match=words):
-        layer_of().rotated(rows_of(2), norm_module(), rotation, (), *given)
-
-
-def test_one_place_for_all_rows_is_no_number() -> None:
-    x, norm = rows_of(2), norm_module()
-    for wrong in (mx.zeros((), mx.int32), mx.zeros(0, mx.int32)):
-        with pytest.raises(ValueError, match=r"expected int32 \[1 or more\]"):
-            layer_of().rotated(x, norm, ROTATION, (), wrong, mx.ones(32))
-
-
 def assert_none(
     layer: MarlinLinear, rotation: Rotation, norms: mx.Dtype = mx.float16
 ) -> None:
     arrays = *arrays_of(2, rotation), cuda_cases.norms_of(rotation, norms)
     assert layer.rotated(rows_of(2), norm_module(), rotation, (), *arrays) is None
     assert not any(plan.problem.epilogue.rotation for plan in launch.plans_built())
-
-
-def arrays_of(m: int, rotation: Rotation) -> tuple[mx.array, mx.array]:
-    return cuda_cases.places_of(m, rotation), cuda_cases.periods_of(rotation)
-
-
-def rows_of(streams: int) -> mx.array:
-    drawn = mx.random.normal((streams, 1, 128), key=mx.random.key(1))
-    return drawn.astype(mx.float16)
-
-
-def norm_module() -> nn.RMSNorm:
-    norm = nn.RMSNorm(128, eps=EPSILON)
-    norm.weight = norm_of(mx.zeros((1, 128), mx.float16))
-    return norm
-
-
-def layer_of(
-    layout: str = "marlin", *, n: int = ROTATED_N, bias: bool = False
-) -> MarlinLinear:
-    mx.random.seed(3)
-    linear = nn.Linear(128, n, bias=bias)
-    linear.set_dtype(mx.float16)
-    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
-
-
-LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        nn.RoPE(64),
-        nn.RoPE(64, base=5e5, scale=0.25),
-        rope_utils.Llama3RoPE(64, base=5e5, scaling_config=LLAMA3),
-        rope_utils.YarnRoPE(64, scaling_factor=32.0),
-    ],
-    ids=lambda rope: f"{type(rope).__name__} {vars(rope).get('scale', '')}",
-)
-def test_periods_are_a_ropes(rope: nn.Module) -> None:
-    rotation = Rotation(64, 64, each=True, factor=getattr(rope, "mscale", 1))
-    places = mx.array([0, 1, 100, 30000], mx.int32)
-    heads = mx.random.normal((4, 1, 1, 64), key=mx.random.key(2))
-    periods = periods_of(rope, 64)
-    assert periods is not None
-
-    turned = epilogues.rotated(exact(heads)[:, 0, 0], rotation, places, periods)
-
-    # Periods are rounded, and with them angles, the more the further the place.
-    assert oracles.error(rope(heads, offset=places), turned) < 1e-3
-    assert oracles.error(rope(heads, offset=places)[:3], turned[:3]) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        nn.RoPE(64, traditional=True),
-        nn.RoPE(32),
-        rope_utils.SuScaledRoPE(64, long_factor=2.0),
-        rope_utils.YarnRoPE(64, traditional=True),
-        rope_utils.YarnRoPE(64, scaling_factor=32.0, mscale=-10),
-        rope_utils.Llama3RoPE(64, traditional=True, scaling_config=LLAMA3),
-    ],
-    ids=lambda rope: type(rope).__name__,
-)
-def test_other_ropes_have_none(rope: nn.Module) -> None:
-    assert periods_of(rope, 64) is None
-
-
-def test_nor_has_one_whose_periods_are_rounded() -> None:
-    rope = rope_utils.Llama3RoPE(64, scaling_config=LLAMA3)
-    rope._freqs = rope._freqs.astype(mx.float16)
-    assert periods_of(rope, 64) is None
-
-
-def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
-    sizes = 5120, 1024, 1024
-    epilogue = Epilogue(rotation=Rotation(128, 6144, each=True), parts=sizes)
-    rows = problem_of(48, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
-    few = problem_of(4, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
-
-    assert "more time than a rope takes" in str(planner.stock_reason(rows, A100))
-    assert planner.stock_reason(rows, H200) is None
-    assert planner.stock_reason(few, A100) is None
-
-
-def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
-    rotation = Rotation(128, 6144, each=True, norm=EPSILON, queries=5120)
-    epilogue = Epilogue(rotation=rotation)
-    heads = problem_of(48, 7168, 5120, layout="marlin", epilogue=epilogue)
-    bare = replace(heads, epilogue=Epilogue())
-
-    inside, own = (
-        planner.predict(planner.choose(each, A100), A100).seconds
-        for each in (heads, bare)
-    )
-
-    assert 2 * OWN_ROPE_SECONDS < inside - own < 18e-6
-    assert planner.stock_reason(heads, A100) is None
-
-
-@given(
-    m=st.integers(1, 130),
-    heads=st.integers(1, 40),
-    features=st.sampled_from([64, 128, 192, 256]),
-    k=st.integers(1, 40).map(lambda groups: 64 * groups),
-    norm=st.sampled_from([None, EPSILON]),
-)
-def test_plans_have_both_halves_of_a_head_in_a_block(
-    m: int, heads: int, features: int, k: int, norm: float | None
-) -> None:
-    epilogue = Epilogue(rotation=Rotation(features, features, norm=norm))
-    problem = problem_of(m, heads * features, k, layout="marlin", epilogue=epilogue)
-
-    plan = planner.choose(problem, H200)
-
-    whole = 2 * TILE_N if norm is None else features  # with a norm, the whole head
-    assert plan.tile.n % whole == 0
-    assert not plan.is_split
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"gated": True}, "follows a bias only, got gated=True"),
-        ({"activation": "silu"}, "activation='silu'"),
-        ({"multiply": True}, "multiply=True"),
-        ({"residual": True}, "residual=True"),
-        ({"parts": (64, 32)}, r"of whole heads, got parts=\(64, 32\)"),
-        ({"rotation": Rotation(64, 96)}, "columns=96"),
-        ({"rotation": Rotation(64, -64)}, "columns=-64"),
-        ({"rotation": Rotation(33, 66)}, "even number of features"),
-        ({"rotation": Rotation(0, 0)}, "even number of features"),
-        ({"rotation": Rotation(64, 128, factor=0.0)}, "a positive, finite factor"),
-        ({"rotation": Rotation(64, 128, factor=math.nan)}, "a positive, finite factor"),
-        ({"rotation": Rotation(64, 128, norm=-1.0)}, "a norm of at least 0"),
-        ({"rotation": Rotation(64, 128, norm=1.0, queries=32)}, "queries=32"),
-        ({"rotation": Rotation(64, 128, norm=1.0, queries=192)}, "within its columns"),
-        ({"rotation": Rotation(64, 128, norm=1.0, queries=-64)}, "within its columns"),
-        ({"rotation": Rotation(64, 128, queries=64)}, "without a norm there are none"),
-    ],
-)
-def test_what_is_no_rotation_is_refused(more: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Epilogue(**{"rotation": ROTATION, **more})
-
-
-@pytest.mark.parametrize("more", [{"n": 224}, {"n": 128}, {"batch": 2}])
-def test_there_are_whole_heads_of_one_product(more: dict[str, Any]) -> None:
-    sizes = {"m": 1, "n": 256, "k": 64} | more
-    with pytest.raises(ValueError, match="needs one product of whole heads"):
-        Problem(**sizes, epilogue=Epilogue(rotation=ROTATION))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
-        ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),
-    ],
-)
-def test_a_plan_that_parts_halves_is_refused(
-    overrides: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        planner.make(asked(), device=H200, **{"simdgroups_n": 2} | overrides)
-
-
-def test_a_plan_that_parts_heads_with_norms_is_refused() -> None:
-    problem = asked(replace(OF_128, columns=256))
-    with pytest.raises(ValueError, match="a multiple of 4 as simdgroups_n"):
-        planner.make(problem, device=H200, simdgroups_n=2)
-
-
-def test_metals_kernels_have_no_rotation() -> None:
-    with pytest.raises(ValueError, match=r"rotation=.* needs a CUDA kernel"):
-        planner.make(asked(layout="mlx"))
-
-
-def test_halves_that_are_no_whole_tiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="32 columns, and heads have 32 features"):
-        planner.make(asked(Rotation(32, 64)), device=H200)
-
-
-def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
-    plan = planner.choose(asked(parts=PARTS), H200)
-    text = source.of_product(plan)
-
-    assert text.name == "marlin_mma_rotated"
-    assert text.input_names == ("x", "w", "scales", "places", "periods", "numbers")
-    assert text.output_names == ("out0", "out1", "out2")
-    words = "y rotated in heads of 64 up to column 192 in parts of 128, 64, 64"
-    assert words in plan.problem.explain()
-
-
-def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
-    plan = planner.choose(asked(NORMED_HEADS), H200)
-    text = source.of_product(plan)
-
-    assert text.name == "marlin_mma_rotated_norms"
-    assert text.input_names[3:] == ("places", "periods", "q_norm", "k_norm", "numbers")
-    assert "column 192, normalized before (eps 4)" in plan.problem.explain()
-
-
-def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
-    plan = planner.choose(asked(NORMED_HEADS, PARTS), H200)
-    times = {label(plan): 1.0}
-    result = Result(
-        plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
-    )
-    row = json.loads(json.dumps(measurement.row(result)))
-    assert measurement.result(row, registry.plan_type).plan.problem == plan.problem
-
-
-def asked(
-    rotation: Rotation = ROTATION, parts: tuple[int, ...] = (), layout: str = "marlin"
-) -> Problem:
-    epilogue = Epilogue(rotation=rotation, parts=parts)
-    return problem_of(1, ROTATED_N, 1024, layout=layout, epilogue=epilogue)
