@@ -1,10 +1,12 @@
 """Which instances of our kernels there are, and which of them the static check sees."""
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations, product
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -384,9 +386,24 @@ def chosen_variants() -> tuple[Variant, ...]:
     return tuple(found)
 
 
+RECORDED = Path(__file__).parents[1] / "data" / "covering_variants.json"
+
+
 @cache
 def covering_variants() -> tuple[Variant, ...]:
-    """The chosen instances, and enough others that every two values meet."""
+    """Returns the recorded instances, which let every two values meet.
+
+    `python tests/covering_variants.py` chooses and records them.
+    """
+    return tuple(
+        Variant(each["kernel"], kind, tuple(zip(each["names"], values, strict=True)))
+        for each in json.loads(RECORDED.read_text())
+        for kind, *values in each["instances"]
+    )
+
+
+def choose_covering() -> tuple[Variant, ...]:
+    """Returns the chosen instances, and enough others that every two values meet."""
     chosen = chosen_variants()
     return *chosen, *pairwise(ordinary_variants(), chosen)
 
