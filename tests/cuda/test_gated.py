@@ -71,6 +71,7 @@ def test_formats_and_activations(
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
+@pytest.mark.thinned(6)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 9), (3, 50), (0,)], ids=str)

@@ -233,7 +233,7 @@ def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
     return x, mx.argsort(drawn, axis=-1)[..., :2]
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts

@@ -17,6 +17,7 @@ from mlx_marlin.cli import main
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Strategy
 from support.cuda_strategies import DEVICES, H200, OURS, SERVED, SMALL, covered
+from support.grids import drawn
 
 
 @given(SERVED, DEVICES, st.sampled_from(OURS))
@@ -42,7 +43,14 @@ def test_kernels_and_widths_with_too_few_tiles_leave_it_to_others() -> None:
         planner.make(replace(one, n=32), device=H200, kernel="wgmma", strategy="hybrid")
 
 
-@given(SMALL, st.sampled_from(OURS), st.integers(1, 8), st.integers(1, 2))
+@drawn(
+    30,
+    100,
+    problem=SMALL,
+    strategy=st.sampled_from(OURS),
+    tiles_n=st.integers(1, 8),
+    warps_k=st.integers(1, 2),
+)
 def test_wished_plans_cover_their_product(
     problem: Problem, strategy: Strategy, tiles_n: int, warps_k: int
 ) -> None:

@@ -17,9 +17,10 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from support.cuda_strategies import PLANS, covered, mma_plans, staged_plans
+from support.grids import drawn
 
 
-@given(PLANS)
+@drawn(30, 100, plan=PLANS)
 def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     problem = plan.problem
 

@@ -148,7 +148,7 @@ def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -
     assert any(first % plan.buffers for first, *rest in stages_of(plan) if rest)
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
@@ -160,7 +160,7 @@ def test_every_format(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("way", "dtype", "m"),
     [

@@ -90,7 +90,7 @@ def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
     assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
@@ -238,7 +238,7 @@ def decoding_facts(case: Case) -> set[object]:
     return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
 def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)

@@ -3,11 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
 from mlx_marlin.emulator import EmulatorError, emulated
+from support.grids import drawn
 from support.metal_sources import FLOATS, run
 from support.trace_mode import report, traced
 
@@ -169,12 +169,13 @@ def test_no_barrier_orders_threadgroups() -> None:
     assert "race between threadgroups" in message
 
 
-@given(
+@drawn(
+    6,
+    15,
     size=st.sampled_from([2, 3, 4]),
     step=st.integers(1, 6),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=15)
 def test_only_bytes_that_overlap_race(size: int, step: int, seed: int) -> None:
     source = f"""
     device uchar* bytes = out + {step} * thread_position_in_grid.x;

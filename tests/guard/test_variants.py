@@ -145,7 +145,7 @@ def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
     "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4"]
 )
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
     """No known answer is tighter than what a right kernel gives."""
     backend("emulator")
@@ -167,6 +167,7 @@ def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> Non
         assert known_answers.fault_of(draw.choice(candidates).plan) is None
 
 
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
@@ -180,6 +181,7 @@ def test_right_kernels_of_experts_and_decoding_pass(
         assert known_answers.fault_of(dense_plan(problem)) is None
 
 
+@pytest.mark.thinned(7)
 @needs_emulator
 @pytest.mark.parametrize(
     ("m", "epilogue", "norm"),
@@ -206,6 +208,7 @@ def test_right_kernels_of_cuda_pass(
     assert known_answers.fault_of(plan) is None
 
 
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.parametrize(
     ("gate", "bias"),
@@ -227,6 +230,7 @@ def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
     return mx.where(subnormal, mx.zeros_like(codes), codes)
 
 
+@pytest.mark.thinned(6)
 @needs_emulator
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])

@@ -111,7 +111,7 @@ def ragged(
     return plan
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
 def test_packed_weights_are_read_once_in_whole_lines(
@@ -128,7 +128,7 @@ def test_packed_weights_are_read_once_in_whole_lines(
     assert found.read_bytes / (128 * found.lines_128) >= 0.95
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),

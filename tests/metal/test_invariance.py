@@ -60,26 +60,25 @@ def assert_rows_keep_their_bits(problem: Problem, chip: Device, seed: int) -> No
     assert mx.array_equal(run(last, x[-ROWS[-1] :], weight), whole[-ROWS[-1] :])
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
-    dtype: str, layout: str, chip: str
+    n: int, k: int, group_size: int, dtype: str, layout: str, chip: str
 ) -> None:
-    device = Device.named(chip)
-    for n, k, group_size in SHAPES:
-        problem = Problem(
-            m=1,
-            n=n,
-            k=k,
-            group_size=group_size,
-            dtype=dtype,
-            scale_dtype=dtype,
-            layout=layout,
-            invariant=True,
-        )
-        assert_rows_keep_their_bits(problem, device, seed=n)
+    problem = Problem(
+        m=1,
+        n=n,
+        k=k,
+        group_size=group_size,
+        dtype=dtype,
+        scale_dtype=dtype,
+        layout=layout,
+        invariant=True,
+    )
+    assert_rows_keep_their_bits(problem, Device.named(chip), seed=n)
 
 
 def test_the_shapes_above_are_split_in_every_way_there_is() -> None:

@@ -1,6 +1,8 @@
 """Measured results, made up."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +41,14 @@ def warned(place: Path) -> tuple[dict[Problem, Result], str]:
         results = tuned_results.read(place, HERE)
     assert len(caught) == 1
     return results, str(caught[0].message)
+
+
+ROWS_EACH = 12
+"""Results that `write_rows` adds."""
+
+
+def write_rows(place: str, first: int, barrier: Any) -> None:
+    """Adds results one by one, in a process of its own."""
+    barrier.wait()
+    for m in range(first, first + ROWS_EACH):
+        tuned_results.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])

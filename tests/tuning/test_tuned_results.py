@@ -4,7 +4,6 @@ import json
 import multiprocessing
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -17,7 +16,7 @@ from mlx_marlin.planning.measurement import Machine, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import strategies
-from support.results import HERE, PROBLEM, by_problem, measured
+from support.results import HERE, PROBLEM, ROWS_EACH, by_problem, measured, write_rows
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,16 +105,6 @@ def test_a_shader_that_changes_changes_the_machine(
     assert len({before, empty, one, other, kernels()}) == 5
     monkeypatch.undo()
     assert kernels() == before
-
-
-ROWS_EACH = 12
-
-
-def write_rows(place: str, first: int, barrier: Any) -> None:
-    """Adds results one by one, in a process of its own."""
-    barrier.wait()
-    for m in range(first, first + ROWS_EACH):
-        tuned_results.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.planning.measurement import STOCK, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.tuning import operands, tuner
+from mlx_marlin.tuning import tuner
 from mlx_marlin.tuning.timing import Spread
 from mlx_marlin.tuning.tuner import Arm, Clock
-from support.timed_products import LARGE, M3_MAX, SMALL, exact_product
+from support.timed_products import LARGE, M3_MAX, SMALL, exact_product_of
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
     """Makes a clock that knows every arm's time; products are exact and instant."""
 
     def product(plan: Plan) -> launch.Product:
-        given = operands.operands(plan.problem, 1)
-        return lambda *_: exact_product(given)
+        return lambda *_: exact_product_of(plan.problem)
 
     monkeypatch.setattr(launch, "product", product)
 

@@ -48,7 +48,7 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
     assert_close(y, x, weight, subtract=variant.subtract, dtype=variant.dtype)
 
 
-@pytest.mark.thinned(16)
+@pytest.mark.thinned(11)
 @kernels
 @variants
 @given(data=st.data())
@@ -61,6 +61,7 @@ def test_a_product_is_as_exact_as_promised(
     check_product(variant, shape, data.draw(st.integers(0, 99)))
 
 
+@pytest.mark.thinned(27)
 @kernels
 @variants
 def test_a_large_product_is_as_exact_as_promised(variant: Variant) -> None:
