@@ -11,7 +11,7 @@ MLX rounds what it asks the driver for up to powers of two and then to 16 KiB, a
 keeps what it has freed. So here it keeps nothing, and each operand ends where its
 memory does: reading past one is an error that memcheck sees. Results are MLX's to
 place: what is written past one, inside what it was rounded up to, memcheck cannot see;
-`tests/cuda/test_text.py` can, whose bounds are exact.
+`tests/cuda/test_kernels_on_cpu.py` can, whose bounds are exact.
 
 Exits 1 if a result is wrong.
 """

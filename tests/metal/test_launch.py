@@ -28,7 +28,7 @@ from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout
-from support import strategies
+from support import drawn_arrays, strategies
 
 Choose = Callable[[str | None], None]
 
@@ -285,7 +285,7 @@ def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     backend("stock")
-    x, native = strategies.arrays(Problem(m=9, n=64, k=4096), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=9, n=64, k=4096), seed=0)
     weights = native if layout == "mlx" else (pack(*native),)
     backend("metal")
     recorder = Recorder()
@@ -389,7 +389,7 @@ def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> Non
 
 def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) -> None:
     backend("rocm")
-    x, native = strategies.arrays(Problem(m=1, n=4, k=64), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=1, n=4, k=64), seed=0)
 
     for _ in range(2):
         with pytest.raises(ValueError, match="'rocm' is not one of metal, cuda, emu"):
@@ -404,7 +404,7 @@ def test_a_back_end_without_its_device_names_the_variable_when_it_would_compute(
     if getattr(mx, name).is_available():
         pytest.skip(f"MLX has a {name} device here")
     backend("stock")
-    x, native = strategies.arrays(Problem(m=2, n=64, k=128), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=2, n=64, k=128), seed=0)
     weights = (pack(*native),) if packed else native
     backend(name)
 
@@ -472,7 +472,7 @@ def test_without_a_compiler_stock_answers_after_one_warning(
     machine: Callable[..., None],
 ) -> None:
     machine(False, mx.cpu, "no clang was found")
-    x, native = strategies.arrays(Problem(m=3, n=40, k=128), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=3, n=40, k=128), seed=0)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
-from support import oracles, strategies
+from support import drawn_arrays, oracles
 from support.oracles import Floats, exact
 
 ERROR_FUNCTION = np.vectorize(math.erf, otypes=[float])
@@ -38,7 +38,7 @@ def activated(x: Floats, activation: str) -> Floats:
     return y
 
 
-def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Floats:
+def finished(total: Floats, finish: drawn_arrays.Native, epilogue: Epilogue) -> Floats:
     """Returns what bias, multiplier and residual, or a gate, make of a product."""
     if epilogue.gated:
         gate, up = np.split(total, 2, axis=-1)
@@ -93,7 +93,7 @@ def whole(y: mx.array) -> mx.array:
 
 
 def allowed(
-    plan: Plan, x: mx.array, native: strategies.Native, finish: strategies.Native
+    plan: Plan, x: mx.array, native: drawn_arrays.Native, finish: drawn_arrays.Native
 ) -> Floats:
     """Returns how far each element may lie from float64."""
     problem, epilogue = plan.problem, plan.problem.epilogue

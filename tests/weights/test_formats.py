@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import launch, selection
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
-from support import format_cases, oracles, strategies
+from support import drawn_arrays, format_cases, oracles, strategies
 from support.format_cases import Variant, Weight
 from support.format_oracle import assert_close
 
@@ -148,7 +148,7 @@ def test_another_schedule_gives_the_same_bits(
     expected = format_cases.run(plan, x, weight)
 
     for seed in (1, 2):
-        with strategies.another_schedule(seed):
+        with drawn_arrays.another_schedule(seed):
             again = format_cases.run(plan, x, weight)
 
         assert mx.array_equal(again.view(mx.uint8), expected.view(mx.uint8))

@@ -1,6 +1,6 @@
 """Which experts rows choose, and the sum of what these return: kernels and operations.
 
-The kernels run on the CPU here; on a GPU `cuda/test_kernels.py` has them too.
+The kernels run on the CPU here; on a GPU `cuda/test_kernels_on_gpu.py` has them too.
 """
 
 from functools import partial

@@ -19,7 +19,7 @@ from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import dispatch, repacking
-from support import format_cases, oracles, strategies
+from support import drawn_arrays, format_cases, oracles, strategies
 from support.format_cases import Weight
 from support.grids import drawn
 
@@ -49,7 +49,7 @@ def operands(plan: DensePlan, *, seed: int) -> tuple[mx.array, Weight]:
     problem = plan.problem
     inner = problem.k if plan.transposed else problem.n
     x = format_cases.activations(problem.m, inner, dtype=problem.dtype, seed=seed)
-    return x, strategies.weight_of(problem, seed=seed + 1)
+    return x, drawn_arrays.weight_of(problem, seed=seed + 1)
 
 
 def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> None:
@@ -83,7 +83,7 @@ def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) ->
 @emulated
 @drawn(5, 20, plan=dense_plans(), seed=st.integers(0, 2**16))
 def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
-    weight = strategies.weight_of(plan.problem, seed=seed)
+    weight = drawn_arrays.weight_of(plan.problem, seed=seed)
     dtype = plan.problem.dtype
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
