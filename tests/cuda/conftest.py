@@ -7,7 +7,8 @@ import pytest
 
 from mlx_marlin.backends import devices, selection
 from mlx_marlin.products import dispatch
-from support.cuda_recorder import H200, Recorder
+from support.cuda_launches import H200
+from support.recorder import Recorder
 
 Choose = Callable[[str | None], None]
 

@@ -16,7 +16,8 @@ from mlx_marlin.integrations.mlx_lm.convert import default_layout
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from support.arguments import activations, weight
-from support.cuda_recorder import K, Model, N, Recorder
+from support.cuda_launches import K, Model, N
+from support.recorder import Recorder
 
 Choose = Callable[[str | None], None]
 

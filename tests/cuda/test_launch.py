@@ -14,17 +14,17 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products import repacking
 from mlx_marlin.products.packing import pack
 from support.arguments import activations, weight
-from support.cuda_recorder import (
+from support.cuda_launches import (
     FUSED,
     RING,
     SPLIT,
     WHOLE,
     K,
     N,
-    Recorder,
     blanks,
     plan_of,
 )
+from support.recorder import Recorder
 
 Choose = Callable[[str | None], None]
 

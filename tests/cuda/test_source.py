@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
-from support.cuda_recorder import FUSED, RING, SPLIT, WHOLE, K, N, plan_of
+from support.cuda_launches import FUSED, RING, SPLIT, WHOLE, K, N, plan_of
 
 
 @pytest.fixture

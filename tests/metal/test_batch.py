@@ -22,7 +22,7 @@ from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
 from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
-from support import drawn_arrays, epilogues, format_cases, oracles, orders, strategies
+from support import drawn_arrays, epilogues, format_cases, oracles, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
 
@@ -172,24 +172,6 @@ def test_no_strategy_races_or_strays(problem: Problem) -> None:
     for plan in strategies.one_of_each(problem):
         with emulated(trace=True):
             run(plan, x, native)
-
-
-@needs_kernels
-@drawn(
-    6,
-    30,
-    plan=plans(dtypes=st.just("float32"), atomic=False).filter(
-        lambda plan: plan.subtract
-    ),
-    seed=st.integers(0, 2**31),
-)
-def test_every_plan_adds_in_ascending_k(plan: Plan, seed: int) -> None:
-    problem = plan.problem
-
-    with drawn_arrays.another_schedule(seed):
-        y = run(plan, orders.one_in_each_trip(problem), orders.ones(problem))
-
-    np.testing.assert_array_equal(np.array(y), orders.promised(plan))
 
 
 @needs_kernels

@@ -1,6 +1,6 @@
 """A weight decoded once and multiplied as plain numbers: right, bounded, and when."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal.stock.handover import margin_over_stock, stock_se
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch, repacking
+from mlx_marlin.products import repacking
 from support import drawn_arrays, format_cases, oracles, strategies
 from support.format_cases import Weight
 from support.grids import drawn
@@ -97,15 +97,6 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
     assert np.all(off <= sums + rounding + oracles.SMALLEST[dtype])
 
 
-@pytest.fixture(scope="module")
-def _metal() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(selection.ENVIRONMENT, "metal")
-        dispatch.forget()
-        yield
-    dispatch.forget()
-
-
 def blanks(plan: DensePlan) -> list[mx.array]:
     """Makes a product's arguments, never evaluated."""
     x, weight = operands(plan, seed=0)
@@ -114,7 +105,7 @@ def blanks(plan: DensePlan) -> list[mx.array]:
         return [x, *format_cases.arguments(weight, plan.problem.layout)]
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=dense_plans())
 @settings(max_examples=40)
 def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -29,6 +29,7 @@ from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout
 from support import drawn_arrays, strategies
+from support.recorder import Recorder
 
 Choose = Callable[[str | None], None]
 
@@ -102,15 +103,6 @@ def arguments_of(node: Node) -> list[str]:
     return [each.strip() for each in function[1].split(",\n")]
 
 
-@pytest.fixture(scope="module")
-def _metal() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(selection.ENVIRONMENT, "metal")
-        dispatch.forget()
-        yield
-    dispatch.forget()
-
-
 PLANS = strategies.plans(
     of=strategies.problems(
         max_k=1024, formats=strategies.ANY_FORMAT, epilogues=strategies.EPILOGUES
@@ -118,7 +110,7 @@ PLANS = strategies.plans(
 )
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
 def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
@@ -153,7 +145,7 @@ def spaces_of(node: Node) -> dict[str, str]:
     }
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
 def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
@@ -177,7 +169,7 @@ def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
     assert ("atomic<float>" in out) == (plan.reduction == "atomic")
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (7, 1)])
 def test_few_partial_sums_are_no_constants(
@@ -200,7 +192,7 @@ def instance(values: Mapping[str, arguments.TemplateValue]) -> str:
     )
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
 def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
@@ -218,23 +210,6 @@ def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
         assert declared is not None
         names = [each.split()[-1] for each in declared[1].split(", ")]
         assert names == [*template]
-
-
-class Recorder:
-    """Stands for `mx.fast.metal_kernel`."""
-
-    def __init__(self) -> None:
-        self.built: list[dict[str, Any]] = []
-        self.called: list[dict[str, Any]] = []
-
-    def __call__(self, **options: Any) -> Callable[..., list[mx.array]]:
-        self.built.append(options)
-
-        def kernel(**call: Any) -> list[mx.array]:
-            self.called.append(call)
-            return [mx.zeros(call["output_shapes"][0], call["output_dtypes"][0])]
-
-        return kernel
 
 
 def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(

@@ -47,6 +47,23 @@ def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
     np.testing.assert_array_equal(np.array(y), orders.promised(plan))
 
 
+@drawn(
+    6,
+    30,
+    plan=strategies.runnable_plans(
+        dtypes=st.just("float32"), atomic=False, batches=strategies.BATCHES
+    ).filter(lambda plan: plan.subtract),
+    seed=st.integers(0, 2**31),
+)
+def test_every_plan_of_a_batch_adds_in_ascending_k(plan: Plan, seed: int) -> None:
+    problem = plan.problem
+
+    with drawn_arrays.another_schedule(seed):
+        y = run(plan, orders.one_in_each_trip(problem), orders.ones(problem))
+
+    np.testing.assert_array_equal(np.array(y), orders.promised(plan))
+
+
 def test_partial_sums_are_added_in_ascending_k() -> None:
     problem = Problem(m=3, n=40, k=512, dtype="float32", scale_dtype="float32")
     plan = planner.make(problem, strategy="split_k", k_parallel=7)

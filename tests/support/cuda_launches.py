@@ -1,6 +1,5 @@
-"""A stand-in for `mx.fast.cuda_kernel`, and small plans to launch with it."""
+"""Small plans of CUDA kernels, their operands, and a model to convert."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -18,24 +17,6 @@ H200 = CudaDevice.named("NVIDIA H200")
 N, K = 96, 512
 
 FUSED = Epilogue(bias=True, activation="silu", residual=True)
-
-
-class Recorder:
-    """Stands for `mx.fast.cuda_kernel`."""
-
-    def __init__(self) -> None:
-        self.built: list[dict[str, Any]] = []
-        self.called: list[dict[str, Any]] = []
-
-    def __call__(self, **options: Any) -> Callable[..., list[mx.array]]:
-        self.built.append(options)
-
-        def kernel(**call: Any) -> list[mx.array]:
-            self.called.append(call)
-            outputs = zip(call["output_shapes"], call["output_dtypes"], strict=True)
-            return [mx.zeros(*each) for each in outputs]
-
-        return kernel
 
 
 def plan_of(**options: Any) -> Plan:
