@@ -1,6 +1,8 @@
 """`make test` and `make test-all` together run every case of a grid."""
 
+import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,3 +86,22 @@ def test_what_a_grid_leaves_is_run_with_it(pytester: pytest.Pytester) -> None:
 
     short.assert_outcomes(passed=3, deselected=4)
     rest.assert_outcomes(passed=4, deselected=3)
+
+
+def test_the_document_lists_the_files_with_grids() -> None:
+    tests = Path(__file__).parent
+    page = (tests.parent / "docs" / "testing.md").read_text(encoding="utf-8")
+    table = page.split("files `test_*.py` with such grids |")[1].split("\n\n")[0]
+    listed = {
+        f"{folder}/test_{name}.py"
+        for folder, names in re.findall(r"^\| `(.+)` \| (.+) \|$", table, re.MULTILINE)
+        for name in names.split(", ")
+    }
+
+    found = {
+        file.relative_to(tests).as_posix()
+        for file in tests.glob("*/**/test_*.py")
+        if re.search(r"mark\.(thinned|grid)\b|@drawn\(", file.read_text("utf-8"))
+    }
+
+    assert listed == found
