@@ -208,6 +208,7 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
     check_batch(case)
 
 
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize(
     ("layout", "moved"),

@@ -71,6 +71,7 @@ NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
 """Of heads with norms: kernels, and tiles that have one head or several."""
 
 
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_integers_are_exact_at_the_first_place(
     assert np.array_equal(y, expected)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "bias"), EACH_HEADS, ids=str)

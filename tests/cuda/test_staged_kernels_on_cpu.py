@@ -209,12 +209,13 @@ def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 def test_batches(way: dict[str, Any]) -> None:
     check_batch(("affine", 4, 64, "marlin", "float16", 10, way))
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("moved", [OPERANDS, ("x",), ("w",), ("scales",)], ids=str)
 @pytest.mark.parametrize(
     ("bits", "m", "way"),
@@ -246,7 +247,7 @@ def test_few_rows_are_served_too(m: int) -> None:
     check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLES[0]))
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("way", "bits", "group_size", "m"),
     [
