@@ -1,4 +1,4 @@
-"""Commands end with a line and a status: on Ctrl-C, closed pipes and absurd sizes."""
+"""The exit status of commands after Ctrl-C, closed pipes and absurd sizes."""
 
 import io
 import os

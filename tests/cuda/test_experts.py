@@ -1,4 +1,4 @@
-"""Experts' products on CUDA devices: the kernel on the CPU, plans, calls, layers."""
+"""Products of experts on CUDA: kernels on the CPU, plans, calls and layers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gate and up as one product whose epilogue multiplies them: on the CPU, in plans."""
+"""Gate and up as one product whose epilogue multiplies them."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Rows that a product normalizes itself: on the CPU, in plans, through a layer."""
+"""RMSNorm fused into a CUDA product: kernels on the CPU, plans and layers."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Kernels that wait for others: reported, interrupted, or let pass on request."""
+"""Kernels that wait for other threads: reported, interrupted or allowed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Trace mode reports what only shows in some results, or in none."""
+"""Trace mode reports undefined values and behaviour that a result may not show."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""Small problems of the guard: the same kernels, for every variant that there is."""
+"""The small problems of the guard run the kernels of the plan that is checked."""
 
 import random
 import time

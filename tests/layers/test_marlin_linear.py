@@ -1,4 +1,4 @@
-"""Our layers pass for MLX's own, and multiply through our kernels."""
+"""`MarlinLinear` behaves as MLX's layer, and multiplies by our kernels."""
 
 import copy
 from collections.abc import Callable

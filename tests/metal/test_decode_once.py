@@ -1,4 +1,4 @@
-"""A weight decoded once and multiplied as plain numbers: right, bounded, and when."""
+"""Plans that decode a weight once for a plain product: right, bounded, chosen."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Plans of products with chosen weights on Metal: their model, limits and traffic."""
+"""Plans of products of experts on Metal: their cost model, limits and traffic."""
 
 from collections.abc import Callable
 from dataclasses import replace

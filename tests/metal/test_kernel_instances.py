@@ -1,4 +1,4 @@
-"""What `variants` lists is what the chooser and the tuner can ask for, and no more."""
+"""The list of kernel instances has those that the planner and tuner ask for."""
 
 from collections.abc import Iterator
 from itertools import product

@@ -1,4 +1,4 @@
-"""MLX records the dispatches that a plan states; one seam picks who runs them."""
+"""MLX records the dispatches of a plan, on the back end that is selected."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""What the benchmark of predictions promises of whole models still holds."""
+"""The bounds of `benchmarks/predicted.py` on whole models still hold."""
 
 import runpy
 from pathlib import Path
