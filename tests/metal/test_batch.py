@@ -131,7 +131,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
         assert mx.array_equal(y[i], expected, equal_nan=True)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @needs_kernels
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)

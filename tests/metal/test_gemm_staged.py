@@ -94,7 +94,7 @@ RAGGED = Problem(m=11, n=150, k=11 * 32, group_size=32, layout="marlin")
 REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @by_staging
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_strategies_give_the_same_integers(
