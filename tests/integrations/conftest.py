@@ -1,11 +1,12 @@
 """Stand-ins for kernels that traced blocks launch, and lists of what ran."""
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
@@ -18,7 +19,7 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import unpack
-from mlx_marlin.products.reference.epilogue import rotated, split_apart
+from mlx_marlin.products.reference.epilogue import with_epilogue, with_norm
 from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.cuda_experts import choice_of_mlx
@@ -67,27 +68,22 @@ def cuda(
         return run
 
     def product(plan: Plan) -> launch.Product:
-        problem = plan.problem
-        epilogue = problem.epilogue
+        problem, epilogue = plan.problem, plan.problem.epilogue
 
-        def run(
-            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *finish: mx.array
-        ) -> mx.array:
+        def wide(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
+            return x.astype(mx.float32) @ decoded(problem, w, scales).T
+
+        finished = with_epilogue(wide, epilogue)
+        if problem.norm is not None:
+            finished = with_norm(finished, problem.norm)
+
+        def run(x: mx.array, *given: mx.array) -> Any:
             plans.append(plan)
-            if problem.norm is not None:
-                x = mx.fast.rms_norm(x, finish[-1], problem.norm)
-            y = x.astype(mx.float32) @ decoded(problem, w, scales).T
-            y = y + finish[0] if epilogue.bias else y
-            y = y + finish[2] if epilogue.residual else y
-            if epilogue.rotation is not None:
-                y = mx.stop_gradient(y.astype(x.dtype))
-                arrays = finish[3 : 5 if epilogue.rotation.norm is None else 7]
-                return rotated(y, epilogue.rotation, epilogue.parts, *arrays)
-            if epilogue.gated:
-                gate, up = mx.split(y, 2, axis=-1)
-                y = nn.silu(gate) * up
-            y = mx.stop_gradient(y.astype(x.dtype))  # to MLX a kernel is opaque
-            return split_apart(y, epilogue.parts) if epilogue.parts else y
+            weight, operands, others = given[:3], given[3:6], given[6:]
+            given_operands = epilogue.bias, epilogue.multiply, epilogue.residual
+            y = finished(x, *weight, *compress(operands, given_operands), *others)
+            # To MLX a kernel is opaque.
+            return tree_map(lambda each: mx.stop_gradient(each.astype(x.dtype)), y)
 
         return run
 

@@ -1,4 +1,4 @@
-"""A batch of one stream: no mask where nothing is hidden, and mlx-lm's cache."""
+"""The masks and caches that traced blocks pass to attention, as in mlx-lm."""
 
 import copy
 from collections.abc import Callable

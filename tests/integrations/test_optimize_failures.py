@@ -129,6 +129,7 @@ def first_logits(model: nn.Module) -> mx.array:
     return logits
 
 
+@pytest.mark.thinned(40)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(("state", "make", "holder", "name", "nth"), cases())
 def test_optimize_is_all_or_nothing(

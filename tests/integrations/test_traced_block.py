@@ -37,7 +37,7 @@ NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3"}
 """Families without norms before products, or whose norms are their own."""
 
 
-@pytest.mark.thinned(44)
+@pytest.mark.thinned(28)
 @pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -77,7 +77,7 @@ def shape_of(key: Any) -> tuple[int, ...]:
     return shape
 
 
-@pytest.mark.thinned(22)
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])

@@ -114,6 +114,7 @@ REPLACED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thinned(11)
 @REPLACED
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 def test_a_method_that_is_replaced_counts_for_the_next_token(

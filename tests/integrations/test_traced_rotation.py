@@ -40,7 +40,7 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [
@@ -106,13 +106,13 @@ def two_streams(model: nn.Module) -> Caches:
 
 
 class TwoStreams(caches.BatchKVCache):
-    """A batch whose places MLX keeps where the host writes."""
+    """A batch whose positions MLX keeps where the host writes."""
 
     batch = 2
 
 
 class LongOffsets(caches.BatchKVCache):
-    """A batch whose places are no int32."""
+    """A batch whose positions are no int32."""
 
     batch = 3
 

@@ -237,14 +237,14 @@ def test_a_bias_that_comes_or_goes_is_seen() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_offsets_are_arrays_once_a_token() -> None:
-    offset, places = traced_block._arrays_of(70)
+    offset, positions = traced_block._arrays_of(70)
 
     assert traced_block._arrays_of(70)[0] is offset
-    assert traced_block._arrays_of(70)[1] is places
+    assert traced_block._arrays_of(70)[1] is positions
     assert offset.item() == 70
-    assert set(places.tolist()) == {70}
-    assert offset.dtype == places.dtype == mx.int32
-    assert places.nbytes > HOST_BYTES
+    assert set(positions.tolist()) == {70}
+    assert offset.dtype == positions.dtype == mx.int32
+    assert positions.nbytes > HOST_BYTES
     assert traced_block._arrays_of(71)[0].item() == 71
 
 

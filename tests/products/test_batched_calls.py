@@ -116,7 +116,7 @@ def test_rows_that_share_a_weight_share_its_reading(ran: list[Plan], kind: str) 
     assert oracles.error(y, expected) < 1e-6
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
 def test_every_format_of_mlx_comes_in_batches(

@@ -288,7 +288,7 @@ FEW = [1, 2, 0, 2, 1, 2]
 """Experts that one row chose, two rows and three."""
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("layout", "mode", "bits"),

@@ -35,10 +35,10 @@ from support.cuda_cases import (
     GATED_N,
     Case,
     drawn_bias,
+    freqs_of,
     norm_of,
     normalized,
-    periods_of,
-    places_of,
+    positions_of,
 )
 from support.format_cases import Weight
 
@@ -208,8 +208,8 @@ def check_rotated(
     plan = plan_of(case, epilogue=epilogue, n=n, norm=norm)
     rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
     assert rotation is not None
-    places, periods = places_of(len(x), rotation, first), periods_of(rotation)
-    given = places, periods, *cuda_cases.norms_of(rotation, x.dtype)
+    positions, freqs = positions_of(len(x), rotation, first), freqs_of(rotation)
+    given = positions, freqs, *cuda_cases.norms_of(rotation, x.dtype)
     last = () if norm is None else (scale,)
     y = run(plan, x, weight, bias, x, x, *given, *last)
     y = mx.concatenate([*y], axis=1) if epilogue.parts else y

@@ -147,6 +147,7 @@ def test_lanes_see_every_code_and_zeros_beside_them(
     np.testing.assert_array_equal(seen, expected)
 
 
+@pytest.mark.thinned(60)
 @grouped
 @given(data=st.data())
 @settings(max_examples=3)
@@ -167,6 +168,7 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     assert not seen[:, groups:].any()
 
 
+@pytest.mark.thinned(60)
 @grouped
 @given(batch=st.sampled_from([(1,), (3,), (2, 2)]), data=st.data())
 @settings(max_examples=3)

@@ -8,7 +8,7 @@ from mlx_marlin.backends import launch
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
-from support import epilogues, format_cases, strategies
+from support import drawn_arrays, epilogues, format_cases
 from support.format_cases import Weight
 
 
@@ -34,32 +34,32 @@ class Case:
         """Activations, and the weight in MLX's layout."""
         problem = self.plan.problem
         if (problem.mode, problem.bits) == ("affine", 4):
-            return strategies.arrays(problem, seed=7)
+            return drawn_arrays.arrays(problem, seed=7)
         back = isinstance(self.plan, DensePlan) and not self.plan.transposed
         inner = problem.n if back else problem.k
         x = format_cases.activations(problem.m, inner, dtype=problem.dtype, seed=7)
-        return x, strategies.weight_of(problem, seed=9).native
+        return x, drawn_arrays.weight_of(problem, seed=9).native
 
     def weight(self, native: tuple[mx.array, ...]) -> Weight:
         """The arrays of a weight with the case's format."""
         problem = self.plan.problem
-        scale = strategies.weight_of(problem, seed=9).global_scale
+        scale = drawn_arrays.weight_of(problem, seed=9).global_scale
         return Weight(problem.mode, problem.bits, problem.group_size, native, scale)
 
-    def finish(self) -> strategies.Native:
+    def finish(self) -> drawn_arrays.Native:
         """Bias, multiplier and residual."""
-        return strategies.finish_arrays(self.plan.problem, seed=8)
+        return drawn_arrays.finish_arrays(self.plan.problem, seed=8)
 
     def run(self, x: mx.array, native: tuple[mx.array, ...]) -> mx.array:
         """The product as the shaders compute it, [m, n], or a batch of them."""
         problem = self.plan.problem
         finish = () if problem.epilogue == PLAIN else self.finish()
         if problem.batch > 1:
-            stored = strategies.stored(problem, native)
+            stored = drawn_arrays.stored(problem, native)
         else:
             stored = format_cases.arguments(self.weight(native), problem.layout)
         arrays = (x, *stored, *finish)
-        shifted = (strategies.shifted(each, self.offset) for each in arrays)
+        shifted = (drawn_arrays.shifted(each, self.offset) for each in arrays)
         y = epilogues.whole(self._product()(*shifted))
         mx.eval(y)
         return y

@@ -11,7 +11,7 @@ from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
-from support import format_cases, oracles, strategies
+from support import drawn_arrays, format_cases, oracles
 from support.format_cases import Weight
 
 GATHER_NATIVE = "experts, native codes of 4 bits, odd offsets"
@@ -70,7 +70,7 @@ class GatherCase:
             stored = words, scales, biases[0] if biases else scales
         pairs = mx.array(self.chosen, mx.uint32), mx.array(self.sources, mx.uint32)
         arrays = (self.x(), *stored, *pairs)
-        return tuple(strategies.shifted(each, self.offset) for each in arrays)
+        return tuple(drawn_arrays.shifted(each, self.offset) for each in arrays)
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The products [pairs, n]."""

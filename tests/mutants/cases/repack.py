@@ -8,7 +8,7 @@ import numpy as np
 from mlx_marlin import emulator
 from mlx_marlin.backends import repack_launch
 from mlx_marlin.products.repacking import to_tiles
-from support import strategies
+from support import drawn_arrays
 
 PACK_THREE = "to tiles, two weights of 3 bits, groups of 64"
 PACK_ONE = "to tiles, codes of 1 bit, groups of 32, k tail"
@@ -54,7 +54,7 @@ class RepackCase:
     def arrays(self) -> tuple[mx.array]:
         """What is to be moved."""
         words = self.rows() if self.to == "marlin" else self.tiles()
-        return (strategies.shifted(words, self.offset),)
+        return (drawn_arrays.shifted(words, self.offset),)
 
     def run(self, words: mx.array) -> mx.array:
         """The codes in the other layout, by the kernel."""
