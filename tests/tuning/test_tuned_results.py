@@ -1,4 +1,4 @@
-"""Results that were measured: kept by several processes, doubted, and used."""
+"""Tuned results: storage by several processes, validation, and use."""
 
 import json
 import multiprocessing
@@ -42,7 +42,7 @@ PROBLEM = Problem(m=4, n=64, k=256)
 
 
 def measured(problem: Problem, *, rank: int = 0, stock: bool = False) -> Result:
-    """Returns a result that keeps one of the model's candidates."""
+    """Returns a result whose plan is one of the cost model's candidates."""
     plan = planner.compare(problem).candidates[rank].plan
     times = {label(plan): 12.5, STOCK: 10.25 if stock else 20.0}
     return Result(
@@ -56,7 +56,7 @@ def by_problem(*results: Result) -> dict[Problem, Result]:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Keeps results in a folder of the test, and reads them."""
+    """Stores results in a temporary folder, and enables reading them."""
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
     tuned_results.forget()
@@ -153,7 +153,7 @@ def test_a_shader_that_changes_changes_the_machine(
 
 
 def warned(place: Path) -> tuple[dict[Problem, Result], str]:
-    """Reads what is not all valid, and returns the one warning too."""
+    """Reads results some of which are invalid. Returns also the one warning."""
     with pytest.warns(RuntimeWarning, match="are ignored") as caught:
         results = tuned_results.read(place, HERE)
     assert len(caught) == 1
@@ -305,7 +305,7 @@ ROWS_EACH = 12
 
 
 def write_rows(place: str, first: int, barrier: Any) -> None:
-    """Adds results one by one, in a process of its own."""
+    """Adds results one by one, in a separate process."""
     barrier.wait()
     for m in range(first, first + ROWS_EACH):
         tuned_results.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])

@@ -1,4 +1,4 @@
-"""What is measured, how, and when a measurement is believed."""
+"""The choice of arms, measurement, and the choice of the winner."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -40,7 +40,7 @@ LARGE = Problem(m=8, n=4096, k=4096)
 
 
 def spreads(**medians: float) -> dict[str, Spread]:
-    """Returns spreads with a noise of 1."""
+    """Returns spreads with a range of 1."""
     return {name: Spread(median=each, range=1.0) for name, each in medians.items()}
 
 
@@ -78,7 +78,7 @@ def test_counters_that_differ_at_all_differ() -> None:
 
 
 def test_a_spread_is_the_median_and_the_range_of_the_middle_half() -> None:
-    # Two outliers of nine move neither.
+    # Two outliers of nine change neither.
     spread = Spread.of([5.0, 3.0, 4.0, 1000.0, 1.0, 2.0, 6.0, 7.0, 900.0])
 
     assert spread == Spread(median=5.0, range=4.0, samples=9)
@@ -86,7 +86,7 @@ def test_a_spread_is_the_median_and_the_range_of_the_middle_half() -> None:
 
 
 class Stopwatch:
-    """A clock that a test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -208,7 +208,7 @@ def test_a_weight_comes_again_only_after_all_others() -> None:
         return x
 
     turns = cycle(weights)
-    for _ in range(3):  # chains go on where the last one, of any arm, ended
+    for _ in range(3):  # a chain continues with the weight after the last chain's
         timing.chain(product, mx.array([[1.0]]), turns, 4)
 
     assert taken == [i % 5 for i in range(12)]
@@ -376,7 +376,7 @@ def test_one_wrong_element_makes_a_product_wrong(dtype: str) -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
-    """Makes a clock that knows every arm's time; products are exact and instant."""
+    """Returns a clock with given times of all arms. Products are exact."""
 
     def product(plan: Plan) -> launch.Product:
         given = operands.operands(plan.problem, 1)
