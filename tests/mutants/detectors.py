@@ -32,7 +32,7 @@ TIME_LIMIT = 5.0
 """Seconds that a threadgroup of a case may take; it takes hundredths."""
 _RACE = "race between"
 _UNWRITTEN = "read of a value that was never written"
-_ENDLESS = "a loop that does not end"
+_ENDLESS = "the kernel has an endless loop"
 REPORTS = {
     Detector.OUTSIDE: (" outside ",),
     Detector.RACE: (_RACE,),
