@@ -1,0 +1,80 @@
+"""A quantized weight as a checkpoint stores it, in rows of codes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StoredWeight:
+    """A quantized weight [n, k], or a batch of them, in rows of codes.
+
+    Reading it from a checkpoint rounds nothing: `codes`, `scales` and `biases` hold the
+    same numbers as the file.
+
+    Attributes:
+        codes: uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes.
+        scales: [..., n, k / group_size].
+        biases: Biases of "affine", or whole zero points of "zero_point", in the dtype
+            of `scales`; None for other modes.
+        group_size: Weights along k that share a scale.
+        bits: Bits of a code.
+        mode: "affine", "symmetric", "zero_point", "mxfp4", "mxfp8" or "nvfp4".
+        global_scale: As in `PackedWeight`.
+        input_order: int32 [k]: column i multiplies feature `input_order[i]` of x. None
+            if columns are in the order of x.
+    """
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array | None = None
+    group_size: int
+    bits: int
+    mode: str
+    global_scale: mx.array | None = None
+    input_order: mx.array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape [..., n, k] of the weight that this stands for."""
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits
+
+    def packed(self) -> PackedWeight:
+        """Returns the same weight in the packed layout, exactly.
+
+        Raises:
+            ValueError: If our kernels have no such format.
+        """
+        return pack(
+            self.codes,
+            self.scales,
+            self.biases,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            global_scale=self.global_scale,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor of a checkpoint, not read yet.
+
+    Attributes:
+        name: Name of the parameter in mlx-lm, such as
+            "model.layers.0.self_attn.q_proj.weight".
+        format: Name of the stored format, such as "Q4_K" or "gptq 4-bit group 128".
+        shape: Shape of the weight, or of the array.
+        nbytes: Bytes in the file.
+        read: Reads it.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], StoredWeight | mx.array]
