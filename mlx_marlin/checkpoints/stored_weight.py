@@ -1,12 +1,15 @@
 """A quantized weight as a checkpoint stores it, in rows of codes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.packed_weight import PackedWeight
+
+SUPER_BLOCK = 256
+"""Columns of a super-block of GGUF's K-quants."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -25,6 +28,10 @@ class StoredWeight:
         bits: Bits of a code.
         mode: "affine", "symmetric", "zero_point", "mxfp4", "mxfp8" or "nvfp4".
         global_scale: As in `PackedWeight`.
+        super_scales: For super-blocks of 256 columns (GGUF's K-quants): float16 [n,
+            k / 256, 1 or 2]. Then `scales` are integers that the first of them scales,
+            and `biases` integers that the second scales, to be subtracted. None if
+            `scales` and `biases` are the factors themselves.
         input_order: int32 [k]: column i multiplies feature `input_order[i]` of x. None
             if columns are in the order of x.
     """
@@ -36,12 +43,31 @@ class StoredWeight:
     bits: int
     mode: str
     global_scale: mx.array | None = None
+    super_scales: mx.array | None = None
     input_order: mx.array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape [..., n, k] of the weight that this stands for."""
         return *self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits
+
+    def with_float_scales(self) -> "StoredWeight":
+        """Returns the same weight with float32 scales and biases, exactly.
+
+        A product of a float16 and an integer of 8 bits fits in a float32.
+        """
+        if self.super_scales is None:
+            return self
+        factors = mx.repeat(self.super_scales.astype(mx.float32), self._per_super, -2)
+        scales = factors[..., 0] * self.scales.astype(mx.float32)
+        biases = self.biases
+        if biases is not None:
+            biases = -factors[..., 1] * biases.astype(mx.float32)
+        return replace(self, scales=scales, biases=biases, super_scales=None)
+
+    @property
+    def _per_super(self) -> int:
+        return SUPER_BLOCK // self.group_size
 
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.
