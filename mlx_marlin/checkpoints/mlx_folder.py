@@ -46,7 +46,7 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
 
 def _format(settings: dict[str, Any]) -> tuple[int, int, str]:
     mode = settings.get("mode", "affine")
-    if mode not in MODE_DEFAULTS:
+    if not isinstance(mode, str) or mode not in MODE_DEFAULTS:
         raise ValueError(f"mode={mode!r}, expected one of {[*MODE_DEFAULTS]}")
     group_size, bits = MODE_DEFAULTS[mode]
     given = settings.get("group_size", group_size), settings.get("bits", bits)

@@ -115,9 +115,12 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
     if settings is None:
         return "", {}
     if not isinstance(settings, dict):
-        raise ValueError(f"{folder.path / 'config.json'}: quantization_config")
+        raise ValueError(
+            f"{folder.path / 'config.json'}: quantization_config={settings!r}, expected "
+            f"an object"
+        )
     method = settings.get("quant_method", "mlx")
-    if method not in READERS:
+    if not isinstance(method, str) or method not in READERS:
         raise ValueError(
             f"{folder.path / 'config.json'}: quant_method={method!r}, expected one of "
             f"{[*READERS]}"
