@@ -116,8 +116,8 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
         return "", {}
     if not isinstance(settings, dict):
         raise ValueError(
-            f"{folder.path / 'config.json'}: quantization_config={settings!r}, expected "
-            f"an object"
+            f"{folder.path / 'config.json'}: quantization_config={settings!r}, "
+            f"expected an object"
         )
     method = settings.get("quant_method", "mlx")
     if not isinstance(method, str) or method not in READERS:
