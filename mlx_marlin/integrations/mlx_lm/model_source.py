@@ -54,6 +54,10 @@ class ModelSource:
             ) from error
         return model
 
+    def names(self) -> list[str]:
+        """Returns the names of all stored arrays, before they are renamed."""
+        return [*self._folder.arrays]
+
     def parameters(self) -> Iterator[tuple[str, StoredWeight | mx.array]]:
         """Yields the name and the value of each parameter.
 
