@@ -65,16 +65,17 @@ class Folder:
             unread = self._unread[file] = loaded
         return unread.pop(name)
 
-    @contextmanager
-    def naming(self, tensor: str) -> Iterator[None]:
-        """Adds the folder and a tensor to the message of a ValueError."""
-        try:
-            yield
-        except ValueError as error:
-            where = f"{self.path}: tensor {tensor!r}"
-            message = str(error)
-            known = message.startswith(str(self.path))
-            raise ValueError(message if known else f"{where}: {message}") from error
+
+@contextmanager
+def naming(path: Path, tensor: str) -> Iterator[None]:
+    """Adds a checkpoint and a tensor to the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        if message.startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: tensor {tensor!r}: {message}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints import awq, compressed_tensors, gptq, mlx_folder
-from mlx_marlin.checkpoints.folder import Folder, read_json
+from mlx_marlin.checkpoints.folder import Folder, naming, read_json
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -69,10 +69,8 @@ def read_checkpoint(
         if isinstance(value, mx.array):
             yield tensor.name, value
             continue
-        try:
+        with naming(Path(path), tensor.name):
             packed = value.packed()
-        except ValueError as error:
-            raise ValueError(f"{path}: tensor {tensor.name!r}: {error}") from error
         yield tensor.name, packed
         if value.input_order is not None:
             layer = tensor.name.removesuffix(".weight")
@@ -157,7 +155,7 @@ def _quantized(
 def _read(
     folder: Folder, layer: str, reader: Reader, settings: dict[str, Any]
 ) -> StoredWeight:
-    with folder.naming(f"{layer}.weight"):
+    with naming(folder.path, f"{layer}.weight"):
         return reader(folder, layer, settings)
 
 

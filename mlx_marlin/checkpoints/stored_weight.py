@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 SUPER_BLOCK = 256
@@ -68,6 +69,34 @@ class StoredWeight:
     @property
     def _per_super(self) -> int:
         return SUPER_BLOCK // self.group_size
+
+    def decoded(self) -> mx.array:
+        """Returns the values of the weight in float32, columns in the stored order."""
+        if self.super_scales is not None:
+            return self.with_float_scales().decoded()
+        if self.scales.dtype == mx.uint8:
+            return mx.dequantize(
+                self.codes,
+                self.scales,
+                None,
+                self.group_size,
+                self.bits,
+                self.mode,
+                global_scale=self.global_scale,
+                dtype=mx.float32,
+            )
+        codes = codes_of_words(self.codes, self.bits).astype(mx.float32)
+        groups = codes.reshape(*self.scales.shape, self.group_size)
+        scales = self.scales.astype(mx.float32)[..., None]
+        if self.mode == "affine":
+            assert self.biases is not None
+            values = scales * groups + self.biases.astype(mx.float32)[..., None]
+        else:
+            zeros: mx.array | float = 2.0 ** (self.bits - 1)
+            if self.biases is not None:
+                zeros = self.biases.astype(mx.float32)[..., None]
+            values = scales * (groups - zeros)
+        return values.reshape(self.shape)
 
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.

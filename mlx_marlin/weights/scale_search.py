@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
-from mlx_marlin.weights.bit_streams import words_of_codes
-
 SHRINKS = tuple(1 - step / 40 for step in range(1, 17))
 """Factors of the range that are tried. With factors down to 0.3 the squared error of
 normally distributed weights falls by less than 1 % more at 2 bits, and not at all at 3
@@ -54,75 +52,35 @@ def affine(
     return _best(groups, candidates(), encode, decode, dtype)
 
 
-def symmetric(
-    groups: mx.array, bits: int, dtype: mx.Dtype, first: mx.array
+def around_zero(
+    groups: mx.array, bits: int, dtype: mx.Dtype, first: mx.array, zeros: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns codes and scales of the least squared error found.
+    """Returns codes and scales of the least squared error found: scale * (code - zero).
 
     Args:
         groups: Weights, float32 [..., groups, group_size].
         bits: Bits of a code.
         dtype: Dtype of the scales.
         first: Scales [..., groups, 1] of the quantizer to improve on.
+        zeros: Zero points [..., groups, 1], whole numbers in float32; they are kept.
 
     Returns:
         Codes, uint8 like `groups`; scales [..., groups, 1] in `dtype`.
     """
-    zero: int = 2 ** (bits - 1)
-    nothing = mx.zeros_like(first)
-
-    def encode(scale: mx.array, _: mx.array) -> mx.array:
-        return _rounded(groups / _divisor(scale) + zero, 2 * zero - 1)
-
-    def candidates() -> Iterator[Parameters]:
-        yield first, nothing
-        for shrink in SHRINKS:
-            yield _fit_scale(groups, encode(first * shrink, nothing) - zero), nothing
-
-    def decode(codes: mx.array, scale: mx.array, _: mx.array) -> mx.array:
-        return scale * (codes - zero)
-
-    codes, scales, _ = _best(groups, candidates(), encode, decode, dtype)
-    return codes, scales
-
-
-def zero_point(
-    groups: mx.array, bits: int, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns codes, scales and whole zero points of the least squared error found.
-
-    Args:
-        groups: Weights, float32 [..., groups, group_size].
-        bits: Bits of a code.
-        dtype: Dtype of scales and zero points.
-
-    Returns:
-        Codes, uint8 like `groups`; scales and zero points [..., groups, 1] in `dtype`.
-    """
-    most = 2**bits - 1
 
     def encode(scale: mx.array, zero: mx.array) -> mx.array:
-        return _rounded(groups / _divisor(scale) + zero, most)
+        return _rounded(groups / _divisor(scale) + zero, 2**bits - 1)
 
     def candidates() -> Iterator[Parameters]:
-        # Zero is always inside the range, so that its code is a whole number.
-        low = mx.minimum(groups.min(-1, keepdims=True), 0)
-        high = mx.maximum(groups.max(-1, keepdims=True), 0)
-        for shrink in (1.0, *SHRINKS):
-            scale = (high - low) * (shrink / most)
-            zero = mx.clip(mx.round(-low * shrink / _divisor(scale)), 0, most)
-            yield scale, zero
-            yield _fit_scale(groups, encode(scale, zero) - zero), zero
+        yield first, zeros
+        for shrink in SHRINKS:
+            yield _fit_scale(groups, encode(first * shrink, zeros) - zeros), zeros
 
     def decode(codes: mx.array, scale: mx.array, zero: mx.array) -> mx.array:
         return scale * (codes - zero)
 
-    return _best(groups, candidates(), encode, decode, dtype)
-
-
-def words_of_groups(codes: mx.array, bits: int) -> mx.array:
-    """Returns codes [..., groups, group_size] as rows of words, uint32 [..., words]."""
-    return words_of_codes(codes.reshape(*codes.shape[:-2], -1), bits)
+    codes, scales, _ = _best(groups, candidates(), encode, decode, dtype)
+    return codes, scales
 
 
 def _best(

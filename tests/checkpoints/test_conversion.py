@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from mlx_lm import utils
 
-from mlx_marlin.checkpoints import shards
+from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.conversion import convert
 from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
 from mlx_marlin.products.dequantizing import dequantize
@@ -196,3 +197,97 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "result").mkdir()
     with pytest.raises(ValueError, match="result exists"):
         next(convert(ModelSource(tmp_path / "source"), tmp_path / "result"))
+
+
+QUANTIZATIONS = [
+    {"mode": "affine", "bits": 4, "group_size": 64},
+    {"mode": "affine", "bits": 3, "group_size": 16},
+    {"mode": "symmetric", "bits": 6, "group_size": 128},
+    {"mode": "zero_point", "bits": 4, "group_size": 32},
+    {"mode": "affine", "bits": 4, "group_size": 64, "quantizer": "search"},
+    {"mode": "zero_point", "bits": 4, "group_size": 0, "quantizer": "search"},
+    {"mode": "mxfp4", "bits": 4, "group_size": 32},
+    {"mode": "nvfp4", "bits": 4, "group_size": 16},
+]
+
+
+def plain_llama(path: Path) -> dict[str, np.ndarray]:
+    """A checkpoint without quantized weights."""
+
+    def arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
+        return {f"{layer}.weight": weight.values.astype(np.float16)}
+
+    return write_llama(path, arrays, {}, bits=8)
+
+
+@pytest.mark.parametrize("options", QUANTIZATIONS)
+def test_plain_weights_are_quantized_on_the_way(tmp_path: Path, options: dict) -> None:
+    plain_llama(tmp_path / "source")
+    source = Folder(tmp_path / "source")
+    rows = convert(
+        ModelSource(tmp_path / "source"),
+        tmp_path / "result",
+        quantization=Quantization(**options),
+    )
+    errors = {row.name: row.error for row in rows}
+    values = read_back(tmp_path / "result")
+    for name in source.arrays:
+        w = np.array(source.read(name).astype(mx.float32))
+        error = np.linalg.norm(values[name] - w) / np.linalg.norm(w)
+        assert errors[name] == pytest.approx(error, rel=1e-3)
+        quantized = "_proj" in name or name == "lm_head.weight"
+        assert (0 < error < 0.2) if quantized else error == 0
+
+
+def test_mlx_lm_reads_what_is_quantized_in_its_layout(tmp_path: Path) -> None:
+    plain_llama(tmp_path / "source")
+    rows = convert(
+        ModelSource(tmp_path / "source"),
+        tmp_path / "result",
+        layout="mlx",
+        quantization=Quantization(bits=4, group_size=64),
+        only="mlp",
+    )
+    assert sum(row.error > 0 for row in rows) == 6
+    model, _ = utils.load_model(tmp_path / "result")
+    w = Folder(tmp_path / "source").read("model.layers.0.mlp.up_proj.weight")
+    layer = model.model.layers[0].mlp.up_proj
+    for ours, theirs in zip(
+        (layer.weight, layer.scales, layer.biases), mx.quantize(w), strict=True
+    ):
+        assert mx.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "other"}, "mode='other'"),
+        ({"bits": 7}, "bits=7"),
+        ({"group_size": 48}, "group_size=48, expected one of"),
+        ({"quantizer": "best"}, "quantizer='best', expected one of"),
+        (
+            {"mode": "mxfp4", "group_size": 32, "quantizer": "search"},
+            "quantizer='search' is for integers",
+        ),
+    ],
+)
+def test_wrong_quantizations_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Quantization(**options)
+
+
+def test_infinite_weights_are_refused() -> None:
+    w = mx.zeros((32, 64)).at[3, 5].add(float("inf"))
+    with pytest.raises(ValueError, match="a weight is NaN or infinite"):
+        Quantization().apply(w)
+
+
+def test_a_large_weight_is_quantized_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = mx.random.normal((3, 50, 128), key=mx.random.key(0))
+    whole, error = Quantization().apply(w)
+    monkeypatch.setattr(quantization, "CHUNK_BYTES", 7 * 128 * 4)
+    chunked, again = Quantization().apply(w)
+    for name in ("codes", "scales", "biases"):
+        assert mx.array_equal(getattr(whole, name), getattr(chunked, name))
+    assert chunked.shape == (3, 50, 128)
+    assert again == pytest.approx(error)

@@ -57,19 +57,23 @@ def test_no_group_is_worse_than_rounded_to_nearest(
 
 @EXAMPLES
 @CALLS
-def test_symmetric_is_not_worse_than_rounded_to_nearest(
-    seed: int, bits: int, group_size: int, dtype: mx.Dtype
+@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
+def test_codes_around_zero_are_not_worse_than_rounded_to_nearest(
+    mode: str, seed: int, bits: int, group_size: int, dtype: mx.Dtype
 ) -> None:
     w = drawn(seed, group_size, dtype)
     groups = w.astype(mx.float32).reshape(7, -1, group_size)
-    words, scales = quantizers.symmetric(w, group_size, bits)
-    zero = 2 ** (bits - 1)
-    nearest = codes_of_words(words, bits).reshape(groups.shape).astype(mx.float32)
+    words, scales, *zeros = getattr(quantizers, mode)(w, group_size, bits)
     start = scales[..., None].astype(mx.float32)
+    zero = mx.full(start.shape, 2.0 ** (bits - 1))
+    if zeros:
+        zero = zeros[0][..., None].astype(mx.float32)
+    nearest = codes_of_words(words, bits).reshape(groups.shape).astype(mx.float32)
     before = squared(groups, start * (nearest - zero))
 
-    codes, scale = scale_search.symmetric(groups, bits, dtype, start)
+    codes, scale = scale_search.around_zero(groups, bits, dtype, start, zero)
 
+    assert (codes.dtype, scale.dtype) == (mx.uint8, dtype)
     assert codes.max().item() < 2**bits
     decoded = scale.astype(mx.float32) * (codes.astype(mx.float32) - zero)
     assert mx.all(squared(groups, decoded) <= before * (1 + 1e-5) + 1e-12)
@@ -80,23 +84,21 @@ def test_symmetric_is_not_worse_than_rounded_to_nearest(
 def test_zero_points_are_whole_numbers_of_the_codes(
     seed: int, bits: int, group_size: int, dtype: mx.Dtype
 ) -> None:
-    groups = drawn(seed, group_size, dtype).astype(mx.float32)
-    groups = groups.reshape(7, -1, group_size)
-
-    codes, scale, zero = scale_search.zero_point(groups, bits, dtype)
-
-    assert mx.array_equal(zero, mx.round(zero))
-    assert mx.all((zero >= 0) & (zero < 2**bits))
-    decoded = scale.astype(mx.float32) * (codes - zero.astype(mx.float32))
-    span = mx.maximum(groups.max(-1), 0) - mx.minimum(groups.min(-1), 0)
-    step = span / (2**bits - 1)
-    # Rounded to nearest, each weight is off by at most half a step of the range (and
-    # one more where the zero point is rounded), so the search is at most that far off.
-    worst = mx.abs(groups - decoded).max(-1)
-    assert mx.all(
-        squared(groups, decoded) <= group_size * mx.square(1.1 * step) + 1e-12
-    )
-    assert worst.shape == step.shape
+    w = drawn(seed, group_size, dtype)
+    words, scales, zeros = quantizers.zero_point(w, group_size, bits)
+    assert (scales.dtype, zeros.dtype) == (dtype, dtype)
+    assert mx.array_equal(zeros, mx.round(zeros))
+    assert mx.all((zeros >= 0) & (zeros < 2**bits))
+    groups = w.astype(mx.float32).reshape(7, -1, group_size)
+    codes = codes_of_words(words, bits).reshape(groups.shape).astype(mx.float32)
+    step = scales[..., None].astype(mx.float32)
+    decoded = step * (codes - zeros[..., None].astype(mx.float32))
+    # Half a step, and half a step more at the ends, where the zero point is rounded;
+    # the scale is rounded too, by 2^-9 at most, which the largest code multiplies.
+    bound = step * (1 + 2**bits * 2.0**-8) + 1e-6
+    assert mx.all(mx.abs(groups - decoded) <= bound)
+    zeros_of_weight = mx.where(groups == 0, decoded, 0)
+    assert not mx.any(zeros_of_weight)
 
 
 @pytest.mark.parametrize("bits", [2, 4])

@@ -1,6 +1,7 @@
 """Converts a checkpoint to our packed layout or to MLX's, one tensor at a time."""
 
 import json
+import math
 import re
 import shutil
 from collections import Counter
@@ -10,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from mlx_marlin.checkpoints.folder import INDEX
+from mlx_marlin.checkpoints.folder import INDEX, naming
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
 from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import MODE_DEFAULTS
 
 VERSION = 1
 """Of what config.json says under "mlx_marlin"."""
@@ -60,6 +65,7 @@ def convert(
     destination: Path,
     *,
     layout: str = "marlin",
+    quantization: Quantization | None = None,
     only: str | None = None,
     dry_run: bool = False,
 ) -> Iterator[Row]:
@@ -72,8 +78,10 @@ def convert(
         source: The checkpoint.
         destination: The folder to make; it must not exist.
         layout: "marlin" for our packed layout, "mlx" for MLX's.
-        only: Pattern of the names of parameters to convert. Weights of MLX that do not
-            match stay as they are.
+        quantization: How to quantize the plain weights of linear layers and experts.
+            Default: they stay as they are.
+        only: Pattern of the names of parameters to convert. Plain weights and those of
+            MLX stay as they are if they do not match.
         dry_run: Write nothing.
 
     Raises:
@@ -87,7 +95,7 @@ def convert(
     if destination.exists():
         raise ValueError(f"{destination} exists, expected the name of a new folder")
     records = _Records()
-    rows = _rows(source, layout, pattern, records)
+    rows = _rows(source, layout, quantization, pattern, records)
     if dry_run:
         yield from (row for row, _ in rows)
         return
@@ -114,49 +122,57 @@ def _pattern(only: str | None) -> re.Pattern[str] | None:
 def _rows(
     source: ModelSource,
     layout: str,
+    quantization: Quantization | None,
     pattern: re.Pattern[str] | None,
     records: _Records,
 ) -> Iterator[tuple[Row, dict[str, mx.array]]]:
     """Yields what becomes of each parameter, with its arrays by name."""
     for name, value in source.parameters():
-        if isinstance(value, mx.array):
-            stored = str(value.dtype).removeprefix("mlx.core.")
-            row = Row(
-                name=name, source=stored, target=stored, nbytes=value.nbytes, error=0.0
-            )
-            yield row, {name: value}
-            continue
+        matches = pattern is None or pattern.search(name) is not None
+        error = 0.0
+        stored = _describe(value)
+        with naming(source.path, name):
+            if isinstance(value, mx.array):
+                own = quantization if matches else None
+                if own is None or not _takes(source, name, own):
+                    yield _unchanged(name, value), {name: value}
+                    continue
+                value, error = own.apply(value)
+            stays = not matches and value.mode in MODE_DEFAULTS
+            target = "mlx" if stays else layout
+            written = TARGETS[target](value)
         layer = name.removesuffix(".weight")
-        own = layout
-        if pattern is not None and not pattern.search(name):
-            own = "mlx" if value.mode in ("affine", *MODES_OF_BYTES) else layout
-        try:
-            written = TARGETS[own](value)
-        except ValueError as error:
-            raise ValueError(f"{source.path}: tensor {name!r}: {error}") from error
-        getattr(records, own)[layer] = written.record
-        yield (
-            Row(
-                name=name,
-                source=_describe(value.mode, value.bits, value.group_size),
-                target=f"{_describe_record(written.record)}, {own} layout",
-                nbytes=sum(array.nbytes for array in written.arrays.values()),
-                error=written.error,
-            ),
-            {f"{layer}.{part}": array for part, array in written.arrays.items()},
+        getattr(records, target)[layer] = written.record
+        row = Row(
+            name=name,
+            source=stored,
+            target=f"{_describe(value)}, {target} layout",
+            nbytes=sum(array.nbytes for array in written.arrays.values()),
+            error=math.hypot(error, written.error),
         )
+        arrays = {f"{layer}.{part}": array for part, array in written.arrays.items()}
+        yield row, arrays
 
 
-MODES_OF_BYTES = ("mxfp4", "mxfp8", "nvfp4")
-"""Modes of MLX whose scales are bytes."""
+def _unchanged(name: str, array: mx.array) -> Row:
+    dtype = _describe(array)
+    return Row(name=name, source=dtype, target=dtype, nbytes=array.nbytes, error=0.0)
 
 
-def _describe(mode: str, bits: int, group_size: int) -> str:
-    return f"{mode} {bits}-bit, group {group_size}"
+def _takes(source: ModelSource, name: str, quantization: Quantization) -> bool:
+    """Returns whether a plain parameter is a weight to be quantized."""
+    layer = source.layer(name.removesuffix(".weight"))
+    if not name.endswith(".weight") or not hasattr(layer, "to_quantized"):
+        return False
+    # An embedding looks rows up, which our packed layout does not serve.
+    is_embedding = isinstance(layer, nn.Embedding)
+    return not is_embedding and quantization.applies_to(layer.weight.shape[-1])
 
 
-def _describe_record(record: dict[str, Any]) -> str:
-    return _describe(record["mode"], record["bits"], record["group_size"])
+def _describe(value: StoredWeight | mx.array) -> str:
+    if isinstance(value, mx.array):
+        return dtype_name(value.dtype)
+    return f"{value.mode} {value.bits}-bit, group {value.group_size}"
 
 
 def _write(

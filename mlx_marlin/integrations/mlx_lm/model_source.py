@@ -133,17 +133,24 @@ class ModelSource:
             return "symmetric"
         return "affine" if self._method == "mlx" else "zero_point"
 
-    def _columns(self, layer: str) -> int:
+    def layer(self, name: str) -> Any:
+        """Returns the layer of the model that has a name; None if there is none."""
         module: Any = self.model
         try:
-            for part in layer.split("."):
+            for part in name.split("."):
                 module = module[int(part)] if part.isdecimal() else module[part]
-            return int(module.weight.shape[-1])
-        except (AttributeError, KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError):
+            return None
+        return module
+
+    def _columns(self, name: str) -> int:
+        weight = getattr(self.layer(name), "weight", None)
+        if weight is None:
             raise ValueError(
-                f"{self.path}: tensor {layer + '.weight'!r} has no layer in mlx-lm's "
+                f"{self.path}: tensor {name + '.weight'!r} has no layer in mlx-lm's "
                 f"{type(self.model).__module__}"
-            ) from None
+            )
+        return int(weight.shape[-1])
 
 
 def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
