@@ -13,6 +13,10 @@ from mlx_marlin.cli import terminal
 
 COMMANDS = {
     "plan": ("mlx_marlin.cli.plan", "show how a product would be computed"),
+    "convert": (
+        "mlx_marlin.cli.convert",
+        "convert a checkpoint to our layout or MLX's",
+    ),
     "tune": ("mlx_marlin.cli.tune", "measure which plan is fastest here, and keep it"),
     "doctor": ("mlx_marlin.cli.doctor", "check whether our kernels can run here"),
     "demo": ("mlx_marlin.cli.demo", "generate text through the Metal kernels"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.foreign_models import CONFIG
 
 from mlx_marlin.checkpoints.shards import Shards
+from support.foreign_models import CONFIG
 
 WIDE, LAYERS = 2048, 24
 PROGRAM = """
