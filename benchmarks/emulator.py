@@ -23,7 +23,7 @@ os.environ["MLX_MARLIN_BACKEND"] = "emulator"
 
 import mlx.core as mx
 
-from mlx_marlin import emulator
+from mlx_marlin import emulator, state
 from mlx_marlin.backends import launch, planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.emulator.compiling import build
@@ -74,7 +74,7 @@ class Recorder:
         """Runs a plan in both modes."""
         self._library = build.kernel_library
         self._metal_kernel = emulator.metal_kernel
-        launch.forget()
+        state.reset()
         with ExitStack() as stack:
             stack.enter_context(patch.object(build, "kernel_library", self.compile))
             stack.enter_context(
@@ -85,7 +85,7 @@ class Recorder:
             with emulator.emulated(trace=True):
                 mx.eval(launch.product(plan)(*arrays))
             self.kernels = kernels
-        launch.forget()
+        state.reset()
 
 
 def measure(bound: Bound, act: Callable[[], object], repeats: int = REPEATS) -> bool:

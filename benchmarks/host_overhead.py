@@ -27,6 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import kernels, launch, selection
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.source import Source
@@ -34,7 +35,8 @@ from mlx_marlin.integrations.mlx_lm.joining import join_layers
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products import autodiff, dispatch, matmul
+from mlx_marlin.products import autodiff, matmul
+from mlx_marlin.products.request import NO_EPILOGUE
 from mlx_marlin.weights.formats import LAYOUTS
 
 LOOPS, ROUNDS = 100, 200
@@ -63,14 +65,14 @@ def of_product(m: int, n: int, k: int) -> tuple[int, dict[str, float]]:
 
     def trace(traced: mx.array) -> mx.array:
         arrays = (x, *native)
-        format = True, None, None, "affine"
+        options = True, None, None, "affine", NO_EPILOGUE, False
         found = _kernel_calls(lambda: mlx_marlin.quantized_matmul(*arrays))
         calls = {
             "stock": lambda: mx.quantized_matmul(*arrays),
             "ours": lambda: mlx_marlin.quantized_matmul(*arrays),
             "kernels": lambda: [call(**arguments) for call, arguments in found],
             "question": lambda: autodiff._are_transformed(*arrays),
-            "look-up": lambda: matmul._served(*arrays, *format),
+            "look-up": lambda: matmul.prepared_call(*arrays, options),
         }
         times.update(in_turn(calls, LOOPS, ROUNDS))
         return traced
@@ -93,11 +95,11 @@ def _kernel_calls(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]
 
         return listing
 
-    dispatch.forget()
+    state.reset()
     kernels.kernel = listed
     call()
     kernels.kernel = kernel
-    dispatch.forget()
+    state.reset()
     return found
 
 
@@ -255,7 +257,7 @@ def main() -> int:
     """Prints all costs; returns 1 if one is over its limit."""
     passed = [report_product(*shape) for shape in SHAPES]
     os.environ[selection.ENVIRONMENT] = "stock"
-    dispatch.forget()
+    state.reset()
     for name, more in of_layers().items():
         passed.append(more <= LAYER_LIMIT)
         print(f"{name}: {more:.2f} us more than stock (limit {LAYER_LIMIT})")

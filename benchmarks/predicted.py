@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.search import chosen_experts, gather_seconds
+from mlx_marlin.backends.metal.experts.search import gather_seconds
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 
 CHIPS = ("Apple M1 Max", "Apple M3 Max", "Apple M4 Pro", "Apple M4 Max")
@@ -167,13 +168,15 @@ def expert_seconds(
     whoever serves it, and of stock MLX if its caches served every repeated expert."""
     pairs = rows * experts.chosen
     is_sorted = pairs >= SORTED_FROM
-    hit = chosen_experts(pairs, experts.count)
     for k, n, layers in experts.products:
         problem = Problem(m=pairs, n=n, k=k)
-        asked = (problem, experts.count, is_sorted, device)
-        stock, ours = gather_seconds(*asked)
-        served = stock if planner.gather_reason(*asked) else ours
-        cached = memory_seconds(round(hit * problem.weight_bytes), device)
+        gather = GatherProblem(
+            problem=problem, experts=experts.count, is_sorted=is_sorted
+        )
+        stock, ours = gather_seconds(gather, device)
+        served = stock if planner.gather_handover(gather, device) else ours
+        once = gather.chosen_experts * problem.weight_bytes
+        cached = memory_seconds(round(once), device)
         yield layers * stock, layers * served, layers * min(stock, cached)
 
 

@@ -1,7 +1,6 @@
-"""Marlin-style quantized matrix products for MLX on Apple GPUs, for 1 to 64 rows.
+"""Marlin-style quantized matrix products for MLX, for 1 to 64 rows.
 
-Planning needs no MLX, and a program that imports the package may never plan: names are
-imported when they are first used.
+Names are imported at their first use: planning does not need MLX.
 """
 
 from importlib import import_module
@@ -13,12 +12,8 @@ if TYPE_CHECKING:
     from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.products.experts.matmul import gather_qmm
-    from mlx_marlin.products.matmul import (
-        linear,
-        linears,
-        quantized_matmul,
-        why_not,
-    )
+    from mlx_marlin.products.linear import linear, linears
+    from mlx_marlin.products.matmul import quantized_matmul, why_not
     from mlx_marlin.products.packing import pack, quantize, unpack
     from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -39,12 +34,12 @@ __all__ = [
     "why_not",
 ]
 
-_HOMES = {
+_MODULES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
     "gather_qmm": "products.experts.matmul",
-    "linear": "products.matmul",
-    "linears": "products.matmul",
+    "linear": "products.linear",
+    "linears": "products.linear",
     "optimize": "integrations.mlx_lm.convert",
     "plan": "backends.planner",
     "pack": "products.packing",
@@ -58,9 +53,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

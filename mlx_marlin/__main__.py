@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m mlx_marlin`."""
+"""Entry point of `python -m mlx_marlin`."""
 
 from mlx_marlin.cli import main
 

@@ -1,7 +1,6 @@
-"""Type checks of arguments, with errors that name the argument and what it has to be.
+"""Type checks of arguments; the errors name the argument and the expected type.
 
-They are for calls that are prepared once or fail: no product that is ready to run goes
-through them.
+Calls that are already prepared are not checked again.
 """
 
 from typing import SupportsIndex
@@ -10,21 +9,21 @@ import mlx.core as mx
 
 
 def check_arrays(**arrays: object) -> None:
-    """Raises a TypeError if an argument is not an `mx.array`."""
+    """Raises TypeError if an argument is not an `mx.array`."""
     for name, value in arrays.items():
         if not isinstance(value, mx.array):
             raise _wrong(name, value, "an mx.array")
 
 
 def check_optional_arrays(**arrays: object) -> None:
-    """Raises a TypeError if an argument is neither an `mx.array` nor None."""
+    """Raises TypeError if an argument is neither an `mx.array` nor None."""
     for name, value in arrays.items():
         if value is not None and not isinstance(value, mx.array):
             raise _wrong(name, value, "an mx.array or None")
 
 
 def check_integers(**numbers: object) -> None:
-    """Raises a TypeError if an argument is not an integer."""
+    """Raises TypeError if an argument is not an integer."""
     for name, value in numbers.items():
         if not is_integer(value):
             raise _wrong(name, value, "an int")
@@ -33,12 +32,12 @@ def check_integers(**numbers: object) -> None:
 def check_format(
     group_size: object, bits: object, mode: object, *, may_be_row: bool = False
 ) -> None:
-    """Raises a TypeError if what names a format is of another type than it can be.
+    """Raises TypeError if an argument that describes a format has the wrong type.
 
     Args:
         group_size: Weights that share a scale, or None.
         bits: Bits of a code, or None.
-        mode: The quantization scheme.
+        mode: The quantization mode.
         may_be_row: Whether `group_size` may be "channel".
     """
     if group_size is not None and not is_integer(group_size):
@@ -53,13 +52,13 @@ def check_format(
 
 
 def check_activation(value: object) -> None:
-    """Raises a TypeError if what names an activation is not a string or None."""
+    """Raises TypeError if an activation is neither a string nor None."""
     if value is not None and not isinstance(value, str):
         raise _wrong("activation", value, "a str or None")
 
 
 def is_integer(value: object) -> bool:
-    """Returns whether a value is an integer, of Python or of another library."""
+    """Returns whether a value is an integer of Python or of another library."""
     return isinstance(value, SupportsIndex) and not isinstance(value, bool | mx.array)
 
 

@@ -1,8 +1,8 @@
-"""The user's cache: files that can be made again, read only if nobody else wrote them.
+"""The cache folder of the user, for files that can be recreated.
 
-A file counts as absent if it, its folder or the package's root belongs to another user
-or can be written by one. Where the cache cannot be used, a temporary folder takes its
-place until the process ends.
+A file is ignored if it, its folder or the package's root belongs to another user or can
+be written by other users. If the cache cannot be used, a temporary folder replaces it
+until the process ends.
 """
 
 import atexit
@@ -16,11 +16,11 @@ from pathlib import Path
 import platformdirs
 
 TEMPORARY_PREFIX = "mlx_marlin-"
-"""Of temporary folders, before the number of the process."""
+"""Prefix of the names of temporary folders, followed by the process ID."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _replacement: Path | None = None
-"""The temporary folder, once the cache could not be written to."""
+"""The temporary folder that replaces the cache, or None."""
 
 
 def root() -> Path:
@@ -29,47 +29,51 @@ def root() -> Path:
 
 
 def folder(name: str) -> Path:
-    """Returns the package's folder of a name in the user's cache; it may not exist."""
+    """Returns a folder of the package in the user's cache; it may not exist."""
     return root() / name
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Returns why others may have written a file or folder, or None.
+    """Returns why other users may have written a file or folder, or None.
 
-    The folder of a file is checked too, and so is the package's root above them.
+    The folder of a file and the package's root are checked as well.
 
     Args:
         path: A file or a folder.
 
     Raises:
-        OSError: If it does not exist, or its owner cannot be read.
+        OSError: If the path does not exist or its owner cannot be read.
     """
-    above = root()
-    places = [path] if path.is_dir() else [path, path.parent]
-    if above in path.parents and above not in places:
-        places.append(above)
-    for place in places:
-        status = os.stat(place)
-        if status.st_uid != os.geteuid():
-            return (
-                f"{place} belongs to the user {status.st_uid}, expected "
-                f"{os.geteuid()}, who runs this process"
-            )
-        if status.st_mode & _OTHERS_WRITE:
-            mode = stat.S_IMODE(status.st_mode)
-            return f"{place} can be written by other users (mode {mode:04o})"
+    package_root = root()
+    paths = [path] if path.is_dir() else [path, path.parent]
+    if package_root in path.parents and package_root not in paths:
+        paths.append(package_root)
+    reasons = (reason for checked in paths if (reason := _why_writable(checked)))
+    return next(reasons, None)
+
+
+def _why_writable(path: Path) -> str | None:
+    status = os.stat(path)
+    if status.st_uid != os.geteuid():
+        return (
+            f"{path} belongs to the user {status.st_uid}, expected "
+            f"{os.geteuid()}, who runs this process"
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
+        return f"{path} can be written by other users (mode {mode:04o})"
     return None
 
 
 def make(folder: Path) -> None:
-    """Makes a folder that only this user can read and write, if it is missing.
+    """Creates a folder that only this user can read and write, if it is missing.
 
     Raises:
-        OSError: If it cannot be made, or is not trusted.
+        OSError: If it cannot be created or is not trusted.
     """
-    # One by one: `parents=True` gives those in between the mode that umask leaves.
-    for each in (*reversed(folder.parents), folder):
-        each.mkdir(mode=0o700, exist_ok=True)
+    # `parents=True` would create the parents with the mode of the umask.
+    for path in (*reversed(folder.parents), folder):
+        path.mkdir(mode=0o700, exist_ok=True)
     if reason := why_untrusted(folder):
         raise PermissionError(reason)
 
@@ -77,83 +81,83 @@ def make(folder: Path) -> None:
 def write(folder: Path, file_name: str, content: bytes) -> Path:
     """Writes a file that only this user can read and write, and returns its path.
 
-    Readers see the old file or the new one.
+    The file is replaced atomically.
 
     Args:
-        folder: Made if it is missing.
-        file_name: The file's name in it.
-        content: All of the file.
+        folder: The folder, created if it is missing.
+        file_name: Name of the file.
+        content: Content of the file.
 
     Raises:
         OSError: If the file cannot be written, or the folder is not trusted.
     """
     make(folder)
-    handle, fresh = tempfile.mkstemp(suffix=".new", dir=folder)
+    handle, temporary = tempfile.mkstemp(suffix=".new", dir=folder)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        os.replace(fresh, folder / file_name)
+        os.replace(temporary, folder / file_name)
     except BaseException:
-        Path(fresh).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
     return folder / file_name
 
 
 def find(name: str, file_name: str) -> Path | None:
-    """Returns a file that `store` has kept, if it exists and is trusted.
+    """Returns the path of a stored file if it exists and is trusted, or None.
 
     Args:
-        name: The folder's name in the cache.
-        file_name: The file's name in it.
+        name: Name of the folder in the cache.
+        file_name: Name of the file.
     """
-    replaced = [_replacement / name] if _replacement else []
-    for place in (*replaced, folder(name)):
+    folders = [_replacement / name] if _replacement else []
+    for parent in (*folders, folder(name)):
         try:
-            if why_untrusted(place / file_name) is None:
-                return place / file_name
+            if why_untrusted(parent / file_name) is None:
+                return parent / file_name
         except OSError:
             continue
     return None
 
 
 def store(name: str, file_name: str, content: bytes) -> Path:
-    """Keeps a file and returns its path.
+    """Stores a file and returns its path.
 
-    Where the user's cache cannot be written to or is not trusted, the file goes to a
-    temporary folder, which is removed when the process ends. The first time that
-    happens in a process, it gives a warning.
+    If the user's cache cannot be written to or is not trusted, the file is written to a
+    temporary folder that is removed when the process ends. A warning is given once per
+    process.
 
     Args:
-        name: The folder's name in the cache.
-        file_name: The file's name in it.
-        content: All of the file.
+        name: Name of the folder in the cache.
+        file_name: Name of the file.
+        content: Content of the file.
 
     Raises:
         OSError: If the temporary folder cannot be written to either.
     """
-    if _replacement is None:
-        try:
-            return write(folder(name), file_name, content)
-        except OSError as error:
-            place = _replace()
-            path = write(place / name, file_name, content)
-            warnings.warn(
-                f"mlx_marlin: the cache {folder(name)} cannot be used: {error}; "
-                f"{place} takes its place until this process ends",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return path
-    return write(_replacement / name, file_name, content)
+    if _replacement is not None:
+        return write(_replacement / name, file_name, content)
+    try:
+        return write(folder(name), file_name, content)
+    except OSError as error:
+        replacement = _replace()
+        path = write(replacement / name, file_name, content)
+        warnings.warn(
+            f"mlx_marlin: the cache {folder(name)} cannot be used: {error}; "
+            f"{replacement} replaces it until this process ends",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return path
 
 
 def temporary_prefix() -> str:
-    """Returns how the names of this process's temporary folders begin."""
+    """Returns the prefix of this process's temporary folders."""
     return f"{TEMPORARY_PREFIX}{os.getpid()}-"
 
 
 def _replace() -> Path:
-    """Makes the temporary folder that takes the cache's place."""
+    """Creates the temporary folder that replaces the cache."""
     global _replacement
     _replacement = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
     atexit.register(_remove, _replacement, os.getpid())
@@ -161,5 +165,5 @@ def _replace() -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a fork, whose parent still uses it
+    if os.getpid() == process:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)

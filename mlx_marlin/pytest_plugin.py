@@ -1,6 +1,6 @@
-"""A pytest fixture that puts Metal kernels under test where there is no Metal.
+"""A pytest plugin with a fixture that runs Metal kernels in the emulator.
 
-Installed with the package; pytest finds it by itself.
+pytest loads it automatically when the package is installed.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ import pytest
 
 @pytest.fixture
 def emulated_metal() -> Iterator[None]:
-    """Runs every `mx.fast.metal_kernel` that a test builds in the emulator, traced.
+    """Runs every `mx.fast.metal_kernel` of a test in the emulator's trace mode.
 
-    A race, an access out of bounds or a value that was never written fails the test,
-    with the line. Output elements that no thread writes are an `EmulatorWarning`. Skips
-    where the emulator cannot run.
+    A race, an access out of bounds or a read of unwritten memory fails the test and is
+    reported with its line. Output elements that no thread writes give an
+    `EmulatorWarning`. The test is skipped if the emulator cannot run.
     """
-    # Here, because pytest imports this file in every project of the environment.
+    # Imported here, because pytest loads this module in every project.
     from mlx_marlin import emulator
 
     if reason := emulator.unavailable():

@@ -8,14 +8,12 @@ import mlx.core as mx
 import pytest
 from hypothesis import settings
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import launch, selection, tuned_results
 from mlx_marlin.integrations.mlx_lm import warn_once
 from mlx_marlin.integrations.tracing import attention
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.products import dispatch
-from mlx_marlin.products.experts import dispatch as experts_dispatch
 from mlx_marlin.products.packing import unpack
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import cuda_on_cpu, grids, oracles
@@ -53,16 +51,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
             monkeypatch.delenv(selection.ENVIRONMENT, raising=False)
         else:
             monkeypatch.setenv(selection.ENVIRONMENT, name)
-        _forget()
+        state.reset()
 
-    _forget()
+    state.reset()
     yield choose
-    _forget()
-
-
-def _forget() -> None:
-    dispatch.forget()
-    experts_dispatch.forget()
+    state.reset()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ MLX rounds what it asks the driver for up to powers of two and then to 16 KiB, a
 keeps what it has freed. So here it keeps nothing, and each operand ends where its
 memory does: reading past one is an error that memcheck sees. Results are MLX's to
 place: what is written past one, inside what it was rounded up to, memcheck cannot see;
-`tests/cuda/test_text.py` can, whose bounds are exact.
+`tests/cuda/test_kernels_on_cpu.py` can, whose bounds are exact.
 
 Exits 1 if a result is wrong.
 """
@@ -147,7 +147,7 @@ def multiply_rotated(case: Case) -> float:
     weight, x = cuda_cases.draw(case, n=ROTATED_N)
     rotation = NORMED_HEADS
     bias = cuda_cases.drawn_bias(ROTATED_N, x.dtype)
-    given = cuda_cases.places_of(len(x), rotation), cuda_cases.periods_of(rotation)
+    given = cuda_cases.positions_of(len(x), rotation), cuda_cases.freqs_of(rotation)
     given = *given, *cuda_cases.norms_of(rotation, x.dtype)
     x, w, scales, biases, bias, *given = map(
         at_end, (x, *arguments(weight, case[3]), bias, *given)

@@ -134,7 +134,7 @@ def test_where_no_folder_can_be_made_a_temporary_one_takes_its_place(
     path, message = store_elsewhere()
 
     assert f"the cache {root / 'emulator'} cannot be used: " in message
-    assert f"{path.parent.parent} takes its place" in message
+    assert f"{path.parent.parent} replaces it" in message
     assert mode(path.parent.parent) == 0o700
 
 

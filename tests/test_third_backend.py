@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launch, planner, registry, selection
+from mlx_marlin.backends.base import Traits
 from mlx_marlin.backends.source import Source
 from mlx_marlin.guard import verdicts
 from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Option
 from mlx_marlin.planning.work import Tile, data_parallel
-from mlx_marlin.products import dispatch
 from support import oracles
 
 M, N, K = 3, 70, 256
@@ -49,11 +50,53 @@ class HostPlan(Plan):
         self.check_reduction()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostGatherPlan(GatherPlan):
+    """A plan of the only kernel for experts' products."""
+
+    pairs_per_row, rows, columns, threads, threadgroup_bytes = 0, 8, 32, 32, 0
+    has_ragged_tiles, by_pair, num_threadgroups = True, False, 1
+
+    def check(self) -> None:
+        pass
+
+    def explain(self) -> str:
+        return f"{self.problem.m} pairs over {self.experts} experts"
+
+
+class NumPyGather:
+    """Implements `Gather`."""
+
+    plan_type, fuses_epilogues, is_invariant = HostGatherPlan, False, True
+
+    def unsupported(self, gather: GatherProblem, device: Host) -> str | None:
+        return NumPy().unsupported(gather.problem, device)
+
+    def choose(self, gather: GatherProblem, device: Host) -> HostGatherPlan:
+        return HostGatherPlan(gather=gather, fragments_m=1, simdgroups_k=1)
+
+    def handover(self, gather: GatherProblem, device: Host) -> None:
+        return None
+
+    def source(self, plan: HostGatherPlan) -> Source:
+        return of_host("host_gather", "experts", "sources")
+
+    def template(self, plan: HostGatherPlan) -> dict[str, Any]:
+        return {"GROUP": plan.problem.group_size}
+
+
+def of_host(name: str, *inputs: str) -> Source:
+    names = ("x", "w", "scales", "biases", *inputs, "shape")
+    texts = {"header": "", "source": "x @ w.T"}
+    return Source(name=name, input_names=names, output_names=("out",), **texts)
+
+
 class NumPy:
     """Implements `Backend`; what never launches here is left out."""
 
     name, device_type, default_device = "numpy", Host, Host()
     device_noun, kernels, plan_type = "a CPU", ("dot",), HostPlan
+    traits, gather, routing, repack = Traits(), NumPyGather(), None, None
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -93,15 +136,11 @@ class NumPy:
     ) -> str | None:
         return "NumPy is slow with many rows" if problem.m > 64 else None
 
+    def system_build(self) -> str:
+        return np.__version__
+
     def product_source(self, plan: HostPlan) -> Source:
-        inputs = ("x", "w", "scales", "biases", "shape")
-        return Source(
-            name="host_dot",
-            input_names=inputs,
-            output_names=("out",),
-            header="",
-            source="x @ w.T",
-        )
+        return of_host("host_dot")
 
     def product_template(self, plan: HostPlan) -> dict[str, Any]:
         return {"GROUP": plan.problem.group_size}
@@ -110,7 +149,7 @@ class NumPy:
         return {"shape": (plan.problem.m, plan.problem.n, plan.problem.k)}
 
     def kernel(self, source: Source, shared_bytes: int) -> Callable[..., Any]:
-        """Returns the kernel: NumPy's product of the decoded weight."""
+        """Returns the kernel: NumPy's product with the decoded weight, or with many."""
 
         def call(
             inputs: Sequence[mx.array],
@@ -120,9 +159,15 @@ class NumPy:
             **_: Any,
         ) -> list[mx.array]:
             x, *weight, shape = inputs
+            weight, indices = weight[:3], [np.array(each) for each in weight[3:]]
             self.launched.append(np.array(shape).tolist())
-            w = oracles.decoded(*weight, group_size=dict(template)["GROUP"])
-            y = self.factor * oracles.exact(x) @ w.T
+            decoded = partial(oracles.decoded, group_size=dict(template)["GROUP"])
+            if indices:  # the expert and the row of each pair
+                w = np.stack([decoded(*each) for each in zip(*weight, strict=True)])
+                rows = oracles.exact(x).reshape(-1, w.shape[-1])[indices[1]]
+                y = self.factor * np.einsum("pk,pnk->pn", rows, w[indices[0]])
+            else:
+                y = self.factor * oracles.exact(x) @ decoded(*weight).T
             return [mx.array(y).reshape(output_shapes[0]).astype(output_dtypes[0])]
 
         return call
@@ -131,16 +176,17 @@ class NumPy:
 @pytest.fixture
 def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
     """Adds the back end and makes it the one in use, with the guard switched on."""
+    state.reset()
     added: Any = NumPy()
     monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS, added])
     monkeypatch.setattr(selection, "backend", lambda: "numpy")
     monkeypatch.setattr(devices, "current", Host)
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    dispatch.serve_native.cache_clear()
+    state.reset()
     yield added
     monkeypatch.undo()
-    dispatch.forget()
+    state.reset()
 
 
 def operands(m: int = M, bits: int = 4) -> tuple[mx.array, ...]:
@@ -167,6 +213,33 @@ def test_products_are_checked_and_launched(numpy: NumPy) -> None:
     assert type(launch.plans_built()[-1]) is HostPlan
     expected = oracles.exact(x) @ oracles.decoded(w, scales, biases, group_size=64).T
     assert oracles.error(y, expected) < 1e-5
+
+
+def gathered(bits: int = 4) -> tuple[mx.array, mx.array]:
+    """Returns products of rows with experts, by `gather_qmm` and as they should be."""
+    w = mx.random.normal((4, N, K), key=mx.random.key(3))
+    x = mx.random.normal((M, 1, 1, K), key=mx.random.key(4))
+    chosen = mx.array([[0, 3], [3, 1], [0, 0]], mx.uint32)
+    stored, options = mx.quantize(w, bits=bits), {"bits": bits, "rhs_indices": chosen}
+    expected = mx.gather_qmm(x, *stored, **options)
+    return mlx_marlin.gather_qmm(x, *stored, **options), expected
+
+
+def test_experts_are_checked_and_launched(numpy: NumPy) -> None:
+    y, expected = gathered()
+    checked = len(numpy.launched) - 1
+    assert checked > 0  # by the guard
+    assert numpy.launched[checked:] == [[2 * M, N, K]]
+    assert mx.allclose(y, expected, atol=1e-3)
+    gathered(bits=8)
+    assert len(numpy.launched) == checked + 1  # stock MLX served
+
+
+def test_wrong_experts_are_not_used(numpy: NumPy) -> None:
+    numpy.factor = 1.01
+    with pytest.warns(RuntimeWarning, match="the kernel host_gather failed its check"):
+        y, expected = gathered()
+    assert mx.array_equal(y, expected)
 
 
 def test_a_wrong_kernel_is_not_used(numpy: NumPy) -> None:

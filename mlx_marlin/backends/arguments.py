@@ -1,7 +1,5 @@
-"""Says what a plan's kernels are told: template arguments and numbers.
-
-Template arguments are what the compiler knows. Numbers are what a kernel reads.
-"""
+"""Arguments of kernels: template arguments, which are constants to the compiler, and
+numbers, which the kernels read from arrays."""
 
 import struct
 from itertools import accumulate
@@ -18,7 +16,7 @@ from mlx_marlin.weights.formats import (
 TemplateValue = str | int | bool
 """A dtype's name, a number or a flag."""
 GLOBAL_FLOATING = len(CODES)
-"""MODE of small floats that have a global scale too."""
+"""MODE of floating codes with a global scale."""
 
 
 def weight_template(problem: Problem) -> dict[str, TemplateValue]:
@@ -36,8 +34,9 @@ def weight_template(problem: Problem) -> dict[str, TemplateValue]:
 def shape(plan: Plan) -> tuple[int, ...]:
     """Returns the sizes that `read_work` in `lib/work.metal` reads.
 
-    MLX hands over an input of fewer than eight elements in Metal's `constant` address
-    space, where a value that all threads share belongs: hence two short arrays.
+    MLX passes an input of fewer than eight elements in Metal's `constant` address
+    space, which is the fastest one for values that all threads read. That is why sizes
+    and schedule are two short arrays.
     """
     problem = plan.problem
     return (
@@ -52,7 +51,7 @@ def shape(plan: Plan) -> tuple[int, ...]:
 
 
 def schedule(plan: Plan) -> tuple[int, ...]:
-    """Returns who computes what, as `read_work` in `lib/work.metal` reads it."""
+    """Returns the division of the work that `read_work` in `lib/work.metal` reads."""
     work = plan.work
     return (
         work.whole,
@@ -66,19 +65,22 @@ def schedule(plan: Plan) -> tuple[int, ...]:
 
 
 def parts(plan: Plan) -> tuple[int, ...]:
-    """Returns the first column of each result that the product holds, and the end."""
+    """Returns the first column of each part of the product, and the last one's end."""
     return (0, *accumulate(plan.problem.epilogue.parts or (plan.problem.n,)))
 
 
 def finishing_schedule(plan: Plan) -> tuple[int, ...]:
-    """Returns the schedule that a split plan's reduce reads: atomic sums are whole."""
+    """Returns the schedule that the reduce of a split plan reads.
+
+    Atomic sums are complete: to the reduce, no tile is split.
+    """
     if plan.reduction == "workspace":
         return schedule(plan)
     return (plan.work.tiles, *schedule(plan)[1:])
 
 
 def epilogue_template(plan: Plan) -> dict[str, TemplateValue]:
-    """Returns the template arguments of an epilogue; none of a plain product."""
+    """Returns the template arguments of an epilogue; none for a plain product."""
     epilogue: Epilogue = plan.problem.epilogue
     if epilogue == PLAIN:
         return {}
@@ -119,5 +121,5 @@ def _rotation_template(rotation: Rotation) -> dict[str, TemplateValue]:
 
 
 def float_bits(value: float) -> int:
-    """Returns the bits of a float32: templates have no floats."""
+    """Returns the bits of a float32, because template arguments cannot be floats."""
     return int.from_bytes(struct.pack("<f", value), "little")

@@ -1,32 +1,173 @@
-"""What a back end is: the interface between planning and launching, and its GPUs.
+"""The interface between planning and launching on one side and a GPU on the other.
 
-A third back end is a class with these members, added to `registry.BACKENDS`.
+A third back end is a class with the members of `Backend`, added to `registry.BACKENDS`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.kernel_call import KernelCall
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
+from mlx_marlin.weights.formats import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+class KernelCall(Protocol):
+    """What `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` return."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence["mx.array"],
+        template: Sequence[tuple[str, "mx.Dtype | int | bool"]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence["mx.Dtype"],
+        init_value: float | None = None,
+    ) -> list["mx.array"]:
+        """Adds one dispatch to the graph."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the code outside a back end has to know about it and its GPU.
+
+    Attributes:
+        default_layout: The layout that `optimize` gives weights: "mlx", or "marlin"
+            where packed products are faster.
+        dtypes: Dtypes of the activations that its kernels multiply.
+        replays_graphs: Whether a traced graph of a call costs the host less than the
+            call. If so, calls are traced, and `optimize` joins layers and traces
+            decoder blocks by default.
+        pads_small_inputs: Whether MLX passes inputs of few elements in an address space
+            that the kernels do not read, so that they must be padded.
+        unified_memory: Whether the GPU reads an array that the host has written as fast
+            as one of its own.
+        stock_multiplies_float32: Whether stock MLX multiplies activations in float32 by
+            quantized weights, for any number of rows.
+        stock_masks_attention: Whether stock MLX's attention kernel for few queries
+            takes a mask.
+        stock_attends_by_capacity: Whether stock MLX chooses its attention kernel by the
+            capacity of the KV cache.
+    """
+
+    default_layout: str = "mlx"
+    dtypes: tuple[str, ...] = (*DTYPE_BYTES,)
+    replays_graphs: bool = False
+    pads_small_inputs: bool = False
+    unified_memory: bool = True
+    stock_multiplies_float32: bool = True
+    stock_masks_attention: bool = True
+    stock_attends_by_capacity: bool = False
+
+
+class Gather(Protocol):
+    """Plans experts' products (`gather_qmm`) and has the kernel that computes them.
+
+    Attributes:
+        plan_type: The type of its plans.
+        fuses_epilogues: Whether the kernel adds a bias, and gates the product with one
+            weight by that with another one.
+        is_invariant: Whether it can keep the bits of a row independent of the others.
+    """
+
+    @property
+    def plan_type(self) -> type[GatherPlan]: ...  # noqa: D102
+    @property
+    def fuses_epilogues(self) -> bool: ...  # noqa: D102
+    @property
+    def is_invariant(self) -> bool: ...  # noqa: D102
+
+    def unsupported(self, gather: GatherProblem, device: Any) -> str | None:
+        """Returns why the kernel cannot compute experts' products, or None."""
+        ...
+
+    def choose(self, gather: GatherProblem, device: Any) -> GatherPlan:
+        """Returns the plan for experts' products."""
+        ...
+
+    def handover(self, gather: GatherProblem, device: Any) -> str | None:
+        """Returns why stock MLX should serve experts' products for speed, or None."""
+        ...
+
+    def source(self, plan: Any) -> Source:
+        """Returns the text of the kernel.
+
+        It reads m, n and k as "shape" or "numbers". Its other inputs are
+        `source.OPERANDS`, "experts" and, if the plan has no `pairs_per_row`, "sources":
+        the row of x of each pair.
+        """
+        ...
+
+    def template(self, plan: Any) -> dict[str, TemplateValue]:
+        """Returns the template arguments of the kernel."""
+        ...
+
+
+class Routing(Protocol):
+    """Kernels that choose experts and add up their results."""
+
+    def supports(self, experts: int, choices: int, dtype: str) -> bool:
+        """Returns whether the kernels choose `choices` of `experts` experts.
+
+        Args:
+            experts: Logits of a row.
+            choices: Experts that a row chooses.
+            dtype: Dtype of the logits.
+        """
+        ...
+
+    def source(self, kernel: str) -> Source:
+        """Returns the text of the kernel "route" or "combine"."""
+        ...
+
+
+class Repack(Protocol):
+    """Kernels that move codes between MLX's layout and the packed one."""
+
+    def source(self, to: str) -> Source:
+        """Returns the text of the kernel that moves codes to the layout `to`."""
+        ...
+
+    def template(self, bits: int, order: str) -> dict[str, TemplateValue]:
+        """Returns the template arguments of either kernel.
+
+        Args:
+            bits: Bits of a code.
+            order: The order of k, "k32" or "k64".
+
+        Returns:
+            The arguments; "TILES" is the number of tiles that a threadgroup moves.
+        """
+        ...
 
 
 class Backend(Protocol):
     """Plans products for a kind of GPU, and has the kernels that compute them.
 
     Attributes:
-        name: As `MLX_MARLIN_BACKEND` has it.
+        name: The value of `MLX_MARLIN_BACKEND` that selects it.
         device_type: The type of its devices.
-        device_noun: What one is called, with an article.
-        default_device: Stands in where the device is not known.
+        device_noun: What one of its devices is called in messages, with an article.
+        default_device: The device to plan for if this machine's is not known.
         kernels: The names that its plans may have for the first kernel.
         plan_type: The type of its plans.
+        traits: What other code has to know about it.
+        gather: Its plans and kernel for experts' products.
+        routing: Its kernels that choose experts, or None.
+        repack: Its kernels that move codes between layouts, or None.
     """
 
     @property
@@ -41,9 +182,17 @@ class Backend(Protocol):
     def kernels(self) -> tuple[str, ...]: ...  # noqa: D102
     @property
     def plan_type(self) -> type[Plan]: ...  # noqa: D102
+    @property
+    def traits(self) -> Traits: ...  # noqa: D102
+    @property
+    def gather(self) -> Gather: ...  # noqa: D102
+    @property
+    def routing(self) -> Routing | None: ...  # noqa: D102
+    @property
+    def repack(self) -> Repack | None: ...  # noqa: D102
 
     def unsupported_device(self, device: Any) -> str | None:
-        """Returns why no kernel of it runs on a device, or None."""
+        """Returns why none of its kernels runs on a device, or None."""
         ...
 
     def unsupported(
@@ -54,26 +203,30 @@ class Backend(Protocol):
         Args:
             problem: The product to compute.
             device: A device of this back end.
-            transpose: Whether it is x @ w.T.
+            transpose: Whether the product is x @ w.T.
         """
         ...
 
     def options(
         self, problem: Problem, device: Any, overrides: PlanOverrides, limit: Limit
     ) -> Iterable[Option]:
-        """Yields what is worth comparing, at least one option.
+        """Yields the plans to compare, at least one.
 
         Raises:
-            ValueError: If no plan has the wished fields.
+            ValueError: If no plan has the fields in `overrides`.
         """
         ...
 
     def predict(self, plan: Any, device: Any) -> Prediction:
-        """Returns what the model says about a plan."""
+        """Returns the time that the cost model predicts for a plan."""
         ...
 
     def predict_stock(self, problem: Problem, device: Any) -> StockPrediction | None:
-        """Returns what the model says about stock MLX; None where there is none."""
+        """Returns the predicted time of stock MLX, or None if there is no model."""
+        ...
+
+    def stock_seconds(self, problem: Problem, device: Any) -> float | None:
+        """Returns the predicted time of stock MLX for a product and its epilogue."""
         ...
 
     def handover(
@@ -85,15 +238,51 @@ class Backend(Protocol):
     def decode_once(
         self, problem: Problem, device: Any, ours: Callable[[], Prediction]
     ) -> DensePlan | None:
-        """Returns the plain product of a weight decoded once, where it is faster."""
+        """Returns the plan that decodes the weight first, if it is faster."""
         ...
 
     def experiments(self, problem: Problem, device: Any) -> Sequence[Plan]:
-        """Returns plans for a tuner to try beside the candidates."""
+        """Returns plans for a tuner to try in addition to the candidates."""
+        ...
+
+    def knows_device(self, name: str) -> bool:
+        """Returns whether a name means a device of this back end."""
+        ...
+
+    def find_device(self, name: str, cores: int | None) -> Any:
+        """Returns a device by its name.
+
+        Args:
+            name: A name with or without the maker, such as "M3 Max".
+            cores: Number of cores; None for the largest variant.
+
+        Raises:
+            ValueError: If the name is not known.
+        """
+        ...
+
+    def detect_device(self) -> Any | None:
+        """Returns this machine's device, or None if the back end has none here."""
+        ...
+
+    def as_in_mlx(self, device: Any) -> Any:
+        """Returns a device as the environment variables of MLX change it.
+
+        Raises:
+            ValueError: If such a variable has no valid value.
+        """
+        ...
+
+    def with_cores(self, device: Any, cores: int) -> Any:
+        """Returns a device with another number of cores."""
+        ...
+
+    def system_build(self) -> str:
+        """Returns the version of what the compiler of its kernels comes with."""
         ...
 
     def cache_bytes(self, device: Any) -> int:
-        """Returns the bytes of weights that no cache of a device can hold."""
+        """Returns a number of bytes of weights that no cache of a device can hold."""
         ...
 
     def product_source(self, plan: Any) -> Source:
@@ -101,7 +290,7 @@ class Backend(Protocol):
         ...
 
     def reduce_source(self, plan: Any) -> Source:
-        """Returns the text of the kernel that adds a plan's splits."""
+        """Returns the text of the kernel that adds the splits of a plan."""
         ...
 
     def decode_source(self, problem: Problem) -> Source:
@@ -113,7 +302,7 @@ class Backend(Protocol):
         ...
 
     def reduce_template(self, plan: Any) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the reduce that follows a split plan."""
+        """Returns the template arguments of the kernel that adds a plan's splits."""
         ...
 
     def numbers(self, plan: Any) -> dict[str, tuple[int, ...]]:
@@ -121,10 +310,10 @@ class Backend(Protocol):
         ...
 
     def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
-        """Returns a call that launches a kernel, as `mx.fast.metal_kernel` does.
+        """Returns a call that launches a kernel.
 
         Args:
             source: The kernel.
-            shared_bytes: Dynamic shared memory of a threadgroup.
+            shared_bytes: Bytes of dynamic shared memory of a threadgroup.
         """
         ...

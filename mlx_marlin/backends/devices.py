@@ -2,65 +2,52 @@
 
 import os
 import re
-import sys
-from dataclasses import replace
-from functools import lru_cache
 
-from mlx_marlin.backends.cuda import device as cuda_device
-from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin import state
+from mlx_marlin.backends import registry
 from mlx_marlin.planning.device import PlanningDevice
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
 """Names the device to plan for: "Apple M3 Max", "Apple M3 Max, 30 cores" or "NVIDIA
 H200"."""
-ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
-"""MLX's own variable: the architecture that it chooses its kernels for."""
 WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
-"""How the environment names a device."""
-Target = PlanningDevice
-"""What plans are made for."""
+"""Format of that variable."""
 
 
-@lru_cache(maxsize=1)
-def current() -> Target:
+@state.cache(maxsize=1)
+def current() -> PlanningDevice:
     """Returns the device to plan for.
 
-    The environment variable MLX_MARLIN_DEVICE decides if set; else the Apple GPU that
-    MLX or the system reports, with its real core count, or the CUDA device that MLX
-    computes on; else `DEFAULT`. MLX_METAL_GPU_ARCH replaces the architecture of an
-    Apple GPU, as it does in MLX.
+    It is the device that the environment variable MLX_MARLIN_DEVICE names, if it is
+    set; otherwise this machine's GPU; otherwise the default device of the first back
+    end. Variables of MLX that change a device are respected.
 
     Raises:
         ValueError: If a variable does not name a device or an architecture.
     """
     wish = os.environ.get(ENVIRONMENT)
-    device = _parse(wish) if wish else _here()
-    arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
-    if not arch or not isinstance(device, Device):
-        return device
-    try:
-        return replace(device, arch=arch)
-    except ValueError as error:
-        raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
+    device = _parse(wish) if wish else _detected()
+    found: PlanningDevice = registry.of_device(device).as_in_mlx(device)
+    return found
 
 
-def named(name: str, cores: int | None = None) -> Target:
-    """Returns a chip of Apple's or a GPU of NVIDIA's, out of the tables.
+def named(name: str, cores: int | None = None) -> PlanningDevice:
+    """Returns a device by its name.
 
     Args:
-        name: As for `Device.named` or `CudaDevice.named`.
-        cores: GPU cores or multiprocessors.
+        name: A name such as "Apple M3 Max", "M3 Max", "NVIDIA H200" or "H200".
+        cores: GPU cores or multiprocessors. Default: the largest variant's.
 
     Raises:
-        ValueError: If neither table has it.
+        ValueError: If no back end knows the name.
     """
-    if name.lower().startswith("nvidia") or cuda_device.key(name) in cuda_device.gpus():
-        return CudaDevice.named(name, cores)
-    return Device.named(name, cores)
+    knowing = (each for each in registry.BACKENDS if each.knows_device(name))
+    backend = next(knowing, registry.BACKENDS[0])  # whose error lists known names
+    found: PlanningDevice = backend.find_device(name, cores)
+    return found
 
 
-def _parse(wish: str) -> Target:
+def _parse(wish: str) -> PlanningDevice:
     """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names."""
     found = WISH.fullmatch(wish.strip())
     if found is None:
@@ -75,12 +62,11 @@ def _parse(wish: str) -> Target:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 
 
-def _here() -> Target:
-    """Returns this machine's GPU, or what to plan for in its place."""
-    if sys.platform == "darwin":
-        from mlx_marlin.backends.metal import detection
-
-        return detection.here()
-    from mlx_marlin.backends.cuda import detection as cuda_detection
-
-    return cuda_detection.here() or DEFAULT
+def _detected() -> PlanningDevice:
+    """Returns this machine's GPU, or the default device."""
+    for backend in registry.BACKENDS:
+        device: PlanningDevice | None = backend.detect_device()
+        if device is not None:
+            return device
+    default: PlanningDevice = registry.BACKENDS[0].default_device
+    return default

@@ -1,4 +1,4 @@
-"""Makes kernels: the only file that asks MLX, or the emulator, for one."""
+"""Makes kernels: the only module that asks MLX, or the emulator, for one."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -7,28 +7,22 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.kernel_call import KernelCall
+from mlx_marlin.backends.base import KernelCall
 from mlx_marlin.backends.source import Source
 from mlx_marlin.weights.dtypes import dtype
 
 IN_CONSTANT = 8
-"""MLX hands inputs of fewer elements over in Metal's `constant` address space, which
-our kernels' `device` pointers do not reach. CUDA has no such rule."""
-
-
-def forget() -> None:
-    """Drops what was asked once and built once: back end, kernels."""
-    selection.forget()
-    for cached in (kernel, _cuda_kernel):
-        cached.cache_clear()
+"""MLX passes Metal inputs of fewer elements in the `constant` address space, which the
+`device` pointers of our kernels cannot read."""
 
 
 def lazily(text: Source, shared_memory: int) -> KernelCall:
-    """Returns a CUDA kernel that its first call builds.
+    """Returns a CUDA kernel that is built by its first call.
 
-    Only a machine with CUDA can have it, and any machine may plan.
+    Plans are made on any machine; kernels can be built only where MLX has CUDA.
     """
     built = cache(partial(_cuda_kernel, text, shared_memory))
 
@@ -38,9 +32,9 @@ def lazily(text: Source, shared_memory: int) -> KernelCall:
     return call
 
 
-@cache
+@state.cache()
 def kernel(text: Source) -> KernelCall:
-    """Returns the kernel of a Metal text, which is built once."""
+    """Returns the kernel of a Metal text; cached."""
     built = cast(
         KernelCall,
         _factory()(
@@ -57,7 +51,7 @@ def kernel(text: Source) -> KernelCall:
 
 
 def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
-    """Returns a kernel that can be traced; a call outside of a trace says why not."""
+    """Returns a kernel that can only be traced: a call outside of a trace fails."""
 
     def call(**arguments: Any) -> list[mx.array]:
         try:
@@ -71,7 +65,13 @@ def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
 def inputs_of(
     text: Source, names: Sequence[str], numbers: dict[str, mx.array]
 ) -> Callable[..., tuple[mx.array, ...]]:
-    """Returns what picks a kernel's inputs from arrays of these names and numbers."""
+    """Returns a function that picks the inputs of a kernel.
+
+    Args:
+        text: The kernel.
+        names: Names of the arrays that the function takes, in order.
+        numbers: Constant arrays by their names.
+    """
     constants = tuple(numbers.values())
     order = [*numbers, *names]
     pick = itemgetter(*map(order.index, text.input_names))
@@ -84,8 +84,8 @@ def inputs_of(
 
 
 def readable(array: mx.array) -> mx.array:
-    """Pads an array that MLX would hand over in `constant`."""
-    if array.size >= IN_CONSTANT or selection.backend() == "cuda":
+    """Returns an array that the kernels can read: pads small ones where needed."""
+    if array.size >= IN_CONSTANT or not selection.traits().pads_small_inputs:
         return array
     return mx.pad(array.flatten(), (0, IN_CONSTANT - array.size))
 
@@ -93,14 +93,14 @@ def readable(array: mx.array) -> mx.array:
 def template(
     values: dict[str, TemplateValue],
 ) -> list[tuple[str, mx.Dtype | int | bool]]:
-    """Returns template arguments as MLX takes them, with dtypes for their names."""
+    """Returns template arguments with dtypes of MLX instead of their names."""
     return [
         (name, dtype(value) if isinstance(value, str) else value)
         for name, value in values.items()
     ]
 
 
-@cache
+@state.cache()
 def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
     if not mx.cuda.is_available():
         reason = selection.missing() or "MLX has no CUDA device here"

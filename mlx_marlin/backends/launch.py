@@ -1,4 +1,4 @@
-"""Runs plans: calls their kernels with arrays. It decides nothing."""
+"""Launches the kernels of plans. It decides nothing."""
 
 import math
 from collections import deque
@@ -9,6 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.backends import arguments, kernels, registry, selection, source
 from mlx_marlin.backends.base import Backend
 from mlx_marlin.backends.kernels import IN_CONSTANT, readable
@@ -16,34 +17,27 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes as weights_dtypes
-from mlx_marlin.weights.formats import TILE_K, TILE_N
 
-ROWS_OF_THREAD = 4
-"""Rows of a column that a thread of the reduce finishes; the shader says the same."""
 REMEMBERED = 4096
-"""Plans that `plans_built` tells of."""
+"""Plans that `plans_built` lists at most."""
 
 Product = Callable[..., mx.array]
-"""From x [..., k], m rows in all, codes, scales and biases to y [..., n]; with an
-epilogue, bias [n], multiplier [..., n] and residual [..., n] follow, those that it has
-not as any array. With a rotation, the places of rows, int32 [m] or any, and the periods
-of a head's pairs, float32 [features / 2], follow, and the weights [features] of norms
-of q and k, if heads are normalized; y is [m, heads, 1, features]. Of a batch of
-products x is [batch, m, k], y [batch, m, n], and a weight's arrays have the batch as a
-first dimension. With parts, there is a tuple of y [..., columns], and callers know
-it."""
+"""Takes x [..., k] of m rows, codes, scales and biases, and returns y [..., n].
 
+If the problem has an epilogue, bias [n], multiplier [..., n] and residual [..., n]
+follow; absent operands may be any placeholder array. If it has a rotation, the
+positions of the rows (int32) and the angular periods of a head's pairs, float32
+[features / 2], follow, and the weights [features] of the norms of q and k if heads are
+normalized; y then is [m, heads, 1, features].
 
-def forget() -> None:
-    """Drops what was asked once and built once: back end, kernels, plans built."""
-    kernels.forget()
-    _built.clear()
+For a batch of products x is [batch, m, k] and y [batch, m, n]; the batch is the first
+dimension of the weight's arrays. If the epilogue has parts, the result is a tuple of
+arrays [..., columns], although it is annotated as one array."""
 
 
 def plans_built() -> list[Plan]:
-    """Returns the plans that were prepared last, oldest first, each once."""
+    """Returns the plans that were prepared last, oldest first, without duplicates."""
     return list(dict.fromkeys(list(_built)))
 
 
@@ -52,21 +46,21 @@ def product(plan: Plan) -> Product:
 
     Returns:
         A function from x [..., k] in the problem's dtype, codes, scales and biases in
-        the problem's layout (packed: biases are interleaved with the scales, and the
-        argument is not read, unless it is a global scale, float32 [2]) to y [..., n] in
-        the problem's dtype. If the problem has an epilogue or a norm, bias, multiplier
-        and residual follow, in the problem's dtype; those that it leaves out are not
-        read. A rotation's places and periods, both weights of its norms if it has them,
-        and the norm's weight [k] stand behind them.
-        With parts, there is a tuple of results, [..., columns] each; with a rotation
-        each is [m, heads, 1, features].
+        the problem's layout to y [..., n] in the problem's dtype. Packed scales contain
+        the biases: the argument is not read, unless it is a global scale, float32 [2].
+        If the problem has an epilogue or a norm, bias, multiplier and residual follow,
+        in the problem's dtype; absent operands are not read. After them come the
+        positions and periods of a rotation, both weights of its norms if it has them,
+        and the norm's weight [k].
+        If the epilogue has parts, the function returns a tuple of results [...,
+        columns], or with a rotation [m, heads, 1, features].
     """
     _built.append(plan)
     return unrecorded_product(plan)
 
 
 def unrecorded_product(plan: Plan) -> Product:
-    """Builds the same call as `product`, and `plans_built` does not list the plan."""
+    """Builds the same call as `product` without listing the plan in `plans_built`."""
     multiply = _multiply(plan)
     if not plan.needs_second_pass:
         return multiply
@@ -80,9 +74,8 @@ def dense_product(plan: DensePlan) -> Product:
     """Builds the call that decodes a weight and multiplies it with MLX's own product.
 
     Returns:
-        A function as `product` builds it, without an epilogue's arrays. Of several
-        weights, x and the weights are broadcast, and both may have any dimensions
-        before their own.
+        A function as `product` builds it, without an epilogue's arrays. If the problem
+        is a batch, x and the weights are broadcast.
     """
     decoders = [_decoder(plan, block) for block in plan.chunks]
 
@@ -115,7 +108,7 @@ def dequantized(plan: DensePlan) -> Callable[[mx.array, mx.array, mx.array], mx.
 def decoded_blocks(
     plan: DensePlan, w: mx.array, scales: mx.array, biases: mx.array
 ) -> list[mx.array]:
-    """Returns the weight's blocks as `dense_product` decodes them, chunk by chunk."""
+    """Returns the blocks of a weight that `dense_product` decodes, in order."""
     return [_decoder(plan, block)(w, scales, biases) for block in plan.chunks]
 
 
@@ -123,13 +116,12 @@ def _decoder(
     plan: DensePlan, block: tuple[int, int, int, int]
 ) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
     problem = plan.problem
-    backend = registry.named(selection.backend())
+    backend = selection.active()
     text = backend.decode_source(problem)
     kernel = backend.kernel(text, 0)
     template = kernels.template(arguments.weight_template(problem))
     _, rows, _, length = block
-    steps = length // (32 if problem.group_size == 32 else TILE_K)
-    threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
+    threads, threadgroup = plan.decode_threads(block)
     shape = mx.array((plan.rows, problem.k, *block), mx.int32)
     inputs = kernels.inputs_of(
         text, source.OPERANDS[1:], {"shape": shape, "numbers": shape}
@@ -143,7 +135,7 @@ def _decoder(
             inputs=inputs(readable(w), readable(scales), readable(biases)),
             template=template,
             grid=(threads, 1, 1),
-            threadgroup=(min(threads, 128), 1, 1),
+            threadgroup=(threadgroup, 1, 1),
             output_shapes=((rows, length),),
             output_dtypes=(dtype,),
         )[0]
@@ -155,8 +147,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     """Builds the call that adds a split plan's partial sums, in ascending k.
 
     Returns:
-        A function from float32 of `workspace_shape`, and the epilogue's arrays if there
-        is one, to y [m, n] in the problem's dtype, or [*rows, n].
+        A function from partial sums, float32 of `workspace_shape`, and the arrays of
+        the epilogue, if any, to y [m, n] or [*rows, n] in the problem's dtype.
     """
     problem = plan.problem
     backend = registry.of_plan(plan)
@@ -167,9 +159,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     if "schedule" in numbers:
         numbers["schedule"] = mx.array(arguments.finishing_schedule(plan), mx.int32)
     inputs = kernels.inputs_of(text, ("partials", *source.FINISHING), numbers)
-    threads = problem.batch * -(-problem.m // ROWS_OF_THREAD) * problem.n
     columns = _columns(text, problem)
-    grid, threadgroup = (threads, 1, 1), (min(threads, 256), 1, 1)
+    grid, threadgroup = (plan.reduce_threads, 1, 1), (plan.reduce_threadgroup, 1, 1)
     dtypes = [weights_dtypes.dtype(problem.dtype)] * len(columns)
 
     def reduce(
@@ -190,7 +181,7 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     return reduce
 
 
-_built: deque[Plan] = deque(maxlen=REMEMBERED)
+_built: deque[Plan] = state.register(deque(maxlen=REMEMBERED))
 
 
 def _multiply(plan: Plan) -> Product:
@@ -224,7 +215,7 @@ def _multiply(plan: Plan) -> Product:
     def multiply_plain(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *_: mx.array
     ) -> mx.array:
-        # Most calls; each step of the general way costs the host part of a microsecond.
+        # Serves most calls. Steps of the general function cost the host up to 1 us.
         return kernel(
             inputs=inputs(x, w, scales, biases),
             template=template,
@@ -234,7 +225,7 @@ def _multiply(plan: Plan) -> Product:
             output_dtypes=dtypes,
         )[0]
 
-    # Of a split plan the epilogue is the reduction's.
+    # The epilogue of a split plan belongs to its reduction.
     is_plain = plan.is_split or problem.epilogue == PLAIN
     is_plain = is_plain and problem.norm is None
     if is_plain and not (problem.global_scale or small or start):
@@ -262,7 +253,7 @@ def _multiply(plan: Plan) -> Product:
 
 
 def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
-    """Returns the names of a rotation's arrays, in the order of a call."""
+    """Returns the names of a rotation's arrays in the order of the arguments."""
     if rotation is None:
         return ()
     norms = source.HEAD_NORMS if rotation.norm is not None else ()
@@ -270,7 +261,7 @@ def _of_rotation(rotation: Rotation | None) -> tuple[str, ...]:
 
 
 def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
-    """Returns the columns of each array that a kernel writes."""
+    """Returns the numbers of columns of the arrays that a kernel writes."""
     if text.output_names == ("out",):
         return (problem.columns,)
     return problem.epilogue.parts
@@ -279,7 +270,7 @@ def _columns(text: source.Source, problem: Problem) -> tuple[int, ...]:
 def _shapes(
     problem: Problem, columns: tuple[int, ...], rows: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Returns the shapes of a kernel's results, each of so many columns."""
+    """Returns the shapes of a kernel's results with these numbers of columns."""
     rotation = problem.epilogue.rotation
     if rotation is None:
         return [(*rows, n) for n in columns]
@@ -288,9 +279,9 @@ def _shapes(
 
 
 def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
-    """Returns a result, or with parts all of them: a tuple, as callers know.
+    """Returns the result, or a tuple of results if the epilogue has parts.
 
-    Where a kernel wrote them one after the other, they are taken apart without a copy.
+    If a kernel wrote the parts into one array, they are slices of it without a copy.
     """
     parts = problem.epilogue.parts
     if not parts:
@@ -306,9 +297,9 @@ def _in_parts(results: list[mx.array], problem: Problem) -> mx.array:
 
 
 def _numbers(backend: Backend, plan: Plan) -> dict[str, mx.array]:
-    """Returns a plan's numbers by the names that texts have for them.
+    """Returns the arrays of integers that a plan's kernels read, by their names.
 
-    On Metal they arrive in `constant`, where they belong: they are never padded.
+    They are never padded: kernels for Metal declare them in `constant`.
     """
     named = backend.numbers(plan)
-    return {name: mx.array(each, mx.int32) for name, each in named.items()}
+    return {name: mx.array(numbers, mx.int32) for name, numbers in named.items()}

@@ -1,6 +1,6 @@
 """Chooses plans: asks the back end of a device for candidates and takes the cheapest.
 
-Pure functions of (problem, device): no clock, no MLX, no NumPy.
+The functions depend on their arguments only: they use no clock, MLX or NumPy.
 """
 
 from collections.abc import Sequence
@@ -8,14 +8,12 @@ from functools import lru_cache, partial
 from typing import Unpack
 
 from mlx_marlin.backends import registry
-from mlx_marlin.backends.cuda.experts.search import choose_cuda_gather
 from mlx_marlin.backends.devices import current, named
-from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.backends.metal.experts.search import choose_gather, gather_reason
 from mlx_marlin.planning import search
 from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
@@ -23,22 +21,23 @@ from mlx_marlin.planning.problem import Problem, problem_of
 
 __all__ = [
     "choose",
-    "choose_cuda_gather",
     "choose_dense",
     "choose_gather",
     "compare",
     "experiments",
-    "gather_reason",
+    "gather_handover",
     "make",
     "plan",
     "predict",
     "stock_reason",
 ]
 
+DEFAULT_DEVICE: PlanningDevice = registry.BACKENDS[0].default_device
+
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, device: PlanningDevice) -> Plan:
-    """Returns the plan with the least predicted time; cached.
+    """Returns the plan with the shortest predicted time; cached.
 
     Args:
         problem: The product to compute.
@@ -49,7 +48,7 @@ def choose(problem: Problem, device: PlanningDevice) -> Plan:
 
 @lru_cache(maxsize=4096)
 def choose_dense(problem: Problem, device: PlanningDevice) -> DensePlan | None:
-    """Returns the plain product of decoded weights if that should be fastest; cached.
+    """Returns the plan that decodes the weight first, if it is faster; cached.
 
     Args:
         problem: The product to compute.
@@ -61,7 +60,7 @@ def choose_dense(problem: Problem, device: PlanningDevice) -> DensePlan | None:
 
 @lru_cache(maxsize=4096)
 def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve a product for speed; None if ours should.
+    """Returns why stock MLX should serve a product for speed, or None; cached.
 
     Args:
         problem: The product to compute.
@@ -71,23 +70,43 @@ def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
     return registry.of_device(device).handover(problem, device, ours)
 
 
+def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
+    """Returns the plan for experts' products.
+
+    Args:
+        gather: The products to compute.
+        device: The chip to plan for.
+    """
+    return registry.of_device(device).gather.choose(gather, device)
+
+
+def gather_handover(gather: GatherProblem, device: PlanningDevice) -> str | None:
+    """Returns why stock MLX should serve experts' products for speed, or None.
+
+    Args:
+        gather: The products to compute.
+        device: The chip to plan for.
+    """
+    return registry.of_device(device).gather.handover(gather, device)
+
+
 def predict(plan: Plan, device: PlanningDevice) -> Prediction:
-    """Returns what the model says about a plan on a device."""
+    """Returns the time that the cost model predicts for a plan on a device."""
     return registry.of_device(device).predict(plan, device)
 
 
 def make(
     problem: Problem,
     *,
-    device: PlanningDevice = DEFAULT,
+    device: PlanningDevice = DEFAULT_DEVICE,
     **overrides: Unpack[PlanOverrides],
 ) -> Plan:
-    """Returns the best plan that has the wished fields.
+    """Returns the best plan that has the given fields.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        **wishes: Fields of `Plan` and `Work` to keep as given, such as
+        **overrides: Fields of `Plan` and `Work` to keep as given, such as
             `strategy="stream_k"`; the remaining ones are chosen.
 
     Raises:
@@ -100,15 +119,15 @@ def make(
 def compare(
     problem: Problem,
     *,
-    device: PlanningDevice = DEFAULT,
+    device: PlanningDevice = DEFAULT_DEVICE,
     **overrides: Unpack[PlanOverrides],
 ) -> Choice:
-    """Returns what `make` would, with all that it was compared to.
+    """Returns the plan that `make` returns, and the candidates it was compared to.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        **wishes: As for `make`.
+        **overrides: As for `make`.
 
     Raises:
         ValueError: If no plan has these fields.
@@ -127,7 +146,7 @@ def compare(
 
 
 def experiments(problem: Problem, device: PlanningDevice) -> Sequence[Plan]:
-    """Returns plans for a tuner to try beside the candidates.
+    """Returns plans for a tuner to try in addition to the candidates.
 
     Args:
         problem: The product to compute.
@@ -149,27 +168,27 @@ def plan(
     batch: int = 1,
     chip: str | None = None,
 ) -> Choice:
-    """Returns how our kernels would compute a product of m rows, k→n, and why so.
+    """Returns how our kernels would compute a product of m rows, k→n.
 
     Args:
         m: Rows of the activations.
-        n: Features that come out.
-        k: Features that go in.
+        n: Output features.
+        k: Input features.
         group_size: Weights along k that share a scale. Default: the mode's.
         bits: Bits of a code. Default: the mode's.
-        mode: The scheme, such as "affine", "mxfp4" or "symmetric".
+        mode: The quantization scheme, such as "affine", "mxfp4" or "symmetric".
         dtype: Of activations, result and scales that are not bytes: "float16",
             "bfloat16" or "float32".
         layout: "mlx" or "marlin".
-        batch: Products of this shape, each with rows and a weight of its own.
-        chip: Name such as "Apple M3 Max" or "NVIDIA H200". Default: the chip here, or
-            a conservative stand-in where there is none.
+        batch: Number of products of this shape with different weights.
+        chip: Name such as "Apple M3 Max" or "NVIDIA H200". Default: this machine's
+            GPU, or a small one if it has none that is supported.
 
     Returns:
-        The choice: `explain()` says it in a line, `table()` what it was compared to.
+        The choice; `explain()` summarizes it in a line, `table()` lists the candidates.
 
     Raises:
-        ValueError: If the product or the chip is not one that we know.
+        ValueError: If the product or the chip is not supported.
     """
     if chip is not None and not isinstance(chip, str):
         raise ValueError(f"chip={chip!r}, expected a name such as 'Apple M3 Max'")

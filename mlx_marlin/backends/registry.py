@@ -4,24 +4,34 @@ from mlx_marlin.backends.base import Backend
 from mlx_marlin.backends.cuda.backend import CudaBackend
 from mlx_marlin.backends.metal.backend import MetalBackend
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 
 BACKENDS: list[Backend] = [MetalBackend(), CudaBackend()]
+"""The first one plans where no GPU runs the kernels: for the emulator and stock MLX."""
 
 
 def of_device(device: PlanningDevice) -> Backend:
     """Returns the back end that plans for a device."""
-    return next(each for each in BACKENDS if isinstance(device, each.device_type))
+    return next(
+        backend for backend in BACKENDS if isinstance(device, backend.device_type)
+    )
 
 
-def of_plan(plan: Plan) -> Backend:
+def of_plan(plan: Plan | GatherPlan) -> Backend:
     """Returns the back end that runs a plan."""
-    return next(each for each in BACKENDS if isinstance(plan, each.plan_type))
+    if isinstance(plan, GatherPlan):
+        return next(
+            backend
+            for backend in BACKENDS
+            if isinstance(plan, backend.gather.plan_type)
+        )
+    return next(backend for backend in BACKENDS if isinstance(plan, backend.plan_type))
 
 
 def kernels() -> tuple[str, ...]:
     """Returns the names that a plan may have for its first kernel."""
-    return tuple(name for each in BACKENDS for name in each.kernels)
+    return tuple(name for backend in BACKENDS for name in backend.kernels)
 
 
 def plan_type(kernel: str) -> type[Plan]:
@@ -30,12 +40,15 @@ def plan_type(kernel: str) -> type[Plan]:
     Raises:
         ValueError: If no back end has it.
     """
-    for each in BACKENDS:
-        if kernel in each.kernels:
-            return each.plan_type
-    raise ValueError(f"kernel={kernel!r} is none of ours")
+    for backend in BACKENDS:
+        if kernel in backend.kernels:
+            return backend.plan_type
+    raise ValueError(f"kernel={kernel!r} is not one of {', '.join(kernels())}")
 
 
 def named(name: str) -> Backend:
-    """Returns the back end of a name; the emulator and stock MLX plan as on Metal."""
-    return next((each for each in BACKENDS if each.name == name), BACKENDS[0])
+    """Returns the back end of a name; the first one for "emulator" and "stock"."""
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    return BACKENDS[0]

@@ -1,28 +1,31 @@
-"""Which back end runs our kernels in this process.
+"""Chooses the back end that runs our kernels in this process.
 
-Metal or CUDA where MLX has a device of it, the emulator on a CPU-only MLX, stock MLX
-where none can run.
+It is Metal or CUDA if MLX has such a device, the emulator if MLX has none, and stock
+MLX if the emulator cannot run either.
 """
 
 import os
 import warnings
-from functools import cache
 
 import mlx.core as mx
 
+from mlx_marlin import state
+from mlx_marlin.backends import registry
+from mlx_marlin.backends.base import Backend, Traits
+
 BACKENDS = ("metal", "cuda", "emulator", "stock")
 ON_GPU = ("metal", "cuda")
-"""Those where stock MLX runs on the same GPU."""
+"""Back ends on a GPU, where stock MLX can serve a call too."""
 DEVICES = {"metal": "Metal", "cuda": "CUDA"}
-"""What these are called."""
+"""Their names in messages."""
 ENVIRONMENT = "MLX_MARLIN_BACKEND"
 
 
-@cache
+@state.cache()
 def backend() -> str:
-    """Returns what runs our kernels here: "metal", "cuda", "emulator" or "stock".
+    """Returns the name of the back end: "metal", "cuda", "emulator" or "stock".
 
-    `MLX_MARLIN_BACKEND` overrides the choice. Asked once per process.
+    `MLX_MARLIN_BACKEND` overrides the choice. The result is cached.
     """
     name, reason = choice()
     if name == "stock" and forced_backend() is None and not _default_is_gpu():
@@ -34,13 +37,23 @@ def backend() -> str:
     return name
 
 
-@cache
+def active() -> Backend:
+    """Returns the back end; Metal's interface stands in for "emulator" and "stock"."""
+    return registry.named(backend())
+
+
+def traits() -> Traits:
+    """Returns the traits of the back end."""
+    return registry.named(backend()).traits
+
+
+@state.cache()
 def choice() -> tuple[str, str]:
-    """Returns the back end and why it is that one."""
+    """Returns the name of the back end, and the reason for the choice."""
     wish = forced_backend()
     if wish is not None:
         return wish, f"{ENVIRONMENT}={wish!r} is set"
-    # Whatever the default device is now: it may be another one at the next call.
+    # The default device does not matter: it may be another one at the next call.
     for name in ON_GPU:
         if has_device(name):
             return name, f"MLX has a {DEVICES[name]} device"
@@ -54,12 +67,12 @@ def choice() -> tuple[str, str]:
     return "stock", (f"there is no Metal here and the emulator cannot run: {reason}")
 
 
-@cache
+@state.cache()
 def forced_backend() -> str | None:
-    """Returns the back end that `MLX_MARLIN_BACKEND` asks for, if any.
+    """Returns the back end that `MLX_MARLIN_BACKEND` names, or None.
 
     Raises:
-        ValueError: If it names none of ours.
+        ValueError: If there is no such back end.
     """
     wish = os.environ.get(ENVIRONMENT)
     if wish and wish not in BACKENDS:
@@ -73,14 +86,14 @@ def has_device(name: str) -> bool:
 
 
 def missing() -> str | None:
-    """Returns why the back end that is forced cannot compute here, or None.
+    """Returns why the requested back end cannot run on this machine, or None.
 
     Graphs of its kernels can still be built and exported.
     """
     wish = forced_backend()
     if wish not in ON_GPU or has_device(wish):
         return None
-    others = [each for each in BACKENDS if each not in ON_GPU or has_device(each)]
+    others = [name for name in BACKENDS if name not in ON_GPU or has_device(name)]
     return (
         f"{ENVIRONMENT}={wish!r} needs a {DEVICES[wish]} device, and MLX has none "
         f"here: expected {', '.join(others)}, or no value"
@@ -88,18 +101,12 @@ def missing() -> str | None:
 
 
 def may_hand_over() -> bool:
-    """Whether stock MLX, or MLX's plain product, may serve what is faster there.
+    """Returns whether a call may go to stock MLX because that is faster.
 
-    It runs on the same GPU then, and nobody insists on a back end to see it run.
+    It may if stock MLX runs on the same GPU and no back end is forced.
     """
     return backend() in ON_GPU and forced_backend() is None
 
 
 def _default_is_gpu() -> bool:
     return mx.default_device() != mx.Device(mx.cpu)
-
-
-def forget() -> None:
-    """Drops what was decided once."""
-    for cached in (backend, choice, forced_backend):
-        cached.cache_clear()

@@ -1,7 +1,7 @@
-"""The text of a kernel, and where texts are read.
+"""The text of a kernel, and the files that it is read from.
 
-The files under `shaders/` are ordinary Metal and CUDA; nothing is pasted into them.
-Each back end has a module `source` that puts a kernel's text together.
+The files in `shaders/` are ordinary Metal and CUDA. The module `source` of a back end
+composes the text of a kernel from them.
 """
 
 import hashlib
@@ -13,9 +13,13 @@ OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 FINISHING = ("bias", "multiplier", "residual")
 FINISH = (*FINISHING, "parts")
-ROTATION = ("places", "periods")
+ROTATION = ("positions", "freqs")
 HEAD_NORMS = ("q_norm", "k_norm")
 NORM = ("norm",)
+SECOND = ("second", "second_scales")
+"""Codes and scales of the second packed weight of an expert, which the first gates."""
+EXPERT_BIASES = ("expert_bias", "second_bias")
+"""Bias of an expert, and that of its second weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +27,10 @@ class Source:
     """The text of one kernel, as `mx.fast.metal_kernel` or `cuda_kernel` takes it.
 
     Attributes:
-        name: Of the kernel.
-        input_names: Of the buffers that it reads, in order.
-        output_names: Of the buffers that it writes, in order.
-        header: Functions.
+        name: Name of the kernel.
+        input_names: Names of the buffers that it reads, in order.
+        output_names: Names of the buffers that it writes, in order.
+        header: Functions that the body calls.
         source: The body.
         atomic: Whether it adds to its output instead of writing it.
     """
@@ -41,7 +45,7 @@ class Source:
 
 @cache
 def shader_folder() -> Path:
-    """Returns the folder of the shaders: of the installed package or the checkout."""
+    """Returns the folder of the shaders, of the installed package or the checkout."""
     package = Path(__file__).parents[1]
     candidates = (package / "shaders", package.parent / "shaders")
     for folder in candidates:
@@ -52,13 +56,13 @@ def shader_folder() -> Path:
 
 @cache
 def digest_of_shaders() -> str:
-    """Returns a digest that changes with any shader, such as in another version."""
+    """Returns a digest of all shaders."""
     digest = hashlib.sha256()
-    for file in sorted(each for each in shader_folder().rglob("*") if each.is_file()):
+    for file in sorted(path for path in shader_folder().rglob("*") if path.is_file()):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def read(file: str) -> str:
-    """Returns the text of a file of the shaders' folder."""
+    """Returns the text of a file in the shaders' folder."""
     return (shader_folder() / file).read_text(encoding="ascii")

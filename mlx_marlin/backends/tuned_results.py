@@ -1,8 +1,9 @@
-"""Measured results that beat the model: reading and writing them, one file a machine.
+"""Reads and writes the results of `mlx-marlin tune`, which replace the cost model.
 
-`mlx-marlin tune` writes, `dispatch` asks. A file is JSON, named after what the times
-depend on, so that another MLX, system or kernel text finds none. What cannot be
-understood counts as absent, with one warning. `MLX_MARLIN_TUNED=0` reads nothing.
+A machine has one JSON file. Its name contains a digest of everything that the times
+depend on, so results are not found after a change of MLX, the system or a kernel. A
+file or a result that is not valid is ignored with a warning. `MLX_MARLIN_TUNED=0`
+ignores all files.
 """
 
 import os
@@ -13,30 +14,30 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_marlin import cache
+from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.measurement import DECODE_ERRORS, Machine, Result
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work
 
 ENVIRONMENT = "MLX_MARLIN_TUNED"
-"""Set to 0, nothing that was measured is read."""
+"""If it is 0, no results are read."""
 TEXTS = (".metal", ".cu", ".cuh")
-"""Files of kernels."""
+"""Suffixes of the kernels' files."""
 Results = dict[Problem, Result]
 
 
 def folder() -> Path:
-    """Returns the folder of all results; it may not exist."""
+    """Returns the folder of the results of all machines; it may not exist."""
     return cache.folder("tuned")
 
 
-def machine(target: Target, backend: str) -> Machine:
-    """Returns what times depend on here.
+def machine(target: PlanningDevice, backend: str) -> Machine:
+    """Returns what the times of kernels depend on in this process.
 
     Args:
         target: The device that plans are made for.
@@ -57,20 +58,19 @@ def machine(target: Target, backend: str) -> Machine:
 
 
 def stands_for_another(backend: str) -> bool:
-    """Whether plans are made for a chip that is named, not for the one that runs them.
+    """Returns whether plans are made for another chip than the one that runs them.
 
-    Times of this chip then say nothing of that one.
+    This is so if MLX_MARLIN_DEVICE is set. Then no times of this chip are used.
     """
     return backend != "emulator" and bool(os.environ.get(devices.ENVIRONMENT))
 
 
-def find(problem: Problem, target: Target, backend: str) -> Result | None:
-    """Returns what was measured here for a problem, if anything was.
+def find(problem: Problem, target: PlanningDevice, backend: str) -> Result | None:
+    """Returns the measured result for a problem, or None.
 
-    Files are read at the first call, once per process. An epilogue makes no difference,
-    because products are measured without one, but where two columns make a result,
-    which needs a plan of its own. Products of rows that are normalized are not
-    measured.
+    The first call reads the file. Products are measured without an epilogue, and the
+    result holds for any; but it does not for gated and rotated products, which have
+    plans of their own. Products of normalized rows are not measured.
 
     Args:
         problem: The product to compute.
@@ -83,13 +83,8 @@ def find(problem: Problem, target: Target, backend: str) -> Result | None:
     return found and replace(found, plan=replace(found.plan, problem=problem))
 
 
-def forget() -> None:
-    """Drops what was read, so that the next question reads again."""
-    _found.cache_clear()
-
-
 def read(place: Path, here: Machine) -> Results:
-    """Reads a machine's results; what is not valid is left out, with one warning.
+    """Reads the results of a machine; warns once if some are not valid.
 
     Args:
         place: The folder of all results.
@@ -101,7 +96,7 @@ def read(place: Path, here: Machine) -> Results:
         more = f" (and {len(complaints) - 1} more)" if complaints[1:] else ""
         warnings.warn(
             f"mlx_marlin: tuned results in {place / here.file_name} are ignored: "
-            f"{complaints[0]}{more}; `mlx-marlin tune` measures them anew",
+            f"{complaints[0]}{more}; `mlx-marlin tune` measures them again",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -109,14 +104,14 @@ def read(place: Path, here: Machine) -> Results:
 
 
 def write(place: Path, here: Machine, results: Iterable[Result]) -> Path:
-    """Adds results to a machine's file, in place of older ones for the same problems.
+    """Adds results to a machine's file; they replace older ones for the same problems.
 
-    Several processes may do so at once: none loses what another wrote.
+    Several processes may write at the same time; no results are lost.
 
     Args:
-        place: The folder of all results; made if it is missing.
+        place: The folder of all results; created if it is missing.
         here: The machine.
-        results: What was measured.
+        results: The results to add.
 
     Returns:
         The file.
@@ -125,13 +120,14 @@ def write(place: Path, here: Machine, results: Iterable[Result]) -> Path:
         OSError: If the folder cannot be written to, or is not trusted.
     """
     with locked(place):
-        merged = read(place, here) | {each.plan.problem: each for each in results}
-        # At once: a reader takes no lock.
+        added = {result.plan.problem: result for result in results}
+        merged = read(place, here) | added
+        # The write is atomic, because readers take no lock.
         return cache.write(place, here.file_name, _text(here, merged).encode())
 
 
 def clear(place: Path) -> int:
-    """Removes the results of every machine and returns how many files there were."""
+    """Removes the results of all machines and returns the number of files."""
     if not place.is_dir():
         return 0
     with locked(place):
@@ -143,7 +139,7 @@ def clear(place: Path) -> int:
 
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Keeps other writers out of a folder, which is made if it is missing.
+    """Locks a folder against other writers; creates it if it is missing.
 
     Raises:
         OSError: If the folder cannot be written to, or is not trusted.
@@ -156,8 +152,8 @@ def locked(place: Path) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=8)
-def _found(target: Target, backend: str) -> Results:
+@state.cache(maxsize=8)
+def _found(target: PlanningDevice, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}
     place = folder()
@@ -168,19 +164,18 @@ def _found(target: Target, backend: str) -> Results:
 
 @lru_cache(maxsize=1)
 def _kernels() -> str:
-    """Returns a digest of every kernel's text and of the fields of a plan."""
+    """Returns a digest of all kernels' texts and of the fields of a result."""
     import hashlib
 
     digest = hashlib.sha256()
     root = shader_folder()
-    texts = (each for each in root.rglob("*") if each.suffix in TEXTS)
-    for path in sorted(texts):
+    for path in sorted(path for path in root.rglob("*") if path.suffix in TEXTS):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes() + b"\0")
-    plans = (each.plan_type for each in registry.BACKENDS)
-    for kind in (Problem, Epilogue, *plans, Tile, Work, Result):
-        names = [each.name for each in fields(kind)]
-        digest.update(f"{kind.__name__} {names}".encode())
+    plans = (backend.plan_type for backend in registry.BACKENDS)
+    for type_ in (Problem, Epilogue, *plans, Tile, Work, Result):
+        names = [field.name for field in fields(type_)]
+        digest.update(f"{type_.__name__} {names}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -193,7 +188,7 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
         data = json.loads(file.read_text("utf-8"))
         rows = [*data["results"]]
         if measurement.machine_of(data["machine"]) != here:
-            raise ValueError("they are another machine's")
+            raise ValueError("they belong to another machine")
     except FileNotFoundError:
         return {}
     except (OSError, RecursionError, *DECODE_ERRORS) as error:
@@ -213,10 +208,10 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
 def _text(here: Machine, results: Results) -> str:
     import json
 
-    ordered = sorted(results.values(), key=lambda each: _order(each.plan.problem))
+    ordered = sorted(results.values(), key=lambda result: _order(result.plan.problem))
     data = {
         "machine": measurement.machine_row(here),
-        "results": [measurement.row(each) for each in ordered],
+        "results": [measurement.row(result) for result in ordered],
     }
     return json.dumps(data, indent=1) + "\n"
 

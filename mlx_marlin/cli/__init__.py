@@ -1,7 +1,7 @@
-"""The command line: `mlx-marlin COMMAND`, each command in a module of its own.
+"""The command line: `mlx-marlin COMMAND`, one module per command.
 
-A command's module has `add_parser(subparsers)` and `run(args) -> int`, and is imported
-only when it is asked for.
+The module of a command defines `add_parser(subparsers)` and `run(args) -> int`. It is
+imported only when the command is used.
 """
 
 import argparse
@@ -12,32 +12,39 @@ from typing import Any
 from mlx_marlin.cli import terminal
 
 COMMANDS = {
-    "plan": ("mlx_marlin.cli.plan", "show how a product would be computed"),
-    "convert": (
-        "mlx_marlin.cli.convert",
-        "convert a checkpoint to our layout or MLX's",
+    "plan": ("mlx_marlin.cli.plan", "show the plan of a matrix product"),
+    "convert": ("mlx_marlin.cli.convert", "convert a checkpoint"),
+    "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
+    "doctor": (
+        "mlx_marlin.cli.doctor",
+        "check whether our kernels can run here",
     ),
-    "tune": ("mlx_marlin.cli.tune", "measure which plan is fastest here, and keep it"),
-    "doctor": ("mlx_marlin.cli.doctor", "check whether our kernels can run here"),
-    "demo": ("mlx_marlin.cli.demo", "generate text through the Metal kernels"),
-    "cache": ("mlx_marlin.cli.cache", "list, limit or clear the files that are kept"),
-    "emulate": ("mlx_marlin.cli.emulate", "run one Metal kernel on the CPU"),
+    "demo": ("mlx_marlin.cli.demo", "generate text with quantized kernels"),
+    "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
+    "emulate": ("mlx_marlin.cli.emulate", "run a Metal kernel on the CPU"),
 }
-"""Command name -> (module, help), the most useful one first; the only list of them."""
+"""Command name -> (module, help), in the order of the help."""
+
+EPILOG = """
+Run `mlx-marlin COMMAND --help` for the options of a command.
+
+example:
+  mlx-marlin plan 8 4096 11008 --chip "M3 Max"
+"""
 
 WRONG_INPUT = 2
-"""Exit status where the input is wrong, or something is missing."""
+"""Exit status for invalid input or a missing dependency."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as of a process that SIGINT ended."""
+"""Exit status after Ctrl-C, as after SIGINT."""
 CLOSED_PIPE = 141
-"""Exit status where the reader of the output is gone, as after SIGPIPE."""
+"""Exit status if the reader has closed the output, as after SIGPIPE."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit status.
+    """Runs a command and returns its exit status.
 
     Args:
-        argv: The arguments after the program's name; the process's own by default.
+        argv: The arguments after the program name; default: those of the process.
     """
     argv = sys.argv[1:] if argv is None else argv
     terminal.replace_unknown_characters()
@@ -45,23 +52,23 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run(argv)
         finally:
-            terminal.flush()  # here, where a closed pipe is no traceback
+            terminal.flush()  # here, so that a closed pipe is caught below
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         terminal.discard()
         return CLOSED_PIPE
     except MemoryError:
-        terminal.complain("mlx-marlin: error: out of memory")
+        terminal.print_error("mlx-marlin: error: out of memory")
         return WRONG_INPUT
     except (ValueError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())
-        terminal.complain(f"mlx-marlin: error: {reason}")
+        terminal.print_error(f"mlx-marlin: error: {reason}")
         return WRONG_INPUT
 
 
 class _Version(argparse.Action):
-    """Prints the versions; they are looked up only where they are asked for."""
+    """Prints the versions, which are read only for this option."""
 
     def __call__(
         self,
@@ -70,18 +77,26 @@ class _Version(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        from mlx_marlin.cli.diagnosis import machine
+        from mlx_marlin.cli.diagnosis import installation
 
-        print(machine.version_line())
+        print(installation.version_line())
         parser.exit()
 
 
 def _run(argv: list[str]) -> int:
-    """Parses the arguments with the asked command's own parser, and runs it."""
-    wanted = next((word for word in argv if not word.startswith("-")), None)
+    command = next((word for word in argv if not word.startswith("-")), None)
+    args = _parser(command).parse_args(argv)
+    status: int = import_module(COMMANDS[args.command][0]).run(args)
+    return status
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that knows the arguments of one command."""
     parser = argparse.ArgumentParser(
         prog="mlx-marlin",
-        description="Quantized matrix products for MLX on Apple GPUs, and on NVIDIA's.",
+        description="Quantized matrix products for MLX on Apple and NVIDIA GPUs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--version",
@@ -93,10 +108,8 @@ def _run(argv: list[str]) -> int:
         title="commands", dest="command", metavar="COMMAND", required=True
     )
     for name, (module, text) in COMMANDS.items():
-        if name == wanted:
+        if name == command:
             import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=text)
-    args = parser.parse_args(argv)
-    status: int = import_module(COMMANDS[args.command][0]).run(args)
-    return status
+    return parser

@@ -1,4 +1,4 @@
-"""`mlx-marlin cache`: lists, limits and clears the files that the package keeps."""
+"""`mlx-marlin cache`: lists, limits and clears the package's cache."""
 
 import argparse
 import json
@@ -15,16 +15,16 @@ from pathlib import Path
 from mlx_marlin import cache
 
 KERNELS = "emulator"
-"""Name of the folder that `--limit` is for."""
+"""Name of the folder that `--limit` applies to."""
 CONTENTS = {
     KERNELS: "kernels compiled for the emulator",
     "gpus": "measured figures of CUDA devices",
     "tuned": "results of mlx-marlin tune",
     "verdicts": "checks of kernels on this machine",
 }
-"""Name of a folder -> what it keeps. Folders of other names are listed too."""
+"""Description of a folder, by name. Other folders are listed without one."""
 ALL = ""
-"""What `--clear` without a name means."""
+"""Value of `--clear` without a name."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KIB": 2**10,
     "MIB": 2**20,
@@ -32,14 +32,14 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "TIB": 2**40,
 }
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)")
-LEFT_OVER = re.compile(rf"{re.escape(cache.TEMPORARY_PREFIX)}(\d+)-\w+")
-"""Name of a temporary folder, with the number of its process."""
-OLD_SECONDS = 3600
-"""A temporary folder that was changed later may still be in use."""
+LEFTOVER = re.compile(rf"{re.escape(cache.TEMPORARY_PREFIX)}(\d+)-\w+")
+"""Name of a temporary folder, with the ID of its process."""
+MIN_AGE = 3600
+"""Seconds since its last change after which a temporary folder may be removed."""
 
 EPILOG = """
-Everything listed can be made again, so it is always safe to remove it. Each call also
-removes temporary folders that killed processes left behind more than an hour ago.
+All files of the cache can be recreated, so it is always safe to remove them. The
+command also removes temporary folders of killed processes that are older than an hour.
 
 examples:
   mlx-marlin cache --limit 500MB
@@ -48,16 +48,16 @@ examples:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheFolder:
     """A folder of the cache.
 
     Attributes:
-        name: Its name.
-        path: Where it is.
-        contents: What it keeps, empty if that is not known.
-        files: How many files there are, folders below included.
-        bytes: Their size.
-        untrusted: Why it is not used, or None.
+        name: Name of the folder.
+        path: Path of the folder.
+        contents: Description of its contents, or "".
+        files: Number of files, including those in subfolders.
+        bytes: Total size of the files.
+        untrusted: Why the folder is not used, or None.
     """
 
     name: str
@@ -74,7 +74,7 @@ def add_parser(
     """Adds the command's arguments."""
     parser = subparsers.add_parser(
         "cache",
-        description="List the files that the package keeps in the user's cache folder.",
+        description="List the files in the package's cache.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,49 +82,55 @@ def add_parser(
     action.add_argument(
         "--limit",
         metavar="SIZE",
-        help="remove the compiled kernels that were not used for longest, until the "
-        "others take at most SIZE, such as 500MB or 2GiB",
+        help="remove the least recently used compiled kernels until the others take "
+        "at most SIZE, such as 500MB or 2GiB",
     )
     action.add_argument(
         "--clear",
         nargs="?",
         const=ALL,
         metavar="NAME",
-        help="remove one folder, or all of them",
+        help="remove the folder NAME, or all folders",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Removes what the arguments ask for, and lists what is left."""
-    limit = None if args.limit is None else size(args.limit)
-    if args.clear is not None:
-        removed = clear(args.clear)
-    elif limit is not None:
-        removed = shrink(cache.folder(KERNELS), limit)
-    else:
-        removed = None
+    """Removes files if requested, and lists the cache."""
+    removed = _remove_files(args)
     leftovers = remove_leftovers()
-    folders = kept()
     if args.json:
-        data = {
-            "root": str(cache.root()),
-            "folders": [asdict(folder) for folder in folders],
-            "removed_files": removed or 0,
-            "removed_leftovers": leftovers,
-        }
-        print(json.dumps(data, indent=1))
+        print(_as_json(cache_folders(), removed or 0, leftovers))
         return 0
     if removed is not None:
         print(f"files removed: {removed}")
     if leftovers:
         print(f"leftover temporary folders removed: {leftovers}")
-    print(listing(folders))
+    print(listing(cache_folders()))
     return 0
 
 
+def _remove_files(args: argparse.Namespace) -> int | None:
+    """Applies `--clear` or `--limit`; returns the removed files, None without both."""
+    if args.clear is not None:
+        return clear(args.clear)
+    if args.limit is not None:
+        return shrink(cache.folder(KERNELS), size(args.limit))
+    return None
+
+
+def _as_json(folders: Iterable[CacheFolder], removed: int, leftovers: int) -> str:
+    data = {
+        "root": str(cache.root()),
+        "folders": [asdict(folder) for folder in folders],
+        "removed_files": removed,
+        "removed_leftovers": leftovers,
+    }
+    return json.dumps(data, indent=1)
+
+
 def size(text: str) -> int:
-    """Returns the bytes that a size such as 500MB, 1.5 GiB or 4096 names.
+    """Parses a size such as 500MB, 1.5 GiB or 4096.
 
     Raises:
         ValueError: If it is not a size.
@@ -135,18 +141,18 @@ def size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def kept() -> list[Kept]:
+def cache_folders() -> list[CacheFolder]:
     """Returns the folders of the cache, sorted by name."""
-    return [_kept(path) for path in _folders()]
+    return [_describe(path) for path in _folders()]
 
 
-def listing(folders: Iterable[Kept]) -> str:
-    """Describes the folders of the cache, one a line."""
+def listing(folders: Iterable[CacheFolder]) -> str:
+    """Returns the folders of the cache as text, one per line."""
     lines = [f"{cache.root()}:"]
     for folder in folders:
         lines.append(
-            f"  {folder.name:<10} {folder.files:>6} files {_shown(folder.bytes):>9}  "
-            f"{folder.contents}".rstrip()
+            f"  {folder.name:<10} {folder.files:>6} files "
+            f"{_format_bytes(folder.bytes):>9}  {folder.contents}".rstrip()
         )
         if folder.untrusted:
             lines.append(f"    not used: {folder.untrusted}")
@@ -154,13 +160,13 @@ def listing(folders: Iterable[Kept]) -> str:
 
 
 def clear(name: str) -> int:
-    """Removes a folder of the cache, or all, and returns how many files there were.
+    """Removes one folder of the cache or all, and returns the number of files removed.
 
     Args:
-        name: The folder's name, `ALL` for all folders.
+        name: Name of the folder, or `ALL`.
 
     Raises:
-        ValueError: If there is no such folder.
+        ValueError: If there is no folder of that name.
     """
     folders = {path.name: path for path in _folders()}
     if name != ALL and name not in folders:
@@ -171,7 +177,7 @@ def clear(name: str) -> int:
         removed += len(_files(path))
         for entry in path.iterdir():
             _remove(entry)
-        with suppress(OSError):  # a link to a folder elsewhere stays
+        with suppress(OSError):  # a symbolic link to a folder is kept
             path.rmdir()
     with suppress(OSError):  # not empty
         cache.root().rmdir()
@@ -179,11 +185,11 @@ def clear(name: str) -> int:
 
 
 def shrink(folder: Path, limit: int) -> int:
-    """Removes libraries, the least recently used first; returns how many.
+    """Removes the least recently used libraries and returns their number.
 
     Args:
-        folder: A folder of libraries that have the time of their last use.
-        limit: Bytes that the other libraries may take.
+        folder: A folder of libraries whose modification time is that of the last use.
+        limit: Maximum bytes of the remaining libraries.
     """
     removed = 0
     total = 0
@@ -196,28 +202,28 @@ def shrink(folder: Path, limit: int) -> int:
 
 
 def remove_leftovers() -> int:
-    """Removes the temporary folders of killed processes, and returns how many."""
+    """Removes the temporary folders of killed processes, and returns their number."""
     candidates = [
         *Path(tempfile.gettempdir()).glob(f"{cache.TEMPORARY_PREFIX}*"),
         *(path for folder in _folders() for path in folder.glob("tmp*")),
     ]
-    leftovers = [path for path in candidates if _is_left_over(path)]
+    leftovers = [path for path in candidates if _is_leftover(path)]
     for path in leftovers:
         _remove(path)
     return len(leftovers)
 
 
-def _is_left_over(path: Path) -> bool:
-    """Whether a temporary folder is this user's, old, and not in use."""
+def _is_leftover(path: Path) -> bool:
+    """Returns whether a temporary folder is this user's, old, and not in use."""
     try:
         status = path.lstat()
     except OSError:
         return False
-    if status.st_uid != os.geteuid() or time.time() - status.st_mtime < OLD_SECONDS:
+    if status.st_uid != os.geteuid() or time.time() - status.st_mtime < MIN_AGE:
         return False
     if path.parent.parent == cache.root():
-        return True  # an unfinished file, or a folder in which a kernel was built
-    found = LEFT_OVER.fullmatch(path.name)
+        return True  # an unfinished file or a build folder
+    found = LEFTOVER.fullmatch(path.name)
     return found is not None and not _is_running(int(found[1]))
 
 
@@ -245,9 +251,9 @@ def _folders() -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir())
 
 
-def _kept(path: Path) -> Kept:
+def _describe(path: Path) -> CacheFolder:
     files = _files(path)
-    return Kept(
+    return CacheFolder(
         name=path.name,
         path=str(path),
         contents=CONTENTS.get(path.name, ""),
@@ -258,13 +264,13 @@ def _kept(path: Path) -> Kept:
 
 
 def _files(folder: Path, pattern: str = "*") -> list[tuple[os.stat_result, Path]]:
-    """Returns the files below a folder with their status."""
+    """Returns the files in a folder and its subfolders, with their status."""
     return [*_with_status(path for path in folder.rglob(pattern) if path.is_file())]
 
 
 def _with_status(paths: Iterable[Path]) -> Iterator[tuple[os.stat_result, Path]]:
     for path in paths:
-        with suppress(OSError):  # another process has removed it
+        with suppress(OSError):  # removed by another process
             yield path.stat(), path
 
 
@@ -272,7 +278,7 @@ def _last_use(file: tuple[os.stat_result, Path]) -> float:
     return file[0].st_mtime
 
 
-def _shown(count: int) -> str:
+def _format_bytes(count: int) -> str:
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -1,10 +1,11 @@
-"""`mlx-marlin demo`: a trained model generates text through the Metal kernels."""
+"""`mlx-marlin demo`: generates text and compares it with stock MLX."""
 
 import argparse
 import itertools
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import state
 from mlx_marlin.backends import launch, selection
 from mlx_marlin.cli import models
-from mlx_marlin.products import dispatch
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
@@ -38,15 +39,24 @@ HELD_OUT_MODULES = (
 """Modules of the standard library that the demo's model was not trained on."""
 
 WINDOWS, WINDOW = 4, 128
-"""Windows of held-out text for the perplexity, and the tokens predicted in each."""
+"""Windows of held-out text for the perplexity, and tokens predicted in each."""
 
 CHARACTERS = 16
-"""More characters than a token of any tokenizer has, on average over lines of code."""
+"""An upper bound of the average characters of a token in lines of code."""
 
-MOST_TOKENS = 4096
-"""Tokens to generate for each prompt."""
-MOST_PROMPTS = 1024
-"""Prompts at once: each has a cache of keys and values of its own."""
+MAX_TOKENS = 4096
+"""Upper limit of --tokens."""
+MAX_PROMPTS = 1024
+"""Upper limit of --batch: every prompt has its own KV cache."""
+
+EPILOG = """
+The exit status is 1 if the output differs from stock MLX by more than rounding, or if
+no kernel of this package ran.
+
+examples:
+  mlx-marlin demo
+  mlx-marlin demo --model mlx-community/Qwen3-4B-4bit --tokens 16 --batch 1
+"""
 
 PROMPTS = (
     "def main():\n    parser = argparse.",
@@ -62,7 +72,7 @@ PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every model of the demo is asked to do.
+    """The work of every model of the demo.
 
     Attributes:
         batches: Prompts of equal length: tokens of shape `(batch, length)`.
@@ -77,7 +87,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a model did: a generation for each batch, and its perplexity."""
+    """The results of a model: a generation for each batch, and its perplexity."""
 
     label: str
     generations: "list[Generation]"
@@ -87,40 +97,47 @@ class Outcome:
 def add_parser(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of the command."""
     parser = subparsers.add_parser(
         "demo",
-        description="Generate text with a 4-bit model through the Metal kernels, and "
-        "compare it with stock MLX.",
+        description="Generate text with a 4-bit model, and compare it with stock MLX.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", help="any mlx-lm model, a folder or a name; default: the demo's own"
+        "--model",
+        metavar="NAME",
+        help="name or folder of an mlx-lm model; default: the demo's own model",
     )
     parser.add_argument(
-        "--layout", choices=LAYOUTS, help="default: as `optimize` chooses it"
+        "--layout",
+        choices=LAYOUTS,
+        help="layout of the weights; default: the default of `optimize`",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=32,
-        help=f"tokens to generate for each prompt, 2 to {MOST_TOKENS}; default: 32",
+        help=f"tokens to generate for each prompt, 2 to {MAX_TOKENS}; default: 32",
     )
     parser.add_argument(
         "--batch",
         type=int,
         nargs="+",
         default=[1, 4, 8],
-        help=f"prompts at once, 1 to {MOST_PROMPTS}; default: 1 4 8",
+        help=f"prompts at once, 1 to {MAX_PROMPTS}; default: 1 4 8",
     )
     parser.add_argument(
-        "--dtype", choices=list(DTYPE_BYTES), help="activations; default: the model's"
+        "--dtype",
+        choices=list(DTYPE_BYTES),
+        help="dtype of activations; default: the model's",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo; returns 1 if our answer is off or our kernels did not run."""
+    """Runs the demo; returns 1 if a result is wrong or our kernels did not run."""
     check(args)
-    _insist()
+    _force_backend()
 
     from mlx_marlin.cli import demo_report
 
@@ -128,12 +145,7 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = models.load(name)
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
-    prompts = prompt_tokens(tokenizer, max(args.batch))
-    work = Work(
-        batches=[prompts[:batch] for batch in args.batch],
-        count=args.tokens,
-        text=held_out_tokens(tokenizer),
-    )
+    work = _work(tokenizer, args.batch, args.tokens)
     print(demo_report.opening(name, model, args.layout))
     outcomes = measure_all(model, work, args.layout)
     stock, ours = outcomes[-2:]
@@ -142,43 +154,52 @@ def run(args: argparse.Namespace) -> int:
     scores = {outcome.label: outcome.perplexity for outcome in outcomes}
     print(demo_report.perplexities(scores, work.text))
     print(demo_report.plans(launch.plans_built()))
-    complaints = demo_report.complaints(ours.perplexity, stock.perplexity)
+    errors = demo_report.errors(ours.perplexity, stock.perplexity)
     for pair in zip(ours.generations, stock.generations, strict=True):
-        complaints += demo_report.wrong_texts(*pair)
-    for complaint in complaints:
-        print(f"mlx-marlin demo: {complaint}", file=sys.stderr)
-    return 1 if complaints else 0
+        errors += demo_report.wrong_texts(*pair)
+    for error in errors:
+        print(f"mlx-marlin demo: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def _work(tokenizer: Any, batches: Sequence[int], count: int) -> Work:
+    prompts = prompt_tokens(tokenizer, max(batches))
+    return Work(
+        batches=[prompts[:batch] for batch in batches],
+        count=count,
+        text=held_out_tokens(tokenizer),
+    )
 
 
 def check(args: argparse.Namespace) -> None:
     """Checks the arguments, and that kernels can run, before a model is loaded.
 
     Raises:
-        ValueError: If an argument is out of its limits, or no kernel can run.
+        ValueError: If an argument exceeds its limits, or no kernel can run.
     """
-    if not 2 <= args.tokens <= MOST_TOKENS:
-        raise ValueError(f"--tokens {args.tokens}, expected 2 to {MOST_TOKENS}")
+    if not 2 <= args.tokens <= MAX_TOKENS:
+        raise ValueError(f"--tokens {args.tokens}, expected 2 to {MAX_TOKENS}")
     for count in args.batch:
-        if not 1 <= count <= MOST_PROMPTS:
-            raise ValueError(f"--batch {count}, expected 1 to {MOST_PROMPTS}")
-    lacking = selection.missing()
-    if lacking is not None:
-        raise ValueError(lacking)
+        if not 1 <= count <= MAX_PROMPTS:
+            raise ValueError(f"--batch {count}, expected 1 to {MAX_PROMPTS}")
+    missing = selection.missing()
+    if missing is not None:
+        raise ValueError(missing)
 
 
-def _insist() -> None:
-    """Makes every product ours on a GPU too, where stock MLX would be as fast."""
+def _force_backend() -> None:
+    """Prevents the fallback to stock MLX where that is as fast."""
     if selection.backend() in selection.ON_GPU:
         os.environ[selection.ENVIRONMENT] = selection.backend()
-        dispatch.forget()
+        state.reset()
 
 
 def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcome]:
-    """Runs the work on the float model, if it is one, on stock MLX and on ours.
+    """Runs the work with the float model, with stock MLX and with our kernels.
 
-    The model is quantized and converted in place on the way. Stock MLX computes in
-    float32, with the very same weights: the answer then has no rounding of stock's in
-    it, and on a CPU stock is thirty times as fast as in float16.
+    A float model is quantized in place; a model that is already quantized has no float
+    result. Stock MLX computes in float32 with the same weights, so that its result has
+    no rounding to 16 bits; on a CPU this is 30 times as fast as float16.
     """
     from mlx_lm.utils import quantize_model
 
@@ -198,7 +219,7 @@ def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcom
 
 
 def measure(label: str, model: nn.Module, work: Work) -> Outcome:
-    """Generates for each batch and reads the text, with a progress bar."""
+    """Generates text for each batch and computes the perplexity."""
     from tqdm import tqdm
 
     from mlx_marlin.cli.generation import generate, passes, perplexity
@@ -218,21 +239,21 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
 
 
 def checkpoint() -> Path:
-    """Finds the demo's own model: beside this package, else in the working folder."""
+    """Returns the demo's own model, in this repository or the working folder."""
     repository = Path(__file__).parents[2]
     for root in (repository, Path.cwd()):
         if (root / CHECKPOINT / "config.json").is_file():
             return root / CHECKPOINT
     raise ValueError(
-        f"no {CHECKPOINT} in {repository} or {Path.cwd()}: name a model with --model"
+        f"no {CHECKPOINT} in {repository} or {Path.cwd()}: select a model with --model"
     )
 
 
 def prompt_tokens(tokenizer: Any, batch: int) -> mx.array:
     """Encodes the prompts, repeated as needed, to tokens `(batch, length)`.
 
-    Line ends stand before the shorter ones: Python does not mind them, and no model
-    needs a padding mask.
+    Shorter prompts are padded with leading line ends, which do not change Python code,
+    so that no padding mask is needed.
     """
     start = tokenizer.encode("")
     line_end = tokenizer.encode("\n", add_special_tokens=False)[-1]
@@ -248,10 +269,10 @@ def prompt_tokens(tokenizer: Any, batch: int) -> mx.array:
 def held_out_tokens(
     tokenizer: Any, windows: int = WINDOWS, length: int = WINDOW
 ) -> mx.array:
-    """Cuts windows from the held-out text, at equal distances and whole lines.
+    """Returns windows of the held-out text, evenly spaced, from the start of a line.
 
     Returns:
-        Tokens of shape `(windows, length + 1)`; a tokenizer's start token comes on top.
+        Tokens of shape `(windows, length + 1)`, plus a tokenizer's start token.
     """
     start = tokenizer.encode("")
     text = held_out_text()
@@ -265,7 +286,7 @@ def held_out_tokens(
 
 
 def held_out_text() -> str:
-    """Reads the held-out modules of the running Python's standard library."""
+    """Returns the source of the held-out modules of the standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     return "\n\n".join(
         (library / f"{name}.py").read_text(encoding="utf-8")

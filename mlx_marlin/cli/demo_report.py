@@ -1,4 +1,4 @@
-"""What `mlx-marlin demo` says: texts, comparisons, plans, and its complaints."""
+"""The output of `mlx-marlin demo`: texts, comparisons, plans and errors."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,11 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.dtypes import dtype_name
 
 TOLERANCE = 0.005
-"""Relative difference of the perplexities, ours to stock's, that fails the demo."""
+"""Maximum relative difference of our perplexity from that of stock MLX."""
 
 CLOSE = 0.5
-"""Logits. Where stock's first choice leads by more, rounding does not change it: in
-bfloat16 it moves these logits by up to about 0.1."""
+"""Lead of stock's first token over its second, in logits, above which rounding does not
+change it. In bfloat16, rounding changes these logits by up to about 0.1."""
 
 BACKENDS = {
     "metal": "Metal on this GPU",
@@ -36,7 +36,7 @@ TIMED = {
 
 
 def opening(name: str, model: nn.Module, layout: str | None) -> str:
-    """Says which model will run, and on what."""
+    """Returns a description of the model, its layout and the back end."""
     leaves = dict(tree_flatten(model.parameters())).values()
     weights = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
     dtypes = sorted({dtype_name(weight.dtype) for weight in weights})
@@ -51,13 +51,13 @@ def opening(name: str, model: nn.Module, layout: str | None) -> str:
 def batch(
     tokenizer: Any, prompts: mx.array, ours: Generation, stock: Generation
 ) -> str:
-    """Shows the texts of a batch, the comparison with stock MLX, and the time.
+    """Returns the texts of a batch, their comparison with stock MLX, and the time.
 
     Args:
         tokenizer: The model's tokenizer.
         prompts: Tokens of shape `(batch, length)`.
-        ours: What our kernels generated.
-        stock: What stock MLX generated.
+        ours: The output of our kernels.
+        stock: The output of stock MLX.
     """
     count = len(ours.tokens)
     texts = [
@@ -77,7 +77,7 @@ def batch(
 
 
 def comparison(ours: Generation, stock: Generation) -> list[str]:
-    """Says in lines whether greedy tokens equal stock's, and where they part."""
+    """Returns lines on how many texts equal stock's, and where the others differ."""
     parts = compare_tokens(ours.tokens, stock.tokens)
     lines = [f"tokens: {parts.count(None)} of {len(parts)} texts equal stock MLX's"]
     lines += [
@@ -90,7 +90,7 @@ def comparison(ours: Generation, stock: Generation) -> list[str]:
 
 
 def perplexities(scores: Mapping[str, float], text: mx.array) -> str:
-    """Lists the perplexity of each model on the held-out windows `(windows, ...)`."""
+    """Returns a table of perplexities on held-out tokens `(windows, length + 1)`."""
     windows, length = text.shape
     lines = [f"\nperplexity on held-out text, {windows} windows of {length - 1} tokens"]
     lines += [f"  {score:8.4f}  {label}" for label, score in scores.items()]
@@ -98,7 +98,7 @@ def perplexities(scores: Mapping[str, float], text: mx.array) -> str:
 
 
 def plans(used: Iterable[Plan]) -> str:
-    """Lists the plans that ran, few rows first, products of equal rows together."""
+    """Returns a list of the plans that ran, grouped by rows."""
     known = sorted(
         used, key=lambda plan: (plan.problem.m, plan.problem.n, plan.problem.k)
     )
@@ -109,22 +109,23 @@ def plans(used: Iterable[Plan]) -> str:
     return "\n".join(lines)
 
 
-def complaints(ours: float, stock: float) -> list[str]:
-    """Says what is wrong: our perplexity, or that our kernels did not run.
+def errors(ours: float, stock: float) -> list[str]:
+    """Returns errors: a wrong perplexity, or kernels that did not run.
 
     Args:
-        ours: Our perplexity.
-        stock: Stock MLX's, with the same weights.
+        ours: Perplexity with our kernels.
+        stock: Perplexity with stock MLX and the same weights.
     """
     found = []
-    # Written so that nan is a complaint too.
+    # Written so that NaN is an error.
     if not abs(ours - stock) <= TOLERANCE * stock:
         found.append(
             f"our perplexity {ours:.4f} is not within {TOLERANCE:.1%} of stock's "
             f"{stock:.4f}"
         )
-    # CUDA has kernels for some models only: those of float32 are stock MLX's.
-    none_ran = selection.backend() == "cuda" and not launch.plans_built()
+    # Stock MLX serves a model in float32 if the back end has no kernels for it.
+    lacks_float32 = "float32" not in selection.traits().dtypes
+    none_ran = lacks_float32 and not launch.plans_built()
     is_stock = selection.backend() == "stock" and selection.forced_backend() != "stock"
     if is_stock or none_ran:
         found.append("none of our kernels ran: stock MLX served every product")
@@ -132,12 +133,12 @@ def complaints(ours: float, stock: float) -> list[str]:
 
 
 def wrong_texts(ours: Generation, stock: Generation) -> list[str]:
-    """Says where a text parts from stock's though stock was sure of its token."""
+    """Returns errors: differences from stock MLX that rounding does not explain."""
     parts = compare_tokens(ours.tokens, stock.tokens)
     sure = [
         (i, part, stock.margins[i][part])
         for i, part in enumerate(parts)
-        # Written so that nan is sure too.
+        # Written so that NaN is an error.
         if part is not None and not stock.margins[i][part] <= CLOSE
     ]
     return [
@@ -148,13 +149,13 @@ def wrong_texts(ours: Generation, stock: Generation) -> list[str]:
 
 
 def _prompt(tokenizer: Any, prompt: mx.array) -> str:
-    """Decodes a prompt, without the line ends that fill it up."""
+    """Decodes a prompt without its padding of line ends."""
     text: str = tokenizer.decode(prompt.tolist(), skip_special_tokens=True)
     return text.lstrip("\n")
 
 
 def _written(tokenizer: Any, tokens: list[int]) -> str:
-    """Decodes generated tokens up to the end of the text."""
+    """Decodes generated tokens up to the end-of-text token."""
     ends = tokenizer.eos_token_ids
     text: str = tokenizer.decode(
         list(itertools.takewhile(lambda token: token not in ends, tokens))

@@ -1,23 +1,27 @@
-"""`mlx-marlin doctor`: whether our kernels can run here, and facts for a report."""
+"""`mlx-marlin doctor`: reports whether our kernels can run on this machine."""
 
 import argparse
 import json
 from collections.abc import Iterable
 
 from mlx_marlin.cli import models
-from mlx_marlin.cli.diagnosis import machine
+from mlx_marlin.cli.diagnosis import kernel_checks, machine
 from mlx_marlin.cli.diagnosis.machine import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
 
 ROWS = (1, 4, 8)
-"""Rows whose kernels are checked, if none are named."""
+"""Default of --rows."""
 SIZE = 4096
-"""Rows and columns of the weight whose kernels are checked without a model."""
+"""Rows and columns of the weight that is checked without --model."""
 DTYPES = ("float16", "bfloat16")
-"""Of activations, likewise."""
+"""Dtypes of activations that are checked without --model."""
 
+DESCRIPTION = """
+Show versions, the device, the back end, compilers, the cache, tuned results and checked
+kernels, and conclude whether the kernels of this package can run on this machine.
+"""
 EPILOG = """
-The exit status is 1 if something prevents our kernels from running, else 0.
+The exit status is 1 if the kernels of this package cannot run, and 0 otherwise.
 
 examples:
   mlx-marlin doctor
@@ -29,59 +33,60 @@ examples:
 def add_parser(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of the command."""
     parser = subparsers.add_parser(
         "doctor",
-        description="Show versions, device, back end, compilers, caches and what is "
-        "known about our kernels, and conclude whether they can run here.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     check = parser.add_argument_group("checking kernels")
     check.add_argument(
-        "--check", action="store_true", help="check kernels now, before they are used"
+        "--check", action="store_true", help="check kernels before their first use"
     )
     check.add_argument(
         "--model",
         metavar="NAME",
-        help="those of an mlx-lm model, folder or name; default: affine 4-bit weights "
-        "with groups of 64, in float16 and bfloat16",
+        help="check the kernels of an mlx-lm model, by name or folder; default: those "
+        "of affine 4-bit weights with groups of 64, in float16 and bfloat16",
     )
     check.add_argument(
-        "--rows", help=f"of activations; default: {','.join(map(str, ROWS))}"
+        "--rows", help=f"rows of activations; default: {models.listed(ROWS)}"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns 1 if something prevents our kernels from running."""
-    wanted = problems_to_check(args)
-    of_stock = machine.check(wanted) if wanted else []
+    """Prints the report; returns 1 if our kernels cannot run."""
+    products = problems_to_check(args)
+    served_by_stock = kernel_checks.check(products) if products else []
     facts = machine.collect()
-    facts["verdicts"]["stock"] = of_stock
+    facts["verdicts"]["stock"] = served_by_stock
     print(json.dumps(facts, indent=2) if args.json else report(facts))
     return 0 if facts["ok"] else 1
 
 
 def problems_to_check(args: argparse.Namespace) -> list[Problem]:
-    """Returns the products whose kernels are to be checked; none without --check.
+    """Returns the products whose kernels to check; none without --check.
 
     Raises:
-        ValueError: If the arguments are wrong, or the model has no product of ours.
+        ValueError: If the arguments are wrong, or the model has no supported layer.
     """
     if not args.check:
         for option in ("model", "rows"):
             if (value := getattr(args, option)) is not None:
-                raise ValueError(f"--{option} {value} is for --check, expected both")
+                raise ValueError(f"--{option} {value} requires --check")
         return []
     rows = ROWS if args.rows is None else models.rows(args.rows)
     if args.model is None:
-        return [problem_of(m, SIZE, SIZE, dtype=each) for each in DTYPES for m in rows]
+        return [
+            problem_of(m, SIZE, SIZE, dtype=dtype) for dtype in DTYPES for m in rows
+        ]
     return models.problems(args.model, rows)
 
 
 def report(facts: Facts) -> str:
-    """Returns the facts as text, a section each, with the conclusion at the end."""
+    """Returns the facts as text, in sections, with the conclusion at the end."""
     sections = {
         "versions": _versions(facts["versions"]),
         "environment": [f"{k}={v}" for k, v in facts["environment"].items()],
@@ -128,7 +133,7 @@ def _compilers(facts: Facts) -> list[str]:
         return [facts["error"]]
     reason = facts["unavailable"]
     return [
-        *(f"found: {each}" for each in facts["found"]),
+        *(f"found: {name}" for name in facts["found"]),
         f"used by the emulator: {facts['used'] or 'none'}",
         *([f"the emulator cannot run: {reason}"] if reason else []),
     ]
@@ -137,12 +142,12 @@ def _compilers(facts: Facts) -> list[str]:
 def _cache(facts: Facts) -> list[str]:
     if "error" in facts:
         return [facts["error"]]
-    return [_folder(each) for each in facts["folders"]]
+    return [_folder(folder) for folder in facts["folders"]]
 
 
 def _folder(facts: Facts) -> str:
     if facts["rights"] is None:
-        return f"{facts['path']}: {facts['problem'] or 'not made yet'}"
+        return f"{facts['path']}: {facts['problem'] or 'not created yet'}"
     size = f"{facts['bytes'] / 1e6:.1f} MB in {facts['files']} files"
     problem = f", {facts['problem']}" if facts["problem"] else ""
     return f"{facts['path']}: {size}, {facts['rights']}{problem}"
@@ -153,9 +158,9 @@ def _tuned(facts: Facts) -> list[str]:
         return [facts["error"]]
     lines = [f"{facts['folder']}: {facts['usable']} for this machine"]
     lines += [
-        f"{each['name']}: {each['results']} results"
-        + (", this machine" if each["this_machine"] else "")
-        for each in facts["files"]
+        f"{file['name']}: {file['results']} results"
+        + (", this machine" if file["this_machine"] else "")
+        for file in facts["files"]
     ]
     lines += facts["ignored"]
     return lines if facts["on"] else [*lines, "switched off by MLX_MARLIN_TUNED=0"]
@@ -164,17 +169,17 @@ def _tuned(facts: Facts) -> list[str]:
 def _verdicts(facts: Facts) -> list[str]:
     if "error" in facts:
         return [facts["error"]]
-    kernels = facts["kernels"]
-    passed = sum(each["passed"] for each in kernels)
-    lines = [f"{passed} of {len(kernels)} sets of kernels passed"] if kernels else []
+    checked = facts["kernels"]
+    passed = sum(kernel["passed"] for kernel in checked)
+    lines = [f"{passed} of {len(checked)} sets of kernels passed"] if checked else []
     lines += [
-        f"{each['kernel']} {machine.failure(each)} ({each['example']})"
-        for each in kernels
-        if not each["passed"]
+        f"{kernel['kernel']} {kernel_checks.failure(kernel)} ({kernel['example']})"
+        for kernel in checked
+        if not kernel["passed"]
     ]
     lines += [
-        f"stock MLX serves {each['product']}: {each['reason']}"
-        for each in facts["stock"]
+        f"stock MLX serves {product['product']}: {product['reason']}"
+        for product in facts["stock"]
     ]
     return lines if facts["on"] else [*lines, "kernels are not checked here"]
 

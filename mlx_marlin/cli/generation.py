@@ -1,4 +1,4 @@
-"""Greedy generation and perplexity: the same code for every model of the demo."""
+"""Greedy generation and perplexity, for the models of the demo."""
 
 import math
 import statistics
@@ -12,20 +12,20 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 ROWS = 64
-"""Rows of a product at most: prompts are read in pieces, so that the kernels for few
-rows take part in reading too."""
+"""Maximum rows of a product. Prompts are read in chunks of this size, so that prefill
+uses the kernels for few rows as well."""
 
 Tick = Callable[[], object]
-"""Called after every forward pass."""
+"""A callback that is called after every forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What a model wrote for a batch of prompts.
+    """The output of a model for a batch of prompts.
 
     Attributes:
         tokens: The generated tokens of each sequence.
-        margins: For each token, by how much its logit led the second best.
+        margins: For each token, its logit minus the second largest logit.
         step_ms: Median milliseconds of a step, which adds a token to each sequence.
     """
 
@@ -42,11 +42,12 @@ def generate(
     Args:
         model: An mlx-lm model.
         prompts: Tokens of shape `(batch, length)`, without padding.
-        count: Tokens to generate for each prompt, at least 2: the first takes no step.
+        count: Tokens to generate for each prompt, at least 2, because the first takes
+            no step.
         tick: Called after every forward pass, `passes(prompts) + count - 1` times.
 
     Returns:
-        `count` tokens a prompt, end-of-text tokens not being special.
+        `count` tokens for each prompt; end-of-text tokens do not end a sequence.
     """
     cache = make_prompt_cache(model)
     tokens, margins, times = [], [], []
@@ -69,7 +70,7 @@ def generate(
 
 
 def perplexity(model: nn.Module, tokens: mx.array, tick: Tick = lambda: None) -> float:
-    """Measures how well a model predicts text.
+    """Returns the perplexity of a model on a text.
 
     Args:
         model: An mlx-lm model.
@@ -79,25 +80,25 @@ def perplexity(model: nn.Module, tokens: mx.array, tick: Tick = lambda: None) ->
     Returns:
         The exponential of the mean cross entropy of the last `length` tokens.
     """
-    seen, wanted = tokens[:, :-1], tokens[:, 1:]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     total, begin = 0.0, 0
-    for logits in _read(model, seen, make_prompt_cache(model), tick):
+    for logits in _read(model, inputs, make_prompt_cache(model), tick):
         end = begin + logits.shape[1]
         losses = nn.losses.cross_entropy(
-            logits.astype(mx.float32), wanted[:, begin:end], reduction="sum"
+            logits.astype(mx.float32), targets[:, begin:end], reduction="sum"
         )
         total, begin = total + float(losses), end
-    return math.exp(total / wanted.size)
+    return math.exp(total / targets.size)
 
 
 def compare_tokens(
     tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
 ) -> list[int | None]:
-    """Finds where sequences first part.
+    """Returns the first difference of each pair of sequences.
 
     Args:
         tokens: Sequences of tokens.
-        expected: As many sequences, of the same lengths.
+        expected: As many sequences of the same lengths.
 
     Returns:
         For each pair the first index at which they differ; None if they are equal.
@@ -109,34 +110,34 @@ def compare_tokens(
 
 
 def passes(tokens: mx.array) -> int:
-    """Counts the forward passes that read tokens of shape `(batch, length)`."""
+    """Returns the forward passes that read tokens of shape `(batch, length)`."""
     batch, length = tokens.shape
-    return math.ceil(length / _piece(batch))
+    return math.ceil(length / _chunk(batch))
 
 
-def _piece(batch: int) -> int:
-    """Tokens of each sequence that one forward pass reads."""
+def _chunk(batch: int) -> int:
+    """Returns the tokens of each sequence that one forward pass reads."""
     return max(1, ROWS // batch)
 
 
 def _read(
     model: nn.Module, tokens: mx.array, cache: list[Any], tick: Tick
 ) -> Iterator[mx.array]:
-    """Yields the logits `(batch, piece, vocabulary)` of each piece of the tokens."""
+    """Yields the logits `(batch, chunk, vocabulary)` of each chunk of the tokens."""
     batch, length = tokens.shape
-    for begin in range(0, length, _piece(batch)):
-        logits = model(tokens[:, begin : begin + _piece(batch)], cache=cache)
+    for begin in range(0, length, _chunk(batch)):
+        logits = model(tokens[:, begin : begin + _chunk(batch)], cache=cache)
         mx.eval(logits, [layer.state for layer in cache])
         tick()
         yield logits
 
 
 def _best(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Returns the best token of each row, and its lead over the second best."""
+    """Returns the best token of each row and its margin over the second best."""
     two = mx.topk(logits.astype(mx.float32), 2, axis=-1)
     return logits.argmax(axis=-1), mx.abs(two[:, 1] - two[:, 0])
 
 
 def _rows(columns: list[mx.array]) -> Any:
-    """Turns one array per step into one list per sequence."""
+    """Converts one array per step to one list per sequence."""
     return mx.stack(columns, axis=1).tolist()

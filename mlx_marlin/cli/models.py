@@ -1,6 +1,7 @@
-"""Models of mlx-lm, and the numbers of rows, that commands take as arguments."""
+"""Arguments that several commands share: mlx-lm models and numbers of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_marlin.planning.problem import Problem
@@ -11,14 +12,14 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
 
     Args:
         name: A folder, or a repository on the Hugging Face Hub.
-        lazy: Whether the weights are read only when they are used.
+        lazy: Whether to read the weights only when they are used.
 
     Raises:
         ImportError: If mlx-lm cannot be imported.
         ValueError: If mlx-lm cannot load the model.
     """
     try:
-        import mlx_lm  # takes seconds
+        import mlx_lm  # here, because it takes seconds
     except ImportError as error:
         raise ImportError(
             f"reading a model needs pip install 'mlx-marlin[lm]': {error}"
@@ -31,35 +32,51 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
 
 
 def rows(text: str) -> list[int]:
-    """Reads numbers of rows, such as "1,4,8".
+    """Parses numbers of rows, such as "1,4,8".
 
     Raises:
-        ValueError: If a number is not a decimal integer above 0.
+        ValueError: If a number is not a positive decimal integer.
     """
     parts = text.split(",")
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--rows {text!r}, expected such as 1,2,4,8")
+        raise ValueError(f"--rows {text!r}, expected numbers such as 1,2,4,8")
     return [int(part) for part in parts]
 
 
 def problems(name: str, counts: Sequence[int]) -> list[Problem]:
-    """Returns the products of a model, as `optimize` would have them computed.
+    """Returns the problems of a model's layers in the layout that `optimize` uses.
 
     Args:
         name: As for `load`.
         counts: Rows of the activations.
 
     Raises:
-        ValueError: If mlx-lm cannot load the model, or no layer has a format of ours.
+        ValueError: If mlx-lm cannot load the model, or no layer has a supported format.
     """
     from mlx_marlin.backends import selection
     from mlx_marlin.tuning import layers
 
-    layout = "marlin" if selection.backend() == "cuda" else "mlx"
-    found = layers.find(load(name, lazy=True)[0], [layout]).problems
+    layouts = [selection.traits().default_layout]
+    found = layers.find(load(name, lazy=True)[0], layouts).problems
     if not found:
         raise ValueError(
             f"the model {name!r} has no quantized linear layer in a format that our "
             f"kernels read"
         )
     return layers.with_rows(found, counts)
+
+
+def with_dtype(problem: Problem, dtype: str) -> Problem:
+    """Returns a problem with another dtype of activations.
+
+    Scales have the dtype of the activations, except those of floating-point codes,
+    which are bytes.
+    """
+    is_floating = problem.format.codes == "floating"
+    scales = problem.scale_dtype if is_floating else dtype
+    return replace(problem, dtype=dtype, scale_dtype=scales)
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Returns numbers separated by commas, as `rows` parses them."""
+    return ",".join(map(str, numbers))

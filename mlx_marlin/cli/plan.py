@@ -1,4 +1,4 @@
-"""`mlx-marlin plan M N K`: the plan of a product, in words, figures and pictures."""
+"""`mlx-marlin plan M N K`: shows the plan of a matrix product."""
 
 import argparse
 import json
@@ -7,55 +7,74 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin.backends import devices, planner, registry
-from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.handover import stock_seconds
 from mlx_marlin.cli.pictures import text
 from mlx_marlin.planning.choice import Candidate, Choice
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
+from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
 from mlx_marlin.planning.work.tiles import REDUCTIONS
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
+
+DESCRIPTION = """
+Show the plan of y[M, N] = x[M, K] @ W[N, K]^T with a quantized weight W: the kernel,
+the division of the work, and the predicted time. All times are from a cost model.
+"""
+EPILOG = """
+examples:
+  mlx-marlin plan 8 4096 11008
+  mlx-marlin plan 8 4096 11008 --chip "M3 Max" --all
+  mlx-marlin plan 1 4096 4096 --mode mxfp4 --layout marlin --save plan.svg
+"""
 
 
 def add_parser(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of the command."""
     parser = subparsers.add_parser(
         "plan",
-        description="Show how y[M, N] = x[M, K] @ W[N, K]^T would be computed. Every "
-        "time shown is a model's, not measured.",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("m", type=int, metavar="M", help="rows of x")
     parser.add_argument("n", type=int, metavar="N", help="rows of the weight")
     parser.add_argument("k", type=int, metavar="K", help="columns of the weight")
     parser.add_argument(
-        "--chip", help='such as "M3 Max", "H200"; default: this machine'
+        "--chip",
+        metavar="NAME",
+        help='chip to plan for, such as "M3 Max" or "H200"; default: this machine',
     )
-    parser.add_argument("--cores", type=int, help="GPU cores, if not the chip's most")
+    parser.add_argument(
+        "--cores", type=int, help="GPU cores; default: the chip's maximum"
+    )
     _add_problem(parser)
-    _add_wishes(parser)
+    _add_overrides(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--all", action="store_true", help="what else was compared")
-    output.add_argument("--json", action="store_true", help="figures as JSON only")
-    output.add_argument("--save", type=Path, metavar="FILE", help="draw a .svg or .png")
+    output.add_argument(
+        "--all",
+        action="store_true",
+        help="show all candidates, and diagrams of the best plan of each strategy",
+    )
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument(
+        "--save", type=Path, metavar="FILE", help="save the diagrams as .svg or .png"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and returns 0."""
     if args.save:
-        from mlx_marlin.cli.pictures import drawing  # needs matplotlib to draw
+        from mlx_marlin.cli.pictures import drawing
 
-        drawing.check(args.save)  # before anything is planned
+        drawing.check(args.save)  # before planning
     overrides = _overrides(args)
     choice = planner.compare(
         _problem(args), device=_device(args.chip, args.cores), **overrides
     )
-    # Only what is drawn is made: a strategy may have to be planned for it.
+    # Planning every strategy takes time, so it is done only for the output.
     drawn = args.all and (args.save or not args.json)
     shown, missing = _each_strategy(choice, overrides) if drawn else ([choice], [])
     if args.save:
@@ -63,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_figures(choice, args.all), indent=2))
         return 0
-    print(_words(choice))
+    print(_explanation(choice))
     if args.all:
         print(f"\ncompared, times in us (model, not measured)\n{choice.table()}")
-    for each in shown:
+    for drawn_choice in shown:
         if args.all:
-            print(f"\n{_heading(each)}")
-        print(f"\n{_pictures(each)}")
+            print(f"\n{_heading(drawn_choice)}")
+        print(f"\n{_pictures(drawn_choice)}")
     for line in missing:
         print(f"\n{line}")
     if args.save:
@@ -78,39 +97,68 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the product")
-    group.add_argument("--mode", default="affine", choices=MODES)
-    group.add_argument("--bits", type=int, help="of a code; default: the mode's")
+    group = parser.add_argument_group("product")
+    group.add_argument(
+        "--mode", default="affine", choices=MODES, help="default: affine"
+    )
+    group.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
     group.add_argument("--group-size", type=int, help="default: the mode's")
-    group.add_argument("--dtype", default="float16", choices=list(DTYPE_BYTES))
-    group.add_argument("--layout", default="mlx", choices=LAYOUTS)
     group.add_argument(
-        "--batch", type=int, default=1, help="products, each with a weight of its own"
+        "--dtype",
+        default="float16",
+        choices=list(DTYPE_BYTES),
+        help="dtype of activations; default: float16",
     )
-    group.add_argument("--bias", action="store_true", help="add a bias to it")
-    group.add_argument("--activation", default="none", choices=ACTIVATIONS)
-    group.add_argument("--multiply", action="store_true", help="multiply by an array")
-    group.add_argument("--residual", action="store_true", help="add an array at last")
     group.add_argument(
-        "--invariant", action="store_true", help="the same bits for any M"
+        "--layout",
+        default="mlx",
+        choices=LAYOUTS,
+        help="layout of the weight; default: mlx",
+    )
+    group.add_argument(
+        "--batch", type=int, default=1, help="products with different weights"
+    )
+    group.add_argument(
+        "--invariant",
+        action="store_true",
+        help="require results of a row that do not depend on M",
+    )
+    epilogue = parser.add_argument_group("epilogue")
+    epilogue.add_argument("--bias", action="store_true", help="add a bias")
+    epilogue.add_argument(
+        "--activation", default="none", choices=ACTIVATIONS, help="default: none"
+    )
+    epilogue.add_argument(
+        "--multiply", action="store_true", help="multiply by an array"
+    )
+    epilogue.add_argument(
+        "--residual", action="store_true", help="add an array at the end"
     )
 
 
-def _add_wishes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("parts of the plan that are not to be chosen")
-    group.add_argument("--kernel", choices=registry.kernels())
-    group.add_argument("--strategy", choices=STRATEGIES)
-    group.add_argument("--partition", choices=PARTITIONS)
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("overrides of the plan")
+    group.add_argument("--kernel", choices=registry.kernels(), help="the kernel")
+    group.add_argument(
+        "--strategy", choices=STRATEGIES, help="how tiles and k are divided"
+    )
+    group.add_argument("--partition", choices=PARTITIONS, help="how ranges are rounded")
     group.add_argument("--k-parallel", type=int, help="slices of k")
-    group.add_argument("--threadgroups", type=int, dest="num_threadgroups")
+    group.add_argument(
+        "--threadgroups", type=int, dest="num_threadgroups", help="threadgroups"
+    )
     group.add_argument("--whole", type=int, help="leading tiles that are not split")
-    group.add_argument("--minimum", type=int, help="fewest k tiles of a split")
+    group.add_argument("--minimum", type=int, help="minimum k tiles of a split")
     group.add_argument("--groups", type=int, help="groups of neighbouring ranges")
-    group.add_argument("--reduction", choices=REDUCTIONS)
+    group.add_argument(
+        "--reduction", choices=REDUCTIONS, help="how splits of a tile are added"
+    )
     group.add_argument("--simdgroups-k", type=int, help="simdgroups that share k")
     group.add_argument("--simdgroups-n", type=int, help="tiles in a wide tile of hytis")
-    group.add_argument("--buffers", type=int, help="stages that gemm_staged holds")
-    group.add_argument("--loaders", type=int, help="simdgroups there that only load")
+    group.add_argument("--buffers", type=int, help="pipeline stages of gemm_staged")
+    group.add_argument(
+        "--loaders", type=int, help="simdgroups of gemm_staged that only load"
+    )
 
 
 def _problem(args: argparse.Namespace) -> Problem:
@@ -134,21 +182,19 @@ def _problem(args: argparse.Namespace) -> Problem:
     )
 
 
-def _device(name: str | None, cores: int | None) -> Target:
-    """Returns the chip to plan for: a named one, or this machine's."""
+def _device(name: str | None, cores: int | None) -> PlanningDevice:
+    """Returns the device to plan for."""
     if name is not None:
         return devices.named(name, cores)
     here = devices.current()
     if cores is None:
         return here
-    if isinstance(here, CudaDevice):
-        return here.with_multiprocessors(cores)
-    assert isinstance(here, Device)
-    return replace(here, cores=cores, variant=f"{here.name} with {cores} GPU cores")
+    changed: PlanningDevice = registry.of_device(here).with_cores(here, cores)
+    return changed
 
 
 def _overrides(args: argparse.Namespace) -> PlanOverrides:
-    """Returns the fields of the plan that the user gave."""
+    """Returns the fields of the plan that the arguments set."""
     overrides = PlanOverrides()
     for field in PlanOverrides.__optional_keys__ & vars(args).keys():
         if (value := getattr(args, field)) is not None:
@@ -159,47 +205,50 @@ def _overrides(args: argparse.Namespace) -> PlanOverrides:
 def _each_strategy(
     choice: Choice, overrides: PlanOverrides
 ) -> tuple[list[Choice], list[str]]:
-    """Returns the best plan of each strategy, and why there is none of the others.
-
-    A strategy that was not worth comparing is asked for by name.
-    """
+    """Returns the best plan of each strategy, and why other strategies have none."""
     shown, missing = [], []
     for strategy in [overrides["strategy"]] if "strategy" in overrides else STRATEGIES:
-        found = [each for each in choice.candidates if each.plan.strategy == strategy]
         try:
-            shown.append(
-                _as_chosen(choice, found[0])
-                if found
-                else planner.compare(
-                    choice.plan.problem,
-                    device=choice.device,
-                    **overrides | PlanOverrides(strategy=strategy),
-                )
-            )
+            shown.append(_best_of_strategy(choice, strategy, overrides))
         except ValueError as error:
             missing.append(f"{strategy}: no plan, {error}")
     return shown, missing
 
 
+def _best_of_strategy(
+    choice: Choice, strategy: Strategy, overrides: PlanOverrides
+) -> Choice:
+    """Returns the best candidate of a strategy; plans it if there is no candidate."""
+    for candidate in choice.candidates:
+        if candidate.plan.strategy == strategy:
+            return _as_chosen(choice, candidate)
+    return planner.compare(
+        choice.plan.problem,
+        device=choice.device,
+        **overrides | PlanOverrides(strategy=strategy),
+    )
+
+
 def _as_chosen(choice: Choice, candidate: Candidate) -> Choice:
-    """Returns the choice as it would be if a candidate had won."""
-    ours = candidate.prediction
+    """Returns the choice with a candidate in place of the chosen plan."""
+    prediction = candidate.prediction
     backend = registry.of_device(choice.device)
-    reason = backend.handover(choice.plan.problem, choice.device, lambda: ours)
-    return replace(choice, plan=candidate.plan, prediction=ours, reason=reason)
+    reason = backend.handover(choice.plan.problem, choice.device, lambda: prediction)
+    return replace(choice, plan=candidate.plan, prediction=prediction, reason=reason)
 
 
 def _figures(choice: Choice, with_candidates: bool) -> dict[str, Any]:
-    """Returns the choice as values that JSON can hold."""
+    """Returns the choice as values for JSON."""
     figures = {"problem": asdict(choice.plan.problem)} | choice.figures()
     if with_candidates:
-        each = (_as_chosen(choice, candidate) for candidate in choice.candidates)
-        figures["candidates"] = [chosen.figures() for chosen in each]
+        figures["candidates"] = [
+            _as_chosen(choice, candidate).figures() for candidate in choice.candidates
+        ]
     return figures
 
 
-def _words(choice: Choice) -> str:
-    """Says everything but the pictures, a line for each thing."""
+def _explanation(choice: Choice) -> str:
+    """Returns everything except the diagrams, as lines of text."""
     chip = choice.device
     lines = [
         f"problem   {choice.plan.problem.explain()}",
@@ -219,7 +268,7 @@ def _stock(choice: Choice) -> str:
 
 
 def _server(choice: Choice) -> str:
-    """Says who serves the product and why."""
+    """Returns who serves the product and why."""
     problem = choice.plan.problem
     if choice.reason:
         return f"stock MLX: {choice.reason} (model, not measured)"
@@ -229,8 +278,10 @@ def _server(choice: Choice) -> str:
         return "this plan: stock MLX cannot read a packed weight"
     if problem.invariant:
         return "this plan: stock MLX's bits of a row depend on the number of rows"
-    assert isinstance(choice.device, Device)
-    ratio = stock_seconds(problem, choice.device) / choice.prediction.seconds
+    stock = registry.of_device(choice.device).stock_seconds(problem, choice.device)
+    if stock is None:
+        return "this plan"
+    ratio = stock / choice.prediction.seconds
     kernel = choice.stock.call.kernel
     return f"this plan: {ratio:.2f} times as fast as {kernel} (model, not measured)"
 

@@ -1,4 +1,4 @@
-"""Standard output and error: encodings that lack a character, and closed pipes."""
+"""Standard output and error: limited encodings and closed pipes."""
 
 import codecs
 import contextlib
@@ -10,13 +10,13 @@ from typing import TextIO
 ERRORS = "mlx_marlin.replace"
 """Name of the codec error handler that `replace_unknown_characters` installs."""
 REPLACEMENTS = {"→": "->"}
-"""What is printed for a character that the terminal's encoding lacks; "?" otherwise."""
+"""Replacements of characters that the encoding lacks; the others become "?"."""
 
 
 def replace_unknown_characters() -> None:
-    """Makes printing succeed in every encoding, ASCII included.
+    """Makes printing succeed in every encoding.
 
-    Without it, printing an arrow raises UnicodeEncodeError where the locale is C.
+    Without it, printing an arrow in the C locale raises UnicodeEncodeError.
     """
     codecs.register_error(ERRORS, _replace)
     for stream in _streams():
@@ -28,16 +28,16 @@ def flush() -> None:
     """Writes buffered output.
 
     Raises:
-        BrokenPipeError: If the reader of the pipe is gone.
+        BrokenPipeError: If the reader has closed the pipe.
     """
     for stream in _streams():
         stream.flush()
 
 
 def discard() -> None:
-    """Sends buffered output to the null device where it cannot be written.
+    """Redirects streams that cannot be written to the null device.
 
-    The interpreter flushes both streams when it exits, and would print a traceback.
+    Otherwise the interpreter would print a traceback when it flushes them at exit.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in _streams():
@@ -48,15 +48,15 @@ def discard() -> None:
     os.close(null)
 
 
-def complain(text: str) -> None:
-    """Prints a line on standard error, if it can be written to."""
+def print_error(text: str) -> None:
+    """Prints a line to standard error, ignoring errors of the stream."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     discard()
 
 
 def _streams() -> list[TextIO]:
-    """Returns the open streams: one that the caller closed is None."""
+    """Returns the open streams; sys.stdout is None if the caller closed it."""
     streams: tuple[TextIO | None, ...] = (sys.stdout, sys.stderr)
     return [stream for stream in streams if stream is not None]
 
@@ -65,4 +65,4 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     unknown = error.object[error.start : error.end]
-    return "".join(REPLACEMENTS.get(each, "?") for each in unknown), error.end
+    return "".join(REPLACEMENTS.get(char, "?") for char in unknown), error.end

@@ -1,41 +1,42 @@
-"""`mlx-marlin tune`: measures which plan is fastest here, and keeps it for serving."""
+"""`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
 
 import argparse
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import guard
+from mlx_marlin import state
 from mlx_marlin.backends import (
     devices,
     planner,
+    registry,
     selection,
     tuned_results,
 )
-from mlx_marlin.backends.devices import Target
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
-from mlx_marlin.cli import models
+from mlx_marlin.cli import models, tune_report
 from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import layers, operands, tuner
-from mlx_marlin.tuning.timing import Spread
-from mlx_marlin.tuning.tuner import Arm, Clock, Outcome
+from mlx_marlin.tuning.tuner import Arm, Clock
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
 ROWS = (1, 2, 4, 8, 16, 32)
-"""Rows that are measured of a model or of a shape without them."""
-MOST_SECONDS = 86400.0
-"""Seconds for each problem: a day."""
+"""Default rows (M) of models and of shapes without M."""
+MAX_SECONDS = 86400.0
+"""Upper limit of --seconds: a day."""
 BOTH = "both"
-"""What `--layout` takes beside the layouts."""
+"""Value of `--layout` for all layouts."""
 SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
 
+DESCRIPTION = """
+Measure the plans of this package and stock MLX on this machine, and keep the fastest.
+Later products of the same shapes use it.
+"""
 EPILOG = """
 examples:
   mlx-marlin tune 8x4096x11008
@@ -48,11 +49,10 @@ examples:
 def add_parser(
     subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
 ) -> None:
-    """Adds the command's arguments."""
+    """Adds the arguments of the command."""
     parser = subparsers.add_parser(
         "tune",
-        description="Measure our plans and stock MLX on this machine, and keep what is "
-        "fastest: products of these shapes then use it.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -60,77 +60,94 @@ def add_parser(
         "targets",
         nargs="*",
         metavar="MODEL_OR_SHAPE",
-        help="MxNxK or M,N,K; NxK for several M; or an mlx-lm model, folder or name",
+        help="MxNxK or M,N,K; NxK for several M; or the name or folder of an mlx-lm "
+        "model",
     )
+    _add_options(parser)
+    shapes = parser.add_argument_group("format of shapes (a model has its own)")
+    shapes.add_argument("--mode", choices=MODES, help="default: affine")
+    shapes.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
+    shapes.add_argument("--group-size", type=int, help="default: the mode's")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rows", help=f"M to measure, such as 1,4,8; default: {_listed(ROWS)}"
+        "--rows", help=f"M to measure, such as 1,4,8; default: {models.listed(ROWS)}"
     )
     parser.add_argument(
         "--layout",
         choices=(*LAYOUTS, BOTH),
-        help="default: mlx, on CUDA marlin, or the only one that a format has",
+        help="layout of the weight; default: the layout that `optimize` uses on this "
+        "back end, or the only layout of the format",
     )
     parser.add_argument(
-        "--dtype", choices=list(DTYPE_BYTES), help="default: float16, or the model's"
-    )
-    shapes = parser.add_argument_group("formats of shapes; a model has its own")
-    shapes.add_argument("--mode", choices=MODES, help="default: affine")
-    shapes.add_argument("--bits", type=int, help="of a code; default: the mode's")
-    shapes.add_argument("--group-size", type=int, help="default: the mode's")
-    parser.add_argument(
-        "--seconds", type=float, default=tuner.SECONDS, help="for each problem"
+        "--dtype",
+        choices=list(DTYPE_BYTES),
+        help="dtype of activations; default: the model's, or float16",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="only list what would be measured"
+        "--seconds",
+        type=float,
+        default=tuner.SECONDS,
+        help=f"time limit for each problem; default: {tuner.SECONDS:g}",
     )
     parser.add_argument(
-        "--clear", action="store_true", help="remove all that was kept, first"
+        "--dry-run", action="store_true", help="only list the plans to measure"
+    )
+    parser.add_argument(
+        "--clear", action="store_true", help="remove all stored results first"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes the problems; returns 1 if a plan's product was wrong."""
-    if not args.targets and not args.clear:
-        raise ValueError("name a shape such as 8x4096x11008, or a model; or --clear")
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g} must be above 0")
-    if args.seconds > MOST_SECONDS:
-        raise ValueError(
-            f"--seconds {args.seconds:g}, expected at most {MOST_SECONDS:g}"
-        )
-    if args.clear and args.dry_run:
-        raise ValueError("--clear removes results and --dry-run nothing: name one")
+    """Tunes the problems; returns 1 if the result of a plan was wrong."""
+    _check_arguments(args)
     found = problems(args)
     for problem in found:
         operands.check(problem)
     found = _tunable(found)
     if args.dry_run:
-        print("\n\n".join(listing(each, eligibility.target()) for each in found))
+        print("\n\n".join(listing(problem, eligibility.target()) for problem in found))
         return 0
-    place = tuned_results.folder()
-    clock = _clock(args.seconds, place) if found else None
+    folder = tuned_results.folder()
+    clock = _clock(args.seconds, folder) if found else None
     if args.clear:
-        print(f"files removed from {place}: {tuned_results.clear(place)}")
-    return _tune(found, eligibility.target(), clock, place) if clock else 0
+        print(f"files removed from {folder}: {tuned_results.clear(folder)}")
+    return _tune(found, eligibility.target(), clock, folder) if clock else 0
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if not args.targets and not args.clear:
+        raise ValueError(
+            "expected a shape such as 8x4096x11008, a model, or the option --clear"
+        )
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g} must be above 0")
+    if args.seconds > MAX_SECONDS:
+        raise ValueError(
+            f"--seconds {args.seconds:g}, expected at most {MAX_SECONDS:g}"
+        )
+    if args.clear and args.dry_run:
+        raise ValueError("--clear and --dry-run exclude each other: use one of them")
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Returns the problems that the arguments name, each once."""
+    """Returns the problems that the arguments specify, without duplicates."""
     rows = models.rows(args.rows) if args.rows else None
-    several: list[Problem] = []
+    found: list[Problem] = []
     for target in args.targets:
         shape = SHAPE.fullmatch(target)
         if shape is None:
-            several += layers.with_rows(_model_problems(target, args), rows or ROWS)
+            found += layers.with_rows(_model_problems(target, args), rows or ROWS)
             continue
         m, n, k = shape.groups()
-        asked = _shape_problems(int(n), int(k), args)
-        several += layers.with_rows(asked, rows or ([int(m)] if m else ROWS))
-    return [*dict.fromkeys(several)]
+        in_layouts = _shape_problems(int(n), int(k), args)
+        found += layers.with_rows(in_layouts, rows or ([int(m)] if m else ROWS))
+    return [*dict.fromkeys(found)]
 
 
-def listing(problem: Problem, target: Target) -> str:
-    """Lists what would be measured for a problem, with what the model says of it."""
+def listing(problem: Problem, target: PlanningDevice) -> str:
+    """Returns the plans to measure for a problem, with predicted times."""
     times_stock = selection.backend() in selection.ON_GPU
     rows = [["", "us by the model, not measured"]]
     for arm in tuner.arms(problem, target, times_stock=times_stock):
@@ -138,138 +155,102 @@ def listing(problem: Problem, target: Target) -> str:
     return f"{problem.explain()}\n{aligned(rows)}"
 
 
-def _predicted(arm: Arm, problem: Problem, target: Target) -> str:
-    """Returns the model's microseconds; of stock MLX there is no model on CUDA."""
+def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> str:
+    """Returns the predicted microseconds, or "" without a cost model."""
     if arm is not None:
         return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
-    if not isinstance(target, Device):
-        return ""
-    return f"{stock_prediction(problem, target).seconds * 1e6:.1f}"
-
-
-def report(problem: Problem, outcome: Outcome, clock: Clock) -> str:
-    """Says what was measured for a problem, and what is used from now on."""
-    rows = [["", f"us ({clock.name})", "+-", ""]]
-    rows += [
-        _row(arm, spread, _verdict(arm, outcome))
-        for arm, spread in outcome.arms.items()
-    ]
-    failed = "a kernel failed its check, never used"
-    rows += [[tuner.name(plan), "", "", failed] for plan in outcome.failed]
-    samples = max((each.samples for each in outcome.arms.values()), default=1)
-    how = f": medians of {samples}, +- half the interquartile range"
-    return f"{problem.explain()}{how if samples > 1 else ''}\n{aligned(rows)}"
+    stock = registry.of_device(target).predict_stock(problem, target)
+    return "" if stock is None else f"{stock.seconds * 1e6:.1f}"
 
 
 def _tunable(found: list[Problem]) -> list[Problem]:
-    """Returns the problems that can be tuned, and says why not of the others.
+    """Returns the problems that can be tuned, and prints why the others cannot.
 
     Raises:
-        ValueError: If there are problems, and none can be.
+        ValueError: If there are problems, but none can be tuned.
     """
-    reasons = {each: tuner.why_not(each, eligibility.target()) for each in found}
-    said = [
-        f"{each.explain()}: not measured, {reason}"
-        for each, reason in reasons.items()
+    reasons = {
+        problem: tuner.why_not(problem, eligibility.target()) for problem in found
+    }
+    messages = [
+        f"{problem.explain()}: not measured, {reason}"
+        for problem, reason in reasons.items()
         if reason is not None
     ]
-    if said and len(said) == len(found):
-        raise ValueError("\n".join(said))
-    for each in said:
-        print(each)
-    return [each for each in found if reasons[each] is None]
+    if messages and len(messages) == len(found):
+        raise ValueError("\n".join(messages))
+    for message in messages:
+        print(message)
+    return [problem for problem in found if reasons[problem] is None]
 
 
-def _clock(seconds: float, place: Path) -> Clock:
-    """Returns the clock, if all that measuring needs is there.
+def _clock(seconds: float, folder: Path) -> Clock:
+    """Returns the clock of this machine.
 
     Raises:
-        ValueError: If nothing here can be measured.
+        ValueError: If this machine cannot measure.
         OSError: If the folder cannot be written to.
     """
     if tuned_results.stands_for_another(selection.backend()):
         raise ValueError(
-            f"{devices.ENVIRONMENT} names the chip to plan for, but the one here would "
-            f"be measured: unset it"
+            f"{devices.ENVIRONMENT} selects a device to plan for, but tuning measures "
+            f"this machine: unset it"
         )
     clock = tuner.clock(eligibility.target(), seconds)
-    _check_writable(place)  # before minutes are spent
+    _check_writable(folder)  # before the measurements, which take minutes
     return clock
 
 
-def _tune(found: list[Problem], target: Target, clock: Clock, place: Path) -> int:
-    """Measures problem after problem, and keeps each result at once."""
-    here = tuned_results.machine(target, selection.backend())
+def _tune(
+    found: list[Problem], target: PlanningDevice, clock: Clock, folder: Path
+) -> int:
+    """Measures the problems, and stores every result immediately."""
+    machine = tuned_results.machine(target, selection.backend())
     wrong = kept = 0
-    for problem in _shown(found):
+    for problem in _with_progress(found):
         outcome = tuner.tune(problem, target, clock)
-        _say(report(problem, outcome, clock))
+        _print_above_bar(tune_report.measurements(problem, outcome, clock))
         if outcome.result:
-            tuned_results.write(place, here, [outcome.result])
+            tuned_results.write(folder, machine, [outcome.result])
             kept += 1
         wrong += len(outcome.wrong) + len(outcome.failed)
-    dispatch.forget()
-    print(_kept(kept, len(found), place / here.file_name))
+    state.reset()
+    print(tune_report.conclusion(kept, len(found), folder / machine.file_name))
     return 1 if wrong else 0
 
 
-def _kept(kept: int, problems: int, file: Path) -> str:
-    """Returns what was kept, and who serves the problems of which nothing was."""
-    if kept == problems:
-        return f"kept in {file}"
-    served = (
-        "stock MLX serves them"
-        if guard.is_on()
-        else f"set {guard.ENVIRONMENT}=1 to have stock MLX serve them"
-    )
-    left = f"all our plans of {problems - kept} of {problems} problems failed: {served}"
-    return f"{left}\nkept in {file}" if kept else f"{left}\nnothing was kept"
-
-
-def _row(arm: Arm, spread: Spread, verdict: str) -> list[str]:
-    median, noise = spread.median * 1e6, spread.range / 2 * 1e6
-    return [tuner.name(arm), f"{median:.2f}", f"{noise:.2f}", verdict]
-
-
-def _verdict(arm: Arm, outcome: Outcome) -> str:
-    parts = ["the model's answer"] if arm == next(iter(outcome.arms)) else []
-    if arm in outcome.wrong:
-        parts.append("WRONG product, never used")
-    result = outcome.result
-    if result and arm == (None if result.stock else result.plan):
-        parts.append("used from now on")
-    return ", ".join(parts)
-
-
 def _shape_problems(n: int, k: int, args: argparse.Namespace) -> list[Problem]:
-    """Returns one row of a shape, in each layout."""
-    asked = partial(
+    """Returns the problem of one row of a shape, in every layout to measure."""
+    problem = partial(
         problem_of,
         mode=args.mode or "affine",
         bits=args.bits,
         group_size=args.group_size,
         dtype=args.dtype or "float16",
     )
-    packed = asked(1, n, k, layout="marlin")
-    return [asked(1, n, k, layout=each) for each in _layouts(args, packed)]
+    packed = problem(1, n, k, layout="marlin")
+    return [problem(1, n, k, layout=layout) for layout in _layouts(args, packed)]
 
 
 def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
-    """Returns the layouts to measure a problem's format in."""
-    of_format = problem.format.layouts
+    """Returns the layouts in which to measure a problem."""
+    supported = problem.format.layouts
     if args.layout is None:
         usual = _usual_layout()
-        return (usual,) if usual in of_format else of_format[:1]
-    return of_format if args.layout == BOTH else (args.layout,)
+        return (usual,) if usual in supported else supported[:1]
+    return supported if args.layout == BOTH else (args.layout,)
 
 
 def _usual_layout() -> str:
-    """Returns the layout of what `optimize` converts, unless another is named."""
-    return "marlin" if selection.backend() == "cuda" else "mlx"
+    """Returns the layout to which `optimize` converts by default."""
+    return selection.traits().default_layout
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
-    """Returns one row of each product of a model, whose weights are not read."""
+    """Returns the problem of one row of every layer of a model.
+
+    The weights are not read.
+    """
     for option in ("mode", "bits", "group_size"):
         if (value := getattr(args, option)) is not None:
             raise ValueError(
@@ -290,13 +271,7 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
         )
     if args.dtype is None:
         return [*found.problems]
-    return [_with_dtype(each, args.dtype) for each in found.problems]
-
-
-def _with_dtype(problem: Problem, dtype: str) -> Problem:
-    is_bytes = problem.format.codes == "floating"
-    scales = problem.scale_dtype if is_bytes else dtype
-    return replace(problem, dtype=dtype, scale_dtype=scales)
+    return [models.with_dtype(problem, args.dtype) for problem in found.problems]
 
 
 def _load(name: str) -> Any:
@@ -308,33 +283,28 @@ def _load(name: str) -> Any:
         ) from error
 
 
-def _missing(purpose: str, error: ImportError) -> ImportError:
-    return ImportError(f"{purpose} needs pip install 'mlx-marlin[lm]': {error}")
-
-
-def _check_writable(place: Path) -> None:
+def _check_writable(folder: Path) -> None:
     try:
-        with tuned_results.locked(place):
-            tempfile.TemporaryFile(dir=place).close()
+        with tuned_results.locked(folder):
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(
-            f"the results cannot be kept in {place}: {error.strerror or error}"
+            f"the results cannot be kept in {folder}: {error.strerror or error}"
         ) from error
 
 
-def _shown(found: list[Problem]) -> Iterator[Problem]:
+def _with_progress(found: list[Problem]) -> Iterator[Problem]:
+    """Yields the problems and shows a progress bar."""
     try:
         from tqdm import tqdm
     except ImportError as error:
-        raise _missing("the progress bar", error) from error
+        raise ImportError(
+            f"the progress bar needs pip install 'mlx-marlin[lm]': {error}"
+        ) from error
     yield from tqdm(found, "tune", unit="problem")
 
 
-def _say(text: str) -> None:
+def _print_above_bar(text: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(f"{text}\n")
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""Runs any `mx.fast.metal_kernel` call on the CPU."""
+"""An emulator that runs `mx.fast.metal_kernel` calls on the CPU."""
 
 from mlx_marlin.emulator.compiling.compiler import unavailable
 from mlx_marlin.emulator.counters import Counters

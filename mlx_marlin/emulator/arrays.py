@@ -1,4 +1,4 @@
-"""MLX arrays as the bytes that a kernel gets, and back."""
+"""Conversion of MLX arrays to kernel arguments, and of kernel output to arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator.engine import Argument, Placed
+from mlx_marlin.emulator.memory import Argument, MappedArgument
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,14 +26,14 @@ _NUMPY = {
     mx.uint32: "uint32",
     mx.uint64: "uint64",
     mx.float16: "float16",
-    mx.bfloat16: "uint16",  # NumPy has none; the bits are kept
+    mx.bfloat16: "uint16",  # NumPy has no bfloat16
     mx.float32: "float32",
     mx.complex64: "complex64",
 }
 
 
 def raw_array(array: mx.array) -> npt.NDArray[Any]:
-    """The array's memory as NumPy sees it, bfloat16 as uint16; no copy."""
+    """Returns a NumPy view of an array's memory, bfloat16 as uint16."""
     import numpy as np
 
     return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
@@ -41,9 +41,9 @@ def raw_array(array: mx.array) -> npt.NDArray[Any]:
 
 @functools.cache
 def _fresh_residue() -> int:
-    """Address modulo 16 of an array at the start of its buffer, for this MLX.
+    """Returns the address modulo 16 at which MLX's CPU buffers start.
 
-    On a GPU a buffer starts at a multiple of 16; MLX's CPU buffers need not.
+    On a GPU, buffers start at a multiple of 16.
     """
     return int(raw_array(mx.zeros((64,), mx.uint8)).ctypes.data) % 16
 
@@ -51,15 +51,15 @@ def _fresh_residue() -> int:
 def input_argument(
     name: str, array: mx.array, copy_strided: bool
 ) -> tuple[npt.NDArray[Any], Argument]:
-    """The memory of an input.
+    """Converts an input.
 
     Args:
-        name: For reports.
+        name: Name of the parameter, for error messages.
         array: Any evaluated array.
-        copy_strided: Whether an array that is not row contiguous is copied.
+        copy_strided: Whether to copy an array that is not row contiguous.
 
     Returns:
-        The array whose shape and strides the kernel is told, and its memory.
+        The array whose shape and strides the kernel receives, and its memory.
     """
     import numpy as np
 
@@ -74,12 +74,12 @@ def input_argument(
 
 
 def _strided(name: str, raw: npt.NDArray[Any], residue: int) -> Argument:
-    """All bytes between the first and the last element of a view, in memory order."""
+    """Converts a view: all bytes from its first to its last element in memory."""
     import numpy as np
 
-    reach = [(n - 1) * step for n, step in zip(raw.shape, raw.strides, strict=True)]
-    before = -sum(step for step in reach if step < 0)
-    size = before + sum(step for step in reach if step > 0) + raw.itemsize
+    extents = [(n - 1) * step for n, step in zip(raw.shape, raw.strides, strict=True)]
+    before = -sum(extent for extent in extents if extent < 0)
+    size = before + sum(extent for extent in extents if extent > 0) + raw.itemsize
     block = (ctypes.c_uint8 * size).from_address(raw.ctypes.data - before)
     contents = np.ctypeslib.as_array(block)
     return Argument(name, contents, size, (residue - before) % 16, origin=before)
@@ -88,7 +88,14 @@ def _strided(name: str, raw: npt.NDArray[Any], residue: int) -> Argument:
 def info_arguments(
     raw: npt.NDArray[Any], wanted: tuple[bool, bool, bool], names: Iterator[str]
 ) -> list[Argument]:
-    """Shape (int32), strides in elements (int64) and rank (int32), those `wanted`."""
+    """Returns an array's metadata as kernel arguments.
+
+    Args:
+        raw: The array.
+        wanted: Whether the kernel takes the shape (int32), the strides in elements
+            (int64) and the rank (int32).
+        names: Names of the parameters.
+    """
     import numpy as np
 
     if not raw.ndim:
@@ -109,21 +116,23 @@ def info_arguments(
 def output_argument(
     name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None
 ) -> Argument:
-    """Memory for an output, poisoned unless `init_value` fills it."""
+    """Returns the memory of an output: `init_value`, or poison if that is None."""
     import numpy as np
 
     size = math.prod(shape) * dtype.size
     contents = None
     if init_value is not None:
-        # mx.full gives float32 for a float, whatever integer dtype it is told.
+        # mx.full returns float32 for a float, even if dtype is an integer.
         filled = raw_array(mx.full(tuple(shape), init_value, dtype).astype(dtype))
         contents = filled.reshape(-1).view(np.uint8)
     return Argument(name, contents, size, 0, writable=True)
 
 
-def output_array(placed: Placed, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-    """A copy of what the kernel has written."""
-    if not placed.argument.size:
+def output_array(
+    buffer: MappedArgument, shape: Sequence[int], dtype: mx.Dtype
+) -> mx.array:
+    """Returns a copy of an output."""
+    if not buffer.argument.size:
         return mx.zeros(tuple(shape), dtype)
-    values = mx.array(placed.contents().view(_NUMPY[dtype]).reshape(shape))
+    values = mx.array(buffer.contents().view(_NUMPY[dtype]).reshape(shape))
     return values.view(mx.bfloat16) if dtype == mx.bfloat16 else values

@@ -1,7 +1,7 @@
-"""What a kernel moves and does, counted: a record that is equal on every machine.
+"""Counters of a kernel's memory traffic and operations, equal on every machine.
 
-Nothing here is a time. Bytes and lines say what a simdgroup asks of memory, not what a
-cache answers.
+Counters are not times. Bytes and cache lines are those that simdgroups request; caches
+are not modelled.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Traffic:
-    """What simdgroups do to one memory, on one line or on all.
+    """Accesses of one buffer or threadgroup variable, on one line or on all lines.
 
-    A simdgroup's access is one execution of an instruction by its lanes. An access is
-    repeated if the same lanes have made it to the same addresses since they last met
-    in a barrier or a simdgroup operation: a compiler that knows about address spaces
-    would keep the value. Repeated accesses count in no other number than their bytes.
+    An access is one execution of an instruction by the lanes of a simdgroup. An access
+    is repeated if the same lanes have accessed the same addresses since their last
+    barrier or simdgroup operation: a compiler that knows address spaces would keep the
+    value in a register. Only the bytes of repeated accesses are counted.
 
     Attributes:
         memory: Name of the buffer or of the threadgroup variable.
         space: "device" or "threadgroup".
-        line: Where, or "" for everywhere.
-        read_bytes: Bytes read; lanes that read the same byte in one access count once.
-        repeated_read_bytes: Likewise, of repeated accesses.
-        written_bytes: Bytes written, counted as reads are.
-        repeated_written_bytes: Likewise, of repeated accesses.
-        accesses: Accesses, after those to neighbouring bytes were merged into accesses
-            of up to 16 bytes a lane, as a GPU's compiler does.
-        lines_128: Aligned lines of 128 bytes that these accesses touch; device only.
-        lines_64: Lines of 64 bytes.
-        lines_32: Lines of 32 bytes.
-        bank_cycles: Cycles that threadgroup memory of 32 banks of 4 bytes takes, if
-            each serves one word a cycle to any number of lanes.
-        atomics: Atomic operations, each lane's counted; no bytes are counted for them.
+        line: Name of the line, or "" for all lines.
+        read_bytes: Bytes read. A byte that several lanes read in one access counts
+            once.
+        repeated_read_bytes: Bytes read by repeated accesses.
+        written_bytes: Bytes written, counted like bytes read.
+        repeated_written_bytes: Bytes written by repeated accesses.
+        accesses: Accesses, after accesses to neighbouring bytes are merged into
+            accesses of up to 16 bytes per lane, as a GPU's compiler does.
+        lines_128: Aligned cache lines of 128 bytes that these accesses touch; 0 for
+            threadgroup memory.
+        lines_64: Cache lines of 64 bytes.
+        lines_32: Cache lines of 32 bytes.
+        bank_cycles: Cycles of threadgroup memory with 32 banks of 4 bytes, each of
+            which serves one word per cycle to any number of lanes.
+        atomics: Atomic operations of all lanes; their bytes are not counted.
     """
 
     memory: str
@@ -55,14 +57,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Operation:
-    """How often simdgroups meet on one line.
+    """The number of executions of a collective operation on one line.
 
     Attributes:
         kind: "matrix" (multiply-accumulate), "matrix memory" (load and store), "simd"
             (sums, scans, votes), "shuffle", "simdgroup barrier" or "barrier".
         name: The Metal function.
-        line: Where.
-        count: Executions by a simdgroup; of "barrier", by a threadgroup.
+        line: Name of the line.
+        count: Executions by simdgroups, or by threadgroups for "barrier".
     """
 
     kind: str
@@ -73,14 +75,14 @@ class Operation:
 
 @dataclass(frozen=True)
 class Counters:
-    """One launch of one kernel; equal for every seed and number of workers.
+    """The counters of one launch, equal for every seed and number of workers.
 
     Attributes:
-        kernel: Its name.
+        kernel: Name of the kernel.
         threadgroups: Threadgroups of the launch.
-        threadgroup_bytes: Threadgroup memory of one of them.
-        traffic: Per memory and line, in order of name and line.
-        operations: Per function and line.
+        threadgroup_bytes: Threadgroup memory of one threadgroup.
+        traffic: Accesses per memory and line, sorted by memory and line.
+        operations: Collective operations per function and line.
     """
 
     kernel: str
@@ -90,31 +92,37 @@ class Counters:
     operations: tuple[Operation, ...]
 
     def of(self, memory: str) -> Traffic:
-        """All lines' traffic of one buffer or threadgroup variable together.
+        """Returns the traffic of one buffer or threadgroup variable on all lines.
 
         Raises:
-            ValueError: If the kernel never touches it.
+            ValueError: If the kernel does not access it.
         """
         for found in self.memories():
             if found.memory == memory:
                 return found
-        known = ", ".join(repr(each.memory) for each in self.memories())
-        raise ValueError(f"memory={memory!r} is none of those accessed: {known}")
+        known = ", ".join(repr(traffic.memory) for traffic in self.memories())
+        raise ValueError(
+            f"memory={memory!r}, expected one the kernel accesses: {known}"
+        )
 
     def memories(self) -> list[Traffic]:
-        """The traffic of each memory, all lines together."""
-        return _summed(self.traffic, lambda each: (each.memory, each.space, ""))
+        """Returns the traffic of every memory, summed over the lines."""
+        return _summed(
+            self.traffic, lambda traffic: (traffic.memory, traffic.space, "")
+        )
 
     def count(self, kind: str) -> int:
-        """Executions of one kind of operation (see `Operation`) on all lines."""
-        return sum(each.count for each in self.operations if each.kind == kind)
+        """Returns the executions of one kind of operation (see `Operation`)."""
+        return sum(
+            operation.count for operation in self.operations if operation.kind == kind
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """The record as what `json.dumps` takes."""
+        """Returns the counters as values that `json.dumps` accepts."""
         return asdict(self)
 
     def table(self) -> str:
-        """The record for a reader: totals of each memory, then lines, then meetings."""
+        """Returns the counters as text: totals, then lines, then operations."""
         head = (
             f"kernel {self.kernel}: {self.threadgroups} threadgroups, "
             f"{self.threadgroup_bytes} bytes of threadgroup memory each"
@@ -152,14 +160,14 @@ def _summed(
     traffic: Sequence[Traffic], key: Callable[[Traffic], tuple[str, str, str]]
 ) -> list[Traffic]:
     totals: dict[tuple[str, str, str], list[int]] = {}
-    for each in traffic:
-        numbers = astuple(each)[3:]
-        known = totals.setdefault(key(each), [0] * len(numbers))
-        totals[key(each)] = [a + b for a, b in zip(known, numbers, strict=True)]
-    return [Traffic(*where, *numbers) for where, numbers in totals.items()]
+    for part in traffic:
+        numbers = astuple(part)[3:]
+        total = totals.setdefault(key(part), [0] * len(numbers))
+        totals[key(part)] = [a + b for a, b in zip(total, numbers, strict=True)]
+    return [Traffic(*labels, *numbers) for labels, numbers in totals.items()]
 
 
 def merged(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
-    """One entry for each memory and line, in order of name and line."""
-    total = _summed(traffic, lambda each: (each.memory, each.space, each.line))
-    return tuple(sorted(total, key=lambda each: (each.space, each.memory, each.line)))
+    """Returns one entry per memory and line, sorted by memory and line."""
+    total = _summed(traffic, lambda part: (part.memory, part.space, part.line))
+    return tuple(sorted(total, key=lambda part: (part.space, part.memory, part.line)))

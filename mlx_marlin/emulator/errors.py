@@ -1,11 +1,11 @@
-"""The errors of the emulator, and its warning."""
+"""Errors and warnings of the emulator."""
 
 
 class EmulatorError(RuntimeError):
-    """A kernel did what no kernel may do, or the emulator cannot run it.
+    """A kernel violates the rules of Metal, or the emulator cannot run it.
 
-    The message names kernel, buffer, threadgroup, thread and source line as far as
-    they are known.
+    The message names the kernel, buffer, threadgroup, thread and source line where they
+    are known.
     """
 
 
@@ -14,4 +14,4 @@ class CompileError(EmulatorError):
 
 
 class EmulatorWarning(UserWarning):
-    """A kernel does what is rarely meant: it leaves elements of an output unwritten."""
+    """A kernel leaves elements of an output unwritten."""

@@ -1,4 +1,4 @@
-"""`mx.fast.metal_kernel` for machines without Metal."""
+"""An implementation of `mx.fast.metal_kernel` that runs on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator import engine, modes, report, tracing
+from mlx_marlin.emulator import engine, modes, tracing
 from mlx_marlin.emulator.arrays import (
     info_arguments,
     input_argument,
@@ -21,19 +21,24 @@ from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
 from mlx_marlin.emulator.language import frontend
 from mlx_marlin.emulator.language.lines import SourceMap
+from mlx_marlin.emulator.memory import Argument, MappedArgument, mapped
 from mlx_marlin.emulator.outputs import check_outputs
+from mlx_marlin.emulator.reports.compile_errors import compile_message
+from mlx_marlin.emulator.reports.context import FaultContext
+from mlx_marlin.emulator.reports.faults import fault_message
+from mlx_marlin.emulator.reports.memory_faults import canary_message
 
-# Kept at import: a test may put this module's `metal_kernel` in its place.
+# Read at import, because `emulated` replaces it.
 _stock = mx.fast.metal_kernel
 
 
 PROGRAMS = 256
-"""How many calls of a kernel, different in shapes or template, it keeps loaded."""
+"""Instances, by shapes and template arguments, that a kernel keeps loaded."""
 
 
 @dataclass(frozen=True)
 class _Program:
-    """A compiled kernel and what reports say about it."""
+    """A compiled instance of a kernel."""
 
     name: str
     source: SourceMap
@@ -54,7 +59,7 @@ def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Prog
     try:
         path = build.kernel_library(found, translation.text, traced)
     except build.RefusedError as refused:
-        message = report.compile_message(name, source, str(refused))
+        message = compile_message(name, source, str(refused))
         raise CompileError(message) from None
     try:
         kernel = engine.Kernel.load(path)
@@ -64,7 +69,7 @@ def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Prog
 
 
 class MetalKernel:
-    """A custom kernel that runs on the CPU; called like MLX's."""
+    """A custom kernel that runs on the CPU, called like a kernel of MLX."""
 
     def __init__(self, name: str, header: str, stock: Callable[..., Any]) -> None:
         self._name = name
@@ -85,14 +90,15 @@ class MetalKernel:
         verbose: bool = False,
         stream: Any = None,
     ) -> list[mx.array]:
-        """Runs the kernel now and returns its outputs.
+        """Runs the kernel immediately and returns its outputs.
 
         The arguments and errors are those of `mx.fast.metal_kernel`. The inputs are
         evaluated first.
 
         Raises:
-            EmulatorError: If the kernel misbehaves, or inside `mx.compile`.
-            CompileError: If its text is not Metal.
+            EmulatorError: If the kernel violates a rule of Metal, or inside
+                `mx.compile`.
+            CompileError: If the source does not compile.
         """
         arrays = [_as_array(value) for value in inputs]
         _evaluate(self._name, arrays)
@@ -118,7 +124,7 @@ class MetalKernel:
                 lambda *blanks: self._stock(inputs=list(blanks), **call), arrays
             )
             program = _compiled(self._name, self._header, dispatch, traced)
-        self._programs[key] = program  # the last one used comes last
+        self._programs[key] = program  # in order of last use
         while len(self._programs) > PROGRAMS:
             self._programs.pop(next(iter(self._programs)), None)
         return program
@@ -149,15 +155,15 @@ def _evaluate(name: str, arrays: list[Any]) -> None:
         if "function transformations" not in str(error):
             raise
         raise EmulatorError(
-            f"kernel {name}: the emulator runs at once and cannot be traced by "
-            "mx.compile, mx.vmap or mx.export_function. Run without them "
-            "(mx.disable_compile() turns mx.compile off), or let stock MLX compute: "
+            f"kernel {name}: the emulator runs kernels immediately and cannot be "
+            "traced by mx.compile, mx.vmap or mx.export_function. Run without them "
+            "(mx.disable_compile() turns mx.compile off), or use stock MLX: "
             "MLX_MARLIN_BACKEND=stock."
         ) from None
 
 
-def _arguments(program: _Program, arrays: list[mx.array]) -> list[engine.Argument]:
-    result: list[engine.Argument] = []
+def _arguments(program: _Program, arrays: list[mx.array]) -> list[Argument]:
+    result: list[Argument] = []
     names = (buffer.name for buffer in program.buffers)
     dispatch = program.dispatch
     for array, info in zip(arrays, dispatch.info, strict=True):
@@ -193,7 +199,7 @@ def _execute(
     outputs = program.buffers[len(arguments) :]
     for output, shape, dtype in zip(outputs, shapes, dtypes, strict=True):
         arguments.append(output_argument(output.name, shape, dtype, init_value))
-    with engine.placed(arguments) as buffers:
+    with mapped(arguments) as buffers:
         traced = _run(program, buffers) if all(dispatch.grid) else None
         first = len(buffers) - len(shapes)
         written = buffers[first:]
@@ -203,13 +209,13 @@ def _execute(
             pairs = list(zip(written, dtypes, strict=True))
             check_outputs(program.name, arrays, pairs, memories)
         return [
-            output_array(placed, shape, dtype)
-            for placed, shape, dtype in zip(written, shapes, dtypes, strict=True)
+            output_array(buffer, shape, dtype)
+            for buffer, shape, dtype in zip(written, shapes, dtypes, strict=True)
         ]
 
 
-def _run(program: _Program, buffers: Sequence[engine.Placed]) -> tracing.Trace | None:
-    """Runs the kernel; returns what trace mode knows."""
+def _run(program: _Program, buffers: Sequence[MappedArgument]) -> tracing.Trace | None:
+    """Runs the kernel and returns its trace, or None outside of trace mode."""
     dispatch = program.dispatch
     kernel, source = program.kernel, program.source
     traced = tracing.request(kernel, buffers) if program.traced else None
@@ -222,29 +228,30 @@ def _run(program: _Program, buffers: Sequence[engine.Placed]) -> tracing.Trace |
         traced,
     )
     if outcome.report.fault:
-        scene = report.Scene(program.name, kernel, source, buffers, outcome)
-        raise EmulatorError(report.fault_message(scene))
+        fault = FaultContext(program.name, kernel, source, buffers, outcome)
+        raise EmulatorError(fault_message(fault))
     launches = modes.launches.get()
     if traced is not None and launches is not None:
-        count = dispatch.threadgroups
         launches.append(
-            tracing.answer(program.name, kernel, source, buffers, count, traced)
+            tracing.launch_counters(
+                program.name, kernel, source, buffers, dispatch.threadgroups, traced
+            )
         )
     return traced
 
 
 def _options(dispatch: Dispatch) -> modes.Options:
-    """This context's, without residents for which there is no threadgroup."""
+    """Returns this context's options, with `resident` at most the threadgroups."""
     options = modes.options.get()
     if options.resident <= dispatch.threadgroups:
         return options
     return replace(options, resident=max(1, dispatch.threadgroups))
 
 
-def _check_canaries(name: str, outputs: Sequence[engine.Placed]) -> None:
-    for placed in outputs:
-        if side := placed.canary():
-            raise EmulatorError(report.canary_message(name, placed, side))
+def _check_canaries(name: str, outputs: Sequence[MappedArgument]) -> None:
+    for buffer in outputs:
+        if side := buffer.canary():
+            raise EmulatorError(canary_message(name, buffer, side))
 
 
 def metal_kernel(
@@ -257,10 +264,10 @@ def metal_kernel(
     atomic_outputs: bool = False,
     compile_options: dict[str, Any] | None = None,
 ) -> MetalKernel:
-    """Makes a kernel that runs on the CPU.
+    """Returns a kernel that runs on the CPU.
 
     Arguments and errors are those of `mx.fast.metal_kernel`. `compile_options` has no
-    effect: arithmetic is always the safe one.
+    effect: the emulator always uses safe math.
     """
     stock: Any = _stock(
         name,

@@ -1,4 +1,4 @@
-"""How kernels run: what holds for every launch in a block of code."""
+"""Options of the emulator, per context."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from mlx_marlin.emulator.counters import Counters
 
-MOST_RESIDENT = 256
+MAX_RESIDENT = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the emulator runs.
+    """Options of a launch.
 
     Attributes:
-        seed: Of the shuffled order.
+        seed: Seed of the order in which threadgroups and simdgroups run.
         workers: Host threads.
-        trace: Whether every access to memory is checked.
-        resident: Threadgroups of a host thread that take turns.
-        time_limit: Seconds that a threadgroup may take.
+        trace: Whether to check every memory access.
+        resident: Threadgroups that one host thread interleaves.
+        time_limit: Maximum seconds per threadgroup.
     """
 
     seed: int = 0
@@ -32,9 +32,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ValueError(f"workers={self.workers} is not positive")
-        if not 1 <= self.resident <= MOST_RESIDENT:
+        if not 1 <= self.resident <= MAX_RESIDENT:
             raise ValueError(
-                f"resident={self.resident} is not between 1 and {MOST_RESIDENT}"
+                f"resident={self.resident} is not between 1 and {MAX_RESIDENT}"
             )
         if not self.time_limit > 0:
             raise ValueError(f"time_limit={self.time_limit} is not positive")
@@ -42,6 +42,6 @@ class Options:
 
 DEFAULT = Options()
 options = ContextVar("options", default=DEFAULT)
-"""How kernels run in this context."""
+"""Options of the current context."""
 launches: ContextVar[list[Counters] | None] = ContextVar("launches", default=None)
-"""Where the counters of traced launches go, if somebody collects them."""
+"""List to which the counters of traced launches are appended, or None."""

@@ -1,4 +1,4 @@
-"""Trace mode's request to the run time, and its answer."""
+"""Trace mode: the runtime's input and output structures, and their conversion."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from collections.abc import Sequence
 
 from mlx_marlin.emulator import counters, engine
 from mlx_marlin.emulator.language import lines
+from mlx_marlin.emulator.memory import MappedArgument
 
 VALUES = 10
 MAX_COUNTERS = 1 << 16
 THREADGROUP_MEMORY = 1 << 16
 OPERATION = 1 << 17
-"""Numbers of what is counted start here, as in trace.h; buffers start at 0."""
+"""First number of an operation in `Counter.memory`, as in trace.h.
+
+Buffers are numbered from 0, threadgroup variables from THREADGROUP_MEMORY.
+"""
 OPERATIONS = {
     0: "simd",
     1: "shuffle",
@@ -42,7 +46,7 @@ class Memory(ctypes.Structure):
 
 
 class Counter(ctypes.Structure):
-    """What one place does to one memory, as in trace.h."""
+    """The counters of one instruction and one memory, as in trace.h."""
 
     _fields_ = [
         ("site", ctypes.c_uint32),
@@ -75,8 +79,8 @@ class Trace(ctypes.Structure):
 _counters = (Counter * MAX_COUNTERS)()
 
 
-def request(kernel: engine.Kernel, buffers: Sequence[engine.Placed]) -> Trace:
-    """What the run time must know to trace a launch."""
+def request(kernel: engine.Kernel, buffers: Sequence[MappedArgument]) -> Trace:
+    """Returns the structure with which the runtime traces a launch."""
     memories = (Memory * max(1, len(buffers)))(*map(_memory, buffers))
     return Trace(
         library=kernel.base,
@@ -88,52 +92,53 @@ def request(kernel: engine.Kernel, buffers: Sequence[engine.Placed]) -> Trace:
     )
 
 
-def _memory(placed: engine.Placed) -> Memory:
-    argument = placed.argument
-    begin = placed.address - argument.origin
+def _memory(buffer: MappedArgument) -> Memory:
+    argument = buffer.argument
+    begin = buffer.address - argument.origin
     return Memory(
         begin=begin,
         bytes=argument.size,
-        reserved=placed.region.reserved,
-        reserved_bytes=placed.region.reserved_bytes,
+        reserved=buffer.region.reserved,
+        reserved_bytes=buffer.region.reserved_bytes,
         writable=argument.writable,
         written=argument.contents is not None,
         residue=begin % 16,
     )
 
 
-def answer(
+def launch_counters(
     name: str,
     kernel: engine.Kernel,
     source: lines.SourceMap,
-    buffers: Sequence[engine.Placed],
+    buffers: Sequence[MappedArgument],
     threadgroups: int,
     trace: Trace,
 ) -> counters.Counters:
-    """What the run time has counted, by lines.
+    """Returns the counters of a launch, by line.
 
     Args:
-        name: Of the kernel.
-        kernel: The traced build.
-        source: Names its lines.
-        buffers: The same as for `request`.
-        threadgroups: Number of them in the launch.
-        trace: After the launch.
+        name: Name of the kernel.
+        kernel: The traced kernel.
+        source: Maps generated lines to lines of the kernel.
+        buffers: The buffers passed to `request`.
+        threadgroups: Threadgroups of the launch.
+        trace: The structure that the runtime has filled.
     """
-    counted = [trace.counters[at] for at in range(trace.counter_count)]
-    place = _places(kernel, source, [each.site for each in counted])
+    counted = [trace.counters[index] for index in range(trace.counter_count)]
+    names = _line_names(kernel, source, [counter.site for counter in counted])
     traffic: list[counters.Traffic] = []
     operations: dict[tuple[str, str, str], int] = defaultdict(int)
-    for each in counted:
-        where, label = place[each.site], (each.name or b"").decode()
-        if each.memory >= OPERATION:
-            kind = OPERATIONS[each.memory - OPERATION]
-            operations[kind, label, where] += each.values[VALUES - 1]
-        elif each.memory >= THREADGROUP_MEMORY:
-            traffic.append(counters.Traffic(label, "threadgroup", where, *each.values))
+    for counter in counted:
+        line, label = names[counter.site], (counter.name or b"").decode()
+        values = counter.values
+        if counter.memory >= OPERATION:
+            kind = OPERATIONS[counter.memory - OPERATION]
+            operations[kind, label, line] += values[VALUES - 1]
+        elif counter.memory >= THREADGROUP_MEMORY:
+            traffic.append(counters.Traffic(label, "threadgroup", line, *values))
         else:
-            label = buffers[each.memory].argument.name
-            traffic.append(counters.Traffic(label, "device", where, *each.values))
+            label = buffers[counter.memory].argument.name
+            traffic.append(counters.Traffic(label, "device", line, *values))
     return counters.Counters(
         kernel=name,
         threadgroups=threadgroups,
@@ -145,12 +150,12 @@ def answer(
     )
 
 
-def _places(
+def _line_names(
     kernel: engine.Kernel, source: lines.SourceMap, sites: Sequence[int]
 ) -> dict[int, str]:
-    """Names the innermost Metal line of each return address."""
-    # The call lies before the address that it returns to.
-    found = lines.places_of_all(kernel.path, [site - 1 for site in sites])
+    """Returns the name of the innermost Metal line of every return address."""
+    # A call precedes its return address.
+    found = lines.locations_by_offset(kernel.path, [site - 1 for site in sites])
     return {
         site: source.name(found[site - 1][0]) if found[site - 1] else "an unknown line"
         for site in sites

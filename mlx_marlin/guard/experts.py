@@ -5,116 +5,99 @@ from dataclasses import replace
 import mlx.core as mx
 
 from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import TILE_N
 
 
-def fault_of(plan: GatherPlan | CudaGatherPlan) -> str | None:
-    """Returns how a small plan's results differ from their answer; None if not.
+def fault_of(plan: GatherPlan) -> str | None:
+    """Returns how the result of a small plan differs from its known answer, or None.
 
     Args:
         plan: A plan of few pairs; its kernel runs once.
     """
-    y, answer = _metal(plan) if isinstance(plan, GatherPlan) else _cuda(plan)
-    problem = plan.problem
+    problem, gather = plan.problem, plan.gather
+    rows = problem.m // plan.pairs_per_row if plan.pairs_per_row else problem.m + 1
+    x = operands.activations(problem, (rows, problem.k))
+    experts, sources = _choices(plan, rows)
+    weight = operands.draw(_of_all_experts(problem, plan.experts))
+    count = 2 if gather.gate else 1
+    first_tiles = [_first_tiles(plan.experts, index) for index in range(count)]
+    stored = [_stored(problem, weight, tiles) for tiles in first_tiles]
+    biases = [
+        operands.normals(problem, (plan.experts, problem.n), seed) for seed in (2, 3)
+    ][: count * gather.bias]
+    second = stored[1][:2] if gather.gate else ()
+    indices = (experts,) if plan.pairs_per_row else (experts, sources)
+    product = experts_launch.gather_product(plan)
+    y = product(x, *stored[0], *second, *biases, *indices)
+    with mx.stream(mx.cpu):
+        answers = _sums(problem, x, weight, first_tiles, experts, sources)
+        for index, bias in enumerate(biases):
+            values = answers[index].values + reference.wide(bias)[experts]
+            answers[index] = Answer(values, answers[index].bound)
+        answer = answers[0]
+        if gather.gate:
+            answer = reference.gated(gather.gate, *answers)
+        answer = reference.rounded(problem, answer)
     return reference.difference(y.reshape(problem.m, problem.n), answer)
 
 
-def _metal(plan: GatherPlan) -> tuple[mx.array, Answer]:
-    problem = plan.problem
-    x = operands.activations(problem, (problem.m + 1, problem.k))
-    weight = operands.draw(_of_all_experts(problem, plan.experts))
-    experts, sources = _choices(problem.m, plan.experts, len(x))
-    first = [*range(plan.experts)]
-    stored = _stored(problem, weight, first)
-    y = experts_launch.gather_product(plan)(x, *stored, sources, experts)
-    with mx.stream(mx.cpu):
-        (sums,) = _sums(problem, x, weight, [first], experts, sources)
-        return y, reference.rounded(problem, sums)
-
-
-def _cuda(plan: CudaGatherPlan) -> tuple[mx.array, Answer]:
-    problem = plan.problem
-    rows = problem.m // plan.each if plan.each else problem.m + 1
-    x = operands.activations(problem, (rows, problem.k))
-    experts, sources = _choices(problem.m, plan.experts, rows, plan.each)
-    weight = operands.draw(_of_all_experts(problem, plan.experts))
-    count = 2 if plan.gate else 1
-    first = [_first_tiles(plan.experts, nth) for nth in range(count)]
-    stored = [_stored(problem, weight, each) for each in first]
-    biases = [
-        operands.normals(problem, (plan.experts, problem.n), seed) for seed in (2, 3)
-    ][: count * plan.bias]
-    second = stored[1][:2] if plan.gate else ()
-    named = () if plan.each else (sources,)
-    y = experts_launch.cuda_gather_product(plan)(
-        x, *stored[0], *second, *biases, experts, *named
-    )
-    with mx.stream(mx.cpu):
-        sums = _sums(problem, x, weight, first, experts, sources)
-        for nth, bias in enumerate(biases):
-            added = reference.wide(bias)[experts]
-            sums[nth] = Answer(sums[nth].values + added, sums[nth].bound)
-        if plan.gate:
-            return y, reference.rounded(
-                problem, reference.gated(plan.gate, sums[0], sums[1])
-            )
-        return y, reference.rounded(problem, sums[0])
-
-
 def _of_all_experts(problem: Problem, experts: int) -> Problem:
-    """Returns a problem whose weight has the weights of all experts in it.
+    """Returns a problem whose weight contains the weights of all experts.
 
-    Each begins a tile of 32 rows after another one: one weight is drawn and decoded for
-    all of them, and no two are equal.
+    The weight of every expert begins at another tile of 32 rows. So one weight is drawn
+    and decoded for all of them, and no two are equal.
     """
     tiles = -(-problem.n // TILE_N) + experts - 1
     return replace(problem, n=TILE_N * tiles)
 
 
-def _first_tiles(experts: int, nth: int) -> list[int]:
-    """Returns where the nth weight of each expert begins: not where its others do."""
-    return [(expert + 2 * nth) % experts for expert in range(experts)]
+def _first_tiles(experts: int, index: int) -> list[int]:
+    """Returns the first tile of weight `index` of each expert.
+
+    The weights of one expert begin at different tiles.
+    """
+    return [(expert + 2 * index) % experts for expert in range(experts)]
 
 
 def _stored(
-    problem: Problem, weight: Operands, first: list[int]
+    problem: Problem, weight: Operands, first_tiles: list[int]
 ) -> tuple[mx.array, ...]:
-    """Returns codes, scales and biases [experts, ...], by the tiles where they begin.
+    """Returns codes, scales and biases [experts, ...] of the weights at these tiles.
 
-    Packed tiles have rows of another expert where n does not fill the last one.
+    If n does not fill the last packed tile, the tile has rows of another expert too.
     """
     is_packed = problem.layout == "marlin"
     size = -(-problem.n // TILE_N) if is_packed else problem.n
     unit = 1 if is_packed else TILE_N
     with mx.stream(mx.cpu):
         stored = tuple(
-            mx.stack([each[unit * tile : unit * tile + size] for tile in first])
-            for each in weight.stored
+            mx.stack([array[unit * tile : unit * tile + size] for tile in first_tiles])
+            for array in weight.stored
         )
         mx.eval(stored)
     return stored
 
 
-def _choices(
-    pairs: int, experts: int, rows: int, each: int = 0
-) -> tuple[mx.array, mx.array]:
+def _choices(plan: GatherPlan, rows: int) -> tuple[mx.array, mx.array]:
     """Returns the expert and the row of each pair.
 
     Most pairs choose the last expert and some the first; one expert has one pair, one
-    has two, and all others have none.
+    has two, and the others have none.
     """
     with mx.stream(mx.cpu):
-        nth = mx.arange(pairs)
-        chosen = mx.where(nth % 5 == 1, 0, experts - 1)
-        chosen = mx.where(nth == 3, 1, chosen)
-        chosen = mx.where(nth % 100 // 2 == 2, 2, chosen)
-        sources = nth // each if each else (nth * 7 + 1) % rows
+        pair = mx.arange(plan.problem.m)
+        chosen = mx.where(pair % 5 == 1, 0, plan.experts - 1)
+        chosen = mx.where(pair == 3, 1, chosen)
+        chosen = mx.where(pair % 100 // 2 == 2, 2, chosen)
+        if plan.pairs_per_row:
+            sources = pair // plan.pairs_per_row
+        else:
+            sources = (pair * 7 + 1) % rows
         both = chosen.astype(mx.uint32), sources.astype(mx.uint32)
         mx.eval(both)
     return both
@@ -124,12 +107,21 @@ def _sums(
     problem: Problem,
     x: mx.array,
     weight: Operands,
-    first: list[list[int]],
+    first_tiles: list[list[int]],
     experts: mx.array,
     sources: mx.array,
 ) -> list[Answer]:
-    """Returns the products of pairs with each weight of their experts, and errors."""
-    total, off = reference.sums(problem, reference.wide(x), weight)
+    """Returns the products of pairs with each weight of their experts, and bounds.
+
+    Args:
+        problem: The product of one expert.
+        x: Activations.
+        weight: The weight that contains those of all experts.
+        first_tiles: The first tile of each expert, for each of its weights.
+        experts: The expert of each pair.
+        sources: The row of x of each pair.
+    """
+    total, bound = reference.sums(problem, reference.wide(x), weight)
 
     def of_pairs(all_columns: mx.array, tiles: list[int]) -> mx.array:
         columns = [
@@ -137,4 +129,6 @@ def _sums(
         ]
         return mx.stack(columns)[experts, sources]
 
-    return [Answer(of_pairs(total, each), of_pairs(off, each)) for each in first]
+    return [
+        Answer(of_pairs(total, tiles), of_pairs(bound, tiles)) for tiles in first_tiles
+    ]

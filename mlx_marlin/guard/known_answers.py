@@ -1,4 +1,4 @@
-"""Runs a plan's kernel variants on small problems whose answers are known."""
+"""Checks a plan's kernel variants on small problems with known answers."""
 
 from dataclasses import replace
 
@@ -20,17 +20,17 @@ def fault_of(plan: AnyPlan) -> str | None:
     """Returns what is wrong with the kernels of a plan; None if nothing is.
 
     The plan's variants run on a small problem with ragged m and n, several groups and,
-    where the plan splits tiles, several splits. Results are compared with float64;
-    then a row of x becomes NaN, and all other rows must keep their bits.
+    if the plan splits tiles, several splits. Results are compared with float64. Then
+    one row of x becomes NaN, and all other rows of the result must stay bitwise equal.
 
     Args:
-        plan: The plan that is to be served. Its kernels are built by this call.
+        plan: The plan to check; the call compiles its kernels.
     """
-    smaller = miniatures(plan)
-    products = [small for small in smaller if isinstance(small, Plan)]
+    small_plans = miniatures(plan)
+    products = [small for small in small_plans if isinstance(small, Plan)]
     if products:
         return _fault_of_products(products)
-    return next(filter(None, map(_fault_of, smaller)), None)
+    return next(filter(None, map(_fault_of, small_plans)), None)
 
 
 def _fault_of(small: AnyPlan) -> str | None:
@@ -44,7 +44,7 @@ def fault_of_repack(to: str, bits: int, order: str) -> str | None:
     """Returns what is wrong with a repack kernel; None if nothing is.
 
     Args:
-        to: The layout that codes come to, "mlx" or "marlin".
+        to: The layout of the result, "mlx" or "marlin".
         bits: Bits of a code.
         order: The order of k, "k32" or "k64".
     """
@@ -65,7 +65,7 @@ def fault_of_repack(to: str, bits: int, order: str) -> str | None:
 
 
 def _fault_of_products(plans: list[Plan]) -> str | None:
-    """Checks plans of one problem: they differ in how they share the work."""
+    """Checks plans of one problem, which differ in the division of the work."""
     problem = plans[0].problem
     batch = (problem.batch,) if problem.batch > 1 else ()
     x = operands.activations(problem, (*batch, problem.m, problem.k))
@@ -90,16 +90,16 @@ def _fault_of_products(plans: list[Plan]) -> str | None:
 
 
 def _fault_of_nan(y: mx.array, x: mx.array, result: launch.Product) -> str | None:
-    """Checks that a NaN stays in its row, and that results are reproducible."""
+    """Checks that a NaN affects only its row, and that results are reproducible."""
     with mx.stream(mx.cpu):
         rows = x.reshape(-1, x.shape[-1])
         rows[-1, 0] = mx.nan
-        spoiled = rows.reshape(x.shape)
-        mx.eval(spoiled)
-    again = result(spoiled)
+        with_nan = rows.reshape(x.shape)
+        mx.eval(with_nan)
+    again = result(with_nan)
     mx.eval(again)
     with mx.stream(mx.cpu):
-        before, after = (each.reshape(len(rows), -1) for each in (y, again))
+        before, after = (array.reshape(len(rows), -1) for array in (y, again))
         if not mx.isnan(after[-1]).all().item():
             return "NaN in x did not come out of its row"
         if not mx.array_equal(before[:-1], after[:-1]).item():
@@ -143,17 +143,17 @@ def _drawn_finish(problem: Problem) -> Finish:
 
 
 def _as_arguments(problem: Problem, x: mx.array, finish: Finish) -> list[mx.array]:
-    """Returns what `launch.product` takes after the weight."""
+    """Returns the arguments of `launch.product` after the weight."""
     if problem.epilogue == PLAIN and problem.norm is None:
         return []
-    own = (finish.bias, finish.multiply, finish.residual)
-    given = [x if each is None else each for each in own]
+    elementwise = (finish.bias, finish.multiply, finish.residual)
+    given = [x if array is None else array for array in elementwise]
     others = (finish.positions, finish.freqs, *finish.head_norms, finish.norm)
-    return [*given, *(each for each in others if each is not None)]
+    return [*given, *(array for array in others if array is not None)]
 
 
 def _whole(y: mx.array, problem: Problem) -> mx.array:
-    """Returns the results of all parts as one array."""
+    """Returns the results of all parts, concatenated."""
     if not problem.epilogue.parts:
         return y
     axis = 1 if problem.epilogue.rotation is not None else -1

@@ -1,7 +1,7 @@
-"""Weights and activations of a known-answer check, with the exact values they mean.
+"""Weights and activations of checks, with their exact values.
 
-Everything is drawn and decoded on the CPU by MLX's own operations in float64: no kernel
-of ours takes part, and no kernel of the GPU.
+All operands are generated and decoded on the CPU by MLX's operations in float64,
+without any GPU kernel.
 """
 
 from dataclasses import dataclass
@@ -16,33 +16,34 @@ from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import TILE_N
 
 LARGEST_NVFP4 = 6.0 * 448.0
-"""The largest E2M1 times the largest E4M3: a global scale is divided by it (MLX)."""
+"""The largest E2M1 times the largest E4M3, by which MLX divides a global scale."""
 GLOBAL_SCALE = 1344.0
-"""Half of that: the factor is exact."""
+"""Half of `LARGEST_NVFP4`, so that the quotient is exact."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4 (OCP Microscaling Formats 1.0, table 5)."""
 E8M0_ONE = 127
-"""The E8M0 scale that stands for 1 (OCP Microscaling Formats 1.0, section 5.4.1)."""
+"""The E8M0 code of 1 (OCP Microscaling Formats 1.0, section 5.4.1)."""
 E4M3_NAN = 0x7F
+"""The E4M3 code of NaN, without the sign."""
 SUBNORMAL_ROW, EXTREME_ROW, SMALL_SCALE_ROW = 1, 2, 3
-"""Rows of each 32 of the weight with codes or scales of one kind only."""
+"""Rows of every 32 rows of the weight with special codes or scales."""
 POOL = 8191
-"""Numbers that are drawn and repeated: a prime, so rows of a weight differ."""
+"""Random numbers that are generated and repeated: a prime, so that rows differ."""
 STRIDE = 1009
-"""Numbers between the places in the pool where two seeds begin."""
+"""Distance of the offsets in the pool at which consecutive seeds start."""
 DISTINCT_ROWS = 8
 """Rows of x of which all others are multiples: float64 products are slow on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Operands:
-    """A weight, or a batch of them, and what it stands for.
+    """A weight, or a batch of weights, with its exact values.
 
     Attributes:
-        stored: Codes, scales and biases as `launch.product` takes them.
+        stored: Codes, scales and biases as arguments of `launch.product`.
         exact: Weights [..., n, k] in float64.
-        magnitude: Of each weight, what is added up for it, all with one sign, likewise;
-            computed when it is used.
+        magnitude: Sum of the magnitudes of the terms of each weight, [..., n, k] in
+            float64; evaluated when it is used.
     """
 
     stored: tuple[mx.array, mx.array, mx.array]
@@ -51,24 +52,24 @@ class Operands:
 
 
 def draw(problem: Problem, weights: tuple[int, ...] = (), seed: int = 0) -> Operands:
-    """Returns a weight of a problem's format, or a batch.
+    """Returns a random weight of a problem's format, or a batch of them.
 
-    Row 1 of each 32 has only the least codes that are not zero, which small floats hold
-    as subnormal numbers, row 2 only the largest; row 3 of nvfp4 has subnormal scales.
-    Scales of integers have both signs.
+    Of every 32 rows, row 1 has only the smallest nonzero codes, which are subnormal
+    numbers in FP4 and FP8; row 2 only the largest; row 3 has subnormal scales in nvfp4.
+    Scales of integer codes have both signs.
 
     Args:
-        problem: Format, n and k.
-        weights: Leading axes, such as (batch,).
-        seed: Of what is drawn.
+        problem: The problem with the format, n and k.
+        weights: Leading dimensions, such as (batch,).
+        seed: Seed of the random numbers.
     """
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(seed), 3)
         codes, numbers = _codes(problem, (*weights, problem.n, problem.k), seed)
-        scales, third = _parameters(problem, weights, keys)
-        exact, magnitude = _decode(problem, numbers, scales, third)
+        scales, biases = _parameters(problem, weights, keys)
+        exact, magnitude = _decode(problem, numbers, scales, biases)
         operands = Operands(
-            stored=_lay_out(problem, codes, scales, third),
+            stored=_lay_out(problem, codes, scales, biases),
             exact=exact,
             magnitude=magnitude,
         )
@@ -77,9 +78,9 @@ def draw(problem: Problem, weights: tuple[int, ...] = (), seed: int = 0) -> Oper
 
 
 def activations(problem: Problem, shape: tuple[int, ...]) -> mx.array:
-    """Returns rows [..., m, k] in the problem's dtype.
+    """Returns random rows [..., m, k] in the problem's dtype.
 
-    The first rows are normally distributed, the others multiples of them: row i is row
+    The first `DISTINCT_ROWS` rows are normally distributed. Row i is row
     i % `DISTINCT_ROWS` times `factors(m)[i]`, exactly.
     """
     *batch, m, k = shape
@@ -94,7 +95,7 @@ def activations(problem: Problem, shape: tuple[int, ...]) -> mx.array:
 def factors(m: int) -> mx.array:
     """Returns the factors of rows: powers of two of both signs, float64 [m].
 
-    No two of 128 rows are equal. The default device must be the CPU.
+    The first 128 rows are distinct. The default device must be the CPU.
     """
     nth = mx.arange(m) // DISTINCT_ROWS
     sign = 1 - 2 * ((nth + nth // 8) % 2)
@@ -104,7 +105,7 @@ def factors(m: int) -> mx.array:
 def normals(problem: Problem, shape: tuple[int, ...], seed: int = 1) -> mx.array:
     """Returns normally distributed numbers in the problem's dtype.
 
-    All are multiples of 2^-10: halved seven times they are exact in float16.
+    They are multiples of 2^-10, so that 2^-7 times them is exact in float16.
     """
     with mx.stream(mx.cpu):
         drawn = _repeated(_pool_of_normals(), shape, seed)
@@ -132,7 +133,7 @@ def _pool_of_bytes() -> mx.array:
 
 
 def _repeated(pool: mx.array, shape: tuple[int, ...], seed: int) -> mx.array:
-    """Returns a pool again and again, from the place where a seed begins."""
+    """Returns an array filled with the repeated pool, from the offset of a seed."""
     first = seed * STRIDE % POOL
     size = prod(shape)
     whole = mx.tile(pool, -(-(first + size) // POOL))
@@ -142,7 +143,7 @@ def _repeated(pool: mx.array, shape: tuple[int, ...], seed: int) -> mx.array:
 def _codes(
     problem: Problem, shape: tuple[int, ...], seed: int
 ) -> tuple[mx.array, mx.array]:
-    """Returns codes, uint8, and the numbers that they stand for, float64."""
+    """Returns codes, uint8, and their values before scaling, float64."""
     pool = _pool_of_bytes() & _mask(problem)
     largest = _mask(problem)
     if problem.format.codes == "floating" and problem.bits == 8:
@@ -150,7 +151,7 @@ def _codes(
         pool = mx.where((pool & E4M3_NAN) == E4M3_NAN, pool - 1, pool)
         largest = E4M3_NAN - 1
     codes, numbers = (
-        _repeated(each, shape, seed) for each in (pool, _numbers(problem, pool))
+        _repeated(array, shape, seed) for array in (pool, _numbers(problem, pool))
     )
     least = _least(problem, codes[..., SUBNORMAL_ROW::TILE_N, :])
     for row, special in ((SUBNORMAL_ROW, least), (EXTREME_ROW, largest)):
@@ -161,7 +162,7 @@ def _codes(
 
 
 def _least(problem: Problem, codes: mx.array) -> mx.array:
-    """Returns the least codes that are not zero, with the signs of codes."""
+    """Returns the smallest nonzero codes, with the signs of the given codes."""
     if problem.format.codes != "floating":
         return mx.ones_like(codes)
     sign = codes & (1 << (problem.bits - 1))
@@ -171,7 +172,7 @@ def _least(problem: Problem, codes: mx.array) -> mx.array:
 
 
 def _numbers(problem: Problem, codes: mx.array) -> mx.array:
-    """Returns what codes stand for before they are scaled, in float64."""
+    """Returns the values of codes before scaling, in float64."""
     if problem.format.codes != "floating":
         return codes.astype(mx.float64)
     if problem.bits == 8:
@@ -187,7 +188,7 @@ def _mask(problem: Problem) -> int:
 def _parameters(
     problem: Problem, weights: tuple[int, ...], keys: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns scales, and biases or zero points; of others any second array."""
+    """Returns scales, and biases or zero points; the scales twice without them."""
     shape = (*weights, problem.n, problem.groups)
     if problem.format.codes == "floating":
         scales = _byte_scales(problem, shape, keys[0])
@@ -215,26 +216,26 @@ def _byte_scales(problem: Problem, shape: tuple[int, ...], key: mx.array) -> mx.
 
 
 def _decode(
-    problem: Problem, numbers: mx.array, scales: mx.array, third: mx.array
+    problem: Problem, numbers: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Returns weights in float64, and the magnitudes of what is added up for each."""
+    """Returns weights in float64, and the sum of magnitudes of the terms of each."""
     of_groups = numbers.reshape(*scales.shape, problem.group_size)
 
-    def wide(each: mx.array) -> mx.array:
-        return each.astype(mx.float64)[..., None]
+    def wide(parameters: mx.array) -> mx.array:
+        return parameters.astype(mx.float64)[..., None]
 
-    def whole(each: mx.array) -> mx.array:
-        return each.reshape(numbers.shape)
+    def whole(groups: mx.array) -> mx.array:
+        return groups.reshape(numbers.shape)
 
     if problem.format.codes == "floating":
         exact = whole(of_groups * _floats_of_scales(problem, scales)[..., None])
         return exact, exact
     scale = wide(scales)
     if problem.format.codes == "affine":
-        scaled, bias = scale * of_groups, wide(third)
+        scaled, bias = scale * of_groups, wide(biases)
         return whole(scaled + bias), whole(mx.abs(scaled) + mx.abs(bias))
     middle = mx.array(2.0 ** (problem.bits - 1), mx.float64)
-    zero = wide(third) if problem.format.codes == "zero_point" else middle
+    zero = wide(biases) if problem.format.codes == "zero_point" else middle
     return whole(scale * (of_groups - zero)), whole(scale * (of_groups + zero))
 
 
@@ -249,7 +250,7 @@ def _floats_of_scales(problem: Problem, scales: mx.array) -> mx.array:
 
 
 def _e4m3(codes: mx.array) -> mx.array:
-    """Returns what E4M3 codes stand for (OCP 8-bit Floating Point 1.0, table 2)."""
+    """Returns the values of E4M3 codes (OCP 8-bit Floating Point 1.0, table 2)."""
     values = []
     for code in range(256):
         exponent, mantissa = code >> 3 & 15, code & 7
@@ -263,18 +264,19 @@ def _e4m3(codes: mx.array) -> mx.array:
 
 
 def _lay_out(
-    problem: Problem, codes: mx.array, scales: mx.array, third: mx.array
+    problem: Problem, codes: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns a weight's codes, scales, and biases or global scale as it is stored."""
     bits, size = problem.bits, problem.group_size
     if problem.layout == "marlin":
         words = tile_conversion.tiles_of_codes(codes, bits=bits, group_size=size)
         padded_n, padded_k = layout.padded(problem.n, problem.k)
-        stored = [scales, third][: problem.format.parameters]
+        stored = [scales, biases][: problem.format.parameters]
         scales = tile_conversion.interleave(stored, padded_n, -(-padded_k // size))
-        third = scales
+        biases = scales
     else:
         words = words_of_codes(codes, bits)
     if problem.global_scale:
-        # Twice: MLX hands arrays under eight bytes over in another address space.
-        third = mx.array([GLOBAL_SCALE, GLOBAL_SCALE], mx.float32)
-    return words, scales, third
+        # Two elements, because MLX passes arrays under eight bytes as constants.
+        biases = mx.array([GLOBAL_SCALE, GLOBAL_SCALE], mx.float32)
+    return words, scales, biases

@@ -1,4 +1,4 @@
-"""Known answers of the CUDA kernels that choose experts and add up their results."""
+"""Known answers of the kernels that choose experts and add up their results."""
 
 import mlx.core as mx
 
@@ -13,28 +13,28 @@ ROWS = 5
 def fault_of_route(
     dtype: mx.Dtype, experts: int, choices: int, of_all: bool, last: bool
 ) -> str | None:
-    """Returns what is wrong with the kernel that chooses experts; None if nothing is.
+    """Returns how the kernel that chooses experts differs from its answer, or None.
 
     Args:
-        dtype: Of the logits.
+        dtype: Dtype of the logits.
         experts: Logits of a row.
         choices: Experts of a row.
         of_all: As for `experts_launch.route`.
-        last: Likewise.
+        last: As for `experts_launch.route`.
     """
     with mx.stream(mx.cpu):
-        # Whole numbers, so that many logits are equal.
+        # Small integers, so that many logits are equal.
         drawn = mx.random.randint(-6, 6, (ROWS, experts), key=mx.random.key(0))
         logits = drawn.astype(dtype)
         mx.eval(logits)
     chosen, scores = experts_launch.route(logits, choices, of_all, last)
     mx.eval(chosen, scores)
     with mx.stream(mx.cpu):
-        nth = mx.arange(experts)
-        order = drawn * experts + (nth if last else experts - 1 - nth)
+        index = mx.arange(experts)
+        order = drawn * experts + (index if last else experts - 1 - index)
         expected = mx.argsort(-order, axis=-1)[:, :choices].astype(mx.uint32)
         if not mx.array_equal(mx.sort(chosen, axis=-1), mx.sort(expected, axis=-1)):
-            return "it chose other experts"
+            return "it chose the wrong experts"
         wide = reference.wide(drawn)
         of_chosen = mx.take_along_axis(wide, chosen, axis=-1)
         others = wide if of_all else of_chosen
@@ -43,10 +43,10 @@ def fault_of_route(
 
 
 def fault_of_combine(dtype: mx.Dtype, n: int, choices: int) -> str | None:
-    """Returns what is wrong with the kernel that adds results; None if nothing is.
+    """Returns how the kernel that adds results differs from its answer, or None.
 
     Args:
-        dtype: Of the results.
+        dtype: Dtype of the results.
         n: Columns of a result.
         choices: Results of a row.
     """
@@ -62,6 +62,6 @@ def fault_of_combine(dtype: mx.Dtype, n: int, choices: int) -> str | None:
         terms = reference.wide(results.squeeze(-2)) * reference.wide(scores)[..., None]
         values = reference.wide(residual) + terms.sum(1)
         size = mx.abs(reference.wide(residual)) + mx.abs(terms).sum(1)
-        off = size * 2.0**-18 + reference.rounding(values, dtype_name(dtype))
-        answer = Answer(values, off)
+        bound = size * 2.0**-18 + reference.rounding(values, dtype_name(dtype))
+        answer = Answer(values, bound)
     return reference.difference(y, answer)

@@ -1,8 +1,8 @@
-"""Kernel variants of a plan, and the smallest problem that runs the same variants.
+"""Kernel variants of a plan, and small problems that run the same variants.
 
 A variant is what the GPU's compiler sees: the text of a kernel, its template arguments
-and the dtypes of its inputs. Two plans whose variants are equal run the same machine
-code, so what holds for a small problem holds for the large one.
+and the dtypes of its inputs. Two plans with equal variants run the same machine code,
+so a result for the small problem also holds for the large one.
 """
 
 import hashlib
@@ -13,28 +13,23 @@ from functools import lru_cache, partial
 
 from mlx_marlin.backends import arguments, registry, selection
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.cuda import arguments as cuda_arguments
-from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.metal import arguments as metal_arguments
-from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import GROUP_SIZES, TILE_K, TILE_N
 
-AnyPlan = Plan | DensePlan | GatherPlan | CudaGatherPlan
+AnyPlan = Plan | DensePlan | GatherPlan
 
 RAGGED_COLUMNS = 19
 """Columns of the last tile: more than two fragments of 8, fewer than four."""
 EXPERTS = 5
 FEW_PAIRS = 10
-"""Pairs where each has a block of its own: there are more experts than pairs then."""
+"""Number of pairs if a threadgroup computes a pair: then there are more experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +37,8 @@ class KernelVariant:
     """One kernel as the GPU's compiler sees it.
 
     Attributes:
-        source: Text, name and buffers.
-        template: Template arguments.
+        source: Its text, name and buffers.
+        template: Its template arguments.
         dtypes: Dtypes of the activations and of the scales.
     """
 
@@ -53,26 +48,19 @@ class KernelVariant:
 
 
 def variants_of(plan: AnyPlan) -> tuple[KernelVariant, ...]:
-    """Returns the variants that a plan launches, in the order of its dispatches.
-
-    Args:
-        plan: The plan.
-    """
+    """Returns the variants that a plan launches, in the order of its dispatches."""
     dtypes = plan.problem.dtype, plan.problem.scale_dtype
 
     def variant(text: Source, template: dict[str, TemplateValue]) -> KernelVariant:
         return KernelVariant(source=text, template=(*template.items(),), dtypes=dtypes)
 
     if isinstance(plan, DensePlan):
-        text = registry.named(selection.backend()).decode_source(plan.problem)
+        text = selection.active().decode_source(plan.problem)
         return (variant(text, arguments.weight_template(plan.problem)),)
-    if isinstance(plan, GatherPlan):
-        template = metal_arguments.gather_template(plan)
-        return (variant(metal_source.gather_source(), template),)
-    if isinstance(plan, CudaGatherPlan):
-        template = cuda_arguments.cuda_gather_template(plan)
-        return (variant(cuda_source.cuda_gather_source(plan), template),)
     backend = registry.of_plan(plan)
+    if isinstance(plan, GatherPlan):
+        gather = backend.gather
+        return (variant(gather.source(plan), gather.template(plan)),)
     product = backend.product_template(plan)
     found = [variant(backend.product_source(plan), product)]
     if plan.needs_second_pass:
@@ -82,13 +70,13 @@ def variants_of(plan: AnyPlan) -> tuple[KernelVariant, ...]:
 
 
 def digest(variants: tuple[KernelVariant, ...]) -> str:
-    """Returns a digest of variants: it changes with any character of their text."""
+    """Returns a digest of variants, which changes with any character of their text."""
     whole = hashlib.sha256()
     for variant in variants:
         whole.update(_text_digest(variant.source))
         # bool before int: True and 1 are different template arguments.
-        given = [(name, repr(value)) for name, value in variant.template]
-        whole.update(repr((given, variant.dtypes)).encode())
+        template = [(name, repr(value)) for name, value in variant.template]
+        whole.update(repr((template, variant.dtypes)).encode())
     return whole.hexdigest()[:32]
 
 
@@ -101,14 +89,14 @@ def _text_digest(text: Source) -> bytes:
 def miniatures(plan: AnyPlan) -> tuple[AnyPlan, ...]:
     """Returns small plans with the same variants.
 
-    Their m, n and k are ragged where the variant admits it, k has several groups, and
-    where a variant serves several ways to share the work, each has a plan.
+    Their m, n and k are ragged if the variant allows it, and k has several groups. If a
+    variant serves several strategies, there is a plan for every strategy.
 
     Args:
-        plan: The plan that is to be served.
+        plan: The plan to check.
 
     Returns:
-        At least one; `plan` itself if no smaller one has the same variants.
+        At least one plan; `plan` itself if no smaller one has the same variants.
     """
     wanted = variants_of(plan)
     found = [small for small in _smaller(plan) if variants_of(small) == wanted]
@@ -118,7 +106,7 @@ def miniatures(plan: AnyPlan) -> tuple[AnyPlan, ...]:
 def _smaller(plan: AnyPlan) -> Iterator[AnyPlan]:
     if isinstance(plan, DensePlan):
         yield from _small_dense(plan)
-    elif isinstance(plan, GatherPlan | CudaGatherPlan):
+    elif isinstance(plan, GatherPlan):
         yield from _small_gather(plan)
     else:
         yield from _small_products(plan)
@@ -133,7 +121,7 @@ def _small_products(plan: Plan) -> Iterator[Plan]:
     tiles = problem.batch * m_tiles * n_tiles
     works = _small_work(plan, tiles, -(-problem.k // tile.k), m_tiles)
     for work in works:
-        with suppress(ValueError):  # the kernel has not this way
+        with suppress(ValueError):  # the kernel does not support this work
             yield replace(plan, problem=problem, work=work)
 
 
@@ -149,7 +137,7 @@ def _small_problem(plan: Plan) -> Problem:
         batch=min(problem.batch, 2),
         group_size=group_size,
         epilogue=_small_epilogue(problem.epilogue, n),
-        invariant=False,  # says which plans may be chosen, not what a kernel does
+        invariant=False,  # it restricts the choice of plans, not the kernel
     )
 
 
@@ -162,10 +150,10 @@ def _small_m(plan: Plan) -> int:
 
 
 def _small_n(plan: Plan) -> int:
-    """Returns the columns: whole tiles, and some of the next."""
+    """Returns columns of some whole tiles and, if possible, part of another one."""
     problem = plan.problem
     if problem.epilogue.rotation is not None:
-        return problem.n  # the template holds its columns
+        return problem.n  # it is a template argument
     if problem.epilogue.gated:
         return 2 * plan.tile.n
     has_ragged_template = plan.kernel in ("gemm_register", "gemm_staged")
@@ -177,13 +165,13 @@ def _small_n(plan: Plan) -> int:
 
 
 def _least_k(plan: Plan) -> int:
-    """Returns the k that gives some slices of k two k tiles and fills each stage."""
+    """Returns the least k that gives some slices two k tiles and fills the stages."""
     steps = (plan.simdgroups_k + 2) * plan.tile.k
     return max(steps, (plan.buffers + 1) * plan.stage_k if plan.buffers else 0)
 
 
 def _small_k(problem: Problem, least: int) -> tuple[int, int]:
-    """Returns a group size of the same kind, and a k of at least two groups."""
+    """Returns a group size for the same variant, and a k of at least two groups."""
     size = problem.group_size
     if size not in GROUP_SIZES:  # a whole row
         k = -(-least // TILE_K) * TILE_K
@@ -200,12 +188,12 @@ def _small_epilogue(epilogue: Epilogue, n: int) -> Epilogue:
     if not epilogue.parts or epilogue.rotation is not None:
         return epilogue
     count = len(epilogue.parts)
-    parts = [n // count - nth for nth in range(count - 1)]
+    parts = [n // count - index for index in range(count - 1)]
     return replace(epilogue, parts=(*parts, n - sum(parts)))
 
 
 def _small_work(plan: Plan, tiles: int, k_tiles: int, m_tiles: int) -> Iterator[Work]:
-    """Yields ways to share the work, the one that exercises most first."""
+    """Yields work for the variant, the one that tests most of it first."""
     strategy = plan.work.strategy
     if strategy == "data_parallel":
         yield data_parallel(tiles, k_tiles)
@@ -222,7 +210,7 @@ def _small_work(plan: Plan, tiles: int, k_tiles: int, m_tiles: int) -> Iterator[
 
 
 def _runs(tiles: int, k_tiles: int) -> Iterator[Work]:
-    """Yields runs of whole tiles; then more threadgroups than work."""
+    """Yields stripes of whole tiles: of several tiles, then of at most one."""
     for threadgroups in (max(tiles - 1, 1), tiles + 1):
         yield Work(
             strategy="stripe", tiles=tiles, k_tiles=k_tiles, threadgroups=threadgroups
@@ -233,7 +221,7 @@ def _split_work(tiles: int, k_tiles: int) -> Iterator[Work]:
     work = partial(Work, tiles=tiles, k_tiles=k_tiles)
     streams = partial(work, slices=k_tiles)
     yield work(strategy="split_k", slices=2, threadgroups=2 * tiles)
-    # Cuts that ignore the borders of tiles.
+    # Splits that do not end where a tile does.
     yield streams(strategy="stream_k", threadgroups=2 * tiles - 1)
     if tiles % 2 == 0:
         yield streams(strategy="stream_k", threadgroups=tiles + 4, groups=2)
@@ -257,26 +245,26 @@ def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
     yield DensePlan(problem=small, transposed=False, chunk=TILE_K)
 
 
-def _small_gather(
-    plan: GatherPlan | CudaGatherPlan,
-) -> Iterator[GatherPlan | CudaGatherPlan]:
-    """Yields a plan where one expert has more pairs than a tile has rows."""
-    columns, ragged = TILE_N, plan.problem.n % TILE_N != 0
-    pairs, experts = 2 * plan.rows + 2 * SIMD_WIDTH + 5, EXPERTS
-    if isinstance(plan, CudaGatherPlan):
-        columns, ragged = TILE_N * plan.simdgroups_n, plan.gate is None
-        together = plan.each or 1
-        pairs = -(-(FEW_PAIRS if plan.by_pair else pairs) // together) * together
-        experts = pairs + 2 if plan.by_pair else EXPERTS
-    least = (plan.simdgroups_k + 2) * TILE_K
-    group_size, k = _small_k(plan.problem, least)
-    small = replace(
+def _small_gather(plan: GatherPlan) -> Iterator[GatherPlan]:
+    """Yields a plan in which one expert has more pairs than a tile has rows."""
+    per_row = plan.pairs_per_row or 1
+    pairs = FEW_PAIRS if plan.by_pair else 2 * plan.rows + 2 * SIMD_WIDTH + 5
+    pairs = -(-pairs // per_row) * per_row
+    group_size, k = _small_k(plan.problem, (plan.simdgroups_k + 2) * TILE_K)
+    problem = replace(
         plan.problem,
         m=pairs,
-        n=columns + (RAGGED_COLUMNS if ragged else TILE_N),
+        n=plan.columns + (RAGGED_COLUMNS if plan.has_ragged_tiles else TILE_N),
         k=k,
         group_size=group_size,
         invariant=False,
     )
+    experts = pairs + 2 if plan.by_pair else EXPERTS
     with suppress(ValueError):
-        yield replace(plan, problem=small, experts=experts)
+        gather = replace(
+            plan.gather,
+            problem=problem,
+            experts=experts,
+            pairs_per_row=plan.pairs_per_row,
+        )
+        yield replace(plan, gather=gather)

@@ -1,9 +1,10 @@
-"""What checks found, one file for each set of kernel variants.
+"""Stored verdicts of checks, one file for each set of kernel variants.
 
-A file lies in a folder of its machine (chip, OS build, MLX version) and is named after
-the digest of the kernels, so another machine or another kernel text finds none. It says
-"started" before the kernels run: if the process dies there, the next one reads a failed
-check. A lock, which dies with its process, tells that from a check in progress.
+The folder of a file depends on the machine (chip, OS build, MLX version) and its name
+on the digest of the kernels, so a verdict is never used for another machine or kernel.
+The file contains "started" while the kernels run. If the process ends during a check,
+the next process finds "started" and treats the check as failed. A file lock, which is
+released when its process ends, distinguishes that from a check in progress.
 """
 
 import fcntl
@@ -20,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import cache
-from mlx_marlin.backends.cuda import detection as cuda_detection
-from mlx_marlin.backends.metal import detection
+from mlx_marlin.backends import registry
 
 STATES = ("started", "passed", "failed", "undecided")
 DIED = "the process ended during the check"
@@ -33,12 +33,12 @@ class Verdict:
 
     Attributes:
         kernels: Names of the kernels that were checked together.
-        state: One of `STATES`; "started" counts as failed. "undecided" holds for one
-            process and is not written: the check failed for another reason than the
-            kernel.
+        state: One of `STATES`. "started" counts as failed. "undecided" means that the
+            check failed for a reason other than the kernel; it holds for one process
+            and is not written.
         fault: What was wrong; empty if nothing was.
-        example: A plan or format that runs these variants, in words.
-        date: Of the check, ISO 8601.
+        example: Description of a plan or format that uses these variants.
+        date: Date of the check, ISO 8601.
         shaders: `source.digest_of_shaders` of the version that used it last.
     """
 
@@ -62,12 +62,12 @@ class Verdict:
 
 
 def folder() -> Path:
-    """Returns the folder of all verdicts; it may not exist."""
+    """Returns the folder of all verdicts, which may not exist."""
     return cache.folder("verdicts")
 
 
 def machine_folder(backend: str) -> Path:
-    """Returns the folder of this machine's verdicts; it may not exist.
+    """Returns the folder of this machine's verdicts, which may not exist.
 
     Args:
         backend: "metal", "cuda" or "emulator".
@@ -76,14 +76,14 @@ def machine_folder(backend: str) -> Path:
 
 
 def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
-    """Returns the verdict of a file; if it has none, checks and writes it.
+    """Returns the verdict of a file; if there is none, runs the check and writes it.
 
-    A verdict that cannot be written, or is undecided, is returned all the same.
+    A verdict that is undecided or cannot be written is returned without writing.
 
     Args:
-        file: Of these kernels on this machine.
-        started: What to write before the kernels run.
-        check: Runs them.
+        file: File of the kernels on this machine.
+        started: Verdict to write before the kernels run.
+        check: Runs the kernels and returns the verdict.
     """
     known = read(file)
     if known is not None and known.state != "started":
@@ -96,23 +96,23 @@ def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdi
     with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process checks the same kernels now
+        except BlockingIOError:  # another process is checking the same kernels
             return check()
         except OSError:
-            # A file system without locks. "started" still tells a death; a check that
-            # another process makes at the same moment would be taken for one.
+            # A file system without locks: "started" still marks an ended process, but
+            # a check in progress in another process is mistaken for one.
             pass
-        # It may have written its verdict since.
+        # Another process may have written its verdict in the meantime.
         known = read(file)
         if known is not None:
             return known
-        return _check_and_keep(file, started, check)
+        return _check_and_write(file, started, check)
 
 
 def read(file: Path) -> Verdict | None:
     """Returns the verdict of a file.
 
-    None if there is none, it cannot be understood, or others may have written it.
+    None if there is none, it is invalid, or other users may have written it.
     """
     try:
         if cache.why_untrusted(file) is not None:
@@ -123,12 +123,12 @@ def read(file: Path) -> Verdict | None:
 
 
 def write(file: Path, verdict: Verdict) -> None:
-    """Keeps a verdict in the place of what the file says, if it can be written."""
+    """Replaces the content of a file by a verdict, if the file can be written."""
     try:
         cache.make(file.parent)
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
-            # In place: the lock is the file's, not the name's.
+            # In place, because the lock belongs to the file and not to its name.
             opened.truncate()
             opened.write(json.dumps(asdict(verdict), indent=1) + "\n")
             opened.flush()
@@ -137,20 +137,20 @@ def write(file: Path, verdict: Verdict) -> None:
         return
 
 
-def kept(place: Path) -> dict[str, Verdict]:
-    """Returns all verdicts of a machine's folder, by the digest of the kernels."""
-    files = place.glob("*.json") if place.is_dir() else ()
+def stored(machine: Path) -> dict[str, Verdict]:
+    """Returns all verdicts in a machine's folder by the digest of the kernels."""
+    files = machine.glob("*.json") if machine.is_dir() else ()
     found = {file.stem: read(file) for file in files}
-    return {digest: each for digest, each in found.items() if each is not None}
+    return {digest: verdict for digest, verdict in found.items() if verdict is not None}
 
 
-def _check_and_keep(
+def _check_and_write(
     file: Path, started: Verdict, check: Callable[[], Verdict]
 ) -> Verdict:
     write(file, started)
     try:
         verdict = check()
-    except BaseException:  # an interrupt: nothing was found out
+    except BaseException:  # interrupted without a verdict
         _empty(file)
         raise
     if verdict.state == "undecided":
@@ -161,7 +161,7 @@ def _check_and_keep(
 
 
 def _empty(file: Path) -> None:
-    """Takes a verdict back. The file stays: others may wait for the lock on it."""
+    """Removes a verdict. The file stays, because others may wait for its lock."""
     with suppress(OSError):
         os.truncate(file, 0)
 
@@ -176,9 +176,9 @@ def _parsed(text: str) -> Verdict | None:
 
 @lru_cache(8)
 def _machine(backend: str) -> str:
-    """Returns a name with the chip and a digest of all that machine code depends on.
+    """Returns a folder name: the chip and a digest of what machine code depends on.
 
-    Beside a kernel's text these are chip, architecture, OS build and driver, and MLX.
+    Besides the kernel these are chip, architecture, OS build, driver and MLX.
     """
     import mlx.core as mx
 
@@ -187,15 +187,8 @@ def _machine(backend: str) -> str:
     chip = str(info.get("device_name", backend))
     architecture = str(info.get("architecture", platform.machine()))
     version = str(mx.__version__)  # type: ignore[attr-defined]
-    machine = chip, architecture, platform.system(), _system_build(backend), version
+    build = registry.named(backend).system_build()
+    machine = chip, architecture, platform.system(), build, version
     digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
     name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
     return f"{name}-{digest}"
-
-
-def _system_build(backend: str) -> str:
-    """Returns what Apple's compiler, or CUDA's, comes with."""
-    build = detection.os_build()
-    if backend != "cuda":
-        return build
-    return f"{build}, driver {cuda_detection.driver_version()}"

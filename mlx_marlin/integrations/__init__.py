@@ -1,1 +1,1 @@
-"""Meetings with other libraries: mlx-lm."""
+"""Integrations with other libraries: mlx-lm."""

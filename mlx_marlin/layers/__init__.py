@@ -1,1 +1,1 @@
-"""Layers that multiply through our kernels."""
+"""Layers whose products run on our kernels."""

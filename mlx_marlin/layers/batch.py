@@ -1,4 +1,4 @@
-"""What mlx-lm's layers of several weights have in common on our kernels."""
+"""The base of our layers with a batch of weights: experts and heads."""
 
 from typing import Any, TypeVar
 
@@ -8,42 +8,30 @@ import mlx.nn as nn
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import NATIVE, PACKED, replace_entries
 from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.products.request import PackedArrays
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
 class BatchLayer(GuardedParameters):
-    """The parameters of a quantized layer of several weights, in either layout.
+    """The parameters of a quantized layer with several weights, in either layout.
 
-    With `layout="mlx"` they are mlx-lm's own; with `layout="marlin"` they are `words`
-    and `quantizers`, and `weight`, `scales` and `biases` are unpacked when something
-    asks for them.
+    With `layout="mlx"` they are mlx-lm's own. With `layout="marlin"` they are `words`
+    and `quantizers`; reading `weight`, `scales` or `biases` unpacks them.
 
     Attributes:
         layout: "mlx" or "marlin".
     """
 
-    group_size: int
-    bits: int
-    mode: str
     _n: int
     _k: int
 
-    @property
-    def packed(self) -> PackedWeight | None:
-        """The packed weights; None with `layout="mlx"`."""
-        if self.layout == "mlx":
-            return None
-        return PackedWeight(
-            words=self["words"],
-            scales=self["quantizers"],
-            n=self._n,
-            k=self._k,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+    def packed_arrays(self) -> PackedArrays:
+        """Returns the arrays of the packed weights, which products take unchecked."""
+        words = self["words"]
+        batch = words.shape[:-3]
+        format = self._n, self._k, self.group_size, self.bits, self.mode, batch
+        return words, self["quantizers"], format
 
     @property
     def weight(self) -> mx.array:
@@ -57,15 +45,15 @@ class BatchLayer(GuardedParameters):
 
     @property
     def biases(self) -> mx.array | None:
-        """Biases [weights, n, k / group_size]; None where the mode has none."""
+        """Biases [weights, n, k / group_size]; None if the mode has none."""
         return self.native()[2]
 
     @biases.setter
     def biases(self, none: mx.array | None) -> None:
-        """Takes the None that mlx-lm's layers set where the mode has no biases."""
+        """Accepts the None that mlx-lm's layers set if the mode has no biases."""
 
     def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Returns codes, scales and biases, if there are, in MLX's layout."""
+        """Returns codes, scales and biases, or None for biases, in MLX's layout."""
         packed = self.packed
         if packed is None:
             return self["weight"], self["scales"], self.get("biases")
@@ -83,25 +71,27 @@ class BatchLayer(GuardedParameters):
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])
 
-    def stock_twin(self, cls: type[Layer]) -> Layer:
-        """Makes mlx-lm's own layer with the same parameters, in MLX's layout."""
-        layer = twin_of(cls, self)
+    def to_stock_layer(self, cls: type[Layer]) -> Layer:
+        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
+        layer = converted(cls, self)
         for name in ("layout", "_n", "_k"):
             vars(layer).pop(name, None)
         layer._no_grad.difference_update(PACKED)
         native = dict(zip(NATIVE, self.native(), strict=True))
         if self.layout == "marlin":
-            arrays = {name: each for name, each in native.items() if each is not None}
+            arrays = {
+                name: array for name, array in native.items() if array is not None
+            }
             replace_entries(layer, PACKED, arrays)
         for name, array in native.items():
             setattr(layer, name, array)
         return layer
 
 
-def twin_of(cls: type[Layer], layer: Any) -> Layer:
-    """Makes a layer of a class with the arrays and the state of another layer."""
-    twin = cls.__new__(cls)
-    vars(twin).update(layer.__getstate__())
-    twin._no_grad = set(layer._no_grad)
-    dict.update(twin, layer)
-    return twin
+def converted(cls: type[Layer], layer: Any) -> Layer:
+    """Returns a layer of a class with the arrays and the state of another layer."""
+    ours = cls.__new__(cls)
+    vars(ours).update(layer.__getstate__())
+    ours._no_grad = set(layer._no_grad)
+    dict.update(ours, layer)
+    return ours

@@ -1,25 +1,25 @@
-"""An embedding whose tied output head multiplies through our kernels."""
+"""An embedding whose tied output head runs on our kernels."""
 
 from typing import Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.native import NATIVE, native_product, twin
+from mlx_marlin.layers.native import NATIVE, native_product, without_parameters
 
 
 class MarlinEmbedding(nn.QuantizedEmbedding):
-    """A quantized embedding whose `as_linear`, a tied output head, runs on our kernels.
+    """A quantized embedding whose tied output head, `as_linear`, runs on our kernels.
 
-    Its parameters are MLX's own: looking up a row needs MLX's layout.
+    Its parameters are MLX's own, because the look-up of a row needs MLX's layout.
     """
 
     @classmethod
     def from_quantized(
         cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
     ) -> Self:
-        """Makes an embedding that shares the arrays of MLX's."""
-        ours = twin(cls, layer)
+        """Returns an embedding that shares the arrays of MLX's layer."""
+        ours = without_parameters(cls, layer)
         ours.invariant = invariant
         ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
         for name in NATIVE:
@@ -29,7 +29,7 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 
     def to_stock(self) -> nn.QuantizedEmbedding:
         """Returns MLX's own layer with the same arrays."""
-        layer = twin(nn.QuantizedEmbedding, self)
+        layer = without_parameters(nn.QuantizedEmbedding, self)
         layer.num_embeddings, layer.dims = self.num_embeddings, self.dims
         for name in NATIVE:
             setattr(layer, name, self.get(name))

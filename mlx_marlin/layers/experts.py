@@ -1,20 +1,21 @@
-"""The experts' layers of mlx-lm, on our kernels."""
+"""The layer of mixtures of experts, on our kernels."""
 
 from typing import Self
 
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_marlin.layers.batch import BatchLayer, twin_of
-from mlx_marlin.products.experts.matmul import gather_native, gather_packed
+from mlx_marlin.layers.batch import BatchLayer, converted
+from mlx_marlin.products.experts.matmul import gather_native
+from mlx_marlin.products.experts.packed import gather_packed
 
 
 class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
     """A quantized layer of several experts whose products run on our kernels.
 
-    It is a `QuantizedSwitchLinear`. With `layout="mlx"` it has the same parameters;
-    with `layout="marlin"` its parameters are `words` and `quantizers`, and `weight`,
-    `scales` and `biases` are unpacked when something asks for them.
+    It is a `QuantizedSwitchLinear`. With `layout="mlx"` it has the same parameters.
+    With `layout="marlin"` its parameters are `words` and `quantizers`; reading
+    `weight`, `scales` or `biases` unpacks them.
 
     Attributes:
         layout: "mlx" or "marlin".
@@ -31,15 +32,15 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         layout: str = "mlx",
         invariant: bool = False,
     ) -> Self:
-        """Makes a layer with the parameters of mlx-lm's.
+        """Returns a layer with the parameters of mlx-lm's.
 
         Args:
-            layer: The layer; it stays as it is.
+            layer: The layer, which is not changed.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
             invariant: Whether a row's bits must not depend on the other rows.
         """
         is_ours = isinstance(layer, MarlinSwitchLinear)
-        ours = twin_of(cls, layer.to_stock() if is_ours else layer)
+        ours = converted(cls, layer.to_stock() if is_ours else layer)
         ours.invariant = invariant
         if layout == "marlin":
             ours.keep_packed()
@@ -47,24 +48,18 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
 
     def to_stock(self) -> QuantizedSwitchLinear:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
-        layer = self.stock_twin(QuantizedSwitchLinear)
+        layer = self.to_stock_layer(QuantizedSwitchLinear)
         vars(layer).pop("invariant", None)
         return layer
 
     def __call__(
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
-        """Returns the product of each row of x with the experts that it chose."""
+        """Returns the products of rows of x with the experts that indices select."""
         if self.layout == "marlin":
             return gather_packed(
                 x,
-                self["words"],
-                self["quantizers"],
-                self._n,
-                self._k,
-                self.group_size,
-                self.bits,
-                self.mode,
+                self.packed_arrays(),
                 None,
                 indices,
                 sorted_indices=sorted_indices,
@@ -89,14 +84,10 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             return self._biased(y, indices) if "bias" in self else y
         y, is_stock = gather_native(
             x,
-            *self.native(),
+            (*self.native(), (self.group_size, self.bits, self.mode)),
             None,
             indices,
-            True,
-            self.group_size,
-            self.bits,
-            self.mode,
-            self.get("global_scale"),
+            global_scale=self.get("global_scale"),
             sorted_indices=sorted_indices,
             invariant=self.invariant,
         )

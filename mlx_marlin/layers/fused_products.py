@@ -1,4 +1,4 @@
-"""What a layer of ours computes beside its product: what comes before and after."""
+"""Products of a layer that are fused with the operations before and after them."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -7,14 +7,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.linear_parameters import LinearParameters
 from mlx_marlin.layers.native import (
     native_product,
     native_weight,
     stock_product,
 )
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.products.matmul import linears, stock_serves
+from mlx_marlin.products.linear import linears
+from mlx_marlin.products.matmul import stock_serves
 from mlx_marlin.products.packed import (
     GATED,
     packed_gated,
@@ -22,26 +23,26 @@ from mlx_marlin.products.packed import (
     packed_parts,
     packed_product,
 )
-from mlx_marlin.products.reference_epilogue import check_rotation
+from mlx_marlin.products.reference.epilogue import check_rotation
 
 
-class FusedProducts(GuardedParameters):
-    """Products of a quantized layer with their neighbours, where kernels have them."""
+class FusedProducts(LinearParameters):
+    """Products of a quantized layer, fused with their neighbours where kernels can."""
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
         """Returns the layer's result plus a residual [..., n].
 
-        Our kernels round the sum once, where calling the layer and adding rounds twice.
+        Our kernels round the sum once. A call of the layer and an addition round twice.
         """
         bias: mx.array | None = self.get("bias")
-        given = [residual] if bias is None else [residual, bias]
-        if all(self._keeps_dtype(x, each) for each in given):
+        summands = [residual] if bias is None else [residual, bias]
+        if all(self._keeps_dtype(x, summand) for summand in summands):
             return self._product(x, bias, residual)
         y: mx.array = residual + self(x)
         return y
 
     def parts(self, x: mx.array, sizes: tuple[int, ...]) -> tuple[mx.array, ...]:
-        """Returns the product in parts, for a layer with the rows of several.
+        """Returns the product in parts, for a layer that joins several.
 
         Args:
             x: Activations [..., k].
@@ -63,18 +64,18 @@ class FusedProducts(GuardedParameters):
         return tuple(y + own for y, own in zip(results, biases, strict=True))
 
     def gated(self, x: mx.array) -> mx.array:
-        """Returns the product's first half through SiLU, times its second half.
+        """Returns SiLU of the product's first half, times its second half.
 
-        For a layer with the rows of gate and up, in equal parts. Our kernels for CUDA
-        round the result once, of up to 128 rows and a packed weight without bias whose
-        halves are whole tiles; else it is rounded three times, as by both layers.
+        The layer joins gate and up, in equal parts. The CUDA kernels round the result
+        once, for up to 128 rows and a packed weight without bias whose halves are whole
+        tiles. Otherwise it is rounded three times, as by separate layers.
 
         Args:
             x: Activations [..., k].
         """
         y: mx.array | None = None
         if self.layout == "marlin" and "bias" not in self and not self.invariant:
-            y = packed_gated(x, *self._packed_arguments())
+            y = packed_gated(x, self.packed_arrays())
         if y is None:
             gate, up = self.halves(x)
             y = nn.silu(gate) * up
@@ -87,23 +88,23 @@ class FusedProducts(GuardedParameters):
         parts: tuple[int, ...] = (),
         gated: bool = False,
     ) -> Any:
-        """Returns what the layer makes of rows that a norm has been through.
+        """Returns the layer's result for rows that an RMSNorm normalizes first.
 
-        Our kernels for CUDA normalize few rows themselves, for a packed weight: up to
-        8 of 4096 values, of longer ones fewer.
+        With a packed weight, the CUDA kernels normalize few rows themselves: up to 8
+        rows of 4096 values, and fewer if they are longer.
 
         Args:
             x: Activations [..., k].
-            norm: What comes before the layer.
-            parts: Rows of each part, if the result is wanted as by `parts`.
-            gated: Whether it is wanted as by `gated`.
+            norm: The norm before the layer.
+            parts: Rows of each part, to return the result of `parts`.
+            gated: Whether to return the result of `gated`.
         """
         bias: mx.array | None = self.get("bias")
         if self._takes(norm, x) and not (gated and bias is not None):
             epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
-            given = [norm["weight"]] if bias is None else [bias, norm["weight"]]
-            packed = self._packed_arguments()
-            y = packed_linear(x, *packed, epilogue, given, norm.eps)
+            operands = [norm["weight"]] if bias is None else [bias, norm["weight"]]
+            weight = self.packed_arrays()
+            y = packed_linear(x, weight, epilogue, operands, norm.eps)
             if y is not None:
                 return y
         x = norm(x)
@@ -117,51 +118,50 @@ class FusedProducts(GuardedParameters):
         norm: nn.RMSNorm,
         rotation: Rotation,
         parts: tuple[int, ...],
-        places: mx.array,
-        periods: mx.array,
+        positions: mx.array,
+        freqs: mx.array,
         norms: tuple[mx.array, ...] = (),
     ) -> Any:
-        """Returns heads of normalized rows, rotated, for a layer with those of several.
+        """Returns the rotated heads of normalized rows, for a layer that joins several.
 
-        Our kernels for CUDA rotate before they round, for a packed weight and heads of
-        a multiple of 64 features, with norms up to 256. Of more than 128 rows the
-        product is MLX's, of the decoded weight, and so is what follows.
+        The CUDA kernels rotate before they round, for a packed weight and heads of a
+        multiple of 64 features, with norms up to 256 features. For more than 128 rows,
+        MLX multiplies by the decoded weight, normalizes and rotates.
 
         Args:
-            x: Activations [..., k], each row a stream's next token.
-            norm: What comes before the layer.
-            rotation: What follows.
-            parts: Rows of each part; none for one result.
-            places: Of each row, int32 [m]; or any number, the first of which is that
-                of all rows.
-            periods: As in `Rotation`, float32 [features / 2].
-            norms: Weights [features] of the norms of heads, likewise, in the dtype of
-                x.
+            x: Activations [..., k]; every row is the next token of a stream.
+            norm: The norm before the layer.
+            rotation: How the heads are rotated.
+            parts: Rows of each part; empty for one result.
+            positions: Position of each row, int32 [m]; or int32 of any length, whose
+                first element is the position of all rows.
+            freqs: As in `Rotation`, float32 [features / 2].
+            norms: Weights [features] of the heads' RMSNorms, in the dtype of x.
 
         Returns:
-            Of each part, [m, heads, 1, features]; None where our kernels rotate no such
-            heads, or would take longer for it than a rope does.
+            The heads [m, heads, 1, features] of each part; None if no kernel rotates
+            them, or a separate rope is faster.
 
         Raises:
-            ValueError: If places, periods or norms are not what the rotation takes, or
-                the weight is not whole heads.
+            ValueError: If positions, freqs or norms do not fit the rotation, or the
+                weight does not consist of whole heads.
         """
-        check_rotation(x.size // x.shape[-1], rotation, places, periods, norms)
-        if not self._may_fuse(x) or any(each.dtype != x.dtype for each in norms):
+        check_rotation(x.size // x.shape[-1], rotation, positions, freqs, norms)
+        if not self._may_fuse(x) or any(weight.dtype != x.dtype for weight in norms):
             return None
         bias: mx.array | None = self.get("bias")
         epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
-        given = [*([] if bias is None else [bias]), places, periods, *norms]
-        packed, y = self._packed_arguments(), None
+        operands = [*([] if bias is None else [bias]), positions, freqs, *norms]
+        weight, y = self.packed_arrays(), None
         if self._takes(norm, x):
-            all_given = [*given, norm["weight"]]
-            y = packed_linear(x, *packed, epilogue, all_given, norm.eps)
+            with_norm = [*operands, norm["weight"]]
+            y = packed_linear(x, weight, epilogue, with_norm, norm.eps)
         if y is None:
-            y = packed_linear(norm(x), *packed, epilogue, given)
+            y = packed_linear(norm(x), weight, epilogue, operands)
         return y
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
-        """Returns whether a norm is one that kernels could compute for this layer."""
+        """Returns whether kernels could compute a norm before this layer."""
         if type(norm) is not nn.RMSNorm or not self._may_fuse(x):
             return False
         weight = norm["weight"]
@@ -169,7 +169,7 @@ class FusedProducts(GuardedParameters):
         return fits
 
     def _may_fuse(self, x: mx.array) -> bool:
-        """Returns whether more than a product and a bias could be one kernel's."""
+        """Returns whether a kernel could compute more than the product and the bias."""
         bias: mx.array | None = self.get("bias")
         if self.layout != "marlin" or self.invariant:
             return False
@@ -179,7 +179,7 @@ class FusedProducts(GuardedParameters):
         """Returns both halves of the product, such as gate and up.
 
         Args:
-            x: Activations [..., k]. Of one row, both results lie in one array.
+            x: Activations [..., k]. For one row, both results are parts of one array.
         """
         if x.size == x.shape[-1] and not self.invariant:
             return mx.split(self(x), 2, axis=-1)
@@ -191,31 +191,14 @@ class FusedProducts(GuardedParameters):
         return bias.dtype in (scales.dtype, x.dtype)
 
     def _is_stock(self, x: mx.array, parts: tuple[int, ...] = ()) -> bool:
-        """Returns whether MLX's own product serves a call of a layer in its layout."""
+        """Returns whether MLX's own product serves a call, with `layout="mlx"`."""
         bias: mx.array | None = self.get("bias")
         return stock_serves(
             x,
-            *native_weight(self),
-            self.group_size,
-            self.bits,
-            self.mode,
+            native_weight(self),
             bias=bias is not None and self._keeps_dtype(x, bias),
             invariant=self.invariant,
             parts=parts,
-        )
-
-    def _packed_arguments(
-        self,
-    ) -> tuple[mx.array, mx.array, int, int, int, int, str]:
-        """Returns what the calls of `packed_calls` take after x."""
-        return (
-            self["words"],
-            self["quantizers"],
-            self.output_dims,
-            self.input_dims,
-            self.group_size,
-            self.bits,
-            self.mode,
         )
 
     def _product(
@@ -223,22 +206,25 @@ class FusedProducts(GuardedParameters):
     ) -> mx.array:
         if self.layout == "mlx":
             return native_product(self, x, bias, self.invariant, residual)
-        packed = self._packed_arguments()
-        return packed_product(x, *packed, bias, self.invariant, residual=residual)
+        weight = self.packed_arrays()
+        return packed_product(x, weight, bias, residual, invariant=self.invariant)
 
     def _parts(
         self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
     ) -> tuple[mx.array, ...]:
         if self.layout == "marlin":
-            packed = self._packed_arguments()
-            return packed_parts(x, *packed, sizes, bias, self.invariant)
+            weight = self.packed_arrays()
+            return packed_parts(x, weight, sizes, bias, invariant=self.invariant)
+        w, scales, biases, (group_size, bits, mode) = native_weight(self)
         return linears(
             x,
-            *native_weight(self),
+            w,
+            scales,
+            biases,
             parts=sizes,
             bias=bias,
             invariant=self.invariant,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
         )

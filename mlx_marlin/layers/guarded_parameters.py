@@ -1,4 +1,4 @@
-"""Refuses uses of a layer's parameters that stock MLX could not make sense of."""
+"""Layers whose parameters stock MLX cannot read, and the errors for such uses."""
 
 import sys
 from types import FrameType
@@ -8,28 +8,29 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import state
 from mlx_marlin.layers.native import NATIVE, PACKED
-from mlx_marlin.products.dispatch import when_forgetting
+from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 256
-"""Kinds of call that a layer remembers."""
+"""Calls that a layer remembers."""
 SHARDING = "mlx.nn.layers.distributed"
-"""The module of MLX that shards layers."""
+"""MLX's module that shards layers."""
 
 
 class GuardedParameters(nn.Module):
     """A layer whose parameters may be packed, or shared with other layers.
 
-    Such parameters have no counterpart in stock MLX. Saving, sharding and freezing
-    them by the names of MLX's parameters raises, and so does replacing one by an array
-    of another shape or dtype, which a kernel would read out of bounds.
+    Such parameters have no counterpart in stock MLX. It is an error to save, shard or
+    freeze them by the names of MLX's parameters, and to replace one by an array of
+    another shape or dtype, which a kernel would read out of bounds.
     """
 
-    # Slots: what compares or copies attributes does not see them, and reading one
-    # touches no other object, which costs more than the look-up when caches are cold.
+    # Slots are invisible to code that compares or copies attributes. Reading a slot
+    # touches no other object, which would cost more than the look-up with cold caches.
     __slots__ = ("_last_stock_call", "_stock_calls")
 
     layout: str = "mlx"
@@ -37,29 +38,48 @@ class GuardedParameters(nn.Module):
     _stock_calls: dict[object, Any]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Makes a layer that remembers no calls."""
+        """Returns a layer that remembers no calls."""
         layer = super().__new__(cls)
         object.__setattr__(layer, "_last_stock_call", None)
         object.__setattr__(layer, "_stock_calls", {})
         return layer
 
+    group_size: int
+    bits: int
+    mode: str
+
     @property
     def packed(self) -> PackedWeight | None:
-        """The packed weight; None with `layout="mlx"`."""
+        """The packed weight, or all of them as a batch; None with `layout="mlx"`."""
+        if self.layout == "mlx":
+            return None
+        words, scales, (n, k, group_size, bits, mode, _) = self.packed_arrays()
+        return PackedWeight(
+            words=words,
+            scales=scales,
+            n=n,
+            k=k,
+            group_size=group_size,
+            bits=bits,
+            mode=mode,
+        )
+
+    def packed_arrays(self) -> PackedArrays:
+        """Returns the arrays of the packed weight, which products take unchecked."""
         raise NotImplementedError
 
     def stored(self) -> str | None:
         """Returns how the parameters differ from MLX's own, or None."""
         return "packed (layout='marlin')" if self.layout == "marlin" else None
 
-    # MLX collects the parameters of a model by the items of its modules, wherever they
-    # are. Nothing else tells saving from evaluating, so the callers are looked at.
+    # MLX collects the parameters of a model from the items of its modules. Only the
+    # callers on the stack tell whether it saves or evaluates them.
     def items(self) -> Any:
-        """Returns the entries of the module, unless they are to be saved or sharded.
+        """Returns the entries of the module, unless MLX would save or shard them.
 
         Raises:
             ValueError: If `save_weights`, `mlx_lm.utils.save_model` or a function of
-                `mlx.nn.layers.distributed` asks for parameters that MLX does not have.
+                `mlx.nn.layers.distributed` reads parameters that MLX does not have.
         """
         stored = self.stored()
         use = None if stored is None else _refused_use(sys._getframe(1))
@@ -68,7 +88,7 @@ class GuardedParameters(nn.Module):
         return super().items()
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if self.layout == "marlin" and all(each in self for each in PACKED):
+        if self.layout == "marlin" and all(parameter in self for parameter in PACKED):
             self._check(name, value)
         super().__setitem__(name, value)
         self.forget_stock()
@@ -87,17 +107,17 @@ class GuardedParameters(nn.Module):
         self.forget_stock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # a copy remembers for itself
+        return dict(vars(self))  # a copy has its own memory
 
     def remember_stock(self, call: object, known: Any = True) -> None:
         """Remembers a call that stock MLX serves, until anything in the layer changes.
 
-        `dispatch.forget` drops it too. Parameters must not be remembered: `mx.compile`
-        replaces them unnoticed.
+        `state.reset` drops it too. The value must not hold parameters, because
+        `mx.compile` replaces them unnoticed.
 
         Args:
-            call: All that decides who serves.
-            known: What is worth knowing at the next such call.
+            call: Everything that decides who serves.
+            known: A value for the next such call.
         """
         calls = self._stock_calls
         if len(calls) >= MOST_CALLS:
@@ -113,12 +133,12 @@ class GuardedParameters(nn.Module):
         return True
 
     def forget_stock(self) -> None:
-        """Drops what `remember_stock` was told."""
+        """Drops the calls that stock MLX serves."""
         object.__setattr__(self, "_last_stock_call", None)
         self._stock_calls.clear()
 
     def _check(self, name: str, value: Any) -> None:
-        """Checks what replaces a parameter of a packed layer."""
+        """Raises a ValueError if a value does not fit a parameter of a packed layer."""
         packed = self.packed
         if packed is None or name not in (*PACKED, "bias"):
             return
@@ -150,23 +170,24 @@ class GuardedParameters(nn.Module):
         return super()._validate_keys(keys, strict)  # type: ignore[no-untyped-call]
 
 
-_remembering: WeakValueDictionary[int, GuardedParameters] = WeakValueDictionary()
-"""Layers that remember calls, by their ids: modules cannot be hashed."""
+class _Layers(WeakValueDictionary[int, GuardedParameters]):
+    """Layers that remember calls, by their ids: modules cannot be hashed."""
+
+    def clear(self) -> None:
+        """Makes the layers drop their calls."""
+        # References, because listing them is one step, which no other thread
+        # interrupts.
+        for reference in self.valuerefs():
+            layer = reference()
+            if layer is not None:
+                layer.forget_stock()
 
 
-def _forget() -> None:
-    # References, because listing them is one step, which no other thread interrupts.
-    for reference in _remembering.valuerefs():
-        layer = reference()
-        if layer is not None:
-            layer.forget_stock()
-
-
-when_forgetting(_forget)
+_remembering = state.register(_Layers())
 
 
 def _refused_use(frame: FrameType | None) -> str | None:
-    """Returns what the callers want that is refused, with the remedy, or None."""
+    """Returns the error for what a caller does with the parameters, or None."""
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__")
         if code is nn.Module.save_weights.__code__ or (

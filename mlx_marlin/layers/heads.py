@@ -1,4 +1,4 @@
-"""The heads' layers of mlx-lm's latent attention, on our kernels."""
+"""The layer of several heads of mlx-lm's latent attention, on our kernels."""
 
 from dataclasses import replace
 from typing import Any, Self
@@ -6,7 +6,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from mlx_marlin.layers.batch import BatchLayer, twin_of
+from mlx_marlin.layers.batch import BatchLayer, converted
 from mlx_marlin.layers.native import PACKED
 from mlx_marlin.products.matmul import quantized_matmul
 from mlx_marlin.products.packed import packed_product
@@ -17,10 +17,10 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
     """A quantized layer of several heads whose products run on our kernels.
 
     It is a `QuantizedMultiLinear`. With `layout="mlx"` it has the same parameters, and
-    products with weights that are not transposed, as latent attention asks one for when
-    it reads a prompt, are stock MLX's. With `layout="marlin"` its parameters are
-    `words` and `quantizers`, and for these products our kernel decodes the weights,
-    which MLX then multiplies as plain numbers.
+    stock MLX serves the products with weights that are not transposed, which latent
+    attention needs for prompts. With `layout="marlin"` its parameters are `words` and
+    `quantizers`; for products that are not transposed, our kernel decodes the weights
+    and MLX multiplies by them.
 
     Attributes:
         layout: "mlx" or "marlin".
@@ -30,24 +30,24 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
     def from_quantized(
         cls, layer: QuantizedMultiLinear, *, layout: str = "mlx"
     ) -> Self:
-        """Makes a layer with the parameters of mlx-lm's.
+        """Returns a layer with the parameters of mlx-lm's.
 
         Args:
-            layer: The layer; it stays as it is.
+            layer: The layer, which is not changed.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
         """
         is_ours = isinstance(layer, MarlinMultiLinear)
-        ours = twin_of(cls, layer.to_stock() if is_ours else layer)
+        ours = converted(cls, layer.to_stock() if is_ours else layer)
         if layout == "marlin":
             ours.keep_packed()
         return ours
 
     def to_stock(self) -> QuantizedMultiLinear:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
-        return self.stock_twin(QuantizedMultiLinear)
+        return self.to_stock_layer(QuantizedMultiLinear)
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
-        """Returns the product of each head's rows.
+        """Returns the products of the heads' rows.
 
         Args:
             x: Rows [..., heads or 1, rows, k], or [..., n] if not transposed.
@@ -57,28 +57,16 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             return quantized_matmul(
                 x, *self.native(), transpose, self.group_size, self.bits, self.mode
             )
-        words = self["words"]
-        return packed_product(
-            x,
-            words,
-            self["quantizers"],
-            self._n,
-            self._k,
-            self.group_size,
-            self.bits,
-            self.mode,
-            transpose=transpose,
-            batch=words.shape[:-3],
-        )
+        return packed_product(x, self.packed_arrays(), transpose=transpose)
 
-    # MLX gives the dictionary's method another meaning.
+    # nn.Module overrides dict.update with another signature.
     def update(  # type: ignore[override]
         self, parameters: dict[str, Any], strict: bool = True
     ) -> Self:
         """Replaces parameters, as `nn.Module.update` does.
 
-        Packed parameters may change their number of heads, as mlx-lm's models do to
-        divide heads among machines, if all of them are replaced together.
+        If all packed parameters are replaced together, their number of heads may
+        change, as it does when mlx-lm's models divide heads among machines.
         """
         packed, words, scales = self.packed, *(parameters.get(name) for name in PACKED)
         if packed is None or words is None or scales is None:

@@ -1,4 +1,4 @@
-"""Layers with the same input as one product: q, k and v, or gate and up."""
+"""Layers with the same input, computed as one product: q, k and v, or gate and up."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,20 +10,20 @@ import mlx.nn as nn
 
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.native import NATIVE, twin
+from mlx_marlin.layers.native import NATIVE, without_parameters
 from mlx_marlin.planning.epilogue import MOST_PARTS
 
 Kept = tuple[mx.array | None, list[mx.array], dict[int, mx.array]]
-"""The last x, the parameters, and the results that were not taken yet."""
+"""The last x, the parameters, and the results that no layer has returned yet."""
 NOTHING: Kept = (None, [], {})
 
 
 class Joined:
-    """The product of several layers, kept until each has taken its part.
+    """The product of several layers, kept until all of them have returned their part.
 
     Args:
         layer: One layer with the rows of all.
-        sizes: Features that come out of each.
+        sizes: Output features of the layers.
     """
 
     def __init__(self, layer: MarlinLinear, sizes: Sequence[int]) -> None:
@@ -34,12 +34,12 @@ class Joined:
     def part(self, x: mx.array, index: int) -> mx.array:
         """Returns one layer's result; the first call computes those of all layers.
 
-        A call with another x, after a parameter was replaced, or for the same layer
-        again computes them anew.
+        A call computes them again if x or a parameter is another array, or if the same
+        layer is called a second time.
         """
         known, arrays, waiting = self._kept
         layer = self.layer
-        # `mx.compile` replaces parameters without a call that could be noticed.
+        # `mx.compile` replaces parameters without calling a method of the layer.
         if (
             x is not known
             or index not in waiting
@@ -57,13 +57,12 @@ class Joined:
 class MarlinPart(GuardedParameters, nn.QuantizedLinear):
     """One of several linear layers that share x and are computed together.
 
-    It is an `nn.QuantizedLinear`, whose `weight`, `scales`, `biases` and `bias` are
-    computed from the joined layer when they are read, so that adapters can wrap it.
-    The first part holds the joined layer as "joined", and with it the parameters of
-    all parts. `modules` does not list that layer, because a replacement of it would
-    have no effect.
+    It is an `nn.QuantizedLinear`. Reading `weight`, `scales`, `biases` or `bias`
+    computes them from the joined layer, so that adapters can wrap it. The first part
+    holds the joined layer as "joined", with the parameters of all parts. `modules` does
+    not list that layer, because replacing it would have no effect.
 
-    Between the calls with one x, that array must not be changed in place.
+    x must not be changed in place between the calls of the parts.
     """
 
     def __init__(self, joined: Joined, index: int) -> None:
@@ -94,13 +93,13 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
 
     @property
     def biases(self) -> mx.array | None:  # type: ignore[override]
-        """Biases of this part [n, k / group_size]; None where the mode has none."""
+        """Biases of this part [n, k / group_size]; None if the mode has none."""
         biases = self.shared.layer.biases
         return None if biases is None else self._own_rows(biases)
 
     @property
     def bias(self) -> mx.array:  # type: ignore[override]
-        """What this part adds to its product [n]."""
+        """Bias of this part [n]."""
         if "bias" not in self:
             raise AttributeError(f"{type(self).__name__} has no attribute 'bias'")
         return self._own_rows(self.shared.layer["bias"])
@@ -120,17 +119,17 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
 
     def _set_training_mode(self, mode: bool) -> None:
         super()._set_training_mode(mode)
-        shared = vars(self).get("shared")  # not while the part is being made
+        shared = vars(self).get("shared")  # absent in __init__
         if shared is not None:
             shared.layer._set_training_mode(mode)
 
     def _validate_keys(self, keys: Any, strict: bool) -> Any:
-        # MLX found no arrays to freeze in the part itself.
+        # MLX finds no arrays to freeze in the part itself.
         joined = self.shared.layer
         return [*joined] if keys == [] else super()._validate_keys(keys, strict)
 
     def __contains__(self, name: object) -> bool:
-        # "bias" in a layer is how tools ask whether it has one.
+        # Tools check for a bias by `"bias" in layer`.
         if name == "bias" and "shared" in vars(self):
             return "bias" in self.shared.layer
         return super().__contains__(name)
@@ -154,35 +153,35 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
 
 
 def can_join(layers: Sequence[nn.Module]) -> bool:
-    """Returns whether layers differ in their rows only."""
+    """Returns whether layers differ only in their rows."""
     if not 2 <= len(layers) <= MOST_PARTS:
         return False
     if any(type(layer) is not MarlinLinear for layer in layers):
         return False
-    return len({_kind(layer) for layer in layers}) == 1
+    return len({_format(layer) for layer in layers}) == 1
 
 
 def join(layers: Sequence[MarlinLinear]) -> list[MarlinPart]:
-    """Makes one product of several layers, exactly.
+    """Joins several layers to one product, exactly.
 
     Args:
-        layers: 2 to 6 layers with the same input; they stay as they are.
+        layers: 2 to 6 layers with the same input, which are not changed.
 
     Returns:
-        What takes the place of each.
+        The replacement of each layer.
 
     Raises:
         ValueError: If the layers differ in more than their rows.
     """
     if not can_join(layers):
-        kinds = ", ".join(str(layer) for layer in layers)
+        given = ", ".join(str(layer) for layer in layers)
         raise ValueError(
             f"layers must be 2 to {MOST_PARTS} MarlinLinear of one input, format, "
-            f"layout and dtype, all with a bias or none, got {kinds}"
+            f"layout and dtype, all with a bias or none, got {given}"
         )
     rows = [_rows(layer) for layer in layers]
-    whole = {name: mx.concatenate([each[name] for each in rows]) for name in rows[0]}
-    joined = Joined(_layer(layers[0], whole), [len(each["weight"]) for each in rows])
+    whole = {name: mx.concatenate([own[name] for own in rows]) for name in rows[0]}
+    joined = Joined(_layer(layers[0], whole), [len(own["weight"]) for own in rows])
     return [MarlinPart(joined, index) for index in range(len(rows))]
 
 
@@ -198,7 +197,7 @@ def separate(joined: Joined) -> list[MarlinLinear]:
     return parts
 
 
-def _kind(layer: nn.Module) -> tuple[object, ...]:
+def _format(layer: nn.Module) -> tuple[object, ...]:
     packed = layer.layout == "marlin"
     scales = layer["quantizers" if packed else "scales"]
     columns = layer.input_dims if packed else layer["weight"].shape[-1]
@@ -208,7 +207,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _rows(layer: MarlinLinear) -> dict[str, mx.array]:
-    """Returns a layer's arrays in MLX's layout: each has a row for each feature."""
+    """Returns a layer's arrays in MLX's layout, which have a row for each feature."""
     arrays = dict(zip(NATIVE, layer.native(), strict=True)) | {
         "bias": layer.get("bias")
     }
@@ -216,8 +215,8 @@ def _rows(layer: MarlinLinear) -> dict[str, mx.array]:
 
 
 def _layer(like: MarlinLinear, rows: dict[str, mx.array]) -> MarlinLinear:
-    """Returns a layer of the same kind and layout with other rows."""
-    layer = twin(MarlinLinear, like)
+    """Returns a layer of the same format and layout with other rows."""
+    layer = without_parameters(MarlinLinear, like)
     layer.layout, layer.invariant = "mlx", like.invariant
     for name, array in rows.items():
         layer[name] = array

@@ -1,47 +1,46 @@
-"""Layers that multiply through our kernels and pass for MLX's own everywhere else."""
+"""`MarlinLinear`, a quantized linear layer on our kernels."""
 
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
-from mlx_marlin.layers.native import NATIVE, PACKED, stock_product, twin
+from mlx_marlin.layers.native import NATIVE, stock_product, without_parameters
 from mlx_marlin.products.packed import packed_product
-from mlx_marlin.products.packing import pack, quantize, unpack
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
     MODE_DEFAULTS,
     format_of,
 )
-from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
+from mlx_marlin.weights.packed_weight import GroupSize
 
 FEW_ROWS = 8
-"""Rows of a call that a layer remembers by their number alone."""
+"""Rows up to which a layer remembers a call by the number of rows alone."""
 
 
 class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     """A quantized linear layer whose product runs on our kernels.
 
-    It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters; with
-    `layout="marlin"` its parameters are `words` and `quantizers`, and `weight`,
-    `scales` and `biases` are unpacked when something asks for them.
+    It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters. With
+    `layout="marlin"` its parameters are `words` and `quantizers`; reading `weight`,
+    `scales` or `biases` unpacks them.
 
     Args:
         input_dims (int): Features that go in, k.
         output_dims (int): Features that come out, n.
         bias (bool): Whether to add a bias. Default: True.
         group_size (int, optional): Weights that share a scale; with `layout="marlin"`
-            also sizes that MLX has not, and "channel". Default: the mode's.
+            also sizes that MLX does not support, and "channel". Default: the mode's.
         bits (int, optional): Bits of a code. Default: the mode's.
         mode (str): Quantization scheme. Default: "affine".
-        layout (str): "mlx", the codes as MLX stores them, or "marlin", packed for our
-            kernels. Default: "mlx".
-        invariant (bool): Whether a row's bits must not depend on how many rows there
-            are, as for `linear`. Default: False.
+        layout (str): "mlx" for MLX's own layout, or "marlin" for the packed layout of
+            our kernels. Default: "mlx".
+        invariant (bool): Whether a row's bits must not depend on the number of rows, as
+            for `linear`. Default: False.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 self["bias"] = mx.zeros((output_dims,))
                 self.freeze()
             return
-        # MLX fills None in, though its annotations do not say so.
+        # MLX accepts None, although its annotations exclude it.
         size: Any = group_size
         width: Any = bits
         super().__init__(input_dims, output_dims, bias, size, width, mode)
@@ -111,16 +110,16 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         layout: str = "mlx",
         invariant: bool = False,
     ) -> Self:
-        """Makes a layer with the parameters of an `nn.QuantizedLinear`.
+        """Returns a layer with the parameters of an `nn.QuantizedLinear`.
 
         Args:
-            layer: The layer; it stays as it is.
+            layer: The layer, which is not changed.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
-            invariant: Whether a row's bits must not depend on how many rows there are.
+            invariant: Whether a row's bits must not depend on the number of rows.
 
         Raises:
             TypeError: If the layer is not an `nn.QuantizedLinear`.
-            ValueError: If the layout is unknown or our format cannot hold the weight.
+            ValueError: If the layout is unknown or does not support the format.
         """
         _check_layer("layer", layer, nn.QuantizedLinear)
         _check(layout, layer.mode, layer.bits)
@@ -130,7 +129,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 f"layout='mlx' has groups of {sizes}, and the layer has "
                 f"group_size={layer.group_size}"
             )
-        ours = twin(cls, layer)
+        ours = without_parameters(cls, layer)
         ours.layout = "mlx"
         ours.invariant = invariant
         for name in NATIVE:
@@ -144,8 +143,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     def to_stock(self) -> nn.QuantizedLinear | nn.Linear:
         """Returns MLX's own layer with the same parameters, in MLX's layout.
 
-        Groups longer than MLX's become several. MLX has none of 16 integers: such a
-        layer becomes an `nn.Linear` of the numbers that its codes stand for.
+        Groups that are longer than MLX's are split. MLX does not support groups of 16
+        integers: such a layer becomes an `nn.Linear` with the decoded weight.
         """
         layer: nn.QuantizedLinear | nn.Linear
         packed = self.packed
@@ -156,7 +155,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             layer.train(self.training)
             layer.weight = plain(packed, packed.dtype)
         else:
-            layer = twin(nn.QuantizedLinear, self)
+            layer = without_parameters(nn.QuantizedLinear, self)
             layer.group_size = size
             native = self.native() if packed is None else (*as_mlx(packed), None)
             for name, array in zip(NATIVE, native, strict=False):
@@ -165,60 +164,13 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             layer["bias"] = self["bias"]
         return layer
 
-    @property
-    def packed(self) -> PackedWeight | None:
-        """The packed weight; None with `layout="mlx"`."""
-        if self.layout == "mlx":
-            return None
-        return PackedWeight(
-            words=self["words"],
-            scales=self["quantizers"],
-            n=self.output_dims,
-            k=self.input_dims,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
-
-    # MLX's layer has these as plain attributes, which it never sets again.
-    @property
-    def weight(self) -> mx.array:
-        """Codes in MLX's layout, uint32 [n, k * bits / 32]."""
-        return self.native()[0]
-
-    @weight.deleter
-    def weight(self) -> None:
-        _refuse_change("weight")
-
-    @property
-    def scales(self) -> mx.array:
-        """Scales [n, k / group_size]."""
-        return self.native()[1]
-
-    @scales.deleter
-    def scales(self) -> None:
-        _refuse_change("scales")
-
-    @property
-    def biases(self) -> mx.array | None:
-        """Biases [n, k / group_size]; None where the mode has none."""
-        return self.native()[2]
-
-    @biases.setter
-    def biases(self, none: mx.array | None) -> None:
-        """Takes the None that MLX's layer sets where the mode has no biases."""
-
-    @biases.deleter
-    def biases(self) -> None:
-        _refuse_change("biases")
-
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns the product [..., n] of x [..., k], plus the bias if there is one."""
-        size = x.size  # tells the rows, of which there are few
+        """Returns the product [..., n] of x [..., k], plus the bias if any."""
+        size = x.size
         if size == self._last_stock_call or (
             self._stock_calls and self.is_stock_call(size)
         ):
-            # As in `stock_product`, whose call would cost the host as much again.
+            # Written out, because a call of `stock_product` would double the host time.
             y: mx.array = mx.quantized_matmul(
                 x,
                 self["weight"],
@@ -231,33 +183,23 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             )
             return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
-        if bias is None and self.layout == "marlin":  # the short way: most layers
-            return packed_product(
-                x,
-                self["words"],
-                self["quantizers"],
-                self.output_dims,
-                self.input_dims,
-                self.group_size,
-                self.bits,
-                self.mode,
-                None,
-                self.invariant,
-            )
+        if bias is None and self.layout == "marlin":  # most layers
+            return packed_product(x, self.packed_arrays(), invariant=self.invariant)
         if self.layout == "mlx" and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
                 self.remember_stock(x.size)
             return stock_product(self, x)
-        # In one kernel, unless the bias would widen the result.
+        # The kernel adds the bias, unless the bias promotes the result's dtype.
         if bias is None or self._keeps_dtype(x, bias):
             return self._product(x, bias)
         y = self._product(x, None) + bias
         return y  # noqa: RET504 (MLX is not annotated)
 
     def _is_stock_in_all_dtypes(self, x: mx.array) -> bool:
-        """Returns whether the number of rows alone tells that stock MLX serves.
+        """Returns whether stock MLX serves so many rows in all dtypes.
 
-        Of few rows only: each dtype takes planning, and prompts have many shapes.
+        It is True for few rows only, because every dtype has to be planned, and prompts
+        have many shapes.
         """
         if x.size > FEW_ROWS * x.shape[-1]:
             return False
@@ -269,64 +211,14 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         invariant = ", invariant" if self.invariant else ""
         return f"{stock}, layout={self.layout}{invariant}"
 
-    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Returns codes, scales and biases, if there are, in MLX's layout."""
-        packed = self.packed
-        if packed is not None:
-            words, scales, *biases = unpack(packed)
-            return words, scales, biases[0] if biases else None
-        # Missing while the layer is being built: then an attribute like any other.
-        named = NATIVE if self.mode == "affine" else NATIVE[:2]
-        missing = [name for name in named if name not in self]
-        if missing:
-            raise AttributeError(f"{type(self).__name__} has no {missing[0]!r} yet")
-        return self["weight"], self["scales"], self.get("biases")
-
-    def _keep(self, name: str, array: mx.array | None) -> None:
-        """Keeps a native array; a property of this class hides the attribute."""
-        if array is not None:
-            self[name] = array
-
-    def _quantize(
-        self, weight: mx.array, group_size: GroupSize, bits: int | None, mode: str
-    ) -> None:
-        """Takes a weight in a format that MLX does not quantize to."""
-        packed = quantize(weight, group_size=group_size, bits=bits, mode=mode)
-        self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
-        self._take(packed)
-
-    def keep_packed(self) -> None:
-        """Packs the layer's arrays, which are in MLX's layout, in place."""
-        packed = pack(
-            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
-        )
-        for name in NATIVE:
-            self.pop(name, None)
-        self._take(packed)
-
-    def _take(self, packed: PackedWeight) -> None:
-        self.output_dims, self.input_dims = packed.n, packed.k
-        self["words"], self["quantizers"] = packed.words, packed.scales
-        self.layout = "marlin"
-        self.freeze(keys=[*PACKED])
-
 
 def _is_packed_only(
     layout: str, group_size: GroupSize, mode: str, bits: int | None
 ) -> bool:
-    """Returns whether MLX cannot quantize to a format that our packed layout has."""
+    """Returns whether only the packed layout supports a format."""
     known = format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)
     of_mlx = group_size in (None, *known.group_sizes)
     return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)
-
-
-def _refuse_change(name: str) -> NoReturn:
-    """Refuses an array that takes a packed one's place: MLX deletes what was there."""
-    raise TypeError(
-        f"{name} of a layer with layout='marlin' cannot be set, because its parameters "
-        f"are {' and '.join(PACKED)}: set {name} of the layer that to_stock() returns "
-        f"and make a new one with from_quantized"
-    )
 
 
 def _check_layer(name: str, layer: object, expected: type[nn.Module]) -> None:

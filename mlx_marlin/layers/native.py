@@ -1,4 +1,4 @@
-"""What our layers share with MLX's own: their format, and arrays in MLX's layout."""
+"""Products and copies of layers whose arrays are in MLX's layout."""
 
 from collections.abc import Sequence
 from typing import TypeVar, cast
@@ -7,14 +7,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.products.matmul import linear, quantized_matmul
+from mlx_marlin.products.linear import linear
+from mlx_marlin.products.matmul import quantized_matmul
+from mlx_marlin.products.reference.weight import NativeWeight
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
 NATIVE = ("weight", "scales", "biases")
 """A layer's arrays in MLX's layout."""
 PACKED = ("words", "quantizers")
-"""A layer's arrays if they are packed."""
+"""A layer's arrays in the packed layout."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -26,22 +28,23 @@ def native_product(
     invariant: bool,
     residual: mx.array | None = None,
 ) -> mx.array:
-    """Multiplies x [..., k] by a layer's weight, which is in MLX's layout.
+    """Multiplies x [..., k] by a layer's weight [n, k] in MLX's layout.
 
     Args:
-        layer: Its weight is [n, k].
+        layer: The layer.
         x: Activations.
         bias: Bias [n] to add.
         invariant: As for `linear`.
         residual: Summands [..., n].
     """
-    weight = native_weight(layer)
-    group_size, bits, mode = layer.group_size, layer.bits, layer.mode
+    w, scales, biases, (group_size, bits, mode) = native_weight(layer)
     if bias is None and residual is None and not invariant:
-        return quantized_matmul(x, *weight, True, group_size, bits, mode)
+        return quantized_matmul(x, w, scales, biases, True, group_size, bits, mode)
     return linear(
         x,
-        *weight,
+        w,
+        scales,
+        biases,
         bias=bias,
         residual=residual,
         invariant=invariant,
@@ -52,7 +55,7 @@ def native_product(
 
 
 def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
-    """Returns what `nn.QuantizedLinear` does, for a layer in MLX's layout."""
+    """Returns the result of `nn.QuantizedLinear` for a layer in MLX's layout."""
     y: mx.array = mx.quantized_matmul(
         x,
         layer["weight"],
@@ -66,41 +69,40 @@ def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
     return y + layer["bias"] if "bias" in layer else y
 
 
-def native_weight(
-    layer: nn.Module,
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """Returns codes, scales and biases, if there are, as products take them."""
-    return layer["weight"], layer["scales"], layer.get("biases")
+def native_weight(layer: nn.Module) -> NativeWeight:
+    """Returns the weight of a layer in MLX's layout."""
+    format = layer.group_size, layer.bits, layer.mode
+    return layer["weight"], layer["scales"], layer.get("biases"), format
 
 
-def twin(cls: type[Layer], layer: nn.Module) -> Layer:
-    """Makes a layer without parameters, in the same format and state as another."""
-    twin = cls.__new__(cls)
-    nn.Module.__init__(twin)
-    twin.group_size, twin.bits, twin.mode = layer.group_size, layer.bits, layer.mode
-    twin.train(layer.training)
-    twin._no_grad = set(layer._no_grad).difference(PACKED)
-    return twin
+def without_parameters(cls: type[Layer], layer: nn.Module) -> Layer:
+    """Returns a layer without parameters, in the format and state of another."""
+    ours = cls.__new__(cls)
+    nn.Module.__init__(ours)
+    ours.group_size, ours.bits, ours.mode = layer.group_size, layer.bits, layer.mode
+    ours.train(layer.training)
+    ours._no_grad = set(layer._no_grad).difference(PACKED)
+    return ours
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:
-    """Returns the dtype of activations that meet scales which are bytes.
+    """Returns the dtype of the activations of layers whose scales are bytes.
 
-    That of the model's first parameter of floats, such as a norm's weight; without one
-    bfloat16, to which MLX decodes such weights.
+    It is the dtype of the model's first floating-point parameter, such as a norm's
+    weight. Without one it is bfloat16, to which MLX decodes such weights.
     """
     named = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    dtypes = (each.dtype for _, each in named)
-    floats = (each for each in dtypes if dtype_name(each) in DTYPE_BYTES)
+    dtypes = (parameter.dtype for _, parameter in named)
+    floats = (dtype for dtype in dtypes if dtype_name(dtype) in DTYPE_BYTES)
     return next(floats, mx.bfloat16)
 
 
 def replace_entries(
     layer: nn.Module, names: Sequence[str], arrays: dict[str, mx.array]
 ) -> None:
-    """Replaces the entries of these names, where the first of them is.
+    """Replaces the entries of these names, at the position of the first of them.
 
-    So the parameters keep their order when they are packed and unpacked.
+    The parameters thus keep their order when they are packed and unpacked.
     """
     entries = [*dict.items(layer)]
     layer.clear()

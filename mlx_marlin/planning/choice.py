@@ -1,4 +1,4 @@
-"""A choice and its reasons: the plan, what it should cost, and what lost against it."""
+"""The result of planning: the chosen plan, its prediction and the other candidates."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 
 SAME = 0.005
-"""Predictions nearer to each other than this share count as equal."""
+"""Relative difference below which two predictions count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan and what the model says about it."""
+    """A plan and its prediction."""
 
     plan: Plan
     prediction: Prediction
@@ -26,15 +26,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How a product would be computed, and why so.
+    """The plan chosen for a product, and the reasons.
 
     Attributes:
-        plan: The plan of our kernels that was chosen.
-        device: The chip that it was chosen for.
-        prediction: What the model says about the plan.
-        stock: What the model says about stock MLX's own product; None on CUDA, where
-            there is no model of it.
-        reason: Why stock MLX serves the product all the same; None if our plan does.
+        plan: The chosen plan.
+        device: The device it was chosen for.
+        prediction: Predicted times of the plan.
+        stock: Predicted times of stock MLX; None on CUDA, which has no such model.
+        reason: Why stock MLX serves the product instead; None if the plan does.
         candidates: All plans that were compared, the chosen one first.
     """
 
@@ -46,7 +45,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
 
     def explain(self) -> str:
-        """Says in a line what runs, what it should cost, and who serves it."""
+        """Returns one line with the plan, its predicted time and who serves it."""
         served = "stock MLX" if self.reason else "our kernels"
         stock = self.stock and f", stock MLX {_us(self.stock.seconds)} us"
         return (
@@ -56,7 +55,7 @@ class Choice:
         )
 
     def table(self) -> str:
-        """Lists every candidate: predicted time, what bounds it, why it lost."""
+        """Returns a table of all candidates: predicted time, bottleneck, verdict."""
         heads = ["strategy", "threadgroups", "simdgroups", "slots", "busy", "us"]
         rows = [[*heads, "bound by", ""], *map(self._row, self.candidates)]
         stock = self.stock
@@ -68,7 +67,7 @@ class Choice:
         return aligned(rows)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the choice as values that JSON can hold."""
+        """Returns the choice as JSON-serializable values."""
         plan, work = self.plan, self.plan.work
         return {
             "strategy": work.strategy,
@@ -91,11 +90,11 @@ class Choice:
 
     def _row(self, candidate: Candidate) -> list[str]:
         plan, prediction = candidate.plan, candidate.prediction
-        along = "x".join(map(str, plan.simdgroup_grid))
+        simdgroups = "x".join(map(str, plan.simdgroup_grid))
         return [
             plan.work.strategy,
             f"{plan.work.threadgroups}",
-            along,
+            simdgroups,
             f"{plan.work.slots}",
             f"{prediction.busy:.2f}",
             _us(prediction.seconds),
@@ -104,7 +103,7 @@ class Choice:
         ]
 
     def _verdict(self, candidate: Candidate) -> str:
-        """Says why a candidate was not chosen."""
+        """Returns why a candidate was not chosen."""
         if candidate.plan == self.plan:
             return "chosen"
         ours, best = candidate.prediction, self.prediction
@@ -126,7 +125,7 @@ class Choice:
 
 
 def aligned(rows: list[list[str]]) -> str:
-    """Returns rows of cells in columns: words to the left, numbers to the right."""
+    """Returns a table as text: words are left-aligned, numbers right-aligned."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     numeric = [all(_is_number(cell) for cell in column[1:]) for column in columns]

@@ -1,24 +1,34 @@
-"""How a weight is decoded once, for a product that MLX then computes by itself."""
+"""Plans that decode a weight once and compute the product with `mx.matmul`."""
 
 from dataclasses import dataclass
 
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH, step_k
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_K, TILE_N
+
+Block = tuple[int, int, int, int]
+"""A block of a weight: (first row, rows, first k, length along k)."""
+
+DECODE_THREADGROUP = 128
+"""Threads of a threadgroup of the `dequantize` kernel. Simdgroups are independent of
+each other, so any number of them is correct; it was not tuned."""
+MOST_TEMPORARY = 256 * 2**20
+"""Bytes of decoded weights that may exist at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DensePlan:
-    """A product as a plain one: the weight decoded once, then MLX's own product.
+    """A product computed as a dense one: the weight is decoded once, then multiplied.
 
-    For so many rows that decoding the weight for each tile of them is more work, and
-    for the product with a weight that is not transposed: also with each of a batch, if
-    they are packed.
+    Used for so many rows that decoding the weight once per tile of rows costs more, and
+    for products with a weight that is not transposed, which may be a batch of packed
+    weights.
 
     Attributes:
         problem: The product; if not transposed, y[m, k] = x[m, n] @ W[n, k].
-        transposed: Whether the weight is.
-        chunk: Columns of the result that are computed at a time, a multiple of a tile's
-            side: what bounds the memory that decoded weights take.
+        transposed: Whether the weight is transposed.
+        chunk: Columns of the result computed at a time, a multiple of `side`. It
+            bounds the memory of decoded weights.
     """
 
     problem: Problem
@@ -37,7 +47,7 @@ class DensePlan:
 
     @property
     def side(self) -> int:
-        """What chunks are multiples of: rows or k of a tile."""
+        """Side of a packed tile along a chunk: its rows or its k."""
         return TILE_N if self.transposed else TILE_K
 
     @property
@@ -47,18 +57,18 @@ class DensePlan:
 
     @property
     def rows(self) -> int:
-        """Rows that are decoded: weights of a batch lie below each other, padded."""
+        """Rows that are decoded; the padded weights of a batch are stacked."""
         n, batch = self.problem.n, self.problem.batch
         return n if batch == 1 else batch * self.padded_n
 
     @property
     def padded_n(self) -> int:
-        """Rows of a weight with those that fill its last tile."""
+        """Rows of a weight, rounded up to whole tiles."""
         return -(-self.problem.n // TILE_N) * TILE_N
 
     @property
-    def chunks(self) -> tuple[tuple[int, int, int, int], ...]:
-        """The block of the weight of each chunk: (first row, rows, first k, length)."""
+    def chunks(self) -> tuple[Block, ...]:
+        """The block of the weight that each chunk of the result needs."""
         n, k = self.rows, self.problem.k
         starts = range(0, self.columns, self.chunk)
         if self.transposed:
@@ -71,19 +81,27 @@ class DensePlan:
         _, rows, _, length = self.chunks[0]
         return rows * length * DTYPE_BYTES[self.problem.dtype]
 
+    def decode_threads(self, block: Block) -> tuple[int, int]:
+        """Returns the threads of the grid and of a threadgroup that decode a block.
+
+        A simdgroup decodes one step of k of one packed tile's rows.
+        """
+        _, rows, _, length = block
+        steps = length // step_k(self.problem.group_size)
+        threads = SIMD_WIDTH * -(-rows // TILE_N) * steps
+        return threads, min(threads, DECODE_THREADGROUP)
+
     def explain(self) -> str:
-        """Says in a line what will run; every figure is counted, none predicted."""
+        """Returns a one-line description of the plan, without predicted figures."""
         size = self.temporary_bytes / 2**20
-        each = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
-        return f"decoded once to {self.problem.dtype} ({size:.1f} MiB{each}), mx.matmul"
-
-
-MOST_TEMPORARY = 256 * 2**20
-"""Bytes that decoded weights may take at a time."""
+        chunks = f" in {len(self.chunks)} chunks" if len(self.chunks) > 1 else ""
+        return (
+            f"decoded once to {self.problem.dtype} ({size:.1f} MiB{chunks}), mx.matmul"
+        )
 
 
 def dense_plan(problem: Problem, *, transposed: bool = True) -> DensePlan:
-    """Returns the plain product of a problem, in as few chunks as the memory allows."""
+    """Returns the dense plan of a problem with the fewest chunks within the limit."""
     side = TILE_N if transposed else TILE_K
     columns, length = problem.n, problem.k
     if not transposed:

@@ -1,33 +1,33 @@
-"""A GPU, as far as planning knows it without its back end."""
+"""The properties of a GPU that planning uses, whatever its back end."""
 
 from collections.abc import Hashable
 from typing import Protocol
 
 
 class PlanningDevice(Hashable, Protocol):
-    """What every device has; a back end's own type has what its cost model needs."""
+    """Properties of all devices; a back end's type adds those of its cost model."""
 
     @property
     def name(self) -> str:
-        """The name that the system has for it."""
+        """The name that the operating system reports."""
         ...
 
     @property
     def variant(self) -> str:
-        """The name with what distinguishes it from others of that name."""
+        """The name with what distinguishes devices of the same name."""
         ...
 
     @property
     def arch(self) -> str:
-        """The architecture that MLX sees."""
+        """The architecture that MLX reports."""
         ...
 
     @property
     def cores(self) -> int:
-        """GPU cores, or multiprocessors."""
+        """Number of GPU cores or multiprocessors."""
         ...
 
     @property
     def figures(self) -> str:
-        """What distinguishes it, in a few words."""
+        """The main figures of the device as text."""
         ...

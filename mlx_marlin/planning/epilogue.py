@@ -1,33 +1,32 @@
-"""What happens to a product before it is stored."""
+"""The epilogue: operations that a kernel applies to a product before storing it."""
 
 import math
 from dataclasses import dataclass
 
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_approx")
-"""What an epilogue can do to each value; the names are those of `mlx.nn`."""
+"""Elementwise activations; the names are those of `mlx.nn`."""
 MOST_PARTS = 6
-"""Weights that share x in one product: where each begins, and the end, stand in an
-array of fewer than eight elements, which Metal hands over as a constant."""
+"""Largest number of weights that share x in one product: their offsets and the end fit
+in an array of fewer than eight elements, which MLX passes to Metal as a constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Heads that are rotated by their place, as rotary embeddings do.
+    """Rotary position embedding of attention heads, with an optional RMSNorm before.
 
-    Features i and i + features / 2 of a head are a point, which is turned by its row's
-    place divided by `periods[i]`, an array beside: the places that make a radian, what
-    `mx.fast.rope(..., traditional=False)` calls `freqs`. Rows are streams' next tokens.
+    As in `mx.fast.rope(..., traditional=False)`, features i and i + features / 2 of a
+    head are rotated together, by the angle position / freqs[i]. Positions and `freqs`
+    are arrays of the call. Each row is the next token of a sequence.
 
     Attributes:
         features: Columns of a head.
-        columns: Columns of all heads that are rotated, the first ones.
-        each: Whether each row has a place of its own, or one is that of all rows.
-        norm: What is added to the mean square of each of these heads, which is divided
-            by the root of that and multiplied by a weight [features] before, as by
-            MLX's `rms_norm`; None if heads are rotated as they are.
-        queries: Columns of the heads that the first of two such weights is for, those
-            of q; the second one is for the others.
-        factor: What rotated heads are multiplied by, as in YaRN.
+        columns: Columns of the rotated heads, which come first.
+        each: Whether each row has its own position; otherwise all rows share one.
+        norm: RMSNorm epsilon of the rotated heads, or None. The weights [features] are
+            arrays of the call.
+        queries: Columns of the heads of q, to which the first of the two RMSNorm
+            weights applies; the second one applies to the heads of k.
+        factor: Scale of the rotated heads, as in YaRN.
     """
 
     features: int
@@ -38,7 +37,7 @@ class Rotation:
     factor: float = 1.0
 
     def explain(self) -> str:
-        """Says what happens to a product."""
+        """Returns a description of the rotation."""
         text = f"rotated in heads of {self.features} up to column {self.columns}"
         text += "" if self.factor == 1 else f", times {self.factor:g}"
         if self.norm is None:
@@ -48,24 +47,24 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
-    """What happens to a product before it is stored, in float32, in this order.
+    """Operations on a product before it is stored, in float32 and in this order.
 
     `activation(product + bias) * multiplier + residual`
 
-    Several weights with the same x are one weight with all their rows; `parts` then
-    stores each one's result as an array of its own, one after the other. Of two whose
-    results are multiplied, `gated` stores the activation of the first one's times the
-    second one's. Of weights whose results are heads, `rotation` rotates them, after the
-    bias, and results are [m, heads, 1, features].
+    Weights that share x are concatenated along their rows. `parts` stores the result of
+    each weight as an array of its own. `gated` stores
+    `activation(first half) * second half`. `rotation` rotates heads after the bias;
+    results then have the shape [m, heads, 1, features].
 
     Attributes:
         bias: Whether a bias [n] is added.
         activation: One of `ACTIVATIONS`.
         multiply: Whether the result is multiplied by an array [m, n].
-        residual: Whether an array [m, n] is added at last.
-        parts: Columns of each of several results; none where there is only one.
-        gated: Whether the first half of the columns gates the second, [m, n / 2].
-        rotation: How heads are rotated, if they are.
+        residual: Whether an array [m, n] is added last.
+        parts: Columns of each result; empty for a single result.
+        gated: Whether the first half of the columns gates the second; the result is
+            [m, n / 2].
+        rotation: The rotation of heads, or None.
     """
 
     bias: bool = False
@@ -110,8 +109,8 @@ class Epilogue:
             )
         features, columns = rotation.features, rotation.columns
         even = features >= 2 and features % 2 == 0 and columns >= 0
-        whole = columns, rotation.queries, *self.parts
-        if not even or any(each % features for each in whole):
+        sizes = columns, rotation.queries, *self.parts
+        if not even or any(size % features for size in sizes):
             raise ValueError(
                 f"rotation={rotation} needs heads of an even number of features, and "
                 f"columns, queries and parts of whole heads, got parts={self.parts}"
@@ -125,18 +124,38 @@ class Epilogue:
                 f"its columns; without a norm there are none"
             )
 
+    def check_product(self, n: int, batch: int) -> None:
+        """Raises ValueError if a product with n columns cannot have this epilogue."""
+        if self.parts and (sum(self.parts) != n or batch > 1):
+            raise ValueError(
+                f"parts={self.parts} do not add up to n={n} of one product, got "
+                f"batch={batch}"
+            )
+        rotation = self.rotation
+        if rotation is not None and (
+            n % rotation.features or rotation.columns > n or batch > 1
+        ):
+            raise ValueError(
+                f"rotation={rotation} needs one product of whole heads, got "
+                f"n={n}, batch={batch}"
+            )
+        if self.gated and (n % 2 or batch > 1):
+            raise ValueError(
+                f"gated=True needs one product with an even n, got n={n}, batch={batch}"
+            )
+
     @property
     def is_paired(self) -> bool:
-        """Whether two columns of the product make a result, or two, together."""
+        """Whether results depend on a pair of the product's columns."""
         return self.gated or self.rotation is not None
 
     @property
     def operands(self) -> int:
-        """Arrays of the result's shape that are read."""
+        """Number of operands that have the shape of the result."""
         return self.multiply + self.residual
 
     def explain(self) -> str:
-        """Says the epilogue as a formula; empty if there is none."""
+        """Returns the epilogue as a formula; empty if there is none."""
         if self.gated:
             gate = "gate" if self.activation == "none" else f"{self.activation}(gate)"
             return f"{gate} * up"
@@ -151,4 +170,4 @@ class Epilogue:
 
 
 PLAIN = Epilogue()
-"""Nothing happens to the product."""
+"""No epilogue."""

@@ -1,4 +1,4 @@
-"""What was measured for a problem, on what machine: values, and their form as JSON."""
+"""Measured results of tuning, the machine they hold for, and their JSON form."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -10,23 +10,23 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 
 STOCK = "stock MLX"
-"""What stock MLX is called among the times."""
+"""Key of stock MLX among the times."""
 SERVED_BY = ("ours", "stock")
 DECODE_ERRORS = (ValueError, TypeError, KeyError, ArithmeticError)
-"""What reading a row can raise."""
+"""Errors that decoding a JSON row may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """All that a measured time depends on, beside the problem and the plan.
+    """Everything that a measured time depends on besides the problem and the plan.
 
     Attributes:
-        chip: What runs the kernels; the emulator is none of the chips.
-        architecture: What MLX chooses its own kernels for.
+        chip: The device that runs the kernels. The emulator has a name of its own.
+        architecture: GPU architecture, by which MLX chooses its kernels.
         cores: GPU cores.
-        system: The operating system and its version.
-        mlx: MLX's version.
-        kernels: Digest of the shaders and of what a plan is made of.
+        system: Operating system and its version.
+        mlx: Version of MLX.
+        kernels: Digest of the shaders and of the fields of a plan.
     """
 
     chip: str
@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        """Name of the machine's file: readable, and different for any other."""
+        """Name of the machine's result file: readable and unique."""
         import hashlib
         import re
 
@@ -49,14 +49,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What was measured for one problem.
+    """The measured result for one problem.
 
     Attributes:
-        plan: The best of our plans, whose product was checked.
-        stock: Whether stock MLX beat it.
-        medians_us: Median time in microseconds of all that was compared, by `label`.
-        clock: What the times are: "wall time" or "emulator counters".
-        date: Of the measurement, as in ISO 8601.
+        plan: The fastest plan, whose product was checked.
+        stock: Whether stock MLX was faster.
+        medians_us: Median times in microseconds, by `label` or `STOCK`.
+        clock: Source of the times: "wall time" or "emulator counters".
+        date: Date of the measurement, ISO 8601.
     """
 
     plan: Plan
@@ -96,14 +96,14 @@ class Result:
 def machine(
     device: PlanningDevice, *, backend: str, system: str, mlx: str, kernels: str
 ) -> Machine:
-    """Returns the machine that a device and a back end are.
+    """Returns the machine that results of a device and a back end hold for.
 
     Args:
         device: The device that plans are made for.
-        backend: "metal", "cuda" or "emulator": counters are never a device's times.
-        system: As in `Machine`, and the two below.
-        mlx: MLX's version.
-        kernels: Digest.
+        backend: "metal", "cuda" or "emulator".
+        system: As in `Machine`, and so are the arguments below.
+        mlx: Version of MLX.
+        kernels: Digest of shaders and plan fields.
     """
     emulated = backend == "emulator"
     return Machine(
@@ -117,22 +117,22 @@ def machine(
 
 
 def label(plan: Plan) -> str:
-    """Names a plan among those of its problem, in a few words."""
+    """Returns a short name of a plan that is unique among those of its problem."""
     work = plan.work
     implied = ("strategy", "tiles", "k_tiles")
-    said = [
+    details = [
         f"{field.name}={getattr(work, field.name)}"
         for field in fields(work)
         if field.init
         and field.name not in implied
         and getattr(work, field.name) != field.default
     ]
-    return f"{work.strategy} {' '.join(said)}, {plan.variant}"
+    return f"{work.strategy} {' '.join(details)}, {plan.variant}"
 
 
 def row(result: Result) -> dict[str, Any]:
-    """Returns a result as values that JSON can hold."""
-    plan = _given(result.plan)
+    """Returns a result as JSON-serializable values."""
+    plan = _encoded(result.plan)
     return {
         "problem": plan.pop("problem"),
         "served_by": SERVED_BY[result.stock],
@@ -144,17 +144,17 @@ def row(result: Result) -> dict[str, Any]:
 
 
 def result(row: Any, plan_type: Callable[[str], type[Plan]]) -> Result:
-    """Returns what a row holds.
+    """Returns the result that a row encodes.
 
     Args:
-        row: As `row` made it, out of JSON.
-        plan_type: Returns the type of the plans that name a kernel.
+        row: A value of `row`, decoded from JSON.
+        plan_type: Returns the plan type of a kernel's name.
 
     Raises:
-        NONSENSE: If it is not a result.
+        DECODE_ERRORS: If the row does not encode a result.
     """
-    kind = plan_type(row["plan"]["kernel"])
-    plan = _built(kind, {"problem": row["problem"], **row["plan"]})
+    type_ = plan_type(row["plan"]["kernel"])
+    plan = _decoded(type_, {"problem": row["problem"], **row["plan"]})
     times, served_by = row["medians_us"], row["served_by"]
     if served_by not in SERVED_BY or not isinstance(times, dict):
         raise ValueError(f"served_by={served_by!r} or medians_us={times!r} is not one")
@@ -162,51 +162,51 @@ def result(row: Any, plan_type: Callable[[str], type[Plan]]) -> Result:
         plan=plan,
         stock=served_by == "stock",
         medians_us=times,
-        clock=_built(str, row["clock"]),
-        date=_built(str, row["date"]),
+        clock=_decoded(str, row["clock"]),
+        date=_decoded(str, row["date"]),
     )
 
 
 def machine_row(machine: Machine) -> dict[str, Any]:
-    """Returns a machine as values that JSON can hold."""
+    """Returns a machine as JSON-serializable values."""
     return asdict(machine)
 
 
 def machine_of(row: Any) -> Machine:
-    """Returns the machine that a row holds.
+    """Returns the machine that a row encodes.
 
     Raises:
-        NONSENSE: If it is not a machine.
+        DECODE_ERRORS: If the row does not encode a machine.
     """
-    found: Machine = _built(Machine, row)
+    found: Machine = _decoded(Machine, row)
     return found
 
 
-def _given(value: Any) -> Any:
-    """Returns what a value was built from."""
+def _encoded(value: Any) -> Any:
+    """Returns a dataclass as a dict of its init fields, a tuple as a list."""
     if isinstance(value, tuple):
-        return [*map(_given, value)]
+        return [*map(_encoded, value)]
     if not is_dataclass(value):
         return value
-    given = [each.name for each in fields(value) if each.init]
-    return {name: _given(getattr(value, name)) for name in given}
+    names = [field.name for field in fields(value) if field.init]
+    return {name: _encoded(getattr(value, name)) for name in names}
 
 
-def _built(kind: Any, data: Any) -> Any:
-    """Returns a value of a class, or of a field's type, from what JSON holds."""
-    if is_dataclass(kind):
-        types = {each.name: each.type for each in fields(kind) if each.init}
+def _decoded(type_: Any, data: Any) -> Any:
+    """Returns the value of a dataclass, or of a field's type, that `data` encodes."""
+    if is_dataclass(type_):
+        types = {field.name: field.type for field in fields(type_) if field.init}
         if not isinstance(data, dict) or data.keys() != types.keys():
             raise ValueError(f"{data!r} has not the fields {', '.join(types)}")
-        build: Any = kind
-        return build(**{name: _built(types[name], data[name]) for name in types})
-    if get_origin(kind) is tuple and isinstance(data, list):
-        return tuple(_built(get_args(kind)[0], each) for each in data)
-    if NoneType in get_args(kind):
-        (kind,) = {*get_args(kind)} - {NoneType}
-        return None if data is None else _built(kind, data)
-    # The other types are names to choose from: the classes know which.
-    expected = kind if kind in (int, bool, float) else str
+        build: Any = type_
+        return build(**{name: _decoded(types[name], data[name]) for name in types})
+    if get_origin(type_) is tuple and isinstance(data, list):
+        return tuple(_decoded(get_args(type_)[0], item) for item in data)
+    if NoneType in get_args(type_):
+        (type_,) = {*get_args(type_)} - {NoneType}
+        return None if data is None else _decoded(type_, data)
+    # All other types are literal strings, which the dataclass checks.
+    expected = type_ if type_ in (int, bool, float) else str
     if type(data) is not expected:
         raise ValueError(f"{data!r} is not {expected.__name__}")
     return data

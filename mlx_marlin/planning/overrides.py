@@ -1,4 +1,4 @@
-"""Fields of a plan that a caller fixes."""
+"""Plan fields that a caller sets explicitly."""
 
 from typing import TypedDict
 
@@ -7,7 +7,7 @@ from mlx_marlin.planning.work.tiles import Kernel, Reduction
 
 
 class PlanOverrides(TypedDict, total=False):
-    """Fields of a plan that are not to be chosen; the rest follows from them."""
+    """Plan fields with given values; the planner chooses the others."""
 
     kernel: Kernel
     fragments_m: int
@@ -28,13 +28,16 @@ class PlanOverrides(TypedDict, total=False):
 
 
 def can_meet(work: Work, overrides: PlanOverrides) -> bool:
-    """Returns whether a work's splits, if it has any, can meet as wished."""
-    wished = "reduction" in overrides and "strategy" not in overrides
-    return not wished or work.is_split == (overrides["reduction"] != "none")
+    """Returns whether work is compatible with the reduction in the overrides.
+
+    If a strategy is given too, the plan itself reports a mismatch.
+    """
+    filtered = "reduction" in overrides and "strategy" not in overrides
+    return not filtered or work.is_split == (overrides["reduction"] != "none")
 
 
 def nothing_fits(overrides: PlanOverrides) -> ValueError:
-    """Returns the error where no candidate has the wished reduction."""
+    """Returns the error to raise if no candidate has the given reduction."""
     return ValueError(
         f"reduction={overrides.get('reduction')!r} fits none of the plans that are "
         f"worth comparing; name a strategy too, such as 'split_k'"

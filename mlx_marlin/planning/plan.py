@@ -1,17 +1,16 @@
-"""The answer: who computes which piece of a product, as a value of pure integers.
+"""A plan: the tiles, threadgroups and launches that compute a product, all integers.
 
-The result is cut into tiles of `tile.m` rows x `tile.n` columns, numbered down the
-columns first (column-major), and k into k tiles; `work` says which threadgroup has
-which k tiles of which tile. For 3 x 3 tiles in runs of `ceil` on 5 threadgroups:
+The result is cut into tiles of `tile.m` rows x `tile.n` columns, in column-major order,
+and k into k tiles. `work` assigns the k tiles of all tiles to threadgroups. For 3 x 3
+tiles and 5 threadgroups with `partition="ceil"`:
 
     tile (row, col)              threadgroup
     (0,0) (0,1) (0,2)              0  1  3
     (1,0) (1,1) (1,2)              0  2  3
     (2,0) (2,1) (2,2)              1  2  4
 
-Of a batch of products, the columns of tiles of each follow those of the one before.
-`shaders/` uses the same names for the same things. Every back end has its own type of
-plan, which knows what its threadgroups look like.
+In a batch, the columns of tiles of the products follow one another. `shaders/` uses the
+same names. Every back end has its own subclass, which describes its threadgroups.
 """
 
 from abc import ABC, abstractmethod
@@ -30,24 +29,32 @@ from mlx_marlin.planning.work.tiles import (
     k_tile,
 )
 
+REDUCE_ROWS = 4
+"""Rows of one column that a thread of the reduce kernel adds; `ROWS_OF_THREAD` in
+`shaders/lib/reduce.metal` must be the same."""
+REDUCE_THREADGROUP = 256
+"""Threads of a threadgroup of the reduce kernel. It has no barriers and no threadgroup
+memory, so any size is correct; this one is whole simdgroups and every device allows
+it. It was not tuned."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ABC):
-    """How one product is computed, down to every range of every threadgroup.
+    """How one product is computed: kernel, tile, threadgroups and reduction.
 
     Attributes:
         problem: The product.
         kernel: Name of the first kernel.
         tile: Rows, columns and k of a tile.
-        fragments_m: 8-row fragments of x that one simdgroup holds; 0 for dot products.
-        simdgroups_n: Packed tiles side by side in a tile, each with simdgroups of its
-            own.
-        simdgroups_k: Simdgroups that share a tile's k and meet in threadgroup memory.
-        work: Who computes what.
-        reduction: How splits of a tile meet: "none" where there are none, "workspace"
-            (the same bits every time) or "atomic" (in whatever order they come).
-        buffers: Stages that threadgroup memory holds; 0 without stages.
-        loaders: Simdgroups that only fill stages, while the others multiply.
+        fragments_m: 8-row fragments of x that a simdgroup holds; 0 for dot products.
+        simdgroups_n: Packed tiles side by side in a tile, each with its own simdgroups.
+        simdgroups_k: Simdgroups that share a tile's k; they add their sums in
+            threadgroup memory.
+        work: The division of the k tiles among threadgroups.
+        reduction: How the splits of a tile are added: "none" if tiles are not split,
+            "workspace" (deterministic) or "atomic" (in order of arrival).
+        buffers: Pipeline stages in threadgroup memory; 0 without staging.
+        loaders: Simdgroups that only fill stages while the others multiply.
     """
 
     problem: Problem
@@ -66,10 +73,10 @@ class Plan(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Checks the fields, one by one and against each other.
+        """Checks the fields and their combination.
 
         Raises:
-            ValueError: If no kernel can have them.
+            ValueError: If no kernel supports them.
         """
 
     @property
@@ -85,16 +92,16 @@ class Plan(ABC):
     @property
     @abstractmethod
     def stage_k(self) -> int:
-        """Values of k of a stage, where there are stages."""
+        """K values of a pipeline stage, if the kernel has stages."""
 
     @property
     def strategy(self) -> str:
-        """How the work is cut."""
+        """The strategy by which the work is divided."""
         return self.work.strategy
 
     @property
     def variant(self) -> str:
-        """The kernel with the simdgroups of a threadgroup: rows x columns x k."""
+        """The kernel and the simdgroups of a threadgroup along m, n and k, as text."""
         rows = self.fragments_m * FRAGMENT or self.tile.m
         groups = "x".join(map(str, self.simdgroup_grid))
         return f"{self.kernel} {rows} rows, {groups} simdgroups{self._staging()}"
@@ -116,12 +123,12 @@ class Plan(ABC):
 
     @property
     def m_tiles(self) -> int:
-        """Tiles down the rows."""
+        """Tiles along the rows of a product."""
         return -(-self.problem.m // self.tile.m)
 
     @property
     def n_tiles(self) -> int:
-        """Tiles across the columns of a product; a wide one counts once."""
+        """Tiles along the columns of a product; a wide tile counts once."""
         if not self.has_wide_tiles:
             return -(-self.problem.n // self.tile.n)
         rest = self.problem.n - self.wide_columns * self.wide_n
@@ -129,12 +136,12 @@ class Plan(ABC):
 
     @property
     def k_tiles(self) -> int:
-        """K tiles of a tile."""
+        """Number of k tiles of a tile."""
         return -(-self.problem.k // self.tile.k)
 
     @property
     def has_wide_tiles(self) -> bool:
-        """Whether tiles of `wide_n` columns come before narrower ones."""
+        """Whether tiles of `wide_n` columns precede narrow ones."""
         return self.work.strategy == "hytis"
 
     @property
@@ -144,66 +151,79 @@ class Plan(ABC):
 
     @property
     def wide_columns(self) -> int:
-        """Columns of wide tiles, which come first."""
+        """Number of columns of wide tiles, which come first."""
         return self.work.whole // self.m_tiles if self.has_wide_tiles else 0
 
     @property
     def is_whole(self) -> bool:
-        """Whether each threadgroup has one whole tile: the kernels then know it."""
+        """Whether every threadgroup has one whole tile, a template argument."""
         return self.work.strategy in ("data_parallel", "hytis")
 
     @property
     def is_split(self) -> bool:
-        """Whether partial sums of a tile have to meet."""
+        """Whether tiles have partial sums that are reduced."""
         return self.reduction != "none"
 
     @property
     def needs_second_pass(self) -> bool:
-        """Whether a dispatch follows that makes the result of sums: atomic sums are the
-        result where nothing is left to do to them."""
+        """Whether a second dispatch computes the result from the sums.
+
+        Atomic float32 sums without an epilogue are already the result.
+        """
         problem = self.problem
         summed = problem.dtype == "float32" and problem.epilogue == PLAIN
         return self.is_split and not (self.reduction == "atomic" and summed)
 
     @property
     def dispatches(self) -> int:
-        """Kernel launches: one, one that zeroes atomic sums, one that finishes."""
+        """Kernel launches: the product, zeroing of atomic sums, and the second pass."""
         return 1 + (self.reduction == "atomic") + self.needs_second_pass
 
     @property
+    def reduce_threads(self) -> int:
+        """Threads of the reduce kernel's grid: `REDUCE_ROWS` results per thread."""
+        problem = self.problem
+        return problem.batch * -(-problem.m // REDUCE_ROWS) * problem.n
+
+    @property
+    def reduce_threadgroup(self) -> int:
+        """Threads of a threadgroup of the reduce kernel."""
+        return min(self.reduce_threads, REDUCE_THREADGROUP)
+
+    @property
     def workspace_shape(self) -> tuple[int, int, int]:
-        """Shape of the float32 partial sums: (slots, m, n), all products' rows as m."""
+        """Shape of the float32 partial sums: (slots, batch * m, n)."""
         slots = self.work.slots if self.reduction == "workspace" else 1
         return slots, self.problem.batch * self.problem.m, self.problem.n
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the partial sums; 0 when nothing is split."""
+        """Bytes of the partial sums; 0 if no tile is split."""
         return prod(self.workspace_shape) * 4 if self.is_split else 0
 
     def product_of(self, tile: int) -> int:
-        """Returns which product of a batch a tile is part of."""
+        """Returns the index in the batch of the product that a tile belongs to."""
         return tile // (self.m_tiles * self.n_tiles)
 
     def corner(self, tile: int) -> tuple[int, int]:
-        """Returns the first row and column of a tile's part of its product."""
+        """Returns the first row and the first column of a tile in its product."""
         row, column = tile_position(tile, self.m_tiles)
         column %= self.n_tiles
         wide = min(column, self.wide_columns)
         return row * self.tile.m, wide * self.wide_n + (column - wide) * self.tile.n
 
     def columns_of(self, tile: int) -> int:
-        """Returns how many columns a tile has, also past the result's last one."""
+        """Returns the columns of a tile, including padding past column n."""
         _, column = tile_position(tile, self.m_tiles)
         return self.wide_n if column < self.wide_columns else self.tile.n
 
     def k_range(self, split: Split) -> tuple[int, int]:
-        """Returns the values of k [start, stop) of a split."""
+        """Returns the range [start, stop) of k of a split."""
         stop = (split.k_idx + split.k_tile_count) * self.tile.k
         return split.k_idx * self.tile.k, min(stop, self.problem.k)
 
     def explain(self) -> str:
-        """Says in a line what will run; every figure is counted, none predicted."""
+        """Returns a one-line description of the plan, without predicted figures."""
         work = self.work
         parts = [
             f"{self.kernel} {self.tile}",
@@ -243,25 +263,25 @@ class Plan(ABC):
         return [*parts, f"at most {work.longest} {noun} each", f"{work.idle} idle"]
 
     def check_columns(self, columns: int) -> None:
-        """Checks the tile's columns, and its k, against the group size."""
-        sides = columns, k_tile(self.problem.group_size)
-        if (self.tile.n, self.tile.k) != sides:
+        """Checks the n and k of the tile against `columns` and the group size."""
+        expected = columns, k_tile(self.problem.group_size)
+        if (self.tile.n, self.tile.k) != expected:
             raise ValueError(
-                f"tile.n and tile.k are {sides[0]} and {sides[1]} for groups of "
+                f"tile.n and tile.k are {expected[0]} and {expected[1]} for groups of "
                 f"{self.problem.group_size}, got {self.tile.n} and {self.tile.k}"
             )
 
     def check_bytes(self, limit: int, stage_bytes: int) -> None:
-        """Checks the threadgroup memory against what there is of it."""
+        """Checks that the threadgroup memory does not exceed `limit` bytes."""
         if self.threadgroup_bytes > limit:
-            each = f"buffers={self.buffers} of {stage_bytes} bytes make "
+            stages = f"buffers={self.buffers} of {stage_bytes} bytes make "
             raise ValueError(
-                f"{each if self.buffers else ''}{self.threadgroup_bytes} bytes of "
+                f"{stages if self.buffers else ''}{self.threadgroup_bytes} bytes of "
                 f"threadgroup memory, more than {limit}"
             )
 
     def check_tiles(self) -> None:
-        """Checks that the work has the product's tiles."""
+        """Checks that the work has the tiles of the product."""
         tiles = self.problem.batch * self.m_tiles * self.n_tiles
         if (self.work.tiles, self.work.k_tiles) != (tiles, self.k_tiles):
             raise ValueError(
@@ -270,7 +290,7 @@ class Plan(ABC):
             )
 
     def check_reduction(self) -> None:
-        """Checks that splits meet, and that their sums can be counted."""
+        """Checks that split work has a reduction, and the size of its workspace."""
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
         if (self.reduction == "none") == self.work.is_split:

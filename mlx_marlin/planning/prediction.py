@@ -1,4 +1,4 @@
-"""What a model says about plans and about stock MLX, in seconds."""
+"""Predicted times of plans and of stock MLX."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,17 +6,17 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The model's times for one plan on one device, in seconds.
+    """Predicted times of one plan on one device, in seconds.
 
     Attributes:
-        memory: To move the operands and the workspace.
-        issue: To issue the instructions, all cores alike.
-        loads: To return the loaded bytes to the lanes, all cores alike.
-        busy: The mean core's share of the work over the fullest core's, 0 to 1.
-        fill: How well a busy core hides latency, 0 to 1.
-        dispatch: For the dispatches after the first, 0 without one; on CUDA to begin
-            and end pieces of work too.
-        matrix: To multiply, where matrix units work beside the others; else 0.
+        memory: Memory traffic of the operands and the workspace.
+        issue: Instruction issue, if all cores are equally loaded.
+        loads: Loaded bytes returned to lanes, if all cores are equally loaded.
+        busy: Load of the mean core over that of the most loaded core, 0 to 1.
+        fill: Degree to which a busy core hides latency, 0 to 1.
+        dispatch: Dispatches after the first, 0 if there are none; on CUDA also the
+            start and end of pieces of work.
+        matrix: Matrix units that run concurrently with the others; 0 without them.
     """
 
     memory: float
@@ -29,27 +29,27 @@ class Prediction:
 
     @property
     def stretch(self) -> float:
-        """Factor of at least 1 for unevenly loaded and thinly filled cores."""
+        """Factor of at least 1 for load imbalance and low occupancy."""
         return 1 / (self.busy * self.fill)
 
     @property
     def seconds(self) -> float:
-        """The whole product."""
+        """Time of the whole product."""
         return self.longest * self.stretch + self.dispatch
 
     @property
     def longest(self) -> float:
-        """The longest of the times that overlap."""
+        """Longest of the times that overlap."""
         return max(self.memory, self.issue, self.loads, self.matrix)
 
     @property
     def bound(self) -> str:
-        """What takes longest: "memory", "issue", "loads" or "matrix"."""
+        """The bottleneck: "memory", "issue", "loads" or "matrix"."""
         names = ("memory", "issue", "loads", "matrix")
         return max(names, key=lambda name: float(getattr(self, name)))
 
     def explain(self) -> str:
-        """Says the prediction in a line, as a prediction."""
+        """Returns the prediction as one line that says that nothing was measured."""
         text = (
             f"predicted {self.seconds * 1e6:.1f} us (model, not measured): bound by "
             f"{self.bound}, x{self.stretch:.2f} for uneven or thinly filled cores"
@@ -64,33 +64,33 @@ class StockCall(Protocol):
 
     @property
     def kernel(self) -> str:
-        """Its name."""
+        """Name of the kernel."""
         ...
 
     @property
     def threadgroups(self) -> int:
-        """How many threadgroups it has."""
+        """Number of threadgroups."""
         ...
 
 
 class StockPrediction(Protocol):
-    """What a model says about stock MLX's own product."""
+    """Predicted times of the product in stock MLX."""
 
     @property
     def call(self) -> StockCall:
-        """What MLX launches."""
+        """The kernel that MLX launches."""
         ...
 
     @property
     def seconds(self) -> float:
-        """The whole product."""
+        """Time of the whole product."""
         ...
 
     @property
     def bound(self) -> str:
-        """What bounds it."""
+        """The bottleneck."""
         ...
 
     def explain(self) -> str:
-        """Returns what MLX launches and what it should take, in a line."""
+        """Returns one line with the kernel that MLX launches and its predicted time."""
         ...

@@ -1,7 +1,7 @@
-"""The question: one quantized product, as a value.
+"""A problem: the complete description of one quantized matrix product.
 
-`y[m, n] = x[m, k] @ W[n, k]^T`, with W in few bits, or a batch of such products, each
-with x and W of its own. In text a shape is k→n, with the rows m beside it.
+`y[m, n] = x[m, k] @ W[n, k]^T` with a quantized W, or a batch of such products with an
+x and a W each. In messages a shape is written k→n, after the number of rows.
 """
 
 from dataclasses import dataclass
@@ -22,42 +22,42 @@ from mlx_marlin.weights.formats import (
 )
 
 MOST_ELEMENTS = 2**31
-"""An array must have fewer: the shaders count in 32 bits."""
+"""Upper bound, exclusive, of an array's elements: the shaders index with 32 bits."""
 
 
 def largest_array(m: int, n: int, k: int, bits: int, batch: int = 1) -> int:
-    """Returns the elements of a product's largest array: x, the words or the result.
+    """Returns the elements of a product's largest array: x, the codes or the result.
 
-    Each weight of several is padded to whole tiles when packed.
+    In a batch, packed weights are padded to whole tiles.
     """
     if batch > 1:
         n, k = (-(-size // tile) * tile for size, tile in ((n, TILE_N), (k, TILE_K)))
-    # Odd widths are loaded by bytes where groups are short: these have to be counted.
+    # Codes of odd widths are loaded in smaller units than words if groups are short.
     word = WORD_BITS // 2 if bits % 2 else WORD_BITS
     return batch * max(m * k, n * k * bits // word, m * n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A quantized matrix product, described completely enough to plan it.
+    """A quantized matrix product: all that a plan depends on, except the device.
 
     Attributes:
         m: Rows of the activations and of the result, at least 1.
-        n: Rows of the weight, which are the result's columns, at least 1.
-        k: Length of the sum; a multiple of `group_size`.
-        batch: Products of this shape, each with a weight of its own, at least 1.
-        group_size: Weights along k that share one scale; k itself for a whole row.
-        bits: Bits of one code.
-        mode: MLX's name of the quantization scheme.
-        dtype: Of the activations and the result.
-        scale_dtype: Of the scales and biases.
-        layout: How the codes lie in memory: "mlx" (native) or "marlin" (packed).
-        epilogue: What happens to the product before it is stored.
-        invariant: Whether a row's bits must not depend on the other rows, or on m.
-        global_scale: Whether the weight has one scale more for all of it.
-        norm: What is added to the mean square of each row of x, which is divided by
-            the root of that and multiplied by a weight [k] before, as by MLX's
-            `rms_norm`; None if rows are multiplied as they are.
+        n: Rows of the weight and columns of the result, at least 1.
+        k: Columns of the activations and of the weight, a multiple of `group_size`.
+        batch: Number of products, each with its own weight, at least 1.
+        group_size: Weights along k that share one scale; k for a whole row.
+        bits: Bits of a code.
+        mode: Quantization mode, with MLX's name.
+        dtype: Dtype of the activations and the result.
+        scale_dtype: Dtype of the scales and biases.
+        layout: Memory layout of the codes: "mlx" (native) or "marlin" (packed).
+        epilogue: Operations on the product before it is stored.
+        invariant: Whether a row of the result must be bitwise independent of m and of
+            the other rows.
+        global_scale: Whether the weight has one additional scale for all groups.
+        norm: RMSNorm epsilon of the rows of x, or None. The weight [k] is an array of
+            the call.
     """
 
     m: int
@@ -76,6 +76,16 @@ class Problem:
     norm: float | None = None
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_format()
+        self.epilogue.check_product(self.n, self.batch)
+        if self.norm is not None and (self.norm < 0 or self.batch > 1):
+            raise ValueError(
+                f"norm={self.norm} must be at least 0 and of one product, got "
+                f"batch={self.batch}"
+            )
+
+    def _check_sizes(self) -> None:
         if self.m < 1 or self.n < 1 or self.k < 1:
             raise ValueError(
                 f"m, n and k must be at least 1, got m={self.m}, n={self.n}, k={self.k}"
@@ -86,9 +96,10 @@ class Problem:
         if largest >= MOST_ELEMENTS:
             raise ValueError(
                 f"m={self.m}, n={self.n}, k={self.k}, batch={self.batch} make an array "
-                f"of {largest} "
-                f"elements, expected fewer than {MOST_ELEMENTS}"
+                f"of {largest} elements, expected fewer than {MOST_ELEMENTS}"
             )
+
+    def _check_format(self) -> None:
         format = format_of(self.mode, self.bits)
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r} is not one of {[*LAYOUTS]}")
@@ -109,30 +120,6 @@ class Problem:
             )
         if self.global_scale and self.mode != "nvfp4":
             raise ValueError(f"global_scale=True is for nvfp4, got mode={self.mode!r}")
-        parts = self.epilogue.parts
-        if parts and (sum(parts) != self.n or self.batch > 1):
-            raise ValueError(
-                f"parts={parts} do not add up to n={self.n} of one product, got "
-                f"batch={self.batch}"
-            )
-        if self.norm is not None and (self.norm < 0 or self.batch > 1):
-            raise ValueError(
-                f"norm={self.norm} must be at least 0 and of one product, got "
-                f"batch={self.batch}"
-            )
-        rotation = self.epilogue.rotation
-        if rotation is not None and (
-            self.n % rotation.features or rotation.columns > self.n or self.batch > 1
-        ):
-            raise ValueError(
-                f"rotation={rotation} needs one product of whole heads, got "
-                f"n={self.n}, batch={self.batch}"
-            )
-        if self.epilogue.gated and (self.n % 2 or self.batch > 1):
-            raise ValueError(
-                f"gated=True needs one product with an even n, got n={self.n}, "
-                f"batch={self.batch}"
-            )
 
     @property
     def format(self) -> Format:
@@ -141,15 +128,17 @@ class Problem:
 
     @property
     def in_float(self) -> bool:
-        """Whether weights and activations meet as float32: only a float holds either
-        activations of more than 16 bits or an integer with its scale, which enters the
-        fragment in groups of 16."""
+        """Whether weights and activations are multiplied as float32.
+
+        Needed for activations other than float16, and for integer codes in groups of
+        16, whose fragments hold scaled weights.
+        """
         scaled = self.group_size == 16 and self.format.codes != "floating"
         return scaled or self.dtype != "float16"
 
     @property
     def fragment_bytes(self) -> int:
-        """Bytes of a weight or activation where they meet."""
+        """Bytes of a weight or an activation in a fragment."""
         return 4 if self.in_float else 2
 
     @property
@@ -159,12 +148,12 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Columns of the result: n, or half of it where one half gates the other."""
+        """Columns of the result: n, or n / 2 with a gated epilogue."""
         return self.n // 2 if self.epilogue.gated else self.n
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Shape of the result: (m, n), of several products (batch, m, n)."""
+        """Shape of the result: (m, columns), or (batch, m, columns) for a batch."""
         one = self.m, self.columns
         return one if self.batch == 1 else (self.batch, *one)
 
@@ -175,12 +164,12 @@ class Problem:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the packed codes."""
+        """Bytes of the codes."""
         return self.batch * self.n * self.k * self.bits // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales and biases together."""
+        """Bytes of the scales and biases."""
         size = SCALE_BYTES[self.scale_dtype]
         groups = self.batch * self.n * self.groups
         return groups * self.format.parameters * size
@@ -202,13 +191,13 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Least memory traffic: every operand once."""
+        """Minimal memory traffic: every operand and result once."""
         results = 1 + self.epilogue.operands
         operands = self.weight_bytes + self.activation_bytes
         return operands + results * self.output_bytes
 
     def explain(self) -> str:
-        """Says in a line what is asked."""
+        """Returns a one-line description of the problem."""
         rows = "row" if self.m == 1 else "rows"
         parts = [
             f"{self.m} {rows} of {self.k}→{self.n}",
@@ -240,43 +229,43 @@ def problem_of(
     batch: int = 1,
     norm: float | None = None,
 ) -> Problem:
-    """Returns a problem, with a mode's own format where it is not said.
+    """Returns a problem; the mode determines what is not given of the format.
 
     Args:
         m: Rows of the activations.
-        n: Features that come out.
-        k: Features that go in.
-        mode: MLX's name of the quantization scheme, or ours.
-        bits: Bits of one code. Default: the mode's, or 4.
+        n: Output features.
+        k: Input features.
+        mode: Quantization mode, of MLX or of this package.
+        bits: Bits of a code. Default: the mode's, or 4.
         group_size: Weights along k that share a scale. Default: the mode's, or 64.
-        dtype: Of activations and result, and of scales that are not bytes.
+        dtype: Dtype of the activations, the result, and scales that are not bytes.
         layout: "mlx" or "marlin".
-        epilogue: What happens to the product before it is stored.
-        invariant: Whether a row's bits must not depend on m.
-        batch: Products of this shape, each with a weight of its own.
-        norm: What is added to the mean square of rows that are normalized before.
+        epilogue: As in `Problem`, and so are the arguments below.
+        invariant: Whether rows of the result are independent of m.
+        batch: Number of products.
+        norm: RMSNorm epsilon, or None.
 
     Raises:
-        ValueError: If the product is not one of ours.
+        ValueError: If the product is not supported.
     """
-    m, n, k = integer("m", m), integer("n", n), integer("k", k)
-    batch = integer("batch", batch)
-    group_size = None if group_size is None else integer("group_size", group_size)
-    bits = None if bits is None else integer("bits", bits)
-    for name, word in {"mode": mode, "dtype": dtype, "layout": layout}.items():
-        if not isinstance(word, str):
-            raise ValueError(f"{name}={word!r}, expected a name as a string")
+    m, n, k = _integer("m", m), _integer("n", n), _integer("k", k)
+    batch = _integer("batch", batch)
+    group_size = None if group_size is None else _integer("group_size", group_size)
+    bits = None if bits is None else _integer("bits", bits)
+    for name, value in {"mode": mode, "dtype": dtype, "layout": layout}.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r}, expected a name as a string")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not one of {MODES}")
-    usual_group, usual_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
-    bits = usual_bits if bits is None else bits
+    default_group, default_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    bits = default_bits if bits is None else bits
     dtypes = format_of(mode, bits).scale_dtypes
     return Problem(
         m=m,
         n=n,
         k=k,
         batch=batch,
-        group_size=usual_group if group_size is None else group_size,
+        group_size=default_group if group_size is None else group_size,
         bits=bits,
         mode=mode,
         dtype=dtype,
@@ -288,16 +277,8 @@ def problem_of(
     )
 
 
-def integer(name: str, value: object) -> int:
-    """Returns an argument as an int; NumPy's integers become Python's.
-
-    Args:
-        name: The argument's name.
-        value: Its value.
-
-    Raises:
-        ValueError: If it is not an integer. True and False are not.
-    """
+def _integer(name: str, value: object) -> int:
+    """Returns an argument as a Python int; raises ValueError for bool and others."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{name}={value!r}, expected an integer")
     return index(value)

@@ -1,7 +1,7 @@
-"""The only loop over candidates: it is the same for every back end.
+"""The search for a plan, the same for every back end.
 
-A back end offers options, with what the model says about each; the best one whose plan
-is valid is chosen.
+A back end yields options with their predictions. The search returns the valid plan with
+the lowest rank.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,30 +13,30 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 
 MODEL_ERROR = 0.06
-"""How far the cost models are from published and measured times; a split must gain more
-than this."""
+"""Relative error of the cost models against published and measured times. Split tiles
+must be predicted to gain more than this."""
 
 Limit = Callable[[], float]
-"""Returns the first value of the best rank so far: an option that cannot have a lower
-one need not be offered."""
+"""Returns the first value of the lowest rank so far. A back end may omit options that
+cannot have a lower one."""
 
 
 class Option(NamedTuple):
-    """A candidate before its plan is made: many are compared and few are made."""
+    """A candidate whose plan is built on demand, because few of them are needed."""
 
     rank: tuple[float, ...]
-    """What options are compared by: less is better."""
+    """Sort key; the lowest is best."""
     prediction: Prediction
-    """What the model says about the plan."""
+    """Predicted times of the plan."""
     plan: Callable[[], Plan]
-    """Makes the plan; raises a ValueError if there is none after all."""
+    """Builds the plan; raises ValueError if it is not valid."""
 
 
 def best(offer: Callable[[Limit], Iterable[Option]]) -> Plan:
     """Returns the valid plan with the lowest rank.
 
     Args:
-        offer: Yields the options.
+        offer: Yields the options, given a `Limit`.
 
     Raises:
         ValueError: If no option has a valid plan.
@@ -46,42 +46,42 @@ def best(offer: Callable[[Limit], Iterable[Option]]) -> Plan:
     for option in offer(lambda: least[0]):
         options.append(option)
         least[0] = min(least[0], option.rank[0])
-    refused: ValueError | None = None
+    first_error: ValueError | None = None
     for option in sorted(options, key=_rank):
         try:
             return option.plan()
         except ValueError as error:
-            refused = refused or error
-    assert refused is not None, "there is at least one option"
-    raise refused
+            first_error = first_error or error
+    assert first_error is not None, "a back end yields at least one option"
+    raise first_error
 
 
 def ranked(offer: Callable[[Limit], Iterable[Option]]) -> tuple[Candidate, ...]:
-    """Returns all candidates with valid plans, the best one first.
+    """Returns all candidates with valid plans, ordered by rank.
 
     Args:
-        offer: Yields the options.
+        offer: Yields the options, given a `Limit`.
 
     Raises:
         ValueError: If no option has a valid plan.
     """
     found: dict[Plan, Candidate] = {}
-    refused: ValueError | None = None
+    first_error: ValueError | None = None
     for option in sorted(offer(lambda: inf), key=_rank):
         try:
             plan = option.plan()
         except ValueError as error:
-            refused = refused or error
+            first_error = first_error or error
         else:
             found[plan] = Candidate(plan=plan, prediction=option.prediction)
     if not found:
-        assert refused is not None, "there is at least one option"
-        raise refused
+        assert first_error is not None, "a back end yields at least one option"
+        raise first_error
     return (*found.values(),)
 
 
-def doubt(is_split: bool) -> float:
-    """Returns the factor on a time that a split has to make good."""
+def split_factor(is_split: bool) -> float:
+    """Returns the factor on a predicted time: split tiles must gain `MODEL_ERROR`."""
     return 1 + MODEL_ERROR * is_split
 
 

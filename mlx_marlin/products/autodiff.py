@@ -1,4 +1,4 @@
-"""Derivatives of our products: those of stock MLX, and never a silent zero."""
+"""Derivatives of our products, which are those of stock MLX."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,38 +12,38 @@ from mlx_marlin.backends.launch import Product
 from mlx_marlin.weights.dtypes import dtype_name
 
 Results = mx.array | tuple[mx.array, ...]
-"""Of an epilogue with parts there are several."""
+"""One result, or several from an epilogue with parts."""
 
 
-class _Wish(threading.local):
+class _Thread(threading.local):
     without_vjp = False
     transformed = False
 
 
-_wish = _Wish()
+_thread = _Thread()
 
 
 @contextmanager
 def without_vjp() -> Iterator[None]:
-    """Spares products their derivatives, which are nodes of their own in a graph.
+    """Calls products without derivatives in this thread, which saves nodes in a graph.
 
-    For tracing, in this thread, what nobody differentiates: in a transformation MLX
-    does not run a traced graph but the function that it was traced from.
+    It is for tracing. A traced graph is never differentiated: in a transformation, MLX
+    runs the function that it was traced from.
     """
-    before, _wish.without_vjp = _wish.without_vjp, True
+    before, _thread.without_vjp = _thread.without_vjp, True
     try:
         yield
     finally:
-        _wish.without_vjp = before
+        _thread.without_vjp = before
 
 
 def are_without_vjp() -> bool:
     """Returns whether products are called without derivatives."""
-    return _wish.without_vjp
+    return _thread.without_vjp
 
 
 def _note(*_: mx.array) -> tuple[()]:
-    _wish.transformed = True
+    _thread.transformed = True
     return ()
 
 
@@ -51,37 +51,38 @@ _noted = mx.compile(_note, shapeless=True)
 
 
 def _are_transformed(*arrays: mx.array) -> bool:
-    """Returns whether MLX may differentiate what is computed of arrays.
+    """Returns whether MLX may differentiate a function of these arrays.
 
-    Only `mx.compile` tells: it replays a graph, here an empty one, unless the arrays
-    belong to a transformation (grad, vjp, jvp, vmap, compile). Then it calls the
-    function, and so it does the first time for each number of dimensions and dtype.
+    MLX has no function for this question. A compiled function answers it: `mx.compile`
+    replays its graph, here an empty one, unless the arrays belong to a transformation
+    (grad, vjp, jvp, vmap, compile). Then it calls the Python function, as it also does
+    the first time for a number of dimensions and dtypes.
 
-    Other threads than the main one are not asked: a process in which such a thread
-    called a compiled function of MLX (0.32.4) may abort when it ends.
+    In threads other than the main one, the answer is True: a process in which such a
+    thread called a compiled function of MLX (0.32.4) may abort when it ends.
     """
     if threading.current_thread() is not threading.main_thread():
         return True
-    if not _compile_tells():
+    if not _compile_detects():
         return True
-    _wish.transformed = False
+    _thread.transformed = False
     _noted(*arrays)
-    return _wish.transformed
+    return _thread.transformed
 
 
 @cache
-def _compile_tells() -> bool:
-    """Returns whether `mx.compile` calls its function where MLX differentiates.
+def _compile_detects() -> bool:
+    """Returns whether `mx.compile` calls its function in every transformation.
 
-    All of MLX's compiled functions would have no gradients otherwise. It is asked all
-    the same: a product without derivatives would have a gradient of zero, silently.
+    MLX's own compiled functions depend on it. It is checked nevertheless, because a
+    product without derivatives would silently have a gradient of zero.
     """
     array, found = mx.array(0.0), []
 
     def noted(array: mx.array) -> mx.array:
-        _wish.transformed = False
+        _thread.transformed = False
         _noted(array)
-        found.append(_wish.transformed)
+        found.append(_thread.transformed)
         return array
 
     noted(array)  # compiles
@@ -96,20 +97,20 @@ def differentiable(
     stock: Product,
     backward_of_x: Callable[[], Product | None] | None = None,
 ) -> Product:
-    """Gives a product the derivatives of another one.
+    """Returns a product with the derivatives of another one.
 
     Args:
-        ours: The product to compute: to MLX its kernels are opaque, or not even seen.
+        ours: The product to compute. MLX cannot differentiate its kernels.
         stock: The same product in MLX's own operations.
         backward_of_x: Returns the product from a cotangent, codes, scales and biases to
-            the gradient of x, where there is a shorter way than through `stock`. It is
-            called when a gradient is computed.
+            the gradient of x, or None to differentiate `stock`. It is called when a
+            gradient is computed.
 
     Returns:
-        `ours`, with gradients and tangents of `stock` for x, scales and biases, and
-        for all arrays that follow; under `without_vjp`, and outside of transformations,
-        it is just `ours`. A gradient with respect to integers (codes, scales that are
-        bytes, indices) raises a ValueError.
+        A function that computes `ours`, with the gradients and tangents of `stock` for
+        x, scales, biases and all following arrays. Under `without_vjp` and outside of
+        transformations it calls `ours` directly. A gradient with respect to integers
+        (codes, scales that are bytes, indices) raises a ValueError.
     """
     product = mx.custom_function(ours)
 
@@ -117,42 +118,44 @@ def differentiable(
     def backward(
         primals: tuple[mx.array, ...], cotangent: Results, _: Results
     ) -> tuple[mx.array, ...]:
-        moving = [i for i, each in enumerate(primals) if _is_float(each)]
+        moving = [i for i, primal in enumerate(primals) if _is_float(primal)]
 
         def of_floats(*values: mx.array) -> Results:
             moved = dict(zip(moving, values, strict=True))
-            return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
+            return stock(*(moved.get(i, own) for i, own in enumerate(primals)))
 
-        grads = mx.vjp(of_floats, [primals[i] for i in moving], _each(cotangent))[1]
+        grads = mx.vjp(of_floats, [primals[i] for i in moving], _as_list(cotangent))[1]
         known = dict(zip(moving, grads, strict=True))
         shorter = backward_of_x and backward_of_x()
         if shorter:
-            (cotangent,) = _each(cotangent)  # no parts have this way
+            (cotangent,) = _as_list(cotangent)  # there are no parts here
             of_x = differentiable(shorter, partial(_backward_of_x, stock, primals[0]))
             known[0] = of_x(cotangent, *primals[1:])
         # MLX asks for all gradients; those of integers go to `_without_gradient`.
         return tuple(known.get(i, mx.zeros(())) for i in range(len(primals)))
 
     @product.jvp
-    def tangent(
+    def forward(
         primals: tuple[mx.array, ...], tangents: tuple[mx.array | None, ...]
     ) -> Results:
         moving = {i: t for i, t in enumerate(tangents) if t is not None}
 
         def of_moving(*values: mx.array) -> Results:
             moved = dict(zip(moving, values, strict=True))
-            return stock(*(moved.get(i, each) for i, each in enumerate(primals)))
+            return stock(*(moved.get(i, own) for i, own in enumerate(primals)))
 
         starts = [primals[i] for i in moving]
-        results, along = mx.jvp(of_moving, starts, list(moving.values()))
-        return tuple(along) if len(results) > 1 else along[0]
+        results, tangent = mx.jvp(of_moving, starts, list(moving.values()))
+        return tuple(tangent) if len(results) > 1 else tangent[0]
 
     call = cast(Product, product)
 
     def chosen(*arrays: mx.array) -> mx.array:
-        if _wish.without_vjp or not _are_transformed(*arrays):
+        if _thread.without_vjp or not _are_transformed(*arrays):
             return ours(*arrays)
-        return call(*(e if _is_float(e) else _without_gradient(e) for e in arrays))
+        return call(
+            *(own if _is_float(own) else _without_gradient(own) for own in arrays)
+        )
 
     return chosen
 
@@ -167,7 +170,7 @@ def _backward_of_x(
 
 @mx.custom_function
 def _without_gradient(integers: mx.array) -> mx.array:
-    """Returns integers as they are; MLX calls the vjp only if it is asked for one."""
+    """Returns integers unchanged. MLX calls the vjp only if it needs this gradient."""
     return integers
 
 
@@ -179,7 +182,7 @@ def _refuse(integers: mx.array, _: mx.array, __: mx.array) -> NoReturn:
     )
 
 
-def _each(results: Results) -> list[mx.array]:
+def _as_list(results: Results) -> list[mx.array]:
     return [results] if isinstance(results, mx.array) else [*results]
 
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_marlin.products.packing import unpack
-from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight

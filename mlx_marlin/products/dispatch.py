@@ -1,49 +1,51 @@
-"""Decides who serves a kind of call, our kernels or stock MLX, and prepares the run.
+"""Decides whether our kernels or stock MLX serve a request, and prepares the call.
 
-A kind of call is its shapes, dtypes, options and device. Deciding is cached; a call
-that is wrong raises here, in MLX's own words where MLX has them.
+A decision is made once for each request and kept until `state.reset`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
-from operator import index
+from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import launch, planner, selection, tuned_results
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
-from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility
 from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.graph_cache import traced
-from mlx_marlin.products.reference_epilogue import (
-    of_normalized,
-    then_finished,
-    with_all_operands,
+from mlx_marlin.products.operands import as_called
+from mlx_marlin.products.reference.epilogue import (
+    with_epilogue,
+    with_norm,
+    with_placeholders,
 )
-from mlx_marlin.products.request import Kind, Run, Shape, as_called
-from mlx_marlin.products.stock_weight import native_product, stock_product
-from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import MODE_DEFAULTS, TILE_N
+from mlx_marlin.products.reference.weight import native_product, stock_product
+from mlx_marlin.products.request import CPU, MatmulRequest, Run
+from mlx_marlin.weights.formats import TILE_N
 from mlx_marlin.weights.packed_weight import PackedWeight
 
-KINDS = 4096
-"""Kinds of call that are remembered."""
+MOST_CALLS = 4096
+"""Prepared calls that a memory keeps."""
 
 
 @dataclass(slots=True)
 class PreparedCall:
-    """Who serves a kind of call, ready to run; `reason` says why if it is stock MLX.
+    """A request's product, ready to run.
 
-    `run` may become a quicker one after a call: ask for it each time. `is_stock` is
-    whether it is nothing but MLX's own product, with an epilogue in its operations.
+    Attributes:
+        run: The product. It may be replaced by a faster one after a call, so read it
+            each time.
+        reason: Why stock MLX serves the request; None if our kernels do.
+        is_stock: Whether `run` is MLX's own product, with an epilogue in MLX's
+            operations.
     """
 
     run: Run
@@ -51,160 +53,90 @@ class PreparedCall:
     is_stock: bool = False
 
 
-Memory = dict[tuple[object, ...], PreparedCall]
-"""What was decided, by all that decides it."""
+Key = tuple[object, ...]
+Value = TypeVar("Value")
+Memory = dict[Key, PreparedCall]
+"""Prepared calls by a flat key, which a warm call builds from its arguments.
 
-_memories: list[Memory] = []
+A dictionary takes a third of the time of `lru_cache` or of a key that is an object,
+whose hash is a call of Python code.
+"""
 
 
-def memory() -> Memory:
-    """Makes a memory of decisions, which `forget` empties.
+def remembered(memory: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Keeps a value in a memory of at most `MOST_CALLS`, and returns it."""
+    if len(memory) >= MOST_CALLS:
+        memory.clear()
+    memory[key] = value
+    return value
 
-    A dictionary with a flat key is a third of the way through `serve_packed`: no call
-    of Python's, and no hash of an epilogue.
+
+def is_for_good(prepared: PreparedCall) -> bool:
+    """Returns whether stock MLX serves a call until `state.reset`.
+
+    Our kernels may serve a call that runs on the CPU once the default device is a GPU.
     """
-    made: Memory = {}
-    _memories.append(made)
-    return made
+    on_cpu = mx.default_device() == CPU
+    return prepared.is_stock and not (on_cpu and selection.may_hand_over())
 
 
-def is_for_good(served: PreparedCall) -> bool:
-    """Returns whether a call stays stock MLX's until `forget`.
-
-    One that runs on the CPU may be ours as soon as the default device is a GPU.
-    """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return served.is_stock and not (on_cpu and selection.may_hand_over())
-
-
-def remembered(
-    known: Memory, key: tuple[object, ...], served: PreparedCall
-) -> PreparedCall:
-    """Keeps a decision, and returns it."""
-    if len(known) >= KINDS:
-        known.clear()
-    known[key] = served
-    return served
-
-
-@lru_cache(KINDS)
-def serve_native(
-    x_shape: Shape,
-    x_dtype: mx.Dtype,
-    w_shape: Shape,
-    w_dtype: mx.Dtype,
-    scales_shape: Shape,
-    scales_dtype: mx.Dtype,
-    biases_shape: Shape | None,
-    biases_dtype: mx.Dtype | None,
-    transpose: bool,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-    on_cpu: bool,
-    epilogue: Epilogue = PLAIN,
-    invariant: bool = False,
-) -> PreparedCall:
-    """Decides a call whose weight is in MLX's layout.
+def prepare(request: MatmulRequest) -> PreparedCall:
+    """Decides who serves a request, and prepares the call.
 
     Raises:
-        ValueError: If the arguments do not belong together.
+        ValueError: If stock MLX would serve a request that is invariant.
     """
-    if not x_shape:
-        raise ValueError("x has no dimensions, expected [..., k]")
-    # Integers of other libraries are equal to Python's, and caches tell them not apart.
-    bits = None if bits is None else index(bits)
-    group_size = None if group_size is None else index(group_size)
-    if bits == 0:  # MLX divides by it
-        raise ValueError("bits=0, expected the bits of a code or None")
-
-    biased = biases_shape is not None
-
-    def stock(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array | None
-    ) -> mx.array:
-        biases = biases if biased else None  # our kernels get the scales instead
-        return native_product(x, w, scales, biases, transpose, group_size, bits, mode)
-
-    biases = None if biases_shape is None else mx.zeros(biases_shape, biases_dtype)
-    # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.
-    result = stock(
-        mx.zeros(x_shape, x_dtype),
-        mx.zeros(w_shape, w_dtype),
-        mx.zeros(scales_shape, scales_dtype),
-        biases,
-    )
-    # MLX does not check this and reads past the end of the scales.
-    if scales_shape[:-1] != w_shape[:-1]:
-        raise ValueError(
-            f"scales has shape {scales_shape}, expected a row for each row of w, "
-            f"which has shape {w_shape}"
-        )
-    fitting = MODE_DEFAULTS[mode]
-    given = fitting[0] if group_size is None else group_size, bits or fitting[1]
-    # Nor this: small floats come in one size, and MLX takes it whatever is said.
-    if mode != "affine" and given != fitting:
-        raise ValueError(
-            f"mode={mode!r} has group_size={fitting[0]} and bits={fitting[1]}, "
-            f"got group_size={given[0]} and bits={given[1]}"
-        )
-    kind = Kind(
-        x_shape=x_shape,
-        x_dtype=x_dtype,
-        shape=result.shape,
-        dtype=result.dtype,
-        n=w_shape[-2],
-        k=x_shape[-1],
-        w_batch=w_shape[:-2],
-        scale_dtype=mx.result_type(scales_dtype, biases_dtype or scales_dtype),
-        scales_alike=(biases_dtype or scales_dtype) == scales_dtype,
-        mode=mode,
-        bits=given[1],
-        group_size=given[0],
-        transpose=transpose,
-        layout="mlx",
-        on_cpu=on_cpu,
-        epilogue=epilogue,
-        invariant=invariant,
-    )
-    return _decide(kind, stock)
+    epilogue = request.epilogue
+    if not prod(request.shape) or not prod(request.x_shape):
+        return PreparedCall(_zeros(request), "there is nothing to add up")
+    stock = _stock(request)
+    if epilogue != PLAIN:
+        stock = with_epilogue(stock, epilogue)
+    if request.norm is not None:
+        stock = with_norm(stock, request.norm)
+    reason = eligibility.not_here(request.on_cpu) or eligibility.not_ours(request)
+    if reason:
+        eligibility.refuse_variance(request.invariant, reason)
+        return _by_stock(request, stock, reason)
+    problem = request.problem
+    if not request.transpose:
+        return _prepare_not_transposed(request, problem, stock)
+    plan = plan_of(problem)
+    reason = plan if isinstance(plan, str) else _fault_of(plan)
+    if isinstance(plan, str) or reason:
+        return _by_stock(request, stock, reason)
+    product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
+    of_x = partial(_backward, problem) if request.layout == "marlin" else None
+    run = as_called(differentiable(product, stock, of_x), request)
+    return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
 
 
-@lru_cache(KINDS)
-def serve_packed(
-    x_shape: Shape,
-    x_dtype: mx.Dtype,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-    scale_dtype: mx.Dtype,
-    transpose: bool,
-    on_cpu: bool,
-    epilogue: Epilogue = PLAIN,
-    invariant: bool = False,
-    global_scale: bool = False,
-    batch: Shape = (),
-    norm: float | None = None,
+def _by_stock(
+    request: MatmulRequest, stock: Product, reason: str | None
 ) -> PreparedCall:
-    """Decides a call whose weight is packed: ours, else unpacked for stock MLX.
+    return PreparedCall(stock, reason, is_stock=request.layout == "mlx")
 
-    Raises:
-        ValueError: If x does not fit the weight, or a batch has a global scale.
-    """
-    inner, outer = (k, n) if transpose else (n, k)
-    if not x_shape or x_shape[-1] != inner:
-        raise ValueError(
-            f"x has shape {x_shape}, expected [..., {inner}] for the packed weight "
-            f"{(*batch, n, k)} with transpose={transpose}"
+
+def _stock(request: MatmulRequest) -> Product:
+    """Returns stock MLX's product of a request, without epilogue and norm."""
+    return _stock_packed(request) if request.layout == "marlin" else _native(request)
+
+
+def _native(request: MatmulRequest) -> Product:
+    transpose = request.transpose
+    format = request.group_size, request.bits, request.mode
+    if request.mode == "affine":
+        return lambda x, w, scales, biases: native_product(
+            x, (w, scales, biases, format), transpose
         )
-    if batch and global_scale:
-        raise ValueError(
-            f"w is a batch {batch} of packed weights with a global_scale, expected one "
-            f"weight or none with a global_scale"
-        )
-    before = broadcast(x_shape[:-2], batch)
+    # Our kernels take the scales in place of absent biases.
+    return lambda x, w, scales, _: native_product(
+        x, (w, scales, None, format), transpose
+    )
+
+
+def _stock_packed(request: MatmulRequest) -> Product:
+    n = request.n
 
     def stock(
         x: mx.array, words: mx.array, scales: mx.array, third: mx.array
@@ -214,128 +146,24 @@ def serve_packed(
             scales=scales,
             # Those of a batch that are multiplied as one are whole tiles.
             n=n if n % TILE_N else words.shape[-3] * TILE_N,
-            k=k,
-            group_size=group_size,
-            bits=bits,
-            mode=mode,
-            global_scale=third[:1] if global_scale else None,
+            k=request.k,
+            group_size=request.group_size,
+            bits=request.bits,
+            mode=request.mode,
+            global_scale=third[:1] if request.global_scale else None,
         )
-        return stock_product(x, packed, transpose)
+        return stock_product(x, packed, request.transpose)
 
-    kind = Kind(
-        x_shape=x_shape,
-        x_dtype=x_dtype,
-        shape=(*before, *x_shape[-2:-1], outer // (2 if epilogue.gated else 1)),
-        dtype=x_dtype
-        if scale_dtype == mx.uint8
-        else mx.result_type(x_dtype, scale_dtype),
-        n=n,
-        k=k,
-        w_batch=batch,
-        scale_dtype=scale_dtype,
-        scales_alike=True,
-        mode=mode,
-        bits=bits,
-        group_size=group_size,
-        transpose=transpose,
-        layout="marlin",
-        on_cpu=on_cpu,
-        epilogue=epilogue,
-        invariant=invariant,
-        global_scale=global_scale,
-        norm=norm,
-    )
-    return _decide(kind, stock)
-
-
-def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
-    """Returns the dimensions of a result before its last two.
-
-    Raises:
-        ValueError: If those of x and w do not fit.
-    """
-    try:
-        return tuple(mx.broadcast_shapes(x_batch, w_batch))
-    except ValueError:
-        raise ValueError(
-            f"x has {x_batch} before its rows and w {w_batch} before its own, which "
-            f"cannot be broadcast"
-        ) from None
-
-
-def forget() -> None:
-    """Drops every decision, so that the next call asks for its back end again."""
-    serve_native.cache_clear()
-    serve_packed.cache_clear()
-    _backward.cache_clear()
-    for each in _memories:
-        each.clear()
-    launch.forget()
-    tuned_results.forget()
-    guard.forget()
-    for drop in _built_on_decisions:
-        drop()
-
-
-def when_forgetting(drop: Callable[[], None]) -> None:
-    """Has something called that drops what was built on decisions."""
-    _built_on_decisions.append(drop)
-
-
-_built_on_decisions: list[Callable[[], None]] = []
-
-
-def _decide(kind: Kind, stock: Product) -> PreparedCall:
-    epilogue = kind.epilogue
-    if not prod(kind.shape) or not prod(kind.x_shape):
-        return PreparedCall(_nothing_added_up(kind), "there is nothing to add up")
-    if epilogue != PLAIN:
-        stock = then_finished(stock, epilogue)
-    if kind.norm is not None:
-        stock = of_normalized(stock, kind.norm)
-    reason = eligibility.not_here(kind.on_cpu) or eligibility.not_ours(kind)
-    if reason:
-        eligibility.refuse_variance(kind.invariant, reason)
-        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
-    batch, m, n = kind.sizes
-    problem = Problem(
-        m=m,
-        n=n,
-        k=kind.k,
-        batch=batch,
-        group_size=kind.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
-        dtype=dtype_name(kind.dtype),
-        scale_dtype=dtype_name(kind.scale_dtype),
-        layout=kind.layout,
-        epilogue=epilogue,
-        invariant=kind.invariant,
-        global_scale=kind.global_scale,
-        norm=kind.norm,
-    )
-    if not kind.transpose:
-        return _decide_not_transposed(kind, problem, stock)
-    plan = plan_of(problem)
-    if isinstance(plan, str):
-        return PreparedCall(stock, plan, is_stock=kind.layout == "mlx")
-    reason = _fault_of(plan)
-    if reason:
-        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
-    product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
-    of_x = partial(_backward, problem) if kind.layout == "marlin" else None
-    run = as_called(differentiable(product, stock, of_x), kind)
-    return traced_call(run) if selection.backend() == "cuda" else PreparedCall(run)
+    return stock
 
 
 def plan_of(problem: Problem) -> Plan | DensePlan | str:
-    """Returns the plan that serves x @ w.T, or why stock MLX serves it.
+    """Returns the plan for x @ w.T, or the reason why stock MLX serves it.
 
     The plan's kernels may still fail their check.
 
     Raises:
-        ValueError: If stock MLX would serve for lack of a kernel, and the product must
-            not vary.
+        ValueError: If no kernel supports a product that is invariant.
     """
     reason = eligibility.unsupported(problem)
     if reason:
@@ -347,38 +175,38 @@ def plan_of(problem: Problem) -> Plan | DensePlan | str:
     return reason or dense or _plan(problem, measured)
 
 
-def _decide_not_transposed(
-    kind: Kind, problem: Problem, stock: Product
+def _prepare_not_transposed(
+    request: MatmulRequest, problem: Problem, stock: Product
 ) -> PreparedCall:
     reason = eligibility.unsupported(problem, transpose=False)
     if reason:
-        eligibility.refuse_variance(kind.invariant, reason)
-        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
-    back = dense_plan(problem, transposed=False)
-    reason = _fault_of(back)
+        eligibility.refuse_variance(request.invariant, reason)
+        return _by_stock(request, stock, reason)
+    plan = dense_plan(problem, transposed=False)
+    reason = _fault_of(plan)
     if reason:
-        return PreparedCall(stock, reason, is_stock=kind.layout == "mlx")
-    product = differentiable(launch.dense_product(back), stock)
-    # Plain products are broadcast by MLX, which repeats no x.
-    return PreparedCall(product if problem.batch > 1 else as_called(product, kind))
+        return _by_stock(request, stock, reason)
+    product = differentiable(launch.dense_product(plan), stock)
+    # MLX broadcasts plain products itself, without copies of x.
+    return PreparedCall(product if problem.batch > 1 else as_called(product, request))
 
 
 def traced_call(run: Run) -> PreparedCall:
-    """Serves by a call whose graph is built once.
+    """Returns a call whose graph is built once.
 
-    A traced graph spares what MLX does with a CUDA kernel's template arguments and text
-    in every call (measured, docs/lab), and Python between its parts.
+    A traced graph avoids what MLX does with a CUDA kernel's template arguments and text
+    at every call (measured, docs/lab), and the Python code between its parts.
     """
-    served = PreparedCall(run)
-    served.run = traced(run, partial(setattr, served, "run"))
-    return served
+    prepared = PreparedCall(run)
+    prepared.run = traced(run, partial(setattr, prepared, "run"))
+    return prepared
 
 
 def _fault_of(plan: Plan | DensePlan) -> str | None:
-    """Returns why a plan's kernels must not be used; None if they may.
+    """Returns why a plan's kernels must not be used, or None.
 
     Raises:
-        ValueError: If stock MLX would serve, and the product must not vary.
+        ValueError: If stock MLX would serve a product that is invariant.
     """
     fault = guard.why_not(plan)
     if fault:
@@ -395,27 +223,27 @@ def _planned(plan: Plan) -> Product:
     product = launch.product(plan)
     if problem.epilogue == PLAIN and problem.norm is None:
         return product
-    return with_all_operands(product, problem.epilogue)
+    return with_placeholders(product, problem.epilogue)
 
 
 def _decoded(plan: DensePlan) -> Product:
     product = launch.dense_product(plan)
     epilogue = plan.problem.epilogue
-    return product if epilogue == PLAIN else then_finished(product, epilogue)
+    return product if epilogue == PLAIN else with_epilogue(product, epilogue)
 
 
 def _dense(problem: Problem) -> DensePlan | None:
-    # A choice for speed, like handing over.
+    # It is chosen for speed, as stock MLX is.
     if not selection.may_hand_over():
         return None
     return planner.choose_dense(problem, eligibility.target())
 
 
-@lru_cache(KINDS)
+@state.cache(MOST_CALLS)
 def _backward(problem: Problem) -> Product | None:
-    """Returns the product with the weight as it is, for the gradient of x.
+    """Returns the product x @ w, which is the gradient of x.
 
-    None where stock MLX computes that gradient.
+    Returns None if stock MLX computes that gradient.
     """
     if problem.epilogue != PLAIN or problem.norm is not None:
         return None
@@ -423,13 +251,13 @@ def _backward(problem: Problem) -> Product | None:
     return None if guard.why_not(plan) else launch.dense_product(plan)
 
 
-def _nothing_added_up(kind: Kind) -> Run:
+def _zeros(request: MatmulRequest) -> Run:
     def zeros(*_: mx.array) -> mx.array:
-        return mx.zeros(kind.shape, kind.dtype)
+        return mx.zeros(request.shape, request.dtype)
 
-    if kind.epilogue == PLAIN or kind.epilogue.gated:
+    if request.epilogue == PLAIN or request.epilogue.gated:
         return zeros
-    return then_finished(zeros, kind.epilogue)
+    return with_epilogue(zeros, request.epilogue)
 
 
 def _measured(problem: Problem) -> Result | None:

@@ -1,6 +1,6 @@
-"""Why stock MLX serves a call: what our kernels, or the device here, cannot do.
+"""Reasons why stock MLX serves a call.
 
-Each reason is a sentence that `why_not` returns.
+`why_not` returns them to the user.
 """
 
 import os
@@ -9,13 +9,13 @@ from mlx_marlin.backends import devices, planner, registry, selection
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.products.request import Kind
+from mlx_marlin.products.request import MatmulRequest
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
 def not_here(on_cpu: bool) -> str | None:
-    """Says why no kernel of ours can run; None if they can."""
+    """Returns why no kernel can run in this process, or None."""
     backend = selection.backend()
     if backend == "stock":
         return "no back end here runs our kernels, or MLX_MARLIN_BACKEND says stock"
@@ -24,53 +24,55 @@ def not_here(on_cpu: bool) -> str | None:
     return None
 
 
-def not_ours(kind: Kind) -> str | None:
-    """Says what of a call our kernels do not compute; None if they could."""
-    if not kind.transpose and kind.layout == "mlx":
+def not_ours(request: MatmulRequest) -> str | None:
+    """Returns what part of a request no kernel computes, or None."""
+    if not request.transpose and request.layout == "mlx":
         return "our kernels multiply by the transposed weight only"
-    known = FORMATS.get((kind.mode, kind.bits))
-    # A packed weight has been checked.
-    packed = kind.layout == "marlin"
-    if known is None or not (packed or kind.group_size in known.group_sizes):
+    known = FORMATS.get((request.mode, request.bits))
+    packed = request.layout == "marlin"  # its format has been checked
+    if known is None or not (packed or request.group_size in known.group_sizes):
         return (
-            f"{kind.mode} {kind.bits}-bit with group size {kind.group_size} is not "
-            f"one of our formats"
+            f"{request.mode} {request.bits}-bit with group size {request.group_size} "
+            f"is not one of our formats"
         )
-    if kind.k % known.k_multiple(kind.group_size):
-        return f"our kernels take {kind.mode} with a k that is a multiple of " + (
-            f"{known.k_multiple(kind.group_size)}, and k={kind.k}"
+    if request.k % known.k_multiple(request.group_size):
+        return f"our kernels take {request.mode} with a k that is a multiple of " + (
+            f"{known.k_multiple(request.group_size)}, and k={request.k}"
         )
-    if dtype_name(kind.dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    batch, m, n = kind.sizes
-    of_rows = kind.norm is not None or kind.epilogue.rotation is not None
-    if of_rows and len(kind.x_shape) == 1:
+    if dtype_name(request.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {dtype_name(request.dtype)}"
+    batch, m, n = request.sizes
+    of_rows = request.norm is not None or request.epilogue.rotation is not None
+    if of_rows and len(request.x_shape) == 1:
         return "our kernels normalize and rotate rows of a matrix"
-    if largest_array(m, n, kind.k, kind.bits, batch) >= MOST_ELEMENTS:
+    if largest_array(m, n, request.k, request.bits, batch) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
     return None
 
 
 def unsupported(problem: Problem, transpose: bool = True) -> str | None:
-    """Returns what the kernels here lack for a problem; None if they run.
+    """Returns why the back end in use does not support a problem, or None.
 
     Args:
         problem: The product to compute.
         transpose: Whether it is x @ w.T.
     """
-    backend = registry.named(selection.backend())
-    return backend.unsupported(problem, target(), transpose)
+    return selection.active().unsupported(problem, target(), transpose)
 
 
 def unsupported_device() -> str | None:
-    """Returns why no kernel of ours runs on the device here; None if they do."""
-    return registry.named(selection.backend()).unsupported_device(target())
+    """Returns why no kernel runs on this device, or None."""
+    return selection.active().unsupported_device(target())
 
 
 def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
-    """Says why stock MLX is the faster; None if it is not, or speed is no reason.
+    """Returns why stock MLX is faster, or None.
 
-    `measured` is what tuning found for the problem.
+    It returns None too if stock MLX may not serve a call for speed.
+
+    Args:
+        problem: The product to compute.
+        measured: The tuned result of the problem, if there is one.
     """
     if not selection.may_hand_over():
         return None
@@ -80,7 +82,7 @@ def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
 
 
 def refuse_variance(invariant: bool, reason: str) -> None:
-    """Raises a ValueError if an invariant product would go to stock MLX."""
+    """Raises a ValueError if stock MLX would serve an invariant product."""
     if invariant:
         raise ValueError(
             f"invariant=True cannot be kept, because stock MLX would serve the call: "
@@ -89,13 +91,13 @@ def refuse_variance(invariant: bool, reason: str) -> None:
 
 
 def target() -> PlanningDevice:
-    """Returns the device that plans are made for: one that the back end runs on.
+    """Returns the device to plan for, which is one of the back end in use.
 
     Raises:
-        ValueError: If MLX_MARLIN_DEVICE names one that it does not.
+        ValueError: If MLX_MARLIN_DEVICE names a device of another back end.
     """
     here: PlanningDevice = devices.current()
-    backend = registry.named(selection.backend())
+    backend = selection.active()
     if registry.of_device(here) is backend:
         return here
     wish = os.environ.get(devices.ENVIRONMENT)

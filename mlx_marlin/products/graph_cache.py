@@ -1,4 +1,4 @@
-"""Functions whose graph is built once, and replayed: less work for the host."""
+"""Functions whose graph is built once and replayed, which reduces host overhead."""
 
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -10,35 +10,36 @@ from mlx_marlin.products.autodiff import are_without_vjp, without_vjp
 
 Function = Callable[..., mx.array]
 Call = tuple[int, mx.Stream, tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]]
-"""What a graph is for: a thread, a stream, and of each argument its shape and dtype."""
+"""The key of a graph: thread, stream, and shape and dtype of each argument."""
 MOST_GRAPHS = 16
-"""Graphs of a function that have no derivatives; others do with more nodes."""
+"""Graphs without derivatives that a function keeps. Further calls have derivatives."""
 
 
 def traced(function: Function, put: Callable[[Function], None]) -> Function:
-    """Returns a function whose graph is built once for a kind of call.
+    """Returns a function whose graph is built once for each kind of call.
 
-    A product that has derivatives is a node more in a graph, with all its arrays as
-    inputs. What is traced here has no use for it: where MLX differentiates, it calls
-    the function itself. But whoever is called cannot tell one from the other. So the
-    first call of a kind makes another function, traced under `without_vjp`, which takes
-    the place of this one. (MLX keeps graphs by thread: in one that has called before,
-    the graphs of a function which another thread has made have derivatives.)
+    A product with derivatives adds a node to a graph, with all its arrays as inputs. A
+    traced graph does not need it, because MLX calls the function itself when it
+    differentiates. The function cannot detect which of the two happens. Therefore the
+    first call of a kind makes another function, which is traced under `without_vjp` and
+    replaces this one. (MLX keeps graphs by thread: in a thread that has called before,
+    the graphs of a function made by another thread have derivatives.)
 
     Args:
-        function: From arrays, or None, to an array or several.
-        put: Takes what is to be called from then on.
+        function: From arrays, or None, to one array or several.
+        put: Receives the function to call from then on.
     """
     known: list[Call] = []
-    # MLX finds graphs, by thread, by a function's address. One that dies in another
-    # thread leaves its graphs to the next that gets its place: so they die together.
+    # MLX finds graphs by thread and by a function's address. A function that is freed
+    # in another thread leaves its graphs to the next function at this address. They are
+    # therefore freed together.
     made: list[Function] = []
 
     def call(*arrays: mx.array | None) -> mx.array:
-        kind = _kind(arrays)
-        if not are_without_vjp() and kind not in known and len(known) < MOST_GRAPHS:
-            known.append(kind)
-            own = [each for each in known if each[0] == kind[0]]
+        key = _key(arrays)
+        if not are_without_vjp() and key not in known and len(known) < MOST_GRAPHS:
+            known.append(key)
+            own = [other for other in known if other[0] == key[0]]
             made.append(_without_derivatives(call, own))
             put(made[-1])
         return function(*arrays)
@@ -47,19 +48,17 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
     return made[0]
 
 
-def _kind(arrays: Sequence[mx.array | None]) -> Call:
-    given = (each if each is None else (each.shape, each.dtype) for each in arrays)
-    return get_ident(), mx.default_stream(mx.default_device()), tuple(given)
+def _key(arrays: Sequence[mx.array | None]) -> Call:
+    types = (None if array is None else (array.shape, array.dtype) for array in arrays)
+    return get_ident(), mx.default_stream(mx.default_device()), tuple(types)
 
 
 def _without_derivatives(function: Function, calls: Sequence[Call]) -> Function:
-    """Traces a function for some kinds of call; the arrays are never evaluated."""
-    # MLX tells graphs apart by the function that they are of: it has to be another.
+    """Traces a function for some kinds of call. No array is evaluated."""
+    # MLX keeps graphs by function, so this has to be another one.
     compiled = cast(Function, mx.compile(lambda *arrays: function(*arrays)))
     with without_vjp():
-        for _, stream, arrays in calls:
+        for _, stream, types in calls:
             with mx.stream(stream):
-                compiled(
-                    *(each if each is None else mx.zeros(*each) for each in arrays)
-                )
+                compiled(*(None if own is None else mx.zeros(*own) for own in types))
     return compiled

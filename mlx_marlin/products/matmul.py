@@ -1,30 +1,42 @@
-"""The product that users call: checks, plans, runs ours or hands over to stock MLX.
+"""The public product `quantized_matmul`, and the look-up of prepared calls.
 
-What a call's shapes and dtypes decide is decided once and remembered (`dispatch`); what
-remains for every call is a look-up and a kernel call.
+The shapes, dtypes and options of a call decide who serves it. The decision is made once
+and kept (`dispatch`); a warm call is a look-up and a kernel call.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import mlx.core as mx
 
-from mlx_marlin.argument_types import check_activation, check_format, is_integer
-from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin import state
+from mlx_marlin.argument_types import check_format
 from mlx_marlin.products.dispatch import (
+    Key,
+    Memory,
     PreparedCall,
     is_for_good,
-    memory,
+    prepare,
     remembered,
-    serve_native,
-    serve_packed,
 )
-from mlx_marlin.products.reference_epilogue import check_operands, split_apart
+from mlx_marlin.products.reference.weight import NativeWeight
+from mlx_marlin.products.request import (
+    CPU,
+    NO_EPILOGUE,
+    EpilogueKey,
+    epilogue_of,
+    native_request,
+    packed_request,
+)
 from mlx_marlin.weights.packed_weight import PackedWeight
 
-CPU = mx.Device(mx.cpu)
 Stream = mx.Stream | mx.Device | None
+Options = tuple[bool, int | None, int | None, str, EpilogueKey, bool]
+"""transpose, group_size, bits and mode as `quantized_matmul` takes them, the epilogue,
+and whether the product is invariant."""
+DEFAULT_FORMAT = (None, None, "affine")
+"""group_size, bits and mode of a call that leaves them to a packed weight."""
+
+_known: Memory = state.register({})
 
 
 def quantized_matmul(
@@ -42,16 +54,16 @@ def quantized_matmul(
 ) -> mx.array:
     """Multiplies activations by a quantized weight, as `mx.quantized_matmul` does.
 
-    Weights of every scheme of MLX with `transpose=True` run on our kernels; everything
-    else, and on a Mac what stock MLX serves faster, goes to `mx.quantized_matmul`.
-    `why_not` tells which and why.
+    Our kernels serve weights of all of MLX's schemes with `transpose=True`.
+    `mx.quantized_matmul` serves the other calls, and on a GPU those that it computes
+    faster. `why_not` returns the reason.
 
     Args:
         x: Activations [..., k].
         w: Codes, uint32 [..., n, k * bits / 32] as `mx.quantize` makes them, or a
-            weight from `pack` or `quantize`. What stands before n is broadcast with
-            what stands before the rows of x.
-        scales: Scales [..., n, k / group_size]; only a packed weight carries its own.
+            weight from `pack` or `quantize`. The dimensions before n are broadcast with
+            those before the rows of x.
+        scales: Scales [..., n, k / group_size]. A packed weight carries its own.
         biases: Biases, same shape as `scales`.
         transpose: Whether the product is x @ w.T (w is [n, k]) or x @ w.
         group_size: Weights that share a scale. Default: the mode's, or the packed
@@ -72,182 +84,11 @@ def quantized_matmul(
             return quantized_matmul(
                 x, w, scales, biases, transpose, group_size, bits, mode
             )
-    served = _served(x, w, scales, biases, transpose, group_size, bits, mode)
+    options = transpose, group_size, bits, mode, NO_EPILOGUE, False
+    prepared = prepared_call(x, w, scales, biases, options)
     if isinstance(w, PackedWeight):
-        return served.run(x, w.words, w.scales, w.biases_or_global_scale)
-    return served.run(x, w, scales, biases)
-
-
-def linear(
-    x: mx.array,
-    w: mx.array | PackedWeight,
-    /,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    *,
-    bias: mx.array | None = None,
-    activation: str | None = None,
-    multiply: mx.array | None = None,
-    residual: mx.array | None = None,
-    invariant: bool = False,
-    group_size: int | None = None,
-    bits: int | None = None,
-    mode: str = "affine",
-    stream: Stream = None,
-) -> mx.array:
-    """Multiplies by the transposed weight and finishes the result in the same kernel.
-
-    The result is `activation(x @ w.T + bias) * multiply + residual`, computed in
-    float32 and rounded once. Where stock MLX serves the product, the same operations
-    follow it, each with its own rounding.
-
-    Args:
-        x: Activations [..., k].
-        w: Codes, uint32 [..., n, k * bits / 32], or a weight from `pack` or `quantize`.
-        scales: Scales [..., n, k / group_size]; only a packed weight carries its own.
-        biases: Biases of the groups, same shape as `scales`.
-        bias: Bias [n] of the layer.
-        activation: "silu", "gelu" or "gelu_approx", as in `mlx.nn`.
-        multiply: Factors [..., n], such as the other half of a gated layer.
-        residual: Summands [..., n].
-        invariant: Whether a row's bits must not depend on how many rows there are, so
-            that a batch gives each row what it would get alone.
-        group_size: Weights that share a scale. Default: the mode's, or the packed
-            weight's own.
-        bits: Bits of a code. Default: likewise.
-        mode: MLX's name of the quantization scheme.
-        stream: Stream or device to run on.
-
-    Returns:
-        The result [..., n], in the dtype of `quantized_matmul`'s product.
-
-    Raises:
-        TypeError: If `scales` is missing for a weight that is not packed.
-        ValueError: If the arguments do not belong together, or `invariant` is asked of
-            a call that only stock MLX can serve.
-    """
-    if stream is not None:
-        with mx.stream(stream):
-            return linear(
-                x,
-                w,
-                scales,
-                biases,
-                bias=bias,
-                activation=activation,
-                multiply=multiply,
-                residual=residual,
-                invariant=invariant,
-                group_size=group_size,
-                bits=bits,
-                mode=mode,
-            )
-    finish = bias is not None, activation, multiply is not None, residual is not None
-    try:
-        served = _served(
-            x, w, scales, biases, True, group_size, bits, mode, (*finish, ()), invariant
-        )
-    except TypeError:
-        check_activation(activation)
-        raise
-    check_operands(_result_shape(x, w), bias, multiply, residual)
-    given = [each for each in (bias, multiply, residual) if each is not None]
-    if isinstance(w, PackedWeight):
-        return served.run(x, w.words, w.scales, w.biases_or_global_scale, *given)
-    return served.run(x, w, scales, biases, *given)
-
-
-def linears(
-    x: mx.array,
-    w: mx.array | PackedWeight,
-    /,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    *,
-    parts: Sequence[int],
-    bias: mx.array | None = None,
-    invariant: bool = False,
-    group_size: int | None = None,
-    bits: int | None = None,
-    mode: str = "affine",
-    stream: Stream = None,
-) -> tuple[mx.array, ...]:
-    """Multiplies by several weights that share x, in one launch.
-
-    The weights are one weight: their rows one after the other, as `mx.concatenate`
-    joins codes, scales and biases.
-
-    Args:
-        x: Activations [..., k].
-        w: Codes of all weights, uint32 [n, k * bits / 32], or a packed weight.
-        scales: Scales [n, k / group_size]; only a packed weight carries its own.
-        biases: Biases of the groups, same shape as `scales`.
-        parts: Rows of each weight, 2 to 6 numbers that add up to n.
-        bias: Biases [n] of all layers.
-        invariant: As for `linear`.
-        group_size: Weights that share a scale. Default: the mode's, or the packed
-            weight's own.
-        bits: Bits of a code. Default: likewise.
-        mode: MLX's name of the quantization scheme.
-        stream: Stream or device to run on.
-
-    Returns:
-        A product [..., rows] for each weight; where our kernels serve, each is a
-        contiguous array, where stock MLX does, columns of one.
-
-    Raises:
-        TypeError: If `scales` is missing for a weight that is not packed.
-        ValueError: If the arguments do not belong together.
-    """
-    if stream is not None:
-        with mx.stream(stream):
-            return linears(
-                x,
-                w,
-                scales,
-                biases,
-                parts=parts,
-                bias=bias,
-                invariant=invariant,
-                group_size=group_size,
-                bits=bits,
-                mode=mode,
-            )
-    try:
-        finish = bias is not None, None, False, False, tuple(parts)
-    except TypeError:
-        raise TypeError(
-            f"parts={parts!r} must be a sequence of 2 to 6 ints, "
-            f"got {type(parts).__name__}"
-        ) from None
-    _epilogue(*finish)  # refuses parts that cannot be
-    if isinstance(w, PackedWeight) and w.batch:
-        raise ValueError(f"w is a batch {w.batch} of packed weights, expected one")
-    n = sum(parts)
-    if getattr(w, "shape", ())[-2:-1] != (n,):
-        _refuse_rows(x, w, scales, biases, finish[-1])
-    served = _served(
-        x, w, scales, biases, True, group_size, bits, mode, finish, invariant
-    )
-    check_operands((*x.shape[:-1], n), bias, None, None)
-    if served.reason is not None:
-        y = linear(
-            x,
-            w,
-            scales,
-            biases,
-            bias=bias,
-            invariant=invariant,
-            group_size=group_size,
-            bits=bits,
-            mode=mode,
-        )
-        return split_apart(y, tuple(parts))
-    given = [] if bias is None else [bias]
-    if isinstance(w, PackedWeight):
-        operands = w.words, w.scales, w.biases_or_global_scale
-        return several(served.run(x, *operands, *given))
-    return several(served.run(x, w, scales, biases, *given))
+        return prepared.run(x, w.words, w.scales, w.biases_or_global_scale)
+    return prepared.run(x, w, scales, biases)
 
 
 def why_not(
@@ -263,127 +104,50 @@ def why_not(
     *,
     stream: Stream = None,
 ) -> str | None:
-    """Says why stock MLX serves a call of `quantized_matmul`; None if our kernels do.
+    """Returns why stock MLX serves a call of `quantized_matmul`, or None.
 
-    Takes the arguments of `quantized_matmul` and raises what it raises.
+    It takes the arguments of `quantized_matmul` and raises the same errors.
     """
     if stream is not None:
         with mx.stream(stream):
             return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
-    return _served(x, w, scales, biases, transpose, group_size, bits, mode).reason
+    options = transpose, group_size, bits, mode, NO_EPILOGUE, False
+    return prepared_call(x, w, scales, biases, options).reason
 
 
-def _refuse_rows(
+def prepared_call(
     x: mx.array,
     w: mx.array | PackedWeight,
     scales: mx.array | None,
     biases: mx.array | None,
-    parts: tuple[int, ...],
-) -> NoReturn:
-    if not isinstance(w, mx.array | PackedWeight):
-        _refuse_types(x, w, scales, biases)
-    if len(w.shape) < 2:
-        raise ValueError(f"w has shape {w.shape}, expected [n, k * bits / 32]")
-    raise ValueError(f"parts={parts} do not add up to the weight's {w.shape[-2]} rows")
-
-
-def stock_serves(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    group_size: int,
-    bits: int,
-    mode: str,
-    *,
-    bias: bool,
-    invariant: bool,
-    parts: tuple[int, ...] = (),
-) -> bool:
-    """Returns whether MLX's own product serves a layer's calls of this kind for good.
+    options: Options,
+) -> PreparedCall:
+    """Returns the prepared call for arguments of a public function.
 
     Args:
         x: Activations [..., k].
-        w: Codes in MLX's layout, and so are the scales, biases and their format.
-        scales: Scales.
-        biases: Biases, if the mode has them.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The quantization scheme.
-        bias: Whether a bias [n] is added.
-        invariant: As for `linear`.
-        parts: As for `linears`.
+        w: Codes, or a packed weight.
+        scales: Scales; None with a packed weight.
+        biases: Biases; None with a packed weight or a mode without them.
+        options: What else decides who serves the call.
+
+    Raises:
+        TypeError: If an argument is of another type.
+        ValueError: If the arguments do not belong together.
     """
-    finish = bias, None, False, False, parts
-    format = True, group_size, bits, mode
-    return is_for_good(_served(x, w, scales, biases, *format, finish, invariant))
-
-
-def several(results: mx.array) -> tuple[mx.array, ...]:
-    """Returns what a call with parts gave as what it is: several arrays."""
-    return cast(tuple[mx.array, ...], results)
-
-
-def _result_shape(x: mx.array, w: mx.array | PackedWeight) -> tuple[int, ...]:
-    before, batch = x.shape[:-1], w.shape[:-2]
-    if batch:
-        before = (*mx.broadcast_shapes(before[:-1], batch), *before[-1:])
-    return (*before, w.shape[-2])
-
-
-Finish = tuple[bool, str | None, bool, bool, tuple[int, ...]]
-"""Bias?, activation, multiplier?, residual?, parts: an epilogue, quick to look up."""
-UNFINISHED: Finish = (False, None, False, False, ())
-
-
-@lru_cache
-def _epilogue(
-    bias: bool,
-    activation: str | None,
-    multiply: bool,
-    residual: bool,
-    parts: tuple[int, ...],
-) -> Epilogue:
-    if not all(map(is_integer, parts)):
-        raise TypeError(f"parts={parts} must be ints")
-    return Epilogue(
-        bias=bias,
-        activation=activation or "none",
-        multiply=multiply,
-        residual=residual,
-        parts=parts,
-    )
-
-
-_known = memory()
-
-
-def _served(
-    x: mx.array,
-    w: mx.array | PackedWeight,
-    scales: mx.array | None,
-    biases: mx.array | None,
-    transpose: bool,
-    group_size: int | None,
-    bits: int | None,
-    mode: str,
-    finish: Finish = UNFINISHED,
-    invariant: bool = False,
-) -> PreparedCall:
     if not isinstance(x, mx.array):
-        _refuse_types(x, w, scales, biases)
+        refuse_types(x, w, scales, biases)
     on_cpu = mx.default_device() == CPU
-    key: tuple[object, ...]
+    key: Key
     if isinstance(w, PackedWeight):
-        check_packed(w, scales, biases, group_size, bits, mode)
-        key = (w.kind, x.shape, x.dtype, transpose, finish, invariant, on_cpu)
-        return _known.get(key) or remembered(
-            _known, key, _packed(x, w, transpose, on_cpu, finish, invariant)
-        )
+        if scales is not None or biases is not None or options[1:4] != DEFAULT_FORMAT:
+            check_packed(w, scales, biases, *options[1:4])
+        key = (w.kind, x.shape, x.dtype, options, on_cpu)
+        return _known.get(key) or _prepare_packed(key, x, w, options)
     is_odd = biases is not None and not isinstance(biases, mx.array)
     if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):
-        _refuse_types(x, w, scales, biases)
-    call = (
+        refuse_types(x, w, scales, biases)
+    key = (
         x.shape,
         x.dtype,
         w.shape,
@@ -392,50 +156,35 @@ def _served(
         scales.dtype,
         None if biases is None else biases.shape,
         None if biases is None else biases.dtype,
-        transpose,
-        group_size,
-        bits,
-        mode,
+        options,
         on_cpu,
     )
-    key = (*call, finish, invariant)
-    known = _known.get(key)
-    if known is None:
-        check_format(group_size, bits, mode)
-        served = serve_native(*call, _epilogue(*finish), invariant)
-        return remembered(_known, key, served)
-    return known
+    return _known.get(key) or _prepare_native(
+        key, x, (w, scales, biases, options[1:4]), options
+    )
 
 
-def _packed(
+def stock_serves(
     x: mx.array,
-    w: PackedWeight,
-    transpose: bool,
-    on_cpu: bool,
-    finish: Finish,
+    weight: NativeWeight,
+    *,
+    bias: bool,
     invariant: bool,
-) -> PreparedCall:
-    *format, scale_dtype, global_scale, batch = w.kind
-    return serve_packed(
-        x.shape,
-        x.dtype,
-        *format,
-        scale_dtype,
-        transpose,
-        on_cpu,
-        _epilogue(*finish),
-        invariant,
-        global_scale,
-        batch,
-    )
+    parts: tuple[int, ...] = (),
+) -> bool:
+    """Returns whether MLX's own product serves such calls of a layer for good.
 
-
-def _refuse_types(*arguments: object) -> NoReturn:
-    types = ", ".join(type(each).__name__ for each in arguments)
-    raise TypeError(
-        f"x, w, scales and biases must be mx.array (w may be a PackedWeight, which "
-        f"takes the place of scales and biases; biases may be None), got {types}"
-    )
+    Args:
+        x: Activations [..., k].
+        weight: The layer's weight.
+        bias: Whether a bias [n] is added.
+        invariant: As for `linear`.
+        parts: As for `linears`.
+    """
+    w, scales, biases, (group_size, bits, mode) = weight
+    epilogue = bias, None, False, False, parts
+    options = True, group_size, bits, mode, epilogue, invariant
+    return is_for_good(prepared_call(x, w, scales, biases, options))
 
 
 def check_packed(
@@ -446,18 +195,44 @@ def check_packed(
     bits: int | None,
     mode: str,
 ) -> None:
-    """Raises a ValueError if a call says other things than its packed weight."""
+    """Raises a ValueError if arguments contradict the packed weight."""
     if scales is not None or biases is not None:
         raise ValueError("a packed weight carries its scales and biases; pass none")
-    if group_size is None and bits is None and mode == "affine":
-        return  # says nothing
-    wished = (
+    given = (
         w.group_size if group_size is None else group_size,
         w.bits if bits is None else bits,
         w.mode if mode == "affine" else mode,
     )
     packed = (w.group_size, w.bits, w.mode)
-    if wished != packed:
+    if given != packed:
         raise ValueError(
-            f"group_size, bits, mode = {wished} do not fit the packed weight's {packed}"
+            f"group_size, bits, mode = {given} do not fit the packed weight's {packed}"
         )
+
+
+def refuse_types(*arguments: object) -> NoReturn:
+    """Raises the TypeError for x, w, scales and biases."""
+    types = ", ".join(type(argument).__name__ for argument in arguments)
+    raise TypeError(
+        f"x, w, scales and biases must be mx.array (w may be a PackedWeight, which "
+        f"takes the place of scales and biases; biases may be None), got {types}"
+    )
+
+
+def _prepare_packed(
+    key: Key, x: mx.array, w: PackedWeight, options: Options
+) -> PreparedCall:
+    transpose, _, _, _, epilogue, invariant = options
+    request = packed_request(
+        x, w.kind, epilogue_of(epilogue), transpose=transpose, invariant=invariant
+    )
+    return remembered(_known, key, prepare(request))
+
+
+def _prepare_native(
+    key: Key, x: mx.array, weight: NativeWeight, options: Options
+) -> PreparedCall:
+    transpose, group_size, bits, mode, epilogue, invariant = options
+    check_format(group_size, bits, mode)
+    request = native_request(x, weight, transpose, epilogue_of(epilogue), invariant)
+    return remembered(_known, key, prepare(request))

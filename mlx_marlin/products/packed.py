@@ -1,112 +1,99 @@
-"""Products with a packed weight's arrays, for layers that hold them themselves."""
+"""Products with a packed weight, for layers that hold its arrays themselves."""
 
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_marlin import state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products.dispatch import (
-    PreparedCall,
-    memory,
-    remembered,
-    serve_packed,
+from mlx_marlin.products.dispatch import Memory, prepare, remembered
+from mlx_marlin.products.linear import as_tuple
+from mlx_marlin.products.reference.epilogue import split_apart
+from mlx_marlin.products.request import (
+    CPU,
+    PackedArrays,
+    packed_kind,
+    packed_request,
 )
-from mlx_marlin.products.matmul import CPU, several
-from mlx_marlin.products.reference_epilogue import split_apart
 
-_products, _parts, _gated = memory(), memory(), memory()
 EPILOGUES = {
     (bias, residual): Epilogue(bias=bias, residual=residual)
     for bias in (False, True)
     for residual in (False, True)
 }
-"""What a layer has: by whether there is a bias, and whether there are summands."""
+"""The epilogue of a layer, by whether it has a bias and a residual."""
 GATED = Epilogue(activation="silu", gated=True)
+
+_products: Memory = state.register({})
+_parts: Memory = state.register({})
+_gated: Memory = state.register({})
+_linears: Memory = state.register({})
 
 
 def packed_product(
     x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
+    weight: PackedArrays,
     bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    *,
     invariant: bool = False,
     transpose: bool = True,
-    batch: tuple[int, ...] = (),
-    residual: mx.array | None = None,
 ) -> mx.array:
-    """Multiplies x [..., k] by a packed weight's arrays.
+    """Multiplies x [..., k] by a packed weight.
 
     Args:
         x: Activations [..., k].
-        words: Codes, as in `PackedWeight`.
-        scales: Scales and biases, likewise.
-        n: Rows of the weight.
-        k: Columns of the weight.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
+        weight: The weight.
         bias: Bias [n] of the layer.
-        invariant: As for `linear`.
-        transpose: Whether the product is x @ w.T or x [..., n] @ w; if the latter,
-            there is no bias and no residual.
-        batch: Leading axes of the arrays, as in `PackedWeight`.
         residual: Summands, of the result's shape.
+        invariant: As for `linear`.
+        transpose: Whether the product is x @ w.T, or x [..., n] @ w without bias and
+            residual.
 
     Returns:
-        The product [..., n] or [..., k], plus the bias and the residual if there are.
+        The product [..., n] or [..., k], plus bias and residual.
     """
+    words, scales, format = weight
     key = (
         x.shape,
         x.dtype,
-        n,
-        k,
-        group_size,
-        bits,
-        mode,
+        format,
         scales.dtype,
         transpose,
         mx.default_device() == CPU,
         invariant,
-        batch,
-        bias is not None,
-        residual is not None,
+        bias is None,
+        residual is None,
     )
-    served = _products.get(key) or remembered(_products, key, _product(*key))
+    prepared = _products.get(key)
+    if prepared is None:
+        request = packed_request(
+            x,
+            packed_kind(weight),
+            EPILOGUES[bias is not None, residual is not None],
+            transpose=transpose,
+            invariant=invariant,
+        )
+        prepared = remembered(_products, key, prepare(request))
     if bias is None and residual is None:
-        return served.run(x, words, scales, scales)
-    given = [each for each in (bias, residual) if each is not None]
-    return served.run(x, words, scales, scales, *given)
+        return prepared.run(x, words, scales, scales)
+    operands = [array for array in (bias, residual) if array is not None]
+    return prepared.run(x, words, scales, scales, *operands)
 
 
 def packed_parts(
     x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
+    weight: PackedArrays,
     parts: tuple[int, ...],
     bias: mx.array | None = None,
+    *,
     invariant: bool = False,
 ) -> tuple[mx.array, ...]:
-    """Multiplies x [..., k] by the arrays of several packed weights, as `linears`.
+    """Multiplies x [..., k] by several packed weights that are joined, as `linears`.
 
     Args:
         x: Activations [..., k].
-        words: Codes of all weights, as in `PackedWeight`.
-        scales: Scales and biases, likewise.
-        n: Rows of all weights.
-        k: Columns of a weight.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
+        weight: The joined weight.
         parts: Rows of each weight, which add up to n.
         bias: Biases [n] of all layers.
         invariant: As for `linear`.
@@ -114,153 +101,73 @@ def packed_parts(
     Returns:
         A product [..., rows] for each weight.
     """
-    key = (
-        x.shape,
-        x.dtype,
-        n,
-        k,
-        group_size,
-        bits,
-        mode,
-        scales.dtype,
-        mx.default_device() == CPU,
-        invariant,
-        bias is None,
-        parts,
-    )
-    served = _parts.get(key) or remembered(_parts, key, _in_parts(*key))
-    if served.reason is not None:
-        format = n, k, group_size, bits, mode
-        y = packed_product(x, words, scales, *format, bias, invariant)
+    words, scales, format = weight
+    on_cpu = mx.default_device() == CPU
+    key = x.shape, x.dtype, format, scales.dtype, on_cpu, invariant, bias is None, parts
+    prepared = _parts.get(key)
+    if prepared is None:
+        epilogue = Epilogue(bias=bias is not None, parts=parts)
+        kind = packed_kind(weight)
+        request = packed_request(x, kind, epilogue, invariant=invariant)
+        prepared = remembered(_parts, key, prepare(request))
+    if prepared.reason is not None:
+        y = packed_product(x, weight, bias, invariant=invariant)
         return split_apart(y, parts)
-    given = [] if bias is None else [bias]
-    return several(served.run(x, words, scales, scales, *given))
+    operands = [] if bias is None else [bias]
+    return as_tuple(prepared.run(x, words, scales, scales, *operands))
 
 
-def packed_gated(
-    x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-) -> mx.array | None:
-    """Multiplies x [..., k] by two packed weights as one, of which one gates the other.
+def packed_gated(x: mx.array, weight: PackedArrays) -> mx.array | None:
+    """Multiplies x [..., k] by joined packed weights of gate and up, and gates.
 
     Args:
         x: Activations [..., k].
-        words: Codes of gate and up, one after the other, as in `PackedWeight`.
-        scales: Scales and biases, likewise.
-        n: Rows of both weights, an even number.
-        k: Columns of a weight.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
+        weight: The joined weight, with as many rows of gate as of up.
 
     Returns:
-        `silu(x @ gate.T) * (x @ up.T)`, [..., n / 2], rounded once; None where no
-        kernel of ours has such an epilogue.
+        `silu(x @ gate.T) * (x @ up.T)`, [..., n / 2], rounded once; None if no kernel
+        has this epilogue.
     """
-    key = (
-        x.shape,
-        x.dtype,
-        n,
-        k,
-        group_size,
-        bits,
-        mode,
-        scales.dtype,
-        True,  # transposed
-        mx.default_device() == CPU,
-    )
-    served = _gated.get(key) or remembered(_gated, key, serve_packed(*key, GATED))
-    return served.run(x, words, scales, scales) if served.reason is None else None
+    words, scales, format = weight
+    key = x.shape, x.dtype, format, scales.dtype, mx.default_device() == CPU
+    prepared = _gated.get(key)
+    if prepared is None:
+        request = packed_request(x, packed_kind(weight), GATED)
+        prepared = remembered(_gated, key, prepare(request))
+    return prepared.run(x, words, scales, scales) if prepared.reason is None else None
 
 
 def packed_linear(
     x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
+    weight: PackedArrays,
     epilogue: Epilogue,
-    given: Sequence[mx.array],
+    operands: Sequence[mx.array],
     epsilon: float | None = None,
 ) -> mx.array | tuple[mx.array, ...] | None:
-    """Multiplies x [..., k] by a packed weight's arrays, with any epilogue and a norm.
+    """Multiplies x [..., k] by a packed weight, with any epilogue and an RMSNorm.
 
-    Callers trace: this may take longer than the other calls.
+    It is for calls that are traced: its look-up takes longer than those of the other
+    functions.
 
     Args:
         x: Activations [..., k].
-        words: Codes, as in `PackedWeight`.
-        scales: Scales and biases, likewise.
-        n: Rows of the weight.
-        k: Columns of the weight.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
-        epilogue: What follows.
-        given: Its arrays; at last the weight [k] of an RMS norm, in the dtype of x, if
-            rows are normalized before.
-        epsilon: As for `mx.fast.rms_norm`; None if rows are multiplied as they are.
+        weight: The weight.
+        epilogue: What follows the product.
+        operands: The epilogue's arrays, and with an RMSNorm last its weight [k], in the
+            dtype of x.
+        epsilon: RMSNorm epsilon, or None.
 
     Returns:
-        The result, in parts if the epilogue has them; None where stock MLX would serve
+        The result, a tuple if the epilogue has parts; None if stock MLX would serve
         the call.
     """
-    format = n, k, group_size, bits, mode
+    words, scales, format = weight
     on_cpu = mx.default_device() == CPU
-    call = x.shape, x.dtype, *format, scales.dtype, True, on_cpu, epilogue
-    # Neither invariant nor with a global scale.
-    served = serve_packed(*call, False, False, (), epsilon)
-    if served.reason is not None:
+    key = x.shape, x.dtype, format, scales.dtype, on_cpu, epilogue, epsilon
+    prepared = _linears.get(key)
+    if prepared is None:
+        request = packed_request(x, packed_kind(weight), epilogue, norm=epsilon)
+        prepared = remembered(_linears, key, prepare(request))
+    if prepared.reason is not None:
         return None
-    return served.run(x, words, scales, scales, *given)
-
-
-def _product(
-    x_shape: tuple[int, ...],
-    x_dtype: mx.Dtype,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-    scale_dtype: mx.Dtype,
-    transpose: bool,
-    on_cpu: bool,
-    invariant: bool,
-    batch: tuple[int, ...],
-    biased: bool,
-    summed: bool,
-) -> PreparedCall:
-    format = n, k, group_size, bits, mode
-    epilogue = EPILOGUES[biased, summed]
-    call = x_shape, x_dtype, *format, scale_dtype, transpose, on_cpu
-    return serve_packed(*call, epilogue, invariant, False, batch)
-
-
-def _in_parts(
-    x_shape: tuple[int, ...],
-    x_dtype: mx.Dtype,
-    n: int,
-    k: int,
-    group_size: int,
-    bits: int,
-    mode: str,
-    scale_dtype: mx.Dtype,
-    on_cpu: bool,
-    invariant: bool,
-    unbiased: bool,
-    parts: tuple[int, ...],
-) -> PreparedCall:
-    format = n, k, group_size, bits, mode
-    epilogue = Epilogue(bias=not unbiased, parts=parts)
-    call = x_shape, x_dtype, *format, scale_dtype, True, on_cpu
-    return serve_packed(*call, epilogue, invariant)
+    return prepared.run(x, words, scales, scales, *operands)

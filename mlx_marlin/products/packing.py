@@ -1,4 +1,4 @@
-"""Quantizing weights, and moving them between MLX's layout and ours, on MLX arrays."""
+"""Quantization of weights, and their conversion between MLX's layout and ours."""
 
 from math import prod
 from operator import index
@@ -40,23 +40,23 @@ def quantize(
     """Quantizes a weight and packs it.
 
     Args:
-        w: Weight [n, k] or a batch [..., n, k], float16, bfloat16 or float32; k a
+        w: Weight [n, k] or a batch [..., n, k], float16, bfloat16 or float32; k is a
             multiple of `group_size`.
         group_size: Weights along k that share a scale, "channel" or k for a whole row.
             Default: the mode's.
         bits: Bits of a code. Default: the mode's.
-        mode: A scheme of `mx.quantize`, or "symmetric": codes of b bits stand for
+        mode: A scheme of `mx.quantize`, or "symmetric": codes of b bits represent
             -2^(b-1) to 2^(b-1) - 1 times the scale, and zero is exact.
         symmetric: The same as `mode="symmetric"`.
         global_scale: For "nvfp4" the largest magnitude of w, float32 of one element, as
-            `mx.quantize` takes it. Default: none.
+            for `mx.quantize`. Default: none.
 
     Returns:
         The packed weight. Its scales have w's dtype, or are bytes.
 
     Raises:
         TypeError: If an argument is of another type.
-        ValueError: If w or the format is not one of ours.
+        ValueError: If w or the format is not supported.
     """
     check_arrays(w=w)
     check_optional_arrays(global_scale=global_scale)
@@ -102,15 +102,15 @@ def pack(
 ) -> PackedWeight:
     """Packs a quantized weight, exactly.
 
-    n is padded to a multiple of 32 and k to a multiple of 64, with code 0, scale 0 and
-    bias 0: padding stands for zero.
+    n is padded to a multiple of 32 and k to a multiple of 64. The padding has code 0,
+    scale 0 and bias 0, so it represents zero.
 
     Args:
         w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32], or a batch of
             them [..., n, k * bits / 32].
         scales: Scales [..., n, k / group_size].
         biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
-            numbers in the scales' dtype; None for schemes without.
+            numbers in the scales' dtype; None for schemes without biases.
         group_size: Weights along k that share a scale, "channel" or k for a whole row.
             Default: the mode's.
         bits: Bits of a code. Default: the mode's.
@@ -119,7 +119,7 @@ def pack(
 
     Raises:
         TypeError: If an argument is of another type.
-        ValueError: If the arrays do not belong together or are not in our format.
+        ValueError: If the arrays do not fit each other or a supported format.
     """
     check_arrays(w=w, scales=scales)
     check_optional_arrays(biases=biases, global_scale=global_scale)
@@ -142,7 +142,7 @@ def pack(
 
 
 def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
-    """Returns what `pack` was given, exactly: codes, scales, biases if there are.
+    """Returns the arguments of `pack`, exactly: codes, scales, and biases if any.
 
     Raises:
         TypeError: If `packed` is not a `PackedWeight`.

@@ -1,7 +1,7 @@
-"""Moves codes between MLX's rows of bits and packed tiles, exactly.
+"""Conversion of codes between MLX's rows of bits and packed tiles.
 
-Kernels of ours do it on Metal, after their known-answer check; elsewhere MLX's own
-operations do.
+The kernels of a GPU's back end do it, after their known-answer check, if it has them;
+otherwise MLX's own operations do.
 """
 
 import mlx.core as mx
@@ -12,14 +12,14 @@ from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.weights import layout, tile_conversion
 
 CHECKED_CODES = 2**24
-"""Codes that are compared at a time, which bounds the memory that it takes."""
+"""Codes that are compared at a time, which bounds the memory of the comparison."""
 
 
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
     """Returns the codes of rows as tiles, as `tile_conversion.tiles_of_rows` does.
 
-    The tiles are read back and compared with `w` before they are returned, except in a
-    trace of `mx.compile` or another transformation, where nothing can be compared.
+    The tiles are read back and compared with `w` before they are returned. In a trace
+    of `mx.compile` or another transformation, no comparison is possible.
 
     Raises:
         RuntimeError: If MLX's operations do not return the same codes.
@@ -55,9 +55,9 @@ def _by_kernel(to: str, bits: int, group_size: int) -> bool:
 
 
 def _on_gpu() -> bool:
-    # Elsewhere the same moves are MLX's operations: on a CPU they are compiled code,
-    # and the emulator would run the kernels a thread at a time.
-    if selection.backend() != "metal":
+    # On a CPU, MLX's operations are compiled code, whereas the emulator runs the
+    # kernels one thread at a time.
+    if selection.backend() not in selection.ON_GPU or selection.active().repack is None:
         return False
     here = mx.default_device() != mx.Device(mx.cpu)
     return here or selection.forced_backend() is not None
@@ -66,9 +66,9 @@ def _on_gpu() -> bool:
 def _is_same(
     w: mx.array, tiles: mx.array, n: int, k: int, *, bits: int, group_size: int
 ) -> bool:
-    """Returns whether tiles hold the codes of w; also where it cannot be found out."""
+    """Returns whether tiles hold the codes of w; True if nothing can be compared."""
     if selection.missing() is not None:
-        return True  # graphs can be built here, and nothing computed
+        return True  # graphs can be built here, but not evaluated
     rows = w.reshape(-1, n, w.shape[-1])
     stored = tiles.reshape(-1, *tiles.shape[-3:])
     at_once = max(CHECKED_CODES // (k * layout.TILE_N), 1)  # tiles along n

@@ -1,45 +1,87 @@
-"""A kind of call, and how its arrays become those that a product takes."""
+"""The values that describe a product: a weight, and a call's shapes and options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
-from typing import cast
+from operator import index
 
 import mlx.core as mx
 
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.argument_types import is_integer
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.weights.formats import TILE_N
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.reference.weight import NativeWeight, native_product
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import MODE_DEFAULTS, TILE_N
 
+CPU = mx.Device(mx.cpu)
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]
-"""From x, codes, scales, biases and an epilogue's arrays, as the caller has them. Where
-the epilogue has parts, the result is a tuple of arrays, and callers know it."""
+"""From x, codes, scales, biases and an epilogue's arrays, as the caller has them. With
+an epilogue that has parts, the result is a tuple of arrays."""
+PackedFormat = tuple[int, int, int, int, str, Shape]
+"""n, k, group_size, bits, mode and the leading axes of a packed weight."""
+PackedArrays = tuple[mx.array, mx.array, PackedFormat]
+"""Words, scales and format of a packed weight, as a layer holds them.
+
+A layer builds this value at every call, because `mx.compile` replaces parameters
+unnoticed. `PackedWeight`, which checks its arrays, would cost the host too much there.
+"""
+PackedKind = tuple[int, int, int, int, str, mx.Dtype, bool, Shape]
+"""As `PackedWeight.kind`."""
+EpilogueKey = tuple[bool, str | None, bool, bool, Shape]
+"""An epilogue: has a bias, activation, has a multiplier, has a residual, parts.
+
+Unlike an `Epilogue`, it is hashed without a call of Python code."""
+NO_EPILOGUE: EpilogueKey = (False, None, False, False, ())
+
+
+@lru_cache
+def epilogue_of(key: EpilogueKey) -> Epilogue:
+    """Returns the epilogue of a key.
+
+    Raises:
+        TypeError: If a part is not an integer.
+        ValueError: If there is no such epilogue.
+    """
+    bias, activation, multiply, residual, parts = key
+    if not all(map(is_integer, parts)):
+        raise TypeError(f"parts={parts} must be ints")
+    return Epilogue(
+        bias=bias,
+        activation=activation or "none",
+        multiply=multiply,
+        residual=residual,
+        parts=parts,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A correct call, as far as deciding needs to know it.
+class MatmulRequest:
+    """A valid call of a product: its shapes, dtypes and options.
 
     Attributes:
         x_shape: Shape of the activations.
         x_dtype: Their dtype.
-        shape: Shape of the result; of heads that are rotated, before they are heads.
+        shape: Shape of the result; of heads that are rotated, before the split into
+            heads.
         dtype: Its dtype.
         n: Rows of the weight.
         k: Columns of the weight, or of x.
         w_batch: Dimensions of the weight before its last two.
-        scale_dtype: Dtype that scales and biases are brought to.
-        scales_alike: Whether they have it already.
+        scale_dtype: Dtype to which scales and biases are converted.
+        scales_alike: Whether scales and biases have that dtype already.
         mode: The quantization scheme.
         bits: Bits of a code.
         group_size: Weights that share a scale.
         transpose: Whether the product is x @ w.T.
         layout: "mlx" or "marlin".
-        on_cpu: Whether the call is to run on the CPU.
+        on_cpu: Whether the call runs on the CPU.
         epilogue: What follows the product.
-        invariant: Whether a row's bits must not depend on the others.
-        global_scale: Whether the place of biases has the weight's global scale.
+        invariant: Whether a row's bits must not depend on the other rows.
+        global_scale: Whether the weight has a global scale, which kernels take in place
+            of biases.
         norm: As in `Problem`; the norm's weight follows the epilogue's arrays.
     """
 
@@ -65,7 +107,7 @@ class Kind:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all weights multiply the same rows: below each other they are one."""
+        """Whether all weights multiply the same rows, so that they are one weight."""
         # An epilogue's arrays have other shapes, and another n may be split otherwise.
         alone = self.epilogue != PLAIN or self.invariant or not self.transpose
         padded = self.layout == "marlin" and self.n % TILE_N != 0
@@ -83,108 +125,173 @@ class Kind:
             return 1, m, weights * self.n
         return weights, m, self.n
 
+    @property
+    def problem(self) -> Problem:
+        """The product to plan for."""
+        batch, m, n = self.sizes
+        return Problem(
+            m=m,
+            n=n,
+            k=self.k,
+            batch=batch,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            dtype=dtype_name(self.dtype),
+            scale_dtype=dtype_name(self.scale_dtype),
+            layout=self.layout,
+            epilogue=self.epilogue,
+            invariant=self.invariant,
+            global_scale=self.global_scale,
+            norm=self.norm,
+        )
 
-def as_called(product: Product, kind: Kind) -> Run:
-    """Lets a product take arrays as the caller has them.
+
+def native_request(
+    x: mx.array,
+    weight: NativeWeight,
+    transpose: bool,
+    epilogue: Epilogue,
+    invariant: bool,
+) -> MatmulRequest:
+    """Checks a call whose weight is in MLX's layout, and returns its request.
 
     Args:
-        product: From x [..., k] and a weight's arrays in one dtype to y [..., n], or,
-            of several weights, from x [batch, m, k] to y [batch, m, n].
-        kind: What the caller has.
+        x: Activations [..., k].
+        weight: The weight.
+        transpose: Whether the product is x @ w.T.
+        epilogue: What follows the product.
+        invariant: Whether a row's bits must not depend on the other rows.
+
+    Raises:
+        ValueError: If the arguments do not belong together.
     """
-    # MLX has no gradient of a quantized product with a vector.
-    if kind.w_batch or len(kind.x_shape) == 1:
-        product = _of_matrices(product, kind)
-    if kind.x_dtype != kind.dtype or not kind.scales_alike or kind.epilogue != PLAIN:
-        product = _converting(product, kind)
-    if kind.layout == "marlin" or kind.mode == "affine":
-        return product
+    w, scales, biases, (group_size, bits, mode) = weight
+    if not x.shape:
+        raise ValueError("x has no dimensions, expected [..., k]")
+    # Integers of other libraries are equal to Python's as keys of a cache.
+    bits = None if bits is None else index(bits)
+    group_size = None if group_size is None else index(group_size)
+    if bits == 0:  # MLX divides by it
+        raise ValueError("bits=0, expected the bits of a code or None")
+    blanks = (_blank(w), _blank(scales), None if biases is None else _blank(biases))
+    # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
+    result = native_product(_blank(x), (*blanks, (group_size, bits, mode)), transpose)
+    # MLX does not check this and reads past the end of the scales.
+    if scales.shape[:-1] != w.shape[:-1]:
+        raise ValueError(
+            f"scales has shape {scales.shape}, expected a row for each row of w, "
+            f"which has shape {w.shape}"
+        )
+    expected = MODE_DEFAULTS[mode]
+    given = expected[0] if group_size is None else group_size, bits or expected[1]
+    # MLX ignores these arguments for formats of small floats, which have one size.
+    if mode != "affine" and given != expected:
+        raise ValueError(
+            f"mode={mode!r} has group_size={expected[0]} and bits={expected[1]}, "
+            f"got group_size={given[0]} and bits={given[1]}"
+        )
+    biases_dtype = scales.dtype if biases is None else biases.dtype
+    return MatmulRequest(
+        x_shape=x.shape,
+        x_dtype=x.dtype,
+        shape=result.shape,
+        dtype=result.dtype,
+        n=w.shape[-2],
+        k=x.shape[-1],
+        w_batch=w.shape[:-2],
+        scale_dtype=mx.result_type(scales.dtype, biases_dtype),
+        scales_alike=biases_dtype == scales.dtype,
+        mode=mode,
+        bits=given[1],
+        group_size=given[0],
+        transpose=transpose,
+        layout="mlx",
+        on_cpu=mx.default_device() == CPU,
+        epilogue=epilogue,
+        invariant=invariant,
+    )
 
-    def run(
-        x: mx.array, w: mx.array, scales: mx.array, _: None, *given: mx.array
-    ) -> mx.array:
-        return product(x, w, scales, scales, *given)  # no biases: not read
 
-    return run
+def packed_request(
+    x: mx.array,
+    kind: PackedKind,
+    epilogue: Epilogue,
+    *,
+    transpose: bool = True,
+    invariant: bool = False,
+    norm: float | None = None,
+) -> MatmulRequest:
+    """Checks a call whose weight is packed, and returns its request.
 
+    Args:
+        x: Activations [..., k], or [..., n] if not transposed.
+        kind: The weight's, as `PackedWeight.kind`.
+        epilogue: What follows the product.
+        transpose: Whether the product is x @ w.T.
+        invariant: Whether a row's bits must not depend on the other rows.
+        norm: As in `Problem`.
 
-Reshape = Callable[[mx.array], mx.array]
-
-
-def _of_matrices(product: Product, kind: Kind) -> Product:
-    """Makes matrices of a batch: weights [batch, n, ...] and rows [batch, m, ...].
-
-    Also of one vector.
+    Raises:
+        ValueError: If x does not fit the weight, or a batch has a global scale.
     """
-    fold, unfold = _folding(kind)
-    batch = kind.sizes[0]
-    rows = (-1,) if batch == 1 else (batch, -1)
-    first = len(kind.w_batch) + 1  # of the dimensions after rows, or tiles of them
-    bias = int(kind.epilogue.bias)
-
-    def run(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
-    ) -> mx.array:
-        w, scales, biases = (
-            each.reshape(*rows, *each.shape[first:]) for each in (w, scales, biases)
+    n, k, group_size, bits, mode, scale_dtype, global_scale, batch = kind
+    inner, outer = (k, n) if transpose else (n, k)
+    if not x.shape or x.shape[-1] != inner:
+        raise ValueError(
+            f"x has shape {x.shape}, expected [..., {inner}] for the packed weight "
+            f"{(*batch, n, k)} with transpose={transpose}"
         )
-        finish = *given[:bias], *map(fold, given[bias:])
-        y = product(fold(x), w, scales, biases, *finish)
-        if kind.epilogue.parts:
-            return cast(mx.array, tuple(map(unfold, y)))
-        return unfold(y)
+    if batch and global_scale:
+        raise ValueError(
+            f"w is a batch {batch} of packed weights with a global_scale, expected one "
+            f"weight or none with a global_scale"
+        )
+    before = broadcast(x.shape[:-2], batch)
+    is_bytes = scale_dtype == mx.uint8
+    return MatmulRequest(
+        x_shape=x.shape,
+        x_dtype=x.dtype,
+        shape=(*before, *x.shape[-2:-1], outer // (2 if epilogue.gated else 1)),
+        dtype=x.dtype if is_bytes else mx.result_type(x.dtype, scale_dtype),
+        n=n,
+        k=k,
+        w_batch=batch,
+        scale_dtype=scale_dtype,
+        scales_alike=True,
+        mode=mode,
+        bits=bits,
+        group_size=group_size,
+        transpose=transpose,
+        layout="marlin",
+        on_cpu=mx.default_device() == CPU,
+        epilogue=epilogue,
+        invariant=invariant,
+        global_scale=global_scale,
+        norm=norm,
+    )
 
-    return run
+
+def packed_kind(weight: PackedArrays) -> PackedKind:
+    """Returns the kind of a packed weight without a global scale."""
+    _, scales, (n, k, group_size, bits, mode, batch) = weight
+    return n, k, group_size, bits, mode, scales.dtype, False, batch
 
 
-def _folding(kind: Kind) -> tuple[Reshape, Reshape]:
-    """Returns what makes matrices of an array [..., k], and a result of matrices.
+def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
+    """Returns the dimensions of a result before its last two.
 
-    A dimension in which there is one weight for all is rows: they share its reading,
-    and no weight is copied. In the others x is broadcast, if not in all of them.
+    Raises:
+        ValueError: If those of x and w cannot be broadcast.
     """
-    batch, m, _ = kind.sizes
-    whole = kind.shape[:-1] if len(kind.x_shape) > 1 else (*kind.shape[:-1], 1)
-    of_x = (1,) * (len(whole) - 1 - len(kind.w_batch))
-    is_row = [size == 1 for size in (*of_x, *kind.w_batch, 1)]
-    # Weights first, as the kernels have them; or last, as they stand below each other.
-    order = sorted(range(len(whole)), key=lambda axis: is_row[axis] ^ kind.is_shared)
-    back = (*sorted(range(len(whole)), key=order.__getitem__), -1)
-    ordered = [whole[axis] for axis in order]
-
-    def fold(x: mx.array) -> mx.array:
-        if kind.is_shared:
-            return x.reshape(m, x.shape[-1])
-        x = mx.broadcast_to(x, (*whole, x.shape[-1]))
-        return x.transpose(*order, -1).reshape(batch, m, x.shape[-1])
-
-    def unfold(y: mx.array) -> mx.array:
-        # Of a batch's product, or of a part.
-        columns = y.size // prod(whole)
-        return (
-            y.reshape(*ordered, columns)
-            .transpose(*back)
-            .reshape(*kind.shape[:-1], columns)
-        )
-
-    return fold, unfold
+    try:
+        return tuple(mx.broadcast_shapes(x_batch, w_batch))
+    except ValueError:
+        raise ValueError(
+            f"x has {x_batch} before its rows and w {w_batch} before its own, which "
+            f"cannot be broadcast"
+        ) from None
 
 
-def _converting(product: Product, kind: Kind) -> Product:
-    epilogue = kind.epilogue
-    first = epilogue.bias + epilogue.operands
-    end = first + (2 if epilogue.rotation is not None else 0)  # places and periods
-
-    def run(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *given: mx.array
-    ) -> mx.array:
-        if not kind.scales_alike:
-            scales = scales.astype(kind.scale_dtype)
-            biases = biases.astype(kind.scale_dtype)
-        finish = (
-            each if first <= i < end else each.astype(kind.dtype)
-            for i, each in enumerate(given)
-        )
-        return product(x.astype(kind.dtype), w, scales, biases, *finish)
-
-    return run
+def _blank(array: mx.array) -> mx.array:
+    return mx.zeros(array.shape, array.dtype)

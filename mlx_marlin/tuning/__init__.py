@@ -1,1 +1,1 @@
-"""Measures plans and stock MLX for a problem, and says which to use."""
+"""Tuning: measures plans and stock MLX, and stores the fastest for each problem."""

@@ -1,8 +1,8 @@
-"""The emulator's counters as a clock: the same on every machine, and no time at all.
+"""Estimated seconds of a launch, from the emulator's counters and the cost model.
 
-The weights are those of Metal's cost model. The counters do not see
-arithmetic outside of matrices, nor how evenly cores are loaded, so this clock serves to
-try the whole way without a Mac, not to choose plans for one.
+The result is the same on every machine. The counters include neither scalar arithmetic
+nor the balance of work among cores, so this clock serves to test tuning without a Mac,
+not to choose plans for one.
 """
 
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from mlx_marlin.emulator import Counters
 
 OTHER = ("simd", "shuffle", "simdgroup barrier", "matrix memory", "barrier")
-"""Kinds of operations that take a slot each; products of matrices take more."""
+"""Operations that take one issue slot each. Matrix products take more."""
 
 
 def counted_seconds(launches: Sequence["Counters"], device: Device) -> float:
-    """Returns what counted launches would take by the weights of the cost model.
+    """Returns the estimated seconds of launches.
 
-    The longer of two times: all bytes that device memory is asked for, over its
-    bandwidth, and all slots (8x8 products, other operations, accesses) over the
-    schedulers' rate; and the price of each launch after the first.
+    That is the longer of two times, plus the cost of each launch after the first: the
+    bytes of device memory over its bandwidth, and the issue slots (8x8 products, other
+    operations, accesses) over the rate of the schedulers.
 
     Args:
-        launches: What the emulator counted, at least one launch.
-        device: Whose bandwidth, cores and clock to take.
+        launches: The emulator's counters of at least one launch.
+        device: The device whose bandwidth, cores and clock rate to use.
     """
     rates = cost.rates_of(device)
     slots = sum(
-        rates.matrix_slots * each.count("matrix")
-        + rates.exposed * (_accesses(each) + sum(map(each.count, OTHER)))
-        for each in launches
+        rates.matrix_slots * launch.count("matrix")
+        + rates.exposed * (_accesses(launch) + sum(map(launch.count, OTHER)))
+        for launch in launches
     )
     clocks = device.cores * device.clock_ghz * 1e9
     memory = cost.memory_seconds(sum(map(_device_bytes, launches)), device)
@@ -42,15 +42,15 @@ def counted_seconds(launches: Sequence["Counters"], device: Device) -> float:
 
 
 def _accesses(counters: "Counters") -> int:
-    return sum(each.accesses for each in counters.traffic)
+    return sum(buffer.accesses for buffer in counters.traffic)
 
 
 def _device_bytes(counters: "Counters") -> int:
     return sum(
-        each.read_bytes
-        - each.repeated_read_bytes
-        + each.written_bytes
-        - each.repeated_written_bytes
-        for each in counters.traffic
-        if each.space == "device"
+        buffer.read_bytes
+        - buffer.repeated_read_bytes
+        + buffer.written_bytes
+        - buffer.repeated_written_bytes
+        for buffer in counters.traffic
+        if buffer.space == "device"
     )

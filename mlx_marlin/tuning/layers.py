@@ -1,4 +1,4 @@
-"""The products that a model's quantized layers ask for."""
+"""Finds the problems that a model's quantized layers pose."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a model's quantized layers are.
+    """The quantized layers of a model.
 
     Attributes:
-        problems: One row of each product that is ours, each once.
-        others: How many quantized layers are in formats that our kernels do not read.
+        problems: The distinct products in supported formats, with one row.
+        others: Number of quantized layers in unsupported formats.
     """
 
     problems: tuple[Problem, ...]
@@ -25,45 +25,45 @@ class Found:
 
 
 def find(model: nn.Module, layouts: Sequence[str] = ("mlx",)) -> Found:
-    """Returns the products of a model's quantized linear layers.
+    """Finds the products of a model's quantized linear layers.
 
-    An embedding counts where the model multiplies by it: a tied output head.
+    An embedding counts if it is also the output head.
 
     Args:
-        model: An mlx-lm model or any other, whose weights need not be there yet.
-        layouts: In which our kernels are to read the weights.
+        model: Any module. Its weights need not be loaded.
+        layouts: Layouts of the weights.
     """
     layers = [*_multiplied(model)]
-    ours = [layer for layer in layers if _is_ours(layer)]
+    supported = [layer for layer in layers if _is_supported(layer)]
     dtype = dtype_name(activation_dtype(model))
     problems = dict.fromkeys(
-        _problem(layer, layout, dtype) for layer in ours for layout in layouts
+        _problem(layer, layout, dtype) for layer in supported for layout in layouts
     )
-    return Found(problems=tuple(problems), others=len(layers) - len(ours))
+    return Found(problems=tuple(problems), others=len(layers) - len(supported))
 
 
 def with_rows(problems: Iterable[Problem], rows: Iterable[int]) -> list[Problem]:
-    """Returns the problems with each number of rows, each once."""
+    """Returns the distinct problems for each number of rows."""
     counts = [*rows]
-    several = (replace(each, m=m) for each in problems for m in counts)
-    return [*dict.fromkeys(several)]
+    all_rows = (replace(problem, m=m) for problem in problems for m in counts)
+    return [*dict.fromkeys(all_rows)]
 
 
 def _multiplied(model: nn.Module) -> Iterator[nn.Module]:
     tied = getattr(getattr(model, "args", None), "tie_word_embeddings", False)
-    kinds = (nn.QuantizedLinear, *[nn.QuantizedEmbedding] * bool(tied))
+    classes = (nn.QuantizedLinear, *[nn.QuantizedEmbedding] * bool(tied))
     for _, layer in model.named_modules():
-        if isinstance(layer, kinds):
+        if isinstance(layer, classes):
             yield layer
 
 
-def _is_ours(layer: nn.Module) -> bool:
-    known = FORMATS.get((layer.mode, layer.bits))
+def _is_supported(layer: nn.Module) -> bool:
+    format = FORMATS.get((layer.mode, layer.bits))
     return (
-        known is not None
-        and layer.group_size in known.group_sizes
-        and _columns(layer) % known.k_multiple(layer.group_size) == 0
-        and dtype_name(layer.scales.dtype) in known.scale_dtypes
+        format is not None
+        and layer.group_size in format.group_sizes
+        and _columns(layer) % format.k_multiple(layer.group_size) == 0
+        and dtype_name(layer.scales.dtype) in format.scale_dtypes
     )
 
 
@@ -73,7 +73,7 @@ def _columns(layer: nn.Module) -> int:
 
 def _problem(layer: nn.Module, layout: str, activations: str) -> Problem:
     scales = dtype_name(layer.scales.dtype)
-    # A tied head's weight is not packed: the look-up needs it as it is.
+    # The weight of a tied head is not packed, because the embedding reads rows of it.
     is_table = isinstance(layer, nn.QuantizedEmbedding)
     return Problem(
         m=1,

@@ -1,22 +1,23 @@
-"""What products are measured on: activations, and weights that no cache can hold."""
+"""Operands of measured products: activations, and weights larger than the cache."""
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_marlin.backends import registry, selection
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.launch import Product
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from mlx_marlin.tuning.timing import Weight
 from mlx_marlin.weights.bit_streams import codes_of_words
 
 MOST_WEIGHTS = 256
-"""Arrays of small weights stay few: a model's own small ones lie in the cache too."""
+"""Most weights of a problem. A model's own small weights are in the cache too."""
 TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
-"""Most an element may be off, over the root mean square of all. Rounding stays below a
-third of it, also that of TF32; an element that lacks a split is off by about 1."""
+"""Largest error of an element, relative to the root mean square of all elements.
+Rounding errors, also of TF32, are less than a third of it. A missing split causes an
+error of about 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -26,9 +27,9 @@ class Operands:
     Attributes:
         problem: The problem.
         x: Activations [m, k].
-        native: One weight in MLX's layout: codes, scales, and biases or zero points.
-        weights: Weights in the problem's layout, as many as are taken in turn; the
-            first one is `native`.
+        native: The first weight in MLX's layout: codes, scales, and biases or zero
+            points.
+        weights: The weights in the problem's layout.
     """
 
     problem: Problem
@@ -37,39 +38,39 @@ class Operands:
     weights: tuple[Weight, ...]
 
 
-def cache_bytes(device: Target) -> int:
-    """Returns the bytes of weights that no cache of a device can hold."""
+def cache_bytes(device: PlanningDevice) -> int:
+    """Returns the bytes of weights that exceed the caches of a device."""
     return registry.of_device(device).cache_bytes(device)
 
 
-def rotated(problem: Problem, device: Target) -> int:
-    """Returns how many weights are larger than the cache together."""
+def weight_count(problem: Problem, device: PlanningDevice) -> int:
+    """Returns how many weights exceed the caches together."""
     return min(cache_bytes(device) // problem.weight_bytes + 1, MOST_WEIGHTS)
 
 
 def check(problem: Problem) -> None:
-    """Checks that stock MLX, which plans are compared with, has a problem's groups.
+    """Checks that stock MLX supports a problem's group size.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If it does not.
     """
     sizes = problem.format.group_sizes
     if problem.group_size not in sizes:
         raise ValueError(
             f"group_size={problem.group_size} is not one of {sizes}: plans are "
-            f"compared with stock MLX, which has no others"
+            f"compared with stock MLX, which supports no other sizes"
         )
 
 
 def operands(problem: Problem, count: int) -> Operands:
-    """Makes operands whose values are drawn, the same every time.
+    """Returns operands with random values, which are the same in each call.
 
     Args:
         problem: The problem.
-        count: Weights to take in turn.
+        count: Number of weights.
 
     Raises:
-        ValueError: If stock MLX, which plans are compared with, has no such groups.
+        ValueError: If stock MLX does not support the group size.
     """
     check(problem)
     x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
@@ -78,14 +79,14 @@ def operands(problem: Problem, count: int) -> Operands:
         problem=problem,
         x=x.astype(getattr(mx, problem.dtype)),
         native=natives[0],
-        weights=tuple(_laid_out(problem, native) for native in natives),
+        weights=tuple(_in_layout(problem, native) for native in natives),
     )
     mx.eval(made.x, made.native, made.weights)
     return made
 
 
 def stock_product(problem: Problem) -> Product:
-    """Returns stock MLX's own product of a problem in MLX's layout."""
+    """Returns stock MLX's product for a problem in MLX's layout."""
     has_biases = problem.format.codes == "affine"
 
     def product(
@@ -104,27 +105,27 @@ def stock_product(problem: Problem) -> Product:
     return product
 
 
-def is_right(product: Product, given: Operands) -> bool:
-    """Whether a product agrees with one of MLX's own that is computed in float32."""
-    problem = given.problem
-    expected = _exact(problem, given.x.astype(mx.float32), given.native)
-    actual = product(given.x, *given.weights[0]).astype(mx.float32)
+def is_right(product: Product, inputs: Operands) -> bool:
+    """Returns whether a product agrees with stock MLX's in float32."""
+    problem = inputs.problem
+    expected = _exact(problem, inputs.x.astype(mx.float32), inputs.native)
+    actual = product(inputs.x, *inputs.weights[0]).astype(mx.float32)
     if actual.shape != expected.shape:
         return False
-    most = mx.abs(actual - expected).max() / mx.sqrt(mx.square(expected).mean())
-    # What is not a number is in no order.
-    return bool((most <= TOLERANCES[problem.dtype]).item())
+    error = mx.abs(actual - expected).max() / mx.sqrt(mx.square(expected).mean())
+    # NaN compares as false.
+    return bool((error <= TOLERANCES[problem.dtype]).item())
 
 
 def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
-    w, scales, third = native
+    w, scales, biases = native
     if problem.format.codes != "floating":
-        scales, third = scales.astype(mx.float32), third.astype(mx.float32)
-    if _is_of_mlx(problem) and selection.backend() != "cuda":
-        return stock_product(problem)(x, w, scales, third)
-    # Plain numbers: stock MLX has no such scheme, or on CUDA (0.32.4) it raises for 64
-    # rows of float32 (measured: 5120→17408).
-    return x @ _decoded(problem, w, scales, third).T
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    if _is_of_mlx(problem) and selection.traits().stock_multiplies_float32:
+        return stock_product(problem)(x, w, scales, biases)
+    # Stock MLX has no such format, or, on CUDA (0.32.4), raises for 64 rows of float32
+    # (measured: 5120→17408).
+    return x @ _decoded(problem, w, scales, biases).T
 
 
 def _is_of_mlx(problem: Problem) -> bool:
@@ -132,38 +133,38 @@ def _is_of_mlx(problem: Problem) -> bool:
 
 
 def _decoded(
-    problem: Problem, w: mx.array, scales: mx.array, third: mx.array
+    problem: Problem, w: mx.array, scales: mx.array, biases: mx.array
 ) -> mx.array:
     """Returns a weight [n, k] as float32."""
     if _is_of_mlx(problem):
         return mx.dequantize(
             w,
             scales,
-            third if problem.format.codes == "affine" else None,
+            biases if problem.format.codes == "affine" else None,
             group_size=problem.group_size,
             bits=problem.bits,
             mode=problem.mode,
         ).astype(mx.float32)
     is_symmetric = problem.format.codes == "symmetric"
-    zero = 2 ** (problem.bits - 1) if is_symmetric else third[..., None]
+    zero = 2 ** (problem.bits - 1) if is_symmetric else biases[..., None]
     codes = codes_of_words(w, problem.bits).astype(mx.float32)
     groups = codes.reshape(problem.n, problem.groups, problem.group_size)
     return ((groups - zero) * scales[..., None]).reshape(problem.n, problem.k)
 
 
 def _native(problem: Problem, seed: int) -> Weight:
-    """Draws a weight around zero that gives results of x's own size, or less.
+    """Returns a random weight around zero, whose products are no larger than x.
 
-    What is no bias or zero point is not read.
+    The third array of a format without biases and zero points is a placeholder.
     """
     keys = mx.random.split(mx.random.key(seed), 2)
     if problem.format.codes == "floating":
-        drawn = mx.random.normal((problem.n, problem.k), key=keys[0]) / problem.k**0.5
+        values = mx.random.normal((problem.n, problem.k), key=keys[0]) / problem.k**0.5
         parts = mx.quantize(
-            drawn, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
+            values, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
         )
         return parts[0], parts[1], parts[1]
-    # Bytes, because MLX draws large integers as floats, whose last bits are zero.
+    # Bytes: MLX makes large random integers from floats, so their last bits are zero.
     codes = (problem.n, problem.k * problem.bits // 8)
     w = mx.random.randint(0, 256, codes, mx.uint8, key=keys[0]).view(mx.uint32)
     groups = (problem.n, problem.groups)
@@ -181,7 +182,7 @@ def _native(problem: Problem, seed: int) -> Weight:
     )
 
 
-def _laid_out(problem: Problem, native: Weight) -> Weight:
+def _in_layout(problem: Problem, native: Weight) -> Weight:
     if problem.layout == "mlx":
         return native
     stored = native[: 1 + problem.format.parameters]

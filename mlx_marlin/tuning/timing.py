@@ -1,7 +1,7 @@
-"""Times of products that depend on each other, their medians, and which one wins.
+"""Measures chains of dependent products, and compares their medians.
 
-What is compared is sampled by turns, in an order that is drawn anew for every round, so
-that a clock or a temperature that drifts meets all alike.
+Samples of all arms are interleaved, in a random order for each round, so that drift of
+the clock rate or the temperature affects all arms alike.
 """
 
 import random
@@ -18,22 +18,22 @@ from mlx_marlin.backends.launch import Product
 
 Key = TypeVar("Key")
 Sample = Callable[[], float]
-"""Takes one sample: seconds of one product."""
+"""Measures one sample: seconds of one product."""
 Now = Callable[[], float]
 Weight = tuple[mx.array, mx.array, mx.array]
-"""Codes, scales and biases, as `launch.product` takes them."""
+"""Codes, scales and biases, as `launch.product` expects them."""
 
 ROUNDS = 7
-"""Fewest samples of each; two of seven may be upset and the quartiles still hold."""
+"""Least number of samples. The quartiles of seven samples tolerate two outliers."""
 MOST_ROUNDS = 101
 SHORTEST, LONGEST = 4, 256
-"""Products of a chain: more than a few, so that its ends do not count, and not more
-than MLX holds in flight."""
+"""Length of a chain: at least a few products, so that its ends are negligible, and at
+most as many as MLX keeps in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """What samples say: their median, and the range of the middle half of them."""
+    """Median and interquartile range of samples."""
 
     median: float
     range: float = 0.0
@@ -48,21 +48,21 @@ class Spread:
         return Spread(median=median, range=high - low, samples=len(samples))
 
     def beats(self, other: "Spread") -> bool:
-        """Whether this is faster by more than either's noise."""
+        """Returns whether this median is smaller by more than both ranges."""
         return other.median - self.median > max(self.range, other.range)
 
 
 def winner(spreads: Mapping[Key, Spread]) -> Key:
-    """Returns the first that the fastest does not beat.
+    """Returns the first arm that the fastest arm does not beat.
 
-    So the order decides among those that noise does not tell apart: who stands first,
-    as the model's choice does, stays unless another is faster for sure.
+    The order decides among arms whose difference is within the noise. The choice of the
+    cost model comes first, so it is replaced only by a plan that is reliably faster.
 
     Args:
-        spreads: What was measured, at least one.
+        spreads: The measurements of at least one arm.
     """
-    fastest = min(spreads.values(), key=lambda each: each.median)
-    return next(key for key, each in spreads.items() if not fastest.beats(each))
+    fastest = min(spreads.values(), key=lambda spread: spread.median)
+    return next(key for key, spread in spreads.items() if not fastest.beats(spread))
 
 
 def interleaved(
@@ -72,23 +72,23 @@ def interleaved(
     seed: int = 0,
     now: Now = perf_counter,
 ) -> dict[Key, Spread]:
-    """Samples every arm once a round, until the time is over.
+    """Samples all arms once per round until the time is over.
 
     Args:
-        arms: What to compare.
-        seconds: For all rounds together; a few are made even if they take longer.
-        seed: Of the order in each round.
-        now: The clock of the rounds.
+        arms: The arms to compare.
+        seconds: Time for all rounds. At least `ROUNDS` rounds are made.
+        seed: Seed of the order in each round.
+        now: Clock that limits the rounds.
     """
     draw = random.Random(seed)
     samples: dict[Key, list[float]] = {key: [] for key in arms}
     started = now()
-    for made in range(MOST_ROUNDS):
-        if made >= ROUNDS and now() - started >= seconds:
+    for rounds in range(MOST_ROUNDS):
+        if rounds >= ROUNDS and now() - started >= seconds:
             break
         for key in draw.sample([*arms], len(arms)):
             samples[key].append(arms[key]())
-    return {key: Spread.of(taken) for key, taken in samples.items()}
+    return {key: Spread.of(values) for key, values in samples.items()}
 
 
 def chain(
@@ -98,20 +98,21 @@ def chain(
     length: int,
     now: Now = perf_counter,
 ) -> float:
-    """Evaluates products of which each needs the last one's result.
+    """Measures a chain of products, each of which needs the previous result.
 
-    The sum is the cheapest dependency that the GPU must wait for: `mx.depends` orders
-    the graph only. It starts from x each time, so that values cannot grow.
+    Adding one column of the result to x is the cheapest dependency that the GPU has to
+    wait for; `mx.depends` only orders the graph. Each sum starts from x, so that values
+    do not grow.
 
     Args:
-        product: What to time.
+        product: The product to measure.
         x: Activations.
-        weights: The weights to take, one after the other.
-        length: Products.
-        now: The clock.
+        weights: The weights of the products, in order.
+        length: Number of products.
+        now: Clock.
 
     Returns:
-        Seconds of one product, with its share of the evaluation.
+        Seconds per product, with its share of the evaluation's overhead.
     """
     latest = x
     for weight in islice(weights, length):
@@ -122,6 +123,6 @@ def chain(
 
 
 def chain_length(seconds_each: float, seconds: float) -> int:
-    """Returns the products that fill a time, within what a chain may have."""
-    wanted = int(seconds / seconds_each) if seconds_each > 0 else LONGEST
-    return min(max(wanted, SHORTEST), LONGEST)
+    """Returns the number of products that takes `seconds`, within the limits."""
+    length = int(seconds / seconds_each) if seconds_each > 0 else LONGEST
+    return min(max(length, SHORTEST), LONGEST)

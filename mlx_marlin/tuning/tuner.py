@@ -1,4 +1,4 @@
-"""Tunes a problem: who is compared, by which clock, and what is kept of it."""
+"""Tunes a problem: chooses the arms and the clock, measures, and picks a plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from itertools import cycle
 
 from mlx_marlin import guard
 from mlx_marlin.backends import launch, planner, selection
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.choice import Candidate
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -25,20 +25,20 @@ Arm = Plan | None
 Measure = Callable[[Mapping[Arm, Product], Operands], dict[Arm, Spread]]
 
 BEST = 6
-"""Plans that are measured because the model likes them most."""
+"""Number of the cost model's best plans that are measured."""
 SECONDS = 2.0
-"""Default time for a problem."""
+"""Default measuring time of a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """How to measure, and what to call it.
+    """A way to measure products.
 
     Attributes:
-        name: What the times are.
-        measure: Takes a time of every arm.
-        weights: Weights that are taken in turn.
-        times_stock: Whether stock MLX can be measured too.
+        name: Name of the clock in results.
+        measure: Measures all arms.
+        weights: Returns the number of weights to measure a problem with.
+        times_stock: Whether it can measure stock MLX.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of tuning a problem.
+    """Outcome of tuning a problem.
 
     Attributes:
-        arms: What was measured, the model's answer first.
-        wrong: Plans that would have won, had their products been right.
-        result: What to keep; None if none of our plans was right.
-        failed: Plans that were not measured because their kernels failed the
-            guard's check.
+        arms: The measurements, with the cost model's choice first.
+        wrong: Plans that would have won, but whose product was wrong.
+        result: The result to store. None if the product of no plan was right.
+        failed: Plans that were not measured because their kernels failed the guard's
+            check.
     """
 
     arms: dict[Arm, Spread]
@@ -65,25 +65,25 @@ class Outcome:
     failed: tuple[Plan, ...] = ()
 
 
-def clock(device: Target, seconds: float = SECONDS) -> Clock:
-    """Returns the clock of the back end that runs here.
+def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
+    """Returns the clock of the current back end.
 
     Args:
         device: The device that plans are made for.
-        seconds: Time for a problem; counters take what they need.
+        seconds: Measuring time of a problem. The emulator ignores it.
 
     Raises:
-        ValueError: If no back end runs our kernels here.
+        ValueError: If no back end can run our kernels on this machine.
     """
-    lacking = selection.missing()
-    if lacking is not None:
-        raise ValueError(f"{lacking}: nothing can be measured")
+    missing = selection.missing()
+    if missing is not None:
+        raise ValueError(f"{missing}: nothing can be measured")
     backend = selection.backend()
     if backend in selection.ON_GPU:
         return Clock(
             name="wall time",
             measure=partial(wall_time, seconds=seconds),
-            weights=lambda problem: operands.rotated(problem, device),
+            weights=lambda problem: operands.weight_count(problem, device),
             times_stock=True,
         )
     if backend == "emulator" and isinstance(device, Device):
@@ -94,16 +94,16 @@ def clock(device: Target, seconds: float = SECONDS) -> Clock:
             times_stock=False,
         )
     raise ValueError(
-        "nothing here runs our kernels, or MLX_MARLIN_BACKEND says stock: there is "
-        "nothing to tune"
+        "no back end runs our kernels on this machine, or MLX_MARLIN_BACKEND is stock: "
+        "there is nothing to tune"
     )
 
 
-def why_not(problem: Problem, device: Target) -> str | None:
-    """Says why a problem cannot be tuned; None if it can.
+def why_not(problem: Problem, device: PlanningDevice) -> str | None:
+    """Returns why a problem cannot be tuned, or None if it can.
 
     Args:
-        problem: The product.
+        problem: The problem.
         device: The device that plans are made for.
     """
     reason = eligibility.unsupported(problem)
@@ -114,37 +114,38 @@ def why_not(problem: Problem, device: Target) -> str | None:
     if planner.choose_dense(problem, device) is None:
         return None
     return (
-        f"{problem.m} rows are multiplied by the weight decoded once, which no plan is "
-        f"compared with"
+        f"{problem.m} rows are multiplied by the weight decoded once, which is not "
+        f"compared with other plans"
     )
 
 
 def shortlist(candidates: Sequence[Candidate], best: int = BEST) -> list[Plan]:
-    """Returns the plans worth measuring, in the model's order.
+    """Returns the plans to measure, in the order of the cost model.
 
     Args:
-        candidates: All that the model compared, its favourite first.
-        best: How many of the first to take; of every strategy and kernel its first
-            comes too.
+        candidates: The candidates of the cost model, the best one first.
+        best: Number of best candidates to return. The best candidate of each strategy
+            and of each kernel is returned in addition.
     """
     seen: set[str] = set()
     plans = []
-    for nth, each in enumerate(candidates):
-        kinds = {each.plan.strategy, each.plan.kernel}
-        if nth < best or kinds - seen:
-            plans.append(each.plan)
-        seen |= kinds
+    for rank, candidate in enumerate(candidates):
+        plan = candidate.plan
+        names = {plan.strategy, plan.kernel}
+        if rank < best or names - seen:
+            plans.append(plan)
+        seen |= names
     return plans
 
 
-def arms(problem: Problem, device: Target, *, times_stock: bool) -> list[Arm]:
-    """Returns what to compare for a problem, the model's answer first.
+def arms(problem: Problem, device: PlanningDevice, *, times_stock: bool) -> list[Arm]:
+    """Returns the arms to compare for a problem, with the cost model's choice first.
 
-    Stock MLX is one of them where a product could be handed over to it.
+    Stock MLX is one of them if it can serve the problem.
 
     Args:
-        problem: The product.
-        device: The device to plan for.
+        problem: The problem.
+        device: The device that plans are made for.
         times_stock: Whether the clock can measure stock MLX.
     """
     choice = planner.compare(problem, device=device)
@@ -155,29 +156,31 @@ def arms(problem: Problem, device: Target, *, times_stock: bool) -> list[Arm]:
     return [None, *plans] if choice.reason else [*plans, None]
 
 
-def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
-    """Measures a problem and picks what to use.
+def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
+    """Measures the arms of a problem and picks the fastest.
 
-    Plans whose kernels fail the guard's check are not measured, and a plan whose
-    product is wrong fails it from then on.
+    Plans whose kernels fail the guard's check are not measured. A plan whose product is
+    wrong is recorded as failed.
 
     Args:
-        problem: The product, without an epilogue.
-        device: The device to plan for.
-        clock: How to measure.
+        problem: The problem, without an epilogue.
+        device: The device that plans are made for.
+        clock: The clock.
     """
-    given = operands.operands(problem, clock.weights(problem))
+    inputs = operands.operands(problem, clock.weights(problem))
     compared = arms(problem, device, times_stock=clock.times_stock)
     failed = tuple(arm for arm in compared if arm is not None and guard.why_not(arm))
     compared = [arm for arm in compared if arm not in failed]
     if not any(compared):
         return Outcome(arms={}, wrong=(), result=None, failed=failed)
     products = {arm: _product(arm, problem) for arm in compared}
-    measured = clock.measure(products, given)
+    measured = clock.measure(products, inputs)
     spreads = {arm: measured[arm] for arm in compared}
-    plan, wrong = _best_right(spreads, products, given)
-    for each in wrong:
-        guard.condemn(each, f"its product was wrong in tuning: {problem.explain()}")
+    plan, wrong = _best_right(spreads, products, inputs)
+    for wrong_plan in wrong:
+        guard.condemn(
+            wrong_plan, f"its product was wrong in tuning: {problem.explain()}"
+        )
     if plan is None:
         return Outcome(arms=spreads, wrong=wrong, result=None, failed=failed)
     finalists = {arm: spread for arm, spread in spreads.items() if arm in (plan, None)}
@@ -192,30 +195,30 @@ def tune(problem: Problem, device: Target, clock: Clock) -> Outcome:
 
 
 def name(arm: Arm) -> str:
-    """Returns what an arm is called."""
+    """Returns the name of an arm."""
     return STOCK if arm is None else label(arm)
 
 
 def wall_time(
-    products: Mapping[Arm, Product], given: Operands, seconds: float
+    products: Mapping[Arm, Product], inputs: Operands, seconds: float
 ) -> dict[Arm, Spread]:
-    """Measures chains of products over weights that no cache holds.
+    """Measures the wall time of chains of products.
 
     Args:
-        products: By arm.
-        given: Their operands.
-        seconds: For all of them together.
+        products: The product of each arm.
+        inputs: The operands.
+        seconds: Measuring time of all arms together.
     """
-    weights = cycle(given.weights)
-    x = given.x
-    # Compiles the kernels, and says how long a chain has to be.
+    weights = cycle(inputs.weights)
+    x = inputs.x
+    # Compiles the kernels, and determines the length of the chains.
     short = [
         timing.chain(product, x, weights, timing.SHORTEST)
         for product in products.values()
         for _ in range(2)
     ]
-    each = seconds / (timing.ROUNDS * len(products))
-    length = timing.chain_length(min(short), each)
+    seconds_of_chain = seconds / (timing.ROUNDS * len(products))
+    length = timing.chain_length(min(short), seconds_of_chain)
 
     def sampled(product: Product) -> timing.Sample:
         return lambda: timing.chain(product, x, weights, length)
@@ -225,22 +228,22 @@ def wall_time(
 
 
 def emulator_counters(
-    products: Mapping[Arm, Product], given: Operands, device: Device
+    products: Mapping[Arm, Product], inputs: Operands, device: Device
 ) -> dict[Arm, Spread]:
-    """Counts what one product of each arm does; counters have no noise.
+    """Estimates the time of one product of each arm from the emulator's counters.
 
     Args:
-        products: By arm.
-        given: Their operands.
-        device: Whose rates weight the counters.
+        products: The product of each arm.
+        inputs: The operands.
+        device: The device whose rates to use.
     """
     from mlx_marlin import emulator
 
     def seconds(product: Product) -> float:
-        launches = emulator.trace(product, given.x, *given.weights[0])
+        launches = emulator.trace(product, inputs.x, *inputs.weights[0])
         return counting.counted_seconds(launches, device)
 
-    return {arm: Spread(median=seconds(each)) for arm, each in products.items()}
+    return {arm: Spread(median=seconds(product)) for arm, product in products.items()}
 
 
 def _product(arm: Arm, problem: Problem) -> Product:
@@ -248,15 +251,15 @@ def _product(arm: Arm, problem: Problem) -> Product:
 
 
 def _best_right(
-    spreads: Mapping[Arm, Spread], products: Mapping[Arm, Product], given: Operands
+    spreads: Mapping[Arm, Spread], products: Mapping[Arm, Product], inputs: Operands
 ) -> tuple[Plan | None, tuple[Plan, ...]]:
-    """Returns our best plan whose product is right, and those that would have won."""
-    left = {arm: spread for arm, spread in spreads.items() if arm is not None}
+    """Returns the fastest plan whose product is right, and the faster wrong ones."""
+    plans = {arm: spread for arm, spread in spreads.items() if arm is not None}
     wrong: list[Plan] = []
-    while left:
-        best = timing.winner(left)
-        if operands.is_right(products[best], given):
+    while plans:
+        best = timing.winner(plans)
+        if operands.is_right(products[best], inputs):
             return best, tuple(wrong)
         wrong.append(best)
-        del left[best]
+        del plans[best]
     return None, tuple(wrong)

@@ -1,1 +1,1 @@
-"""Quantized weights: formats, the packed layout, the values that hold them."""
+"""Quantized weights: formats, the packed layout, and conversion between layouts."""

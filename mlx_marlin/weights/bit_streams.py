@@ -1,4 +1,4 @@
-"""Codes and the words that hold them: streams of bits, low code first."""
+"""Packs codes into 32-bit words as a bit stream, low code first, and unpacks them."""
 
 from math import gcd
 
@@ -6,11 +6,11 @@ import mlx.core as mx
 
 
 def codes_of_words(words: mx.array, bits: int) -> mx.array:
-    """Reads the codes of words.
+    """Unpacks codes.
 
     Args:
         words: uint32 [..., words].
-        bits: Bits of a code; codes may cross words.
+        bits: Bits of a code. A code may span two words.
 
     Returns:
         uint8 [..., words * 32 / bits].
@@ -18,18 +18,18 @@ def codes_of_words(words: mx.array, bits: int) -> mx.array:
     run, span, dtype = _run(bits)
     octets = words.view(mx.uint8).reshape(*words.shape[:-1], -1, span)
     whole = octets[..., 0].astype(dtype)
-    for place in range(1, span):
-        whole = whole | octets[..., place].astype(dtype) << 8 * place
+    for octet in range(1, span):
+        whole = whole | octets[..., octet].astype(dtype) << 8 * octet
     mask = (1 << bits) - 1
     codes = [(whole >> bits * index & mask).astype(mx.uint8) for index in range(run)]
     return mx.stack(codes, axis=-1).reshape(*words.shape[:-1], -1)
 
 
 def words_of_codes(codes: mx.array, bits: int) -> mx.array:
-    """Writes codes into words: the inverse of `codes_of_words`.
+    """Packs codes: the inverse of `codes_of_words`.
 
     Args:
-        codes: uint8 [..., codes], below 2^bits, that fill whole words.
+        codes: uint8 [..., codes], less than 2^bits, which fill whole words.
         bits: Bits of a code.
 
     Returns:
@@ -40,15 +40,16 @@ def words_of_codes(codes: mx.array, bits: int) -> mx.array:
     whole = runs[..., 0].astype(dtype)
     for index in range(1, run):
         whole = whole | runs[..., index].astype(dtype) << bits * index
-    octets = [(whole >> 8 * place & 0xFF).astype(mx.uint8) for place in range(span)]
+    octets = [(whole >> 8 * octet & 0xFF).astype(mx.uint8) for octet in range(span)]
     stacked = mx.stack(octets, axis=-1).reshape(*codes.shape[:-1], -1)
     return stacked.view(mx.uint32)
 
 
 def _run(bits: int) -> tuple[int, int, mx.Dtype]:
-    """Returns how many codes end where a byte ends, their bytes, and a dtype for them.
+    """Returns the least number of codes that fill whole bytes, the bytes, and a dtype.
 
-    The narrowest dtype: large weights are moved through it.
+    The dtype is the narrowest that holds them, because large weights are converted
+    through it.
     """
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits} is not between 1 and 8")

@@ -1,4 +1,4 @@
-"""Dtypes of MLX, and the names that plans know them by."""
+"""Conversion between MLX's dtypes and the names that plans use for them."""
 
 from typing import cast
 
@@ -6,10 +6,10 @@ import mlx.core as mx
 
 
 def dtype(name: str) -> mx.Dtype:
-    """Returns the dtype of a name."""
+    """Returns the dtype with a name, such as "float16"."""
     return cast(mx.Dtype, getattr(mx, name))
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """Returns "float16" for `mx.float16`: the name that plans know a dtype by."""
+    """Returns the name of a dtype: "float16" for `mx.float16`."""
     return str(dtype).removeprefix("mlx.core.")

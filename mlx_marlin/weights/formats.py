@@ -1,6 +1,6 @@
-"""The table of format facts: what a quantized weight may look like, and its sizes.
+"""The table of quantization formats: modes, bits, group sizes and layouts.
 
-Everything else in the package asks this file; a number stands here once.
+All other modules take the properties of formats from here.
 """
 
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from typing import Literal
 Codes = Literal["affine", "symmetric", "floating", "zero_point"]
 
 TILE_N = 32
-"""Rows of w that a simdgroup decodes at a time: four 8-row fragments. A packed tile."""
+"""Rows of a packed tile: the four 8-row fragments that a simdgroup decodes at once."""
 TILE_K = 64
-"""Values of k, likewise: sixteen codes of each of a lane's four rows."""
+"""Columns of a packed tile: sixteen codes for each of the four rows of a lane."""
 WORD_BITS = 32
-"""Codes are packed into unsigned words of this many bits, low code first."""
+"""Bits of the unsigned words that codes are packed into, low code first."""
 
 CODES: tuple[Codes, ...] = ("affine", "symmetric", "floating", "zero_point")
-"""What a code q of b bits stands for: scale * q + bias; scale * (q - 2^(b-1)); scale
-times a small float; scale * (q - zero point)."""
+"""Meaning of a code q of b bits: "affine" is scale * q + bias, "symmetric" is
+scale * (q - 2^(b-1)), "floating" is scale times a small float, and "zero_point" is
+scale * (q - zero point)."""
 
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
-"""Bytes of one element, by dtype name; these are the dtypes that we serve."""
+"""Bytes of an element, by name of the supported dtypes of activations."""
 SCALE_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1}
-"""Likewise of scales: those of floating codes are bytes."""
+"""Bytes of a scale, by dtype. Scales of floating codes are bytes."""
 
 CHANNEL = 0
-"""Among group sizes: a whole row of w, whatever its k is."""
+"""Entry of group size lists that stands for a whole row of w, of any length."""
 GROUP_SIZES = (16, 32, 64, 128, 256)
-"""Group sizes that kernels know as numbers; any other one is that of a whole row."""
+"""Group sizes that kernels have as constants. Any other one is a whole row."""
 
 LAYOUTS: tuple[str, ...] = ("mlx", "marlin")
-"""`mlx`: MLX's own row-major words, used in place. `marlin`: our packed tiles."""
-
+"""`mlx`: MLX's row-major words, used in place. `marlin`: packed tiles."""
 
 MODE_DEFAULTS = {
     "affine": (64, 4),
@@ -40,25 +40,25 @@ MODE_DEFAULTS = {
     "mxfp8": (32, 8),
     "nvfp4": (16, 4),
 }
-"""(group_size, bits) that MLX takes where a call names none."""
+"""MLX's default (group_size, bits) by mode."""
 
 
 def planes_of(bits: int) -> tuple[int, ...]:
-    """Returns the bits of the planes in which packed codes lie, low bits first."""
+    """Returns the bits of the planes of packed codes, low bits first."""
     return {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(bits, (bits,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One way to write a weight with few bits.
+    """A quantization format.
 
     Attributes:
-        mode: MLX's name of the scheme, or ours where MLX has none.
-        bits: Bits of one code.
-        codes: What a code stands for.
-        group_sizes: How many weights along k may share one scale.
-        layouts: The layouts that our kernels read.
-        packed_group_sizes: Group sizes that the packed layout has besides.
+        mode: Mode, MLX's name where MLX has the mode.
+        bits: Bits of a code.
+        codes: Meaning of a code.
+        group_sizes: Numbers of weights along k that may share a scale.
+        layouts: Layouts that our kernels read.
+        packed_group_sizes: Group sizes that only the packed layout has.
     """
 
     mode: str
@@ -70,32 +70,32 @@ class Format:
 
     @property
     def parameters(self) -> int:
-        """Values stored for a group, each in the scales' dtype."""
+        """Number of values stored for a group, in the dtype of the scales."""
         return 2 if self.codes in ("affine", "zero_point") else 1
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
-        """Dtypes that its scales may have."""
+        """Supported dtypes of the scales."""
         return ("uint8",) if self.codes == "floating" else (*DTYPE_BYTES,)
 
     def group_sizes_in(self, layout: str) -> tuple[int, ...]:
-        """Returns the group sizes of a layout, `CHANNEL` among them."""
+        """Returns the group sizes of a layout, which may include `CHANNEL`."""
         packed = self.packed_group_sizes if layout == "marlin" else ()
         return tuple(sorted((*self.group_sizes, *packed)))
 
     def k_multiple(self, group_size: int) -> int:
-        """Returns what k has to be a multiple of.
+        """Returns the number that k must be a multiple of.
 
-        A lane has sixteen codes of a step of 64: with fewer in the last step it would
-        need activations past the end of a row.
+        A lane decodes sixteen codes of each step of 64. With fewer in the last step, it
+        would read activations beyond the end of a row.
         """
         return 32 if group_size == 32 else lcm(TILE_K, group_size)
 
     def why_not(self, group_size: int, k: int, layout: str) -> str | None:
-        """Says why a weight cannot have groups of a size; None if it can.
+        """Returns why a group size is not supported, or None if it is.
 
         Args:
-            group_size: Weights along k that share a scale; k itself for a whole row.
+            group_size: Weights along k that share a scale; k for a whole row.
             k: Columns of the weight.
             layout: "mlx" or "marlin".
         """
@@ -109,33 +109,33 @@ class Format:
             return f"k={k} is not a multiple of group_size={group_size}"
         if k % self.k_multiple(group_size):
             return (
-                f"k={k} is not a multiple of {TILE_K}, as {self.mode} with "
-                f"group_size={group_size} needs it"
+                f"k={k} is not a multiple of {TILE_K}, which {self.mode} with "
+                f"group_size={group_size} requires"
             )
         return None
 
     @property
     def planes(self) -> tuple[int, ...]:
-        """Bits of the planes in which packed codes lie, low bits first."""
+        """Bits of the planes of packed codes, low bits first."""
         return planes_of(self.bits)
 
     @property
     def codes_per_word(self) -> int:
-        """Codes in one 32-bit word, where they fill words."""
+        """Codes in a 32-bit word, for bits that divide 32."""
         return WORD_BITS // self.bits
 
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-"""Bits of an integer code."""
+"""Supported bits of integer codes."""
 GROUPS = (32, 64, 128)
-"""Weights that may share a scale in MLX's affine scheme."""
+"""Group sizes of MLX's affine mode."""
 PACKED_GROUPS = (16, 256, CHANNEL)
-"""Likewise of our own: stock MLX cannot serve them, so they are packed only."""
+"""Further group sizes of packed weights, which stock MLX does not have."""
 PACKED_ONLY = ("marlin",)
 
 FORMATS: dict[tuple[str, int], Format] = {
-    (each.mode, each.bits): each
-    for each in (
+    (format.mode, format.bits): format
+    for format in (
         *(
             Format(
                 mode="affine",
@@ -163,25 +163,25 @@ FORMATS: dict[tuple[str, int], Format] = {
         ),
     )
 }
-"""The formats that our kernels read, by (mode, bits)."""
+"""The supported formats, by (mode, bits)."""
 MODES: tuple[str, ...] = tuple(dict.fromkeys(mode for mode, _ in FORMATS))
-"""Their schemes."""
+"""The supported modes."""
 
 
 def format_of(mode: str, bits: int) -> Format:
     """Returns the format of a mode and a width.
 
     Args:
-        mode: The scheme, such as "affine".
+        mode: Mode, such as "affine".
         bits: Bits of a code.
 
     Raises:
-        ValueError: If our kernels do not read this format.
+        ValueError: If the format is not supported.
     """
     try:
         return FORMATS[mode, bits]
     except KeyError:
-        known = ", ".join(f"{mode} {bits}-bit" for mode, bits in FORMATS)
+        supported = ", ".join(f"{mode} {bits}-bit" for mode, bits in FORMATS)
         raise ValueError(
-            f"mode={mode!r} with bits={bits!r} is not one of ours: {known}"
+            f"mode={mode!r} with bits={bits!r} is not one of {supported}"
         ) from None

@@ -1,17 +1,19 @@
-"""The packed ("marlin") layout of codes, as a table that reads both ways.
+"""The packed ("marlin") layout: where the code of each weight is stored.
 
-A packed weight is cut into tiles of 32 rows x 64 k. Tiles run k-fastest, so that a
-stripe of tiles is one sequential stream. Codes of 3, 5 and 6 bits are cut into planes
-of 2 + 1, 4 + 1 and 4 + 2 bits, low bits first; a tile holds its planes one by one.
+A packed weight is divided into tiles of 32 rows x 64 columns. Tiles are stored with k
+fastest, so that a row of tiles is one sequential stream. Codes of 3, 5 and 6 bits are
+split into planes of 2 + 1, 4 + 1 and 4 + 2 bits, low bits first. The planes of a tile
+are stored one after another.
 
-Inside a plane each lane of a simdgroup owns whole 32-bit words, and the words that the
-lanes load together lie together. A pair of codes that enters one step of the main loop
-lies 16 bits apart in its word. A code's place is a mixed-radix number: its row and its
-k are written as digits, and the stored order is those digits in another sequence.
-`sizes` gives each digit's radix, `ROW` and `K_DIGITS` how row and k spell themselves
-(most significant first), `STORED` the sequence in memory. The lane is the digits
-row_high, pair_high, row_low, pair_low: that is the 8x8 fragment of Apple GPUs, and
-`shaders/lib/lane.metal` draws it.
+In a plane, each lane of a simdgroup owns whole 32-bit words, and the words that the
+lanes load together are adjacent. The two codes of a pair, which are decoded in one step
+of the main loop, are 16 bits apart in their word.
+
+The position of a code in its plane is a permutation of the digits of its row and its
+column, which are written as mixed-radix numbers: `ROW` and `K_DIGITS` list these
+digits, most significant first, `sizes` their radices, and `STORED` their order in
+memory. The lane is made of the digits row_high, pair_high, row_low and pair_low, which
+is the 8x8 fragment of Apple GPUs. `shaders/lib/lane.metal` shows it.
 """
 
 from functools import lru_cache
@@ -22,7 +24,7 @@ HALF_WORD = WORD_BITS // 2
 """Bits between the codes of a pair."""
 
 ROW: tuple[str, ...] = ("fragment_word", "fragment_shared", "row_high", "row_low")
-"""A row of the tile, 0 to 31."""
+"""Digits of a row of the tile, 0 to 31."""
 
 K_DIGITS: tuple[str, ...] = (
     "step",
@@ -32,8 +34,9 @@ K_DIGITS: tuple[str, ...] = (
     "t_word",
     "t_shared",
 )
-"""A k of the tile, 0 to 63: a lane's k are neighbours, sixteen in a step of 64, eight
-in one of 32, because a fragment must not leave a group of 32."""
+"""Digits of a column of the tile, 0 to 63. A lane has adjacent columns: sixteen in a
+step of 64, or eight in a step of 32, because a fragment must not span two groups of
+32."""
 
 STORED: tuple[str, ...] = (
     "step",
@@ -47,20 +50,22 @@ STORED: tuple[str, ...] = (
     "fragment_shared",
     "t_shared",
 )
-"""The digits of a code in its plane; the last three are its place in its word."""
+"""Digits of a code's position in its plane. The last three are the position in the
+word."""
 
 
 def order_of_group(group_size: int) -> str:
-    """Returns the order of k, "k32" or "k64", of a group size in weights."""
+    """Returns the order of k, "k32" or "k64", for a group size."""
     return "k32" if group_size == 32 else "k64"
 
 
 @lru_cache
 def sizes(bits: int, order: str) -> dict[str, int]:
-    """Returns the radix of each digit, in a plane of 1, 2, 4 or 8 bits.
+    """Returns the radix of each digit, for a plane of 1, 2, 4 or 8 bits.
 
-    b: which code of a pair; t: the step's pairs, of which a word holds `t_shared`, and
-    where one row's pairs do not fill it those of `fragment_shared` rows.
+    Digit b selects the code of a pair. Digits t_word and t_shared select the pair of
+    the step: a word holds `t_shared` pairs of a row. If these do not fill the word, it
+    holds the pairs of `fragment_shared` rows.
     """
     pairs = 4 if order == "k32" else 8
     in_word = HALF_WORD // bits
@@ -80,42 +85,42 @@ def sizes(bits: int, order: str) -> dict[str, int]:
 
 
 def tile_words(bits: int) -> int:
-    """Returns the 32-bit words of a packed tile of codes of so many bits."""
+    """Returns the number of 32-bit words of a packed tile."""
     return TILE_N * TILE_K // WORD_BITS * bits
 
 
 def padded(n: int, k: int) -> tuple[int, int]:
-    """Returns the least n and k, in weights, that fill whole tiles."""
+    """Returns n and k rounded up to whole tiles."""
     return -(-n // TILE_N) * TILE_N, -(-k // TILE_K) * TILE_K
 
 
-def place_of_weight(
+def position_of_weight(
     row: int, k: int, *, bits: int, order: str, k_tiles: int
 ) -> tuple[int, int]:
-    """Returns where the code of weight [row, k] is stored, of one plane alone.
+    """Returns where the code of weight [row, k] is stored, in a weight of one plane.
 
     Args:
         row: Row of the weight.
         k: Column of the weight.
         bits: Bits of the plane: 1, 2, 4 or 8.
         order: "k32" or "k64".
-        k_tiles: Tiles along k of the whole weight.
+        k_tiles: Tiles of the weight along k.
 
     Returns:
-        Index of the 32-bit word, and of the lowest bit in it.
+        Index of the 32-bit word, and of the lowest bit of the code in it.
     """
     radix = sizes(bits, order)
     tile_n, tile_row = divmod(row, TILE_N)
     tile_k, tile_column = divmod(k, TILE_K)
     digits = _digits(tile_row, ROW, radix) | _digits(tile_column, K_DIGITS, radix)
-    word, place = divmod(_number(digits, STORED, radix), WORD_BITS // bits)
-    return (tile_n * k_tiles + tile_k) * tile_words(bits) + word, place * bits
+    word, code = divmod(_number(digits, STORED, radix), WORD_BITS // bits)
+    return (tile_n * k_tiles + tile_k) * tile_words(bits) + word, code * bits
 
 
-def weight_of_place(
+def weight_at(
     word: int, bit: int, *, bits: int, order: str, k_tiles: int
 ) -> tuple[int, int]:
-    """Returns the (row, k) whose code is stored there: inverse of `place_of_weight`."""
+    """Returns the (row, k) of a stored code: the inverse of `position_of_weight`."""
     radix = sizes(bits, order)
     tile, inside = divmod(word, tile_words(bits))
     tile_n, tile_k = divmod(tile, k_tiles)
@@ -126,25 +131,25 @@ def weight_of_place(
 
 
 @lru_cache
-def bit_places(bits: int, order: str) -> tuple[int, ...]:
-    """Returns which bit of a stored place each bit of a code's number is.
+def bit_permutation(bits: int, order: str) -> tuple[int, ...]:
+    """Returns the layout of a plane as a permutation of bits.
 
-    Every radix is a power of two, so where a code lies in a plane of its tile is its
-    number, 64 * row + k, with the bits in another sequence.
+    All radices are powers of two, so the position of a code in the plane of a tile is
+    its index in the tile, 64 * row + k, with permuted bits.
 
     Args:
         bits: Bits of the plane: 1, 2, 4 or 8.
         order: "k32" or "k64".
 
     Returns:
-        Of the eleven bits of the number, lowest first.
+        For each of the eleven bits of the index, lowest first, the bit of the position.
     """
-    places = []
+    permutation = []
     for i in range((TILE_N * TILE_K).bit_length() - 1):
         row, k = divmod(1 << i, TILE_K)
-        word, bit = place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
-        places.append(((word * WORD_BITS + bit) // bits).bit_length() - 1)
-    return tuple(places)
+        word, bit = position_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+        permutation.append(((word * WORD_BITS + bit) // bits).bit_length() - 1)
+    return tuple(permutation)
 
 
 def _digits(

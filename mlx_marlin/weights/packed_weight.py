@@ -1,4 +1,4 @@
-"""A quantized weight in the packed layout, as one value."""
+"""`PackedWeight`: a quantized weight in the packed layout."""
 
 from dataclasses import dataclass, field, fields
 from operator import index
@@ -17,7 +17,7 @@ from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import Format, format_of
 
 GroupSize = int | Literal["channel"] | None
-"""Weights that share a scale; "channel" is a whole row, None what the mode has."""
+"""Weights that share a scale. "channel" is a whole row; None is the mode's default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -27,20 +27,21 @@ class PackedWeight:
     Attributes:
         words: Codes, uint32 [..., n tiles, k tiles, 64 * bits], in the order of
             `layout`.
-        scales: What a group stores, [..., n tiles, groups, 32 or 64]: for each of 8
-            fragment rows the scales of rows 0, 8, 16, 24 beyond it, or the (scale,
-            bias) or (scale, zero point) of these rows.
-        n: Rows of the weight: features that come out.
-        k: Columns of the weight: features that go in.
-        group_size: Weights along k that share a scale; k itself for a whole row.
+        scales: Parameters of groups, [..., n tiles, groups, 32 or 64]: for each of the
+            8 rows of a fragment, the scale, (scale, bias) or (scale, zero point) of the
+            rows at distances 0, 8, 16 and 24.
+        n: Rows of the weight: output features.
+        k: Columns of the weight: input features.
+        group_size: Weights along k that share a scale; k for a whole row.
         bits: Bits of a code.
-        mode: The scheme: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4", or "symmetric",
-            which stores no bias, or "zero_point".
-        global_scale: For "nvfp4" perhaps one scale more, of all of the weight: float32
-            of one element, as MLX means it. A weight is 1/2688 of it too.
-        biases_or_global_scale: What kernels take in the place of biases.
-        kind: All that decides who multiplies by it: n, k, group_size, bits, mode, dtype
-            of the scales, whether there is a global scale, batch.
+        mode: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4"; or "symmetric", which has no
+            biases, or "zero_point".
+        global_scale: Optional scale of the whole weight for "nvfp4", float32 of one
+            element. As in MLX, weights are multiplied by 1/2688 of it.
+        biases_or_global_scale: Operand that kernels receive in the place of biases.
+        kind: The properties that determine which kernel serves a call: n, k,
+            group_size, bits, mode, dtype of the scales, whether there is a global
+            scale, and batch.
     """
 
     words: mx.array
@@ -62,15 +63,15 @@ class PackedWeight:
         check_format(self.group_size, self.bits, self.mode)
         check_integers(n=self.n, k=self.k)
         for name in ("n", "k", "group_size", "bits"):
-            # Integers of other libraries are equal to Python's in every cache's key.
+            # Integers of other libraries become Python's, so that cache keys are equal.
             object.__setattr__(self, name, index(getattr(self, name)))
-        known = format_of(self.mode, self.bits)
-        check_groups("PackedWeight", self.k, known, self.group_size)
+        format = format_of(self.mode, self.bits)
+        check_groups("PackedWeight", self.k, format, self.group_size)
         check_global_scale(self.global_scale, self.mode)
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
         words = (*self.batch, *tiles, layout.tile_words(self.bits))
-        stored = known.parameters * layout.TILE_N
+        stored = format.parameters * layout.TILE_N
         scales = (*self.batch, tiles[0], -(-k // self.group_size), stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
@@ -78,28 +79,27 @@ class PackedWeight:
                 f"got {dtype_name(self.words.dtype)} {self.words.shape}"
             )
         dtype = dtype_name(self.scales.dtype)
-        if self.scales.shape != scales or dtype not in known.scale_dtypes:
+        if self.scales.shape != scales or dtype not in format.scale_dtypes:
             raise ValueError(
-                f"scales must be one of {[*known.scale_dtypes]} with shape {scales}, "
+                f"scales must be one of {[*format.scale_dtypes]} with shape {scales}, "
                 f"got {dtype} {self.scales.shape}"
             )
         scale = self.global_scale
-        # Twice: MLX hands arrays under eight bytes over in another address space.
+        # Two elements: MLX passes arrays of less than 8 bytes in another address space.
         operand = self.scales if scale is None else mx.repeat(scale.reshape(1), 2)
         object.__setattr__(self, "biases_or_global_scale", operand)
-        format = self.n, self.k, self.group_size, self.bits, self.mode
-        kind = *format, self.scales.dtype, scale is not None, self.batch
+        sizes = self.n, self.k, self.group_size, self.bits, self.mode
+        kind = *sizes, self.scales.dtype, scale is not None, self.batch
         object.__setattr__(self, "kind", kind)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns what `copy` and `pickle` make the weight from.
+        """Returns the arguments of the constructor, for `copy` and `pickle`.
 
-        Only what a caller gives: `kind` holds an MLX dtype, which cannot be pickled.
+        `kind` is computed again: it has an MLX dtype, which cannot be pickled.
         """
-        given = {
-            each.name: getattr(self, each.name) for each in fields(self) if each.init
-        }
-        return _from_fields, (given,)
+        names = (attribute.name for attribute in fields(self) if attribute.init)
+        arguments = {name: getattr(self, name) for name in names}
+        return _from_fields, (arguments,)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape (..., n, k) of the weight that this stands for."""
+        """Shape (..., n, k) of the unpacked weight."""
         return *self.batch, self.n, self.k
 
     @property
@@ -118,23 +118,23 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and biases, padding included."""
+        """Bytes of codes, scales and biases, including padding."""
         return self.words.nbytes + self.scales.nbytes
 
 
-def _from_fields(given: dict[str, Any]) -> PackedWeight:
-    return PackedWeight(**given)
+def _from_fields(arguments: dict[str, Any]) -> PackedWeight:
+    return PackedWeight(**arguments)
 
 
 def check_groups(name: str, k: int, format: Format, group_size: int) -> None:
-    """Checks that a weight of k columns can be packed in groups of this size."""
-    wrong = format.why_not(group_size, k, "marlin")
-    if wrong is not None:
-        raise ValueError(f"{name} [n, {k}] cannot be packed: {wrong}")
+    """Raises ValueError if a weight of k columns cannot have this group size."""
+    reason = format.why_not(group_size, k, "marlin")
+    if reason is not None:
+        raise ValueError(f"{name} [n, {k}] cannot be packed: {reason}")
 
 
 def check_global_scale(scale: mx.array | None, mode: str) -> None:
-    """Checks that a global scale, if there is one, fits the mode."""
+    """Raises ValueError if there is a global scale that does not fit the mode."""
     if scale is None:
         return
     if mode != "nvfp4":

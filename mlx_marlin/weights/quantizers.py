@@ -1,4 +1,4 @@
-"""Quantizers of our own, for what `mx.quantize` does not do: codes, scales, biases."""
+"""Quantizers for modes and group sizes that `mx.quantize` does not have."""
 
 import mlx.core as mx
 
@@ -8,16 +8,19 @@ from mlx_marlin.weights.bit_streams import words_of_codes
 def affine(
     w: mx.array, group_size: int, bits: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns codes, scales and biases by the rule of `mx.quantize`, for any group.
+    """Quantizes by the rule of `mx.quantize`, for any group size.
 
-    The end of a group that is farther from zero is exact, and so is zero itself; one
-    bit has room for the two ends only.
+    The extremum of a group with the larger magnitude, and zero, are exact. With one
+    bit, the two codes are the minimum and the maximum.
+
+    Returns:
+        Codes, scales and biases.
     """
     groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     is_low = mx.abs(low) > mx.abs(high)
-    most = 2**bits - 1
-    step = mx.maximum((high - low) / most, 1e-7)
+    largest_code = 2**bits - 1
+    step = mx.maximum((high - low) / largest_code, 1e-7)
     step = mx.where(is_low, step, -step)
     edge = mx.where(is_low, low, high)
     zero = mx.round(edge / step)
@@ -25,16 +28,19 @@ def affine(
     step = mx.where(zero == 0, step, edge / zero)
     if bits == 1:
         step, bias = mx.maximum(high - low, 1e-7), low
-    codes = mx.clip(mx.round((groups - bias) / step), 0, most)
+    codes = mx.clip(mx.round((groups - bias) / step), 0, largest_code)
     words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
     return words, step.squeeze(-1).astype(w.dtype), bias.squeeze(-1).astype(w.dtype)
 
 
 def symmetric(w: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.array]:
-    """Returns codes and scales around an exact zero.
+    """Quantizes symmetrically around an exact zero.
 
-    The value of largest magnitude becomes the most negative code, so its sign decides
-    the scale's.
+    The value of largest magnitude gets the most negative code, so the scale has the
+    opposite sign of this value.
+
+    Returns:
+        Codes and scales.
     """
     zero = 2 ** (bits - 1)
     groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)

@@ -1,7 +1,6 @@
-"""Moves codes and scales between MLX's rows and packed tiles, in MLX's operations.
+"""Converts codes and scales between MLX's rows and packed tiles, by MLX operations.
 
-No kernel of ours runs here: this is what the repack kernels are compared with, and how
-a packed weight is read where they do not run.
+This is the reference for the repack kernels, and the fallback where they do not run.
 """
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from mlx_marlin.weights.formats import planes_of
 def tiles_of_rows(
     w: mx.array, n: int, k: int, *, bits: int, group_size: int
 ) -> mx.array:
-    """Returns the codes of rows as tiles; those past n or k are 0.
+    """Returns the codes of rows as tiles, padded with zeros.
 
     Args:
         w: Codes, uint32 [..., n, k * bits / 32]: one weight or a batch.
@@ -31,7 +30,7 @@ def tiles_of_rows(
 
 
 def tiles_of_codes(codes: mx.array, *, bits: int, group_size: int) -> mx.array:
-    """Returns codes as tiles, as `tiles_of_rows` does.
+    """Returns unpacked codes as tiles, padded with zeros.
 
     Args:
         codes: uint8 [..., n, k]: one weight or a batch.
@@ -50,10 +49,10 @@ def tiles_of_codes(codes: mx.array, *, bits: int, group_size: int) -> mx.array:
 def rows_of_tiles(
     words: mx.array, n: int, k: int, *, bits: int, group_size: int
 ) -> mx.array:
-    """Returns the codes of tiles as rows: the inverse of `tiles_of_rows`."""
-    *batch, _, k_tiles, of_tile = words.shape
+    """Returns the codes of tiles as rows, the inverse of `tiles_of_rows`."""
+    *batch, _, k_tiles, tile_words = words.shape
     order = layout.order_of_group(group_size)
-    codes = _load(words.reshape(-1, k_tiles, of_tile), bits, order)
+    codes = _load(words.reshape(-1, k_tiles, tile_words), bits, order)
     whole = codes.reshape(*batch, *layout.padded(n, k))
     return words_of_codes(whole[..., :n, :k], bits)
 
@@ -63,15 +62,15 @@ def interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.
 
     Args:
         stored: Arrays [..., n, groups] of one shape.
-        padded_n: Rows with those that fill the last tile; padding is 0.
-        padded_groups: Groups with those of padded k.
+        padded_n: Rows including padding, which is zero.
+        padded_groups: Groups including padding.
 
     Returns:
         [..., n tiles, groups, 32 * len(stored)], as in `PackedWeight`.
     """
     *batch, n, groups = stored[0].shape
     dtype = mx.result_type(*stored)
-    factors = mx.stack([each.astype(dtype) for each in stored])
+    factors = mx.stack([array.astype(dtype) for array in stored])
     whole = [(0, 0)] * (1 + len(batch))
     factors = mx.pad(factors, [*whole, (0, padded_n - n), (0, padded_groups - groups)])
     digits = factors.reshape(len(stored), -1, 4, 8, padded_groups)
@@ -81,13 +80,13 @@ def interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.
 
 
 def deinterleave(scales: mx.array, n: int, groups: int, parameters: int) -> mx.array:
-    """Returns what `interleave` was given, stacked [parameters, ..., n, groups].
+    """Returns scales and biases in MLX's order, [parameters, ..., n, groups].
 
     Args:
         scales: Scales of a packed weight.
         n: Rows of the weight.
         groups: Groups of a row.
-        parameters: Values stored for a group.
+        parameters: Number of values stored for a group.
     """
     *batch, n_tiles, padded_groups, _ = scales.shape
     digits = scales.reshape(-1, padded_groups, 8, 4, parameters)
@@ -98,35 +97,36 @@ def deinterleave(scales: mx.array, n: int, groups: int, parameters: int) -> mx.a
 
 
 def _store(codes: mx.array, bits: int, order: str) -> mx.array:
-    """Arranges padded codes [n, k] as words, plane after plane in each tile."""
+    """Packs padded codes [n, k] into the planes of tiles."""
     n, k = codes.shape
     planes, low = [], 0
-    for own in planes_of(bits):
-        plane = codes >> low & (1 << own) - 1
-        digits = plane.reshape(_loaded_shape(own, order, n, k))
+    for plane_bits in planes_of(bits):
+        plane = codes >> low & (1 << plane_bits) - 1
+        digits = plane.reshape(_digits_shape(plane_bits, order, n, k))
         stored = digits.transpose(_permutation()).reshape(n // 32, k // 64, -1)
-        planes.append(words_of_codes(stored, own))
-        low += own
+        planes.append(words_of_codes(stored, plane_bits))
+        low += plane_bits
     return mx.concatenate(planes, axis=-1)
 
 
 def _load(words: mx.array, bits: int, order: str) -> mx.array:
-    """Reads the padded codes [n, k] of words: the inverse of `_store`."""
+    """Unpacks padded codes [n, k], the inverse of `_store`."""
     tiles_n, tiles_k, _ = words.shape
     n, k = tiles_n * layout.TILE_N, tiles_k * layout.TILE_K
     codes, low, first = mx.zeros((n, k), mx.uint8), 0, 0
-    for own in planes_of(bits):
-        end = first + layout.tile_words(own)
-        radix = layout.sizes(own, order)
-        stored = codes_of_words(words[..., first:end], own).reshape(
+    for plane_bits in planes_of(bits):
+        end = first + layout.tile_words(plane_bits)
+        radix = layout.sizes(plane_bits, order)
+        stored = codes_of_words(words[..., first:end], plane_bits).reshape(
             tiles_n, tiles_k, *(radix[name] for name in layout.STORED)
         )
-        codes = codes | stored.transpose(_inverse(_permutation())).reshape(n, k) << low
-        low, first = low + own, end
+        plane = stored.transpose(_inverse(_permutation())).reshape(n, k)
+        codes = codes | plane << low
+        low, first = low + plane_bits, end
     return codes
 
 
-def _loaded_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
+def _digits_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
     radix = layout.sizes(bits, order)
     row = (radix[name] for name in layout.ROW)
     column = (radix[name] for name in layout.K_DIGITS)

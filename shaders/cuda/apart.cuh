@@ -10,7 +10,7 @@ struct Apart {
     T* array = arrays[0];
     uint begin = 0;
     UNROLL for (int i = 1; i < PARTS; ++i) {
-      if (place >= uint(rows * first[i])) {
+      if (place >= uint(rows * first[i])) {  // mutant: part
         array = arrays[i];
         begin = rows * first[i];
       }

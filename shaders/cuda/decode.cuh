@@ -22,25 +22,25 @@ METAL_FUNC void dequantize(
   const uint steps = ceil_div(length, W::STEP);
   const int tile_row = simdgroup / steps * TILE_N;
   const uint k = simdgroup % steps * W::STEP;
-  if (tile_row >= rows) {
+  if (tile_row >= rows) {  // mutant: block
     return;
   }
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile = weight_tile<W>(w, scales, biases, row + tile_row, work, lane, 0);
   const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
   uint words[words_of_step<W>()];
-  load_words<W, false>(words, tile, first_k + k, work);
-  const Quantizers<T> quantizers =
-      quantizers_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));
+  load_words<W, false>(words, tile, first_k + k, work);  // mutant: words
+  const GroupParams<T> params =
+      group_params_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));  // mutant: store
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;
     if (inside < rows) {
       T* first = out + size_t(inside) * length + k + W::CODES * lane.pair;
       UNROLL for (int p = 0; p < W::PAIRS; ++p) {
-        const Pair<T> pair = as_type<Pair<T>>(weights<W>(words, f, p, quantizers));
+        const Pair<T> pair = as_type<Pair<T>>(weights<W>(words, f, p, params));
         first[first_of_pair<W>(p)] = W::GLOBAL ? T(float(pair.x) * weight_scale) : pair.x;
-        first[first_of_pair<W>(p) + Run<W>::DISTANCE] =
-            W::GLOBAL ? T(float(pair.y) * weight_scale) : pair.y;
+        first[first_of_pair<W>(p) + XValues<W>::DISTANCE] =
+            W::GLOBAL ? T(float(pair.y) * weight_scale) : pair.y;  // mutant: global_scale
       }
     }
   }

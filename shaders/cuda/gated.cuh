@@ -7,6 +7,7 @@ constexpr int CLIPPED_SWIGLU = 4;
 template <int ACTIVATION>
 METAL_FUNC float gated(Point both) {
   if (ACTIVATION == CLIPPED_SWIGLU) {
+    // mutant: gate
     const float gate = both.x > 7.0f ? 7.0f : both.x;  // what is no number stays none
     const float up = both.y > 7.0f ? 7.0f : both.y < -7.0f ? -7.0f : both.y;
     return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
@@ -28,7 +29,7 @@ struct Biases {
   const T* up;
 
   METAL_FUNC Point added(Point sums, int pair) const {
-    return {sums.x + float(gate[pair]), sums.y + float(up[pair])};
+    return {sums.x + float(gate[pair]), sums.y + float(up[pair])};  // mutant: biases
   }
 };
 
@@ -48,6 +49,6 @@ struct Gated {
   template <typename O>
   METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
     const float value = gated<ACTIVATION>(biases.added(*sums, pair));
-    store(out, 0, 0, row * (work.n / 2) + pair, value);
+    store(out, 0, 0, row * (work.n / 2) + pair, value);  // mutant: row
   }
 };

@@ -18,12 +18,12 @@ struct Listed {
 };
 
 METAL_FUNC uint input_row(Listed<0> order, uint row) {
-  return order.sources[order.pairs[row]];
+  return order.sources[order.pairs[row]];  // mutant: input_row
 }
 
 template <int EACH>
 METAL_FUNC uint input_row(Listed<EACH> order, uint row) {
-  return uint(order.pairs[row]) / EACH;
+  return uint(order.pairs[row]) / EACH;  // mutant: pair_row
 }
 
 template <int EACH>
@@ -45,7 +45,7 @@ METAL_FUNC Pairs list_pairs(
   Pairs found = {0, count};
   for (int base = 0; base < count; base += 32) {
     const int pair = base + lane_index;
-    const bool chosen = pair < count && experts[min(pair, count - 1)] == expert;
+    const bool chosen = pair < count && experts[min(pair, count - 1)] == expert;  // mutant: list
     const uint lanes = __ballot_sync(0xffffffffu, chosen);
     const int place = found.count + __popc(lanes & ((1u << lane_index) - 1)) - first;
     if (chosen && warp == 0 && place >= 0 && place < TILE_M) {
@@ -66,7 +66,7 @@ struct Biased {
 };
 
 template <typename T>
-METAL_FUNC float finished(float value, Biased<T> epilogue, uint, uint col) {
+METAL_FUNC float apply_epilogue(float value, Biased<T> epilogue, uint, uint col) {
   return value + float(epilogue.bias[col]);
 }
 
@@ -83,14 +83,14 @@ METAL_FUNC E of_expert(E epilogue, uint, uint) {
 
 template <typename T>
 METAL_FUNC Biased<T> of_expert(Biased<T> epilogue, uint expert, uint n) {
-  return {epilogue.bias + expert * n};
+  return {epilogue.bias + expert * n};  // mutant: bias
 }
 
 template <int ACTIVATION, typename T>
 METAL_FUNC Paired<Gated<ACTIVATION, Biases<T>>> of_expert(
     Paired<Gated<ACTIVATION, Biases<T>>> epilogue, uint expert, uint n) {
   const Biases<T> all = epilogue.how.biases;
-  return {{{all.gate + expert * n, all.up + expert * n}}};
+  return {{{all.gate + expert * n, all.up + expert * n}}};  // mutant: gate_biases
 }
 
 // Packed weights that stand beside others of the same shape, or none.
@@ -133,6 +133,7 @@ METAL_FUNC void gather(
   work.n *= second.w == nullptr ? 1 : 2;
   const uint n_tiles = ceil_div(work.n, TILE_N * SIMDGROUPS_N);
   const uint own = blockIdx.x / n_tiles;  // pair or expert
+  // mutant: expert
   const uint expert = BY_PAIR ? experts[own] : own;
   const int warp = threadIdx.x / 32;
   const int column = warp % SIMDGROUPS_N;
@@ -150,15 +151,16 @@ METAL_FUNC void gather(
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
       col < one.n ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
+                  // mutant: up
                   : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
                        is_aligned(second.w) && is_aligned(second.scales);
-  const E finish = of_expert(epilogue, expert, one.n);
+  const E own_epilogue = of_expert(epilogue, expert, one.n);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const Listed<EACH> order = {pairs, sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
 
-  for (int first = 0, found = count; first < found; first += TILE_M) {
+  for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
     const Pairs listed = list_pairs<TILE_M>(pairs, experts, count, expert, first, warp, lane_index);
     found = listed.count;
     // All threads have found the same: the branch is uniform.
@@ -174,7 +176,7 @@ METAL_FUNC void gather(
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out, finish, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
-    __syncthreads();
+        out, own_epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+    __syncthreads();  // mutant: after_store
   }
 }

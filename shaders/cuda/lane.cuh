@@ -22,12 +22,13 @@ METAL_FUNC Lane lane_of(int index) {
 
 // Metal's lane that owns the words which this lane reads.
 METAL_FUNC int packed_lane(Lane lane) {
+  // mutant: packed_lane
   return (lane.row >> 2) << 4 | (lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1);
 }
 
 // COUNT consecutive words, a power of two; where nothing is aligned, one by one.
 template <int COUNT, bool ALIGNED>
-METAL_FUNC void load_run(uint* words, const uint* from) {
+METAL_FUNC void load_streamed(uint* words, const uint* from) {
   if (COUNT == 4 && ALIGNED) {
     const Registers v = load_once(from);
     words[0] = v.x;
@@ -47,7 +48,7 @@ METAL_FUNC void load_run(uint* words, const uint* from) {
 
 // Likewise of what is read again: 1, 2 or 4 words.
 template <int COUNT>
-METAL_FUNC void load_kept_run(uint* words, const void* from) {
+METAL_FUNC void load_kept_words(uint* words, const void* from) {
   if (COUNT == 4) {
     const Registers v = load_kept(from);
     words[0] = v.x;
@@ -68,21 +69,21 @@ template <int WORDS, bool ALIGNED>
 METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {
   constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
   UNROLL for (int i = 0; i < WORDS; i += 4) {
-    load_run<CHUNK, ALIGNED>(words + i, from + 32 * i + CHUNK * owner);
+    load_streamed<CHUNK, ALIGNED>(words + i, from + 32 * i + CHUNK * owner);
   }
 }
 
 // Consecutive values of a row of x that a lane has in a step: half as many registers. Pair p are
 // the values `first_of_pair` and DISTANCE after it.
 template <typename W>
-struct Run {
+struct XValues {
   static constexpr int REGISTERS = W::CODES / 2;
-  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;
+  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;  // mutant: distance
 };
 
 template <typename W>
 METAL_FUNC constexpr int first_of_pair(int p) {
-  return p / Run<W>::DISTANCE * (2 * Run<W>::DISTANCE) + p % Run<W>::DISTANCE;
+  return p / XValues<W>::DISTANCE * (2 * XValues<W>::DISTANCE) + p % XValues<W>::DISTANCE;
 }
 
 METAL_FUNC bool is_aligned(const void* array) {
@@ -90,34 +91,35 @@ METAL_FUNC bool is_aligned(const void* array) {
 }
 
 template <int REGISTERS, bool ALIGNED, typename T>
-METAL_FUNC void load_activations(uint* run, const T* from) {
+METAL_FUNC void load_activations(uint* x_values, const T* from) {
   if (ALIGNED) {
     UNROLL for (int i = 0; i < REGISTERS; i += 4) {
       const Registers v = load_kept(from + 2 * i);
-      run[i] = v.x;
-      run[i + 1] = v.y;
-      run[i + 2] = v.z;
-      run[i + 3] = v.w;
+      x_values[i] = v.x;
+      x_values[i + 1] = v.y;
+      x_values[i + 2] = v.z;
+      x_values[i + 3] = v.w;
     }
   } else {
     const ushort* values = (const ushort*)from;
     UNROLL for (int i = 0; i < REGISTERS; ++i) {
-      run[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;
+      x_values[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;  // mutant: odd_x
     }
   }
 }
 
 // The two registers of x for product j of a step.
 template <typename W>
-METAL_FUNC void columns_of_run(uint* columns, const uint* run, int j) {
+METAL_FUNC void columns_of_x(uint* columns, const uint* x_values, int j) {
   const int first = first_of_pair<W>(2 * j) / 2;
-  const int second = first + Run<W>::DISTANCE / 2;
-  columns[0] = __byte_perm(run[first], run[second], 0x5410);
-  columns[1] = __byte_perm(run[first], run[second], 0x7632);
+  const int second = first + XValues<W>::DISTANCE / 2;
+  columns[0] = __byte_perm(x_values[first], x_values[second], 0x5410);
+  columns[1] = __byte_perm(x_values[first], x_values[second], 0x7632);  // mutant: halves
 }
 
 // Where sum i of a lane's four of row fragments 2 f and 2 f + 1 of w and fragment j of x lies in
 // the scratch of its warp, whose rows are those of x.
 METAL_FUNC int place_of_sum(Lane lane, int f, int j, int i) {
+  // mutant: sums
   return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;
 }

@@ -47,21 +47,21 @@ METAL_FUNC void load_groups(
   }
 }
 
-// The products of one step: its words times the runs of x.
+// The products of one step: its words times its values of x.
 template <int FRAGMENTS, typename W, typename T>
 METAL_FUNC void multiply_step(
     float (*totals)[FRAGMENTS][4],
     const uint* words,
-    const uint (*runs)[Run<W>::REGISTERS],
-    const Quantizers<T>& quantizers) {
+    const uint (*x_values)[XValues<W>::REGISTERS],
+    const GroupParams<T>& params) {
   UNROLL for (int j = 0; j < W::PAIRS / 2; ++j) {
     uint rows[2][4];
     UNROLL for (int i = 0; i < 8; ++i) {
-      rows[i / 4][i % 4] = weights<W>(words, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, quantizers);
+      rows[i / 4][i % 4] = weights<W>(words, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, params);
     }
     UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
       uint columns[2];
-      columns_of_run<W>(columns, runs[i], j);
+      columns_of_x<W>(columns, x_values[i], j);
       multiply(totals[0][i], rows[0], columns, T());
       multiply(totals[1][i], rows[1], columns, T());
     }
@@ -83,7 +83,7 @@ METAL_FUNC void accumulate(
   constexpr int GROUP_TILES = W::GROUP == 128 ? 2 : 1;
   constexpr int GROUPS = groups_of_tile<W>();
   uint words[AHEAD][words_of_tile<W>()];
-  Quantizers<T> quantizers[GROUPS];
+  GroupParams<T> params[GROUPS];
   Numbers<W, S> next[GROUPS];
   if (k < k_stop) {
     load_groups<W, ALIGNED>(next, tile, k, k_stop, work);
@@ -99,32 +99,33 @@ METAL_FUNC void accumulate(
       if (GROUP_TILES == 1 && here >= k_stop) {
         break;
       }
-      if (nth % GROUP_TILES == 0) {
+      if (nth % GROUP_TILES == 0) {  // mutant: group
         UNROLL for (int i = 0; i < GROUPS; ++i) {
-          quantizers[i] = quantizers_of<W, T>(next[i]);
+          params[i] = group_params_of<W, T>(next[i]);
         }
         if (here + GROUP_TILES * TILE_K < k_stop) {
           load_groups<W, ALIGNED>(next, tile, here + GROUP_TILES * TILE_K, k_stop, work);
         }
       }
-      uint runs[STEPS][FRAGMENTS][Run<W>::REGISTERS];
+      uint x_values[STEPS][FRAGMENTS][XValues<W>::REGISTERS];
       UNROLL for (int step = 0; step < STEPS; ++step) {
         if (STEPS == 1 || here + step * W::STEP < k_stop) {
           UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-            load_activations<Run<W>::REGISTERS, ALIGNED>(runs[step][i], x[i] + here + step * W::STEP);
+            load_activations<XValues<W>::REGISTERS, ALIGNED>(x_values[step][i], x[i] + here + step * W::STEP);
           }
         }
       }
       UNROLL for (int step = 0; step < STEPS; ++step) {
-        if (STEPS == 1 || here + step * W::STEP < k_stop) {
+        if (STEPS == 1 || here + step * W::STEP < k_stop) {  // mutant: last_step
           multiply_step<FRAGMENTS, W>(
               totals,
               words[nth % AHEAD] + step * words_of_step<W>(),
-              runs[step],
-              quantizers[GROUPS == 1 ? 0 : step]);
+              x_values[step],
+              params[GROUPS == 1 ? 0 : step]);
         }
       }
       if (here + AHEAD * TILE_K < k_stop) {
+        // mutant: prefetch
         load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + AHEAD * TILE_K, k_stop, work);
       }
     }
@@ -157,7 +158,7 @@ METAL_FUNC void multiply_split(
   decltype(row_of(x, 0, work)) rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);
+    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);  // mutant: row
     rows[i] = row_of(x, input_row(order, row), work) + W::CODES * tile.lane.pair;
   }
   float totals[2][FRAGMENTS][4];
@@ -227,6 +228,7 @@ METAL_FUNC void mma(
   const int column = warp % SIMDGROUPS_N;
   const int slice = warp / SIMDGROUPS_N;
   const Lane lane = lane_of(threadIdx.x % 32);
+  // mutant: aligned
   const bool aligned = is_aligned(rows.x) && is_aligned(w) && is_aligned(scales);
   typename R::Type* place = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const auto x = ready(rows, scratch, place, work);
@@ -244,7 +246,7 @@ METAL_FUNC void mma(
       multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
           own, x, order, tile, work, split, slice, aligned);
     }
-    __syncthreads();
+    __syncthreads();  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
         out,
         epilogue,
@@ -255,7 +257,7 @@ METAL_FUNC void mma(
         SIMDGROUPS_K,
         warp,
         threadIdx.x % 32);
-    if (SINGLE) {
+    if (SINGLE) {  // mutant: after_store
       break;
     }
     __syncthreads();

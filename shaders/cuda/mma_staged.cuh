@@ -17,7 +17,7 @@ struct Warps {
     }
     template <int FRAGMENTS>
     static METAL_FUNC constexpr int of_last(int product) {
-      return (STAGE_PRODUCTS * (FRAGMENTS / 2) + product / 2) * BYTES;
+      return (STAGE_PRODUCTS * (FRAGMENTS / 2) + product / 2) * BYTES;  // mutant: odd_fragment
     }
     static METAL_FUNC int of_lane(Lane lane) {
       return 16 * (4 * lane.row + lane.pair);
@@ -27,7 +27,7 @@ struct Warps {
     static METAL_FUNC void store(Shared stage, int product, const uint (*columns)[2], Lane lane) {
       const Shared own = stage + of_lane(lane);
       UNROLL for (int i = 0; i + 1 < FRAGMENTS; i += 2) {
-        store_four(own + of_pair<FRAGMENTS>(product, i), columns[i]);
+        store_four(own + of_pair<FRAGMENTS>(product, i), columns[i]);  // mutant: store
       }
       if (FRAGMENTS % 2) {
         store_two(own + (of_last<FRAGMENTS>(product) + product % 2 * 8), columns[FRAGMENTS - 1]);
@@ -71,7 +71,7 @@ struct Warps {
     Shared stage = kept(ring.at(turn.stage) + Order::of_lane(lane_of(lane_index)));
     while (k < split.k_stop) {
       UNROLL for (int ahead = 0; ahead < incoming.AHEAD; ++ahead) {
-        if (ahead > 0 && k >= split.k_stop) {
+        if (ahead > 0 && k >= split.k_stop) {  // mutant: stage_end
           break;
         }
         barrier_wait(ring.full(turn.stage), turn.parity);
@@ -79,21 +79,21 @@ struct Warps {
           if (half > 0 && k + half * TILE_K >= split.k_stop) {
             break;
           }
-          Quantizers<T> quantizers[STEPS];
+          GroupParams<T> params[STEPS];
           UNROLL for (int step = 0; step < STEPS; ++step) {
-            quantizers[step] = incoming.template quantizers<T>(ahead, half, step);
+            params[step] = incoming.template params<T>(ahead, half, step);
           }
-          uint last[4];
+          uint last[4];  // mutant: last
           UNROLL for (int j = 0; j < PRODUCTS; ++j) {
             const int product = half * PRODUCTS + j;
             uint rows[2][4];
             UNROLL for (int i = 0; i < 8; ++i) {
               rows[i / 4][i % 4] = incoming.weights(
-                  ahead, half, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, quantizers);
+                  ahead, half, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, params);
             }
             UNROLL for (int i = 0; i + 1 < FRAGMENTS; i += 2) {
               uint columns[4];
-              load_four(columns, stage + Order::of_pair<FRAGMENTS>(product, i));
+              load_four(columns, stage + Order::of_pair<FRAGMENTS>(product, i));  // mutant: columns
               multiply_fragments<2, FRAGMENTS>(totals, i, rows, columns, T());
             }
             if (FRAGMENTS % 2) {
@@ -106,6 +106,7 @@ struct Warps {
           }
           incoming.load(ahead, half, work);
         }
+        // mutant: release
         warp_sync();  // all lanes have read it
         if (lane_index == 0) {
           barrier_arrive(ring.empty(turn.stage));

@@ -1,5 +1,5 @@
 // Heads that are rotated by their rows' places as they are stored, as MLX's rope does it: features
-// i and i + FEATURES / 2 of a head are a point, turned by place / periods[i].
+// i and i + FEATURES / 2 of a head are a point, turned by position / freqs[i].
 
 // Whole turns are taken away first, in two parts, because a float alone holds a turn badly: then
 // the two instructions for sine and cosine err by 1e-6, also of angles of a million. CUDA's own
@@ -7,7 +7,7 @@
 METAL_FUNC Point turned(Point point, float angle) {
   const float turns = rintf(angle * 0.15915494f);
   angle = fmaf(turns, -6.2831855f, angle);
-  angle = fmaf(turns, 1.7484556e-7f, angle);
+  angle = fmaf(turns, 1.7484556e-7f, angle);  // mutant: angle
   float sine;
   float cosine;
   __sincosf(angle, &sine, &cosine);
@@ -34,7 +34,7 @@ struct Normalized {
   // A lane has the points i, i + TILE_N and so on of a head that begins at col - i.
   METAL_FUNC void normalize(Point* points, int i, int col) const {
     float squares = 0.0f;
-    UNROLL for (int j = 0; j < TOGETHER; ++j) {
+    UNROLL for (int j = 0; j < TOGETHER; ++j) {  // mutant: norm
       squares = fmaf(points[j].x, points[j].x, squares);
       squares = fmaf(points[j].y, points[j].y, squares);
     }
@@ -42,7 +42,7 @@ struct Normalized {
     const T* weight = (col < QUERIES ? q : k) + i;
     UNROLL for (int j = 0; j < TOGETHER; ++j) {
       points[j].x *= factor * float(weight[j * TILE_N]);
-      points[j].y *= factor * float(weight[j * TILE_N + HALF]);
+      points[j].y *= factor * float(weight[j * TILE_N + HALF]);  // mutant: weight
     }
   }
 };
@@ -63,12 +63,12 @@ struct Rotated {
   static constexpr int TOGETHER = N::TOGETHER;
   static_assert(HALF % TILE_N == 0, "the first columns of a tile's pairs lie side by side");
   Epilogue<T, BIAS, 0, false, false, PARTS> before;
-  const int* places;     // [m], or the first is that of all
-  const float* periods;  // [HALF]
+  const int* positions;     // [m], or the first is that of all
+  const float* freqs;  // [HALF]
   N norms;
 
   static METAL_FUNC int first_of_pair(int pair, int) {
-    return pair / HALF * FEATURES + pair % HALF;
+    return pair / HALF * FEATURES + pair % HALF;  // mutant: first_of_pair
   }
 
   static METAL_FUNC int distance_of_pair(int) {
@@ -83,11 +83,11 @@ struct Rotated {
     UNROLL for (int i = 0; i < TOGETHER; ++i) {
       points[i] = with_bias(sums[i], place + i * TILE_N, col + i * TILE_N);
     }
-    if (col < ROTATED) {
+    if (col < ROTATED) {  // mutant: rotate
       norms.normalize(points, pair % HALF, col);
-      const int at = places[EACH ? row : 0];
+      const int at = positions[EACH ? row : 0];
       UNROLL for (int i = 0; i < TOGETHER; ++i) {
-        const float frequency = 1.0f / periods[pair % HALF + i * TILE_N];
+        const float frequency = 1.0f / freqs[pair % HALF + i * TILE_N];
         points[i] = turned(points[i], at * frequency);
         points[i].x *= as_type<float>(FACTOR);
         points[i].y *= as_type<float>(FACTOR);
@@ -101,7 +101,7 @@ struct Rotated {
 
   METAL_FUNC Point with_bias(Point sums, uint place, int col) const {
     return {
-        finished(sums.x, before, place, col),
-        finished(sums.y, before, place + HALF, col + HALF)};
+        apply_epilogue(sums.x, before, place, col),
+        apply_epilogue(sums.y, before, place + HALF, col + HALF)};  // mutant: bias
   }
 };

@@ -10,7 +10,7 @@ namespace marlin {
 // Numbers that stand in the order of floats, both zeros as one. What is no number is the largest
 // of all, or with its sign the least: a row that has one has no scores, or leaves it out.
 METAL_FUNC uint in_order(float value) {
-  const uint bits = as_type<uint>(value + 0.0f);
+  const uint bits = as_type<uint>(value + 0.0f);  // mutant: order
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
@@ -28,6 +28,7 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
   uint left[PER_LANE];
   UNROLL for (int i = 0; i < PER_LANE; ++i) {
     const uint expert = lane + 32 * i;
+    // mutant: logits
     left[i] = expert < EXPERTS ? in_order(float(logits[row * EXPERTS + expert])) : 0;
   }
   float most = 0;
@@ -38,7 +39,7 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
     uint best = left[0];
     uint place = lane;
     UNROLL for (int i = 1; i < PER_LANE; ++i) {
-      place = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : place;
+      place = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : place;  // mutant: best
       best = max(best, left[i]);
     }
     const uint top = max_of_warp(best);
@@ -47,7 +48,7 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
     const uint expert = LAST ? max_of_warp(found) : min_of_warp(found);
     if (choice == 0) {
       most = out_of_order(top);
-      if (OF_ALL) {
+      if (OF_ALL) {  // mutant: chosen
         UNROLL for (int i = 0; i < PER_LANE; ++i) {
           all += lane + 32 * i < EXPERTS ? exp(out_of_order(left[i]) - most) : 0.0f;
         }
@@ -60,7 +61,7 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
     chosen = choice == lane ? expert : chosen;
   }
   const float score = exp(own - most);  // of lanes without a choice 0
-  const float sum = sum_of_warp(OF_ALL ? all : score);
+  const float sum = sum_of_warp(OF_ALL ? all : score);  // mutant: sum
   if (lane < EACH) {
     experts[row * EACH + lane] = chosen;
     scores[row * EACH + lane] = score / sum;
@@ -76,7 +77,7 @@ METAL_FUNC void combine(
   float sum = 0;
   UNROLL for (uint choice = 0; choice < EACH; ++choice) {
     const uint pair = row * EACH + choice;
-    sum += scores[pair] * float(results[pair * N + col]);
+    sum += scores[pair] * float(results[pair * N + col]);  // mutant: combine
   }
   out[index] = T(float(residual[index]) + sum);
 }

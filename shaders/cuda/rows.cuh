@@ -53,17 +53,17 @@ METAL_FUNC const T* row_of(Rows<T> rows, size_t row, Work work) {
 
 template <typename T>
 METAL_FUNC InShared<T> row_of(SharedRows<T> rows, size_t row, Work work) {
-  return {rows.x + row * (work.k + SharedRows<T>::PADDING)};
+  return {rows.x + row * (work.k + SharedRows<T>::PADDING)};  // mutant: stride
 }
 
 template <int REGISTERS, bool ALIGNED, typename T>
-METAL_FUNC void load_activations(uint* run, InShared<T> from) {
+METAL_FUNC void load_activations(uint* x_values, InShared<T> from) {
   UNROLL for (int i = 0; i < REGISTERS; i += 4) {
     const Registers v = *(const Registers*)(from.at + 2 * i);
-    run[i] = v.x;
-    run[i + 1] = v.y;
-    run[i + 2] = v.z;
-    run[i + 3] = v.w;
+    x_values[i] = v.x;
+    x_values[i + 1] = v.y;
+    x_values[i + 2] = v.z;
+    x_values[i + 3] = v.w;
   }
 }
 
@@ -108,7 +108,7 @@ METAL_FUNC Share share_of_thread(int rows) {
   const int row = warp % each;
   const int member = warp / each;
   const int members = (WARPS - row + each - 1) / each;
-  const int first = Chunk::SIZE * (32 * member + threadIdx.x % 32);
+  const int first = Chunk::SIZE * (32 * member + threadIdx.x % 32);  // mutant: chunks
   return {first, Chunk::SIZE * 32 * members, row, each, member, members};
 }
 
@@ -139,6 +139,7 @@ METAL_FUNC void scale_row(T* row, const T* weight, float factor, int k, Share sh
     Chunk scaled = {{0, 0, 0, 0}};
     UNROLL for (int j = 0; j < Chunk::SIZE; ++j) {
       const T value = T(values.value(j, T()) * factor);
+      // mutant: weight
       const ushort bits = as_type<ushort>(T(float(value) * weights.value(j, T())));
       scaled.pairs[j / 2] |= uint(bits) << 16 * (j % 2);
     }
@@ -154,7 +155,7 @@ METAL_FUNC void copy_rows(
   copy_row<ALIGNED>(
       place, weight, work.k, Chunk::SIZE * threadIdx.x, Chunk::SIZE * THREADS);
   for (int row = share.row; row < work.m; row += share.rows) {
-    T* own = place + (row + 1) * (work.k + SharedRows<T>::PADDING);
+    T* own = place + (row + 1) * (work.k + SharedRows<T>::PADDING);  // mutant: own_row
     const T* from = x + size_t(row) * work.k;
     const float squares =
         sum_of_warp(copy_row<ALIGNED>(own, from, work.k, share.first, share.step));
@@ -167,7 +168,7 @@ METAL_FUNC void copy_rows(
 template <int EPSILON, typename T>
 METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* place, Work work) {
   const Share share = share_of_thread(work.m);
-  if (is_aligned(rows.x) && is_aligned(rows.weight)) {
+  if (is_aligned(rows.x) && is_aligned(rows.weight)) {  // mutant: squares
     copy_rows<true>(scratch, place, rows.x, rows.weight, work, share);
   } else {
     copy_rows<false>(scratch, place, rows.x, rows.weight, work, share);
@@ -178,7 +179,7 @@ METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* p
     for (int i = 0; i < share.members; ++i) {
       squares += scratch[row * (THREADS / 32) + i];
     }
-    const float factor = rsqrtf(squares / work.k + as_type<float>(EPSILON));
+    const float factor = rsqrtf(squares / work.k + as_type<float>(EPSILON));  // mutant: factor
     T* own = place + (row + 1) * (work.k + SharedRows<T>::PADDING);
     scale_row(own, place, factor, work.k, share);
   }

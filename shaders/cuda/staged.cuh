@@ -24,7 +24,7 @@ struct Incoming {
   static constexpr int AHEAD = stages_ahead<W>();
   static constexpr int GROUPS = groups_of_tile<W>();
   static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // a group of 128 is a stage's
-  static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;
+  static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;  // mutant: long_groups
   uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
   Numbers<W, S> numbers[AHEAD][SETS][GROUPS] = {};
   WeightTile<S> tile;  // from the stage on that is loaded next
@@ -45,7 +45,7 @@ struct Incoming {
   METAL_FUNC void load(int ahead, int half, Work work) {
     if (k + half * TILE_K < k_stop) {
       load_tile<W, ALIGNED>(words[ahead][half], tile, half * TILE_K, STAGE_K, work);
-      if (half + 1 == HALVES || SETS > 1) {
+      if (half + 1 == HALVES || SETS > 1) {  // mutant: numbers
         const int first = (SETS == 1 ? 0 : half * TILE_K) + (LONG_GROUPS ? k : 0);
         load_groups<W, ALIGNED>(numbers_of(ahead, half), tile, first, first + TILE_K, work);
       }
@@ -53,7 +53,7 @@ struct Incoming {
   }
 
   METAL_FUNC void pass() {
-    advance(SLICES * STAGE_K);
+    advance(SLICES * STAGE_K);  // mutant: advance
     k += SLICES * STAGE_K;
   }
 
@@ -70,15 +70,15 @@ struct Incoming {
 
   // What there is to say of the weights of step `step`, and weights `pair` of row fragment f.
   template <typename T>
-  METAL_FUNC Quantizers<T> quantizers(int ahead, int half, int step) {
-    return quantizers_of<W, T>(numbers_of(ahead, half)[GROUPS == 1 ? 0 : step]);
+  METAL_FUNC GroupParams<T> params(int ahead, int half, int step) {
+    return group_params_of<W, T>(numbers_of(ahead, half)[GROUPS == 1 ? 0 : step]);
   }
 
   template <typename T>
-  METAL_FUNC uint weights(int ahead, int half, int f, int pair, const Quantizers<T>* quantizers) {
+  METAL_FUNC uint weights(int ahead, int half, int f, int pair, const GroupParams<T>* params) {
     const int step = pair / W::PAIRS;
     const uint* own = words[ahead][half] + step * words_of_step<W>();
-    return marlin::weights<W>(own, f, pair % W::PAIRS, quantizers[step]);
+    return marlin::weights<W>(own, f, pair % W::PAIRS, params[step]);
   }
 };
 
@@ -121,7 +121,7 @@ METAL_FUNC void staged(
   const Ring<FRAGMENTS_M, STAGES> ring = {shared_at(shared)};
   float* scratch = shared + BARRIERS_BYTES / 4;  // takes turns with the stages
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);
+  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);  // mutant: init
   if (threadIdx.x == 0) {
     UNROLL for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full(i), pieces_of_stage<FRAGMENTS_M>());
@@ -158,7 +158,7 @@ METAL_FUNC void staged(
       MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, false, T>(
           totals, ring, first, tile, has_columns, work, split, slice, lane_index);
     }
-    first += ceil_div(split.k_stop - split.k_start, STAGE_K);
+    first += ceil_div(split.k_stop - split.k_start, STAGE_K);  // mutant: next_split
     __syncthreads();
     if (warp < MULTIPLIERS && has_columns) {
       store_sums<FRAGMENTS_M, W>(own, totals, tile);
@@ -169,6 +169,6 @@ METAL_FUNC void staged(
     if (SINGLE) {
       break;
     }
-    __syncthreads();
+    __syncthreads();  // mutant: after_store
   }
 }

@@ -27,7 +27,7 @@ struct Turn {
     stage += stages;
     if (stage >= STAGES) {
       stage -= STAGES;
-      parity ^= 1;
+      parity ^= 1;  // mutant: parity
     }
   }
 };
@@ -64,27 +64,27 @@ METAL_FUNC bool is_inside(int k, int step, Work work, Lane lane) {
 // What a lane loads of x for one fragment and 64 values of k, in the order of its codes. Beyond the
 // end of a row it loads others: a load that depends on something would wait.
 template <typename W, bool ALIGNED, typename T>
-METAL_FUNC void load_tile_of_x(uint* run, const T* row, int k, Work work, Lane lane) {
-  constexpr int REGISTERS = Run<W>::REGISTERS;
+METAL_FUNC void load_tile_of_x(uint* x_values, const T* row, int k, Work work, Lane lane) {
+  constexpr int REGISTERS = XValues<W>::REGISTERS;
   UNROLL for (int step = 0; step < TILE_K / W::STEP; ++step) {
-    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);
-    load_activations<REGISTERS, ALIGNED>(run + step * REGISTERS, row + own);
+    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);  // mutant: k_bound
+    load_activations<REGISTERS, ALIGNED>(x_values + step * REGISTERS, row + own);
   }
 }
 
 // Stores 64 values of k of all fragments: ORDER says where the columns of a product lie.
 template <int FRAGMENTS, typename ORDER, typename W>
 METAL_FUNC void store_tile_of_x(
-    Shared stage, const uint (*runs)[TILE_K / 8], int k, int half, Work work, Lane lane) {
+    Shared stage, const uint (*x_values)[TILE_K / 8], int k, int half, Work work, Lane lane) {
   constexpr int PRODUCTS = W::PAIRS / 2;
   UNROLL for (int product = 0; product < TILE_K / 16; ++product) {
     const int step = product / PRODUCTS;
     const bool inside = is_inside<W>(k, step, work, lane);
     uint columns[FRAGMENTS][2];
     UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-      columns_of_run<W>(columns[i], runs[i] + step * Run<W>::REGISTERS, product % PRODUCTS);
+      columns_of_x<W>(columns[i], x_values[i] + step * XValues<W>::REGISTERS, product % PRODUCTS);
       UNROLL for (int j = 0; j < 2; ++j) {
-        columns[i][j] = inside ? columns[i][j] : 0;
+        columns[i][j] = inside ? columns[i][j] : 0;  // mutant: padding
       }
     }
     ORDER::template store<FRAGMENTS>(stage, half * (TILE_K / 16) + product, columns, lane);
@@ -119,26 +119,26 @@ METAL_FUNC void fill_stages(
   uint rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);
+    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);  // mutant: pieces
     rows[i] = input_row(order, row) * work.k;
   }
   for (int piece = loader; piece < stages * PIECES; piece += LOADERS) {
     const int nth = piece / PIECES;
     const int half = piece % PIECES * PIECE_HALVES;
     const int k = split.k_start + nth * STAGE_K + half * TILE_K;
-    uint runs[PIECE_HALVES][FRAGMENTS][TILE_K / 8];
+    uint x_values[PIECE_HALVES][FRAGMENTS][TILE_K / 8];
     UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
       UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-        load_tile_of_x<W, ALIGNED>(runs[h][i], x + rows[i], k + h * TILE_K, work, lane);
+        load_tile_of_x<W, ALIGNED>(x_values[h][i], x + rows[i], k + h * TILE_K, work, lane);
       }
     }
-    const Turn<STAGES> turn(first + nth);
+    const Turn<STAGES> turn(first + nth);  // mutant: fill
     if (first + nth >= STAGES) {
       barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
     }
     UNROLL for (int h = 0; h < PIECE_HALVES; ++h) {
       store_tile_of_x<FRAGMENTS, ORDER, W>(
-          ring.at(turn.stage), runs[h], k + h * TILE_K, half + h, work, lane);
+          ring.at(turn.stage), x_values[h], k + h * TILE_K, half + h, work, lane);
     }
     ORDER::stored();
     warp_sync();

@@ -12,7 +12,7 @@ namespace marlin {
 // Metal's grid ends with the last thread; here the last block is whole.
 METAL_FUNC bool is_thread_of_reduce(uint index, const int* shape, const int* schedule) {
   const Work work = read_work(shape, schedule);
-  return index < work.batch * ceil_div(work.m, ROWS_OF_THREAD) * work.n;
+  return index < work.batch * ceil_div(work.m, ROWS_OF_THREAD) * work.n;  // mutant: bound
 }
 
 }  // namespace marlin

@@ -10,7 +10,7 @@ struct Numbers {
 
   METAL_FUNC void set(int i, uint bits) {
     constexpr int EACH = 4 / sizeof(S);
-    const uint moved = bits << i % EACH * (8 * sizeof(S));
+    const uint moved = bits << i % EACH * (8 * sizeof(S));  // mutant: slot
     words[i / EACH] = i % EACH == 0 ? moved : words[i / EACH] | moved;
   }
 };
@@ -65,7 +65,7 @@ METAL_FUNC constexpr uint words_of_tiles(uint k_tiles) {
 // Whether a lane finds its words at the same distance in every plane.
 template <typename W>
 METAL_FUNC constexpr bool in_whole_chunks() {
-  return Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0;
+  return Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0;  // mutant: whole_chunks
 }
 
 template <typename W, typename S>
@@ -79,7 +79,7 @@ METAL_FUNC WeightTile<S> weight_tile(
     tile.words += column * k_tiles * words_of_tiles<W>(1);
     tile.scales += column * packed_groups<W>(k_tiles) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
     if (W::SCALED) {
-      tile.scales += lane.pair * (FACTORS * TILE_N);
+      tile.scales += lane.pair * (FACTORS * TILE_N);  // mutant: pair_scales
     }
     if (in_whole_chunks<W>()) {
       tile.words += 4 * tile.owner;
@@ -88,6 +88,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   } else {
   UNROLL for (int f = 0; f < 4; ++f) {
       // Rows past the end read the last row: their results are never stored.
+      // mutant: row_bound
       tile.rows[f] = product * work.n + min(col + lane.row + 8 * f, work.n - 1);
     }
   }
@@ -148,7 +149,7 @@ METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work wor
   if (W::PACKED) {
     const S* from = tile.scales + group_at<W>(k) * (FACTORS * TILE_N);
     if (ALIGNED) {
-      load_kept_run<Numbers<W, S>::WORDS>(result.words, from);
+      load_kept_words<Numbers<W, S>::WORDS>(result.words, from);
     } else {
       UNROLL for (int i = 0; i < 4 * FACTORS; ++i) {
         result.set(i, bits_of(from[i]));
@@ -168,9 +169,9 @@ METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work wor
 }
 
 template <typename W, typename T, typename S>
-METAL_FUNC Quantizers<T> quantizers_of(const Numbers<W, S>& numbers) {
+METAL_FUNC GroupParams<T> group_params_of(const Numbers<W, S>& numbers) {
   constexpr int FACTORS = Numbers<W, S>::FACTORS;
-  Quantizers<T> result;
+  GroupParams<T> result;
   UNROLL for (int f = 0; f < 4; ++f) {
     result.scale[f] = scale_of<W::GROUP, T>(number_of(numbers.words, FACTORS * f, S()));
     result.bias[f] =

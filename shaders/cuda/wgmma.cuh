@@ -15,7 +15,7 @@ struct Warpgroups {
     template <int FRAGMENTS>
     static METAL_FUNC void store(Shared stage, int product, const uint (*columns)[2], Lane lane) {
       UNROLL for (int i = 0; i < 2 * FRAGMENTS; ++i) {
-        const int matrix = (2 * product + i % 2) * FRAGMENTS + i / 2;
+        const int matrix = (2 * product + i % 2) * FRAGMENTS + i / 2;  // mutant: matrix
         store_word(stage, matrix * 32 + 4 * lane.row + lane.pair, columns[i / 2][i % 2]);
       }
     }
@@ -44,7 +44,7 @@ struct Warpgroups {
     static_assert(STAGES % SLICES == 0, "a place has one slice");
     static_assert(SETS == 1 || STAGES > SLICES, "a slice reads a stage while it waits for its next");
     uint rows[SETS][4][4];
-    int k = split.k_start + slice * STAGE_K;
+    int k = split.k_start + slice * STAGE_K;  // mutant: start
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);
     Turn<STAGES> turn(first + slice);
     int read = -1;  // a stage whose last products may be unfinished
@@ -56,12 +56,12 @@ struct Warpgroups {
         barrier_wait(ring.full(turn.stage), turn.parity);
         const Columns stage = columns_at<FRAGMENTS>(ring.at(turn.stage));
         UNROLL for (int half = 0; half < HALVES; ++half) {
-          if (half > 0 && k + half * TILE_K >= split.k_stop) {
+          if (half > 0 && k + half * TILE_K >= split.k_stop) {  // mutant: half_stage
             break;
           }
-          Quantizers<T> quantizers[STEPS];
+          GroupParams<T> params[STEPS];
           UNROLL for (int step = 0; step < STEPS; ++step) {
-            quantizers[step] = incoming.template quantizers<T>(ahead, half, step);
+            params[step] = incoming.template params<T>(ahead, half, step);
           }
           UNROLL for (int j = 0; j < PRODUCTS; j += 2) {
             uint (*own)[4] = rows[j / 2 % SETS];
@@ -69,14 +69,14 @@ struct Warpgroups {
               // Row fragments 2 f and 2 f + 1 of products j and j + 1.
               const int f = i / 4 % 2;
               own[i / 4][i % 4] = incoming.weights(
-                  ahead, half, 2 * f + i % 2, 2 * (j + i / 8) + i % 4 / 2, quantizers);
+                  ahead, half, 2 * f + i % 2, 2 * (j + i / 8) + i % 4 / 2, params);
             }
             if (j + 2 == PRODUCTS) {
               incoming.load(ahead, half, work);
             }
             products_begin();
             UNROLL for (int i = 0; i < 4; ++i) {
-              const int matrix = 2 * (half * PRODUCTS + j + i / 2) * FRAGMENTS;
+              const int matrix = 2 * (half * PRODUCTS + j + i / 2) * FRAGMENTS;  // mutant: fragment
               multiply_by_shared(
                   totals[i % 2],
                   own[i],
@@ -87,7 +87,7 @@ struct Warpgroups {
             products_commit();
             products_wait<SETS - 1>();
             if (SETS > 1 && half == 0 && j == 0 && read >= 0 && lane_index == 0) {
-              barrier_arrive(ring.empty(read));
+              barrier_arrive(ring.empty(read));  // mutant: release
             }
           }
         }

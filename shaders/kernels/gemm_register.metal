@@ -1,5 +1,6 @@
 // Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, where tiles
 // are split, into the workspace out[slots, m, n].
+// mutant: scratch
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
 marlin::gemm_register<
     FRAGMENTS_M,
@@ -21,6 +22,6 @@ marlin::gemm_register<
     out,
     marlin::Plain{},
     scratch,
-    threadgroup_position_in_grid.x,
+    threadgroup_position_in_grid.x,  // mutant: range
     int(simdgroup_index_in_threadgroup),
     int(thread_index_in_simdgroup));

@@ -20,7 +20,7 @@ marlin::gemm_register<
     schedule,
     out,
     marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
-        bias, multiplier, residual, parts},
+        bias, multiplier, residual, parts},  // mutant: epilogue
     scratch,
     threadgroup_position_in_grid.x,
     int(simdgroup_index_in_threadgroup),

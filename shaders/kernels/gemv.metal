@@ -1,6 +1,6 @@
 // Body of the kernel: a few rows, x[ROWS, k] times the transpose of w[n, k] into out[ROWS, n],
 // or, where tiles are split, into the workspace out[slots, ROWS, n].
-threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
+threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];  // mutant: scratch
 marlin::gemv<
     ROWS,
     SIMDGROUPS_K,

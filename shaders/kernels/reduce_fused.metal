@@ -6,5 +6,5 @@ marlin::reduce<BATCHED, T>(
     schedule,
     out,
     marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
-        bias, multiplier, residual, parts},
+        bias, multiplier, residual, parts},  // mutant: epilogue
     thread_position_in_grid.x);

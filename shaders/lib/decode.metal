@@ -17,6 +17,7 @@ struct WeightFormat {
   static constant constexpr const int GROUP = GROUP_;
   static constant constexpr const bool PACKED = PACKED_;
   // Whether a group adds a multiple of the sum of its activations.
+  // mutant: flags
   static constant constexpr const bool BIASED = MODE_ == AFFINE || MODE_ == ZERO_POINT;
   // Consecutive k of a row that a lane has in one step of the main loop: a fragment, which
   // four such lanes share, must not sit in two groups. Groups of 16 are a lane's own: scale
@@ -26,7 +27,7 @@ struct WeightFormat {
   static constant constexpr const bool IN_FLOAT = SCALED && MODE != FLOATING;
   static constant constexpr const int CODES = GROUP_ == 32 ? 8 : 16;
   static constant constexpr const int PAIRS = CODES / 2;
-  static constant constexpr const int RUNS = CODES / 8;
+  static constant constexpr const int VEC4S = CODES / 8;
   static constant constexpr const int STEP = 4 * CODES;
   // Where a code stands in its half: the offset is the least power of two that no code
   // reaches, but 64 for 4 bits, which spares a shift.
@@ -34,6 +35,7 @@ struct WeightFormat {
   static constant constexpr const int OFFSET = 1 << (10 - PLACE);
   // What a code has too much until it is subtracted.
   static constant constexpr const int ZERO =
+      // mutant: symmetric
       MODE == FLOATING ? 0 : OFFSET + (MODE_ == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
   // What a small float is short of as a half: its exponent has another bias.
   static constant constexpr const int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
@@ -43,11 +45,11 @@ struct WeightFormat {
 template <typename W>
 METAL_FUNC uint group_at(uint k) {
   // The divisor is never 0, so that a whole row compiles.
-  return W::GROUP == 0 ? 0 : k / (W::GROUP == 0 ? 1 : W::GROUP);
+  return W::GROUP == 0 ? 0 : k / (W::GROUP == 0 ? 1 : W::GROUP);  // mutant: group
 }
 
 METAL_FUNC uint both_halves(uint bits) {
-  return bits | bits << 16;
+  return bits | bits << 16;  // mutant: both_halves
 }
 
 METAL_FUNC uint ones(int count) {

@@ -4,17 +4,13 @@
 // The lane's consecutive values of row fragment f, in ascending k.
 template <typename W>
 METAL_FUNC void decode_row(
-    thread float* values,
-    thread const uint* words,
-    int f,
-    Quantizers quantizers,
-    float weight_scale) {
+    thread float* values, thread const uint* words, int f, GroupParams params, float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
-    const float2 codes = decode<W, float, true>(words, f, t);
-    const int first = run_offset<W>(0, t / 4) + t % 4;
-    const int second = run_offset<W>(1, t / 4) + t % 4;
-    values[first] = fma(quantizers.scale[f], codes.x, quantizers.bias[f]) * weight_scale;
-    values[second] = fma(quantizers.scale[f], codes.y, quantizers.bias[f]) * weight_scale;
+    const float2 codes = decode<W, float, true>(words, f, t);  // mutant: values
+    const int first = vec4_offset<W>(0, t / 4) + t % 4;
+    const int second = vec4_offset<W>(1, t / 4) + t % 4;
+    values[first] = fma(params.scale[f], codes.x, params.bias[f]) * weight_scale;
+    values[second] = fma(params.scale[f], codes.y, params.bias[f]) * weight_scale;
   }
 }
 
@@ -59,14 +55,14 @@ METAL_FUNC void dequantize(
   }
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      weight_tile<W>(w, scales, biases, row + tile_row, work, lane_index);
+      weight_tile<W>(w, scales, biases, row + tile_row, work, lane_index);  // mutant: block_row
   uint words[words_of_step<W>()];
-  load_words<W>(words, tile, first_k + k, lane_index);
-  const Quantizers quantizers = load_quantizers<W>(tile, first_k + k);
+  load_words<W>(words, tile, first_k + k, lane_index);  // mutant: block
+  const GroupParams params = load_group_params<W>(tile, first_k + k);
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;
     float values[W::CODES];
-    decode_row<W>(values, words, f, quantizers, tile.weight_scale);
+    decode_row<W>(values, words, f, params, tile.weight_scale);
     if (inside < rows) {
       device O* first = out + (uint(inside) * length + k + W::CODES * lane.pair);
       UNROLL for (int i = 0; i < W::CODES; i += 4) {

@@ -2,7 +2,7 @@
 
 // Columns of a scratch row: 32 and four of padding, so that the lanes of a fragment
 // (eight rows of w by four pairs of columns) fall into 32 different banks.
-constant constexpr int SCRATCH_ROW = TILE_N + 4;
+constant constexpr int SCRATCH_ROW = TILE_N + 4;  // mutant: padding
 
 // What is done to each value before it is stored; without operands nothing.
 struct Plain {};
@@ -16,7 +16,7 @@ struct Epilogue {
   const constant int32_t* parts;  // first column of each of PARTS results, and the end
 };
 
-constant constexpr int SILU = 1;
+constant constexpr int SILU = 1;  // mutant: activations
 constant constexpr int GELU = 2;
 constant constexpr int GELU_APPROX = 3;
 
@@ -25,6 +25,7 @@ METAL_FUNC float error_function(float x) {
   const float t = 1.0f / (1.0f + 0.3275911f * abs(x));
   const float series =
       t * (0.254829592f +
+           // mutant: erf
            t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
   return copysign(1.0f - series * exp(-x * x), x);
 }
@@ -32,7 +33,7 @@ METAL_FUNC float error_function(float x) {
 template <int ACTIVATION>
 METAL_FUNC float activate(float x) {
   if (ACTIVATION == SILU) {
-    return x / (1.0f + exp(-x));
+    return x / (1.0f + exp(-x));  // mutant: activate
   }
   if (ACTIVATION == GELU) {
     return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
@@ -45,18 +46,18 @@ METAL_FUNC float activate(float x) {
   return x;
 }
 
-METAL_FUNC float finished(float value, Plain, uint, uint) {
+METAL_FUNC float apply_epilogue(float value, Plain, uint, uint) {
   return value;
 }
 
 template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
-METAL_FUNC float finished(
+METAL_FUNC float apply_epilogue(
     float value,
     Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
     uint place,
     uint col) {
-  value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);
-  value = MULTIPLY ? value * float(epilogue.multiplier[place]) : value;
+  value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);  // mutant: bias
+  value = MULTIPLY ? value * float(epilogue.multiplier[place]) : value;  // mutant: operands
   return RESIDUAL ? value + float(epilogue.residual[place]) : value;
 }
 
@@ -77,7 +78,7 @@ METAL_FUNC uint output_place(
   }
   uint first = 0;
   uint end = epilogue.parts[1];
-  UNROLL for (int i = 1; i < PARTS; ++i) {
+  UNROLL for (int i = 1; i < PARTS; ++i) {  // mutant: parts
     if (col >= uint(epilogue.parts[i])) {
       first = epilogue.parts[i];
       end = epilogue.parts[i + 1];
@@ -89,9 +90,10 @@ METAL_FUNC uint output_place(
 // Each split has its slot of the workspace, `size` elements; atomic sums need none.
 template <typename O>
 METAL_FUNC void store(device O* out, uint slot, uint size, uint place, float value) {
-  out[slot * size + place] = O(value);
+  out[slot * size + place] = O(value);  // mutant: slot
 }
 
+// mutant: atomic
 METAL_FUNC void store(device atomic<float>* out, uint, uint, uint place, float value) {
   atomic_fetch_add_explicit(out + place, value, memory_order_relaxed);
 }
@@ -107,18 +109,18 @@ template <bool BATCHED>
 METAL_FUNC InOrder rows_of_product(Split split, Work work) {
   InOrder order = {0, 0};
   if (BATCHED) {
-    order.first = split.product * work.m;
+    order.first = split.product * work.m;  // mutant: batch
     order.others = (work.batch - 1) * work.m;
   }
   return order;
 }
 
 METAL_FUNC uint input_row(InOrder order, uint row) {
-  return order.first + row;
+  return order.first + row;  // mutant: input_row
 }
 
 METAL_FUNC uint output_row(InOrder order, uint row) {
-  return order.first + row;
+  return order.first + row;  // mutant: output_row
 }
 
 // Rows of a slot of the workspace.
@@ -128,7 +130,7 @@ METAL_FUNC uint rows_of_slot(R, Work work) {
 }
 
 METAL_FUNC uint rows_of_slot(InOrder order, Work work) {
-  return work.m + order.others;
+  return work.m + order.others;  // mutant: slot_rows
 }
 
 // Adds the partial tiles of the simdgroups along k in ascending order and stores what lies
@@ -148,32 +150,32 @@ METAL_FUNC void store_tile(
     const threadgroup float* scratch,
     Work work,
     Split split,
-    int turns,
+    int k_slices,
     int simdgroup_index,
     int lane_index) {
-  const int rows = min(TILE_M, work.m - split.row);
+  const int rows = min(TILE_M, work.m - split.row);  // mutant: bounds
   const int cols = work.n - split.col;
-  const int columns = WIDE > 1 ? SIMDGROUPS_K / turns : 1;
+  const int columns = WIDE > 1 ? SIMDGROUPS_K / k_slices : 1;
   // A simdgroup stores a row at a time, a lane always the same column.
   const int lines = WIDE > 1 ? columns * TILE_M : lane_index < cols ? rows : 0;
   for (int line = simdgroup_index; line < lines; line += SIMDGROUPS) {
     const int column = WIDE > 1 ? line / TILE_M : 0;
     const int row = WIDE > 1 ? line % TILE_M : line;
     const int col = column * TILE_N + lane_index;
-    if (WIDE > 1 && (row >= rows || col >= cols)) {
+    if (WIDE > 1 && (row >= rows || col >= cols)) {  // mutant: add_partials
       continue;
     }
     const threadgroup float* partial =
-        scratch + (column * turns * TILE_M + row) * SCRATCH_ROW + lane_index;
+        scratch + (column * k_slices * TILE_M + row) * SCRATCH_ROW + lane_index;
     float total = partial[0];
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
-      if (WIDE == 1 || s < turns) {
+      if (WIDE == 1 || s < k_slices) {
         total += partial[s * TILE_M * SCRATCH_ROW];
       }
     }
     const uint place =
         output_place(epilogue, output_row(order, split.row + row), split.col + col, work);
-    total = finished(total, epilogue, place, split.col + col);
+    total = apply_epilogue(total, epilogue, place, split.col + col);  // mutant: epilogue
     store(out, split.slot, rows_of_slot(order, work) * work.n, place, total);
   }
 }

@@ -13,11 +13,11 @@ struct Listed {
 };
 
 METAL_FUNC uint input_row(Listed order, uint row) {
-  return order.sources[order.pairs[row]];
+  return order.sources[order.pairs[row]];  // mutant: input_row
 }
 
 METAL_FUNC uint output_row(Listed order, uint row) {
-  return order.pairs[row];
+  return order.pairs[row];  // mutant: output_row
 }
 
 // Lists the pairs of an expert in ascending order, from its first-th on, as many as a tile
@@ -32,7 +32,7 @@ METAL_FUNC int list_pairs(
     int simdgroup_index,
     int lane_index) {
   int found = 0;
-  for (int base = 0; base < count; base += 32) {
+  for (int base = 0; base < count; base += 32) {  // mutant: list
     const int pair = base + lane_index;
     const int chosen = pair < count && experts[min(pair, count - 1)] == expert ? 1 : 0;
     const int place = found + simd_prefix_exclusive_sum(chosen) - first;
@@ -55,7 +55,7 @@ METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
   return starts.rows[row];
 }
 
-// A tile of ROWS rows by dot products: all simdgroups take turns at the trips along k.
+// A tile of ROWS rows by dot products: the simdgroups divide k among them.
 template <int ROWS, int SIMDGROUPS, typename W, bool SUBTRACT, typename T, typename S, typename O>
 METAL_FUNC void gather_rows(
     const device T* x,
@@ -67,6 +67,7 @@ METAL_FUNC void gather_rows(
     Split split,
     int simdgroup_index,
     int lane_index) {
+  // mutant: dot_rows
   const Place place = place_of_simdgroup<1, SIMDGROUPS, 1>(simdgroup_index, false, 0);
   Starts<ROWS> starts;
   UNROLL for (int row = 0; row < ROWS; ++row) {
@@ -76,15 +77,15 @@ METAL_FUNC void gather_rows(
   accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
   write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
-      out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
+      out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
 }
 
 // Where an expert's part of an array begins: all experts together may have more elements than
 // 32 bits count.
 METAL_FUNC ulong offset_of_expert(uint expert, uint size) {
-  return ulong(expert) * size;
+  return ulong(expert) * size;  // mutant: expert_offset
 }
 
 template <
@@ -115,7 +116,7 @@ METAL_FUNC void gather_register(
     int lane_index) {
   constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
-  const int count = shape[0];
+  const int count = shape[0];  // mutant: expert
   Work work;
   work.n = shape[1];
   work.k = shape[2];
@@ -123,7 +124,7 @@ METAL_FUNC void gather_register(
   const uint expert = threadgroup_index / n_tiles;
   const uint2 size = weight_size<W>(work);
   w += offset_of_expert(expert, size.x);
-  scales += offset_of_expert(expert, size.y);
+  scales += offset_of_expert(expert, size.y);  // mutant: parameters
   biases += offset_of_expert(expert, size.y);
 
   Split split;
@@ -136,12 +137,13 @@ METAL_FUNC void gather_register(
   const Place place =
       place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, 1>(simdgroup_index, false, 8 * FRAGMENTS_M);
   const int corner =
+      // mutant: corner
       (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
       lane.row;
   const Listed order = {pairs, sources};
   float2 totals[4 * FRAGMENTS_M];
 
-  for (int first = 0, found = count; first < found; first += TILE_M) {
+  for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
     found = list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
     if (found == 0) {
       break;
@@ -150,7 +152,7 @@ METAL_FUNC void gather_register(
     work.m = min(found - first, TILE_M);
     const WeightTile<S> tile = weight_tile<W>(w, scales, biases, split.col, work, lane_index);
     // All threads have found as many pairs: the branches are uniform.
-    if (DOT_ROWS >= 1 && work.m == 1) {
+    if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
       gather_rows<1, SIMDGROUPS, W, SUBTRACT>(
           x, order, tile, out, scratch, work, split, simdgroup_index, lane_index);
     } else if (DOT_ROWS >= 2 && work.m == 2) {
@@ -162,9 +164,9 @@ METAL_FUNC void gather_register(
             totals, x, order, tile, place.row, work.n - split.col, work, split, place, lane_index);
         write_scratch<FRAGMENTS_M>(scratch, totals, corner);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: store
       store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
-          out, Plain{}, order, scratch, work, split, place.turns, simdgroup_index, lane_index);
+          out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -4,7 +4,7 @@
 //
 // FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
 // SIMDGROUPS_M  simdgroups side by side in m, on the same words
-// SIMDGROUPS_K  simdgroups that take turns at the trips along k
+// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // WHOLE         every threadgroup has one whole tile
 // BATCHED       there are several products, each with a weight of its own
@@ -20,7 +20,7 @@ struct WeightFragment {
 };
 template <typename F>
 struct WeightFragment<F, true> {
-  typedef F type;
+  typedef F type;  // mutant: fragment_type
 };
 
 template <typename F>
@@ -32,42 +32,43 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
 }
 
 // Everything that one step reads: words, activations, scales and biases.
-// runs[column * RUNS + h]: four consecutive activations of each of the lane's columns,
+// x_vec4[column * VEC4S + h]: four consecutive activations of each of the lane's columns,
 // whose first one lies at starts[column] + k.
-template <int COLUMNS, typename W, typename T, typename S, typename Run>
-METAL_FUNC Quantizers load_step(
+template <int COLUMNS, typename W, typename T, typename S, typename Vec4>
+METAL_FUNC GroupParams load_step(
     thread uint* words,
-    thread Run* runs,
+    thread Vec4* x_vec4,
     WeightTile<S> tile,
     const device T* x,
     thread const uint* starts,
     uint k,
     int lane_index) {
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   load_words<W>(words, tile, k, lane_index);
-  UNROLL for (int i = 0; i < COLUMNS * RUNS; ++i) {
-    runs[i] = Run(load_run(x + run_offset<W>(0, i % RUNS), starts[i / RUNS] + k));
+  UNROLL for (int i = 0; i < COLUMNS * VEC4S; ++i) {
+    x_vec4[i] = Vec4(load_vec4(x + vec4_offset<W>(0, i % VEC4S), starts[i / VEC4S] + k));
   }
-  return load_quantizers<W>(tile, k);
+  return load_group_params<W>(tile, k);
 }
 
 // The sum of x over the step's k, of the lane's two columns of each fragment.
-template <int FRAGMENTS_M, int RUNS, typename Run>
-METAL_FUNC void sum_activations(thread float2* sums, thread const Run* runs) {
+template <int FRAGMENTS_M, int VEC4S, typename Vec4>
+METAL_FUNC void sum_activations(thread float2* sums, thread const Vec4* x_vec4) {
   UNROLL for (int column = 0; column < 2 * FRAGMENTS_M; ++column) {
-    sums[column / 2][column % 2] = sum_over_rows(sum_of_runs<RUNS>(runs + column * RUNS));
+    sums[column / 2][column % 2] = sum_over_rows(sum_of_x<VEC4S>(x_vec4 + column * VEC4S));
   }
 }
 
-// The activations of step s of run h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
-template <int FRAGMENTS_M, int RUNS, typename F>
+// The activations of step s of vector h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
+template <int FRAGMENTS_M, int VEC4S, typename F>
 METAL_FUNC void
-make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* runs) {
-  UNROLL for (int i = 0; i < 4 * RUNS * FRAGMENTS_M; ++i) {
+make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* x_vec4) {
+  UNROLL for (int i = 0; i < 4 * VEC4S * FRAGMENTS_M; ++i) {
     const int h = i / FRAGMENTS_M / 4;
     const int s = i / FRAGMENTS_M % 4;
     const int j = i % FRAGMENTS_M;
-    columns[i] = make_fragment<F>(runs[2 * j * RUNS + h][s], runs[(2 * j + 1) * RUNS + h][s]);
+    // mutant: columns
+    columns[i] = make_fragment<F>(x_vec4[2 * j * VEC4S + h][s], x_vec4[(2 * j + 1) * VEC4S + h][s]);
   }
 }
 
@@ -76,7 +77,7 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
 template <typename W, typename V, bool EXACT>
 METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
-  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);
+  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);  // mutant: decode
   if (W::SCALED) {
     const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
                                      : float2(values) * scale;
@@ -99,6 +100,7 @@ METAL_FUNC void multiply(
   constexpr bool EXACT = SUBTRACT || W::SCALED;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+    // mutant: start
     const float2 start = EXACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
     products[j] = make_fragment<float>(start.x, start.y);
   }
@@ -124,6 +126,7 @@ METAL_FUNC void add_scaled(
 // corner: where the lane's first element of its simdgroup's tile lies in scratch.
 template <int FRAGMENTS_M>
 METAL_FUNC void
+// mutant: write_scratch
 write_scratch(threadgroup float* scratch, thread const float2* totals, int corner) {
   UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
     const int place = corner + 8 * (i % FRAGMENTS_M) * SCRATCH_ROW + 8 * (i / FRAGMENTS_M);
@@ -146,12 +149,13 @@ METAL_FUNC void add_products(
     Codes codes,
     thread simdgroup_matrix<F, 8, 8>* columns,
     thread const float2* sums,
-    Quantizers quantizers,
+    GroupParams params,
     float weight_scale,
     int cols) {
   if (!W::SCALED && W::BIASED) {
     UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
-      totals[i] = fma(float2(quantizers.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
+      // mutant: ragged
+      totals[i] = fma(float2(params.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
     }
   }
   // One row fragment after the other: few products are alive at a time.
@@ -160,9 +164,10 @@ METAL_FUNC void add_products(
       break;
     }
     simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
-    const float scale = quantizers.scale[f];
+    const float scale = params.scale[f];
     multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
-        products, codes, f, columns, sums, scale, quantizers.bias[f]);
+        products, codes, f, columns, sums, scale, params.bias[f]);
+    // mutant: scale
     add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? weight_scale : scale);
   }
 }
@@ -179,7 +184,7 @@ template <
     typename R>
 METAL_FUNC void accumulate(
     thread float2* totals,
-    const device T* x,
+    const device T* x,  // mutant: address_space
     R order,
     WeightTile<S> tile,
     int first_row,
@@ -189,31 +194,32 @@ METAL_FUNC void accumulate(
     Place place,
     int lane_index) {
   typedef typename Fragment<T, W::IN_FLOAT>::type F;
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   constexpr int COLUMNS = 2 * FRAGMENTS;
   const Lane lane = lane_of(lane_index);
   uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
     // Rows past the end read the last row: their results are never stored.
+    // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
-    starts[i] = input_row(order, row) * work.k + run_offset<W>(lane.row, 0);
+    starts[i] = input_row(order, row) * work.k + vec4_offset<W>(lane.row, 0);
   }
   UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
     totals[i] = float2(0.0f);
   }
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
-    vec<F, 4> runs[COLUMNS * RUNS];
+    vec<F, 4> x_vec4[COLUMNS * VEC4S];
     float2 sums[FRAGMENTS];
-    const Quantizers quantizers =
-        load_step<COLUMNS, W>(words, runs, tile, x, starts, k, lane_index);
+    const GroupParams params =
+        load_step<COLUMNS, W>(words, x_vec4, tile, x, starts, k, lane_index);
     if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
-      sum_activations<FRAGMENTS, RUNS>(sums, runs);
+      sum_activations<FRAGMENTS, VEC4S>(sums, x_vec4);
     }
-    simdgroup_matrix<F, 8, 8> columns[4 * RUNS * FRAGMENTS];
-    make_columns<FRAGMENTS, RUNS, F>(columns, runs);
+    simdgroup_matrix<F, 8, 8> columns[4 * VEC4S * FRAGMENTS];
+    make_columns<FRAGMENTS, VEC4S, F>(columns, x_vec4);
     add_products<FRAGMENTS, RAGGED, W, SUBTRACT, WIDEN, F>(
-        totals, words, columns, sums, quantizers, tile.weight_scale, cols);
+        totals, words, columns, sums, params, tile.weight_scale, cols);
   }
 }
 
@@ -252,18 +258,20 @@ METAL_FUNC void gemm_register(
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
   const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WIDE>(
-      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
+      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);  // mutant: corner
   const int corner = (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) *
           SCRATCH_ROW + lane.row;
   float2 totals[4 * FRAGMENTS_M];
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
+        // mutant: split
         split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const int col = split.col + TILE_N * place.column;
     const WeightTile<S> tile =
+        // mutant: fragments
         weight_tile<W>(w, scales, biases, col, work, lane_index, split.product);
     const int cols = work.n - col;
     const int row = split.row + place.row;
@@ -277,7 +285,7 @@ METAL_FUNC void gemm_register(
           totals, x, order, tile, row, cols, work, split, place, lane_index);
       write_scratch<1>(scratch, totals, corner);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS_K, WIDE, SIMDGROUPS>(
         out,
         epilogue,
@@ -285,10 +293,10 @@ METAL_FUNC void gemm_register(
         scratch,
         work,
         split,
-        place.turns,
+        place.k_slices,
         simdgroup_index,
         lane_index);
-    if (WHOLE) {
+    if (WHOLE) {  // mutant: after_store
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -28,30 +28,31 @@ METAL_FUNC void multiply_stage(
     Place place,
     int k) {
   typedef typename L::W W;
-  const threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
+  const threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
   simdgroup_matrix<F, 8, 8> columns[W::PAIRS * FRAGMENTS];
   float2 sums[FRAGMENTS];
   UNROLL for (int j = 0; j < FRAGMENTS; ++j) {
-    const int nth = (place.row / 8 + j) * place.turns + place.turn;
+    const int nth = (place.row / 8 + j) * place.k_slices + place.k_slice;
     const threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
     sums[j] = float2(0.0f);
     UNROLL for (int step = 0; step < W::PAIRS; ++step) {
       const int i = step * FRAGMENTS + j;
       simdgroup_load(columns[i], column + 64 * step, 8);
+      // mutant: sums
       sums[j] += float2(columns[i].thread_elements()[0], columns[i].thread_elements()[1]);
     }
     if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
       sums[j] = float2(sum_over_rows(sums[j].x), sum_over_rows(sums[j].y));
     }
   }
-  Quantizers quantizers = {float4(1.0f), float4(0.0f)};
+  GroupParams params = {float4(1.0f), float4(0.0f)};
   if (!W::SCALED) {  // else the staged codes are weights
-    quantizers = load_quantizers<W>(tile, k);
+    params = load_group_params<W>(tile, k);
   }
-  const int nth = place.column * place.turns + place.turn;
+  const int nth = place.column * place.k_slices + place.k_slice;  // mutant: codes
   const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
   add_products<FRAGMENTS, RAGGED, W, SUBTRACT, true, F>(
-      totals, codes, columns, sums, quantizers, tile.weight_scale, cols);
+      totals, codes, columns, sums, params, tile.weight_scale, cols);
 }
 
 template <
@@ -77,14 +78,14 @@ METAL_FUNC void gemm_staged(
   typedef typename L::W W;
   typedef typename Fragment<T, W::IN_FLOAT>::type F;
   constexpr int FRAGMENTS_M = L::FRAGMENTS_M;
-  constexpr int AHEAD = L::BUFFERS - 1;
+  constexpr int AHEAD = L::BUFFERS - 1;  // mutant: ahead
 
   const Work work = read_work(shape, schedule);
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
   const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
-  const bool multiplies = simdgroup_index < L::MULTIPLYING;
+  const bool multiplies = simdgroup_index < L::MULTIPLYING;  // mutant: roles
   const bool loads = L::LOADERS == 0 || !multiplies;
   const int loader = simdgroup_index - (L::LOADERS == 0 ? 0 : L::MULTIPLYING);
   const int corner = (simdgroup_index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
@@ -101,7 +102,8 @@ METAL_FUNC void gemm_staged(
         weight_tile<W>(operands.w, operands.scales, operands.biases, col, work, lane_index);
     const int cols = work.n - col;
     const int rows = multiplies ? work.m - split.row - place.row : 0;
-    const int stages = ceil_div(split.k_stop - split.k_start, W::STEP * place.turns);
+    // mutant: stages
+    const int stages = ceil_div(split.k_stop - split.k_start, W::STEP * place.k_slices);
     UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
       totals[i] = float2(0.0f);
     }
@@ -116,10 +118,10 @@ METAL_FUNC void gemm_staged(
         load_stage<L, SUBTRACT>(
             buffers, operands, stage + AHEAD, work, split, place, loader, lane_index);
       }
-      if (AHEAD == 0) {
+      if (AHEAD == 0) {  // mutant: after_load
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      const int k = step_of_stage<W>(stage, place.turn, split, place);
+      const int k = step_of_stage<W>(stage, place.k_slice, split, place);
       // Whole fragments past the last row or column are left out, not computed.
       if (k < split.k_stop && rows > 8 * (FRAGMENTS_M - 1)) {
         multiply_stage<FRAGMENTS_M, RAGGED, L, SUBTRACT>(
@@ -127,7 +129,7 @@ METAL_FUNC void gemm_staged(
       } else if (k < split.k_stop && rows > 0) {
         multiply_stage<1, RAGGED, L, SUBTRACT>(totals, buffers, stage, tile, cols, place, k);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_stage
     }
     if (rows > 8 * (FRAGMENTS_M - 1)) {
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
@@ -135,19 +137,19 @@ METAL_FUNC void gemm_staged(
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<L::TILE_M, L::SIMDGROUPS_K, WIDE, L::MULTIPLYING + L::LOADERS>(
+    store_tile<L::TILE_M, L::SIMDGROUPS_K, WIDE, L::MULTIPLYING + L::LOADERS>(  // mutant: store
         out,
         epilogue,
         InOrder{},
         scratch,
         work,
         split,
-        place.turns,
+        place.k_slices,
         simdgroup_index,
         lane_index);
     if (WHOLE) {
       break;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
   }
 }

@@ -3,7 +3,7 @@
 // and the loads are those of gemm_register.
 //
 // ROWS          rows of x
-// SIMDGROUPS_K  simdgroups that take turns at the trips along k
+// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
 // WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
 // WHOLE         every threadgroup has one whole tile
 // BATCHED       there are several products, each with a weight of its own
@@ -20,40 +20,41 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
   return starts.first + row * starts.k;
 }
 
-// runs[(row * 2 + b) * RUNS + h]: the activations of fragment column 2 * pair + b.
-template <int ROWS, typename W, typename T, typename S, typename Run, typename Starts>
-METAL_FUNC Quantizers load_vectors(
+// x_vec4[(row * 2 + b) * VEC4S + h]: the activations of fragment column 2 * pair + b.
+template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Starts>
+METAL_FUNC GroupParams load_vectors(
     thread uint* words,
-    thread Run* runs,
+    thread Vec4* x_vec4,
     WeightTile<S> tile,
     const device T* x,
     Starts starts,
     int lane_index,
     int k) {
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   load_words<W>(words, tile, k, lane_index);
-  const uint start = k + run_offset<W>(2 * lane_of(lane_index).pair, 0);
-  UNROLL for (int i = 0; i < 2 * ROWS * RUNS; ++i) {
-    const device T* first = x + run_offset<W>(i / RUNS % 2, i % RUNS);
-    runs[i] = load_run(first, start_of(starts, i / RUNS / 2) + start);
+  const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: x
+  UNROLL for (int i = 0; i < 2 * ROWS * VEC4S; ++i) {
+    const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
+    x_vec4[i] = load_vec4(first, start_of(starts, i / VEC4S / 2) + start);
   }
-  return load_quantizers<W>(tile, k);
+  return load_group_params<W>(tile, k);
 }
 
 // products[row][f] += the lane's codes of row fragment f times its activations.
-template <int ROWS, typename W, bool SUBTRACT, typename Run>
+template <int ROWS, typename W, bool SUBTRACT, typename Vec4>
 METAL_FUNC void add_products(
-    thread float4* products, thread const uint* words, thread const Run* runs) {
-  constexpr int RUNS = W::RUNS;
+    thread float4* products, thread const uint* words, thread const Vec4* x_vec4) {
+  constexpr int VEC4S = W::VEC4S;
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
     const int h = step / 4;
     const int s = step % 4;
     UNROLL for (int f = 0; f < 4; ++f) {
       const float2 values = decode<W, float, SUBTRACT>(words, f, step);
       UNROLL for (int row = 0; row < ROWS; ++row) {
-        thread const Run* columns = runs + 2 * row * RUNS;
+        thread const Vec4* columns = x_vec4 + 2 * row * VEC4S;
         products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
-        products[row][f] = fma(values.y, float(columns[RUNS + h][s]), products[row][f]);
+        // mutant: second_column
+        products[row][f] = fma(values.y, float(columns[VEC4S + h][s]), products[row][f]);
       }
     }
   }
@@ -70,27 +71,28 @@ METAL_FUNC void accumulate_rows(
     Place place,
     int lane_index) {
   typedef typename Fragment<T>::type F;
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
   }
+  // mutant: loop
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
-    vec<F, 4> runs[2 * ROWS * RUNS];
-    const Quantizers quantizers =
-        load_vectors<ROWS, W>(words, runs, tile, x, starts, lane_index, k);
+    vec<F, 4> x_vec4[2 * ROWS * VEC4S];
+    const GroupParams params =
+        load_vectors<ROWS, W>(words, x_vec4, tile, x, starts, lane_index, k);
     float4 products[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float sum = sum_of_runs<2 * RUNS>(runs + 2 * row * RUNS);
+      const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);
       if (W::BIASED) {
-        totals[row] = fma(quantizers.bias, float4(sum), totals[row]);
+        totals[row] = fma(params.bias, float4(sum), totals[row]);  // mutant: bias
       }
       // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
       products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
     }
-    add_products<ROWS, W, SUBTRACT>(products, words, runs);
+    add_products<ROWS, W, SUBTRACT>(products, words, x_vec4);
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float4 scale = quantizers.scale * tile.weight_scale;
+      const float4 scale = params.scale * tile.weight_scale;
       totals[row] = fma(scale, products[row], totals[row]);
     }
   }
@@ -101,7 +103,7 @@ template <int ROWS>
 METAL_FUNC void
 write_rows(threadgroup float* scratch, thread const float4* totals, int corner, Lane lane) {
   UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
-    const float total = sum_over_pairs(totals[i / 4][i % 4]);
+    const float total = sum_over_pairs(totals[i / 4][i % 4]);  // mutant: write_scratch
     if (lane.pair == 0) {
       scratch[corner + i / 4 * SCRATCH_ROW + lane.row + 8 * (i % 4)] = total;
     }
@@ -138,14 +140,16 @@ METAL_FUNC void gemv(
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 0);
-  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
+  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;  // mutant: corner
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
+        // mutant: split
         split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
+        // mutant: tile
         w, scales, biases, split.col + TILE_N * place.column, work, lane_index, split.product);
     const InSequence starts = {input_row(order, 0) * work.k, uint(work.k)};
     float4 totals[ROWS];
@@ -159,10 +163,10 @@ METAL_FUNC void gemv(
         scratch,
         work,
         split,
-        place.turns,
+        place.k_slices,
         simdgroup_index,
         lane_index);
-    if (WHOLE) {
+    if (WHOLE) {  // mutant: after_store
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -15,7 +15,7 @@
 //   other groups, native 4 bits    k0 + 16(c/2) + 4(c%2) + 8h + s     steps 0 to 7
 //   other groups, all else         k0 + 8c + t                        steps 0 to 7
 //
-// so a lane reads runs of four consecutive activations. Native words of 4 bits have their
+// so a lane reads four consecutive activations at once. Native words of 4 bits have their
 // own order because their nibbles s and s + 4 lie 16 bits apart: see `pair_at`.
 
 // A fragment of activations: half stays half, every other type becomes float.
@@ -26,7 +26,7 @@ struct Fragment {
 };
 template <>
 struct Fragment<half, false> {
-  typedef half type;
+  typedef half type;  // mutant: half_type
 };
 
 struct Lane {
@@ -37,7 +37,7 @@ struct Lane {
 METAL_FUNC Lane lane_of(int index) {
   const int quad = index >> 2;
   Lane lane;
-  lane.row = (quad & 4) + ((index >> 1) & 3);
+  lane.row = (quad & 4) + ((index >> 1) & 3);  // mutant: lane
   lane.pair = (quad & 2) + (index & 1);
   return lane;
 }
@@ -45,50 +45,50 @@ METAL_FUNC Lane lane_of(int index) {
 // Sums over the lanes that hold one column, or one row, of a fragment.
 METAL_FUNC float sum_over_rows(float value) {
   value += simd_shuffle_xor(value, ushort(2));
-  value += simd_shuffle_xor(value, ushort(4));
+  value += simd_shuffle_xor(value, ushort(4));  // mutant: sum_rows
   return value + simd_shuffle_xor(value, ushort(16));
 }
 
 METAL_FUNC float sum_over_pairs(float value) {
   value += simd_shuffle_xor(value, ushort(1));
-  return value + simd_shuffle_xor(value, ushort(8));
+  return value + simd_shuffle_xor(value, ushort(8));  // mutant: sum_pairs
 }
 
-// The first of the four consecutive k of run h, within a step of the main loop.
+// The first of the four consecutive k of vector h, within a step of the main loop.
 template <typename W>
-METAL_FUNC int run_offset(int fragment_column, int h) {
+METAL_FUNC int vec4_offset(int fragment_column, int h) {
   const int c = fragment_column;
   if (W::GROUP == 32) {
-    return 4 * c;
+    return 4 * c;  // mutant: k_order
   }
   return W::PACKED || W::BITS != 4 ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
 }
 
 // Four consecutive activations by one load. Arrays may start at any element of their
 // buffer; packed vectors, unlike ordinary ones, may do so too.
-METAL_FUNC half4 load_run(const device half* x, uint offset) {
-  return *(const device packed_half4*)(x + offset);
+METAL_FUNC half4 load_vec4(const device half* x, uint offset) {
+  return *(const device packed_half4*)(x + offset);  // mutant: load_half
 }
 
-METAL_FUNC float4 load_run(const device float* x, uint offset) {
-  return *(const device packed_float4*)(x + offset);
+METAL_FUNC float4 load_vec4(const device float* x, uint offset) {
+  return *(const device packed_float4*)(x + offset);  // mutant: load_float
 }
 
 // bfloat is the upper half of a float: a shift widens it, on every Apple GPU.
-METAL_FUNC float4 load_run(const device bfloat* x, uint offset) {
-  const ushort4 raw = *(const device packed_ushort4*)(x + offset);
+METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
+  const ushort4 raw = *(const device packed_ushort4*)(x + offset);  // mutant: load_bfloat
   return as_type<float4>(uint4(raw) << 16);
 }
 
-METAL_FUNC uchar4 load_run(const device uchar* bytes, uint offset) {
-  return *(const device packed_uchar4*)(bytes + offset);
+METAL_FUNC uchar4 load_vec4(const device uchar* bytes, uint offset) {
+  return *(const device packed_uchar4*)(bytes + offset);  // mutant: load_bytes
 }
 
-template <int RUNS, typename Run>
-METAL_FUNC float sum_of_runs(thread const Run* runs) {
-  float4 sum = float4(runs[0]);
-  UNROLL for (int i = 1; i < RUNS; ++i) {
-    sum += float4(runs[i]);
+template <int VEC4S, typename Vec4>
+METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
+  float4 sum = float4(x_vec4[0]);
+  UNROLL for (int i = 1; i < VEC4S; ++i) {  // mutant: sum_x
+    sum += float4(x_vec4[i]);
   }
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
@@ -114,13 +114,13 @@ METAL_FUNC float global_scale(const device S*) {
 }
 
 METAL_FUNC float global_scale(const device uchar* biases) {
-  return as_type<float>(load_run(biases, 0)) / (6.0f * 448.0f);
+  return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
 }
 
 // Groups along k that a packed row has, padding included.
 template <typename W>
 METAL_FUNC uint packed_groups(uint k_tiles) {
-  return group_at<W>(k_tiles * TILE_K - 1) + 1;
+  return group_at<W>(k_tiles * TILE_K - 1) + 1;  // mutant: groups
 }
 
 // Words of a whole weight, and its scales: how far those of a batch lie apart.
@@ -128,8 +128,8 @@ template <typename W>
 METAL_FUNC uint2 weight_size(Work work) {
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
-    const uint n_tiles = ceil_div(work.n, TILE_N);
-    const uint k_tiles = ceil_div(work.k, TILE_K);
+    const uint n_tiles = ceil_div(work.n, TILE_N);  // mutant: n_tiles
+    const uint k_tiles = ceil_div(work.k, TILE_K);  // mutant: k_tiles
     const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     return n_tiles * uint2(words, packed_groups<W>(k_tiles) * (FACTORS * TILE_N));
   }
@@ -149,6 +149,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   const Lane lane = lane_of(lane_index);
   const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
   WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
+  // mutant: packed
   const int own = W::SCALED ? lane.pair : 0;  // its group, of those of a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
@@ -161,7 +162,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   } else {
     constexpr int UNIT = Native<W>::UNIT;
     // Rows past the end read the last row: their results are never stored.
-    const uint4 rows = product * work.n +
+    const uint4 rows = product * work.n +  // mutant: native
         uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
     tile.first_word =
         rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
@@ -180,7 +181,7 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
     load_plane<Planes<W>::LOW_WORDS>(
         words, tile.words, first + step * Planes<W>::LOW_WORDS, lane_index);
     load_plane<Planes<W>::HIGH_WORDS>(
-        words + Planes<W>::LOW_WORDS,
+        words + Planes<W>::LOW_WORDS,  // mutant: high_plane
         tile.words,
         first + TILE_N * TILE_K / 32 * LOW + step * Planes<W>::HIGH_WORDS,
         lane_index);
@@ -195,7 +196,7 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
 }
 
 // Scale and bias of the lane's four rows of w, in the group that holds k.
-struct Quantizers {
+struct GroupParams {
   float4 scale;
   float4 bias;  // where BIASED
 };
@@ -208,49 +209,50 @@ METAL_FUNC float scale_of(S bits) {
 
 template <int GROUP>
 METAL_FUNC float scale_of(uchar bits) {
+  // mutant: byte_scale
   return GROUP == 16 ? float(scales_of_small_floats(bits).x) : power_of_two(bits);
 }
 
 template <int GROUP, typename R>
-METAL_FUNC float4 scales_of(R run) {
-  return float4(run);
+METAL_FUNC float4 scales_of(R vec4) {
+  return float4(vec4);
 }
 
 template <int GROUP>
-METAL_FUNC float4 scales_of(uchar4 run) {
+METAL_FUNC float4 scales_of(uchar4 vec4) {
   if (GROUP != 16) {
-    return as_type<float4>(uint4(run) << 23);
+    return as_type<float4>(uint4(vec4) << 23);  // mutant: byte_scales
   }
-  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(run.x, run.y)));
-  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(run.z, run.w)));
+  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(vec4.x, vec4.y)));
+  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(vec4.z, vec4.w)));
   return float4(float2(low), float2(high));
 }
 
 template <typename W, typename S>
-METAL_FUNC Quantizers load_quantizers(WeightTile<S> tile, uint k) {
-  Quantizers quantizers;
+METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
+  GroupParams params;
   if (W::PACKED && W::BIASED) {
     // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
-    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);
-    const float4 low = float4(load_run(tile.scales, pair));
-    const float4 high = float4(load_run(tile.scales, pair + 4));
-    quantizers.scale = float4(low.x, low.z, high.x, high.z);
-    quantizers.bias = float4(low.y, low.w, high.y, high.w);
+    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
+    const float4 low = float4(load_vec4(tile.scales, pair));
+    const float4 high = float4(load_vec4(tile.scales, pair + 4));
+    params.scale = float4(low.x, low.z, high.x, high.z);
+    params.bias = float4(low.y, low.w, high.y, high.w);
     if (W::MODE == ZERO_POINT) {
-      quantizers.bias *= -quantizers.scale;
+      params.bias *= -params.scale;
     }
-    return quantizers;
+    return params;
   }
   if (W::PACKED) {
-    quantizers.bias = float4(0.0f);
-    quantizers.scale = scales_of<W::GROUP>(
-        load_run(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));
-    return quantizers;
+    params.bias = float4(0.0f);
+    params.scale = scales_of<W::GROUP>(
+        load_vec4(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
+    return params;
   }
   UNROLL for (int f = 0; f < 4; ++f) {
     const uint group = tile.first_group[f] + group_at<W>(k);
-    quantizers.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
-    quantizers.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
+    params.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
+    params.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
   }
-  return quantizers;
+  return params;
 }

@@ -1,5 +1,5 @@
 // Rows of one column that a thread finishes: of one tile, so its splits are found once.
-constant constexpr uint ROWS_OF_THREAD = 4;
+constant constexpr uint ROWS_OF_THREAD = 4;  // mutant: rows
 
 // The sums of the splits of so many rows, each in ascending k: a row's load waits for no other's.
 METAL_FUNC void sums_of_splits(
@@ -13,7 +13,7 @@ METAL_FUNC void sums_of_splits(
   UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
     totals[i] = i < rows ? partials[place + i * n] : 0.0f;
   }
-  for (uint split = 1; split < splits; ++split) {
+  for (uint split = 1; split < splits; ++split) {  // mutant: splits
     UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
       totals[i] += i < rows ? partials[split * size + place + i * n] : 0.0f;
     }
@@ -32,13 +32,14 @@ METAL_FUNC void reduce(
     uint thread_index) {
   const Work work = read_work(shape, schedule);
   const uint col = thread_index % uint(work.n);
+  // mutant: parts
   const uint parts = ceil_div(work.m, ROWS_OF_THREAD);  // of a column
   const uint part = thread_index / uint(work.n);
   const uint product = BATCHED ? part / parts : 0;
   const uint first = (part - product * parts) * ROWS_OF_THREAD;
   Work tiles = work;
   tiles.n = ceil_div(work.n, WIDTH);
-  const uint splits = splits_of_element(first, col / WIDTH, product, tiles);
+  const uint splits = splits_of_element(first, col / WIDTH, product, tiles);  // mutant: bounds
   const uint rows = min(ROWS_OF_THREAD, uint(work.m) - first);
   const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
   const uint first_row = product * work.m + first;
@@ -47,8 +48,8 @@ METAL_FUNC void reduce(
   UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
     if (i < rows) {
       const uint place = (first_row + i) * work.n + col;
-      out[output_place(epilogue, first_row + i, col, work)] =
-          T(finished(totals[i], epilogue, place, col));
+      out[output_place(epilogue, first_row + i, col, work)] =  // mutant: epilogue
+          T(apply_epilogue(totals[i], epilogue, place, col));
     }
   }
 }

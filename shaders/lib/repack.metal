@@ -1,5 +1,6 @@
 // Moves codes between MLX's rows of bits and packed tiles, word by word, through threadgroup
-// memory. Whole runs of words enter it and leave it, so memory is read and written once.
+// memory. Device memory is read and written once, in whole
+// rows of consecutive words.
 //
 // Where a code lies in its plane of a tile is told by template arguments, which are made from
 // the table of `layout.py`: its place is its number, 64 * row + k, with the bits in another
@@ -13,7 +14,7 @@ struct Plane {
   static constant constexpr const int ROW = ROW_;
   static constant constexpr const int K = K_;
   static constant constexpr const int IN_WORD = 32 / BITS_;
-  static constant constexpr const uint MASK = (1u << BITS_) - 1;
+  static constant constexpr const uint MASK = (1u << BITS_) - 1;  // mutant: mask
 };
 
 template <int BITS_, int TILES_, int LOW_, int LOW_ROW, int LOW_K, int HIGH_ROW, int HIGH_K>
@@ -31,7 +32,7 @@ struct Codes {
   static constant constexpr const int TILES = TILES_;
   static constant constexpr const int ROWS = TILES * ROW;
   // Odd, so that neighbouring rows begin in different banks.
-  static constant constexpr const int STRIDE = ROWS + 1;
+  static constant constexpr const int STRIDE = ROWS + 1;  // mutant: stride
 };
 
 // Bit i of the value goes where digit i of PLACES says, and back.
@@ -54,7 +55,7 @@ METAL_FUNC uint gathered(uint place) {
 }
 
 // What a threadgroup moves: some tiles of one row of tiles.
-struct Run {
+struct Block {
   ulong native;  // its first word in MLX's layout, of all weights
   ulong packed;  // likewise in ours
   uint rows;     // that there are; the others of its tiles are padding
@@ -64,21 +65,22 @@ struct Run {
 };
 
 template <typename C>
-METAL_FUNC Run run_of_threadgroup(const constant int32_t* shape, uint3 position) {
+METAL_FUNC Block block_of_threadgroup(const constant int32_t* shape, uint3 position) {
   const uint n = shape[0];
   const uint k = shape[1];
   const uint n_tiles = ceil_div(n, TILE_N);
   const uint k_tiles = ceil_div(k, TILE_K);
-  const uint first_tile = position.x * C::TILES;
+  const uint first_tile = position.x * C::TILES;  // mutant: first_row
   const uint first_row = position.y * TILE_N;
-  Run run;
-  run.pitch = k / 32 * C::BITS;
-  run.native = (ulong(position.z) * n + first_row) * run.pitch + first_tile * C::ROW;
-  run.packed = ((ulong(position.z) * n_tiles + position.y) * k_tiles + first_tile) * C::TILE;
-  run.rows = min(n - first_row, uint(TILE_N));
-  run.words = min(run.pitch - first_tile * C::ROW, uint(C::ROWS));
-  run.tiles = min(k_tiles - first_tile, uint(C::TILES));
-  return run;
+  Block block;
+  block.pitch = k / 32 * C::BITS;
+  block.native = (ulong(position.z) * n + first_row) * block.pitch + first_tile * C::ROW;
+  // mutant: block
+  block.packed = ((ulong(position.z) * n_tiles + position.y) * k_tiles + first_tile) * C::TILE;
+  block.rows = min(n - first_row, uint(TILE_N));
+  block.words = min(block.pitch - first_tile * C::ROW, uint(C::ROWS));
+  block.tiles = min(k_tiles - first_tile, uint(C::TILES));  // mutant: tiles
+  return block;
 }
 
 // A word of a plane, from the tile's rows.
@@ -87,7 +89,7 @@ METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
   const uint place = index * P::IN_WORD;
   uint word = 0;
   UNROLL for (int i = 0; i < P::IN_WORD; ++i) {
-    const uint row = gathered<P::ROW, 5>(place | i);
+    const uint row = gathered<P::ROW, 5>(place | i);  // mutant: pack_code
     const uint bit = gathered<P::K, 6>(place | i) * C::BITS + P::FIRST;
     const threadgroup uint* source = rows + row * C::STRIDE + bit / 32;
     uint code = source[0] >> bit % 32;
@@ -102,13 +104,14 @@ METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
 // The bits of a code that a plane has, where they stand in the code.
 template <typename P>
 METAL_FUNC uint part_of_code(const threadgroup uint* plane, uint row, uint k) {
-  const uint place = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);
+  const uint place = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);  // mutant: place
   return (plane[place / P::IN_WORD] >> place % P::IN_WORD * P::BITS & P::MASK) << P::FIRST;
 }
 
 // A word of a row of a tile; a code may begin in the word before it.
 template <typename C>
 METAL_FUNC uint native_word(const threadgroup uint* tile, uint row, uint index) {
+  // mutant: most_codes
   constexpr int MOST_CODES = 32 % C::BITS == 0 ? 32 / C::BITS : (30 + 2 * C::BITS) / C::BITS;
   const uint first = index * 32 / C::BITS;
   uint word = 0;
@@ -118,7 +121,7 @@ METAL_FUNC uint native_word(const threadgroup uint* tile, uint row, uint index) 
     if (bit < 32) {
       uint code = part_of_code<typename C::Low>(tile, row, k);
       if (C::TWO_PLANES) {
-        code |= part_of_code<typename C::High>(tile + C::LOW_TILE, row, k);
+        code |= part_of_code<typename C::High>(tile + C::LOW_TILE, row, k);  // mutant: unpack_code
       }
       word |= bit < 0 ? code >> -bit : code << bit;
     }
@@ -135,19 +138,19 @@ METAL_FUNC void pack(
     uint3 position,
     uint thread_index,
     uint threads) {
-  const Run run = run_of_threadgroup<C>(shape, position);
+  const Block block = block_of_threadgroup<C>(shape, position);
   for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
     const uint row = i / C::ROWS;
     const uint word = i % C::ROWS;
-    const bool is_there = row < run.rows && word < run.words;
+    const bool is_there = row < block.rows && word < block.words;  // mutant: pack
     scratch[row * C::STRIDE + word] =
-        is_there ? w[run.native + ulong(row) * run.pitch + word] : 0;
+        is_there ? w[block.native + ulong(row) * block.pitch + word] : 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = thread_index; i < run.tiles * C::TILE; i += threads) {
+  for (uint i = thread_index; i < block.tiles * C::TILE; i += threads) {
     const threadgroup uint* rows = scratch + i / C::TILE * C::ROW;
     const uint word = i % C::TILE;
-    out[run.packed + i] = word < C::LOW_TILE
+    out[block.packed + i] = word < C::LOW_TILE
                               ? packed_word<C, typename C::Low>(rows, word)
                               : packed_word<C, typename C::High>(rows, word - C::LOW_TILE);
   }
@@ -162,16 +165,16 @@ METAL_FUNC void unpack(
     uint3 position,
     uint thread_index,
     uint threads) {
-  const Run run = run_of_threadgroup<C>(shape, position);
-  for (uint i = thread_index; i < run.tiles * C::TILE; i += threads) {
-    scratch[i] = w[run.packed + i];
+  const Block block = block_of_threadgroup<C>(shape, position);
+  for (uint i = thread_index; i < block.tiles * C::TILE; i += threads) {
+    scratch[i] = w[block.packed + i];
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: unpack
   for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
     const uint row = i / C::ROWS;
     const uint word = i % C::ROWS;
-    if (row < run.rows && word < run.words) {
-      out[run.native + ulong(row) * run.pitch + word] =
+    if (row < block.rows && word < block.words) {
+      out[block.native + ulong(row) * block.pitch + word] =
           native_word<C>(scratch + word / C::ROW * C::TILE, row, word % C::ROW);
     }
   }

@@ -29,6 +29,7 @@ struct Staging {
   static constant constexpr const int SIMDGROUPS_K = SIMDGROUPS_K_;
   static constant constexpr const int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   static constant constexpr const int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
+  // mutant: memory
   static constant constexpr const int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
   // Elements: 32 rows of w and 8 rows of x of a step, all w of a stage, a stage.
   static constant constexpr const int CHUNK = TILE_N * W::STEP;
@@ -38,6 +39,7 @@ struct Staging {
   // Buffers and the epilogue's scratch take turns in the same memory, counted in floats.
   static constant constexpr const int STAGES = BUFFERS * STAGE / (WIDEN ? 1 : 2);
   static constant constexpr const int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
+  // mutant: scratch
   static constant constexpr const int FLOATS = STAGES > SCRATCH ? STAGES : SCRATCH;
 };
 
@@ -60,15 +62,15 @@ template <typename W, bool SUBTRACT, typename F, typename S>
 METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, int lane_index) {
   uint words[words_of_step<W>()];
   load_words<W>(words, tile, k, lane_index);
-  Quantizers quantizers = {float4(1.0f), float4(0.0f)};
+  GroupParams params = {float4(1.0f), float4(0.0f)};
   if (W::SCALED) {
-    quantizers = load_quantizers<W>(tile, k);
+    params = load_group_params<W>(tile, k);  // mutant: fragment
   }
   UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
     const int f = i / W::PAIRS;
     const simdgroup_matrix<F, 8, 8> rows =
         row_fragment<W, F, SUBTRACT || W::SCALED>(
-            words, f, i % W::PAIRS, quantizers.scale[f], quantizers.bias[f]);
+            words, f, i % W::PAIRS, params.scale[f], params.bias[f]);
     simdgroup_store(rows, chunk + 64 * i, 8);
   }
 }
@@ -77,26 +79,26 @@ METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, 
 template <typename W, typename F, typename T>
 METAL_FUNC void stage_activations(
     threadgroup F* column, const device T* x, int first_row, int k, Work work, int lane_index) {
-  constexpr int RUNS = W::RUNS;
+  constexpr int VEC4S = W::VEC4S;
   const Lane lane = lane_of(lane_index);
-  vec<F, 4> runs[2 * RUNS];
-  UNROLL for (int i = 0; i < 2 * RUNS; ++i) {
+  vec<F, 4> x_vec4[2 * VEC4S];
+  UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
     // Rows past the end read the last row: their results are never stored.
-    const int row = min(first_row + 2 * lane.pair + i / RUNS, work.m - 1);
-    runs[i] = vec<F, 4>(load_run(
-        x + run_offset<W>(0, i % RUNS), row * work.k + k + run_offset<W>(lane.row, 0)));
+    const int row = min(first_row + 2 * lane.pair + i / VEC4S, work.m - 1);  // mutant: row_bound
+    x_vec4[i] = vec<F, 4>(load_vec4(
+        x + vec4_offset<W>(0, i % VEC4S), row * work.k + k + vec4_offset<W>(lane.row, 0)));
   }
   simdgroup_matrix<F, 8, 8> columns[W::PAIRS];
-  make_columns<1, RUNS, F>(columns, runs);
+  make_columns<1, VEC4S, F>(columns, x_vec4);
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
     simdgroup_store(columns[step], column + 64 * step, 8);
   }
 }
 
-// Where a stage's step at a turn along k begins.
+// The first k of a slice's step in a stage.
 template <typename W>
-METAL_FUNC int step_of_stage(int stage, int turn, Split split, Place place) {
-  return split.k_start + W::STEP * (stage * place.turns + turn);
+METAL_FUNC int step_of_stage(int stage, int k_slice, Split split, Place place) {
+  return split.k_start + W::STEP * (stage * place.k_slices + k_slice);  // mutant: stage_k
 }
 
 // One loading simdgroup's share of a stage: chunks of w come first, then fragments of x.
@@ -111,24 +113,24 @@ METAL_FUNC void load_stage(
     int loader,
     int lane_index) {
   typedef typename L::W W;
-  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
+  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
   // Whole fragments past the last row are left out.
   const int fragments = ceil_div(min(L::TILE_M, work.m - split.row), 8);
-  const int pieces = L::SIMDGROUPS_K + fragments * place.turns;
+  const int pieces = L::SIMDGROUPS_K + fragments * place.k_slices;
   for (int piece = loader; piece < pieces; piece += L::LOADING) {
     const bool is_weight = piece < L::SIMDGROUPS_K;
     const int nth = is_weight ? piece : piece - L::SIMDGROUPS_K;
-    const int k = step_of_stage<W>(stage, nth % place.turns, split, place);
+    const int k = step_of_stage<W>(stage, nth % place.k_slices, split, place);
     if (k >= split.k_stop) {  // a split may have fewer stages than there are buffers
       continue;
     }
-    if (is_weight) {
-      const int col = split.col + TILE_N * (nth / place.turns);
+    if (is_weight) {  // mutant: weight
+      const int col = split.col + TILE_N * (nth / place.k_slices);
       const WeightTile<S> tile = weight_tile<W>(
           operands.w, operands.scales, operands.biases, col, work, lane_index);
       stage_weights<W, SUBTRACT>(buffer + nth * L::CHUNK, tile, k, lane_index);
     } else {
-      const int row = split.row + 8 * (nth / place.turns);
+      const int row = split.row + 8 * (nth / place.k_slices);
       threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
       stage_activations<W>(column, operands.x, row, k, work, lane_index);
     }

@@ -7,6 +7,7 @@
 // 6 = 4 + 2, low bits first. The second plane has no bits where one is enough.
 template <typename W>
 struct Planes {
+  // mutant: planes
   static constant constexpr const int LOW = W::BITS == 3 ? 2 : W::BITS & 4 ? 4 : W::BITS;
   static constant constexpr const int HIGH = W::BITS - LOW;
   // Words that a lane loads for its four rows in a step.
@@ -39,7 +40,7 @@ METAL_FUNC constexpr int words_of_step() {
 template <int COUNT>
 METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint offset) {
   if (COUNT == 4) {
-    const uint4 loaded = *(const device packed_uint4*)(w + offset);
+    const uint4 loaded = *(const device packed_uint4*)(w + offset);  // mutant: wide_loads
     words[0] = loaded.x;
     words[1] = loaded.y;
     words[2] = loaded.z;
@@ -50,7 +51,7 @@ METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint o
     words[1] = loaded.y;
     words[2] = loaded.z;
   } else if (COUNT == 2) {
-    const uint2 loaded = *(const device packed_uint2*)(w + offset);
+    const uint2 loaded = *(const device packed_uint2*)(w + offset);  // mutant: loads
     words[0] = loaded.x;
     words[1] = loaded.y;
   } else if (COUNT == 1) {
@@ -63,7 +64,7 @@ template <int WORDS>
 METAL_FUNC void load_plane(thread uint* words, const device uint32_t* w, uint offset, int lane_index) {
   constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
   UNROLL for (int i = 0; i < WORDS; i += 4) {
-    load_vector<CHUNK>(words + i, w, offset + 32 * i + CHUNK * lane_index);
+    load_vector<CHUNK>(words + i, w, offset + 32 * i + CHUNK * lane_index);  // mutant: chunk
   }
 }
 
@@ -88,7 +89,7 @@ METAL_FUNC void load_row(thread uint* words, const device uint32_t* w, uint offs
 // Sixteen bits from a bit on; above them may be others.
 METAL_FUNC uint bits_at(thread const uint* words, int bit) {
   const uint low = words[bit / 32] >> (bit % 32);
-  return bit % 32 > 16 ? low | words[bit / 32 + 1] << (32 - bit % 32) : low;
+  return bit % 32 > 16 ? low | words[bit / 32 + 1] << (32 - bit % 32) : low;  // mutant: straddle
 }
 
 // A row's words as windows. Those of 4 bits are windows, in their own order of k.
@@ -97,7 +98,7 @@ METAL_FUNC void make_windows(thread uint* windows, thread const uint* words) {
   UNROLL for (int i = 0; i < Native<W>::WINDOWS; ++i) {
     const int begin = min(16 * i, Native<W>::LAST);
     const ushort first = ushort(bits_at(words, begin));
-    const ushort second = ushort(bits_at(words, Native<W>::HALF + begin));
+    const ushort second = ushort(bits_at(words, Native<W>::HALF + begin));  // mutant: windows
     const bool ready = W::BITS == 4 || Native<W>::HALF == 16;
     windows[i] = ready ? words[i] : as_type<uint>(ushort2(first, second));
   }
@@ -115,7 +116,7 @@ METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int place) {
   constexpr int IN_WORD = 16 / BITS;
   constexpr int SHARING = IN_WORD > PAIRS ? IN_WORD / PAIRS : 1;
   const int word = SHARING > 1 ? f / SHARING : t / IN_WORD * 4 + f;
-  const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;
+  const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;  // mutant: slot
   return moved(words[word], BITS * slot, place) & both_halves(ones(BITS) << place);
 }
 
@@ -126,7 +127,7 @@ METAL_FUNC uint window_pair(thread const uint* windows, int t, int place) {
   const int bit = W::BITS * t;
   const int i = bit >= LAST ? Native<W>::WINDOWS - 1 : bit / 16;
   const int inside = bit - min(16 * i, LAST);
-  const uint mask = both_halves(ones(W::BITS) << place);
+  const uint mask = both_halves(ones(W::BITS) << place);  // mutant: window_pair
   const uint pair = moved(windows[i], inside, place);
   if (inside + W::BITS <= 16) {
     return pair & mask;
@@ -137,7 +138,7 @@ METAL_FUNC uint window_pair(thread const uint* windows, int t, int place) {
 
 // The pair of step t of row fragment f, each code at `place` of its half.
 template <typename W>
-METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int place) {
+METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int place) {  // mutant: pair
   constexpr int LOW = Planes<W>::LOW;
   constexpr int HIGH = Planes<W>::HIGH;
   if (W::PACKED) {

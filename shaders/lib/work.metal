@@ -11,7 +11,7 @@ constant constexpr int TILE_N = 32;  // rows of w, columns of the output
 constant constexpr int TILE_K = 64;  // values of k that one trip of the main loop eats
 
 METAL_FUNC constexpr int k_tile_of_group(int group) {
-  return group == 128 ? 128 : TILE_K;
+  return group == 128 ? 128 : TILE_K;  // mutant: k_tile
 }
 
 struct Work {
@@ -56,7 +56,7 @@ METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t*
   const Shape sizes = *(const constant Shape*)shape;
   const Schedule parts = *(const constant Schedule*)schedule;
   Work work;
-  work.m = sizes.m;
+  work.m = sizes.m;  // mutant: shape
   work.n = sizes.n;
   work.k = sizes.k;
   work.tile_m = sizes.tile_m;
@@ -64,27 +64,28 @@ METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t*
   work.k_tiles = sizes.k_tiles;
   work.group_tiles = sizes.group_tiles;
   work.whole = parts.whole;
-  work.ranges = parts.ranges;
+  work.ranges = parts.ranges;  // mutant: schedule
   work.slices = parts.slices;
   work.minimum = parts.minimum;
   work.groups = parts.groups;
-  work.ceil_partition = parts.ceil_partition != 0;
+  work.ceil_partition = parts.ceil_partition != 0;  // mutant: flags
   work.batch = parts.batch;
   return work;
 }
 
 METAL_FUNC uint ceil_div(uint value, uint divisor) {
-  return (value + divisor - 1) / divisor;
+  return (value + divisor - 1) / divisor;  // mutant: ceil_div
 }
 
 // The first part * total / parts, in 32 bits: total is split into quotient and rest.
 METAL_FUNC uint balanced_cut(uint part, uint parts, uint total) {
-  return part * (total / parts) + part * (total % parts) / parts;
+  return part * (total / parts) + part * (total % parts) / parts;  // mutant: balanced_cut
 }
 
 // Where a range of a group begins, in k tiles of the group.
 METAL_FUNC uint range_cut(uint member, Work work) {
   const uint units = work.group_tiles * work.slices;
+  // mutant: range_cut
   const uint unit = work.ceil_partition ? min(member * ceil_div(units, work.ranges), units)
                                         : balanced_cut(member, work.ranges, units);
   uint k_tile = balanced_cut(unit % work.slices, work.slices, work.k_tiles);
@@ -99,7 +100,7 @@ METAL_FUNC uint range_cut(uint member, Work work) {
 METAL_FUNC uint range_owner(uint position, Work work) {
   const float share = float(position) / float(work.group_tiles * work.k_tiles);
   uint member = min(uint(share * float(work.ranges)), work.ranges - 1);
-  while (range_cut(member, work) > position) {
+  while (range_cut(member, work) > position) {  // mutant: owner
     --member;
   }
   while (range_cut(member + 1, work) <= position) {
@@ -118,7 +119,7 @@ struct Range {
 template <bool WHOLE>
 METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   Range range;
-  if (WHOLE || index < work.whole) {
+  if (WHOLE || index < work.whole) {  // mutant: range
     range.begin = index * work.k_tiles;
     range.end = range.begin + work.k_tiles;
     return range;
@@ -127,7 +128,7 @@ METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   const uint group = (index - work.whole) % work.groups;
   range.begin = (work.whole + group * work.group_tiles) * work.k_tiles;
   range.end = range.begin;
-  if (member < work.ranges) {
+  if (member < work.ranges) {  // mutant: member
     range.end += range_cut(member + 1, work);
     range.begin += range_cut(member, work);
   }
@@ -152,7 +153,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   const uint place = WHOLE ? index : position / work.k_tiles;
   const uint k_idx = WHOLE ? 0 : position % work.k_tiles;
   Split split;
-  split.k_tile_count = min(end - position, work.k_tiles - k_idx);
+  split.k_tile_count = min(end - position, work.k_tiles - k_idx);  // mutant: tile
   uint tile = place;
   uint nth = 0;  // of the group
   if (!WHOLE && place >= work.whole) {
@@ -162,7 +163,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   uint column = tile / work.m_tiles;
   split.product = 0;
   if (BATCHED) {
-    const uint columns = ceil_div(work.n, TILE_N);
+    const uint columns = ceil_div(work.n, TILE_N);  // mutant: column
     split.product = column / columns;
     column %= columns;
   }
@@ -171,6 +172,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   split.col = TILE_N * (column + (WIDE - 1) * wide);
   split.slot = 0;
   if (k_idx > 0) {  // then it is the first of its range
+    // mutant: slot
     split.slot = (index - work.whole) / work.groups - range_owner(nth * work.k_tiles, work);
   }
   split.k_start = k_idx * K_TILE;
@@ -180,7 +182,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
 
 // How many splits the tile of an output element has.
 METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
-  const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
+  const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;  // mutant: splits
   const uint tile = column * work.m_tiles + row / work.tile_m;
   if (tile < work.whole) {
     return 1;
@@ -189,6 +191,7 @@ METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
     return work.slices;
   }
   const uint first = (tile - work.whole) / work.groups * work.k_tiles;
+  // mutant: count
   return range_owner(first + work.k_tiles - 1, work) - range_owner(first, work) + 1;
 }
 
@@ -197,27 +200,27 @@ METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
 struct Place {
   int row;     // of the tile
   int column;  // of TILE_N columns, of a wide tile
-  int turn;    // along k
-  int turns;
+  int k_slice;
+  int k_slices;  // that the tile's k is divided into
 };
 
 template <int SIMDGROUPS_M, int SIMDGROUPS_K, int WIDE>
 METAL_FUNC Place place_of_simdgroup(int simdgroup_index, bool is_wide, int rows) {
   Place place;
-  place.turns = WIDE > 1 && is_wide ? SIMDGROUPS_K / WIDE : SIMDGROUPS_K;
+  place.k_slices = WIDE > 1 && is_wide ? SIMDGROUPS_K / WIDE : SIMDGROUPS_K;  // mutant: place
   const int along = simdgroup_index / SIMDGROUPS_M;
   place.row = simdgroup_index % SIMDGROUPS_M * rows;
-  place.column = WIDE > 1 ? along / place.turns : 0;
-  place.turn = WIDE > 1 ? along % place.turns : along;
+  place.column = WIDE > 1 ? along / place.k_slices : 0;
+  place.k_slice = WIDE > 1 ? along % place.k_slices : along;
   return place;
 }
 
 METAL_FUNC int first_step(Split split, Place place) {
-  return split.k_start + TILE_K * place.turn;
+  return split.k_start + TILE_K * place.k_slice;  // mutant: first_step
 }
 
 template <int STEP>
 METAL_FUNC int next_step(int k, Place place) {
-  const int skip = TILE_K * (place.turns - 1);
+  const int skip = TILE_K * (place.k_slices - 1);  // mutant: next_step
   return STEP == 32 ? k + 32 + (k % TILE_K == 32 ? skip : 0) : k + TILE_K + skip;
 }

@@ -11,11 +11,11 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_marlin import cache, emulator, guard
-from mlx_marlin.backends import devices, kernels, planner, tuned_results
+from mlx_marlin import cache, emulator, guard, state
+from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import COMMANDS, main
-from mlx_marlin.cli.diagnosis import folders, machine
+from mlx_marlin.cli.diagnosis import folders, installation, kernel_checks
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.measurement import Result, label
@@ -53,7 +53,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     monkeypatch.setattr(emulator, "unavailable", lambda: None)
-    kernels.forget()
+    state.reset()
 
 
 def found(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
@@ -91,7 +91,7 @@ def test_json_has_the_facts(
     assert facts["environment"][devices.ENVIRONMENT] == "M3 Max, 30 cores"
     assert facts["device"]["generation"] == "M3"
     assert facts["device"]["cores"] == 30
-    assert facts["device"]["source"] == "named by MLX_MARLIN_DEVICE"
+    assert facts["device"]["source"] == "set by MLX_MARLIN_DEVICE"
     assert facts["back_end"]["name"] == "emulator"
     assert "MLX has no GPU here" in facts["back_end"]["reason"]
     assert {"found", "used", "identity", "unavailable"} <= facts["compilers"].keys()
@@ -118,7 +118,7 @@ def test_what_a_variable_prevents_is_a_problem(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     devices.current.cache_clear()
-    kernels.forget()
+    state.reset()
 
     status, facts = found(capsys)
 
@@ -263,7 +263,7 @@ def test_a_failed_verdict_is_a_problem(
         for name, reason in (("marlin_gemv", None), ("marlin_gemm", "wrong numbers"))
     )
     verdicts = {"on": True, "kernels": [passed, failed]}
-    monkeypatch.setattr(machine, "verdicts", lambda: verdicts)
+    monkeypatch.setattr(kernel_checks, "verdicts", lambda: verdicts)
 
     status, facts = found(capsys)
 
@@ -305,7 +305,7 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(devices, "current", lambda: device.Device.named("M3 Max"))
-    kernels.forget()
+    state.reset()
     plans: list[Any] = []
     monkeypatch.setattr(known_answers, "fault_of", plans.append)
     return plans
@@ -324,7 +324,7 @@ def test_check_runs_the_kernels_that_serve(
     monkeypatch.setattr(tuned_results, "find", lambda problem, *_: known.get(problem))
     many = problem_of(4096, 4096, 4096, layout="marlin")
 
-    of_stock = machine.check([problem_of(1, 4096, 4096), tuned_one, many])
+    of_stock = kernel_checks.check([problem_of(1, 4096, 4096), tuned_one, many])
 
     assert on_a_mac == [plan, dense_plan(many)]
     (row,) = of_stock
@@ -356,7 +356,7 @@ def test_a_check_that_cannot_be_made_is_a_problem(
     assert main(["doctor", "--check", "--rows", "8"]) == 1
     printed = capsys.readouterr().out
     assert "could not be checked: MemoryError: no message" in printed
-    guard.forget()
+    state.reset()
     assert main(["doctor"]) == 0
 
 
@@ -409,7 +409,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
         products.extend(wanted)
         return []
 
-    monkeypatch.setattr(machine, "check", check)
+    monkeypatch.setattr(kernel_checks, "check", check)
     return products
 
 
@@ -446,10 +446,10 @@ def test_the_kernels_of_a_model_are_checked(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--rows 1,4", "--rows 1,4 is for --check, expected both"),
-        ("--model some/model", "--model some/model is for --check, expected both"),
-        ("--check --rows 1,x", "--rows '1,x', expected such as 1,2,4,8"),
-        ("--check --rows 0", "--rows '0', expected such as 1,2,4,8"),
+        ("--rows 1,4", "--rows 1,4 requires --check"),
+        ("--model some/model", "--model some/model requires --check"),
+        ("--check --rows 1,x", "--rows '1,x', expected numbers such as 1,2,4,8"),
+        ("--check --rows 0", "--rows '0', expected numbers such as 1,2,4,8"),
         ("--check --model /none", "cannot load the model '/none'"),
         ("--check --model plain", "'plain' has no quantized linear layer"),
     ],
@@ -480,8 +480,8 @@ def test_the_versions_are_told(
     assert exited.value.code == 0
     assert said.startswith("mlx-marlin ")
     assert f"(mlx {mx.__version__}, mlx-lm {mlx_lm.__version__})" in said
-    monkeypatch.setattr(machine, "_version", {"mlx-marlin": "1.2"}.get)
-    assert machine.version_line() == "mlx-marlin 1.2"
+    monkeypatch.setattr(installation, "_version", {"mlx-marlin": "1.2"}.get)
+    assert installation.version_line() == "mlx-marlin 1.2"
 
 
 def test_help_lists_every_command_in_a_line_the_most_useful_first(

@@ -75,7 +75,10 @@ def test_an_address_space_that_is_missing_is_told(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--output", "y=4x8"], "'4x8', expected such as 8x512:float16:random"),
+        (
+            ["--output", "y=4x8"],
+            "'4x8', expected an array such as 8x512:float16",
+        ),
         (["--output", "y"], "--output 'y', expected NAME=VALUE"),
         (["--input", "x=half", *ARRAYS[2:]], "'half' is neither"),
         ([*ARRAYS, "--template", "T=half"], "--template 'T=half', expected a number"),

@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.backends.planner import predict
 from mlx_marlin.cli import main
-from mlx_marlin.cli.pictures import drawing
+from mlx_marlin.cli.pictures import axes
 from mlx_marlin.cli.pictures import text as pictures
 from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
@@ -261,7 +261,7 @@ def test_a_saved_picture_names_every_threadgroup(
     texts = svg_texts(path)
     assert texts.count(strategy) == 1
     assert sum("(model, not measured)" in text for text in texts) == 2
-    shown = pictures.ends(threadgroups, drawing.BARS)
+    shown = pictures.ends(threadgroups, axes.BARS)
     assert {str(index) for index in shown if index is not None} <= set(texts)
 
 

@@ -299,11 +299,11 @@ def test_a_wrong_product_fails_the_run(
 
 def test_columns_are_taken_as_numpy_takes_them(load: Any) -> None:
     matrix = np.arange(35, dtype=np.uint32).reshape(5, 7)
-    places = np.array([4, 0, 3])
+    indices = np.array([4, 0, 3])
 
     for axis in (0, 1):
-        actual = load("cuda_weights").taken(mx.array(matrix), places, axis)
-        np.testing.assert_array_equal(np.array(actual), matrix.take(places, axis))
+        actual = load("cuda_weights").taken(mx.array(matrix), indices, axis)
+        np.testing.assert_array_equal(np.array(actual), matrix.take(indices, axis))
 
 
 def of_zeros(

@@ -18,7 +18,9 @@ from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.cli import main
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
 
 Choose = Callable[[str | None], None]
@@ -134,7 +136,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
         monkeypatch.setattr(mx, "stream", lambda _: nullcontext())
         monkeypatch.setattr(mx, "device_info", lambda _: info)
         monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
-        monkeypatch.setattr(devices.sys, "platform", "linux")  # type: ignore[attr-defined]
+        monkeypatch.setattr("sys.platform", "linux")
 
     return make
 
@@ -253,7 +255,7 @@ def test_the_default_device_may_be_another_at_the_next_call(
 
 def test_the_environment_may_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(devices.ENVIRONMENT, "NVIDIA H200, 100 cores")
-    monkeypatch.setenv(devices.ARCHITECTURE_ENVIRONMENT, "applegpu_g15s")
+    monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, "applegpu_g15s")
 
     found = devices.current()
 
@@ -275,7 +277,7 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
     monkeypatch: pytest.MonkeyPatch,
     back_end: str,
     wish: str | None,
-    expected: devices.Target,
+    expected: PlanningDevice,
 ) -> None:
     backend(back_end)
     if wish:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mlx_marlin import emulator
 from mlx_marlin.emulator import CompileError, EmulatorError, emulated, metal_kernel
 from mlx_marlin.emulator.dispatch import record
-from mlx_marlin.emulator.engine import POOL_REGIONS
+from mlx_marlin.emulator.memory import POOL_REGIONS
 from support.metal_sources import FLOATS, HALVES, Size, each_thread, run, to_numpy
 
 pytestmark = pytest.mark.skipif(

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
 from mlx_marlin.emulator import CompileError, EmulatorError, emulated
 from mlx_marlin.emulator.compiling import compiler
+from support.grids import drawn
 from support.metal_sources import FLOATS, HALVES, each_thread, run
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_far_accesses_are_reported(index: int) -> None:
     assert f"read outside buffer 'a' (256 bytes), at byte {4 * index}" in message
 
 
-@given(size=st.integers(8, 5000), offset=st.integers(0, 9))
+@drawn(30, 100, size=st.integers(8, 5000), offset=st.integers(0, 9))
 def test_the_first_byte_behind_16_is_guarded(size: int, offset: int) -> None:
     a = mx.arange(size + offset).astype(mx.uint8)[offset:]
     mx.eval(a)

@@ -10,15 +10,14 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.devices import Target
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.variants import miniatures
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.eligibility import target
 from support import cuda_on_cpu
 
@@ -55,7 +54,7 @@ def operands() -> tuple[mx.array, tuple[mx.array, ...]]:
     return mx.random.normal((4, K), key=mx.random.key(2)).astype(mx.float16), w
 
 
-def few_warps(problem: Problem, device: Target) -> Plan:
+def few_warps(problem: Problem, device: PlanningDevice) -> Plan:
     """Returns a plan for which the emulator has memory."""
     few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
     return planner.make(problem, device=device, **few)
@@ -70,7 +69,7 @@ def assert_stock_serves() -> None:
         assert len(found) == 1
         assert mx.array_equal(y, mx.quantized_matmul(x, *w))
         assert "failed its check" in str(mlx_marlin.why_not(x, packed))
-        dispatch.forget()
+        state.reset()
 
 
 @cuda_on_cpu.needs_emulator

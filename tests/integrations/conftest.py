@@ -1,25 +1,26 @@
 """Stand-ins for kernels that traced blocks launch, and lists of what ran."""
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
+from mlx_marlin import state
 from mlx_marlin.backends import experts_launch, launch
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.integrations.tracing import regions
+from mlx_marlin.integrations.tracing import fusion
 from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import unpack
-from mlx_marlin.products.reference_epilogue import rotated, split_apart
-from mlx_marlin.products.stock_weight import plain
+from mlx_marlin.products.reference.epilogue import with_epilogue, with_norm
+from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.cuda_experts import choice_of_mlx
 
@@ -67,27 +68,22 @@ def cuda(
         return run
 
     def product(plan: Plan) -> launch.Product:
-        problem = plan.problem
-        epilogue = problem.epilogue
+        problem, epilogue = plan.problem, plan.problem.epilogue
 
-        def run(
-            x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *finish: mx.array
-        ) -> mx.array:
+        def wide(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
+            return x.astype(mx.float32) @ decoded(problem, w, scales).T
+
+        finished = with_epilogue(wide, epilogue)
+        if problem.norm is not None:
+            finished = with_norm(finished, problem.norm)
+
+        def run(x: mx.array, *given: mx.array) -> Any:
             plans.append(plan)
-            if problem.norm is not None:
-                x = mx.fast.rms_norm(x, finish[-1], problem.norm)
-            y = x.astype(mx.float32) @ decoded(problem, w, scales).T
-            y = y + finish[0] if epilogue.bias else y
-            y = y + finish[2] if epilogue.residual else y
-            if epilogue.rotation is not None:
-                y = mx.stop_gradient(y.astype(x.dtype))
-                arrays = finish[3 : 5 if epilogue.rotation.norm is None else 7]
-                return rotated(y, epilogue.rotation, epilogue.parts, *arrays)
-            if epilogue.gated:
-                gate, up = mx.split(y, 2, axis=-1)
-                y = nn.silu(gate) * up
-            y = mx.stop_gradient(y.astype(x.dtype))  # to MLX a kernel is opaque
-            return split_apart(y, epilogue.parts) if epilogue.parts else y
+            weight, operands, others = given[:3], given[3:6], given[6:]
+            given_operands = epilogue.bias, epilogue.multiply, epilogue.residual
+            y = finished(x, *weight, *compress(operands, given_operands), *others)
+            # To MLX a kernel is opaque.
+            return tree_map(lambda each: mx.stop_gradient(each.astype(x.dtype)), y)
 
         return run
 
@@ -105,7 +101,7 @@ def cuda(
         ) -> mx.array:
             native = unpack(PackedWeight(words=w, scales=scales, **sizes))
             weights = mx.dequantize(*native, group_size=problem.group_size)
-            rows = mx.repeat(x.reshape(-1, problem.k), plan.each, axis=0)
+            rows = mx.repeat(x.reshape(-1, problem.k), plan.pairs_per_row, axis=0)
             chosen = weights[experts.flatten()].astype(mx.float32)
             y = rows[:, None].astype(mx.float32) @ chosen.swapaxes(1, 2)
             return y if bias is None else y + bias[experts.flatten(), None]
@@ -114,11 +110,11 @@ def cuda(
             x: mx.array, w: mx.array, scales: mx.array, _: mx.array, *given: mx.array
         ) -> mx.array:
             *others, experts = given
-            second = others[: 2 if plan.gate else 0]
+            second = others[: 2 if plan.gather.gate else 0]
             biases = others[len(second) :]
             y = times(x, experts, w, scales, *biases[:1])
-            if plan.gate:
-                activation = SwiGLU() if plan.gate == "silu" else SwigluOAI()
+            if plan.gather.gate:
+                activation = SwiGLU() if plan.gather.gate == "silu" else SwigluOAI()
                 y = activation(times(x, experts, *second, *biases[1:]), y)
             y = mx.stop_gradient(y.astype(x.dtype))
             return y.reshape(*experts.shape, 1, problem.n)
@@ -133,7 +129,7 @@ def cuda(
         return mx.stop_gradient(stock_sum(*given))
 
     backend("cuda")
-    monkeypatch.setattr(experts_launch, "cuda_gather_product", of_experts)
+    monkeypatch.setattr(experts_launch, "gather_product", of_experts)
     monkeypatch.setattr(experts_launch, "route", route)
     monkeypatch.setattr(experts_launch, "combine", combine)
     monkeypatch.setattr(launch, "product", product)
@@ -147,15 +143,15 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def listed(name: str) -> None:
-        own = getattr(regions, name)
+        own = getattr(fusion, name)
 
         def region(*arguments: Any) -> Any:
             found.append(name)
             return own(*arguments)
 
-        monkeypatch.setattr(regions, name, region)
+        monkeypatch.setattr(fusion, name, region)
 
     listed("_before")
     listed("_after")
-    dispatch.forget()
+    state.reset()
     return found

@@ -11,8 +11,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
 from numpy.typing import NDArray
 
-from mlx_marlin.integrations.tracing import attention
-from mlx_marlin.integrations.tracing import cache as block_cache
+from mlx_marlin.integrations.tracing import attention, kv_cache
 from mlx_marlin.integrations.tracing.attention import attend
 
 FEATURES = 32
@@ -173,13 +172,13 @@ def test_a_cache_is_cleared_and_aligned_when_it_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths: list[int] = []
-    own = block_cache._clear
+    own = kv_cache._clear
 
     def listed(cache: BatchKVCache) -> None:
         own(cache)
         lengths.append(cache.keys.shape[2])
 
-    monkeypatch.setattr(block_cache, "_clear", listed)
+    monkeypatch.setattr(kv_cache, "_clear", listed)
     cache = filled(250, 2, PADDING)
     for token in range(12):
         if token == 10:
@@ -246,7 +245,7 @@ def test_layers_of_a_token_share_what_the_mask_adds(
 
 
 def test_arrays_that_are_gone_are_not_kept() -> None:
-    known = len(block_cache._cleared)
+    known = len(kv_cache._cleared)
     cache = filled(8, 2, PADDING)
     attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, cache.make_mask(1), SCALE)
     keys = ref(cache.keys)
@@ -255,9 +254,9 @@ def test_arrays_that_are_gone_are_not_kept() -> None:
     cache.filter(mx.array([0, 2]))
     assert keys() is None
 
-    assert len(block_cache._cleared) == known + 1
+    assert len(kv_cache._cleared) == known + 1
     del cache
-    assert len(block_cache._cleared) == known
+    assert len(kv_cache._cleared) == known
 
 
 def test_a_mask_that_goes_late_takes_its_own_sums_only() -> None:

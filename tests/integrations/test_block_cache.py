@@ -1,4 +1,4 @@
-"""A batch of one stream: no mask where nothing is hidden, and mlx-lm's cache."""
+"""The masks and caches that traced blocks pass to attention, as in mlx-lm."""
 
 import copy
 from collections.abc import Callable
@@ -12,10 +12,9 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlx_marlin.integrations.tracing import attention
-from mlx_marlin.integrations.tracing import cache as block_cache
+from mlx_marlin.integrations.tracing import attention, kv_cache
 from mlx_marlin.integrations.tracing.attention import attend
-from mlx_marlin.integrations.tracing.cache import (
+from mlx_marlin.integrations.tracing.kv_cache import (
     CUDNN_STEP,
     is_alone,
     updated,
@@ -273,13 +272,13 @@ def test_streams_move_on_by_an_array_that_is_kept(
 ) -> None:
     backend("cuda")
     asked: list[tuple[int, int]] = []
-    own = block_cache._steps
+    own = kv_cache._steps
 
     def listed(streams: int, tokens: int, dtype: mx.Dtype) -> mx.array:
         asked.append((streams, tokens))
         return own(streams, tokens, dtype)
 
-    monkeypatch.setattr(block_cache, "_steps", listed)
+    monkeypatch.setattr(kv_cache, "_steps", listed)
     cache = filled(streams=3)
     q, k = mx.zeros((3, 4, 2, FEATURES)), mx.zeros((3, 2, 2, FEATURES))
 

@@ -20,6 +20,7 @@ from mlx_marlin.integrations.tracing import block
 from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.linear_parameters import LinearParameters
 from support.decoder_models import one_stream, tiny
 from support.models import Layers, arrays, types
 
@@ -69,7 +70,7 @@ def experts() -> nn.Module:
 STAGES: list[tuple[Callable[[], nn.Module], Any, str, int]] = [
     (dense, MarlinLinear, "from_quantized", 1),
     (dense, MarlinLinear, "from_quantized", 9),
-    (dense, MarlinLinear, "keep_packed", 4),
+    (dense, LinearParameters, "keep_packed", 4),
     (experts, MarlinSwitchLinear, "from_quantized", 5),
     (dense, joining, "join", 1),
     (dense, joining, "join", 3),
@@ -128,6 +129,7 @@ def first_logits(model: nn.Module) -> mx.array:
     return logits
 
 
+@pytest.mark.thinned(40)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(("state", "make", "holder", "name", "nth"), cases())
 def test_optimize_is_all_or_nothing(
@@ -231,11 +233,11 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
 TRACING_CODE = (
     "attention",
     "block",
-    "cache",
-    "contents",
+    "kv_cache",
+    "inspection",
     "gated_experts",
-    "regions",
-    "rotation",
+    "fusion",
+    "fused_rope",
     "routed_experts",
 )
 
@@ -286,7 +288,9 @@ def test_a_cache_that_mlx_lm_changed_leaves_blocks_untraced(
             super().__init__(padding)
             del self._idx
 
-    monkeypatch.setattr("mlx_marlin.integrations.tracing.cache.BatchKVCache", Changed)
+    monkeypatch.setattr(
+        "mlx_marlin.integrations.tracing.kv_cache.BatchKVCache", Changed
+    )
     model = dense()
 
     with pytest.warns(RuntimeWarning, match=r"not traced.*_idx"):

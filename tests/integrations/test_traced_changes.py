@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models import base, llama, switch_layers
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing import contents as block_contents
-from mlx_marlin.integrations.tracing.known_blocks import FAMILIES
+from mlx_marlin.integrations.tracing import inspection
+from mlx_marlin.integrations.tracing.model_families import FAMILIES
 from mlx_marlin.integrations.tracing.snapshot import is_unchanged
 from support.decoder_models import assert_equal, one_stream, tiny, traced
 
@@ -77,7 +77,7 @@ def test_a_setting_that_changes_counts_for_the_next_token(
     unchanged = generated(tiny(family), lambda _: None)
     assert_equal(expected[:3], unchanged[:3])
     assert not mx.allclose(expected[3], unchanged[3], rtol=1e-3)
-    assert all(block._contents.kind is not None for block in model.layers)
+    assert all(block._inspection.spec is not None for block in model.layers)
 
 
 def doubled(function: Any) -> Any:
@@ -114,6 +114,7 @@ REPLACED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thinned(11)
 @REPLACED
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 def test_a_method_that_is_replaced_counts_for_the_next_token(
@@ -133,7 +134,7 @@ def test_a_method_that_is_replaced_counts_for_the_next_token(
     assert not mx.allclose(results[0][3], unchanged[3], rtol=1e-3)
     # It is mlx-lm's again now.
     assert_equal(generated(model, lambda _: None), unchanged)
-    assert all(block._contents.kind is not None for block in model.layers)
+    assert all(block._inspection.spec is not None for block in model.layers)
 
 
 @REPLACED
@@ -146,7 +147,7 @@ def test_a_method_that_was_replaced_before_optimize_counts(
     model = traced(tiny(family), join=True)
 
     assert_equal(generated(model, lambda _: None), expected)
-    assert all(block._contents.kind is None for block in model.layers)
+    assert all(block._inspection.spec is None for block in model.layers)
 
 
 def test_attention_that_was_replaced_wherever_it_is_imported_counts(
@@ -187,7 +188,7 @@ def test_a_class_that_changes_counts_for_the_next_token() -> None:
     model = traced(tiny("llama"))
 
     assert_equal(generated(model, change), expected)
-    assert all(block._contents.kind is None for block in model.layers)
+    assert all(block._inspection.spec is None for block in model.layers)
 
 
 def test_blocks_whose_class_was_replaced_in_its_module_are_not_traced(
@@ -210,25 +211,25 @@ def test_blocks_whose_class_was_replaced_in_its_module_are_not_traced(
 def test_nothing_is_seen_to_change_while_nothing_does(family: str) -> None:
     model = traced(tiny(family), layout="marlin", join=True)
     generated(model, lambda _: None)
-    contents = [block._contents for block in model.layers]
+    inspections = [block._inspection for block in model.layers]
 
     generated(model, lambda _: None)
 
-    for block, each in zip(model.layers, contents, strict=True):
-        assert block._contents is each
-        assert is_unchanged(block, each.seen)
-    assert any(each.kind is not None for each in contents)
+    for block, each in zip(model.layers, inspections, strict=True):
+        assert block._inspection is each
+        assert is_unchanged(block, each.snapshot)
+    assert any(each.spec is not None for each in inspections)
 
 
 def test_training_changes_no_result() -> None:
     model = traced(tiny("llama"))
     expected = generated(model, lambda _: None)
-    kind = model.layers[0]._contents.kind
+    spec = model.layers[0]._inspection.spec
 
     outputs = generated(model, lambda each: each.train())
 
     assert_equal(outputs, expected)
-    assert model.layers[0]._contents.kind is kind
+    assert model.layers[0]._inspection.spec is spec
 
 
 def test_attention_that_was_replaced_while_the_tracing_code_was_imported(
@@ -236,11 +237,11 @@ def test_attention_that_was_replaced_while_the_tracing_code_was_imported(
 ) -> None:
     model, own = traced(tiny("llama")), tiny("llama")
     monkeypatch.setattr(
-        block_contents, "scaled_dot_product_attention", doubled(mx.multiply)
+        inspection, "scaled_dot_product_attention", doubled(mx.multiply)
     )
 
     assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
-    assert all(block._contents.kind is None for block in model.layers)
+    assert all(block._inspection.spec is None for block in model.layers)
 
 
 def test_settings_that_keep_changing_do_not_fill_the_memory(
@@ -248,8 +249,8 @@ def test_settings_that_keep_changing_do_not_fill_the_memory(
 ) -> None:
     model, own = traced(tiny("llama")), tiny("llama")
     generated(model, lambda _: None)
-    kinds = len(block_contents._kinds)
-    monkeypatch.setattr(block_contents, "MOST_KINDS", kinds + 1)
+    specs = len(inspection._specs)
+    monkeypatch.setattr(inspection, "MOST_SPECS", specs + 1)
 
     for base_of_rope, warns in ((301.0, False), (302.0, True), (303.0, False)):
         change = set_in_blocks("self_attn.rope.base", base_of_rope)
@@ -259,4 +260,4 @@ def test_settings_that_keep_changing_do_not_fill_the_memory(
             assert_equal(generated(model, change), expected)
         assert [each.filename for each in given] == [llama.__file__] * warns
 
-    assert len(block_contents._kinds) == kinds + 1
+    assert len(inspection._specs) == specs + 1

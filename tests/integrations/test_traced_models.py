@@ -65,9 +65,9 @@ def test_a_copy_of_a_traced_model_is_one() -> None:
 
     other = copy.deepcopy(model)
 
-    assert other.layers[0]._contents is None
+    assert other.layers[0]._inspection is None
     assert_equal(decoded(other, one_stream), expected)
-    assert other.layers[0]._contents.kind is model.layers[0]._contents.kind
+    assert other.layers[0]._inspection.spec is model.layers[0]._inspection.spec
 
 
 @pytest.mark.usefixtures("stock")
@@ -151,4 +151,4 @@ def test_an_attention_that_we_do_not_know_runs_as_it_is() -> None:
     traced(model)
 
     assert_equal(decoded(model, one_stream), decoded(own, one_stream))
-    assert model.layers[0]._contents.kind is None
+    assert model.layers[0]._inspection.spec is None

@@ -40,7 +40,7 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [
@@ -106,13 +106,13 @@ def two_streams(model: nn.Module) -> Caches:
 
 
 class TwoStreams(caches.BatchKVCache):
-    """A batch whose places MLX keeps where the host writes."""
+    """A batch whose positions MLX keeps where the host writes."""
 
     batch = 2
 
 
 class LongOffsets(caches.BatchKVCache):
-    """A batch whose places are no int32."""
+    """A batch whose positions are no int32."""
 
     batch = 3
 
@@ -218,8 +218,8 @@ def test_layers_without_a_rope_are_traced(
 
     assert_close(decoded(model, make), expected, 2e-3)
 
-    kinds = [block._contents.kind for block in model.layers]
-    ropes = [dict(kind.before)["rope"].cls.__name__ for kind in kinds]
+    specs = [block._inspection.spec for block in model.layers]
+    ropes = [dict(spec.before)["rope"].cls.__name__ for spec in specs]
     assert ropes == ["RoPE", "NoPE"]
     rotating = {plan.problem.epilogue.rotation for plan in cuda} - {None}
     assert len(rotating) == join  # those of the first layer
@@ -234,4 +234,4 @@ def test_a_rope_that_needs_a_number_runs_in_mlx_lms_code() -> None:
     outputs = decoded(model, one_stream)
 
     assert_equal(outputs, decoded(tiny("llama", rope_scaling=scaling), one_stream))
-    assert model.layers[0]._contents.kind is None
+    assert model.layers[0]._inspection.spec is None

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_marlin.integrations.tracing import block as traced_block
-from mlx_marlin.integrations.tracing.rotation import HOST_BYTES
+from mlx_marlin.integrations.tracing.fused_rope import HOST_BYTES
 from mlx_marlin.planning.plan import Plan
 from support.decoder_models import (
     WIDE_HEADS,
@@ -147,8 +147,8 @@ def test_layers_that_are_replaced_are_seen() -> None:
     assert_equal(outputs, decoded(replaced(tiny("llama")), one_stream))
     assert not mx.allclose(outputs[-1], before[-1], rtol=0.1)
     # One is of another kind now, and LoRA's is none.
-    assert model.layers[0]._contents.kind is not None
-    assert model.layers[1]._contents.kind is None
+    assert model.layers[0]._inspection.spec is not None
+    assert model.layers[1]._inspection.spec is None
 
 
 @pytest.mark.usefixtures("stock")
@@ -161,21 +161,21 @@ def test_what_is_replaced_in_experts_is_seen() -> None:
 
     model = traced(tiny("qwen3_moe"))
     before = decoded(model, one_stream)
-    kinds = [block._contents.kind for block in model.layers]
-    assert kinds[0] is kinds[1] is not None
+    specs = [block._inspection.spec for block in model.layers]
+    assert specs[0] is specs[1] is not None
 
     with pytest.raises(TypeError):
         decoded(replaced(model), one_stream)
 
-    assert model.layers[0]._contents.kind not in (None, kinds[0])
-    assert model.layers[1]._contents.kind is None
+    assert model.layers[0]._inspection.spec not in (None, specs[0])
+    assert model.layers[1]._inspection.spec is None
     model.layers[1].mlp.switch_mlp.activation = SwiGLU()
     own = replaced(tiny("qwen3_moe"))
     own.layers[1].mlp.switch_mlp.activation = SwiGLU()
     outputs = decoded(model, one_stream)
     assert_equal(outputs, decoded(own, one_stream))
     assert not mx.allclose(outputs[-1], before[-1], rtol=0.1)
-    assert model.layers[1]._contents.kind is kinds[1]
+    assert model.layers[1]._inspection.spec is specs[1]
 
 
 @pytest.mark.usefixtures("stock")
@@ -211,7 +211,7 @@ def test_blocks_with_experts_and_without_have_kinds_of_their_own() -> None:
     outputs = decoded(model, one_stream)
 
     assert_equal(outputs, decoded(tiny("qwen3_moe", **options), one_stream))
-    first, second = (block._contents.kind for block in model.layers)
+    first, second = (block._inspection.spec for block in model.layers)
     assert [name for name, _ in first.after] == ["norm", "o_proj", "experts"]
     assert [name for name, _ in second.after] == [
         "norm",
@@ -237,14 +237,14 @@ def test_a_bias_that_comes_or_goes_is_seen() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_offsets_are_arrays_once_a_token() -> None:
-    offset, places = traced_block._arrays_of(70)
+    offset, positions = traced_block._arrays_of(70)
 
     assert traced_block._arrays_of(70)[0] is offset
-    assert traced_block._arrays_of(70)[1] is places
+    assert traced_block._arrays_of(70)[1] is positions
     assert offset.item() == 70
-    assert set(places.tolist()) == {70}
-    assert offset.dtype == places.dtype == mx.int32
-    assert places.nbytes > HOST_BYTES
+    assert set(positions.tolist()) == {70}
+    assert offset.dtype == positions.dtype == mx.int32
+    assert positions.nbytes > HOST_BYTES
     assert traced_block._arrays_of(71)[0].item() == 71
 
 

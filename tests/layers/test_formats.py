@@ -113,6 +113,7 @@ def test_a_saved_layer_is_loaded_again(
     assert mx.array_equal(again(X), ours(X))
 
 
+@pytest.mark.thinned(4)
 @of_mlx
 def test_the_gradient_of_x_is_mlxs(mode: str, bits: int, group_size: int) -> None:
     options = options_of(mode, bits, group_size)

@@ -8,6 +8,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import launch
 from mlx_marlin.integrations.mlx_lm import convert as integration
 from mlx_marlin.layers.joined import (
@@ -18,7 +19,6 @@ from mlx_marlin.layers.joined import (
     separate,
 )
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products import dispatch
 from support.arguments import activations
 from support.models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama
 
@@ -36,7 +36,7 @@ def layers(*sizes: int, bias: bool = False, **options: Any) -> list[MarlinLinear
 def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:
     model = tiny_llama()
     expected = mlx_marlin.optimize(model, layout=layout)(TOKENS)
-    dispatch.forget()
+    state.reset()
 
     joined = mlx_marlin.optimize(model, layout=layout, join=True)
     y = joined(TOKENS)

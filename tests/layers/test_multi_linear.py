@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import launch
 from mlx_marlin.planning.plan import Plan
 from support.models import TOKENS, arrays, types
@@ -90,7 +91,7 @@ def test_a_model_with_latent_attention_answers_the_same(layout: str) -> None:
 
     expected = answers()
     mlx_marlin.optimize(model, layout=layout)
-    launch.forget()
+    state.reset()
     actual = answers()
 
     kinds = [each.__name__ for each in types(model).values()]

@@ -14,7 +14,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
-from support import format_cases, strategies
+from support import drawn_arrays, format_cases, strategies
 from support.grids import drawn
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,7 @@ def counters(plan: Plan) -> Counters:
     """The counters of the plan's first dispatch; no access may be wrong."""
     problem = plan.problem
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=1)
-    weight = strategies.weight_of(problem, seed=0)
+    weight = drawn_arrays.weight_of(problem, seed=0)
     arguments = format_cases.arguments(weight, problem.layout)
     product = launch.product(plan)
     return trace(lambda: mx.eval(product(x, *arguments)))[0]
@@ -111,7 +111,7 @@ def ragged(
     return plan
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
 def test_packed_weights_are_read_once_in_whole_lines(
@@ -128,7 +128,7 @@ def test_packed_weights_are_read_once_in_whole_lines(
     assert found.read_bytes / (128 * found.lines_128) >= 0.95
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
@@ -271,7 +271,7 @@ def test_no_plan_races_or_strays(
 def test_no_plan_of_any_format_races_or_strays(plan: Plan, seed: int) -> None:
     problem = plan.problem
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=seed)
-    weight = strategies.weight_of(problem, seed=seed)
+    weight = drawn_arrays.weight_of(problem, seed=seed)
 
     with emulated(seed=seed, trace=True):
         format_cases.run(plan, x, weight)
@@ -291,8 +291,8 @@ RAGGED = {
 def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> None:
     """In trace mode; what a reduce reads is checked too."""
     epilogue = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
-    x, native = strategies.arrays(problem, seed=4)
-    finish = strategies.finish_arrays(problem, seed=5)
+    x, native = drawn_arrays.arrays(problem, seed=4)
+    finish = drawn_arrays.finish_arrays(problem, seed=5)
     for fused in (False, True):
         asked = replace(problem, epilogue=epilogue) if fused else problem
         for plan in strategies.one_of_each(asked, reduction=reduction):
@@ -302,7 +302,7 @@ def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> 
                 mx.eval(y)
 
 
-def stored(plan: Plan, native: strategies.Native) -> strategies.Native:
+def stored(plan: Plan, native: drawn_arrays.Native) -> drawn_arrays.Native:
     """Packs a weight if the plan wants it so."""
     if plan.problem.layout == "mlx":
         return native

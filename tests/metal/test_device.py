@@ -10,6 +10,7 @@ import pytest
 
 from mlx_marlin.backends import devices
 from mlx_marlin.backends.metal import detection, device
+from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
@@ -20,7 +21,7 @@ Tools = Callable[..., None]
 @pytest.fixture(autouse=True)
 def _ask_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(devices.ENVIRONMENT, raising=False)
-    monkeypatch.delenv(devices.ARCHITECTURE_ENVIRONMENT, raising=False)
+    monkeypatch.delenv(ARCHITECTURE_ENVIRONMENT, raising=False)
     devices.current.cache_clear()
     yield
     devices.current.cache_clear()
@@ -253,7 +254,7 @@ def test_mlx_s_variable_replaces_the_architecture(
     mac("Apple M5 Max", "applegpu_g17s", ioreg=ioreg(32))
     if wish:
         monkeypatch.setenv(devices.ENVIRONMENT, wish)
-    monkeypatch.setenv(devices.ARCHITECTURE_ENVIRONMENT, "applegpu_g15d")
+    monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, "applegpu_g15d")
     chip = devices.current()
 
     assert (chip.generation, chip.cores) == ("M5", 32)
@@ -264,7 +265,7 @@ def test_mlx_s_variable_replaces_the_architecture(
 def test_mlx_s_variable_must_be_an_architecture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(devices.ARCHITECTURE_ENVIRONMENT, "M5")
+    monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, "M5")
 
     with pytest.raises(ValueError, match="MLX_METAL_GPU_ARCH: arch='M5': expected"):
         devices.current()

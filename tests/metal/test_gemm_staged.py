@@ -16,7 +16,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction, step_k
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
-from support import format_cases, oracles, orders, strategies
+from support import drawn_arrays, format_cases, oracles, orders, strategies
 from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
@@ -59,7 +59,7 @@ def variants() -> Iterator[tuple[Variant, int, int, int]]:
             yield variant, *next(ways)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("variant", "buffers", "loaders", "rows"), [*variants()], ids=str
 )
@@ -94,7 +94,7 @@ RAGGED = Problem(m=11, n=150, k=11 * 32, group_size=32, layout="marlin")
 REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @by_staging
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_strategies_give_the_same_integers(
@@ -103,7 +103,7 @@ def test_all_strategies_give_the_same_integers(
     problem = replace(RAGGED, dtype="float32", scale_dtype="float32")
     draw = np.random.default_rng(problem.n)
     x = mx.array(draw.integers(-8, 9, (problem.m, problem.k)).astype(np.float32))
-    _, (w, *_) = strategies.arrays(problem, seed=1)
+    _, (w, *_) = drawn_arrays.arrays(problem, seed=1)
     scales = mx.array(draw.integers(-4, 5, (problem.n, problem.groups)), mx.float32)
     biases = mx.array(draw.integers(-8, 9, (problem.n, problem.groups)), mx.float32)
     native = (w, scales, biases)
@@ -171,7 +171,7 @@ def test_what_is_made_on_a_wish_computes_the_product(
         m=m, n=70, k=384, group_size=128, dtype=dtype, scale_dtype=dtype, layout=layout
     )
     plan = planner.make(problem, kernel="gemm_staged")
-    weight = strategies.weight_of(problem, seed=m)
+    weight = drawn_arrays.weight_of(problem, seed=m)
     x = format_cases.activations(m, problem.k, dtype=dtype, seed=m)
 
     y = format_cases.run(plan, x, weight)
@@ -199,7 +199,7 @@ def test_barriers_memory_and_traffic_are_those_of_the_plan(
     from mlx_marlin.emulator import trace
 
     problem = replace(RAGGED, m=24)
-    weight = strategies.weight_of(problem, seed=0)
+    weight = drawn_arrays.weight_of(problem, seed=0)
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=1)
     whole = planner.make(problem, strategy="data_parallel", simdgroups_k=2)
     assert (whole.fragments_m, whole.simdgroups_m, whole.m_tiles) == (2, 2, 1)

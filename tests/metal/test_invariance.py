@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products.packing import pack
-from support import oracles, strategies
+from support import drawn_arrays, oracles, strategies
+from support.drawn_arrays import run
 from support.grids import drawn
 
 pytestmark = pytest.mark.skipif(
@@ -33,53 +33,36 @@ def planned(problem: Problem, chip: Device) -> dict[int, Plan]:
     return {each.m: planner.choose(each, chip) for each in asked}
 
 
-def run(
-    plan: Plan, x: mx.array, weight: strategies.Native, *finish: mx.array
-) -> mx.array:
-    y = launch.product(plan)(x, *weight, *finish)
-    mx.eval(y)
-    return y
-
-
-def stored(problem: Problem, native: strategies.Native) -> strategies.Native:
-    if problem.layout == "mlx":
-        return native
-    packed = pack(*native, group_size=problem.group_size)
-    return packed.words, packed.scales, packed.scales
-
-
 def assert_rows_keep_their_bits(problem: Problem, chip: Device, seed: int) -> None:
-    x, native = strategies.arrays(replace(problem, m=MOST), seed=seed)
-    weight = stored(problem, native)
+    x, native = drawn_arrays.arrays(replace(problem, m=MOST), seed=seed)
     plans = planned(problem, chip)
-    whole = run(plans.pop(MOST), x, weight)
+    whole = run(plans.pop(MOST), x, native)
 
     for m, plan in plans.items():
-        assert mx.array_equal(run(plan, x[:m], weight), whole[:m]), plan.explain()
+        assert mx.array_equal(run(plan, x[:m], native), whole[:m]), plan.explain()
     last = plans[ROWS[-1]]
-    assert mx.array_equal(run(last, x[-ROWS[-1] :], weight), whole[-ROWS[-1] :])
+    assert mx.array_equal(run(last, x[-ROWS[-1] :], native), whole[-ROWS[-1] :])
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
-    dtype: str, layout: str, chip: str
+    n: int, k: int, group_size: int, dtype: str, layout: str, chip: str
 ) -> None:
-    device = Device.named(chip)
-    for n, k, group_size in SHAPES:
-        problem = Problem(
-            m=1,
-            n=n,
-            k=k,
-            group_size=group_size,
-            dtype=dtype,
-            scale_dtype=dtype,
-            layout=layout,
-            invariant=True,
-        )
-        assert_rows_keep_their_bits(problem, device, seed=n)
+    problem = Problem(
+        m=1,
+        n=n,
+        k=k,
+        group_size=group_size,
+        dtype=dtype,
+        scale_dtype=dtype,
+        layout=layout,
+        invariant=True,
+    )
+    assert_rows_keep_their_bits(problem, Device.named(chip), seed=n)
 
 
 def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
@@ -111,13 +94,12 @@ def test_any_rows_keep_their_bits(
 ) -> None:
     problem = replace(problem, invariant=True)
     rows = min(rows, MOST - first)
-    x, native = strategies.arrays(replace(problem, m=MOST), seed=rows)
-    weight = stored(problem, native)
+    x, native = drawn_arrays.arrays(replace(problem, m=MOST), seed=rows)
     all_rows = planner.choose(replace(problem, m=MOST), chip)
     some_rows = planner.choose(replace(problem, m=rows), chip)
 
-    whole = run(all_rows, x, weight)
-    some = run(some_rows, x[first : first + rows], weight)
+    whole = run(all_rows, x, native)
+    some = run(some_rows, x[first : first + rows], native)
 
     assert mx.array_equal(some, whole[first : first + rows])
 
@@ -130,8 +112,8 @@ def test_an_epilogue_keeps_them_too() -> None:
         invariant=True,
         epilogue=Epilogue(bias=True, activation="silu", multiply=True, residual=True),
     )
-    x, native = strategies.arrays(problem, seed=1)
-    bias, multiplier, residual = strategies.finish_arrays(problem, seed=2)
+    x, native = drawn_arrays.arrays(problem, seed=1)
+    bias, multiplier, residual = drawn_arrays.finish_arrays(problem, seed=2)
     plans = planned(problem, Device.named("Apple M1"))
     whole = run(plans.pop(MOST), x, native, bias, multiplier, residual)
 
@@ -143,7 +125,7 @@ def test_an_epilogue_keeps_them_too() -> None:
 @pytest.mark.parametrize("m", ROWS)
 def test_invariant_products_are_right(m: int) -> None:
     problem = Problem(m=m, n=150, k=448, invariant=True)
-    x, native = strategies.arrays(problem, seed=m)
+    x, native = drawn_arrays.arrays(problem, seed=m)
 
     y = run(planner.choose(problem, DEFAULT), x, native)
 

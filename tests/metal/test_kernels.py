@@ -1,4 +1,4 @@
-"""The shaders against float64, through whatever back end runs them here."""
+"""The products of the shaders against float64."""
 
 from dataclasses import replace
 
@@ -12,29 +12,14 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
-from mlx_marlin.products.packing import pack
-from support import oracles, orders, strategies
+from support import drawn_arrays, oracles, strategies
+from support.drawn_arrays import run, stock
 from support.grids import drawn
+from support.ragged_problems import RAGGED, in_float32
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
-
-
-def run(plan: Plan, x: mx.array, native: strategies.Native) -> mx.array:
-    """Runs a plan on native arrays, packed first if the plan wants them so."""
-    if plan.problem.layout == "marlin":
-        packed = pack(*native, group_size=plan.problem.group_size)
-        weight = (packed.words, packed.scales, packed.scales)
-    else:
-        weight = native
-    y = launch.product(plan)(x, *weight)
-    mx.eval(y)
-    return y
-
-
-def stock(plan: Plan, x: mx.array, native: strategies.Native) -> mx.array:
-    return mx.quantized_matmul(x, *native, group_size=plan.problem.group_size, bits=4)
 
 
 @drawn(8, 50, case=strategies.cases())
@@ -71,7 +56,7 @@ def test_the_chosen_plan_computes_the_product(
         layout=layout,
     )
     plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
-    x, native = strategies.arrays(problem, seed=m)
+    x, native = drawn_arrays.arrays(problem, seed=m)
 
     y = run(plan, x, native)
 
@@ -107,7 +92,7 @@ def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -
 @drawn(5, 20, plan=strategies.runnable_plans(max_k=256, dtypes=st.just("float32")))
 def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None:
     problem = plan.problem
-    _, (w, *floats) = strategies.arrays(problem, seed=0)
+    _, (w, *floats) = drawn_arrays.arrays(problem, seed=0)
     # With the precision of half, scale * q is exact in float32: one rounding is left.
     scales, biases = (each.astype(mx.float16).astype(mx.float32) for each in floats)
     native = w, scales, biases
@@ -128,7 +113,7 @@ def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None
     plan, x, native = case
     first = run(plan, x, native)
 
-    with strategies.another_schedule(seed):
+    with drawn_arrays.another_schedule(seed):
         second = run(plan, x, native)
 
     assert mx.array_equal(first, second)
@@ -171,33 +156,18 @@ def test_a_threadgroup_may_have_many_units(m: int) -> None:
         k_parallel=2,
         simdgroups_k=8,
     )
-    x, native = strategies.arrays(problem, seed=m)
+    x, native = drawn_arrays.arrays(problem, seed=m)
     one_each = planner.make(problem, strategy="split_k", k_parallel=2)
     expected = run(one_each, x, native)
 
     for seed in range(8):
-        with strategies.another_schedule(seed):
+        with drawn_arrays.another_schedule(seed):
             y = run(plan, x, native)
 
         assert mx.allclose(y, expected, rtol=0, atol=0.01)
 
 
-RAGGED = {
-    "gemv": Problem(m=2, n=150, k=448),
-    "gemm_register": Problem(m=11, n=150, k=448),
-    "packed groups of 128": Problem(
-        m=3, n=300, k=7 * 128, group_size=128, layout="marlin"
-    ),
-    "packed groups of 32, half a trip": Problem(
-        m=13, n=150, k=11 * 32, group_size=32, layout="marlin"
-    ),
-}
-"""Problems that no strategy divides evenly."""
 REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
-
-
-def in_float32(problem: Problem) -> Problem:
-    return replace(problem, dtype="float32", scale_dtype="float32")
 
 
 @pytest.mark.thinned(2)
@@ -211,7 +181,7 @@ def test_all_strategies_give_the_same_integers(
     assert max(plan.work.slots for plan in plans) >= 3
     draw = np.random.default_rng(problem.n)
     x = mx.array(draw.integers(-8, 9, (problem.m, problem.k)).astype(np.float32))
-    _, (w, *_) = strategies.arrays(in_float32(problem), seed=1)
+    _, (w, *_) = drawn_arrays.arrays(in_float32(problem), seed=1)
     scales = mx.array(draw.integers(-4, 5, (problem.n, problem.groups)), mx.float32)
     biases = mx.array(draw.integers(-8, 9, (problem.n, problem.groups)), mx.float32)
 
@@ -231,7 +201,7 @@ def test_all_strategies_compute_the_product(
     problem: Problem, dtype: str, reduction: Reduction
 ) -> None:
     problem = replace(problem, dtype=dtype, scale_dtype=dtype)
-    x, native = strategies.arrays(problem, seed=3)
+    x, native = drawn_arrays.arrays(problem, seed=3)
     for plan in strategies.one_of_each(problem, reduction=reduction):
         oracles.assert_close(
             run(plan, x, native),
@@ -240,51 +210,6 @@ def test_all_strategies_compute_the_product(
             native,
             group_size=problem.group_size,
         )
-
-
-@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
-def test_all_strategies_add_in_ascending_k(problem: Problem) -> None:
-    problem = in_float32(problem)
-    x, weight = orders.one_in_each_trip(problem), orders.ones(problem)
-    for plan in strategies.one_of_each(problem):
-        expected = orders.promised(plan)
-
-        for seed in range(2):
-            with strategies.another_schedule(seed):
-                y = run(plan, x, weight)
-
-            np.testing.assert_array_equal(np.array(y), expected)
-
-
-@drawn(
-    5,
-    30,
-    plan=strategies.runnable_plans(dtypes=st.just("float32"), atomic=False).filter(
-        lambda plan: plan.subtract
-    ),
-)
-def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
-    problem = plan.problem
-
-    y = run(plan, orders.one_in_each_trip(problem), orders.ones(problem))
-
-    np.testing.assert_array_equal(np.array(y), orders.promised(plan))
-
-
-def test_partial_sums_are_added_in_ascending_k() -> None:
-    problem = Problem(m=3, n=40, k=512, dtype="float32", scale_dtype="float32")
-    plan = planner.make(problem, strategy="split_k", k_parallel=7)
-    random = np.random.default_rng(0)
-    size = plan.workspace_shape
-    assert size[0] == 7
-    partials = random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)
-
-    y = launch.reduction(plan)(mx.array(partials.astype(np.float32)))
-
-    expected = np.zeros(size[1:], np.float32)
-    for partial in partials.astype(np.float32):
-        expected += partial
-    np.testing.assert_array_equal(np.array(y), expected)
 
 
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)

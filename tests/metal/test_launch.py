@@ -1,8 +1,8 @@
-"""MLX records the dispatches that a plan states; one seam picks who runs them."""
+"""MLX records the dispatches of a plan, on the back end that is selected."""
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 import mlx_marlin
-from mlx_marlin import emulator
+from mlx_marlin import emulator, state
 from mlx_marlin.backends import (
     arguments,
     kernels,
@@ -25,10 +25,10 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout
-from support import strategies
+from support import drawn_arrays, strategies
+from support.recorder import Recorder
 
 Choose = Callable[[str | None], None]
 
@@ -102,15 +102,6 @@ def arguments_of(node: Node) -> list[str]:
     return [each.strip() for each in function[1].split(",\n")]
 
 
-@pytest.fixture(scope="module")
-def _metal() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(selection.ENVIRONMENT, "metal")
-        dispatch.forget()
-        yield
-    dispatch.forget()
-
-
 PLANS = strategies.plans(
     of=strategies.problems(
         max_k=1024, formats=strategies.ANY_FORMAT, epilogues=strategies.EPILOGUES
@@ -118,7 +109,7 @@ PLANS = strategies.plans(
 )
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
 def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
@@ -153,7 +144,7 @@ def spaces_of(node: Node) -> dict[str, str]:
     }
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
 def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
@@ -177,7 +168,7 @@ def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
     assert ("atomic<float>" in out) == (plan.reduction == "atomic")
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (7, 1)])
 def test_few_partial_sums_are_no_constants(
@@ -200,7 +191,7 @@ def instance(values: Mapping[str, arguments.TemplateValue]) -> str:
     )
 
 
-@pytest.mark.usefixtures("_metal")
+@pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
 @settings(max_examples=60)
 def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
@@ -218,23 +209,6 @@ def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
         assert declared is not None
         names = [each.split()[-1] for each in declared[1].split(", ")]
         assert names == [*template]
-
-
-class Recorder:
-    """Stands for `mx.fast.metal_kernel`."""
-
-    def __init__(self) -> None:
-        self.built: list[dict[str, Any]] = []
-        self.called: list[dict[str, Any]] = []
-
-    def __call__(self, **options: Any) -> Callable[..., list[mx.array]]:
-        self.built.append(options)
-
-        def kernel(**call: Any) -> list[mx.array]:
-            self.called.append(call)
-            return [mx.zeros(call["output_shapes"][0], call["output_dtypes"][0])]
-
-        return kernel
 
 
 def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
@@ -255,7 +229,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     assert names == ["marlin_gemm_register", "marlin_reduce"]
     assert len(recorder.called) == 5
     assert {"header", "source", "input_names", "output_names"} < {*recorder.built[0]}
-    dispatch.forget()
+    state.reset()
     launch.product(whole)
     assert len(recorder.built) == 3
 
@@ -285,7 +259,7 @@ def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     backend("stock")
-    x, native = strategies.arrays(Problem(m=9, n=64, k=4096), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=9, n=64, k=4096), seed=0)
     weights = native if layout == "mlx" else (pack(*native),)
     backend("metal")
     recorder = Recorder()
@@ -389,7 +363,7 @@ def test_the_environment_decides_the_back_end(backend: Choose, name: str) -> Non
 
 def test_a_back_end_that_is_not_ours_is_an_error_of_every_call(backend: Choose) -> None:
     backend("rocm")
-    x, native = strategies.arrays(Problem(m=1, n=4, k=64), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=1, n=4, k=64), seed=0)
 
     for _ in range(2):
         with pytest.raises(ValueError, match="'rocm' is not one of metal, cuda, emu"):
@@ -404,7 +378,7 @@ def test_a_back_end_without_its_device_names_the_variable_when_it_would_compute(
     if getattr(mx, name).is_available():
         pytest.skip(f"MLX has a {name} device here")
     backend("stock")
-    x, native = strategies.arrays(Problem(m=2, n=64, k=128), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=2, n=64, k=128), seed=0)
     weights = (pack(*native),) if packed else native
     backend(name)
 
@@ -472,7 +446,7 @@ def test_without_a_compiler_stock_answers_after_one_warning(
     machine: Callable[..., None],
 ) -> None:
     machine(False, mx.cpu, "no clang was found")
-    x, native = strategies.arrays(Problem(m=3, n=40, k=128), seed=0)
+    x, native = drawn_arrays.arrays(Problem(m=3, n=40, k=128), seed=0)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

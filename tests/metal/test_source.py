@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from mlx_marlin.backends import arguments, launch, source
+from mlx_marlin.backends import arguments, source
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
-from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.plan import REDUCE_ROWS, Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
 from mlx_marlin.weights.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
 from support import strategies
@@ -64,7 +64,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     own = (folder / "kernels" / f"{body}.metal").read_text()
     assert text.source == compaction.stripped(own)
     libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue")
-    libraries = (*libraries, *metal_source.LEANING.get(kernel, ()), kernel)
+    libraries = (*libraries, *metal_source.DEPENDENCIES.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
     assert text.header == metal_source.header(libraries, own)
@@ -224,7 +224,7 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
 def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
     text = (source.shader_folder() / "lib" / "reduce.metal").read_text()
 
-    assert numbers_of(text) == {"ROWS_OF_THREAD": launch.ROWS_OF_THREAD}
+    assert numbers_of(text) == {"ROWS_OF_THREAD": REDUCE_ROWS}
 
 
 def read_by_the_shaders(array: str) -> list[str]:

@@ -11,11 +11,11 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import TILE_N, format_of
-from mutants.cases import Case
-from mutants.function_cases import FunctionCase
-from mutants.gather_cases import GatherCase
+from mutants.cases.case import Case
+from mutants.cases.functions import FunctionCase
+from mutants.cases.gather import GatherCase
+from mutants.cases.repack import RepackCase
 from mutants.mutant import Detector
-from mutants.repack_cases import RepackCase
 from support import epilogues, format_cases, oracles, orders, shader_variants
 
 Verdict = str | None

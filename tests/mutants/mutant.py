@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from mutants import markers
+
 
 class Detector(StrEnum):
     """What can notice a bug; `detectors.py` says how."""
@@ -31,8 +33,9 @@ class Mutant:
 
     Attributes:
         name: What is wrong.
-        file: Below `shaders/`, without its suffix.
-        old: Text that occurs once in the file.
+        file: Below `shaders/`; of Metal's without its suffix.
+        marker: Of the marked text in which the bug begins: see `markers.py`.
+        old: Fragment that begins there once.
         new: What stands there instead.
         case: Name of the case in `cases.py` that can see it.
         caught_by: What must notice it.
@@ -40,23 +43,19 @@ class Mutant:
 
     name: str
     file: str
+    marker: str
     old: str
     new: str
     case: str
     caught_by: Detector
 
     def plant(self, shaders: Path, folder: Path) -> None:
-        """Copies all shaders into a folder, with the bug.
-
-        Raises:
-            ValueError: If `old` does not occur exactly once, or `new` is no change.
-        """
+        """Copies all shaders into a folder, with the bug."""
         shutil.copytree(shaders, folder)
         path = folder / f"{self.file}.metal"
         text = path.read_text(encoding="ascii")
-        if text.count(self.old) != 1 or self.new == self.old:
-            raise ValueError(
-                f"old={self.old!r} occurs {text.count(self.old)} times in "
-                f"{self.file}, expected once and a new text that differs"
-            )
-        path.write_text(text.replace(self.old, self.new), encoding="ascii")
+        path.write_text(self.changed(text), encoding="ascii")
+
+    def changed(self, text: str) -> str:
+        """Returns the text of the mutant's file with the bug."""
+        return markers.replaced(text, self.marker, self.old, self.new)

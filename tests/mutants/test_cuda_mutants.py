@@ -12,9 +12,17 @@ from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mutants import planted_cuda, planted_cuda_gather, planted_cuda_rows
-from mutants import planted_cuda_mma_staged as planted_mma_staged
-from mutants import planted_cuda_staged as planted_ring
+from mutants.catalogue import CUDA_MUTANTS
+from mutants.cuda import (
+    decode,
+    gather,
+    mma_staged,
+    pairs,
+    products,
+    rotated,
+    rows,
+    staged,
+)
 from mutants.detectors import REPORTS, TIME_LIMIT
 from mutants.mutant import Detector, Mutant
 from support import cuda_experts, cuda_on_cpu
@@ -37,23 +45,23 @@ pytestmark = [
 
 WHOLE, SLICED, STREAM = WAYS[0], WAYS[2], WAYS[3]
 CASES: dict[str, Any] = {
-    planted_cuda.PACKED: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
-    planted_cuda.PACKED_STREAM: ("affine", 4, 64, "marlin", "float16", 12, STREAM),
-    planted_cuda.NATIVE: ("affine", 4, 64, "mlx", "bfloat16", 12, WHOLE),
-    planted_cuda.TAIL: ("affine", 4, 32, "marlin", "float16", 9, SLICED),
-    planted_cuda.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, SLICED),
-    planted_cuda.SYMMETRIC: ("symmetric", 4, 64, "marlin", "bfloat16", 9, STREAM),
-    planted_cuda.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
-    planted_cuda.PARTS: ("affine", 4, 64, "marlin", "float16", 9, WHOLE),
-    planted_cuda.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
-    planted_cuda.MXFP4: ("mxfp4", 4, 32, "marlin", "bfloat16", 9, WHOLE),
-    planted_cuda.GATED: ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
+    products.PACKED: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
+    products.PACKED_STREAM: ("affine", 4, 64, "marlin", "float16", 12, STREAM),
+    products.NATIVE: ("affine", 4, 64, "mlx", "bfloat16", 12, WHOLE),
+    products.TAIL: ("affine", 4, 32, "marlin", "float16", 9, SLICED),
+    products.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, SLICED),
+    products.SYMMETRIC: ("symmetric", 4, 64, "marlin", "bfloat16", 9, STREAM),
+    products.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
+    products.PARTS: ("affine", 4, 64, "marlin", "float16", 9, WHOLE),
+    products.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
+    products.MXFP4: ("mxfp4", 4, 32, "marlin", "bfloat16", 9, WHOLE),
+    pairs.GATED: ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
 }
 MOVED = {
-    planted_cuda.PACKED_ODD: OPERANDS,
-    planted_cuda.ODD_X: ("x",),
-    planted_cuda.ODD_WORDS: ("w",),
-    planted_cuda.ODD_SCALES: ("scales",),
+    products.PACKED_ODD: OPERANDS,
+    products.ODD_X: ("x",),
+    products.ODD_WORDS: ("w",),
+    products.ODD_SCALES: ("scales",),
 }
 CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
 ROTATED = Epilogue(
@@ -66,67 +74,67 @@ NORMED_HEADS = Epilogue(
     parts=(512, 128),
 )
 CHECKS: dict[str, Callable[[Any], None]] = {
-    planted_cuda.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
-    planted_cuda.GATED: cuda_on_cpu.check_gated,
-    planted_cuda.ROTATED: partial(
+    products.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
+    pairs.GATED: cuda_on_cpu.check_gated,
+    pairs.ROTATED: partial(
         cuda_on_cpu.check_rotated, epilogue=ROTATED, n=sum(ROTATED.parts)
     ),
-    planted_cuda.ROTATED_NORMS: partial(
+    pairs.ROTATED_NORMS: partial(
         cuda_on_cpu.check_rotated, epilogue=NORMED_HEADS, n=sum(NORMED_HEADS.parts)
     ),
-    planted_cuda.ROTATED_FAR: partial(
+    rotated.ROTATED_FAR: partial(
         cuda_on_cpu.check_rotated,
         epilogue=ROTATED,
         n=sum(ROTATED.parts),
         first=1_000_000,
     ),
-    planted_cuda.BATCH: cuda_on_cpu.check_batch,
-    planted_cuda_rows.NORMED: cuda_on_cpu.check_normed,
-    planted_cuda_rows.ODD_X: partial(cuda_on_cpu.check_normed, names="x"),
-    planted_cuda_rows.ODD_NORM: partial(cuda_on_cpu.check_normed, names=("norm",)),
-    planted_cuda.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
-    planted_cuda.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
-    planted_cuda.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
-    planted_ring.INFINITE: cuda_on_cpu.check_infinite,
+    decode.BATCH: cuda_on_cpu.check_batch,
+    rows.NORMED: cuda_on_cpu.check_normed,
+    rows.ODD_X: partial(cuda_on_cpu.check_normed, names="x"),
+    rows.ODD_NORM: partial(cuda_on_cpu.check_normed, names=("norm",)),
+    decode.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
+    decode.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
+    decode.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
+    staged.INFINITE: cuda_on_cpu.check_infinite,
 }
 """What compares a case with float64; a product with arrays that are moved if it has
 none."""
 CASES |= {
-    planted_cuda.BATCH: ("affine", 4, 64, "marlin", "float16", 5, STREAM),
-    planted_cuda.ROWS_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
-    planted_cuda.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
-    planted_cuda.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
+    decode.BATCH: ("affine", 4, 64, "marlin", "float16", 5, STREAM),
+    decode.ROWS_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
+    decode.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
+    decode.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
 }
 WGMMA_WHOLE, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[3]
 STAGED_WHOLE, STAGED_STRIPE, STAGED_SLICED, *_ = STAGED_WAYS
 RING_MOVED = {
-    planted_ring.ODD_X: ("x",),
-    planted_ring.ODD_WORDS: ("w",),
-    planted_ring.ODD_SCALES: ("scales",),
+    staged.ODD_X: ("x",),
+    staged.ODD_WORDS: ("w",),
+    staged.ODD_SCALES: ("scales",),
 }
 MOVED |= RING_MOVED
 CASES |= {
-    planted_ring.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE),
-    planted_ring.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, WGMMA_STREAM),
-    planted_ring.SLICED: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[2]),
-    planted_ring.HALVES: ("affine", 4, 128, "marlin", "float16", 40, WGMMA_STREAM),
-    planted_ring.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[5]),
-    planted_ring.TAIL: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
-    planted_ring.INFINITE: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
+    staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE),
+    staged.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, WGMMA_STREAM),
+    staged.SLICED: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[2]),
+    staged.HALVES: ("affine", 4, 128, "marlin", "float16", 40, WGMMA_STREAM),
+    staged.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[5]),
+    staged.TAIL: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
+    staged.INFINITE: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
 }
 CASES |= dict.fromkeys(
     RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE)
 )
 CASES |= {
-    planted_mma_staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, STAGED_WHOLE),
-    planted_mma_staged.ODD: ("affine", 4, 64, "marlin", "bfloat16", 20, STAGED_WHOLE),
-    planted_mma_staged.FOUR: ("affine", 4, 64, "marlin", "float16", 30, STAGED_WHOLE),
-    planted_mma_staged.SLICED: ("affine", 4, 64, "marlin", "float16", 9, STAGED_SLICED),
-    planted_mma_staged.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, STAGED_WHOLE),
-    planted_mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
+    mma_staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, STAGED_WHOLE),
+    mma_staged.ODD: ("affine", 4, 64, "marlin", "bfloat16", 20, STAGED_WHOLE),
+    mma_staged.FOUR: ("affine", 4, 64, "marlin", "float16", 30, STAGED_WHOLE),
+    mma_staged.SLICED: ("affine", 4, 64, "marlin", "float16", 9, STAGED_SLICED),
+    mma_staged.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, STAGED_WHOLE),
+    mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
 }
 ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
-CASES[planted_cuda.ROTATED_NORMS] = (
+CASES[pairs.ROTATED_NORMS] = (
     "affine",
     4,
     64,
@@ -136,47 +144,34 @@ CASES[planted_cuda.ROTATED_NORMS] = (
     GATED_WAYS[1][1] | {"simdgroups_n": 8},
 )
 CASES |= dict.fromkeys(
-    (planted_cuda.ROTATED, planted_cuda.ROTATED_FAR),
+    (pairs.ROTATED, rotated.ROTATED_FAR),
     ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
 )
 CASES |= dict.fromkeys(
-    (planted_cuda_rows.NORMED, planted_cuda_rows.ODD_X, planted_cuda_rows.ODD_NORM),
+    (rows.NORMED, rows.ODD_X, rows.ODD_NORM),
     ("affine", 4, 64, "marlin", "float16", 2, ROWS_WAY),
 )
 OF_EXPERTS = {
-    planted_cuda_gather.EXPERTS: cuda_experts.CALLS["blocks of experts"],
-    planted_cuda_gather.PAIRS: cuda_experts.CALLS["blocks of pairs"],
-    planted_cuda_gather.GATED: cuda_experts.CALLS["gate and up"],
-    planted_cuda_gather.BIASED: cuda_experts.CALLS["biases"],
-    planted_cuda_gather.CLIPPED: cuda_experts.CALLS[
-        "gate and up with biases, both clipped"
-    ],
+    gather.EXPERTS: cuda_experts.CALLS["blocks of experts"],
+    gather.PAIRS: cuda_experts.CALLS["blocks of pairs"],
+    gather.GATED: cuda_experts.CALLS["gate and up"],
+    gather.BIASED: cuda_experts.CALLS["biases"],
+    gather.CLIPPED: cuda_experts.CALLS["gate and up with biases, both clipped"],
 }
 CASES |= {name: call.case for name, call in OF_EXPERTS.items()}
 CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.items()}
 CASES |= {
-    planted_cuda_gather.CHOSEN: cuda_experts.ROUTINGS[0],
-    planted_cuda_gather.CHOSEN_OF_ALL: cuda_experts.ROUTINGS[1],
-    planted_cuda_gather.CHOSEN_FEW: cuda_experts.ROUTINGS[3],
-    planted_cuda_gather.ADDED_UP: cuda_experts.ROUTINGS[1],
+    gather.CHOSEN: cuda_experts.ROUTINGS[0],
+    gather.CHOSEN_OF_ALL: cuda_experts.ROUTINGS[1],
+    gather.CHOSEN_FEW: cuda_experts.ROUTINGS[3],
+    gather.ADDED_UP: cuda_experts.ROUTINGS[1],
 }
 CHECKS |= {
-    planted_cuda_gather.CHOSEN: lambda choice: choice.check(experts_launch.route),
-    planted_cuda_gather.CHOSEN_OF_ALL: lambda choice: choice.check(
-        experts_launch.route
-    ),
-    planted_cuda_gather.CHOSEN_FEW: lambda choice: choice.check(experts_launch.route),
-    planted_cuda_gather.ADDED_UP: lambda choice: choice.check_sum(
-        experts_launch.combine
-    ),
+    gather.CHOSEN: lambda choice: choice.check(experts_launch.route),
+    gather.CHOSEN_OF_ALL: lambda choice: choice.check(experts_launch.route),
+    gather.CHOSEN_FEW: lambda choice: choice.check(experts_launch.route),
+    gather.ADDED_UP: lambda choice: choice.check_sum(experts_launch.combine),
 }
-MUTANTS = (
-    *planted_cuda.MUTANTS,
-    *planted_cuda_gather.MUTANTS,
-    *planted_cuda_rows.MUTANTS,
-    *planted_ring.MUTANTS,
-    *planted_mma_staged.MUTANTS,
-)
 
 
 @pytest.fixture
@@ -186,8 +181,8 @@ def plant(
     """Returns what serves calls by the CUDA kernels, with a bug or without."""
 
     def put(mutant: Mutant | None) -> None:
-        change = {Path(mutant.file).name: (mutant.old, mutant.new)} if mutant else {}
-        cuda_on_cpu.serve(monkeypatch, change)
+        changes = {Path(mutant.file).name: mutant.changed} if mutant else {}
+        cuda_on_cpu.serve(monkeypatch, changes)
         backend("cuda")
 
     return put
@@ -212,7 +207,7 @@ def detect(detector: Detector, case: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "mutant", [pytest.param(each, id=each.name) for each in MUTANTS]
+    "mutant", [pytest.param(each, id=each.name) for each in CUDA_MUTANTS]
 )
 def test_a_planted_bug_is_noticed(
     mutant: Mutant,
@@ -237,4 +232,4 @@ def test_nothing_is_said_of_our_own_kernels(
 
 
 def test_every_case_is_needed() -> None:
-    assert {mutant.case for mutant in MUTANTS} == set(CASES)
+    assert {mutant.case for mutant in CUDA_MUTANTS} == set(CASES)

@@ -66,9 +66,3 @@ def test_every_detector_and_every_case_is_needed() -> None:
     asked = {mutant.caught_by for mutant in MUTANTS} | {Detector.OUT_OF_STEP}
     assert asked == set(Detector)
     assert {mutant.case for mutant in MUTANTS} == set(CASES)
-
-
-def test_the_catalogue_repeats_nothing() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-    texts = {(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}
-    assert len(texts) == len(MUTANTS)

@@ -62,7 +62,7 @@ def main(family: str, version: str) -> None:
 
     assert all(isinstance(block, TracedBlock) for block in model.layers)
     assert generated(model) == expected
-    assert all(block._contents.kind is not None for block in model.layers)
+    assert all(block._inspection.spec is not None for block in model.layers)
 
     mlx_marlin.restore(model)
 

@@ -7,7 +7,6 @@ from math import ceil, floor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,7 +22,6 @@ from mlx_marlin.planning.work import (
 from support.grids import drawn
 from support.strategies import works
 
-often = settings(max_examples=1000)
 SMALL = works()
 STREAMS = works(strategies=("stream_k", "hybrid"))
 
@@ -67,8 +65,7 @@ def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
     assert np.all(owners < work.threadgroups)
 
 
-@often
-@given(SMALL)
+@drawn(100, 1000, work=SMALL)
 def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     spaces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for threadgroup in range(work.threadgroups):
@@ -88,8 +85,7 @@ def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     assert (line[0][0], line[-1][1]) == (0, work.total)
 
 
-@often
-@given(SMALL)
+@drawn(100, 1000, work=SMALL)
 def test_no_split_is_shorter_than_the_minimum_unless_its_tile_is(work: Work) -> None:
     least = min(work.minimum, work.k_tiles)
 
@@ -185,8 +181,7 @@ def test_counts_are_those_of_the_painted_work(work: Work) -> None:
     assert work.total == sum(counts)
 
 
-@often
-@given(SMALL)
+@drawn(100, 1000, work=SMALL)
 def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
     most = max(len([*work.splits(each)]) for each in range(work.threadgroups))
 
@@ -206,8 +201,7 @@ def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
     assert work.slots == 1 or work.is_split
 
 
-@often
-@given(SMALL)
+@drawn(100, 1000, work=SMALL)
 def test_a_split_knows_its_role(work: Work) -> None:
     for splits in splits_of_tiles(work).values():
         last = len(splits) - 1
@@ -217,8 +211,7 @@ def test_a_split_knows_its_role(work: Work) -> None:
             assert split.requires_fixup == (last > 0)
 
 
-@often
-@given(STREAMS)
+@drawn(100, 1000, work=STREAMS)
 def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
     owners = owners_of(work)
     tail = owners[work.whole :]
@@ -235,8 +228,7 @@ def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
     )
 
 
-@often
-@given(st.integers(1, 500), st.integers(1, 500))
+@drawn(100, 1000, tiles=st.integers(1, 500), threadgroups=st.integers(1, 500))
 def test_locality_groups_are_the_most_that_divide_both(
     tiles: int, threadgroups: int
 ) -> None:
@@ -352,8 +344,7 @@ def test_a_cut_near_a_border_moves_to_the_nearer_one() -> None:
     assert work.idle == 2
 
 
-@often
-@given(st.integers(1, 2000), st.integers(1, 300))
+@drawn(100, 1000, units=st.integers(1, 2000), parts=st.integers(1, 300))
 def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> None:
     each = ceil(units / parts)
 
@@ -361,8 +352,7 @@ def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> No
         assert ceil_cut(part, parts, units) == min(part * each, units)
 
 
-@often
-@given(st.integers(1, 10_000), st.integers(1, 300))
+@drawn(100, 1000, total=st.integers(1, 10_000), parts=st.integers(1, 300))
 def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
     cuts = [balanced_cut(part, parts, total) for part in range(parts + 1)]
     lengths = [end - begin for begin, end in pairwise(cuts)]

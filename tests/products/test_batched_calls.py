@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import devices, planner, selection
 from mlx_marlin.backends.metal import device
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from support import oracles
 from support.arguments import K, N, activations, weight
 from support.format_cases import OF_MLX, Weight, any_weight
@@ -41,9 +41,9 @@ def _kernels() -> Any:
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, here)
-        dispatch.forget()
+        state.reset()
         yield
-    dispatch.forget()
+    state.reset()
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -116,7 +116,7 @@ def test_rows_that_share_a_weight_share_its_reading(ran: list[Plan], kind: str) 
     assert oracles.error(y, expected) < 1e-6
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
 def test_every_format_of_mlx_comes_in_batches(

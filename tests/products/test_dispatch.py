@@ -1,9 +1,6 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -11,12 +8,14 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import devices, launch
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.products import dispatch
+from mlx_marlin.products import dispatch, matmul
+from mlx_marlin.products import packed as packed_calls
 from mlx_marlin.products.packing import pack
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from support.format_cases import OF_MLX, any_weight
@@ -235,10 +234,10 @@ def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> 
 
 
 @pytest.mark.usefixtures("ran")
-def test_no_more_kinds_are_remembered_than_said(
+def test_no_more_calls_are_kept_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "KINDS", 2)
+    monkeypatch.setattr(dispatch, "MOST_CALLS", 2)
     x, native = activations(4, K), weight()
     packed = pack(*native)
     layer = mlx_marlin.MarlinLinear(K, N, False, layout="marlin")
@@ -252,11 +251,11 @@ def test_no_more_kinds_are_remembered_than_said(
         ):
             assert y.shape == (m, N)
 
-    sizes = [len(each) for each in dispatch._memories]
-    assert 0 < max(sizes) <= 2
+    assert 0 < len(matmul._known) <= 2
+    assert 0 < len(packed_calls._products) <= 2
 
 
-def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
+def test_after_a_reset_the_back_end_is_chosen_again(backend: Choose) -> None:
     backend("stock")
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is not None
 
@@ -264,11 +263,11 @@ def test_forgetting_asks_for_the_back_end_again(backend: Choose) -> None:
 
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
     assert [plan.problem.m for plan in launch.plans_built()] == [3]
-    dispatch.forget()
+    state.reset()
     assert launch.plans_built() == []
 
 
-def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
+def test_a_layer_that_begins_to_remember_does_not_disturb_a_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in another thread, while decisions are dropped."""
@@ -283,28 +282,5 @@ def test_a_layer_that_begins_to_remember_does_not_disturb_forgetting(
         forget(layer)
 
     monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
-    dispatch.forget()
+    state.reset()
     assert not any(layer.is_stock_call("a call") for layer in layers)
-
-
-def test_a_warm_call_runs_functions_of_few_files(
-    backend: Callable[[str | None], None],
-) -> None:
-    backend("emulator")
-    mlx_marlin.quantized_matmul(X, W, SCALES, BIASES)
-    package = Path(mlx_marlin.__file__).parent
-    files: set[Path] = set()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(package):
-            files.add(path.relative_to(package))
-
-    sys.setprofile(note)
-    try:
-        mlx_marlin.quantized_matmul(X, W, SCALES, BIASES)
-    finally:
-        sys.setprofile(None)
-
-    ours = {each for each in files if each.parts[0] != "emulator"}
-    assert len(ours) <= 4, ours

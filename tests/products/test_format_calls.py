@@ -11,7 +11,7 @@ import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.packing import pack as packed_of
 from mlx_marlin.products.packing import quantize
-from mlx_marlin.products.stock_weight import as_mlx
+from mlx_marlin.products.reference.weight import as_mlx
 from mlx_marlin.weights.formats import FORMATS
 from support import format_cases, oracles
 from support.format_calls import (

@@ -284,10 +284,12 @@ def test_each_product_has_derivatives_where_compile_does_not_tell(
     served: tuple[Callable[..., mx.array], list[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     product, with_derivatives = served
-    assert autodiff._compile_tells()
+    assert autodiff._compile_detects()
     monkeypatch.setattr(autodiff, "_noted", lambda *_: ())
-    monkeypatch.setattr(autodiff, "_compile_tells", autodiff._compile_tells.__wrapped__)
-    assert not autodiff._compile_tells()
+    monkeypatch.setattr(
+        autodiff, "_compile_detects", autodiff._compile_detects.__wrapped__
+    )
+    assert not autodiff._compile_detects()
 
     product(X, X)
 

@@ -16,7 +16,7 @@ from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
-from support import epilogues, oracles, strategies
+from support import drawn_arrays, epilogues, oracles, strategies
 from support.arguments import K, activations, weight
 from support.grids import drawn
 
@@ -69,8 +69,8 @@ def test_every_strategy_stores_every_part(problem: Problem) -> None:
     """In trace mode: nothing is written twice, or outside."""
     parts = (33, 1, problem.n - 34)
     asked = replace(problem, epilogue=Epilogue(bias=True, parts=parts))
-    x, native = strategies.arrays(problem, seed=4)
-    finish = strategies.finish_arrays(problem, seed=5)
+    x, native = drawn_arrays.arrays(problem, seed=4)
+    finish = drawn_arrays.finish_arrays(problem, seed=5)
     total = oracles.product(x, *native, group_size=problem.group_size)
     expected = epilogues.finished(total, finish, asked.epilogue)
     weight = native

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import strategies as st
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import launch, selection
 from mlx_marlin.emulator import trace
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles
@@ -52,9 +52,9 @@ def _served_by(request: pytest.FixtureRequest) -> Any:
         pytest.skip("nothing here runs Metal kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, here)
-        dispatch.forget()
+        state.reset()
         yield
-    dispatch.forget()
+    state.reset()
 
 
 @pytest.mark.usefixtures("_served_by")

@@ -11,6 +11,7 @@ from support.shader_variants import (
     EPILOGUES,
     Variant,
     checked,
+    chosen_variants,
     covering_variants,
     every_variant,
     ordinary_variants,
@@ -60,11 +61,13 @@ def test_every_chosen_instance_and_pair_of_values_passes(
 def test_an_ordinary_run_checks_no_more_than_it_may() -> None:
     covering = covering_variants()
 
+    assert {*chosen_variants()} <= {*covering}
     assert len(covering) <= MOST
     assert len(set(covering)) == len(covering)
     assert {variant.source.name for variant in covering} == {*KERNELS}
 
 
+@pytest.mark.grid
 def test_every_flag_of_an_epilogue_meets_every_value_of_a_body() -> None:
     flags = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
     for kernel in ("marlin_gemv_fused", "marlin_gemm_register_fused"):
@@ -83,6 +86,7 @@ def test_every_flag_of_an_epilogue_meets_every_value_of_a_body() -> None:
             assert all(values == whole for values in met.values()), (name, flag)
 
 
+@pytest.mark.grid
 def test_the_covering_set_leaves_no_pair_out() -> None:
     def met(variants: Sequence[Variant]) -> set[object]:
         return {(each.kernel, pair) for each in variants for pair in each.pairs}
@@ -92,6 +96,7 @@ def test_the_covering_set_leaves_no_pair_out() -> None:
     assert met(covering_variants()[:-1]) != every
 
 
+@pytest.mark.grid
 def test_every_format_is_among_them() -> None:
     def formats(variants: Sequence[Variant]) -> set[tuple[object, ...]]:
         names = ("MODE", "BITS", "GROUP", "PACKED")

@@ -35,7 +35,7 @@ LIBRARIES_OF = {
     kernel: (
         *metal_source.WEIGHT,
         "epilogue",
-        *metal_source.LEANING.get(kernel, ()),
+        *metal_source.DEPENDENCIES.get(kernel, ()),
         kernel,
     )
     for kernel in ("gemv", "gemm_register", "gemm_staged")

@@ -278,16 +278,16 @@ def normalized(x: mx.array, norm: mx.array, epsilon: float) -> Floats:
     return rows / np.sqrt(squares + epsilon) * exact(norm)
 
 
-def places_of(m: int, rotation: Rotation, first: int = -2) -> mx.array:
+def positions_of(m: int, rotation: Rotation, first: int = -2) -> mx.array:
     """Returns a place for each row, or one for all: some as in a long context.
 
-    Padding on the left has places below 0.
+    Padding on the left has positions below 0.
     """
     rows = m if rotation.each else 1
     return mx.array([first + 9000 * i for i in range(rows)], mx.int32)
 
 
-def periods_of(rotation: Rotation) -> mx.array:
+def freqs_of(rotation: Rotation) -> mx.array:
     powers = np.arange(0, rotation.features, 2) / rotation.features
     return mx.array((10000.0**powers).astype(np.float32))
 

@@ -11,6 +11,7 @@ from mlx_marlin.backends import experts_launch
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import Routing
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support import format_cases, oracles
@@ -77,14 +78,14 @@ class Call:
             scale_dtype="uint8" if mode[:2] in ("mx", "nv") else dtype,
             layout=layout,
         )
-        return CudaGatherPlan(
+        gather = GatherProblem(
             problem=problem,
             experts=EXPERTS,
-            each=self.each,
+            pairs_per_row=self.each,
             gate=self.gate,
             bias=self.bias,
-            **way,
         )
+        return CudaGatherPlan(gather=gather, **way)
 
     @property
     def x(self) -> mx.array:
@@ -126,7 +127,7 @@ class Call:
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
         given = [place(self.x), *arrays, *map(place, (*self.biases, experts, *rows))]
-        product = experts_launch.cuda_gather_product(self.plan)
+        product = experts_launch.gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
     def stored(self, weight: Weight) -> tuple[mx.array, mx.array, mx.array]:

@@ -35,10 +35,10 @@ from support.cuda_cases import (
     GATED_N,
     Case,
     drawn_bias,
+    freqs_of,
     norm_of,
     normalized,
-    periods_of,
-    places_of,
+    positions_of,
 )
 from support.format_cases import Weight
 
@@ -54,8 +54,8 @@ needs_emulator = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
-Changes = dict[str, tuple[str, str]]
-"""By a file's name, what to replace there and by what: planted bugs."""
+Changes = dict[str, Callable[[str], str]]
+"""By a file's name, what changes its text: planted bugs."""
 
 
 def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
@@ -64,7 +64,7 @@ def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
     Args:
         text: With `#include`.
         own: Its file: beside it quoted names are looked for, after `cuda_host/`.
-        changes: What is replaced in files.
+        changes: Changes of included files.
     """
     for number, line in enumerate(text.splitlines(), start=1):
         found = _INCLUDE.fullmatch(line)
@@ -76,9 +76,7 @@ def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
         path = path if path.exists() else own.parent / name
         content = path.read_text(encoding="ascii")
         if path.name in changes:
-            old, new = changes[path.name]
-            assert content.count(old) == 1
-            content = content.replace(old, new)
+            content = changes[path.name](content)
         yield _line(1, path)
         yield from flattened(content, path, changes)
         yield _line(number + 1, own)
@@ -210,8 +208,8 @@ def check_rotated(
     plan = plan_of(case, epilogue=epilogue, n=n, norm=norm)
     rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
     assert rotation is not None
-    places, periods = places_of(len(x), rotation, first), periods_of(rotation)
-    given = places, periods, *cuda_cases.norms_of(rotation, x.dtype)
+    positions, freqs = positions_of(len(x), rotation, first), freqs_of(rotation)
+    given = positions, freqs, *cuda_cases.norms_of(rotation, x.dtype)
     last = () if norm is None else (scale,)
     y = run(plan, x, weight, bias, x, x, *given, *last)
     y = mx.concatenate([*y], axis=1) if epilogue.parts else y

@@ -135,9 +135,9 @@ def traced(model: nn.Module, **options: Any) -> nn.Module:
 
 def graphs(model: nn.Module) -> dict[Any, Any]:
     """Returns the graphs of a model's blocks, which must all share them."""
-    contents = [block._contents for block in model.layers]
-    assert len({id(each.kind) for each in contents}) == 1
-    found: dict[Any, Any] = contents[0].kind.graphs
+    specs = [block._inspection.spec for block in model.layers]
+    assert len({id(spec) for spec in specs}) == 1
+    found: dict[Any, Any] = specs[0].graphs
     return found
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
-from support import oracles, strategies
+from support import drawn_arrays, oracles
 from support.oracles import Floats, exact
 
 ERROR_FUNCTION = np.vectorize(math.erf, otypes=[float])
@@ -38,7 +38,7 @@ def activated(x: Floats, activation: str) -> Floats:
     return y
 
 
-def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Floats:
+def finished(total: Floats, finish: drawn_arrays.Native, epilogue: Epilogue) -> Floats:
     """Returns what bias, multiplier and residual, or a gate, make of a product."""
     if epilogue.gated:
         gate, up = np.split(total, 2, axis=-1)
@@ -53,8 +53,8 @@ def finished(total: Floats, finish: strategies.Native, epilogue: Epilogue) -> Fl
 def rotated(
     total: Floats,
     rotation: Rotation,
-    places: mx.array,
-    periods: mx.array,
+    positions: mx.array,
+    freqs: mx.array,
     *norms: mx.array,
 ) -> Floats:
     """Returns heads [m, heads, 1, features] whose halves are turned as numbers.
@@ -78,8 +78,8 @@ def rotated(
         roots[:, sum(kinds) :] = 1
         heads = heads / roots * np.concatenate(weights)[:, None]
     first, second = np.split(heads, 2, axis=-1)
-    frequencies = np.float32(1) / np.array(periods)
-    angles = np.array(places, np.float32)[:, None] * frequencies
+    frequencies = np.float32(1) / np.array(freqs)
+    angles = np.array(positions, np.float32)[:, None] * frequencies
     turns = np.exp(1j * angles.astype(np.float64))
     points = (first + 1j * second) * turns[:, None, None] * rotation.factor
     turned = np.concatenate([points.real, points.imag], axis=-1)
@@ -93,7 +93,7 @@ def whole(y: mx.array) -> mx.array:
 
 
 def allowed(
-    plan: Plan, x: mx.array, native: strategies.Native, finish: strategies.Native
+    plan: Plan, x: mx.array, native: drawn_arrays.Native, finish: drawn_arrays.Native
 ) -> Floats:
     """Returns how far each element may lie from float64."""
     problem, epilogue = plan.problem, plan.problem.epilogue

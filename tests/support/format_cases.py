@@ -344,7 +344,8 @@ def covering(
     missing = set().union(*known.values())
     chosen = []
     while missing:
-        best = max(known, key=lambda each: len(known[each] & missing))
+        known = {each: new for each in known if (new := known[each] & missing)}
+        best = max(known, key=lambda each: len(known[each]))
         missing -= known[best]
         chosen.append(best)
     return chosen

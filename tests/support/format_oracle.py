@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin.products.packing import pack
-from mlx_marlin.products.stock_weight import stock_product
+from mlx_marlin.products.reference.weight import stock_product
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles
 from support.format_cases import Weight

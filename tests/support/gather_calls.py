@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.products.experts.request import Kind
+from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles, strategies
@@ -137,7 +137,7 @@ def calls(draw: st.DrawFn) -> Call:
 LIMITS = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
 
 
-def kind(**changes: Any) -> Kind:
+def kind(**changes: Any) -> GatherRequest:
     fields: dict[str, Any] = {
         "x_shape": (5, 1, 1, K),
         "dtype": mx.float16,
@@ -157,4 +157,4 @@ def kind(**changes: Any) -> Kind:
         "has_global_scale": False,
         "on_cpu": True,
     }
-    return Kind(**(fields | changes))
+    return GatherRequest(**(fields | changes))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import step_k
-from support.strategies import Native
+from support.drawn_arrays import Native
 
 Vector = NDArray[np.float32]
 TRIP = 64

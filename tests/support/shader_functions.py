@@ -77,13 +77,14 @@ def repack_offsets(
     template = arguments.repack_template(bits, layout.order_of_group(64))
     x, y, z = zip(*positions, strict=True)
     found = _called(
-        f"run_of_threadgroup_{bits}",
+        f"block_of_threadgroup_{bits}",
         source.repack_source("marlin").header,
         f"typedef marlin::Codes<{', '.join(map(str, template.values()))}> C;\n"
         "const uint3 position = uint3(x[i], y[i], z[i]);\n"
-        "const marlin::Run run = marlin::run_of_threadgroup<C>(shape, position);\n"
-        + _stored("run.native", 4, 0)
-        + _stored("run.packed", 4, 2),
+        "const marlin::Block block =\n"
+        "    marlin::block_of_threadgroup<C>(shape, position);\n"
+        + _stored("block.native", 4, 0)
+        + _stored("block.packed", 4, 2),
         {"x": x, "y": y, "z": z},
         results=4,
         numbers={"shape": (n, k)},

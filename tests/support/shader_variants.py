@@ -1,10 +1,12 @@
 """Which instances of our kernels there are, and which of them the static check sees."""
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations, product
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +21,7 @@ from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGRO
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
@@ -197,7 +200,7 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
     chips = [device.Device.named(name) for name in ("Apple M1", "Apple M3")]
     for m, n, invariant, chip in product((8, 512), (64, 63), (False, True), chips):
         each = replace(problem, m=m, n=n, invariant=invariant)
-        plan = planner.choose_gather(each, 8, chip)
+        plan = planner.choose_gather(GatherProblem(problem=each, experts=8), chip)
         values = {**metal_arguments.gather_template(plan), **dtypes}
         yield Variant("gather", "plain", tuple(values.items()))
 
@@ -384,11 +387,20 @@ def chosen_variants() -> tuple[Variant, ...]:
     return tuple(found)
 
 
+RECORDED = Path(__file__).parents[1] / "data" / "covering_variants.json"
+
+
 @cache
 def covering_variants() -> tuple[Variant, ...]:
-    """The chosen instances, and enough others that every two values meet."""
-    chosen = chosen_variants()
-    return *chosen, *pairwise(ordinary_variants(), chosen)
+    """Returns the recorded instances, which let every two values meet.
+
+    `python tests/covering_variants.py` chooses and records them.
+    """
+    return tuple(
+        Variant(each["kernel"], kind, tuple(zip(each["names"], values, strict=True)))
+        for each in json.loads(RECORDED.read_text())
+        for kind, *values in each["instances"]
+    )
 
 
 @cache
@@ -419,39 +431,3 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
 
 
 Pair = tuple[tuple[str, arguments.TemplateValue], ...]
-MOST_ABLE = 800
-"""Instances with a pair among which the one with most other pairs is looked for."""
-
-
-def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Variant]:
-    """Instances that make, with the given ones, every pair of values meet.
-
-    Args:
-        variants: To choose from; only pairs that occur in these count.
-        given: Instances that are there anyway.
-    """
-    missing: dict[tuple[str, Pair], list[Variant]] = {}
-    shuffled = random.Random(0).sample(variants, len(variants))
-    for variant in shuffled:
-        for pair in variant.pairs:
-            able = missing.setdefault((variant.kernel, pair), [])
-            if len(able) < MOST_ABLE:
-                able.append(variant)
-    for variant in given:
-        _cover(missing, variant)
-    chosen = []
-    while missing:
-        candidates = min(missing.values(), key=len)
-        best = max(candidates, key=lambda variant: _news(missing, variant))
-        _cover(missing, best)
-        chosen.append(best)
-    return chosen
-
-
-def _news(missing: Mapping[tuple[str, Pair], object], variant: Variant) -> int:
-    return sum((variant.kernel, pair) in missing for pair in variant.pairs)
-
-
-def _cover(missing: dict[tuple[str, Pair], list[Variant]], variant: Variant) -> None:
-    for pair in variant.pairs:
-        missing.pop((variant.kernel, pair), None)

@@ -1,7 +1,7 @@
 """What the tests draw: problems, devices and plans, small and ragged sizes often."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
@@ -9,7 +9,6 @@ import mlx.core as mx
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import selection
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
@@ -28,7 +27,6 @@ from mlx_marlin.planning.work import (
     data_parallel,
 )
 from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, k_tile
-from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,
@@ -37,6 +35,7 @@ from mlx_marlin.weights.formats import (
     LAYOUTS,
 )
 from support import format_cases
+from support.drawn_arrays import Native, arrays
 
 EDGES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128)
 """Sizes around the borders of fragments and tiles."""
@@ -291,83 +290,8 @@ def _rows(problem: Problem) -> st.SearchStrategy[tuple[int, int]]:
     return st.just((0, 1)) | matrices
 
 
-Native = tuple[mx.array, mx.array, mx.array]
-"""Codes, scales and biases in MLX's layout."""
 Case = tuple[Plan, mx.array, Native]
 """A plan, activations, and the weight in MLX's layout."""
-
-
-def arrays(problem: Problem, *, seed: int) -> tuple[mx.array, Native]:
-    """Makes activations and a weight that MLX quantizes, for an affine problem.
-
-    Groups of every kind occur: ordinary, constant (MLX's scale is then -1e-7) and of
-    one sign; about half of MLX's scales are negative.
-    """
-    key = mx.random.key(seed)
-    dtype = getattr(mx, problem.dtype)
-    several = problem.result_shape[:-2]
-    x = mx.random.normal((*several, problem.m, problem.k), key=key).astype(dtype)
-    keys = mx.random.split(key, 2)
-    w = mx.random.normal((*several, problem.n, problem.k), key=keys[0]) * 0.05
-    groups = w.reshape(*several, problem.n, -1, problem.group_size)
-    kind = mx.random.randint(0, 8, groups.shape[:-1], key=keys[1])[..., None]
-    groups = mx.where(kind == 0, 0.125, mx.where(kind == 1, mx.abs(groups), groups))
-    weight = groups.reshape(w.shape).astype(getattr(mx, problem.scale_dtype))
-    native = mx.quantize(weight, group_size=problem.group_size, bits=problem.bits)
-    mx.eval(x, native)
-    return x, (native[0], native[1], native[2])
-
-
-def stored(problem: Problem, native: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
-    """Returns a batch of weights as kernels take them: each follows the one before."""
-    if problem.layout == "mlx":
-        return native if len(native) == 3 else (*native, native[1])
-    packed = [
-        pack(
-            *(part[i] for part in native),
-            group_size=problem.group_size,
-            bits=problem.bits,
-            mode=problem.mode,
-        )
-        for i in range(problem.batch)
-    ]
-    scales = mx.stack([each.scales for each in packed])
-    return mx.stack([each.words for each in packed]), scales, scales
-
-
-def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:
-    """Makes a weight of a problem's format, whatever that is."""
-    weight = format_cases.any_weight(
-        problem.mode,
-        problem.bits,
-        problem.group_size,
-        problem.n,
-        problem.k,
-        dtype=problem.scale_dtype,
-        seed=seed,
-    )
-    return replace(weight, global_scale=mx.array(5.0) if problem.global_scale else None)
-
-
-def finish_arrays(problem: Problem, *, seed: int) -> Native:
-    """Makes an epilogue's bias, multiplier and residual."""
-    dtype = getattr(mx, problem.dtype)
-    keys = mx.random.split(mx.random.key(seed), 3)
-    result = problem.result_shape
-    bias, multiplier, residual = (
-        mx.random.normal(shape, key=key).astype(dtype)
-        for shape, key in zip((result[-1:], result, result), keys, strict=True)
-    )
-    mx.eval(bias, multiplier, residual)
-    return bias, multiplier, residual
-
-
-def shifted(array: mx.array, offset: int) -> mx.array:
-    """Returns a view of a copy that begins so many elements into its buffer."""
-    if not offset:
-        return array
-    padding = mx.zeros(offset, array.dtype)
-    return mx.concatenate([padding, array.flatten()])[offset:].reshape(array.shape)
 
 
 def runnable_plans(
@@ -458,15 +382,6 @@ def _cut(tiles: int, k_tiles: int) -> list[Work]:
         replace(stream, minimum=2, threadgroups=2 * tiles - 1),
         replace(stream, strategy="hybrid", whole=tiles // 2),
     ]
-
-
-def another_schedule(seed: int) -> AbstractContextManager[object]:
-    """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
-    if selection.backend() != "emulator":
-        return nullcontext()
-    from mlx_marlin import emulator
-
-    return emulator.emulated(seed=seed, workers=1 + seed % 3)
 
 
 @st.composite

@@ -14,7 +14,7 @@ from mlx_marlin.backends import launch, selection
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
-from support import format_cases, oracles, strategies
+from support import drawn_arrays, format_cases, oracles
 from support.format_cases import Variant, Weight
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -56,7 +56,7 @@ def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
     allowed = 4 * 2.0**-24 * terms + oracles.ROUNDING[variant.dtype] * np.abs(expected)
     assert (np.abs(oracles.exact(y) - expected) <= allowed).all()
     for seed in (1, 2):
-        with strategies.another_schedule(seed):
+        with drawn_arrays.another_schedule(seed):
             again = format_cases.run(plan, x, weight)
         assert mx.array_equal(again.view(mx.uint8), y.view(mx.uint8))
 

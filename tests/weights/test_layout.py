@@ -10,10 +10,10 @@ from mlx_marlin.weights.layout import (
     ROW,
     STORED,
     padded,
-    place_of_weight,
+    position_of_weight,
     sizes,
     tile_words,
-    weight_of_place,
+    weight_at,
 )
 
 ORDERS = ("k32", "k64")
@@ -30,11 +30,11 @@ def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
     options = {"bits": bits, "order": order, "k_tiles": K_TILES}
     weights = [*product(range(32 * N_TILES), range(64 * K_TILES))]
 
-    places = [place_of_weight(*each, **options) for each in weights]
+    places = [position_of_weight(*each, **options) for each in weights]
 
     words = range(N_TILES * K_TILES * tile_words(bits))
     assert sorted(places) == [*product(words, range(0, 32, bits))]
-    assert weights == [weight_of_place(*each, **options) for each in places]
+    assert weights == [weight_at(*each, **options) for each in places]
 
 
 @planes
@@ -42,12 +42,12 @@ def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
 def test_a_place_is_the_codes_number_with_its_bits_in_another_sequence(
     order: str, bits: int
 ) -> None:
-    places = layout.bit_places(bits, order)
+    places = layout.bit_permutation(bits, order)
 
     assert sorted(places) == [*range(11)]
     for row, k in product(range(32), range(64)):
         number = 64 * row + k
-        word, bit = place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+        word, bit = position_of_weight(row, k, bits=bits, order=order, k_tiles=1)
         moved = (1 << place for i, place in enumerate(places) if number >> i & 1)
         assert sum(moved) == (32 * word + bit) // bits
 
@@ -59,7 +59,7 @@ def test_tiles_follow_each_other_along_k_first(
     order: str, bits: int, row: int, k: int
 ) -> None:
     def word(row: int, k: int) -> int:
-        return place_of_weight(row, k, bits=bits, order=order, k_tiles=K_TILES)[0]
+        return position_of_weight(row, k, bits=bits, order=order, k_tiles=K_TILES)[0]
 
     assert word(row, k + 64) - word(row, k) == tile_words(bits) == 64 * bits
     assert word(row + 32, k) - word(row, k) == K_TILES * tile_words(bits)
@@ -97,7 +97,7 @@ def test_every_digit_is_spelled_once_on_both_sides(order: str, bits: int) -> Non
 def test_four_bits_lie_where_they_did_when_there_were_no_others(
     order: str, row: int, k: int, place: tuple[int, int]
 ) -> None:
-    assert place == place_of_weight(row, k, bits=4, order=order, k_tiles=3)
+    assert place == position_of_weight(row, k, bits=4, order=order, k_tiles=3)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_four_bits_lie_where_they_did_when_there_were_no_others(
 def test_these_places_were_computed_by_hand(
     bits: int, order: str, row: int, k: int, place: tuple[int, int]
 ) -> None:
-    assert place == place_of_weight(row, k, bits=bits, order=order, k_tiles=1)
+    assert place == position_of_weight(row, k, bits=bits, order=order, k_tiles=1)
 
 
 def lanes() -> list[tuple[int, int]]:
@@ -161,7 +161,7 @@ def test_a_lane_decodes_the_weights_that_the_shader_means(
         chunk, inside = divmod(own, loaded)
         word = 32 * (words * step + loaded * chunk) + loaded * lane + inside
 
-        found = weight_of_place(
+        found = weight_at(
             word, 16 * b + bits * slot, bits=bits, order=order, k_tiles=K_TILES
         )
 
@@ -180,7 +180,7 @@ def test_a_step_stays_in_one_group_and_a_lane_in_one_of_16(
     for first in range(0, tile_words(bits), words_in_step):
         groups_of: dict[int, set[int]] = {}
         for place in product(range(first, first + words_in_step), range(0, 32, bits)):
-            _, k = weight_of_place(*place, bits=bits, order=order, k_tiles=1)
+            _, k = weight_at(*place, bits=bits, order=order, k_tiles=1)
             loaded = min(words_in_step // 32, 4)  # words of a lane side by side
             lane = place[0] // loaded % 32
             key = lane if group_size == 16 else 0

@@ -53,6 +53,7 @@ def assert_equal(found: PackedWeight, expected: PackedWeight) -> None:
             assert ours == theirs
 
 
+@pytest.mark.thinned(120)
 @copies
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_a_copy_is_equal_in_every_format(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.products.packing import pack, quantize, unpack
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_group_size
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
 from mlx_marlin.weights import layout
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -147,6 +147,7 @@ def test_lanes_see_every_code_and_zeros_beside_them(
     np.testing.assert_array_equal(seen, expected)
 
 
+@pytest.mark.thinned(60)
 @grouped
 @given(data=st.data())
 @settings(max_examples=3)
@@ -167,6 +168,7 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     assert not seen[:, groups:].any()
 
 
+@pytest.mark.thinned(60)
 @grouped
 @given(batch=st.sampled_from([(1,), (3,), (2, 2)]), data=st.data())
 @settings(max_examples=3)
@@ -235,7 +237,7 @@ def test_every_code_is_stored_where_the_layout_says(data: st.DataObject) -> None
     for plane in FORMATS[mode, bits].planes:
         stored = words[..., 64 * low : 64 * (low + plane)].ravel()
         for (row, k), code in np.ndenumerate(read_codes(weight.native[0], bits)):
-            word, bit = layout.place_of_weight(
+            word, bit = layout.position_of_weight(
                 row, k, bits=plane, order=order, k_tiles=k_tiles
             )
             assert stored[word] >> bit & (1 << plane) - 1 == (

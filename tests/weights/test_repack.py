@@ -38,8 +38,7 @@ def number_of_place(bits: int, group_size: int) -> Integers:
     order = layout.order_of_group(group_size)
     places = product(range(layout.tile_words(bits)), range(0, 32, bits))
     codes = (
-        layout.weight_of_place(*place, bits=bits, order=order, k_tiles=1)
-        for place in places
+        layout.weight_at(*place, bits=bits, order=order, k_tiles=1) for place in places
     )
     return np.array([64 * row + k for row, k in codes])
 
@@ -150,6 +149,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
 
 
+@pytest.mark.thinned(60)
 @emulated
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(

@@ -17,8 +17,9 @@ import pytest
 
 from mlx_marlin.backends import experts_launch, launch, selection, source
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, planted_text
 from support.format_cases import Variant
@@ -169,9 +170,8 @@ def test_plain_numbers_keep_their_bits(
 
 def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None:
     of_one = VARIANTS[2]
-    plan = GatherPlan(
-        problem=of_one.problem(6, N, K),
-        experts=2,
+    plan = MetalGatherPlan(
+        gather=GatherProblem(problem=of_one.problem(6, N, K), experts=2),
         fragments_m=1,
         simdgroups_m=1,
         simdgroups_k=2,
@@ -181,7 +181,7 @@ def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None
     weight = of_one.weight(2 * N, K, seed=1)
     words, scales = (each.reshape(2, N, -1) for each in weight.native)
     # One row by dot products and five by matrices.
-    pairs = mx.arange(6, dtype=mx.uint32), mx.array([0, 1, 1, 1, 1, 1], mx.uint32)
+    pairs = mx.array([0, 1, 1, 1, 1, 1], mx.uint32), mx.arange(6, dtype=mx.uint32)
     arrays = (activations(6, of_one.dtype), words, scales, scales, *pairs)
 
     expected = experts_launch.gather_product(plan)(*arrays)

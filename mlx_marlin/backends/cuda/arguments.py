@@ -1,4 +1,4 @@
-"""Template arguments of the CUDA kernels, and the numbers that they read."""
+"""Template arguments of the CUDA kernels, and the numbers of a plan that they read."""
 
 from mlx_marlin.backends.arguments import (
     TemplateValue,
@@ -15,7 +15,7 @@ from mlx_marlin.planning.epilogue import ACTIVATIONS
 from mlx_marlin.planning.problem import Problem
 
 GATES = {"silu": ACTIVATIONS.index("silu"), "swiglu_oai": len(ACTIVATIONS)}
-"""As `cuda/gated.cuh` numbers them."""
+"""Numbers of the gate activations in `cuda/gated.cuh`."""
 
 
 def product_template(plan: CudaPlan) -> dict[str, TemplateValue]:
@@ -35,7 +35,7 @@ def product_template(plan: CudaPlan) -> dict[str, TemplateValue]:
 
 
 def reduce_template(plan: CudaPlan) -> dict[str, TemplateValue]:
-    """Returns the template arguments of the reduce that follows a split plan."""
+    """Returns the template arguments of the reduce kernel of a split plan."""
     shared: dict[str, TemplateValue] = {
         "BATCHED": plan.problem.batch > 1,
         "SIMDGROUPS_N": plan.simdgroups_n,
@@ -43,24 +43,24 @@ def reduce_template(plan: CudaPlan) -> dict[str, TemplateValue]:
     return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
-def cuda_gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
-    """Returns the template arguments of CUDA's kernel for experts' products."""
+def gather_template(plan: CudaGatherPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the gather kernel."""
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_N": plan.simdgroups_n,
         "SIMDGROUPS_K": plan.simdgroups_k,
         "BY_PAIR": plan.by_pair,
-        "EACH": plan.each,
-        **({"ACTIVATION": GATES[plan.gate]} if plan.gate else {}),
-        **({"T": plan.problem.dtype} if plan.bias else {}),
+        "EACH": plan.pairs_per_row,
+        **({"ACTIVATION": GATES[plan.gather.gate]} if plan.gather.gate else {}),
+        **({"T": plan.problem.dtype} if plan.gather.bias else {}),
         **weight_template(plan.problem),
     }
 
 
 def numbers(plan: CudaPlan) -> tuple[int, ...]:
-    """Returns all that CUDA's kernels read of a plan, in one array."""
-    several = plan.problem.epilogue.parts
-    return (*shape(plan), *schedule(plan), *(parts(plan) if several else ()))
+    """Returns all numbers of a plan that the kernels read, for one array."""
+    has_parts = bool(plan.problem.epilogue.parts)
+    return (*shape(plan), *schedule(plan), *(parts(plan) if has_parts else ()))
 
 
 def _norm_template(problem: Problem) -> dict[str, TemplateValue]:

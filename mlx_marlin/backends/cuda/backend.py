@@ -1,8 +1,11 @@
 """The CUDA back end: plans and kernels for NVIDIA GPUs."""
 
+import platform
+import sys
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.cuda import (
     arguments,
     handover,
@@ -10,9 +13,9 @@ from mlx_marlin.backends.cuda import (
     search,
     source,
 )
-from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
+from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
+from mlx_marlin.backends.cuda.experts.kernels import CudaGather, CudaRouting
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.backends.kernel_call import KernelCall
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.overrides import PlanOverrides
@@ -22,8 +25,8 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 
 CACHE_BYTES = 128 * 2**20
-"""No second-level cache of NVIDIA's is larger (126 MB of a B200, 50 of an H100 or H200:
-NVIDIA's architecture papers)."""
+"""No second-level cache of an NVIDIA GPU is larger: a B200 has 126 MB, an H100 or H200
+50 MB (NVIDIA's architecture papers)."""
 
 
 class CudaBackend:
@@ -35,6 +38,18 @@ class CudaBackend:
     default_device = DEFAULT
     kernels = limits.OF_CUDA
     plan_type = CudaPlan
+    traits = Traits(
+        default_layout="marlin",
+        dtypes=limits.DTYPES,
+        replays_graphs=True,
+        unified_memory=False,
+        stock_multiplies_float32=False,
+        stock_masks_attention=False,
+        stock_attends_by_capacity=True,
+    )
+    gather = CudaGather()
+    routing = CudaRouting()
+    repack = None
 
     def unsupported_device(self, device: CudaDevice) -> str | None:
         """Returns why no kernel runs on a device, or None."""
@@ -55,18 +70,21 @@ class CudaBackend:
         overrides: PlanOverrides,
         limit: Limit,
     ) -> Iterator[Option]:
-        """Yields what is worth comparing, at least one option.
+        """Yields the plans to compare, at least one.
 
         Raises:
-            ValueError: If no plan has the wished fields.
+            ValueError: If no plan has the fields in `overrides`.
         """
         return search.options(problem, device, overrides)
 
     def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
-        """Returns what the model says about a plan."""
+        """Returns the time that the cost model predicts for a plan."""
         return search.predict(plan, device)
 
     def predict_stock(self, problem: Problem, device: CudaDevice) -> None:
+        """Returns None: there is no model of stock MLX on CUDA."""
+
+    def stock_seconds(self, problem: Problem, device: CudaDevice) -> None:
         """Returns None: there is no model of stock MLX on CUDA."""
 
     def handover(
@@ -78,15 +96,49 @@ class CudaBackend:
     def decode_once(
         self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
     ) -> DensePlan | None:
-        """Returns the plain product of a weight decoded once, where it is faster."""
+        """Returns the plan that decodes the weight first, if it is faster."""
         return handover.dense(problem)
 
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
         """Returns no plans: all kernels are among the candidates."""
         return []
 
+    def knows_device(self, name: str) -> bool:
+        """Returns whether a name is that of an NVIDIA GPU."""
+        return name.lower().startswith("nvidia") or key(name) in gpus()
+
+    def find_device(self, name: str, cores: int | None) -> CudaDevice:
+        """Returns a GPU by its name.
+
+        Raises:
+            ValueError: If the name is not known.
+        """
+        return CudaDevice.named(name, cores)
+
+    def detect_device(self) -> CudaDevice | None:
+        """Returns the CUDA device that MLX computes on; None where it has none."""
+        if sys.platform == "darwin":
+            return None
+        from mlx_marlin.backends.cuda import detection
+
+        return detection.here()
+
+    def as_in_mlx(self, device: CudaDevice) -> CudaDevice:
+        """Returns the same device: no variable of MLX changes it."""
+        return device
+
+    def with_cores(self, device: CudaDevice, cores: int) -> CudaDevice:
+        """Returns a device with another number of multiprocessors."""
+        return device.with_multiprocessors(cores)
+
+    def system_build(self) -> str:
+        """Returns the system's kernel release and the version of the CUDA driver."""
+        from mlx_marlin.backends.cuda import detection
+
+        return f"{platform.release()}, driver {detection.driver_version()}"
+
     def cache_bytes(self, device: CudaDevice) -> int:
-        """Returns the bytes of weights that no cache of a device can hold."""
+        """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES
 
     def product_source(self, plan: CudaPlan) -> Source:
@@ -94,7 +146,7 @@ class CudaBackend:
         return source.of_product(plan)
 
     def reduce_source(self, plan: CudaPlan) -> Source:
-        """Returns the text of the kernel that adds a plan's splits."""
+        """Returns the text of the kernel that adds the splits of a plan."""
         return source.of_reduce(plan)
 
     def decode_source(self, problem: Problem) -> Source:
@@ -106,15 +158,15 @@ class CudaBackend:
         return arguments.product_template(plan)
 
     def reduce_template(self, plan: CudaPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the reduce that follows a split plan."""
+        """Returns the template arguments of the kernel that adds a plan's splits."""
         return arguments.reduce_template(plan)
 
     def numbers(self, plan: CudaPlan) -> dict[str, tuple[int, ...]]:
-        """Returns the integers that the kernels read: one array has them all."""
+        """Returns the integers that the kernels read, all in one array."""
         return {"numbers": arguments.numbers(plan)}
 
     def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
-        """Returns a call that launches a kernel, which its first use builds."""
+        """Returns a call that launches a kernel; the first call builds it."""
         from mlx_marlin.backends import kernels
 
         return kernels.lazily(source, shared_bytes)

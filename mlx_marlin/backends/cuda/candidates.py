@@ -1,4 +1,4 @@
-"""Which ways to cut a product for a CUDA device are worth comparing."""
+"""The candidate plans of a product on CUDA, subject to overrides."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,58 +18,60 @@ FRAGMENTS_M: dict[str, tuple[int, ...]] = {
     **{kernel: traits.fragments_m for kernel, traits in pipelined.KERNELS.items()},
 }
 LEAST_ROWS = 9
-"""Rows from which kernels with stages of x are compared: for 8, "mma" reads about as
-fast as memory is."""
+"""Fewest rows for which pipelined kernels are compared; for 8, "mma" already reads at
+about the memory bandwidth."""
 SCHEDULERS = 4
-"""Of a multiprocessor (NVIDIA, CUDA C++ Programming Guide): warps that they share
-evenly waste no registers."""
+"""Warp schedulers of a multiprocessor (NVIDIA, CUDA C++ Programming Guide). A multiple
+of them wastes no registers."""
 MOST_SLICES = 16
-"""Warps that share a tile's k: the best number where one tile has a whole block
+"""Most warps that share a tile's k: the best number if a block has one packed tile
 (measured, docs/lab, 4096→4096)."""
 LEAST_K_TILES = 2
-"""K tiles that a warp's slice should have."""
+"""Fewest k tiles of a warp's slice."""
 EVEN_ENOUGH = 0.9
-"""Mean load over the fullest multiprocessor's with which whole tiles are not split."""
+"""Mean load over the highest load of a multiprocessor from which whole tiles are not
+split."""
 MOST_MULTIPLIERS: dict[str, dict[int, int]] = {
     "mma_staged": {1: 28, 2: 28, 3: 24, 4: 20},
     "wgmma": {2: 24, 3: 16, 4: 16, 6: 8, 8: 8},
 }
-"""Warps that multiply out of stages, by fragments_m: as many as leave each the
-registers for its sums (measured, docs/lab)."""
+"""Most warps that multiply, by fragments_m: more leave too few registers for the sums
+(measured, docs/lab)."""
 FEW_MULTIPLIERS = {"mma_staged": 20, "wgmma": 8}
-"""Likewise where words of more than 4 bits take twice the registers (a guess)."""
+"""The same for codes of more than 4 bits, whose words take twice the registers (a
+guess)."""
 
 
 def configs(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[CandidateConfig]:
-    """Yields the ways to cut a problem that have the wished fields.
+    """Yields the candidates that satisfy the overrides.
 
     Raises:
-        ValueError: If none of the kernels, however wide, can be cut as is wished.
+        ValueError: If no kernel and width allows the given division of the work.
     """
-    refused: ValueError | None = None
+    first_error: ValueError | None = None
     found = False
     for kernel in _kernels(problem, device, overrides):
         fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
         for tiles_n in _widths(problem, kernel, overrides):
             try:
                 works = [*_works(problem, fragments_m, tiles_n, device, overrides)]
-            except ValueError as error:  # too few tiles, where narrower ones would do
-                refused = refused or error
+            except ValueError as error:  # too few tiles; narrower ones may be enough
+                first_error = first_error or error
                 continue
             found = True
             for work in works:
                 if can_meet(work, overrides):
-                    warps_k = _along(
+                    warps_k = _warps_k(
                         problem, kernel, fragments_m, tiles_n, work, device, overrides
                     )
                     yield CandidateConfig(kernel, fragments_m, work, tiles_n, warps_k)
-    if refused and not found:
-        raise refused
+    if first_error and not found:
+        raise first_error
 
 
-def _along(
+def _warps_k(
     problem: Problem,
     kernel: Kernel,
     fragments_m: int,
@@ -92,9 +94,10 @@ def _kernels(
         yield overrides["kernel"]
         return
     yield "mma"
-    here = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
+    supported = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
     room = device.shared_bytes - pipelined.BARRIER_BYTES
-    if not here or room < pipelined.MOST_BUFFER_BYTES or pipelined.why_not(problem):
+    fits = room >= pipelined.MOST_BUFFER_BYTES
+    if not (supported and fits) or pipelined.why_not(problem):
         return
     for kernel in OF_CUDA[1:]:
         if _fits_stages(problem, kernel, overrides):
@@ -102,7 +105,7 @@ def _kernels(
 
 
 def _fits_stages(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> bool:
-    """Returns whether such a kernel could have what is wished of any kernel."""
+    """Returns whether a pipelined kernel can have the given fields."""
     traits = pipelined.KERNELS[kernel]
     fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
     if (
@@ -130,11 +133,11 @@ def _widths(
     if kernel in pipelined.KERNELS:
         traits = pipelined.KERNELS[kernel]
         multipliers = traits.most_simdgroups - pipelined.LOADERS
-        # One at least, whose plan says what is wrong.
+        # At least one, so that its plan reports what is wrong.
         room = traits.together * max(multipliers // traits.together // warps_k, 1)
     most = min(limits.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
-    each = limits.least_tiles(problem)
-    return range(each, max(most, each) + 1, each)
+    step = limits.least_tiles(problem)
+    return range(step, max(most, step) + 1, step)
 
 
 def _works(
@@ -152,21 +155,21 @@ def _works(
         k_tiles=-(-problem.k // k_tile(problem.group_size)),
         trips=k_tile(problem.group_size) // 64,
         cores=device.multiprocessors,
-        widest=1,  # no wide tiles beside narrow ones
+        widest=1,  # all tiles have the same width
         x_bytes=problem.activation_bytes,
     )
-    named = {name: wish for name, wish in overrides.items() if name != "simdgroups_n"}
-    if named.keys() & decompositions.WORK_WISHES:
+    named = {key: value for key, value in overrides.items() if key != "simdgroups_n"}
+    if named.keys() & decompositions.WORK_OVERRIDES:
         yield from (work for work, _ in decompositions.works(space, named))
         return
     yield from _worth_comparing(space, problem)
 
 
 def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
-    """Yields whole tiles, and splits where those leave multiprocessors idle."""
+    """Yields whole tiles, and splits if those would leave multiprocessors idle."""
     tiles, cores = space.tiles, space.cores
     yield data_parallel(tiles, space.k_tiles)
-    # What is split meets after the epilogue's turn, and other blocks have no rows.
+    # A paired epilogue and an RMSNorm need whole tiles, as `CudaPlan` checks.
     if problem.epilogue.is_paired or problem.norm is not None:
         return
     if tiles >= EVEN_ENOUGH * cores * -(-tiles // cores):
@@ -197,7 +200,7 @@ def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
 def _slices(
     problem: Problem, fragments_m: int, tiles_n: int, work: Work, device: CudaDevice
 ) -> int:
-    """Returns as many warps along k as a block has room for and k tiles to give."""
+    """Returns the most warps along k that memory, warps and k tiles allow."""
     most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
     sums = tiles_n * limits.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
     room = min(device.shared_bytes, limits.SHARED_LIMIT) - limits.normed_bytes(problem)
@@ -208,9 +211,9 @@ def _slices(
 
 
 def _even(tiles_n: int, warps_k: int) -> int:
-    """Returns one slice fewer where all schedulers then have as many warps.
+    """Returns one slice fewer if that makes the load of the schedulers even.
 
-    Not where that is many fewer.
+    The number is not reduced by more than a quarter.
     """
     fewer = warps_k - 1
     if tiles_n * warps_k % SCHEDULERS and not tiles_n * fewer % SCHEDULERS:
@@ -221,7 +224,7 @@ def _even(tiles_n: int, warps_k: int) -> int:
 def _staged_slices(
     problem: Problem, kernel: Kernel, fragments_m: int, tiles_n: int, work: Work
 ) -> int:
-    """Returns as many slices of k as a block has room for and stages."""
+    """Returns the most slices of k that memory, warps and stages allow."""
     few = problem.bits > 4
     most = FEW_MULTIPLIERS[kernel] if few else MOST_MULTIPLIERS[kernel][fragments_m]
     trips = pipelined.STAGE_K // k_tile(problem.group_size)
@@ -234,8 +237,8 @@ def _staged_slices(
 
 
 def fewest_fragments(problem: Problem, kernel: Kernel) -> int:
-    """Returns the fewest fragments of 8 rows with the fewest tiles down the rows."""
+    """Returns the fewest 8-row fragments that give the fewest tiles along m."""
     fragments = -(-problem.m // limits.FRAGMENT_ROWS)
     known = FRAGMENTS_M[kernel]
     least = -(-fragments // -(-fragments // known[-1]))
-    return next(each for each in known if each >= least)
+    return next(count for count in known if count >= least)

@@ -1,10 +1,10 @@
-"""What a plan for a CUDA device should cost.
+"""Cost model of the CUDA kernels.
 
-A model, with constants out of the study that docs/lab has: one NVIDIA H200, 4-bit
-weights with groups of 128. A plan takes the longest of three times (memory traffic as
-far as its warps can ask for it, what a multiprocessor issues and waits for, matrix
-products), and a price for each piece of work and each further launch. Other devices are
-scaled by multiprocessors, bandwidth and matrix units alone.
+The constants are those of the study in docs/lab: one NVIDIA H200, 4-bit weights with
+groups of 128. A plan takes the longest of three times (memory traffic, limited by the
+requests of its warps; instruction issue and latency of a multiprocessor; matrix
+products), plus a fixed time per piece of work and per further launch. Other devices are
+scaled by multiprocessors, bandwidth and throughput only.
 """
 
 from typing import NamedTuple
@@ -18,66 +18,68 @@ from mlx_marlin.planning.work.tiles import Kernel, k_tile
 from mlx_marlin.weights.formats import TILE_N
 
 STATED_BANDWIDTH = 1.05
-"""Bandwidth in the stated one's terms that any number of warps would reach, and what
-one warp of a multiprocessor can have: fitted to four times that reading 117 MB took
-with 14 to 32 warps, within 2 %; with 8, 15 % too fast (measured, docs/lab)."""
+"""Asymptotic bandwidth of many warps, relative to the stated one. Together with
+`WARP_BANDWIDTH` fitted to four times of reading 117 MB with 14 to 32 warps, within 2 %;
+with 8 warps the model is 15 % too fast (measured, docs/lab)."""
 WARP_BANDWIDTH = 5.0e9
-"""Bytes a second of one warp: the second half of that fit."""
+"""Bandwidth of one warp of a multiprocessor, in bytes per second (same fit)."""
 STEP_SECONDS = (450e-9, 860e-9, 1040e-9, 1225e-9)
-"""What a warp of "mma" takes for 32 columns and 64 of k, by fragments_m: instructions
-and waits for its own products (measured, docs/lab, step 29: 20.2 us for 16 rows of
-5120→17408 with 20 warps, 13.7 us and 19.6 for 16 and 32 rows of 14336→4096 with 16; the
-first is a guess, because there memory takes longer, and the third lies between)."""
+"""Time of a warp of "mma" for 32 columns and 64 of k, by fragments_m: instructions and
+the latency of its products. Measured (docs/lab, step 29): 20.2 us for 16 rows of
+5120→17408 with 20 warps; 13.7 and 19.6 us for 16 and 32 rows of 14336→4096 with 16. The
+first value is a guess, because memory takes longer; the third is interpolated."""
 TILE_SECONDS = (58e-9, 78e-9, 97e-9, 117e-9)
-"""What a multiprocessor takes in "mma_staged" for a packed tile and 128 of k, by
-fragments_m: what its warps issue, and their products (measured, docs/lab, step 29:
-8192→28672, 5120→17408 and 4096→14336 agree within 5 %, but 24 rows of the first, which
-take 12 % longer)."""
+"""Time of a multiprocessor in "mma_staged" for a packed tile and 128 of k, by
+fragments_m: instruction issue and products. Measured (docs/lab, step 29): 8192→28672,
+5120→17408 and 4096→14336 agree within 5 %, except 24 rows of the first, which take 12 %
+longer."""
 FILL_SECONDS = (105e-9, 130e-9, 212e-9, 295e-9)
-"""What filling a stage takes its four warps, which few tiles side by side wait for
-(measured, docs/lab: 14336→4096 in step 29; in step 44, of tiles with 24 rows two
-shapes and with 32 rows nine, k from 4096 to 28672, on an H200 and an H100, within 6 %).
-"""
+"""Time in which four warps fill a stage, by fragments_m; it dominates if few tiles are
+side by side. Measured (docs/lab): 14336→4096 in step 29; in step 44 two shapes with 24
+rows and nine with 32 rows, k from 4096 to 28672, on an H200 and an H100, within 6 %."""
 STAGE_SECONDS = {2: 315e-9, 3: 350e-9, 4: 376e-9, 6: 475e-9, 8: 526e-9}
-"""What a multiprocessor takes in "wgmma" for four packed tiles and 128 of k, by
-fragments_m: decoding and matrix products, which do not hide each other (measured,
-docs/lab, step 29: 8192→28672; 5120→17408 is up to 11 % faster)."""
+"""Time of a multiprocessor in "wgmma" for four packed tiles and 128 of k, by
+fragments_m: decoding and matrix products, which do not overlap. Measured (docs/lab,
+step 29): 8192→28672; 5120→17408 is up to 11 % faster."""
 PIECE_SECONDS = 2.5e-6
-"""To begin and end a piece of work: first loads, and the sums of a block's warps (a
-guess)."""
+"""Time to start and end a piece of work: first loads, and adding the sums of a block's
+warps (a guess)."""
 FIRST_STAGE_SECONDS = 1e-6
-"""Until the first stage of x is full, for which all others wait (fitted: with it one
-`TILE_SECONDS` of 16 rows serves 4096→4096 and 8192→28672, within 6 %)."""
+"""Time until the first stage of x is full (fitted: with it one `TILE_SECONDS` of 16
+rows serves 4096→4096 and 8192→28672, within 6 %)."""
 FURTHER_LAUNCH = {"mma": 8e-6, "mma_staged": 6e-6, "wgmma": 6e-6}
-"""Seconds for the launch that adds splits up: 3 us of its own, and what products take
-longer than their stages which leave it their sums (measured, docs/lab, step 43: 3
-us and more; those of "mma" 5). MLX's host takes 6 beside them."""
+"""Time of the launch that adds splits: 3 us of its own, and the time that the first
+kernel needs to write its sums. Measured (docs/lab, step 43): 3 us and more, for "mma"
+5. The host takes another 6 us, concurrently."""
 NORM_SECONDS = 3e-6
-"""For a piece of work whose rows are normalized before (measured roughly, by a clock
-that was taken out, docs/lab: 1.5 to 2.7 us for one row, 3.3 for 8)."""
+"""Time to normalize rows, per piece of work. Measured roughly, with a clock in the
+kernel that was removed (docs/lab): 1.5 to 2.7 us for one row, 3.3 us for 8."""
 OWN_NORM_SECONDS = 7e-6
-"""For a norm of its own before a product: 3 us of the device and 4 of the host, which
-has as much to do (measured, docs/lab)."""
+"""Time of a separate RMSNorm before a product: 3 us of the device and 4 us of the host
+(measured, docs/lab)."""
 OWN_ROPE_SECONDS = 5e-6
-"""For a rope of its own after a product, with the changes of shape that it needs: so
-much, 3 to 5 us, was spared a layer with each (measured, docs/lab)."""
+"""Time of a separate rope after a product, including its reshapes: fusing it saved 3 to
+5 us per layer (measured, docs/lab)."""
 OWN_HEAD_NORM_SECONDS = 4e-6
-"""For a norm of heads of its own, one of q and one of k: 2 us of the device (measured,
-docs/lab) and as much of the host (a guess)."""
-MEETING_SECONDS = {"split_k": 6e-12, "stream_k": 12e-12}
-"""Seconds for each element of a result whose tiles are split, by strategy, others as
-"stream_k". With them 64 rows of four shapes cost 7 to 9 us beside their stages, and 64
-of 5120→17408 as streams 49 in all (measured, docs/lab, step 43: 6.4 to 11.3, and
-48.9)."""
+"""Time of a separate RMSNorm of heads, for q or for k: 2 us of the device (measured,
+docs/lab) and 2 us of the host (a guess)."""
+SPLIT_SECONDS = {"split_k": 6e-12, "stream_k": 12e-12}
+"""Time per element of a result whose tiles are split, by strategy; that of "stream_k"
+for the others. With it 64 rows of four shapes cost 7 to 9 us in addition to their
+stages, and 64 rows of 5120→17408 as streams 49 us in all. Measured (docs/lab, step 43):
+6.4 to 11.3 us, and 48.9 us."""
 MOST_WARPS = (28, 20, 16, 16)
-"""Warps of a block of "mma" by fragments_m, unless others are asked for: more warps
-hide more waits, until their registers do not hold the sums (measured, docs/lab)."""
+"""Most warps of a block of "mma" without an override, by fragments_m: more warps hide
+more latency until their registers cannot hold the sums (measured, docs/lab)."""
 WEIGHTS = TILE_N * 64
 """Weights of a step."""
 
 
 class CandidateConfig(NamedTuple):
-    """A plan before it is one: which are compared are many."""
+    """The fields of a plan that a prediction depends on, besides the problem.
+
+    A search compares many of them and builds few plans.
+    """
 
     kernel: Kernel
     fragments_m: int
@@ -91,59 +93,59 @@ class CandidateConfig(NamedTuple):
 def prediction(
     problem: Problem, config: CandidateConfig, device: CudaDevice
 ) -> Prediction:
-    """Returns what the model says about a way to compute a product."""
+    """Returns the predicted times of a candidate."""
     work, tiles_n = config.work, config.tiles_n
-    longest = work.longest  # where a minimum moves cuts, all of them are looked at
+    longest = work.longest  # read once: slow if `minimum` moves cuts
     busy = work.threadgroups - work.idle
-    each = -(-busy // device.multiprocessors)  # of the fullest multiprocessor
-    resident = _resident(config, each)
-    turns = -(-each // resident)
+    blocks = -(-busy // device.multiprocessors)  # of the most loaded multiprocessor
+    resident = _resident(config, blocks)
+    waves = -(-blocks // resident)
     trips = k_tile(problem.group_size) // 64
-    step_bytes = problem.weight_bytes / (problem.batch * problem.n * problem.k)
-    read = each * tiles_n * longest * trips * WEIGHTS * step_bytes
+    weight_size = problem.weight_bytes / (problem.batch * problem.n * problem.k)
+    read = blocks * tiles_n * longest * trips * WEIGHTS * weight_size
     share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
     warps = resident * tiles_n * config.warps_k
     rate = 1 / (1 / share + 1 / (warps * WARP_BANDWIDTH))
-    # All times are a mean multiprocessor's, which the fullest one's stretch.
-    mean = work.total / (device.multiprocessors * each * longest)
+    # All times are those of a mean multiprocessor; `busy` converts to the most loaded.
+    mean = work.total / (device.multiprocessors * blocks * longest)
     elements = problem.batch * problem.m * problem.n
     sums = 8 * elements * work.pieces / work.tiles
-    met = work.is_split * sums / (device.bandwidth_gbs * 1e9)
-    further = _further(config, elements) if work.is_split else 0.0
+    sums_seconds = work.is_split * sums / (device.bandwidth_gbs * 1e9)
+    further = _split_seconds(config, elements) if work.is_split else 0.0
     rows = limits.FRAGMENT_ROWS * config.fragments_m
     columns = work.tiles // -(-problem.m // rows) * tiles_n * TILE_N
     padded = -(-problem.m // limits.FRAGMENT_ROWS) * limits.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
-    begun = PIECE_SECONDS + FIRST_STAGE_SECONDS * (config.kernel in pipelined.KERNELS)
-    begun += NORM_SECONDS * (problem.norm is not None)
+    piece = PIECE_SECONDS + FIRST_STAGE_SECONDS * (config.kernel in pipelined.KERNELS)
+    piece += NORM_SECONDS * (problem.norm is not None)
     return Prediction(
-        memory=mean * (read / rate + met),
-        issue=mean * turns * _issue(config, longest * trips),
+        memory=mean * (read / rate + sums_seconds),
+        issue=mean * waves * _issue(config, longest * trips),
         loads=0.0,
         matrix=2 * padded * columns * problem.k / (device.tflops * 1e12),
         busy=mean,
         fill=1.0,
-        dispatch=turns * pieces * begun + further,
+        dispatch=waves * pieces * piece + further,
     )
 
 
-def _further(config: CandidateConfig, elements: int) -> float:
-    """Returns the seconds that splits cost beside what is moved for them."""
-    runs = MEETING_SECONDS["stream_k"]
-    each = MEETING_SECONDS.get(config.work.strategy, runs)
-    return FURTHER_LAUNCH[config.kernel] + elements * each
+def _split_seconds(config: CandidateConfig, elements: int) -> float:
+    """Returns the seconds that splits cost besides their memory traffic."""
+    default = SPLIT_SECONDS["stream_k"]
+    per_element = SPLIT_SECONDS.get(config.work.strategy, default)
+    return FURTHER_LAUNCH[config.kernel] + elements * per_element
 
 
-def _resident(config: CandidateConfig, each: int) -> int:
-    """Returns how many of a multiprocessor's blocks it has at a time."""
+def _resident(config: CandidateConfig, blocks: int) -> int:
+    """Returns how many of a multiprocessor's blocks are resident at a time."""
     if config.kernel in pipelined.KERNELS:
         return 1
     most = MOST_WARPS[config.fragments_m - 1]
-    return max(min(each, most // (config.tiles_n * config.warps_k)), 1)
+    return max(min(blocks, most // (config.tiles_n * config.warps_k)), 1)
 
 
 def _issue(config: CandidateConfig, steps: int) -> float:
-    """Returns the seconds of a block's `steps` of 64 values of k."""
+    """Returns the seconds in which a block computes `steps` steps of 64 k."""
     if config.kernel == "mma":
         return -(-steps // config.warps_k) * STEP_SECONDS[config.fragments_m - 1]
     stages = -(-steps // 2)

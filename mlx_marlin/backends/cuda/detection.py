@@ -1,8 +1,8 @@
-"""Which CUDA device this machine has: what MLX, the driver and a short probe say.
+"""Detection of this machine's CUDA device from MLX, the driver and a measurement.
 
-A device of the table has its stated figures, so that plans are the same everywhere;
-the multiprocessors are those that the driver counts. Of any other device bandwidth and
-arithmetic are measured once, rounded, and kept as a file of the user's cache.
+A device of the table has its stated figures, so that plans are reproducible, except for
+the number of multiprocessors, which the driver reports. For any other device bandwidth
+and throughput are measured once, rounded, and stored in the user's cache.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from mlx_marlin import cache
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
 
 FOLDER = "gpus"
-"""Name of the folder of the cache that keeps what was measured."""
+"""Folder of the cache with measured figures."""
 DRIVER = "libcuda.so.1"
 MULTIPROCESSORS = 16
 """CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
@@ -24,20 +24,20 @@ SHARED_BYTES = 97
 """CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
 
 COPIED = 2**28
-"""float16 values that the probe reads: 512 MB, many times any second-level cache."""
+"""float16 values that the bandwidth measurement reads: 512 MB, far more than any L2."""
 SIDE = 8192
-"""Rows, columns and k of the probe's product."""
+"""Rows, columns and k of the product that measures throughput."""
 TRIES = 5
-"""Runs of each, of which the fastest counts: others had the device for a while."""
+"""Runs of each measurement. The fastest counts, as others may have used the device."""
 DIGITS = 2
-"""Significant digits that are kept: plans must not follow the noise."""
+"""Significant digits of stored figures, so that plans do not depend on noise."""
 
 
 def here() -> CudaDevice | None:
-    """Returns the CUDA device that MLX computes on; None where it has none."""
+    """Returns the CUDA device that MLX computes on; None if there is none."""
     driver = _driver()
     if driver is None:
-        return None  # before MLX is imported, which takes long
+        return None  # without importing MLX, which is slow
     import mlx.core as mx
 
     if not mx.cuda.is_available():
@@ -58,13 +58,13 @@ def here() -> CudaDevice | None:
 
 
 def driver_version() -> int:
-    """Returns the version of the CUDA driver, such as 13000; 0 where there is none."""
+    """Returns the version of the CUDA driver, such as 13000; 0 without a driver."""
     driver = _driver()
     return 0 if driver is None else _version(driver)
 
 
 def _driver() -> Any:
-    """Returns the driver's library, ready to be asked; None where there is none."""
+    """Returns the initialized driver library; None if there is none."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -73,7 +73,7 @@ def _driver() -> Any:
 
 
 def _attribute(driver: Any, attribute: int) -> int:
-    """Returns what the driver says of its first device, 0 if it says nothing."""
+    """Returns an attribute of the driver's first device; 0 if the query fails."""
     value, device = ctypes.c_int(0), ctypes.c_int(0)
     if driver.cuDeviceGet(ctypes.byref(device), 0):
         return 0
@@ -88,7 +88,7 @@ def _version(driver: Any) -> int:
 
 
 def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
-    """Returns a device that is not in the table: measured, or the default."""
+    """Returns a device that is not in the table, with measured or default figures."""
     import mlx.core as mx
 
     version = mx.__version__  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
         try:
             with mx.stream(mx.gpu):
                 found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
-        except (RuntimeError, ValueError, MemoryError):  # no room, or while MLX traces
+        except (RuntimeError, ValueError, MemoryError):  # no memory, or MLX is tracing
             return replace(DEFAULT, name=name, arch=arch or DEFAULT.arch)
         _write(file_name, found)
     return CudaDevice(
@@ -112,28 +112,26 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
 
 
 def _bandwidth_gbs() -> float:
-    """Returns the bandwidth at which MLX reads a large array."""
-
-    values = _drawn(COPIED)
+    """Returns the bandwidth at which MLX reads a large array, in GB/s."""
+    values = _random(COPIED)
     return _rounded(values.nbytes / _seconds(lambda: values.max()) / 1e9)
 
 
 def _tflops() -> float:
-    """Returns the arithmetic of MLX's own product of halves."""
-
-    a = _drawn(SIDE, SIDE)
+    """Returns the throughput of MLX's float16 product, in TFLOP/s."""
+    a = _random(SIDE, SIDE)
     return _rounded(2 * SIDE**3 / _seconds(lambda: a @ a) / 1e12)
 
 
-def _drawn(*shape: int) -> Any:
-    """Returns numbers to compute with: of zeros a device may be faster."""
+def _random(*shape: int) -> Any:
+    """Returns random float16 values; a device may be faster on zeros."""
     import mlx.core as mx
 
     return mx.random.uniform(-1, 1, shape, mx.float16, key=mx.random.key(0))
 
 
 def _seconds(make: Any) -> float:
-    """Returns the least time of some runs, after one that compiles."""
+    """Returns the shortest time of `TRIES` runs, after one that compiles."""
     import time
 
     import mlx.core as mx
@@ -151,23 +149,23 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def _file_name(what: str) -> str:
-    """Returns the name of the file that keeps a device's measured figures."""
-    return f"{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+def _file_name(device: str) -> str:
+    """Returns the name of the file with the measured figures of a device."""
+    return f"{hashlib.sha256(device.encode()).hexdigest()[:16]}.json"
 
 
 def _read(file_name: str) -> dict[str, float] | None:
-    """Returns figures that were kept; None if there are none, or they are invalid."""
+    """Returns stored figures; None if there are none or they are invalid."""
     file = cache.find(FOLDER, file_name)
     try:
-        kept = json.loads(file.read_text("utf-8")) if file else {}
-        found = {name: float(kept[name]) for name in ("bandwidth_gbs", "tflops")}
+        stored = json.loads(file.read_text("utf-8")) if file else {}
+        found = {name: float(stored[name]) for name in ("bandwidth_gbs", "tflops")}
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return found if min(found.values()) > 0 else None
 
 
 def _write(file_name: str, figures: dict[str, float]) -> None:
-    """Keeps figures. If they cannot be written, the next process measures again."""
+    """Stores figures. If that fails, the next process measures again."""
     with suppress(OSError):
         cache.store(FOLDER, file_name, json.dumps(figures).encode())

@@ -1,6 +1,6 @@
-"""A CUDA device, as far as planning cares, and a table of those that are known.
+"""CUDA devices: the properties that planning uses, and the table of known devices.
 
-Everything here is data; `cuda_detection` looks at the machine.
+`detection` queries the machine.
 """
 
 import re
@@ -8,25 +8,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 ARCHITECTURE = re.compile(r"sm_\d{2,}")
-"""How MLX spells a compute capability: "sm_90" is 9.0."""
+"""MLX's notation of a compute capability: "sm_90" is 9.0."""
 MOST_MULTIPROCESSORS = 1024
-"""No GPU has more."""
+"""Upper bound of a plausible number of multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """A GPU of NVIDIA's.
+    """An NVIDIA GPU.
 
     Attributes:
-        name: As CUDA says it, such as "NVIDIA H200".
-        variant: The name with what distinguishes this device from others of it.
-        multiprocessors: Streaming multiprocessors.
-        bandwidth_gbs: Memory bandwidth that the maker states, or that was measured, in
-            10^9 bytes a second.
-        tflops: float16 operations of the matrix units with sums in float32, without
-            sparsity, in 10^12 a second.
-        shared_bytes: Shared memory that one block may have.
-        arch: Compute capability, "sm_90".
+        name: Name in CUDA, such as "NVIDIA H200".
+        variant: The name with what distinguishes devices of the same name.
+        multiprocessors: Number of streaming multiprocessors.
+        bandwidth_gbs: Stated or measured memory bandwidth in 10^9 bytes per second.
+        tflops: float16 operations of the tensor cores with float32 accumulation,
+            without sparsity, in 10^12 per second.
+        shared_bytes: Largest shared memory of a block in bytes.
+        arch: Compute capability, such as "sm_90".
     """
 
     name: str
@@ -51,7 +50,7 @@ class CudaDevice:
 
     @property
     def cores(self) -> int:
-        """What plans are spread over: the multiprocessors."""
+        """Number of multiprocessors, to which plans are distributed."""
         return self.multiprocessors
 
     @property
@@ -62,7 +61,7 @@ class CudaDevice:
 
     @property
     def figures(self) -> str:
-        """What distinguishes it, in a few words."""
+        """The main figures of the device as text."""
         return (
             f"{self.multiprocessors} multiprocessors, {self.bandwidth_gbs:g} GB/s, "
             f"{self.tflops:g} TFLOP/s, {self.shared_bytes // 1024} KiB shared"
@@ -74,14 +73,14 @@ class CudaDevice:
 
         Args:
             name: "NVIDIA H200", "H200" or "RTX 4090".
-            multiprocessors: Replaces the device's own number.
+            multiprocessors: Number that replaces that of the table.
 
         Raises:
             ValueError: If the table does not have it.
         """
         known = gpus().get(key(name))
         if known is None:
-            names = ", ".join(dict.fromkeys(each.name for each in gpus().values()))
+            names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus().values()))
             raise ValueError(f"device {name!r} is not one of: {names}")
         if multiprocessors in (None, known.multiprocessors):
             return known
@@ -102,26 +101,26 @@ DEFAULT = CudaDevice(
     shared_bytes=99 * 1024,
     arch="sm_80",
 )
-"""For unknown hardware: a small one, so that no plan needs more than it has."""
+"""Device to plan for on unknown hardware: a small one, so that plans fit."""
 
 
 def key(name: str) -> str:
-    """Returns how the table spells a name: "H200" means "NVIDIA H200"."""
+    """Returns the key of a name in the table; "H200" means "NVIDIA H200"."""
     words = name.lower().split()
     return " ".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 @lru_cache(maxsize=1)
 def gpus() -> dict[str, CudaDevice]:
-    """Returns the known devices by `key`, under every name that they have."""
+    """Returns the known devices by `key` of all their names."""
     import json
     from importlib.resources import files
 
     text = files("mlx_marlin").joinpath("data/gpus.json").read_text("utf-8")
     table: dict[str, CudaDevice] = {}
     for row in json.loads(text)["gpus"]:
-        apart = ("sources", "aliases")
-        figures = {field: row[field] for field in row if field not in apart}
+        excluded = ("sources", "aliases")
+        figures = {field: row[field] for field in row if field not in excluded}
         gpu = CudaDevice(variant=row["name"], **figures)
         table |= dict.fromkeys(map(key, (gpu.name, *row.get("aliases", ()))), gpu)
     return table

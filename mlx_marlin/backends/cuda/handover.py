@@ -1,4 +1,4 @@
-"""When stock MLX should serve a product on a CUDA device, and why."""
+"""Decides when stock MLX serves a product on a CUDA device because it is faster."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,22 +14,23 @@ from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.problem import Problem
 
 MOST_ROWS = 128
-"""Rows up to which our kernels serve a packed weight; beyond, a plain product does, of
-the weight decoded once."""
+"""Most rows for which the kernels serve a packed weight; more use a dense plan."""
 MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
-"""Rows up to which they serve one in MLX's layout, affine 4-bit, by its least size;
-beyond, stock MLX does (measured, docs/lab)."""
+"""Most rows for which the kernels serve an affine 4-bit weight in MLX's layout, by its
+minimal number of elements; for more, stock MLX does (measured, docs/lab)."""
 FEW_ROWS = 5
-"""The same in other formats of that layout, which have not been timed: for so few rows
-stock MLX takes longer than for 8."""
+"""Most rows for other formats in MLX's layout, which were not measured; for these stock
+MLX takes longer than for 8 rows."""
 
 
 def handover(problem: Problem, device: CudaDevice) -> str | None:
-    """Says why stock MLX should serve a product for speed; None if ours should."""
-    for apart, seconds, reason in _apart(problem):
-        both = (predict(make(each, device, {}), device) for each in (problem, apart))
-        inside, own = (each.seconds for each in both)
-        if inside > own + seconds:
+    """Returns why stock MLX serves a product for speed; None if it does not."""
+    for unfused, seconds, reason in _unfused(problem):
+        fused_seconds, unfused_seconds = (
+            predict(make(product, device, {}), device).seconds
+            for product in (problem, unfused)
+        )
+        if fused_seconds > unfused_seconds + seconds:
             return f"on {device.variant} {reason}"
     if problem.norm is not None:
         return None
@@ -42,11 +43,11 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
     )
 
 
-def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
-    """Yields a product without its norm, and one without its rotation.
+def _unfused(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
+    """Yields the product without its RMSNorm, and without its rotation.
 
-    With each come the seconds that MLX's own kernels for it take, and what to say if
-    both together are faster.
+    Each comes with the seconds of MLX's separate kernels for the omitted operation, and
+    the reason to return if the two are faster than the fused product.
     """
     if problem.norm is not None:
         reason = "every block of this product would normalize the rows again"
@@ -54,7 +55,7 @@ def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
     epilogue = problem.epilogue
     if epilogue.rotation is not None:
         norms = 0 if epilogue.rotation.norm is None else 2
-        # Of q and k, which one row without norms has in one array.
+        # One rope each for q and k; a single row without norms needs only one.
         ropes = 2 if problem.m > 1 or norms else 1
         seconds = ropes * OWN_ROPE_SECONDS + norms * OWN_HEAD_NORM_SECONDS
         own = "norms and ropes take" if norms else "a rope takes"
@@ -67,7 +68,7 @@ def _apart(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
 
 
 def most_rows(problem: Problem) -> int:
-    """Returns the rows up to which our kernels serve a product's weight for speed."""
+    """Returns the most rows for which the kernels serve a product's weight."""
     if problem.layout == "marlin":
         return MOST_ROWS
     if (problem.mode, problem.bits) != ("affine", 4):
@@ -77,7 +78,7 @@ def most_rows(problem: Problem) -> int:
 
 
 def dense(problem: Problem) -> DensePlan | None:
-    """Returns the plain product of a weight decoded once, where that is faster."""
+    """Returns the dense plan of a packed weight if it is faster, else None."""
     if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
         return None
     return dense_plan(problem) if problem.m > MOST_ROWS else None

@@ -1,8 +1,8 @@
-"""The CUDA kernels, what "mma" can compute, and what a plan of it must look like.
+"""Kernels of the CUDA back end, and the limits of "mma".
 
-It decodes a weight into fragments of 16x8x16 matrix products, which hold two halves or
-two bfloat16 values a register. Every tile is `simdgroups_n` packed tiles wide, each of
-which has `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
+"mma" decodes a weight into fragments of 16x8x16 matrix products, with two float16 or
+bfloat16 values per register. A tile is `simdgroups_n` packed tiles wide, each with
+`simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 """
 
 from mlx_marlin.backends.cuda.device import CudaDevice
@@ -11,33 +11,34 @@ from mlx_marlin.planning.work.tiles import Kernel
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 
 OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
-"""The kernels of this back end."""
+"""Names of the CUDA kernels."""
 FRAGMENT_ROWS = 8
-"""Rows of x in a 16x8x16 product: those of the weight are the other operand."""
+"""Rows of x in a 16x8x16 product; the 16 are rows of the weight."""
 FRAGMENTS_M = (1, 2, 3, 4)
 """Fragments of x that a warp may hold."""
 MOST_SIMDGROUPS_N = 8
-"""Tiles of 32 columns side by side."""
+"""Most packed tiles of 32 columns side by side."""
 MOST_SIMDGROUPS = 28
-"""Warps of a block: they leave each 72 registers."""
+"""Most warps of a block, which leaves 72 registers per thread."""
 SHARED_LIMIT = 227 * 1024
-"""Bytes of shared memory that a block may have where it has most (NVIDIA, CUDA C++
-Programming Guide, compute capability 9.0); the search knows the device's own."""
+"""Largest shared memory of a block in bytes (NVIDIA, CUDA C++ Programming Guide,
+compute capability 9.0). The search applies the limit of the device."""
 CAPABILITY = (8, 0)
-"""What has these matrix products of bfloat16 too (NVIDIA, PTX ISA, mma.m16n8k16)."""
+"""Lowest compute capability with these products for bfloat16 (NVIDIA, PTX ISA,
+mma.m16n8k16)."""
 NORMED_BYTES = 76 * 1024
-"""Bytes of a block for a norm's weight and the rows that it normalizes: 8 of 4096
-values. Sums of its warps want room too, and what is left caches scales (a guess). The
-same for all rows: MLX asks for a kernel's shared memory once, whatever later calls
-need."""
+"""Bytes of shared memory for the weight of an RMSNorm and the normalized rows: 8 of
+4096 values. The sums of warps need memory too, and the rest caches scales (a guess).
+The same for any number of rows, because MLX sets a kernel's shared memory only once."""
 NORMED_PADDING = 16
-"""Bytes behind each of these: 8 rows are read at once (shaders/cuda/rows.cuh)."""
+"""Bytes of padding per normalized row: 8 rows are read together
+(shaders/cuda/rows.cuh)."""
 DTYPES = ("float16", "bfloat16")
-"""Activations that a fragment holds as they are."""
+"""Dtypes of activations that fragments hold without conversion."""
 
 
 def too_old(device: CudaDevice) -> str | None:
-    """Says why the kernels do not run on a device; None if they do."""
+    """Returns why the kernels do not run on a device; None if they do."""
     if device.capability >= CAPABILITY:
         return None
     needed = ".".join(map(str, CAPABILITY))
@@ -45,7 +46,7 @@ def too_old(device: CudaDevice) -> str | None:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Says why the kernel cannot compute a problem; None if it can."""
+    """Returns why the kernel cannot compute a problem; None if it can."""
     if problem.dtype not in DTYPES:
         return (
             f"our CUDA kernels multiply {' and '.join(DTYPES)}, and dtype is "
@@ -56,7 +57,7 @@ def why_not(problem: Problem) -> str | None:
             f"our CUDA kernels take bytes as scales or the dtype of x, "
             f"{problem.dtype}, and not scales in {problem.scale_dtype}"
         )
-    # An integer times its scale is no half: it enters the sums of a longer group.
+    # A scaled integer is not exact in half; the sums of longer groups are scaled.
     if problem.group_size == 16 and problem.format.codes != "floating":
         return (
             f"our CUDA kernels have no groups of 16 integers, and mode is "
@@ -82,9 +83,9 @@ def why_not(problem: Problem) -> str | None:
 
 
 def least_tiles(problem: Problem) -> int:
-    """Returns the packed tiles that must lie in a block: its width is a multiple.
+    """Returns the number of packed tiles of which a block's width is a multiple.
 
-    Two have both columns of each pair; a whole head is what its norm needs.
+    Two tiles contain both columns of a pair; an RMSNorm of heads needs a whole head.
     """
     rotation = problem.epilogue.rotation
     if rotation is not None and rotation.norm is not None:
@@ -93,7 +94,7 @@ def least_tiles(problem: Problem) -> int:
 
 
 def normed_bytes(problem: Problem) -> int:
-    """Returns the bytes of a block's shared memory that its norm needs."""
+    """Returns the bytes of a block's shared memory that an RMSNorm needs."""
     return 0 if problem.norm is None else NORMED_BYTES
 
 
@@ -120,10 +121,10 @@ def check(
     tile_m: int,
     tile_n: int,
 ) -> None:
-    """Checks the fields of a plan that have other limits than Metal's.
+    """Checks the fields of a plan of "mma".
 
     Raises:
-        ValueError: If the kernel cannot have them.
+        ValueError: If the kernel does not support them.
     """
     reason = why_not(problem)
     if reason is not None:
@@ -140,7 +141,7 @@ def check(
 
 
 def check_counts(simdgroups_n: int, simdgroups_k: int) -> None:
-    """Raises a ValueError if a block cannot have so many tiles or slices."""
+    """Raises ValueError if a block cannot have these numbers of tiles and slices."""
     if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
         raise ValueError(
             f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
@@ -149,10 +150,10 @@ def check_counts(simdgroups_n: int, simdgroups_k: int) -> None:
 
 
 def check_sides(fragments_m: int, simdgroups_n: int, tile_m: int, tile_n: int) -> None:
-    """Raises a ValueError if a tile is not what its fragments and columns make."""
-    sides = FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
-    if (tile_m, tile_n) != sides:
+    """Raises ValueError if a tile's size differs from that of its fragments."""
+    expected = FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
+    if (tile_m, tile_n) != expected:
         raise ValueError(
             f"fragments_m={fragments_m} and simdgroups_n={simdgroups_n} make tiles of "
-            f"{sides[0]}x{sides[1]}, got tile.m={tile_m}, tile.n={tile_n}"
+            f"{expected[0]}x{expected[1]}, got tile.m={tile_m}, tile.n={tile_n}"
         )

@@ -1,10 +1,10 @@
-"""CUDA kernels whose x waits in shared memory: what they compute, how plans look.
+"""Limits of the pipelined CUDA kernels, which stage x in shared memory.
 
-In "mma_staged" and "wgmma", four warps fill stages of x and all others multiply. A tile
-has `simdgroups_n` packed tiles side by side, each `simdgroups_k` warps, and `buffers`
-stages of 128 values of k. "mma_staged" has the products of "mma", and reads x from
-memory once a block instead of once a warp; in "wgmma", Hopper's matrix products, four
-warps go together.
+In "mma_staged" and "wgmma" four warps fill stages of x and all others multiply. A tile
+has `simdgroups_n` packed tiles side by side, each with `simdgroups_k` warps, and
+`buffers` stages of 128 values of k. "mma_staged" has the products of "mma" and reads x
+from memory once per block instead of once per warp. "wgmma" uses Hopper's warpgroup
+products of four warps.
 """
 
 from math import lcm
@@ -15,44 +15,46 @@ from mlx_marlin.planning.problem import Problem
 
 
 class Traits(NamedTuple):
-    """Where the two differ."""
+    """Limits of one kernel."""
 
     fragments_m: tuple[int, ...]
-    """Fragments of 8 rows of x in a tile."""
+    """Supported numbers of 8-row fragments of x in a tile."""
     together: int
-    """Warps that multiply together, each its own packed tile."""
+    """Warps of one matrix product, each with its own packed tile."""
     most_simdgroups: int
-    """Warps of a block, loaders among them."""
+    """Most warps of a block, including loaders."""
 
 
 KERNELS = {
-    # 32 warps leave each 64 registers, 28 leave 72.
+    # 32 warps leave 64 registers per thread, 28 leave 72.
     "mma_staged": Traits(fragments_m=(1, 2, 3, 4), together=1, most_simdgroups=32),
-    # A warpgroup is four warps (NVIDIA, PTX ISA, wgmma).
+    # A warpgroup has four warps (NVIDIA, PTX ISA, wgmma).
     "wgmma": Traits(fragments_m=(2, 3, 4, 6, 8), together=4, most_simdgroups=28),
 }
 LOADERS = 4
 """Warps that fill stages."""
 STAGE_K = 128
-"""Values of k of a stage."""
+"""K values of a stage."""
 MOST_BUFFERS = 32
-"""Stages that shared memory may hold: the shader has room for barriers of so many."""
+"""Most stages: the shader has barriers for as many."""
 WORTHWHILE_BYTES, WORTHWHILE_BUFFERS = 96 * 1024, 12
-"""What stages of x may take, and how many there are: 12 of up to 32 rows, 8 of 48, 6 of
-64 (measured: more were no faster, docs/lab), and more only where slices of k need
-them."""
+"""Limits of the stages of x, in bytes and in number: 12 stages of up to 32 rows, 8 of
+48, 6 of 64. More were not faster (measured, docs/lab) and are used only if the slices
+of k need them."""
 MOST_BUFFER_BYTES = 128 * 1024
-"""What these may take: the sums of a block's warps and other blocks want room too."""
+"""Most bytes of stages if the slices of k need more of them. The sums of a block's
+warps and other blocks need shared memory too."""
 WHOLE_FRAGMENTS = 3
-"""Most fragments of which a loader brings a whole stage; of more, half of one."""
+"""Most fragments for which a loader fills a whole stage; with more, half of one."""
 BARRIER_BYTES = 512
+"""Bytes of shared memory for barriers."""
 CAPABILITY = (9, 0)
-"""What has these barriers and products, and nothing newer, which has no wgmma (NVIDIA,
-PTX ISA, sm_90a); "mma_staged" ran nowhere else."""
+"""Required compute capability: it has these barriers and products, and newer ones have
+no wgmma (NVIDIA, PTX ISA, sm_90a). "mma_staged" was run on no other."""
 
 
 def why_not(problem: Problem) -> str | None:
-    """Says why the kernels cannot compute a problem; None if they can."""
+    """Returns why the kernels cannot compute a problem; None if they can."""
     if problem.layout != "marlin":
         return (
             f"kernels with stages of x read packed weights, and layout is "
@@ -64,28 +66,27 @@ def why_not(problem: Problem) -> str | None:
 
 
 def columns(kernel: str, simdgroups_n: int) -> int:
-    """Returns the warps side by side, those without a packed tile among them."""
+    """Returns the number of warps side by side, rounded up to whole products."""
     together = KERNELS[kernel].together
     return together * -(-simdgroups_n // together)
 
 
 def simdgroups(kernel: str, simdgroups_n: int, simdgroups_k: int) -> int:
-    """Returns the warps of a block."""
+    """Returns the number of warps of a block, including loaders."""
     return columns(kernel, simdgroups_n) * simdgroups_k + LOADERS
 
 
 def buffers_of(fragments_m: int, simdgroups_k: int) -> tuple[int, ...]:
-    """Returns the stages that there may be.
+    """Returns the supported numbers of stages.
 
-    A stage's place is always the same loader's and the same slice's: barriers tell one
-    turn from the next only. And a slice gives a stage back when it has begun with its
-    next one.
+    A buffer always belongs to the same loader and the same slice of k, because a
+    barrier's phase bit distinguishes only consecutive uses. A slice releases a stage
+    after it has started with the next one, so it needs more than one.
     """
     pieces = 1 if fragments_m <= WHOLE_FRAGMENTS else 2
     step = lcm(LOADERS // pieces, simdgroups_k)
-    return tuple(
-        each for each in range(step, MOST_BUFFERS + 1, step) if each > simdgroups_k
-    )
+    counts = range(step, MOST_BUFFERS + 1, step)
+    return tuple(count for count in counts if count > simdgroups_k)
 
 
 def stage_bytes(tile_m: int) -> int:
@@ -108,7 +109,7 @@ def check(
     """Checks the fields of a plan.
 
     Raises:
-        ValueError: If the kernel cannot have them.
+        ValueError: If the kernel does not support them.
     """
     reason = why_not(problem)
     if reason is not None:
@@ -137,16 +138,16 @@ def check(
 
 
 def affordable_buffers(fragments_m: int, warps_k: int) -> list[int]:
-    """Returns how many stages of x slices of k may have, as far as there is memory."""
-    each = stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
-    fitting = buffers_of(fragments_m, warps_k)
-    return [count for count in fitting if count * each <= MOST_BUFFER_BYTES]
+    """Returns the supported numbers of stages that fit into `MOST_BUFFER_BYTES`."""
+    size = stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
+    supported = buffers_of(fragments_m, warps_k)
+    return [count for count in supported if count * size <= MOST_BUFFER_BYTES]
 
 
 def buffers(fragments_m: int, warps_k: int) -> int:
-    """Returns the stages: as many as may be and are worth their memory."""
-    each = stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
-    fitting = buffers_of(fragments_m, warps_k)
-    worth = (count for count in fitting if count * each <= WORTHWHILE_BYTES)
-    least = next(iter(fitting), 0)  # none: the plan says why
+    """Returns the largest worthwhile number of stages, else the smallest supported."""
+    size = stage_bytes(limits.FRAGMENT_ROWS * fragments_m)
+    supported = buffers_of(fragments_m, warps_k)
+    worth = (count for count in supported if count * size <= WORTHWHILE_BYTES)
+    least = next(iter(supported), 0)  # 0: the plan reports the error
     return max((count for count in worth if count <= WORTHWHILE_BUFFERS), default=least)

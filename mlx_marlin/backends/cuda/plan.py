@@ -1,4 +1,4 @@
-"""Plans of the CUDA kernels, and whether their fields fit each other."""
+"""Plans of the CUDA kernels and their validity."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,14 @@ from mlx_marlin.weights.formats import TILE_N
 class CudaPlan(Plan):
     """How a product is computed on an NVIDIA GPU.
 
-    The kernel is "mma" (16x8x16 matrices), "mma_staged" (likewise, x out of shared
-    memory) or "wgmma" (64x16 by 16x64, x out of shared memory). Every tile is
-    `simdgroups_n` packed tiles wide, each with `simdgroups_k` warps. Stages hold x
-    alone.
+    The kernel is "mma" (16x8x16 matrices), "mma_staged" (the same with x in shared
+    memory) or "wgmma" (64x16 by 16x64, x in shared memory). A tile is `simdgroups_n`
+    packed tiles wide, each with `simdgroups_k` warps. Stages hold only x.
     """
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether warps of their own fill stages of x, and of nothing else."""
+        """Whether dedicated warps fill stages of x."""
         return self.kernel in pipelined.KERNELS
 
     @property
@@ -33,10 +32,10 @@ class CudaPlan(Plan):
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of shared memory: the epilogue's scratch, float32.
+        """Bytes of shared memory.
 
-        It takes turns with stages, where there are any. Every packed tile and slice of
-        k has its own, and rows that are normalized lie behind.
+        The epilogue's float32 scratch, one per packed tile and slice of k, shares its
+        memory with the stages. Normalized rows follow the scratch.
         """
         sums = self.simdgroups_k * self.simdgroups_n
         scratch = sums * self.tile.m * PADDED_COLUMNS * 4
@@ -46,7 +45,7 @@ class CudaPlan(Plan):
 
     @property
     def stage_k(self) -> int:
-        """Values of k of a stage."""
+        """K values of a stage."""
         return pipelined.STAGE_K
 
     @property
@@ -55,10 +54,10 @@ class CudaPlan(Plan):
         return pipelined.stage_bytes(self.tile.m)
 
     def check(self) -> None:
-        """Checks the fields, one by one and against each other.
+        """Checks the fields and their combination.
 
         Raises:
-            ValueError: If no kernel can have them.
+            ValueError: If no kernel supports them.
         """
         if self.kernel not in OF_CUDA:
             raise ValueError(f"kernel={self.kernel!r} is not one of {OF_CUDA}")
@@ -111,7 +110,7 @@ class CudaPlan(Plan):
         )
 
     def _check_norm(self) -> None:
-        """Checks that whole rows are multiplied, by the kernel that normalizes them."""
+        """Checks that the kernel supports RMSNorm and that tiles are not split."""
         if self.problem.norm is None:
             return
         if self.kernel != "mma" or self.is_split:
@@ -121,7 +120,7 @@ class CudaPlan(Plan):
             )
 
     def _check_paired(self) -> None:
-        """Checks that all sums that make a result meet in a threadgroup."""
+        """Checks that a block has all columns that a result depends on."""
         epilogue = self.problem.epilogue
         if not epilogue.is_paired:
             return

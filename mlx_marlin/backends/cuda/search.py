@@ -1,4 +1,4 @@
-"""Plans for CUDA devices: the best of all CUDA's kernels, and when stock MLX serves."""
+"""The options of a search on CUDA, and the plans built from them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,14 +31,14 @@ from mlx_marlin.weights.formats import TILE_N
 def options(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[Option]:
-    """Yields what is worth comparing, at least one option.
+    """Yields the options to compare, at least one.
 
     Raises:
-        ValueError: If no plan has the wished fields.
+        ValueError: If no plan has the given fields.
     """
     if problem.invariant and problem.m != INVARIANT_ROWS:
-        of_all = make(replace(problem, m=INVARIANT_ROWS), device, overrides)
-        plan = _with_rows(of_all, problem, device, overrides)
+        reference = make(replace(problem, m=INVARIANT_ROWS), device, overrides)
+        plan = _with_rows(reference, problem, device, overrides)
         yield Option((0.0,), predict(plan, device), lambda: plan)
         return
     _check(problem, device, overrides)
@@ -47,7 +47,7 @@ def options(
         found = True
         predicted = prediction(problem, config, device)
         rank = _rank(problem, config, device, predicted)
-        # There may be no room for what is wished, but perhaps for another option.
+        # Building a plan may fail for lack of memory while another option fits.
         plan_of = partial(_plan, problem, config, device, overrides)
         yield Option(rank, predicted, plan_of)
     if not found:
@@ -55,10 +55,10 @@ def options(
 
 
 def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> CudaPlan:
-    """Returns the best plan that has the wished fields.
+    """Returns the best plan with the given fields.
 
     Raises:
-        ValueError: If no plan has these fields.
+        ValueError: If no plan has the given fields.
     """
     found = search.best(lambda limit: options(problem, device, overrides))
     assert isinstance(found, CudaPlan)
@@ -66,7 +66,7 @@ def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> Cuda
 
 
 def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
-    """Returns what the model says about a plan."""
+    """Returns the predicted times of a plan."""
     config = CandidateConfig(
         plan.kernel,
         plan.fragments_m,
@@ -80,16 +80,16 @@ def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
 def _rank(
     problem: Problem, config: CandidateConfig, device: CudaDevice, found: Prediction
 ) -> tuple[float, ...]:
-    """Returns what ways are compared by: time first, then the simpler one.
+    """Returns the sort key of a candidate: its time, then its simplicity.
 
-    Where a product leaves multiprocessors idle, others that do not wait for it fill
-    them, such as those of q, k and v: a time counts half as it is and half as the share
-    of the device that it takes.
+    Independent products, such as those of q, k and v, use multiprocessors that a
+    product leaves idle. Therefore half of the time counts in full, and half in
+    proportion to the share of the device that is used.
     """
     busy = config.work.threadgroups - config.work.idle
     share = min(busy / device.multiprocessors, 1.0)
     return (
-        found.seconds * (1 + share) / 2 * search.doubt(config.work.is_split),
+        found.seconds * (1 + share) / 2 * search.split_factor(config.work.is_split),
         found.memory,
         OF_CUDA.index(config.kernel),
         STRATEGIES.index(config.work.strategy),
@@ -98,25 +98,14 @@ def _rank(
 
 
 def _check(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> None:
-    """Refuses a problem and wishes that are other kernels'."""
+    """Raises ValueError for a problem or overrides that no CUDA kernel supports."""
     reason = limits.why_not(problem)
     if reason is not None:
         raise ValueError(reason)
     kernel = overrides.get("kernel", "mma")
     if kernel not in OF_CUDA:
         raise ValueError(f"kernel={kernel!r} is not one of CUDA's, {OF_CUDA}")
-    of_x = (
-        {"loaders": pipelined.LOADERS}
-        if kernel in pipelined.KERNELS
-        else {"buffers": 0, "loaders": 0}
-    )
-    expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **of_x}
-    given = cast(dict[str, Any], overrides)
-    for name, value in expected.items():
-        if given.get(name, value) != value:
-            raise ValueError(
-                f"{name}={given[name]!r}, expected {value!r} on a CUDA device"
-            )
+    _check_fixed(kernel, overrides)
     if overrides.get("strategy") == "hytis":
         raise ValueError(
             f"strategy='hytis' has tiles of two widths, which {kernel} has not"
@@ -139,6 +128,22 @@ def _check(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> No
         _check_device(kernel, device)
 
 
+def _check_fixed(kernel: Kernel, overrides: PlanOverrides) -> None:
+    """Raises ValueError if a field that is constant on CUDA has another value."""
+    staging = (
+        {"loaders": pipelined.LOADERS}
+        if kernel in pipelined.KERNELS
+        else {"buffers": 0, "loaders": 0}
+    )
+    expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **staging}
+    given = cast(dict[str, Any], overrides)
+    for name, value in expected.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"{name}={given[name]!r}, expected {value!r} on a CUDA device"
+            )
+
+
 def _check_device(kernel: Kernel, device: CudaDevice) -> None:
     if device.capability != pipelined.CAPABILITY:
         needed = ".".join(map(str, pipelined.CAPABILITY))
@@ -155,7 +160,7 @@ def _plan(
     overrides: PlanOverrides,
 ) -> CudaPlan:
     work, fragments_m = config.work, config.fragments_m
-    natural: Reduction = "workspace" if work.is_split else "none"
+    default: Reduction = "workspace" if work.is_split else "none"
     staged = config.kernel in pipelined.KERNELS
     buffers = (
         overrides.get("buffers", pipelined.buffers(fragments_m, config.warps_k))
@@ -174,7 +179,7 @@ def _plan(
         simdgroups_n=config.tiles_n,
         simdgroups_k=config.warps_k,
         work=work,
-        reduction=overrides.get("reduction", natural),
+        reduction=overrides.get("reduction", default),
         buffers=buffers,
         loaders=pipelined.LOADERS if staged else 0,
     )
@@ -191,7 +196,7 @@ def _plan(
 def _with_rows(
     plan: CudaPlan, problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> CudaPlan:
-    """Returns an invariant plan for another number of rows: k is cut as it was."""
+    """Returns an invariant plan for other rows, with the same division of k."""
     fragments_m = overrides.get(
         "fragments_m", candidates.fewest_fragments(problem, "mma")
     )

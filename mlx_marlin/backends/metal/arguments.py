@@ -5,10 +5,10 @@ from mlx_marlin.backends.arguments import (
     epilogue_template,
     weight_template,
 )
-from mlx_marlin.backends.metal.experts.plan import GatherPlan
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
-from mlx_marlin.weights.layout import bit_places
+from mlx_marlin.weights.layout import bit_permutation
 
 
 def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
@@ -38,13 +38,13 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
 
 
 def reduce_template(plan: MetalPlan) -> dict[str, TemplateValue]:
-    """Returns the template arguments of the reduce that follows a split plan."""
+    """Returns the template arguments of the reduce kernel of a split plan."""
     shared: dict[str, TemplateValue] = {"BATCHED": plan.problem.batch > 1}
     return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
-def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
-    """Returns the template arguments of the kernel for experts' products."""
+def gather_template(plan: MetalGatherPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the gather kernel."""
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
@@ -58,9 +58,9 @@ def gather_template(plan: GatherPlan) -> dict[str, TemplateValue]:
 
 
 def repack_tiles(bits: int) -> int:
-    """Returns how many tiles along k a threadgroup moves.
+    """Returns the number of tiles along k that a threadgroup of `pack` moves.
 
-    As few as make a row of them whole lines of 128 bytes in MLX's layout.
+    It is the fewest whose rows are whole lines of 128 bytes in MLX's layout.
     """
     return 16 // (bits & -bits)
 
@@ -74,7 +74,7 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
     """
     planes = planes_of(bits)
     low, high = (
-        [_hexadecimal(half) for half in _row_and_k(bit_places(plane, order))]
+        [_hexadecimal(half) for half in _row_and_k(bit_permutation(plane, order))]
         for plane in (planes[0], planes[-1])
     )
     return {
@@ -88,9 +88,11 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
     }
 
 
-def _row_and_k(places: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _row_and_k(
+    bit_offsets: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     k_bits = TILE_K.bit_length() - 1
-    return places[k_bits:], places[:k_bits]
+    return bit_offsets[k_bits:], bit_offsets[:k_bits]
 
 
 def _hexadecimal(digits: tuple[int, ...]) -> int:

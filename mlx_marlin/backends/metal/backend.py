@@ -1,14 +1,18 @@
-"""The Metal back end: plans and kernels for Apple GPUs, which the emulator runs too."""
+"""The Metal back end: plans and kernels for Apple GPUs and for the emulator."""
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
-from mlx_marlin.backends.kernel_call import KernelCall
+from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.metal import arguments, cost, source
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.dense import dense_if_faster
-from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
+from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.limits import KERNELS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.stock.handover import (
@@ -27,13 +31,28 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 from mlx_marlin.planning.work import STRATEGIES, Work
 
+ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
+"""MLX's variable: the GPU architecture that it chooses its kernels for."""
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
-"""(buffers, loaders) of `gemm_staged` that are worth a try."""
+"""(buffers, loaders) of `gemm_staged` that the tuner tries."""
 EXPERIMENT_CUTOFF = 1.25
-"""How many times the chosen plan's predicted time is too long for a try."""
+"""The tuner tries plans up to this many times the chosen plan's predicted time."""
 
 CACHE_BYTES = 64 * 2**20
-"""Taken for a chip's last cache, which Apple does not state; an Ultra is two chips."""
+"""Assumed size of a chip's last cache, which Apple does not state. An Ultra has two
+chips."""
+
+
+class MetalRepack:
+    """Implements `Repack` for Metal."""
+
+    def source(self, to: str) -> Source:
+        """Returns the text of the kernel that moves codes to the layout `to`."""
+        return source.repack_source(to)
+
+    def template(self, bits: int, order: str) -> dict[str, TemplateValue]:
+        """Returns the template arguments of either kernel."""
+        return arguments.repack_template(bits, order)
 
 
 class MetalBackend:
@@ -45,6 +64,10 @@ class MetalBackend:
     default_device = DEFAULT
     kernels = KERNELS
     plan_type = MetalPlan
+    traits = Traits(pads_small_inputs=True)
+    gather = MetalGather()
+    routing = None
+    repack = MetalRepack()
 
     def unsupported_device(self, device: Device) -> None:
         """Returns None: the kernels run on every Apple GPU."""
@@ -56,9 +79,9 @@ class MetalBackend:
         if problem.epilogue.gated:
             return "our Metal kernels have no gate in their epilogue"
         if problem.epilogue.rotation is not None:
-            return "our Metal kernels rotate no heads"
+            return "our Metal kernels do not fuse rotary embeddings"
         if problem.norm is not None:
-            return "our Metal kernels take rows as they are"
+            return "our Metal kernels do not fuse RMSNorm"
         return None
 
     def options(
@@ -67,7 +90,7 @@ class MetalBackend:
         """Yields the plans to compare, at least one.
 
         Raises:
-            ValueError: If no plan has the wished fields.
+            ValueError: If no plan has the fields in `overrides`.
         """
         kernel = overrides.get("kernel", KERNELS[0])
         if kernel not in KERNELS:
@@ -78,21 +101,25 @@ class MetalBackend:
 
         def can_win(body: MetalPlan, work: Work) -> bool:
             if overrides:
-                return True  # or it would depend on times which wishes are refused
+                return True  # the error must not depend on predicted times
             seconds = cost.least_seconds(body, device, work.is_split)
-            return seconds * search.doubt(work.is_split) <= limit()
+            return seconds * search.split_factor(work.is_split) <= limit()
 
         for plan in candidates(problem, device, overrides, can_win):
             prediction = cost.predict(plan, device)
             yield Option(_rank(plan, prediction), prediction, partial(_same, plan))
 
     def predict(self, plan: MetalPlan, device: Device) -> Prediction:
-        """Returns what the model says about a plan."""
+        """Returns the time that the cost model predicts for a plan."""
         return cost.predict(plan, device)
 
     def predict_stock(self, problem: Problem, device: Device) -> StockPrediction:
-        """Returns what the model says about stock MLX."""
+        """Returns the time that the model predicts for stock MLX."""
         return stock_prediction(problem, device)
+
+    def stock_seconds(self, problem: Problem, device: Device) -> float:
+        """Returns the predicted time of stock MLX for a product and its epilogue."""
+        return stock_seconds(problem, device)
 
     def handover(
         self, problem: Problem, device: Device, ours: Callable[[], Prediction]
@@ -103,9 +130,9 @@ class MetalBackend:
     def decode_once(
         self, problem: Problem, device: Device, ours: Callable[[], Prediction]
     ) -> DensePlan | None:
-        """Returns the plain product of decoded weights if that should be fastest.
+        """Returns the plan that decodes the weight first, if it is faster.
 
-        Of a native weight by the same margin by which a call leaves stock MLX.
+        For a weight in MLX's layout it must be faster by the margin of `handover`.
         """
         others = ours().seconds
         if problem.layout == "mlx":
@@ -114,27 +141,70 @@ class MetalBackend:
         return dense_if_faster(problem, device, others)
 
     def experiments(self, problem: Problem, device: Device) -> list[Plan]:
-        """Returns plans of `gemm_staged`: nothing else asks for them.
+        """Returns plans of `gemm_staged`, which is never among the candidates.
 
-        Where several simdgroups of the chosen plan decode the same weights, and the
-        model does not expect much less of them.
+        There are some if several simdgroups of the chosen plan decode the same weights,
+        and `gemm_staged` is not predicted to be much slower.
         """
         best = self._best(problem, device, PlanOverrides())
         if best.simdgroups_m == 1 or problem.invariant or problem.batch > 1:
             return []
-        most = EXPERIMENT_CUTOFF * cost.predict(best, device).seconds
+        limit = EXPERIMENT_CUTOFF * cost.predict(best, device).seconds
         plans: list[Plan] = []
         for buffers, loaders in STAGED:
             overrides = PlanOverrides(
                 kernel="gemm_staged", buffers=buffers, loaders=loaders
             )
             staged = self._best(problem, device, overrides)
-            if cost.predict(staged, device).seconds <= most:
+            if cost.predict(staged, device).seconds <= limit:
                 plans.append(staged)
         return plans
 
+    def knows_device(self, name: str) -> bool:
+        """Returns whether a name is that of an Apple chip."""
+        return key(name) in chips()
+
+    def find_device(self, name: str, cores: int | None) -> Device:
+        """Returns a chip by its name.
+
+        Raises:
+            ValueError: If the name is not known.
+        """
+        return Device.named(name, cores)
+
+    def detect_device(self) -> Device | None:
+        """Returns this Mac's chip; None on another system."""
+        if sys.platform != "darwin":
+            return None
+        from mlx_marlin.backends.metal import detection
+
+        return detection.here()
+
+    def as_in_mlx(self, device: Device) -> Device:
+        """Returns a chip with the architecture that MLX_METAL_GPU_ARCH names, if any.
+
+        Raises:
+            ValueError: If the variable does not name an architecture.
+        """
+        arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
+        try:
+            return replace(device, arch=arch) if arch else device
+        except ValueError as error:
+            raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
+
+    def with_cores(self, device: Device, cores: int) -> Device:
+        """Returns a chip with another number of GPU cores."""
+        variant = f"{device.name} with {cores} GPU cores"
+        return replace(device, cores=cores, variant=variant)
+
+    def system_build(self) -> str:
+        """Returns the build of macOS, or another system's kernel release."""
+        from mlx_marlin.backends.metal import detection
+
+        return detection.os_build()
+
     def cache_bytes(self, device: Device) -> int:
-        """Returns the bytes of weights that no cache of a device can hold."""
+        """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES * (2 if device.tier == "ultra" else 1)
 
     def product_source(self, plan: MetalPlan) -> Source:
@@ -142,7 +212,7 @@ class MetalBackend:
         return source.of_product(plan)
 
     def reduce_source(self, plan: MetalPlan) -> Source:
-        """Returns the text of the kernel that adds a plan's splits."""
+        """Returns the text of the kernel that adds the splits of a plan."""
         return source.of_reduce(plan)
 
     def decode_source(self, problem: Problem) -> Source:
@@ -154,7 +224,7 @@ class MetalBackend:
         return arguments.product_template(plan)
 
     def reduce_template(self, plan: MetalPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the reduce that follows a split plan."""
+        """Returns the template arguments of the kernel that adds a plan's splits."""
         return arguments.reduce_template(plan)
 
     def numbers(self, plan: MetalPlan) -> dict[str, tuple[int, ...]]:
@@ -162,7 +232,7 @@ class MetalBackend:
         return {"shape": shape(plan), "schedule": schedule(plan), "parts": parts(plan)}
 
     def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
-        """Returns a call that launches a kernel; its text declares its memory."""
+        """Returns a call that launches a kernel, whose text declares its memory."""
         from mlx_marlin.backends import kernels
 
         return kernels.kernel(source)
@@ -180,9 +250,9 @@ def _same(plan: MetalPlan) -> MetalPlan:
 
 
 def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
-    """Returns what plans are compared by: time first, then the simpler one."""
+    """Returns the rank of a plan: its time, then measures of its complexity."""
     return (
-        prediction.seconds * search.doubt(plan.is_split),
+        prediction.seconds * search.split_factor(plan.is_split),
         plan.dispatches,
         STRATEGIES.index(plan.work.strategy),
         plan.simdgroups_k,

@@ -1,4 +1,4 @@
-"""The plans worth comparing for one product, and how a user's wishes narrow them."""
+"""The candidate plans of a product on Metal, subject to overrides."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -18,36 +18,35 @@ from mlx_marlin.backends.metal.staging import buffer_bytes
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import (
-    Strategy,
-    Tile,
     Work,
     data_parallel,
     decompositions,
 )
-from mlx_marlin.planning.work.decompositions import WORK_WISHES, Space
+from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, Space
+from mlx_marlin.planning.work.division import Strategy
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     Kernel,
     Reduction,
+    Tile,
     k_tile,
     step_k,
 )
 from mlx_marlin.weights.formats import TILE_N
 
 ROWS_OF_ONE_FRAGMENT = 8
-"""Up to so many rows a simdgroup holds one row fragment, beyond two: they share one
-decode of the weights. A pair's second half past the last row is left out."""
+"""Most rows for which a simdgroup holds one row fragment. For more rows it holds two,
+which share the decoded weights; the kernel skips a second one past the last row."""
 MAX_SIMDGROUPS_M = 4
-"""Simdgroups side by side: tiles of up to 64 rows, with room for two along k."""
+"""Most simdgroups along m: tiles of up to 64 rows, which leave room for two along k."""
 SIMDGROUPS_K = (1, 2, 4, 8)
-"""Simdgroups that may share a tile's k."""
+"""Numbers of simdgroups that may share a tile's k."""
 INVARIANT_ROWS = 8
-"""The rows for which an invariant product's splits of k are chosen, whatever m is."""
+"""Rows for which the splits of an invariant product are chosen, whatever its m."""
 INVARIANT_SIMDGROUPS_K = (1, 2)
-"""Simdgroups along k that every m has room for."""
+"""Numbers of simdgroups along k that fit with any m."""
 DEFAULT_BUFFERS = 2
-"""Buffers of `gemm_staged`, where there is room: one barrier a stage, in the least
-memory."""
+"""Buffers of `gemm_staged` if they fit: the fewest with one barrier per stage."""
 
 
 def candidates(
@@ -56,20 +55,20 @@ def candidates(
     overrides: PlanOverrides,
     worth: Callable[[MetalPlan, Work], bool] = lambda body, work: True,
 ) -> Iterator[MetalPlan]:
-    """Yields the plans to compare, at least one.
+    """Yields the candidate plans, at least one.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        wishes: Fields of the plans.
-        worth: Whether to make a plan of work at all, given what its threadgroups look
-            like. Default: of all.
+        overrides: Fields of the plans.
+        worth: Whether to build the plan of some work, given a plan with the same
+            threadgroups. Default: always.
 
     Raises:
-        ValueError: If a wish makes no plan, as `Plan` says it.
+        ValueError: If no valid plan has the given fields.
     """
     body = _body(problem, overrides)
-    if problem.invariant and not WORK_WISHES & overrides.keys():
+    if problem.invariant and not WORK_OVERRIDES & overrides.keys():
         yield _invariant(body, device, overrides)
         return
     space = Space(
@@ -83,7 +82,7 @@ def candidates(
         x_bytes=problem.activation_bytes,
     )
     works = list(decompositions.works(space, overrides))
-    works = [each for each in works if can_meet(each[0], overrides)]
+    works = [pair for pair in works if can_meet(pair[0], overrides)]
     if not works:
         raise nothing_fits(overrides)
     shared = _fields(body)
@@ -99,7 +98,7 @@ def candidates(
 
 
 def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
-    """Returns what a threadgroup looks like, as the plan with one for each tile."""
+    """Returns the data-parallel plan with the threadgroups of all candidates."""
     kernel = overrides.get("kernel", _kernel(problem))
     buffers = overrides.get("buffers", _buffers(problem, kernel, overrides))
     most = most_rows(problem, buffers)
@@ -124,8 +123,8 @@ def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
 
 
 def _fields(plan: MetalPlan) -> dict[str, Any]:
-    """Returns a plan's fields: building others from them is faster than `replace`."""
-    return {each.name: getattr(plan, each.name) for each in fields(plan)}
+    """Returns a plan's fields; constructing from them is faster than `replace`."""
+    return {field.name: getattr(plan, field.name) for field in fields(plan)}
 
 
 def _with_work(
@@ -135,26 +134,26 @@ def _with_work(
     simdgroups_k: int,
     overrides: PlanOverrides,
 ) -> MetalPlan:
-    natural: Reduction = "workspace" if work.is_split else "none"
+    default: Reduction = "workspace" if work.is_split else "none"
     return MetalPlan(
         **{
             **shared,
             "work": work,
             "simdgroups_n": simdgroups_n,
             "simdgroups_k": simdgroups_k,
-            "reduction": overrides.get("reduction", natural),
+            "reduction": overrides.get("reduction", default),
         }
     )
 
 
 def _kernel(problem: Problem) -> Kernel:
-    """Returns the kernel with fewer slots: dot products up to a few rows."""
+    """Returns the kernel with fewer issue slots: dot products for a few rows."""
     few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
     return "gemv" if few else "gemm_register"
 
 
 def _buffers(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> int:
-    """Returns a kernel's buffers; wished simdgroups may leave room for one only."""
+    """Returns the number of buffers, as far as overrides leave memory for them."""
     if kernel != "gemm_staged":
         return 0
     rows = FRAGMENT * overrides.get("fragments_m", 1) * overrides.get("simdgroups_m", 1)
@@ -164,7 +163,7 @@ def _buffers(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> int:
 
 
 def most_rows(problem: Problem, buffers: int) -> int:
-    """Returns the rows of the largest tile, or of that for which buffers have room."""
+    """Returns the rows of the largest tile that fits, with `buffers` in memory."""
     most = FRAGMENT * max(FRAGMENTS_M) * MAX_SIMDGROUPS_M
     if buffers < 1:
         return most
@@ -173,7 +172,7 @@ def most_rows(problem: Problem, buffers: int) -> int:
 
 
 def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
-    """Returns how many fragments of 8 rows a simdgroup holds."""
+    """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":
         return 0
     few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
@@ -181,10 +180,11 @@ def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
 
 
 def subtracts(problem: Problem, fragments_m: int) -> bool:
-    """Returns whether codes lose their offset first, the more exact form.
+    """Returns whether the offset of codes is subtracted first, which is more exact.
 
-    Where x is widened to float32, converting the codes does it at no cost. In half it
-    costs 9 % with one fragment, 4 % with two (counted); in float32 results it shows.
+    If x is widened to float32, the conversion of codes subtracts it at no cost. In half
+    it costs 9 % with one fragment and 4 % with two (counted). The difference is visible
+    in float32 results.
     """
     if problem.invariant or problem.format.codes == "floating":
         return True  # floats have no offset
@@ -194,7 +194,7 @@ def subtracts(problem: Problem, fragments_m: int) -> bool:
 
 
 def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:
-    """Returns how many simdgroups cover the rows side by side."""
+    """Returns the number of simdgroups side by side along the rows."""
     if fragments_m == 0:
         return 1
     rows = FRAGMENT * fragments_m
@@ -202,7 +202,7 @@ def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:
 
 
 def _most_along_k(body: MetalPlan) -> int:
-    """Returns the simdgroups along k for which a threadgroup has threads and memory."""
+    """Returns the most simdgroups along k that threads and memory allow."""
     threads = (MAX_SIMDGROUPS - body.loaders) // body.simdgroups_m
     return min(threads, THREADGROUP_LIMIT // body.threadgroup_bytes)
 
@@ -210,14 +210,15 @@ def _most_along_k(body: MetalPlan) -> int:
 def _simdgroups_k(
     body: MetalPlan, work: Work, device: Device, simdgroups_n: int
 ) -> int:
-    """Returns the fewest simdgroups along k that fill a core, or as many as can be.
+    """Returns the fewest simdgroups along k that fill a core, or the most that fit.
 
-    Never more than the trips of a mean split: the others would have no work.
+    The number does not exceed the main-loop iterations of a mean split, because further
+    simdgroups would be idle.
     """
     trips = work.total // work.pieces * (body.tile.k // k_tile(1))
     most = max(1, min(_most_along_k(body), trips))
-    turns = max(-(-work.threadgroups // device.cores), 1)
-    enough = SIMDGROUPS_TO_FILL / (turns * body.simdgroups_m)
+    per_core = max(-(-work.threadgroups // device.cores), 1)
+    enough = SIMDGROUPS_TO_FILL / (per_core * body.simdgroups_m)
     chosen = simdgroups_n
     for count in SIMDGROUPS_K:
         if count <= most and count % simdgroups_n == 0:
@@ -228,7 +229,7 @@ def _simdgroups_k(
 
 
 def _invariant(body: MetalPlan, device: Device, overrides: PlanOverrides) -> MetalPlan:
-    """Returns the plan whose splits of k depend on the weight and the device only."""
+    """Returns the plan whose splits of k depend only on the weight and the device."""
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)
     tiles = body.work.tiles
@@ -247,7 +248,7 @@ def _invariant(body: MetalPlan, device: Device, overrides: PlanOverrides) -> Met
 
 @lru_cache(maxsize=1024)
 def _invariant_split(problem: Problem, device: Device) -> tuple[int, int]:
-    """Returns (slices of k, simdgroups along k) that suit INVARIANT_ROWS rows best."""
+    """Returns the best (slices of k, simdgroups along k) for `INVARIANT_ROWS` rows."""
     strategies: tuple[Strategy, ...] = ("data_parallel", "split_k")
     plans = [
         plan

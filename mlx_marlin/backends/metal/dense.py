@@ -1,4 +1,4 @@
-"""When a weight had better be decoded once and multiplied as plain numbers."""
+"""Prediction and choice of dense plans: decode the weight once, then `mx.matmul`."""
 
 from mlx_marlin.backends.metal.cost import (
     FURTHER_DISPATCH,
@@ -14,14 +14,14 @@ from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
 LEAST_ROWS = 65
-"""Below, a weight is decoded once for all rows anyway."""
+"""Fewest rows of a dense plan; for fewer the kernels decode the weight once anyway."""
 EFFICIENCY = 0.9
-"""Share of the matrix rate that MLX's plain product reaches: with it the model gives
-the 9 % over the quantized one that were reported for an M4 Max."""
+"""Share of the matrix rate that `mx.matmul` reaches. With it the model gives the 9 %
+over the quantized product that were reported for an M4 Max."""
 
 
 def dense_seconds(problem: Problem, device: Device) -> float:
-    """Returns what decoding the weight and multiplying it should take, by the model."""
+    """Returns the predicted seconds of decoding the weight and multiplying it."""
     weight = problem.n * problem.k * DTYPE_BYTES[problem.dtype]
     operands = problem.activation_bytes + problem.output_bytes
     decode = memory_seconds(problem.weight_bytes + weight, device)
@@ -43,12 +43,12 @@ def _arithmetic(problem: Problem, device: Device) -> float:
 def dense_if_faster(
     problem: Problem, device: Device, others: float
 ) -> DensePlan | None:
-    """Returns the plain product where it should be faster than all else, or None.
+    """Returns the dense plan if it is predicted to take less than `others`, else None.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        others: Seconds that it has to stay below.
+        others: Predicted seconds of the best alternative.
     """
     plain = problem.epilogue == PLAIN and problem.batch == 1
     if problem.m < LEAST_ROWS or not plain or problem.invariant:

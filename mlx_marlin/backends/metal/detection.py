@@ -1,7 +1,7 @@
-"""Which Apple GPU this machine has: what MLX and macOS say about it.
+"""Detection of this machine's Apple GPU from MLX and macOS.
 
-Each question has an answer or None: a missing tool, a slow one, or one that says
-something else is not an error, because the chip table stands in.
+Queries return None instead of raising if a tool is missing, too slow or prints
+something unexpected; the chip table then supplies the figures.
 """
 
 import platform
@@ -25,15 +25,15 @@ REGISTRY_CORES = ("ioreg", "-rc", "AGXAccelerator", "-d1")
 PROFILER_CORES = ("system_profiler", "SPDisplaysDataType", "-json")
 
 QUICK = 2.0
-"""Seconds for a tool that answers from the kernel."""
+"""Timeout in seconds for tools that query the kernel."""
 SLOW = 5.0
-"""Seconds for the profiler, which asks every display and can take some."""
+"""Timeout in seconds for the system profiler, which queries every display."""
 
 
 def here() -> Device:
-    """Returns this machine's chip, or what to plan for in its place."""
+    """Returns this machine's chip, or the default device if it is unknown."""
     name, arch = _metal()
-    if key(name) not in chips():  # a virtual machine's GPU is called otherwise
+    if key(name) not in chips():  # the GPU of a virtual machine has another name
         name = chip_name() or name
     if key(name) in chips():
         device = Device.named(name, gpu_cores())
@@ -43,14 +43,14 @@ def here() -> Device:
 
 
 def chip_name() -> str | None:
-    """Returns what the system calls its chip, such as "Apple M3 Max"."""
+    """Returns the chip's name in macOS, such as "Apple M3 Max"."""
     return (ask(SYSTEM_NAME, QUICK) or "").strip() or None
 
 
 def os_build() -> str:
-    """Returns macOS's build, such as "24F74", or another system's kernel release.
+    """Returns the macOS build, such as "24F74", or another system's kernel release.
 
-    The compiler of the GPU comes with it.
+    It determines the version of the GPU compiler.
     """
     if sys.platform != "darwin":
         return platform.release()
@@ -58,7 +58,7 @@ def os_build() -> str:
 
 
 def gpu_cores() -> int | None:
-    """Returns the GPU cores that the I/O registry states, else the system profiler."""
+    """Returns the number of GPU cores from the I/O registry or the system profiler."""
     in_registry = r'"gpu-core-count"\s*=\s*(\d+)'
     in_profile = r'"sppci_cores"\s*:\s*"?(\d+)'
     return _number(in_registry, ask(REGISTRY_CORES, QUICK)) or _number(
@@ -67,7 +67,7 @@ def gpu_cores() -> int | None:
 
 
 def _number(pattern: str, answer: str | None) -> int | None:
-    """Returns the core count that a pattern finds, if it can be one."""
+    """Returns the number that a pattern captures if it is a plausible core count."""
     found = re.search(pattern, answer or "")
     if found is None or not 0 < int(found[1]) <= MOST_CORES:
         return None
@@ -75,8 +75,8 @@ def _number(pattern: str, answer: str | None) -> int | None:
 
 
 def ask(command: Sequence[str], timeout: float) -> str | None:
-    """Returns what a tool prints; None if it is missing, fails or takes too long."""
-    import subprocess  # costs more than the rest of this package's planning half
+    """Returns a tool's output; None if it is missing, fails or times out."""
+    import subprocess  # its import takes longer than the rest of planning
 
     try:
         answer = subprocess.run(
@@ -92,7 +92,7 @@ def ask(command: Sequence[str], timeout: float) -> str | None:
 
 
 def _newer(name: str) -> Device:
-    """Returns the default with the name and generation of a chip not in the table."""
+    """Returns the default device with the name and generation of an unknown chip."""
     generation = re.match(r"Apple (M\d+)\b", name)
     return replace(
         DEFAULT,
@@ -103,7 +103,7 @@ def _newer(name: str) -> Device:
 
 
 def _metal() -> tuple[str, str]:
-    """Returns the Metal device's name and architecture, empty where MLX has none."""
+    """Returns the name and architecture of MLX's Metal device; empty without one."""
     import mlx.core as mx
 
     if not mx.metal.is_available():

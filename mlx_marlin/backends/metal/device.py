@@ -1,7 +1,7 @@
-"""The Apple GPU that a plan is made for: cores, bandwidth and clock, from a table.
+"""Apple GPUs: cores, bandwidth and clock, from the chip table.
 
-Everything here is data; `detection` looks at the machine. Modules that only the
-look-ups need are imported inside them: they cost a third of this package's import.
+`detection` queries the machine. Modules that only look-ups need are imported inside
+functions, because they would take a third of this package's import time.
 """
 
 import re
@@ -10,28 +10,28 @@ from functools import lru_cache
 from typing import Any
 
 SIZE_LETTERS = {"base": "g", "pro": "s", "max": "s", "ultra": "d"}
-"""How an architecture's last letter tells a chip's tier; Pro and Max share one."""
+"""Last letter of an architecture's name, by tier; Pro and Max share one."""
 MOST_CORES = 1024
-"""No GPU has more; a larger number is not a core count."""
+"""Upper bound of a plausible core count."""
 FIRST_GENERATION = 13
-"""The number that Apple gives the M1 in an architecture: applegpu_g13g."""
+"""Number of the M1's generation in architecture names: applegpu_g13g."""
 ARCHITECTURE = re.compile(r".*\d\d[a-z]")
-"""What MLX reads from one: two digits and a letter at its end."""
+"""Architecture names, of which MLX reads the last two digits and the last letter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """What one GPU core holds.
+    """Resources of one GPU core.
 
     Attributes:
-        register_bytes: Registers of all its threads.
-        threadgroup_bytes: Threadgroup memory of all its threadgroups; one threadgroup
-            may have 32 KiB of it.
-        max_threads: Threads that it can hold, however few registers they need.
-        tensor_flops_per_clock: float16 operations of its matrix units; 0 without.
-        is_known: False where the first three figures are those of an M2 for want of
-            others: from M3 on registers, threadgroup memory and caches share one pool
-            whose size Apple does not state.
+        register_bytes: Bytes of registers of all threads.
+        threadgroup_bytes: Bytes of threadgroup memory of all threadgroups, of which one
+            threadgroup may have 32 KiB.
+        max_threads: Largest number of resident threads.
+        tensor_flops_per_clock: float16 operations per clock of the tensor units, or 0.
+        is_known: False if the first three figures are those of an M2. From M3 on,
+            registers, threadgroup memory and caches share one pool, whose size Apple
+            does not publish.
     """
 
     register_bytes: int
@@ -43,18 +43,18 @@ class Core:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A GPU, as far as planning cares.
+    """The properties of an Apple GPU that planning uses.
 
     Attributes:
-        name: As Metal says it, such as "Apple M3 Max".
-        variant: The name with what distinguishes chips of that name.
+        name: Name in Metal, such as "Apple M3 Max".
+        variant: The name with what distinguishes chips of the same name.
         generation: "M1" to "M5", or "unknown".
         tier: "base", "pro", "max", "ultra", or "unknown".
-        cores: GPU cores.
-        bandwidth_gbs: Memory bandwidth that the maker states, in 10^9 bytes a second.
-        clock_ghz: GPU clock in 10^9 cycles a second.
-        arch: The architecture that MLX chooses its kernels for, "applegpu_g15s"; empty
-            where only generation and tier are known.
+        cores: Number of GPU cores.
+        bandwidth_gbs: Stated memory bandwidth in 10^9 bytes per second.
+        clock_ghz: GPU clock in GHz.
+        arch: Architecture by which MLX chooses kernels, such as "applegpu_g15s"; empty
+            if only generation and tier are known.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Device:
 
     @property
     def figures(self) -> str:
-        """What distinguishes it, in a few words."""
+        """The main figures of the device as text."""
         return (
             f"{self.cores} cores, {self.bandwidth_gbs:g} GB/s, {self.clock_ghz:g} GHz"
         )
 
     @property
     def arch_gen(self) -> int:
-        """The generation that MLX's dispatch sees: 13 for M1 to 17 for M5."""
+        """The generation in MLX's dispatch: 13 for M1 to 17 for M5."""
         if self.arch:
             return int(self.arch[-3:-1])
         number = self.generation.removeprefix("M")
@@ -96,17 +96,18 @@ class Device:
 
     @property
     def size_letter(self) -> str:
-        """The size that MLX's dispatch sees: "p" phone, "g", "s", "d" for Ultra."""
+        """The size in MLX's dispatch: "p" for phones, "g", "s", or "d" for Ultra."""
         return self.arch[-1] if self.arch else SIZE_LETTERS.get(self.tier, "g")
 
     @property
     def has_tensor_units(self) -> bool:
-        """Whether MLX uses matrix units that our kernels do not (M5 on)."""
+        """Whether MLX uses tensor units (M5 and later), which these kernels do not."""
         return self.arch_gen >= (18 if self.size_letter == "p" else 17)
 
     @property
     def core(self) -> Core:
-        """What a core holds: as in the first generation where nothing is known."""
+        """Resources of a core; those of the oldest or newest known generation for an
+        unknown one, by whether it has tensor units."""
         table = _cores()
         if self.generation in table:
             return table[self.generation]
@@ -118,9 +119,9 @@ class Device:
         """Returns a chip of the table.
 
         Args:
-            name: "Apple M3 Max" or "M3 Max". A name alone means its largest variant.
-            cores: Picks the variant with so many GPU cores; when there is none, the
-                largest variant with this core count instead of its own.
+            name: "Apple M3 Max" or "M3 Max".
+            cores: Selects the variant with this number of GPU cores; if there is none,
+                the largest variant with this core count. Default: the largest variant.
 
         Raises:
             ValueError: If the table does not have the chip.
@@ -146,35 +147,36 @@ DEFAULT = Device(
     bandwidth_gbs=68.3,
     clock_ghz=1.278,
 )
-"""For unknown hardware: the smallest common chip, so that no plan needs more than it
-has; more cores than that are still kept busy by several threadgroups a core."""
+"""Device to plan for on unknown hardware: the smallest common chip, so that no plan
+exceeds the hardware. Plans have several threadgroups per core and keep more cores busy
+too."""
 
 
 @lru_cache(maxsize=1)
 def chips() -> dict[str, tuple[Device, ...]]:
-    """Returns the known chips by lower-case name, variants from small to large."""
+    """Returns the known chips by lower-case name, each from few to many cores."""
     table: dict[str, tuple[Device, ...]] = {}
     for row in _data()["chips"]:
         figures = {field: row[field] for field in row if field != "sources"}
         device = Device(variant=f"{row['name']} {row['cores']}-core GPU", **figures)
         name = key(device.name)
         same_name = (*table.get(name, ()), device)
-        table[name] = tuple(sorted(same_name, key=lambda each: each.cores))
+        table[name] = tuple(sorted(same_name, key=lambda chip: chip.cores))
     return table
 
 
 def key(name: str) -> str:
-    """Returns how the table spells a name: "M3 Max" means "Apple M3 Max"."""
+    """Returns the key of a name in the table; "M3 Max" means "Apple M3 Max"."""
     words = name.lower().replace("(virtual)", "").removesuffix(" gpu").split()
     return " ".join(words if words[:1] == ["apple"] else ["apple", *words])
 
 
 def _unknown(name: str) -> str:
-    """Says that the table does not have a chip, what it has, and what is near."""
+    """Returns the error message for an unknown chip, with the known and close names."""
     from difflib import get_close_matches
 
     names = [variants[-1].name for variants in chips().values()]
-    short = {each.lower().removeprefix("apple "): each for each in names}
+    short = {name.lower().removeprefix("apple "): name for name in names}
     near = get_close_matches(key(name).removeprefix("apple "), short)
     text = f"device {name!r} is not one of: {', '.join(names)}"
     return (
@@ -184,7 +186,7 @@ def _unknown(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _cores() -> dict[str, Core]:
-    """Returns what a core holds, by generation, the oldest first."""
+    """Returns the resources of a core by generation, the oldest first."""
     table: dict[str, Core] = {}
     for row in _data()["core"]:
         names = ("generations", "sources")
@@ -195,7 +197,7 @@ def _cores() -> dict[str, Core]:
 
 @lru_cache(maxsize=1)
 def _data() -> dict[str, Any]:
-    """Returns the data file: figures, each with its source beside it."""
+    """Returns the content of the data file, which states the source of each figure."""
     import json
     from importlib.resources import files
 

@@ -1,4 +1,4 @@
-"""Plans of the Metal kernels, and whether their fields fit each other."""
+"""Plans of the Metal kernels and their validity."""
 
 from dataclasses import dataclass
 
@@ -20,13 +20,14 @@ class MetalPlan(Plan):
     """How a product is computed on an Apple GPU.
 
     The kernel is "gemv" (dot products, few rows), "gemm_register" (8x8 matrices) or
-    "gemm_staged" (8x8 matrices out of threadgroup memory). In a wide tile of `hytis`,
-    `simdgroups_n` of the simdgroups along k stand along n instead; elsewhere it is 1.
-    A stage of `gemm_staged` has x and w, and a loader also decodes.
+    "gemm_staged" (8x8 matrices from threadgroup memory). In a wide tile of `hytis`,
+    `simdgroups_n` of the simdgroups along k are side by side along n instead; in other
+    tiles it is 1. A stage of `gemm_staged` holds x and decoded w.
 
     Attributes:
         simdgroups_m: Simdgroups side by side along the rows.
-        subtract: Subtract the codes' offset in the fragment: exact, a few more slots.
+        subtract: Whether the offset of codes is subtracted in the fragment, which is
+            exact and takes a few more issue slots.
     """
 
     simdgroups_m: int = 1
@@ -44,29 +45,29 @@ class MetalPlan(Plan):
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: the epilogue's scratch, float32.
+        """Bytes of threadgroup memory.
 
-        It takes turns with stages, where there are any.
+        The epilogue's float32 scratch and the stages share the same memory.
         """
         scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
         return max(scratch, self.buffers * self.stage_bytes)
 
     @property
     def stage_k(self) -> int:
-        """Values of k of a stage: a step of each slice of k."""
+        """K values of a stage: one step for each simdgroup along k."""
         return step_k(self.problem.group_size) * self.simdgroups_k
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage; a wide tile's has as many chunks of w, and less of x."""
+        """Bytes of a stage of a narrow tile; that of a wide tile is not larger."""
         element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 
     def check(self) -> None:
-        """Checks the fields, one by one and against each other.
+        """Checks the fields and their combination.
 
         Raises:
-            ValueError: If no kernel can have them.
+            ValueError: If no kernel supports them.
         """
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
@@ -109,10 +110,10 @@ class MetalPlan(Plan):
             )
 
     def _check_gemv(self) -> None:
-        most = GEMV_ROWS[self.problem.dtype]
-        if self.problem.m > most:
+        limit = GEMV_ROWS[self.problem.dtype]
+        if self.problem.m > limit:
             raise ValueError(
-                f"gemv takes at most {most} rows of {self.problem.dtype}, "
+                f"gemv takes at most {limit} rows of {self.problem.dtype}, "
                 f"got m={self.problem.m}"
             )
         if (self.fragments_m, self.simdgroups_m) != (0, 1):
@@ -198,13 +199,13 @@ class MetalPlan(Plan):
     def _check_invariant(self) -> None:
         if not self.problem.invariant:
             return
-        kept = (
+        supported = (
             self.kernel == "gemm_register"
             and self.subtract
             and self.reduction != "atomic"
             and self.work.strategy in ("data_parallel", "split_k")
         )
-        if not kept:
+        if not supported:
             raise ValueError(
                 "invariant=True needs gemm_register, subtract=True, and data_parallel "
                 f"or split_k without atomics, got kernel={self.kernel!r}, "

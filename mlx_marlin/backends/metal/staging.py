@@ -1,10 +1,10 @@
-"""The stages of `gemm_staged`: their bytes, and the order of loading and multiplying.
+"""The pipeline stages of `gemm_staged`: their bytes and their schedule.
 
-Metal has no copy that runs by itself, so a stage is loaded into registers, decoded and
-written to threadgroup memory by simdgroups; a barrier is what makes it readable. With b
-buffers, stage s lies in buffer s % b. While stage s is multiplied, stage s + b - 1 is
-loaded, into the buffer whose stage was multiplied just before; with one buffer there
-is a barrier between the two:
+Metal has no asynchronous copy, so simdgroups load a stage into registers, decode it and
+write it to threadgroup memory; a barrier makes it readable. With b buffers, stage s
+uses buffer s % b. While stage s is multiplied, stage s + b - 1 is loaded into the
+buffer of the previous stage. With one buffer, loading and multiplying alternate, with a
+barrier between them. For three buffers:
 
     3 buffers        phase 0   phase 1   phase 2   phase 3
     loaded           0, 1      2         3         4
@@ -12,23 +12,23 @@ is a barrier between the two:
     multiplied                 0         1         2
     out of buffer              0         1         2
 
-`shaders/lib/gemm_staged.metal` uses the same names for the same things.
+`shaders/lib/gemm_staged.metal` uses the same names.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 BUFFERS = (1, 2, 3)
-"""Buffers that there may be; four of 64 x 64 x 32 halves would fill the memory."""
+"""Supported numbers of buffers; four of 64 x 64 x 32 halves would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What happens between two barriers.
+    """The work between two barriers.
 
     Attributes:
         loads: Stages that are loaded.
-        multiplies: The stage that is multiplied, if any.
+        multiplies: The stage that is multiplied, or None.
     """
 
     loads: tuple[int, ...] = ()
@@ -36,28 +36,28 @@ class Phase:
 
 
 def buffer_bytes(m: int, n: int, k: int, element: int) -> int:
-    """Returns the bytes of a buffer: m rows of x and n of w, k values of each.
+    """Returns the bytes of a buffer.
 
     Args:
         m: Rows of x.
         n: Rows of w.
-        k: Values of each row.
+        k: Values of a row.
         element: Bytes of a value.
     """
     return (m + n) * k * element
 
 
 def barriers(stages: int, buffers: int) -> int:
-    """Returns how many barriers `phases` has."""
+    """Returns the number of phases of `phases`, each of which ends with a barrier."""
     return stages * (2 if buffers == 1 else 1) + (buffers > 1)
 
 
 def phases(stages: int, buffers: int) -> Iterator[Phase]:
-    """Yields what happens for a split, phase by phase; a barrier ends each.
+    """Yields the phases of a split; a barrier ends each of them.
 
     Args:
         stages: Stages of the split, at least 1.
-        buffers: How many threadgroup memory holds.
+        buffers: Number of buffers in threadgroup memory.
     """
     ahead = buffers - 1
     if ahead:

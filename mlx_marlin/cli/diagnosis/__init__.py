@@ -1,1 +1,1 @@
-"""What `mlx-marlin doctor` reports."""
+"""Collection of the facts that `mlx-marlin doctor` reports."""

@@ -1,4 +1,4 @@
-"""The folders of the user's cache: their sizes, their rights and what is wrong."""
+"""The folders of the user's cache: sizes, access rights and problems."""
 
 import os
 import stat
@@ -9,34 +9,34 @@ from typing import Any
 from mlx_marlin import cache
 
 NAMES = ("emulator", "tuned", "gpus", "verdicts")
-"""Folders that the package makes; others that exist are reported too."""
+"""Folders of the package; other folders in the cache are reported too."""
 LOADED = ("emulator",)
-"""Folders with code that is loaded: nobody else may write to them."""
+"""Folders with libraries that are loaded: other users must not write to them."""
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def collect() -> dict[str, Any]:
-    """Returns the cache's root and the folders in it, as data that JSON can hold."""
+    """Returns the root of the cache and its folders, as values for JSON."""
     root = cache.folder(NAMES[0]).parent
-    present = sorted(os.listdir(root)) if root.is_dir() else []
-    names = [each for each in present if each in NAMES or (root / each).is_dir()]
+    entries = sorted(os.listdir(root)) if root.is_dir() else []
+    names = [name for name in entries if name in NAMES or (root / name).is_dir()]
     return {
         "root": str(root),
-        "folders": [facts(root), *(facts(root / each) for each in names)],
+        "folders": [facts(root), *(facts(root / name) for name in names)],
     }
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Returns the size and the rights of a folder, and why it is unusable.
+    """Returns the size and access rights of a folder, and why it cannot be used.
 
     Args:
-        path: The folder, which may not exist.
+        path: The folder; it may not exist.
     """
     found: dict[str, Any] = {"path": str(path), "files": 0, "bytes": 0, "rights": None}
     try:
         status = path.stat()
     except FileNotFoundError:
-        return found | {"problem": _cannot_be_made(path)}
+        return found | {"problem": _cannot_be_created(path)}
     except OSError as error:
         return found | {"problem": f"cannot be read: {error.strerror}"}
     sizes = _sizes(path)
@@ -49,7 +49,7 @@ def facts(path: Path) -> dict[str, Any]:
 
 
 def _sizes(path: Path) -> list[int]:
-    """Returns the bytes of each file below a folder; some may vanish meanwhile."""
+    """Returns the sizes of all files in a folder, skipping files that disappear."""
     sizes = []
     for folder, _, names in os.walk(path):
         for name in names:
@@ -61,7 +61,7 @@ def _sizes(path: Path) -> list[int]:
 
 
 def _unusable(path: Path, status: os.stat_result) -> str | None:
-    """Returns why nothing can be kept in a folder, or read from it safely."""
+    """Returns why a folder cannot be written to or read safely, or None."""
     if not stat.S_ISDIR(status.st_mode):
         return "is not a folder"
     if status.st_uid != os.getuid():
@@ -72,17 +72,18 @@ def _unusable(path: Path, status: os.stat_result) -> str | None:
     return _refuses_files(path)
 
 
-def _cannot_be_made(path: Path) -> str | None:
-    """Returns why a folder that does not exist cannot be made, or None."""
-    above = next(each for each in path.parents if each.exists())
-    reason = _refuses_files(above)
-    return None if reason is None else f"does not exist, and {above} {reason}"
+def _cannot_be_created(path: Path) -> str | None:
+    """Returns why a missing folder cannot be created, or None."""
+    parent = next(parent for parent in path.parents if parent.exists())
+    reason = _refuses_files(parent)
+    return None if reason is None else f"does not exist, and {parent} {reason}"
 
 
 def _refuses_files(path: Path) -> str | None:
-    """Returns why a file cannot be made in a folder, or None; leaves none there.
+    """Returns why a file cannot be created in a folder, or None.
 
-    The rights do not tell: root may do everything but write to a read-only file system.
+    Creates a temporary file: access rights do not apply to root, and do not show that a
+    file system is read-only.
     """
     try:
         tempfile.TemporaryFile(dir=path).close()

@@ -1,1 +1,1 @@
-"""Pictures of plans, as text and as images."""
+"""Diagrams of plans as text and as images."""

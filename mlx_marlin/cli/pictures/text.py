@@ -1,4 +1,4 @@
-"""Pictures of a plan in text: who computes which tile, and who is busy how long."""
+"""Diagrams of a plan as text: the threadgroups of each tile, and a timeline."""
 
 from dataclasses import dataclass
 from heapq import heapreplace
@@ -9,24 +9,24 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work import Split
 
 SHOWN = 12
-"""Rows and columns of tiles, and threadgroups, that are shown; more are elided."""
+"""Maximum rows, columns and threadgroups of a diagram; of more, the middle is
+omitted."""
 WIDTH = 56
 """Characters of the longest bar."""
 SPANS = 3
-"""Runs of threadgroups that are named; of more, the first two and the last."""
-MOST_DRAWN = 2**18
-"""Threadgroups of a plan that is drawn: a picture takes seconds for more, which it
-would elide."""
+"""Runs of threadgroups that a label lists; of more, the first two and the last."""
+MAX_DRAWN = 2**18
+"""Maximum threadgroups of a plan that is drawn; more take seconds."""
 GAP = "..."
 CLOSE = 0.98
-"""Share of the predicted time from which bars count as filling it."""
+"""Fraction of the predicted time above which bars count as filling it."""
 WHOLE, PART = "=", "-"
-"""What bars are made of: a tile that one threadgroup computes alone, or a part."""
+"""Characters of bars: a tile that one threadgroup computes alone, or a part of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A split in time; a unit of time is a k tile of a tile that is not wide."""
+    """A split in time. The unit of time is a k tile of an ordinary tile."""
 
     split: Split
     begin: int
@@ -35,13 +35,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What a threadgroup does in time, and where.
+    """The work of a threadgroup over time.
 
     Attributes:
-        threadgroup: Its number.
+        threadgroup: The threadgroup.
         core: The core that would run it.
-        begin: When the core begins with it.
-        pieces: Its splits, one after another; an idle threadgroup has none.
+        begin: Start time on the core.
+        pieces: Its splits in order; an idle threadgroup has none.
     """
 
     threadgroup: int
@@ -51,39 +51,42 @@ class Bar:
 
     @property
     def end(self) -> int:
-        """When the core is free again."""
+        """End time on the core."""
         return self.pieces[-1].end if self.pieces else self.begin
 
 
 def why_not_drawn(plan: Plan) -> str | None:
-    """Returns why a plan has too many threadgroups for a picture, or None."""
-    if plan.num_threadgroups <= MOST_DRAWN:
+    """Returns why a plan has too many threadgroups for a diagram, or None."""
+    if plan.num_threadgroups <= MAX_DRAWN:
         return None
     return (
-        f"not drawn: {plan.num_threadgroups} threadgroups, more than the {MOST_DRAWN} "
+        f"not drawn: {plan.num_threadgroups} threadgroups, more than the {MAX_DRAWN} "
         f"that a picture can have"
     )
 
 
 def tile_map(plan: Plan) -> str:
-    """Draws the tiles of the result, each with the threadgroups that compute it.
+    """Draws the tiles of the result with the threadgroups that compute them.
 
     Args:
         plan: The plan to draw.
 
     Returns:
-        Lines of text, one for each row of tiles; long rows and columns are elided. A
+        Lines of text, one for each row of tiles, at most `SHOWN` rows and columns. A
         wide tile spans the columns of the tiles that it replaces.
     """
     columns = shown_columns(plan, SHOWN)
-    lines = [("col", [GAP if each is None else f"{each}" for each in columns])]
+    head = [GAP if column is None else f"{column}" for column in columns]
+    lines = [("col", head)]
     for row in ends(plan.m_tiles, SHOWN):
         if row is None:
             lines.append((GAP, [GAP] * len(columns)))
             continue
-        owners = [GAP if each is None else _owners(plan, row, each) for each in columns]
+        owners = [
+            GAP if column is None else _owners(plan, row, column) for column in columns
+        ]
         lines.append((f"row {row}", owners))
-    spans = [0 if each is None else span(plan, each) for each in columns]
+    spans = [0 if column is None else span(plan, column) for column in columns]
     idle = spans_of(idle_threadgroups(plan))
     text = [_title(plan), *_grid(lines, spans)]
     return "\n".join([*text, f"idle: {idle}"] if idle else text)
@@ -93,10 +96,10 @@ def timeline(choice: Choice) -> str:
     """Draws the splits of each threadgroup as bars over the predicted time.
 
     Args:
-        choice: The plan to draw, the device it runs on and the time that it takes.
+        choice: The plan to draw, its device and its predicted time.
 
     Returns:
-        Lines of text, one for each threadgroup; the middle of many is elided.
+        Lines of text, one for each threadgroup, at most `SHOWN`.
     """
     bars = schedule(choice.plan, choice.device.cores)
     last = max(bar.end for bar in bars)
@@ -116,15 +119,16 @@ def timeline(choice: Choice) -> str:
         text += "\nthe rest of the time: at worst the longest meet on one core"
     if dispatch:
         text += f"\nthen {dispatch * 1e6:.1f} us (model, not measured) for "
-        text += _further(choice.plan)
+        text += _further_dispatches(choice.plan)
     return text
 
 
 def schedule(plan: Plan, cores: int) -> list[Bar]:
-    """Deals the threadgroups out in turn, each to the core that is free first.
+    """Assigns the threadgroups in order, each to the core that is free first.
 
-    The threadgroups that a core holds at a time share it, so to draw them one after
-    another changes no core's end. Metal does not say how it deals them out.
+    Metal does not document how it assigns threadgroups. Concurrent threadgroups of a
+    core share it, so that drawing them one after another does not change when the core
+    ends.
     """
     free = [(0, core) for core in range(cores)]
     bars = []
@@ -138,10 +142,10 @@ def schedule(plan: Plan, cores: int) -> list[Bar]:
 
 
 def fullest(choice: Choice, bars: list[Bar]) -> float:
-    """Returns the k tiles of the fullest core that the predicted time stands for.
+    """Returns the k tiles of the busiest core in the predicted time.
 
-    Those of the bars, or more: the model reckons with the longest ranges meeting on
-    one core.
+    This can exceed the longest bar: the cost model assumes that the longest ranges may
+    be assigned to one core.
     """
     total = sum(bar.end - bar.begin for bar in bars)
     by_model = total / (choice.device.cores * choice.prediction.busy)
@@ -149,7 +153,7 @@ def fullest(choice: Choice, bars: list[Bar]) -> float:
 
 
 def ends(count: int, most: int) -> list[int | None]:
-    """Returns 0 .. count - 1; None stands for the middle of more than `most`."""
+    """Returns 0 .. count - 1; if there are more than `most`, None is the middle."""
     if count <= most:
         return list(range(count))
     half = most // 2
@@ -157,10 +161,10 @@ def ends(count: int, most: int) -> list[int | None]:
 
 
 def shown_columns(plan: Plan, most: int) -> list[int | None]:
-    """Returns the columns of tiles; None for the middle of more than `most` columns.
+    """Returns the columns of tiles to draw; None is the middle of more than `most`.
 
-    A wide tile counts as often as it is wide, but the outermost ones always show. The
-    columns of several products follow each other.
+    A wide tile counts as the columns that it spans. The first and last column are
+    always drawn. The columns of a batch of products follow each other.
     """
     columns = plan.problem.batch * plan.n_tiles
     widths = [span(plan, column) for column in range(columns)]
@@ -172,15 +176,15 @@ def shown_columns(plan: Plan, most: int) -> list[int | None]:
 
 
 def span(plan: Plan, column: int) -> int:
-    """Returns how many columns of ordinary tiles a column of tiles spans."""
+    """Returns the number of ordinary columns that a column of tiles spans."""
     return plan.columns_of(column * plan.m_tiles) // plan.tile.n
 
 
 def spans_of(threadgroups: list[int]) -> str:
-    """Names threadgroups: "3", "0-2", "0,2,4", and "0,2..14" for more than three."""
+    """Formats threadgroups: "3", "0-2", "0,2,4", and "0,2..14" for more than three."""
     runs = [
         [threadgroup for _, threadgroup in run]
-        for _, run in groupby(enumerate(threadgroups), lambda each: each[1] - each[0])
+        for _, run in groupby(enumerate(threadgroups), lambda pair: pair[1] - pair[0])
     ]
     names = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     if len(names) > SPANS:
@@ -195,15 +199,15 @@ def idle_threadgroups(plan: Plan) -> list[int]:
 
 
 def _fitting(widths: list[int], most: int) -> int:
-    """Returns how many leading widths fit; the first, however wide, does."""
+    """Returns how many leading widths fit, at least 1."""
     fitting = takewhile(lambda end: end <= most, accumulate(widths))
     return max(1, sum(1 for _ in fitting))
 
 
 def _title(plan: Plan) -> str:
     wide = f", wide ones {plan.tile.m} x {plan.wide_n}" if plan.wide_columns else ""
-    several = f", columns a product: {plan.n_tiles}" if plan.problem.batch > 1 else ""
-    return f"threadgroups of each tile of {plan.tile.m} x {plan.tile.n}{wide}{several}"
+    batch = f", columns a product: {plan.n_tiles}" if plan.problem.batch > 1 else ""
+    return f"threadgroups of each tile of {plan.tile.m} x {plan.tile.n}{wide}{batch}"
 
 
 def _owners(plan: Plan, row: int, column: int) -> str:
@@ -211,7 +215,7 @@ def _owners(plan: Plan, row: int, column: int) -> str:
 
 
 def _grid(lines: list[tuple[str, list[str]]], spans: list[int]) -> list[str]:
-    """Returns rows of cells, those of a wide column as wide as the ones it spans.
+    """Formats a table whose cells may span several columns.
 
     Args:
         lines: The name and the cells of each row.
@@ -233,7 +237,7 @@ def _grid(lines: list[tuple[str, list[str]]], spans: list[int]) -> list[str]:
 
 
 def _pieces(plan: Plan, threadgroup: int, begin: int) -> tuple[Piece, ...]:
-    """Returns a threadgroup's splits in time; a wide tile takes as long as it is."""
+    """Returns a threadgroup's splits in time; time is proportional to the width."""
     pieces = []
     for split in plan.work.splits(threadgroup):
         wide = plan.columns_of(split.tile) // plan.tile.n
@@ -257,9 +261,9 @@ def _bar_row(plan: Plan, bar: Bar, scale: float) -> list[str]:
 
 
 def _piece_text(piece: Piece, width: int) -> str:
-    """Draws a split: a border, its tile where that fits, and what it is made of.
+    """Draws a split: a border, the tile if it fits, and the fill character.
 
-    Nothing where it is too short to be seen.
+    Returns "" if the split is too short.
     """
     if width < 1:
         return ""
@@ -268,7 +272,7 @@ def _piece_text(piece: Piece, width: int) -> str:
     return (name if len(name) <= width else "|").ljust(width, fill)
 
 
-def _further(plan: Plan) -> str:
+def _further_dispatches(plan: Plan) -> str:
     if plan.reduction == "atomic":
-        return "zeroing the sums before, and what is left to do to them"
+        return "dispatches that zero the sums before and finish them after"
     return "a dispatch that adds the splits"

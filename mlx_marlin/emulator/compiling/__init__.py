@@ -1,1 +1,1 @@
-"""Compilers of the emulator, and what they build."""
+"""Compilation of kernels and of the runtime."""

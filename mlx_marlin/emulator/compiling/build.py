@@ -1,9 +1,8 @@
-"""From C++ text to a shared library, and the cache of what was built.
+"""Compiles C++ to shared libraries and caches them.
 
-Both the run time and every kernel become shared libraries that need no header and no
-library at build time: clang compiles, a linker links, nothing else is used. So the
-first call costs as little as the second, even with the compiler out of the wheel
-`ziglang`, whose own driver would first build a C library.
+The runtime and the kernels use no system header and no library: clang compiles and a
+linker links. With the wheel `ziglang` this avoids zig's driver, which would first build
+a C library.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from mlx_marlin.emulator.compiling.clangs import Compiler
 HERE = Path(__file__).parents[1]
 INCLUDE = HERE / "include"
 FOLDER = "emulator"
-"""Name of the folder of the cache that keeps what was built."""
+"""Name of the folder in the cache."""
 LIBRARY = "built.so"
 SHIM = "shim"
-"""Folder of the shim headers, as debug lines have it."""
+"""Folder of the shim headers in debug information."""
 
 FLAGS = (
     "-std=c++17",
@@ -46,14 +45,14 @@ FLAGS = (
     "-fno-color-diagnostics",
     "-fno-crash-diagnostics",
 )
-"""Flags of every build: no system header, no C++ run time, lines for the reports."""
+"""Flags of every build: no system headers, no C++ runtime, line tables."""
 
 CHECKS = "alignment,integer-divide-by-zero,shift-exponent"
-"""What ends a kernel with a trap instead of undefined behaviour. Without array-bounds:
-on unrolled loops over private arrays it doubles the time to compile."""
+"""Undefined behaviour that traps. array-bounds is omitted: it doubles the compile time
+of unrolled loops over private arrays."""
 
 METAL_FLAGS = (
-    # half and bfloat are rounded after every operation, constants have no double.
+    # Round half and bfloat after every operation; constants are single precision.
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-Xclang",
@@ -61,15 +60,15 @@ METAL_FLAGS = (
     "-Xclang",
     "-cl-single-precision-constant",
     "-ffp-contract=off",
-    # The worker flushes float32 denormals; the compiler's own arithmetic must agree.
+    # Host threads flush float32 denormals; constant folding must agree.
     "-Xclang",
     "-fdenormal-fp-math-f32=preserve-sign,preserve-sign",
     f"-fsanitize={CHECKS}",
     f"-fsanitize-trap={CHECKS}",
     "-fstack-clash-protection",
-    # A loop without an end or an effect is to be found, not to be left out.
+    # Keep endless loops, which the time limit reports.
     "-fno-finite-loops",
-    # A tail call would hide the line that waits, and frames tell who called.
+    # A tail call would remove the caller from the stack trace.
     "-fno-optimize-sibling-calls",
     "-Wno-everything",
 )
@@ -77,7 +76,7 @@ METAL_FLAGS = (
 
 TRACE_FLAGS = (
     "-DMSLEMU_TRACE",
-    # Calls at every access; the sanitizer's own run time is not there.
+    # Call the runtime at every access; the sanitizer's own runtime is not linked.
     "-Xclang",
     "-fsanitize=thread",
     "-mllvm",
@@ -86,28 +85,28 @@ TRACE_FLAGS = (
     "-tsan-instrument-atomics=0",
     "-mllvm",
     "-tsan-instrument-read-before-write=1",
-    # Code that serves two lines would name neither.
+    # Merged code of two lines would have no line.
     "-mllvm",
     "-simplifycfg-sink-common=0",
     "-mllvm",
     "-simplifycfg-hoist-common=0",
     "-mllvm",
     "-enable-tail-merge=0",
-    # Accesses of more than 16 bytes would pass without a call.
+    # Accesses of more than 16 bytes would not be instrumented.
     "-fno-vectorize",
     "-fno-slp-vectorize",
-    # Private arrays, and private variables that are never set: floats are NaN then.
+    # Private arrays, and private variables that are never set (floats become NaN).
     "-fsanitize=array-bounds",
     "-fsanitize-trap=array-bounds",
     "-ftrivial-auto-var-init=pattern",
     "-Werror=uninitialized",
     "-Wno-sometimes-uninitialized",
 )
-"""Flags of a Metal kernel that tells of its accesses to memory."""
+"""Additional flags of a traced kernel."""
 
 
 def machine_flags() -> tuple[str, ...]:
-    """The instruction set: AVX2 and half conversions on x86-64, arm64's baseline."""
+    """Returns the instruction set: x86-64-v3, or the baseline of arm64."""
     return ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
@@ -129,13 +128,13 @@ def _key(parts: tuple[str, ...]) -> str:
 
 
 class RefusedError(Exception):
-    """The compiler's complaint, word for word."""
+    """The compiler failed; the message is its output."""
 
 
 def _run(command: tuple[str, ...], folder: Path) -> None:
-    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if answer.returncode:
-        raise RefusedError(answer.stderr)
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if process.returncode:
+        raise RefusedError(process.stderr)
 
 
 def _cached(
@@ -145,9 +144,14 @@ def _cached(
     sources: Callable[[Path], list[Path]],
     folder: Path | None = None,
 ) -> Path:
-    """A library of the cache, built if it is missing or damaged.
+    """Returns a library of the cache, after building it if missing or damaged.
 
-    `sources` may write its files into the folder that it is given.
+    Args:
+        found: The compiler.
+        flags: Flags of the compiler.
+        file_name: Name of the library in the cache.
+        sources: Returns the source files; may write them to the folder it receives.
+        folder: The cache, if not the user's.
     """
     path = folder / file_name if folder else cache.find(FOLDER, file_name)
     if path and _is_intact(path):
@@ -161,9 +165,9 @@ def _cached(
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a library ends with the digest of all before.
+    """Returns whether a library ends with the digest of its other bytes.
 
-    Loaders ignore what follows a library's last section.
+    Loaders ignore bytes after the last section.
     """
     try:
         content = path.read_bytes()
@@ -175,7 +179,7 @@ def _is_intact(path: Path) -> bool:
 
 @functools.cache
 def _mark_used(path: Path) -> None:
-    """Sets a library's time, once per process: `mlx-marlin cache --limit` asks it."""
+    """Updates a library's time once per process, for `mlx-marlin cache --limit`."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -183,8 +187,8 @@ def _mark_used(path: Path) -> None:
 def _built(
     found: Compiler, flags: tuple[str, ...], sources: Callable[[Path], list[Path]]
 ) -> bytes:
-    """Compiles and links; returns the library."""
-    # Not in the cache: a failure here is the compiler's, one of writing is the cache's.
+    """Compiles and links, and returns the content of the library."""
+    # Built outside of the cache, to tell errors of the compiler from cache errors.
     with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
         folder = Path(name)
         files = sources(folder)
@@ -198,8 +202,8 @@ def _built(
 
 
 def runtime_library(found: Compiler) -> Path:
-    """The run time, built when the cache has none."""
-    # Calls inside the run time need no detour through its symbol table.
+    """Returns the runtime library, after building it if the cache has none."""
+    # Hidden symbols make calls inside the runtime direct.
     flags = (*FLAGS, *machine_flags(), "-fvisibility=hidden")
     files = sorted((HERE / "runtime").glob("*.cpp"))
     file_name = f"{_key((found.identity, *flags))}.so"
@@ -209,23 +213,23 @@ def runtime_library(found: Compiler) -> Path:
 def kernel_library(
     found: Compiler, text: str, traced: bool = False, folder: Path | None = None
 ) -> Path:
-    """A kernel, built when the cache has none.
+    """Returns the library of a kernel, after building it if the cache has none.
 
     Args:
         found: The compiler.
-        text: A whole C++ translation unit.
-        traced: Whether it calls the run time at every access to memory.
+        text: A C++ translation unit.
+        traced: Whether it calls the runtime at every memory access.
         folder: The cache, if not the user's.
 
     Raises:
-        RefusedError: With clang's messages, if the text does not compile.
+        RefusedError: If the text does not compile; the message is clang's.
     """
     flags = (*FLAGS, *METAL_FLAGS, *found.separate_traps, *machine_flags())
     if traced:
         flags = (*flags, *TRACE_FLAGS)
-    places = (
+    include = (
         *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
-        # Installations share the cache: no debug line may name one of them.
+        # Installations share the cache, so debug lines must not contain their paths.
         f"-ffile-prefix-map={INCLUDE}={SHIM}",
     )
 
@@ -235,4 +239,4 @@ def kernel_library(
         return [source]
 
     key = _key((found.identity, *flags, SHIM, text))
-    return _cached(found, (*flags, *places), f"{key}.so", write, folder)
+    return _cached(found, (*flags, *include), f"{key}.so", write, folder)

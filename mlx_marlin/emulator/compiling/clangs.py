@@ -1,4 +1,4 @@
-"""Which clangs are installed here, in the order in which they are tried."""
+"""The installed clangs, in the order in which the emulator tries them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 OLDEST_CLANG = 19
 NEWEST_CLANG = 23
 ENVIRONMENT = "MLX_MARLIN_CLANG"
-"""Path or name of the only clang to use."""
+"""Environment variable with the path or name of the only clang to use."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Compiler:
     """A clang and a linker as command lines.
 
     Attributes:
-        clang: Compiles to an object file.
-        linker: Makes a shared library of object files.
-        identity: Changes whenever the compiler does.
-        separate_traps: Flags that keep the checks of different lines apart.
-        traps_name_checks: Whether the number in a trap tells which check failed.
+        clang: Command that compiles to an object file.
+        linker: Command that links object files to a shared library.
+        identity: A string that changes when the compiler changes.
+        separate_traps: Flags that prevent the merging of checks of different lines.
+        traps_name_checks: Whether the number in a trap identifies the failed check.
     """
 
     clang: tuple[str, ...]
@@ -44,9 +44,9 @@ class Candidate:
     """A compiler that may work.
 
     Attributes:
-        name: For messages.
-        make: Returns the compiler. Raises OSError if it cannot be run, ValueError if
-            it is not a clang of version 19 or later.
+        name: Name in messages.
+        make: Returns the compiler; raises OSError if it cannot be run, ValueError if it
+            is not clang 19 or later.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Candidate:
 
 
 def candidates() -> Iterator[Candidate]:
-    """Yields the compilers to try: `MLX_MARLIN_CLANG` alone, or wheel and system."""
+    """Yields `MLX_MARLIN_CLANG` if it is set, else the wheel and system clangs."""
     chosen = os.environ.get(ENVIRONMENT)
     if chosen:
         yield Candidate(f"{ENVIRONMENT}={chosen!r}", partial(_named, chosen))
@@ -75,7 +75,7 @@ def _named(name: str) -> Compiler:
 
 
 def _system_clangs() -> Iterator[str]:
-    """Yields the clangs of the search path, each file once."""
+    """Yields the clangs on the search path without duplicates."""
     names = [f"clang-{n}" for n in range(NEWEST_CLANG, OLDEST_CLANG - 1, -1)]
     seen = set()
     for name in ["clang", *names]:
@@ -100,11 +100,13 @@ def _clang(path: str) -> Compiler:
 
 
 def _version(path: str) -> int:
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True)
-    found = re.search(r"clang version (\d+)", answer.stdout)
+    process = subprocess.run([path, "--version"], capture_output=True, text=True)
+    found = re.search(r"clang version (\d+)", process.stdout)
     if found is None:
-        said = (answer.stdout + answer.stderr).strip() or "nothing"
-        raise ValueError(f"`--version` does not name a clang, but prints {said[:200]}")
+        output = (process.stdout + process.stderr).strip() or "nothing"
+        raise ValueError(
+            f"`--version` does not name a clang, but prints {output[:200]}"
+        )
     return int(found[1])
 
 
@@ -113,7 +115,7 @@ def _zig(zig: str) -> Compiler:
     machine = "x86_64" if platform.machine() in ("x86_64", "AMD64") else "aarch64"
     clang = (zig, "clang", "-target", f"{machine}-{system}")
     if sys.platform == "darwin":
-        # zig's own driver: it knows where the system library is, and signs the result.
+        # zig's driver finds the system library and signs the result.
         link = (zig, "c++", "-shared", "-Wl,-undefined,dynamic_lookup")
     else:
         link = (zig, "ld.lld", "-shared")

@@ -1,4 +1,4 @@
-"""Which C++ compiler compiles Metal kernels here, if any."""
+"""Selection of the C++ compiler that compiles Metal kernels."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ extern "C" void mslemu_kernel() {
   elements<float>(emu::pointer(2), emu::pointer(2));
 }
 """
-"""A kernel that every compiler in use has compiled: the shim's types, mathematics,
-simdgroup operations and matrices. It is not run."""
-_MOST_CHARACTERS = 300
-"""Of a compiler's message."""
+"""A kernel that a compiler must compile to be used: types, math, simdgroup operations
+and matrices of the shim headers. It is not run."""
+_MAX_CHARACTERS = 300
+"""Maximum length of a compiler's message."""
 
 
 @functools.cache
 def search() -> tuple[Compiler | None, tuple[str, ...]]:
-    """Tries the compilers in turn, once per process.
+    """Tries the compilers in order, once per process.
 
-    Libraries of the cache are enough for a compiler to pass.
+    A compiler whose libraries are in the cache is not run.
 
     Returns:
-        The first that builds the run time and `PROBE`, and why each before it does not.
+        The first compiler that builds the runtime and `PROBE`, or None, and the errors
+        of the compilers before it.
     """
     failures: list[str] = []
     for candidate in clangs.candidates():
@@ -69,17 +70,17 @@ def search() -> tuple[Compiler | None, tuple[str, ...]]:
 
 
 def find() -> Compiler | None:
-    """The compiler to use: `MLX_MARLIN_CLANG`, the wheel `ziglang` or a system clang.
+    """Returns the first compiler that works, or None.
 
-    Returns:
-        The first that works, or None.
+    The candidates are `MLX_MARLIN_CLANG` if it is set, else the wheel `ziglang` and the
+    system's clangs.
     """
     return search()[0]
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why no kernel can be compiled here, or None."""
+    """Returns why the emulator cannot run on this machine, or None."""
     for module in ("numpy", "elftools"):
         if importlib.util.find_spec(module) is None:
             return f"the Python module {module!r} is missing"
@@ -93,12 +94,12 @@ def unavailable() -> str | None:
     if found is not None:
         return None
     oldest = clangs.OLDEST_CLANG
-    nothing = f"there is neither the wheel 'ziglang' nor a clang >= {oldest}"
-    return "; ".join(failures) or nothing
+    none_found = f"there is neither the wheel 'ziglang' nor a clang >= {oldest}"
+    return "; ".join(failures) or none_found
 
 
 def _lacks_instructions() -> bool:
-    """Whether this x86-64 cannot run what `build.machine_flags` asks for."""
+    """Returns whether this x86-64 processor lacks `build.machine_flags`."""
     cpuinfo = Path("/proc/cpuinfo")
     if not build.machine_flags() or not cpuinfo.exists():
         return False
@@ -107,7 +108,7 @@ def _lacks_instructions() -> bool:
 
 
 def _summary(message: str) -> str:
-    """The first error of a compiler's message, or its first line."""
+    """Returns the first error of a compiler's message, or its first line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line]
-    return (errors or lines or ["it says nothing"])[0][:_MOST_CHARACTERS]
+    return (errors or lines or ["it prints nothing"])[0][:_MAX_CHARACTERS]

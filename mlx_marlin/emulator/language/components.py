@@ -1,7 +1,7 @@
-"""Components of vectors in memory: `p[i].x`, `p->x` and `(*p).x`.
+"""Alignment checks of vector components in memory: `p[i].x`, `p->x` and `(*p).x`.
 
-Clang checks the alignment of a vector that is loaded as a whole, not of one of which a
-component is used. `emu_whole(p[i]).x` refers to the whole vector first; in trace mode
+Clang checks the alignment of a vector when the whole vector is loaded, but not when
+only a component is. `emu_whole(p[i]).x` first refers to the whole vector; in trace mode
 clang checks that reference.
 """
 
@@ -19,7 +19,7 @@ _KEYWORDS = frozenset(
 
 
 def checked_component(tokens: Tokens, at: int) -> None:
-    """Refers to the whole vector whose component the `.` or `->` at `at` names."""
+    """Adds the reference to the whole vector for the `.` or `->` at `at`."""
     last = tokens.before(at)
     if not _COMPONENTS.fullmatch(tokens.text(tokens.after(at))):
         return
@@ -35,21 +35,21 @@ def checked_component(tokens: Tokens, at: int) -> None:
 
 
 def _dereferences(tokens: Tokens, last: int) -> bool:
-    """Whether `(*p)` ends there, and no call."""
+    """Returns whether `(*p)` ends there and is not an argument list."""
     if tokens.text(last) != ")":
         return False
     opening = tokens.opening(last)
-    called = tokens.before(opening)
+    previous = tokens.before(opening)
     return tokens.text(tokens.after(opening)) == "*" and (
-        tokens.text(called) not in (")", "]", ">")
-        and (not tokens.named(called) or tokens.text(called) in _KEYWORDS)
+        tokens.text(previous) not in (")", "]", ">")
+        and (not tokens.named(previous) or tokens.text(previous) in _KEYWORDS)
     )
 
 
 def _expression_begin(tokens: Tokens, last: int) -> int:
-    """The first token of the postfix expression that ends at `last`.
+    """Returns the first token of the postfix expression that ends at `last`.
 
-    -1 if it is not certain: behind `>`, which may close template arguments.
+    Returns -1 after `>`, which may close template arguments.
     """
     at = last
     while at >= 0:

@@ -1,4 +1,4 @@
-"""Declarations that are no C++ yet: of arrays, and of threadgroup variables."""
+"""Parser of declarations of arrays and threadgroup variables."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from mlx_marlin.emulator.language.tokens import Tokens
 
 SPACES = frozenset({"device", "threadgroup", "thread"})
-"""Address spaces that mean nothing on a CPU."""
+"""Address spaces that the emulator removes."""
 STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
-"""What may stand before a statement."""
+"""Tokens that can precede a statement."""
 
 
 def is_declarator(tokens: Tokens, opening: int) -> bool:
-    """Whether `(&name)[8]` or `(*name)[8]` begins there, and no expression."""
+    """Returns whether a declarator `(&name)[8]` or `(*name)[8]` begins there."""
     if tokens.text(opening) != "(":
         return False
     mark = tokens.after(opening)
@@ -29,8 +29,8 @@ def is_declarator(tokens: Tokens, opening: int) -> bool:
     )
 
 
-def _behind_alignment(tokens: Tokens, at: int) -> int:
-    """What follows `alignas(16)`; threadgroup memory is aligned to 16 bytes."""
+def _skip_alignment(tokens: Tokens, at: int) -> int:
+    """Skips `alignas(n)`: threadgroup memory is aligned to 16 bytes anyway."""
     if tokens.text(at) != "alignas":
         return at
     return tokens.after(tokens.closing(tokens.after(at)))
@@ -43,7 +43,7 @@ class Declaration:
     Attributes:
         type: The type of the elements.
         variables: Names and dimensions.
-        end: The last token: the `;`, or what stands before it where a macro ends.
+        end: The last token: the `;`, or the last token of a macro without one.
     """
 
     type: str
@@ -52,31 +52,49 @@ class Declaration:
 
     @classmethod
     def parse(cls, tokens: Tokens, begin: int) -> Declaration | None:
-        """None if the text at `begin` declares a pointer or a reference."""
-        begin = _behind_alignment(tokens, begin)
+        """Parses the declaration at `begin`.
+
+        Returns None for pointers, references and variables with an initializer.
+        """
+        begin = _skip_alignment(tokens, begin)
         limit = tokens.statement_limit(begin)
-        name = begin
-        at = tokens.after(begin)
-        while at < limit and tokens.text(at) not in ("[", ",", ";", "="):
-            if tokens.text(at) in ("*", "&", "(", ")", "{"):
-                return None
-            if tokens.text(at) == "<":
-                at = tokens.closing_angle(at)
-            name = at
-            at = tokens.after(at)
-        kind = tokens.read_line(begin, name)
+        name = _first_name(tokens, begin, limit)
+        if name < 0:
+            return None
+        kind, at = tokens.read_line(begin, name), tokens.after(name)
         if not kind or (at < limit and tokens.text(at) == "="):
             return None
         variables = []
         while True:
-            variable, dimensions, last = tokens.text(name), "", name
-            while at < limit and tokens.text(at) == "[":
-                last = tokens.closing(at)
-                dimensions += tokens.read_line(at, last + 1)
-                at = tokens.after(last)
-            variables.append((variable, dimensions))
+            dimensions, last = _dimensions(tokens, name, limit)
+            at = tokens.after(last)
+            variables.append((tokens.text(name), dimensions))
             if at >= limit or tokens.text(at) != ",":
                 ended = at < limit and tokens.text(at) == ";"
                 return cls(kind, variables, at if ended else last)
             name = tokens.after(at)
-            at = tokens.after(name)
+
+
+def _first_name(tokens: Tokens, begin: int, limit: int) -> int:
+    """Returns the first declared name, or -1 for a pointer or reference."""
+    name = begin
+    at = tokens.after(begin)
+    while at < limit and tokens.text(at) not in ("[", ",", ";", "="):
+        if tokens.text(at) in ("*", "&", "(", ")", "{"):
+            return -1
+        if tokens.text(at) == "<":
+            at = tokens.closing_angle(at)
+        name = at
+        at = tokens.after(at)
+    return name
+
+
+def _dimensions(tokens: Tokens, name: int, limit: int) -> tuple[str, int]:
+    """Returns the dimensions after a name and the last token of both."""
+    text, last = "", name
+    at = tokens.after(name)
+    while at < limit and tokens.text(at) == "[":
+        last = tokens.closing(at)
+        text += tokens.read_line(at, last + 1)
+        at = tokens.after(last)
+    return text, last

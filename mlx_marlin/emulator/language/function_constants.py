@@ -1,6 +1,6 @@
 """Function constants: `constant bool x [[function_constant(0)]];`.
 
-Their value is that of a definition `constant bool x = true;` further down in the text.
+A definition `constant bool x = true;` later in the text sets the value.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from mlx_marlin.emulator.language.tokens import Tokens
 
 
 def declare(tokens: Tokens, at: int) -> None:
-    """Makes a declaration of what has the attribute at `at`.
+    """Rewrites the constant with the attribute at `at` to an extern declaration.
 
-    Without a definition, the kernel links only as long as it does not use it.
+    A kernel that uses a constant without a definition does not link.
     """
     opening = tokens.before(tokens.before(at))
     if tokens.text(opening) != "[":  # in `[[buffer(0), function_constant(x)]]`
@@ -22,30 +22,29 @@ def declare(tokens: Tokens, at: int) -> None:
     begin = _statement_begin(tokens, at)
     end = tokens.closing(opening)
     if tokens.text(begin) == "constant" and tokens.text(tokens.after(end)) == ";":
-        for gone in range(opening, end + 1):
-            tokens.blank(gone)
+        tokens.blank_range(opening, end + 1)
         tokens[begin].written = f"extern {tokens[begin].written}"
 
 
 def replace_query(tokens: Tokens, at: int) -> None:
-    """Replaces `is_function_constant_defined(x)` by whether x has a value."""
+    """Replaces `is_function_constant_defined(x)` by true or false."""
     opening = tokens.after(at)
     name = tokens.text(tokens.after(opening))
-    for gone in range(at, tokens.closing(opening) + 1):
-        tokens.blank(gone)
-    tokens[at].written = str(any(_gives_value(tokens, name))).lower()
+    tokens.blank_range(at, tokens.closing(opening) + 1)
+    tokens[at].written = str(any(_definitions(tokens, name))).lower()
 
 
-def _gives_value(tokens: Tokens, name: str) -> Iterator[bool]:
+def _definitions(tokens: Tokens, name: str) -> Iterator[bool]:
+    """Yields for every assignment to `name` whether it defines a constant."""
     for at in range(len(tokens)):
         sign = tokens.after(at)
-        compared = tokens.text(sign + 1) == "="
-        if tokens.text(at) == name and tokens.text(sign) == "=" and not compared:
+        is_comparison = tokens.text(sign + 1) == "="
+        if tokens.text(at) == name and tokens.text(sign) == "=" and not is_comparison:
             yield tokens.text(_statement_begin(tokens, at)) == "constant"
 
 
 def _statement_begin(tokens: Tokens, at: int) -> int:
-    """The `constant` before a name, or what ends the statement before."""
+    """Returns the `constant` before a name, or the end of the previous statement."""
     while tokens.text(at) not in {"constant", *STATEMENT_ENDS}:
         at = tokens.before(at)
     return at

@@ -1,7 +1,7 @@
-"""From generated lines and from addresses to places that a reader knows.
+"""Maps generated lines and addresses to lines of the kernel's author.
 
-The shim's functions are all inlined into the kernel, so one address is enough: the line
-that it belongs to, and the calls that were inlined around it.
+All functions of the shim headers are inlined into the kernel, so an address determines
+the line and the calls that were inlined around it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from elftools.dwarf.dwarfinfo import DWARFInfo
 
 FILE = "kernel.metal"
-"""Name of the generated text where no `#line` of the kernel's author says otherwise."""
+"""File name of the generated text, unless a `#line` of the kernel changes it."""
 
 _LINE = re.compile(r'\s*#\s*line\s+(?P<line>\d+)(?:\s+"(?P<file>[^"]*)")?')
 _CALLS = frozenset({"DW_TAG_subprogram", "DW_TAG_inlined_subroutine"})
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A line, as `#line` directives count it."""
 
     file: str
@@ -36,7 +36,7 @@ class Place:
 
 
 class SourceMap:
-    """Names the lines of a generated kernel after its author's header and source."""
+    """Names lines of a generated kernel by the header and source of its author."""
 
     def __init__(self, text: str, header: str, body_line: int) -> None:
         self._text = text
@@ -44,36 +44,36 @@ class SourceMap:
         self._body_line = body_line
 
     @functools.cached_property
-    def _lines(self) -> dict[Place, str]:
-        """What stands where; only a report asks, and most kernels have none."""
-        lines: dict[Place, str] = {}
+    def _lines(self) -> dict[Location, str]:
+        """The text by location, computed only for error messages."""
+        lines: dict[Location, str] = {}
         file, number = FILE, 0
         for line in self._text.split("\n"):
             number += 1
             if found := _LINE.match(line):
                 file, number = found["file"] or file, int(found["line"]) - 1
             else:
-                lines[Place(file, number)] = line.strip()
+                lines[Location(file, number)] = line.strip()
         return lines
 
-    def name(self, place: Place) -> str:
-        """For instance "source line 12"."""
-        if place.file != FILE:
-            return f"{place.file} line {place.line}"
-        if place.line >= self._body_line:
-            return f"source line {place.line - self._body_line + 1}"
-        if place.line <= self._header_lines:
-            return f"header line {place.line}"
-        return f"generated signature, line {place.line - self._header_lines}"
+    def name(self, location: Location) -> str:
+        """Returns a name such as "source line 12"."""
+        if location.file != FILE:
+            return f"{location.file} line {location.line}"
+        if location.line >= self._body_line:
+            return f"source line {location.line - self._body_line + 1}"
+        if location.line <= self._header_lines:
+            return f"header line {location.line}"
+        return f"generated signature, line {location.line - self._header_lines}"
 
-    def quote(self, place: Place) -> str:
-        """The place and what stands there."""
-        line = self._lines.get(place, "")
-        return f"{self.name(place)}: {line}" if line else self.name(place)
+    def quote(self, location: Location) -> str:
+        """Returns the name of a line and its text."""
+        line = self._lines.get(location, "")
+        return f"{self.name(location)}: {line}" if line else self.name(location)
 
 
 def shorten(file: str) -> str:
-    """A file of the shim without its folder."""
+    """Returns the name of a file, for shim headers without the folder."""
     return (
         f"the emulator's {Path(file).name}"
         if file.startswith(str(build.INCLUDE))
@@ -81,26 +81,28 @@ def shorten(file: str) -> str:
     )
 
 
-def places(library: Path, offset: int) -> list[Place]:
-    """The Metal lines behind an address of a library, innermost call first.
+def locations(library: Path, offset: int) -> list[Location]:
+    """Returns the Metal lines of an address in a library, innermost call first.
 
     Args:
         library: ELF file with line tables.
         offset: Address relative to where the file is loaded.
 
     Returns:
-        Nothing if the file has no line tables that can be read (as on macOS, where they
-        stay in the object files) or if the address is not in Metal text.
+        The lines; none if the address is not in Metal text or the file has no readable
+        line tables, as on macOS, where they remain in the object files.
     """
-    return places_of_all(library, [offset])[offset]
+    return locations_by_offset(library, [offset])[offset]
 
 
-def places_of_all(library: Path, offsets: Sequence[int]) -> dict[int, list[Place]]:
-    """`places` of many addresses; reading the tables is what takes time."""
+def locations_by_offset(
+    library: Path, offsets: Sequence[int]
+) -> dict[int, list[Location]]:
+    """Returns `locations` of several addresses, reading the line tables once."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
-    found: dict[int, list[Place]] = {offset: [] for offset in offsets}
+    found: dict[int, list[Location]] = {offset: [] for offset in offsets}
     with library.open("rb") as stream:
         try:
             dwarf = ELFFile(stream).get_dwarf_info()
@@ -112,30 +114,34 @@ def places_of_all(library: Path, offsets: Sequence[int]) -> dict[int, list[Place
                 continue
             rows = _rows(program, found)
             calls = _calls(dwarf, unit.get_top_DIE(), list(rows))
-            for offset, (row, near) in rows.items():
-                frames = [*_frames(program, row, calls[offset])]
-                metal = [place for place in frames if _is_metal(place)]
-                nearby = _place(program, near.file, near.line)
-                if not metal and _is_metal(nearby):
-                    metal = [nearby]
-                found[offset] += metal
+            for offset, (row, last_row) in rows.items():
+                found[offset] += _metal_frames(program, row, last_row, calls[offset])
     return found
 
 
-def _is_metal(place: Place | None) -> TypeGuard[Place]:
-    return place is not None and place.file != "entry" and place.line > 0
+def _metal_frames(
+    program: Any, row: Any, last_row: Any, calls: list[DIE]
+) -> list[Location]:
+    """Returns the Metal lines of a row, or the last Metal line before it."""
+    metal = [frame for frame in _frames(program, row, calls) if _is_metal(frame)]
+    previous = _location(program, last_row.file, last_row.line)
+    return metal if metal or not _is_metal(previous) else [previous]
 
 
-def _frames(program: Any, row: Any, calls: list[DIE]) -> Iterator[Place | None]:
-    yield _place(program, row.file, row.line)
-    # A function without inlined calls has no entry of its own here.
+def _is_metal(location: Location | None) -> TypeGuard[Location]:
+    return location is not None and location.file != "entry" and location.line > 0
+
+
+def _frames(program: Any, row: Any, calls: list[DIE]) -> Iterator[Location | None]:
+    yield _location(program, row.file, row.line)
+    # calls[0] is the function itself.
     for call in reversed(calls[1:]):
         file = call.attributes["DW_AT_call_file"].value
-        yield _place(program, file, call.attributes["DW_AT_call_line"].value)
+        yield _location(program, file, call.attributes["DW_AT_call_line"].value)
 
 
 def _calls(dwarf: DWARFInfo, top: DIE, offsets: Sequence[int]) -> dict[int, list[DIE]]:
-    """The functions at addresses and the calls inlined into them, outermost first."""
+    """Returns the function at each address and its inlined calls, outermost first."""
     found: dict[int, list[DIE]] = {offset: [] for offset in offsets}
     candidates = [(entry, list(offsets)) for entry in top.iter_children()]
     while candidates:
@@ -177,14 +183,14 @@ def _ranges(dwarf: DWARFInfo, entry: DIE) -> Iterator[tuple[int, int]]:
 
 
 def _rows(program: Any, offsets: Iterable[int]) -> dict[int, tuple[Any, Any]]:
-    """The line table's rows that cover addresses; none for those outside of it.
+    """Returns the row of the line table that covers each address, if there is one.
 
-    Each with the last row before it that has a line, or itself: code that the compiler
-    has made of two lines has none.
+    Each row comes with the last row that has a line: code that the compiler merged from
+    two lines has none.
     """
     wanted = sorted(offsets)
     found: dict[int, tuple[Any, Any]] = {}
-    previous = near = None
+    previous = last_row = None
     for entry in program.get_entries():
         state = entry.state
         if state is None:
@@ -192,20 +198,19 @@ def _rows(program: Any, offsets: Iterable[int]) -> dict[int, tuple[Any, Any]]:
         if previous and previous.address < state.address:
             first = bisect_left(wanted, previous.address)
             for offset in wanted[first : bisect_left(wanted, state.address)]:
-                found[offset] = previous, near
+                found[offset] = previous, last_row
         previous = None if state.end_sequence else state
-        near = state if state.line or near is None else near
+        last_row = state if state.line or last_row is None else last_row
     return found
 
 
-def _place(program: Any, index: int, line: int) -> Place | None:
-    """None for the shim's own lines."""
+def _location(program: Any, index: int, line: int) -> Location | None:
+    """Returns a line of the table, or None if it is in a shim header."""
     header = program.header
-    newest = header.version >= 5
-    file = header.file_entry[index if newest else index - 1]
+    first = 0 if header.version >= 5 else 1
+    file = header.file_entry[index - first]
     name = file.name.decode()
     if file.dir_index > 0:
-        folders = header.include_directory
-        folder = folders[file.dir_index if newest else file.dir_index - 1].decode()
+        folder = header.include_directory[file.dir_index - first].decode()
         name = f"{folder}/{name}"
-    return None if name.startswith(f"{build.SHIM}/") else Place(name, line)
+    return None if name.startswith(f"{build.SHIM}/") else Location(name, line)

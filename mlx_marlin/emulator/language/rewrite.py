@@ -1,9 +1,9 @@
-"""Metal text to C++ text, token by token, line by line.
+"""Rewriting of Metal source to C++.
 
-Clang reads most of Metal as C++ once the shim headers are in front of it. What it does
-not read is rewritten here: constructors and casts of vectors, threadgroup variables,
-literals of half and bfloat. No rewrite adds or removes a line break: every message of
-the compiler and every debug line names a line of the Metal text.
+With the shim headers, clang accepts most of Metal as C++. The rest is rewritten here:
+constructors and casts of vectors, threadgroup variables, literals of half and bfloat.
+No rewrite adds or removes a line break, so the compiler's messages and debug lines name
+lines of the Metal source.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
 _NOT_BEFORE_CONSTRUCTOR = frozenset([".", "->", "::", "struct", "class", "operator"])
 _TEXTS = 128
-"""How many texts it keeps: a kernel is called for many shapes, in few dtypes."""
+"""Rewritten texts that are cached: kernels have many shapes, but few dtypes."""
 
 
 @functools.lru_cache(_TEXTS)
 def rewritten(text: str) -> str:
-    """Metal text as C++ text, with the same lines."""
+    """Returns Metal source as C++ with the same lines."""
     tokens = Tokens(text)
     _drop_space_overloads(tokens)
     rewriter = Rewriter(tokens)
@@ -53,7 +53,7 @@ def rewritten(text: str) -> str:
 
 
 def definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
-    """Functions and classes outside of all braces: first token, `{`, `}`."""
+    """Yields functions and classes at file scope: first token, `{` and `}`."""
     start = at = tokens.after(-1)
     while at < len(tokens):
         word = tokens.text(at)
@@ -70,11 +70,11 @@ def definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
 
 
 def _drop_space_overloads(tokens: Tokens) -> None:
-    """Leaves out what differs from an earlier definition only in address spaces.
+    """Removes definitions that differ from an earlier one only in address spaces.
 
-    With one address space they would be the same function, or the same specialisation
-    of a class, twice. What is spelled like the first, word for word, stays: it is the
-    same name in another namespace, or clang's to refuse.
+    Without address spaces they would be redefinitions. A definition that is spelled
+    exactly like the first is kept: it is in another namespace, or an error that clang
+    reports.
     """
     first: dict[str, str] = {}
     for start, brace, end in definitions(tokens):
@@ -83,12 +83,14 @@ def _drop_space_overloads(tokens: Tokens) -> None:
         words = ["const" if word == "constant" else word for word in words]
         head = " ".join(word for word in words if word not in SPACES)
         if first.setdefault(head.replace("const const", "const"), spelled) != spelled:
-            for at in range(start, end + 1):
-                tokens.blank(at)
+            tokens.blank_range(start, end + 1)
 
 
 def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
-    """Last token of a type at `at` that is in `names` or a `vec`, or -1."""
+    """Returns the last token of the type at `at` if it is in `names` or a `vec`.
+
+    Returns -1 otherwise.
+    """
     word = tokens.text(at)
     if word == "metal" and tokens.text(tokens.after(at)) == "::":
         return _type_end(tokens, tokens.after(tokens.after(at)), names)
@@ -99,15 +101,8 @@ def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
 
 
 def _operand_end(tokens: Tokens, at: int) -> int:
-    """Last token of the operand of a cast that begins at `at`."""
-    while True:
-        inner = tokens.after(tokens.closing(at)) if tokens.text(at) == "(" else at
-        if tokens.text(at) in _UNARY:
-            at = tokens.after(at)
-        elif inner != at and (tokens.named(inner) or tokens.number(inner)):
-            at = inner  # `(half4)value`: another cast
-        else:
-            break
+    """Returns the last token of the operand of a cast that begins at `at`."""
+    at = _skip_prefixes(tokens, at)
     end = tokens.closing(at) if tokens.text(at) == "(" else at
     while True:
         following = tokens.after(end)
@@ -122,9 +117,21 @@ def _operand_end(tokens: Tokens, at: int) -> int:
             return end
 
 
+def _skip_prefixes(tokens: Tokens, at: int) -> int:
+    """Skips unary operators and casts such as `(half4)value`."""
+    while True:
+        inner = tokens.after(tokens.closing(at)) if tokens.text(at) == "(" else at
+        if tokens.text(at) in _UNARY:
+            at = tokens.after(at)
+        elif inner != at and (tokens.named(inner) or tokens.number(inner)):
+            at = inner
+        else:
+            return at
+
+
 @dataclass(frozen=True)
 class _Names:
-    """Type names: `vectors` are vectors, `types` may be anything."""
+    """Names of types: `vectors` are vectors, `types` include template parameters."""
 
     vectors: frozenset[str]
     types: frozenset[str]
@@ -155,7 +162,7 @@ class _Names:
 
 
 class Rewriter:
-    """The rules. Each looks at one position and writes there or behind."""
+    """The rewrite rules. A rule examines one position and changes later tokens."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
@@ -185,16 +192,15 @@ class Rewriter:
             self._component(at)
 
     def _host_name(self, at: int) -> None:
-        """`template [[host_name("f")]] [[kernel]] void f<half>(...);`.
+        """Removes the attributes of an instantiation, which C++ does not allow.
 
-        C++ has attributes in other places only.
+        `template [[host_name("f")]] [[kernel]] void f<half>(...);`
         """
         tokens = self.tokens
         at = tokens.after(at)
         while tokens.text(at) == "[":
             closing = tokens.closing(at)
-            for gone in range(at, closing + 1):
-                tokens.blank(gone)
+            tokens.blank_range(at, closing + 1)
             at = tokens.after(closing)
 
     def _component(self, at: int) -> None:
@@ -206,7 +212,7 @@ class Rewriter:
             self.tokens[at].written = f"{found['digits']}_{kind}"
 
     def _constructor(self, at: int) -> None:
-        """`float4(a, b)`."""
+        """Rewrites `float4(a, b)` to a call of emu::make."""
         tokens = self.tokens
         before = tokens.text(tokens.before(at))
         if before in _NOT_BEFORE_CONSTRUCTOR:
@@ -216,14 +222,15 @@ class Rewriter:
         if end < 0 or tokens.text(opening) != "(":
             return
         # `float4(*p)[2]` without a qualifier is an element of a vector.
-        refers = "&" in tokens.read(opening, tokens.closing(opening))
-        declares = is_declarator(tokens, opening) and (refers or before in _QUALIFIERS)
-        if not declares:
+        is_reference = "&" in tokens.read(opening, tokens.closing(opening))
+        if not is_declarator(tokens, opening) or not (
+            is_reference or before in _QUALIFIERS
+        ):
             tokens[at].written = "emu::make<" + tokens[at].written
             tokens[end].written += ">"
 
     def _initialised_vector(self, at: int) -> None:
-        """`float4 v(a, b);`, but not the declaration of a function."""
+        """Rewrites `float4 v(a, b);` unless it declares a function."""
         tokens = self.tokens
         end = _type_end(tokens, at, self.names.vectors)
         if end < 0:
@@ -240,7 +247,7 @@ class Rewriter:
             tokens[opening].written = f" = emu::make<{tokens.read(at, end + 1)}>("
 
     def _is_parameter(self, at: int) -> bool:
-        """Whether a list item begins with a type that is not called."""
+        """Returns whether a list item begins with a type that is not called."""
         tokens = self.tokens
         end = _type_end(tokens, at, self.names.types)
         if end < 0 and tokens.text(at) in _TYPE_WORDS:
@@ -248,7 +255,7 @@ class Rewriter:
         return end >= 0 and tokens.text(tokens.after(end)) != "("
 
     def _cast(self, at: int) -> None:
-        """`(float4)value`, which clang would take for a change of bits."""
+        """Rewrites `(float4)value`, which clang would treat as a bit cast."""
         tokens = self.tokens
         previous = tokens.before(at)
         if tokens.named(previous) and tokens.text(previous) != "return":
@@ -269,7 +276,7 @@ class Rewriter:
         return tokens.number(at) or tokens.text(at) in _UNARY | {"("}
 
     def _threadgroup_variables(self, at: int) -> None:
-        """`threadgroup float tile[32];`: a reference to memory of the run time."""
+        """Rewrites `threadgroup float tile[32];` to a reference to runtime memory."""
         tokens = self.tokens
         if tokens.text(tokens.before(at)) == "[":  # `[[threadgroup(0)]]`
             tokens[at].written = "threadgroup_memory"
@@ -285,6 +292,5 @@ class Rewriter:
         )
         if tokens.text(declaration.end) == ";":
             references += ";"
-        for gone in range(at, declaration.end + 1):
-            tokens.blank(gone)
+        tokens.blank_range(at, declaration.end + 1)
         tokens[at].written = references

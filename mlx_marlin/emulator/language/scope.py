@@ -1,4 +1,4 @@
-"""Blocks and calls whose Metal kernels run here: emulated, seeded, traced."""
+"""`emulated` and `trace`: blocks and calls whose Metal kernels run in the emulator."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ def emulated(
 ) -> Iterator[Options]:
     """Runs every custom Metal kernel of MLX on the CPU inside the block.
 
-    `mx.fast.metal_kernel` is ours meanwhile, for whatever code builds its kernels
-    there; kernels that it built stay emulated. Not for several threads at once.
+    The block replaces `mx.fast.metal_kernel`. Kernels that are created inside the
+    block remain emulated after it. The replacement is not thread-safe.
+
+    An option that is None keeps the value of the enclosing block.
 
     Args:
-        seed: Chooses the order in which threadgroups and simdgroups run, 0 at first. A
-            correct kernel gives the same result for every seed. None, here and below:
-            as around the block.
-        workers: Host threads, at first as many as there are processors.
-        trace: Whether every access to memory is checked: for races, for reads of what
-            was never written, for bounds to the byte. At first it is not.
-        resident: Threadgroups of a host thread that take turns when one waits for an
-            atomic, at first 1: Metal promises no progress of any other.
-        time_limit: Seconds that a threadgroup may take, 60 at first.
+        seed: Seed of the order in which threadgroups and simdgroups run; default 0. A
+            correct kernel gives the same result for every seed.
+        workers: Host threads; default: the number of processors.
+        trace: Whether to check every memory access for races, reads of unwritten
+            memory, and bounds to the byte; default False.
+        resident: Threadgroups that one host thread interleaves when they wait for
+            atomics; default 1, because Metal guarantees no progress of other
+            threadgroups.
+        time_limit: Maximum seconds per threadgroup; default 60.
 
     Raises:
         ValueError: If a number is not positive, or `resident` exceeds 256.
@@ -50,16 +52,16 @@ def emulated(
         "resident": resident,
         "time_limit": time_limit,
     }
-    given: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
-    inner = replace(modes.options.get(), **given)
-    before = modes.options.set(inner)
-    around = mx.fast.metal_kernel
+    changed: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
+    inner = replace(modes.options.get(), **changed)
+    token = modes.options.set(inner)
+    outer_kernel = mx.fast.metal_kernel
     mx.fast.metal_kernel = cast(Any, metal_kernel)
     try:
         yield inner
     finally:
-        mx.fast.metal_kernel = around
-        modes.options.reset(before)
+        mx.fast.metal_kernel = outer_kernel
+        modes.options.reset(token)
 
 
 def trace(
@@ -72,25 +74,25 @@ def trace(
     """Calls a function in trace mode.
 
     Args:
-        function: Runs kernels of the emulator, in this thread.
-        args: Its arguments.
-        resident: As for `emulated`; not handed to the function.
-        keywords: Its keyword arguments.
+        function: A function that runs kernels of the emulator in this thread.
+        args: Arguments of the function.
+        resident: As for `emulated`; not passed to the function.
+        keywords: Keyword arguments of the function.
 
     Returns:
-        What each kernel moved and did, in the order of their launches.
+        The counters of every launch, in order.
 
     Raises:
-        EmulatorError: If a kernel misbehaves.
+        EmulatorError: If a kernel violates a rule of Metal.
     """
     launches: list[Counters] = []
     outer = modes.options.get()
     inner = replace(outer, trace=True, resident=resident or outer.resident)
-    mode = modes.options.set(inner)
-    before = modes.launches.set(launches)
+    options_token = modes.options.set(inner)
+    launches_token = modes.launches.set(launches)
     try:
         function(*args, **keywords)
     finally:
-        modes.launches.reset(before)
-        modes.options.reset(mode)
+        modes.launches.reset(launches_token)
+        modes.options.reset(options_token)
     return launches

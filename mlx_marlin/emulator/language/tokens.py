@@ -1,4 +1,4 @@
-"""Metal text as tokens, and steps from one to another."""
+"""Tokenizer for Metal source."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _OPENING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass
 class Token:
-    """A piece of text and what becomes of it.
+    """A token and its replacement.
 
     Attributes:
         kind: space, text, number, name or mark.
-        text: As read; the rules look at this only.
-        written: As written out.
+        text: The token as read; rules examine only this.
+        written: The replacement.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Token:
 
 
 class Tokens:
-    """A text cut into tokens. Positions are indices; -1 stands before the first."""
+    """The tokens of a text. Positions are indices; -1 is before the first token."""
 
     def __init__(self, text: str) -> None:
         pieces = _TOKEN.finditer(text)
@@ -54,25 +54,25 @@ class Tokens:
         return iter(self.tokens)
 
     def after(self, at: int) -> int:
-        """The next position that is not space."""
+        """Returns the next position that is not space."""
         at += 1
         while at < len(self.tokens) and self.tokens[at].kind == "space":
             at += 1
         return at
 
     def before(self, at: int) -> int:
-        """The previous position that is not space, or -1."""
+        """Returns the previous position that is not space, or -1."""
         at -= 1
         while at >= 0 and self.tokens[at].kind == "space":
             at -= 1
         return at
 
     def text(self, at: int) -> str:
-        """What stands there; nothing outside of the text."""
+        """Returns the text of a token, or "" outside of the text."""
         return self.tokens[at].text if 0 <= at < len(self.tokens) else ""
 
     def closing(self, at: int) -> int:
-        """The bracket that closes the one at `at`, or the end."""
+        """Returns the bracket that closes the one at `at`, or the last position."""
         wanted = [_OPENING[self.text(at)]]
         while wanted and at < len(self.tokens) - 1:
             at += 1
@@ -84,7 +84,7 @@ class Tokens:
         return at
 
     def closing_angle(self, at: int) -> int:
-        """The `>` that closes the `<` at `at`, or -1 if it is a comparison."""
+        """Returns the `>` that closes the `<` at `at`, or -1 for a comparison."""
         depth = 1
         while at < len(self.tokens) - 1:
             at += 1
@@ -102,19 +102,19 @@ class Tokens:
         return -1
 
     def space(self, at: int) -> bool:
-        """Whether white space or a comment stands there."""
+        """Returns whether a token is white space or a comment."""
         return self.tokens[at].kind == "space"
 
     def named(self, at: int) -> bool:
-        """Whether a name or keyword stands there."""
+        """Returns whether a token is a name or keyword."""
         return 0 <= at < len(self.tokens) and self.tokens[at].kind == "name"
 
     def number(self, at: int) -> bool:
-        """Whether a literal number stands there."""
+        """Returns whether a token is a numeric literal."""
         return 0 <= at < len(self.tokens) and self.tokens[at].kind == "number"
 
     def opening(self, at: int) -> int:
-        """The bracket that the one at `at` closes, or -1."""
+        """Returns the bracket that the one at `at` closes, or -1."""
         wanted = 0
         while at >= 0:
             word = self.text(at)
@@ -126,14 +126,19 @@ class Tokens:
         return -1
 
     def blank(self, at: int) -> None:
-        """Removes a token. Space stays: lines keep their breaks and continuations."""
+        """Removes a token; space is kept, so that line numbers do not change."""
         token = self.tokens[at]
         if token.kind != "space":
             token.text = token.written = ""
             token.kind = "space"
 
+    def blank_range(self, begin: int, end: int) -> None:
+        """Removes the tokens from `begin` up to, not including, `end`."""
+        for at in range(begin, end):
+            self.blank(at)
+
     def line_end(self, at: int) -> int:
-        """The space with which the line of a directive ends."""
+        """Returns the space that ends the line of a directive."""
         while at < len(self.tokens) - 1:
             at += 1
             if self.text(at).isspace() and "\n" in self.text(at):
@@ -146,26 +151,26 @@ class Tokens:
         marks = (at for at in range(len(self.tokens)) if self.text(at) == "#")
         found: list[tuple[int, int]] = []
         for at in marks:
-            if not found or at > found[-1][1]:  # else it is the operator of a macro
+            if not found or at > found[-1][1]:  # otherwise the operator # in a macro
                 found.append((at, self.line_end(at)))
         return found
 
     def directive(self, at: int) -> int:
-        """The `#` of the directive in whose line the token stands, or -1."""
-        place = bisect_right(self._directives, (at, len(self.tokens))) - 1
-        if place < 0 or at >= self._directives[place][1]:
+        """Returns the `#` of the directive that contains the token, or -1."""
+        index = bisect_right(self._directives, (at, len(self.tokens))) - 1
+        if index < 0 or at >= self._directives[index][1]:
             return -1
-        return self._directives[place][0]
+        return self._directives[index][0]
 
     def statement_limit(self, at: int) -> int:
-        """Where a statement must have ended: the end of a macro, or of the text."""
+        """Returns the end of the macro or text that contains a statement."""
         mark = self.directive(at)
         return len(self.tokens) if mark < 0 else self.line_end(mark)
 
     def before_statement(self, at: int) -> str:
-        """What stands before a token, directives left out.
+        """Returns the text of the token before `at`, skipping directives.
 
-        Nothing at the start of the text and at the start of a macro's body.
+        Returns "" at the start of the text or of a macro's body.
         """
         mark = self.directive(at)
         previous = self.before(at)
@@ -176,12 +181,12 @@ class Tokens:
         return self.text(previous)
 
     def _macro_head(self, mark: int) -> int:
-        """The last token before the body of the macro that `#` at `mark` defines."""
+        """Returns the last token before the body of the macro defined at `mark`."""
         name = self.after(self.after(mark))
         return self.closing(name + 1) if self.text(name + 1) == "(" else name
 
     def items(self, opening: int, closing: int) -> Iterator[int]:
-        """First tokens of the items of a bracketed list."""
+        """Yields the first token of every item of a bracketed list."""
         at = self.after(opening)
         if at < closing:
             yield at
@@ -191,11 +196,11 @@ class Tokens:
             at = self.after(self.closing(at) if self.text(at) in _OPENING else at)
 
     def read(self, begin: int, end: int) -> str:
-        """The text of a range, as read."""
+        """Returns the text of a range, as read."""
         return "".join(token.text for token in self.tokens[begin:end])
 
     def read_line(self, begin: int, end: int) -> str:
-        """The text of a range in one line, without comments."""
+        """Returns the text of a range on one line, without comments."""
         tokens = self.tokens[begin:end]
         words = (" " if token.kind == "space" else token.text for token in tokens)
         return "".join(words).strip()

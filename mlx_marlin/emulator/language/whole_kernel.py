@@ -1,6 +1,6 @@
-"""Kernels that a file defines whole, called from the body of a custom kernel.
+"""Whole kernels with signatures, called from the body of a custom kernel.
 
-`mx.fast.metal_kernel` writes the signature itself and takes a body. A file with
+`mx.fast.metal_kernel` generates the signature and takes only a body. A file with
 `kernel void f(...)` therefore becomes the header, and the body calls `f`.
 """
 
@@ -32,7 +32,7 @@ _DTYPES = {
     "long": mx.int64,
     "ulong": mx.uint64,
 }
-"""Element types of arrays. Bytes and `void` may be anything."""
+"""Element types that are checked against the array's dtype; others are not."""
 _MEMORY = frozenset({"buffer", "threadgroup"})
 _TRIPLES = frozenset(
     {"thread_position_in_grid", "thread_position_in_threadgroup"}
@@ -40,7 +40,7 @@ _TRIPLES = frozenset(
     | {"threads_per_threadgroup", "dispatch_threads_per_threadgroup"}
     | {"grid_size", "grid_origin"}
 )
-"""Attributes that MLX declares as uint3; the others are uint."""
+"""Attributes that MLX declares as uint3; it declares the others as uint."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Parameter:
     """A parameter of a kernel.
 
     Attributes:
-        type: What stands before the name, `*` or `&` included.
+        type: The text before the name, including `*` or `&`.
         name: The name.
-        attribute: Metal's attribute without arguments, or "".
+        attribute: The Metal attribute without arguments, or "".
     """
 
     type: str
@@ -59,7 +59,7 @@ class Parameter:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the GPU gives it a value."""
+        """Whether the GPU sets its value."""
         return self.attribute != "" and self.attribute not in _MEMORY
 
 
@@ -83,11 +83,11 @@ class WholeKernel:
         outputs: Mapping[str, object],
         threadgroup_bytes: Mapping[str, int],
     ) -> str:
-        """The body of a custom kernel that calls this one.
+        """Returns the body of a custom kernel that calls this one.
 
         Args:
             inputs: Arrays and numbers by name.
-            outputs: Names of the outputs.
+            outputs: Outputs by name.
             threadgroup_bytes: Sizes of the parameters in threadgroup memory.
 
         Raises:
@@ -99,25 +99,25 @@ class WholeKernel:
             if parameter.is_built_in:
                 arguments.append(_built_in(parameter))
             elif parameter.attribute == "threadgroup":
-                size = _wanted(self.name, name, threadgroup_bytes, "threadgroup memory")
+                size = _lookup(self.name, name, threadgroup_bytes, "threadgroup memory")
                 declarations.append(f"threadgroup float4 {name}[{-(-size // 16)}];\n")
                 arguments.append(f"({parameter.type}){name}")
             elif name in outputs:
                 arguments.append(f"({parameter.type}){name}")
             else:
-                value = _wanted(self.name, name, inputs, "an input or output")
+                value = _lookup(self.name, name, inputs, "an input or output")
                 arguments.append(_argument(self.name, parameter, value))
         instance = f"<{', '.join(self.template)}>" if self.template else ""
         return f"{''.join(declarations)}{self.name}{instance}({', '.join(arguments)});"
 
     def instance(self, values: Iterable[mx.Dtype | int]) -> list[str]:
-        """Names the instance of a template, for the static check.
+        """Returns the name of the template's instance, for the static check.
 
         Args:
-            values: Of the template parameters, in order.
+            values: Template arguments, in order.
 
         Returns:
-            One name, or none if the kernel is no template.
+            One name, or no name if the kernel is not a template.
         """
         if not self.template:
             return []
@@ -125,23 +125,23 @@ class WholeKernel:
 
 
 def _metal(value: mx.Dtype | int) -> str:
-    """A template argument in Metal."""
+    """Returns a template argument as Metal text."""
     if isinstance(value, mx.Dtype):
         name = str(value).removeprefix("mlx.core.")
         return name if name == "bool" else {"float32": "float"}.get(name, f"{name}_t")
     return str(value).lower()
 
 
-def _wanted(kernel: str, name: str, given: Mapping[str, T], what: str) -> T:
-    if name not in given:
+def _lookup(kernel: str, name: str, values: Mapping[str, T], kind: str) -> T:
+    if name not in values:
         raise ValueError(
-            f"kernel {kernel}: parameter {name!r} needs {what} of its name"
+            f"kernel {kernel}: parameter {name!r} needs {kind} of its name"
         )
-    return given[name]
+    return values[name]
 
 
 def _built_in(parameter: Parameter) -> str:
-    """The attribute as the type that the parameter has."""
+    """Returns an attribute, converted to the parameter's type."""
     value = parameter.attribute
     if value in _TRIPLES:
         size = _SIZE.search(parameter.type)
@@ -150,7 +150,10 @@ def _built_in(parameter: Parameter) -> str:
 
 
 def _argument(kernel: str, parameter: Parameter, value: object) -> str:
-    """An input: MLX declares numbers as references, arrays as pointers to const."""
+    """Returns an input as an argument, converted to the parameter's type.
+
+    MLX declares numbers as references and arrays as pointers to const.
+    """
     name = parameter.name
     if not (isinstance(value, mx.array) and value.ndim):
         return name if parameter.type.endswith("&") else f"&{name}"
@@ -167,11 +170,11 @@ def _argument(kernel: str, parameter: Parameter, value: object) -> str:
 
 
 def chosen(kernels: Sequence[WholeKernel], name: str | None) -> WholeKernel | None:
-    """The kernel of a name.
+    """Returns the kernel with a name, or None if the text is a body.
 
     Args:
-        kernels: Those of a text; none if the text is a body.
-        name: Optional if there are fewer than two.
+        kernels: The kernels of a text.
+        name: The name; may be None if there are fewer than two kernels.
 
     Raises:
         ValueError: If there is no kernel of that name.
@@ -186,12 +189,11 @@ def chosen(kernels: Sequence[WholeKernel], name: str | None) -> WholeKernel | No
 
 
 def whole_kernels(text: str) -> list[WholeKernel]:
-    """The kernel functions that a text defines; none in a body."""
-    tokens = Tokens(text)
-    return list(_found(tokens))
+    """Returns the kernel functions that a text defines; none for a body."""
+    return list(_kernels(Tokens(text)))
 
 
-def _found(tokens: Tokens) -> Iterator[WholeKernel]:
+def _kernels(tokens: Tokens) -> Iterator[WholeKernel]:
     for at in range(len(tokens)):
         if tokens.text(at) != "kernel" or tokens.directive(at) >= 0:
             continue
@@ -214,7 +216,7 @@ def _found(tokens: Tokens) -> Iterator[WholeKernel]:
 
 
 def _template(tokens: Tokens, kernel: int) -> Iterator[str]:
-    """Names of the parameters of the template head before a kernel."""
+    """Yields the names of the template parameters of a kernel."""
     angle = tokens.before(kernel)
     if tokens.text(angle) != ">":
         return

@@ -1,9 +1,9 @@
-"""Does Metal accept this text? The same text through clang with real address spaces.
+"""The static check: compiles Metal source with real address spaces.
 
-The emulator proper compiles every address space to ordinary memory. This is the other
-half: clang's C++ for OpenCL knows `device`, `threadgroup`, `constant` and `thread` as
-types, and declarations of the Metal library under `include/static` know which of them,
-and which overloads, Metal has. Nothing is run.
+The emulator compiles every address space to ordinary memory. The static check compiles
+the source as C++ for OpenCL instead, in which `device`, `threadgroup`, `constant` and
+`thread` are part of types. The headers in `include/static` declare the overloads of the
+Metal library. Nothing is run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import mlx.core as mx
 from mlx_marlin.emulator.compiling import build, compiler
 from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
-from mlx_marlin.emulator.language.lines import FILE, Place, SourceMap
+from mlx_marlin.emulator.language.lines import FILE, Location, SourceMap
 from mlx_marlin.emulator.language.tokens import Tokens
-from mlx_marlin.emulator.static.messages import Operands, complaints, multiplications
+from mlx_marlin.emulator.static.messages import Operands, diagnostics, multiplications
 from mlx_marlin.emulator.static.rules import findings
 from mlx_marlin.emulator.static.text import translated
 
-# Kept at import: a test may put the emulator in its place.
+# Read at import, because `emulated` replaces it.
 _stock = mx.fast.metal_kernel
 
 _STATIC = build.INCLUDE / "static"
@@ -39,7 +39,7 @@ _FLAGS = (
     "-ferror-limit=0",
     "-fno-caret-diagnostics",
     "-fno-color-diagnostics",
-    # No double, no variables at program scope but constant ones; half in arithmetic.
+    # No double, no variables at program scope except constants; half arithmetic.
     "-Xclang",
     "-cl-ext=-cl_khr_fp64,-__opencl_c_fp64,-__opencl_c_program_scope_global_variables,"
     "-__opencl_c_device_enqueue,+cl_khr_fp16",
@@ -54,10 +54,10 @@ _FLAGS = (
     "-I",
     str(_STATIC / "metal"),
 )
-_MOST_COMPLAINTS = 12
+_MAX_DIAGNOSTICS = 12
 
 _KERNEL = "checked_kernel"
-_ASKED = re.compile(r"\ntemplate \[\[host_name\(.*?\)\]\] \[\[kernel\]\] ")
+_INSTANTIATION = re.compile(r"\ntemplate \[\[host_name\(.*?\)\]\] \[\[kernel\]\] ")
 _HOST_NAME = re.compile(
     r"^template\s*\[\[\s*host_name\([^)]*\)\s*\]\]\s*(?:\[\[\s*kernel\s*\]\]|kernel\b)?",
     re.MULTILINE,
@@ -66,11 +66,11 @@ _HOST_NAME = re.compile(
 
 @dataclass
 class _Unit:
-    """A text for clang, and what to call its lines.
+    """A translation unit and the names of its lines.
 
     Attributes:
-        text: Metal text with a `#line` before every piece.
-        sources: Names the lines of the pieces, by the file name in `#line`.
+        text: Metal source with a `#line` directive before every part.
+        sources: The source map of each part, by the file name in `#line`.
     """
 
     text: str = ""
@@ -79,20 +79,20 @@ class _Unit:
     def add(self, file: str, first_line: int, text: str) -> None:
         self.text += f'\n#line {first_line} "{file}"\n{text}'
 
-    def quote(self, place: Place) -> str:
-        """The place by its name in the author's strings."""
-        if source := self.sources.get(place.file):
-            return source.quote(Place(FILE, place.line))
-        return self.sources[FILE].quote(place)
+    def quote(self, location: Location) -> str:
+        """Returns a line by its name in the author's strings, with its text."""
+        if source := self.sources.get(location.file):
+            return source.quote(Location(FILE, location.line))
+        return self.sources[FILE].quote(location)
 
-    def place(self, physical_line: int) -> Place:
-        """What the `#line` directives make of a line, counted from 0."""
+    def location(self, physical_line: int) -> Location:
+        """Returns the location of a line, counted from 0, after `#line` directives."""
         file, number = FILE, 0
         for line in self.text.split("\n")[: physical_line + 1]:
             number += 1
             if found := re.match(r'\s*#\s*line\s+(\d+)(?:\s+"([^"]*)")?', line):
                 file, number = found[2] or file, int(found[1]) - 1
-        return Place(file, number)
+        return Location(file, number)
 
 
 def check(
@@ -107,27 +107,30 @@ def check(
     *,
     calls: Sequence[Mapping[str, Any]],
 ) -> frozenset[Operands]:
-    """Checks a custom kernel as MLX would send it to Metal.
+    """Checks the source of a custom kernel as MLX generates it.
+
+    The arguments before `calls` are those of `mx.fast.metal_kernel`.
 
     Args:
-        name: As `mx.fast.metal_kernel` takes it, like everything up to `calls`.
+        name: Name of the kernel.
         input_names: Names of the inputs.
         output_names: Names of the outputs.
         source: The body.
-        header: What comes before the kernel.
+        header: The text before the kernel.
         ensure_row_contiguous: Whether strided inputs are copied first.
         atomic_outputs: Whether outputs are atomic.
-        compile_options: Without effect on the check.
-        calls: Keyword arguments of the kernel's calls. Inputs need the right shape and
-            dtype only. Every template instance that they ask for is checked, all in one
-            run of clang: a hundred cost little more than one.
+        compile_options: Ignored.
+        calls: Keyword arguments of calls of the kernel. Only the shapes and dtypes of
+            inputs matter. All template instances of these calls are checked in one run
+            of clang, so that 100 instances cost little more than one.
 
     Returns:
         The operand types of every `simdgroup_multiply_accumulate`, as d, a, b, c.
 
     Raises:
-        CompileError: If the text breaks a rule of Metal. The message names every line.
-        EmulatorError: If no compiler is there.
+        CompileError: If the source violates a rule of Metal. The message names every
+            line.
+        EmulatorError: If no compiler is available.
     """
     kernel: Any = _stock(
         name,
@@ -148,20 +151,21 @@ def check(
 def check_text(
     text: str, *, name: str = "text", instances: Sequence[str] = ()
 ) -> frozenset[Operands]:
-    """Checks Metal text that is no custom kernel of MLX, a `.metal` file for instance.
+    """Checks Metal source with whole kernels, such as a `.metal` file.
 
     Args:
         text: Metal source.
-        name: What to call it in messages, the file's name for instance.
-        instances: Templates to fill in, such as "gemm<half, 4>". A template that nobody
-            asks for is hardly checked.
+        name: Name of the source in messages, such as the file name.
+        instances: Templates to instantiate, such as "gemm<half, 4>". Templates without
+            an instance are checked only superficially.
 
     Returns:
         The operand types of every `simdgroup_multiply_accumulate`, as d, a, b, c.
 
     Raises:
-        CompileError: If the text breaks a rule of Metal. The message names every line.
-        EmulatorError: If no compiler is there.
+        CompileError: If the source violates a rule of Metal. The message names every
+            line.
+        EmulatorError: If no compiler is available.
     """
     named = f'#line 1 "{name}"\n{text}'
     unit = _Unit(sources={FILE: SourceMap(named, "", 0)})
@@ -182,11 +186,11 @@ def _recorded(kernel: Any, call: Mapping[str, Any]) -> Dispatch:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one call adds to its header, under a name that does not tell instances.
+    """The text that MLX adds to the header for one call, with a generic kernel name.
 
     Attributes:
         function: Template line, signature and body.
-        instance: Asks for one set of template arguments; empty without a template.
+        instance: Explicit instantiation; empty if the kernel is not a template.
     """
 
     function: str
@@ -195,12 +199,12 @@ class _Piece:
     @classmethod
     def of(cls, header: str, dispatch: Dispatch) -> _Piece:
         written = dispatch.text[len(header) :].replace(dispatch.kernel, _KERNEL)
-        function, *asked = _ASKED.split(written)
-        return cls(function, "".join(f"template {instance}" for instance in asked))
+        function, *instances = _INSTANTIATION.split(written)
+        return cls(function, "".join(f"template {instance}" for instance in instances))
 
 
 def _assembled(header: str, dispatches: Sequence[Dispatch]) -> _Unit:
-    """One text of a header, every signature once, and every instance."""
+    """Returns one unit with the header, every signature once, and every instance."""
     unit = _Unit()
     unit.add(FILE, 1, header)
     names: dict[str, str] = {}
@@ -229,30 +233,33 @@ def _plain_instance(found: re.Match[str]) -> str:
 
 
 def _report(name: str, unit: _Unit) -> frozenset[Operands]:
-    """Raises what is wrong with a text, or tells its multiplications.
+    """Checks a unit and returns the operand types of its multiplications.
 
     Args:
-        name: Of the text, for the message.
-        unit: The text.
+        name: Name of the unit, for the message.
+        unit: The unit.
+
+    Raises:
+        CompileError: If the source violates a rule of Metal.
     """
     tokens = Tokens(unit.text)
     found = [
-        f"{message}\n    at {unit.quote(unit.place(line))}"
+        f"{message}\n    at {unit.quote(unit.location(line))}"
         for line, message in findings(tokens)
     ]
     answer = _clang(translated(tokens))
-    for complaint in complaints(answer):
-        if complaint.counts:
-            place = unit.quote(complaint.place)
-            found.append(f"{complaint.sentence}\n    at {place}{complaint.instance}")
+    for diagnostic in diagnostics(answer):
+        if diagnostic.is_metal_error:
+            line = unit.quote(diagnostic.location)
+            found.append(f"{diagnostic.message}\n    at {line}{diagnostic.instance}")
     if found:
-        shown = list(dict.fromkeys(found))[:_MOST_COMPLAINTS]
+        shown = list(dict.fromkeys(found))[:_MAX_DIAGNOSTICS]
         raise CompileError(f"{name} breaks Metal's rules:\n  " + "\n  ".join(shown))
     return multiplications(answer)
 
 
 def _clang(text: str) -> str:
-    """What clang says about a text."""
+    """Returns clang's diagnostics of a text."""
     found = compiler.find()
     if found is None:
         raise EmulatorError(f"no Metal kernel can be checked: {compiler.unavailable()}")
@@ -263,7 +270,7 @@ def _clang(text: str) -> str:
         encoding="utf-8",
     )
     if answer.returncode and all(
-        complaint.kind == "warning" for complaint in complaints(answer.stderr)
+        diagnostic.kind == "warning" for diagnostic in diagnostics(answer.stderr)
     ):
         raise EmulatorError(f"{found.clang[0]} cannot check Metal: {answer.stderr}")
     return answer.stderr

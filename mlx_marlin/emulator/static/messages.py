@@ -1,4 +1,4 @@
-"""What clang says in a static check, and what Metal would say of it."""
+"""Clang's diagnostics in a static check, translated to Metal's terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mlx_marlin.emulator.compiling import build
-from mlx_marlin.emulator.language.lines import Place
+from mlx_marlin.emulator.language.lines import Location
 
 _MESSAGE = re.compile(
     r"(?P<file>[^:\n]+):(?P<line>\d+):\d+: "
@@ -16,13 +16,14 @@ _MESSAGE = re.compile(
 _TO_BFLOAT = re.compile(r".*floating-point precision: .* to '.*(?:bfloat|__bf16)")
 _UNSET = re.compile(r"variable '.*' is uninitialized when used here")
 _CANDIDATE = re.compile(
-    r"candidate (?:function|template|constructor).*?(?:not viable|ignored): (?P<why>.*)"
+    r"candidate (?:function|template|constructor).*?"
+    r"(?:not viable|ignored): (?P<note>.*)"
 )
 _VECTOR = re.compile(
     r"'(?P<space>(?:const |__\w+ )*)(?P<type>\w+) "
     r"__attribute__\(\(ext_vector_type\((?P<size>\d)\)\)\)'( \(vector of[^)]*\))?"
 )
-# The check's headers call it deprecated, for clang to spell the operands out.
+# The check's headers declare it deprecated, so that clang prints the operand types.
 _MULTIPLY = re.compile(
     r"'simdgroup_multiply_accumulate<(?P<operands>[^']*)>' is deprecated"
 )
@@ -36,9 +37,9 @@ _WORDS = {
     "__bf16": "bfloat",
 }
 _PHRASES = {
-    # An array behind `auto&`.
+    # An array of type `auto&`.
     r"'([^']+) (__local)((?:\[\d+\])+)'": r"'\2 \1\3'",
-    # Clang 19 and 20 give converted values an address space.
+    # Clang 19 and 20 print an address space for converted values.
     r"precision: '__private ": "precision: '",
     r" to '__private (\w+)' \(aka '__private ": r" to '\1' (aka '",
     r"(type 'double').*": r"\1, which Metal does not have",
@@ -52,9 +53,9 @@ _WORD = re.compile("|".join(_WORDS))
 Operands = tuple[str, ...]
 """Element types of the four matrices of a multiply-accumulate: d, a, b, c."""
 
-# What Metal accepts and clang's mode does not: a temporary bound to `const thread T&`,
-# and the copy of a struct out of constant memory.
-_FALSE_ALARM = re.compile(
+# Metal accepts these, clang does not: a temporary bound to `const thread T&`, and a
+# copy of a struct from constant memory.
+_FALSE_POSITIVE = re.compile(
     r"cannot bind reference in default address space to object in address space "
     r"'__private'"
     r"|temporary object because of address space mismatch"
@@ -64,33 +65,33 @@ _FALSE_ALARM = re.compile(
 
 
 @dataclass(frozen=True)
-class Complaint:
-    """One error or warning of clang with the notes that belong to it."""
+class Diagnostic:
+    """An error or warning of clang with its notes."""
 
     kind: str
     text: str
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
     notes: tuple[str, ...]
 
     @property
-    def counts(self) -> bool:
-        """Whether Metal would complain too."""
+    def is_metal_error(self) -> bool:
+        """Whether it is an error in Metal."""
         if self.kind == "warning":
             return any(rule.search(self.text) for rule in (_TO_BFLOAT, _UNSET))
-        return not any(map(_FALSE_ALARM.search, (self.text, *self.notes)))
+        return not any(map(_FALSE_POSITIVE.search, (self.text, *self.notes)))
 
     @property
-    def place(self) -> Place:
-        """Where it is in Metal text, else in the emulator's headers."""
+    def location(self) -> Location:
+        """The first location in Metal text, or else in the emulator's headers."""
         shim = str(build.INCLUDE)
-        own = (place for place in self.places if not place.file.startswith(shim))
-        return next(own, self.places[0])
+        in_text = (at for at in self.locations if not at.file.startswith(shim))
+        return next(in_text, self.locations[0])
 
     @property
-    def sentence(self) -> str:
-        """The message in Metal's words."""
-        why = "".join(f"\n    {note}" for note in self.candidates)
-        text = f"{self.text.split(' [-W')[0]}{why}"
+    def message(self) -> str:
+        """The message in Metal's terms."""
+        notes = "".join(f"\n    {note}" for note in self.candidates)
+        text = f"{self.text.split(' [-W')[0]}{notes}"
         text = _VECTOR.sub(r"'\g<space>\g<type>\g<size>'", text)
         for clang, metal in _PHRASES.items():
             text = re.sub(clang, metal, text)
@@ -98,46 +99,46 @@ class Complaint:
 
     @property
     def candidates(self) -> list[str]:
-        """Why the first functions of that name did not fit."""
-        found = [match["why"] for match in map(_CANDIDATE.match, self.notes) if match]
+        """The reasons why the first two candidate functions do not match."""
+        found = [match["note"] for match in map(_CANDIDATE.match, self.notes) if match]
         return found[:2]
 
     @property
     def instance(self) -> str:
-        """A line that names the template being filled in, or nothing."""
+        """A line that names the instantiated template, or ""."""
         found = [match["name"] for match in map(_INSTANCE.match, self.notes) if match]
         return f"\n    in {_metal(found[-1])}" if found else ""
 
 
 def _metal(text: str) -> str:
-    """Clang's words for Metal's."""
+    """Replaces clang's names of address spaces and types by Metal's."""
     return _WORD.sub(lambda found: _WORDS[found[0]], text)
 
 
 def multiplications(messages: str) -> frozenset[Operands]:
-    """The operand types of every matrix multiply-accumulate that clang has met."""
+    """Returns the operand types of every matrix multiply-accumulate."""
     return frozenset(
         tuple(_metal(operands).split(", ")) for operands in _MULTIPLY.findall(messages)
     )
 
 
-def complaints(messages: str) -> Iterator[Complaint]:
-    """Errors and warnings, each with the notes behind it."""
+def diagnostics(messages: str) -> Iterator[Diagnostic]:
+    """Yields errors and warnings with the notes that follow them."""
     group: list[re.Match[str]] = []
     for line in [*messages.splitlines(), "end:1:1: error: end"]:
         found = _MESSAGE.match(line)
         if found is None:
             continue
         if found["kind"] != "note" and group:
-            yield _complaint(group)
+            yield _diagnostic(group)
             group = []
         group.append(found)
 
 
-def _complaint(group: Sequence[re.Match[str]]) -> Complaint:
-    return Complaint(
+def _diagnostic(group: Sequence[re.Match[str]]) -> Diagnostic:
+    return Diagnostic(
         kind=group[0]["kind"],
         text=group[0]["text"],
-        places=tuple(Place(found["file"], int(found["line"])) for found in group),
+        locations=tuple(Location(found["file"], int(found["line"])) for found in group),
         notes=tuple(found["text"] for found in group[1:]),
     )

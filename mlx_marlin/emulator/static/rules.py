@@ -1,7 +1,7 @@
-"""Rules of Metal that clang cannot check, found in the tokens.
+"""Rules of Metal that clang cannot check, checked on the tokens.
 
-Clang gives a pointer without an address space one of its own choice; it takes
-`fragment` for a name; and threadgroup variables reach it as something else.
+Clang assigns a default address space to unqualified pointers, accepts `fragment` as a
+name, and sees threadgroup variables only after they are rewritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MATRICES = frozenset(
     for rows in (2, 3, 4)
 )
 _TEMPLATES = frozenset({"vec", "packed_vec", "atomic", "simdgroup_matrix", "matrix"})
-_LEFT_OUT = {
+_UNSUPPORTED = {
     "goto": "Metal has no goto",
     "virtual": "virtual functions are not supported",
 }
@@ -42,17 +42,17 @@ _BEFORE_VALUE = frozenset([*".+-*/%=?|&!~^", "->", "return"])
 _MISSING = "device, constant, threadgroup or thread is missing"
 
 Finding = tuple[int, str]
-"""A position in the text and what is wrong there."""
+"""A position in the text and a message."""
 
 
 def findings(tokens: Tokens) -> Iterator[Finding]:
-    """Every place that breaks a rule.
+    """Finds violations of the rules.
 
     Args:
-        tokens: Metal text, without what MLX puts before it.
+        tokens: Metal source without MLX's preamble.
 
     Yields:
-        The number of line breaks before the place, and a message.
+        The number of line breaks before the violation, and a message.
     """
     line = 0
     lines = []
@@ -63,7 +63,7 @@ def findings(tokens: Tokens) -> Iterator[Finding]:
         _unqualified,
         _array_parameters,
         _reserved,
-        _left_out,
+        _unsupported,
         _threadgroup_variables,
     )
     for rule in rules:
@@ -72,7 +72,7 @@ def findings(tokens: Tokens) -> Iterator[Finding]:
 
 
 def _types(tokens: Tokens) -> frozenset[str]:
-    """Names that the text declares as types, and Metal's own."""
+    """Returns the names of Metal's types and of types that the text declares."""
     names = set(_SCALARS | _TEMPLATES | _MATRICES | rewrite.VECTORS)
     for at in range(len(tokens)):
         word, name = tokens.text(at), tokens.after(at)
@@ -86,7 +86,7 @@ def _types(tokens: Tokens) -> frozenset[str]:
 
 
 def _typedef_name(tokens: Tokens, at: int) -> str:
-    """The last name before the `;`."""
+    """Returns the last name before the `;`."""
     last = at
     while tokens.text(at) not in (";", ""):
         last = at if tokens.named(at) else last
@@ -95,7 +95,7 @@ def _typedef_name(tokens: Tokens, at: int) -> str:
 
 
 def _values(tokens: Tokens) -> set[str]:
-    """Names that the text also gives to numbers: `template <int T>`."""
+    """Returns names that the text also declares as values: `template <int T>`."""
     return {
         tokens.text(tokens.after(at))
         for at in range(len(tokens))
@@ -104,7 +104,7 @@ def _values(tokens: Tokens) -> set[str]:
 
 
 def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
-    """Last token of the type that begins at `at`, or -1."""
+    """Returns the last token of the type that begins at `at`, or -1."""
     dependent = tokens.text(tokens.before(at)) == "typename"
     if not tokens.named(at) or not (dependent or tokens.text(at) in names):
         return -1
@@ -124,7 +124,7 @@ def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
 
 
 def _unqualified(tokens: Tokens) -> Iterator[Finding]:
-    """Pointers and references that do not say which memory they mean."""
+    """Finds pointers and references without an address space."""
     names = _types(tokens)
     for at in range(len(tokens)):
         if tokens.text(tokens.before(at)) in _BEFORE_VALUE:
@@ -137,7 +137,7 @@ def _unqualified(tokens: Tokens) -> Iterator[Finding]:
         inner = tokens.after(at)
         if is_declarator(tokens, at):
             at = inner
-        # What refers to a pointer may leave its own space out: it is thread.
+        # A reference to a pointer may omit its own address space, which is thread.
         if tokens.text(at) in ("*", "&") and not (qualified or space):
             what = "pointer" if tokens.text(at) == "*" else "reference"
             yield (
@@ -147,25 +147,25 @@ def _unqualified(tokens: Tokens) -> Iterator[Finding]:
 
 
 def _array_parameters(tokens: Tokens) -> Iterator[Finding]:
-    """`float a[4]` among parameters, which is a pointer."""
+    """Finds array parameters such as `float a[4]`, which are pointers."""
     names = _types(tokens)
     for at in range(len(tokens)):
         end = _type_end(tokens, at, names)
         if end < 0 or not _begins_parameter(tokens, at):
             continue
         name = tokens.after(end)
-        behind = tokens.after(name)
-        attribute = tokens.text(tokens.after(behind)) == "["
-        if not tokens.named(name) or tokens.text(behind) != "[" or attribute:
+        following = tokens.after(name)
+        is_attribute = tokens.text(tokens.after(following)) == "["
+        if not tokens.named(name) or tokens.text(following) != "[" or is_attribute:
             continue
-        while tokens.text(behind) == "[":
-            behind = tokens.after(tokens.closing(behind))
-        if tokens.text(behind) in (",", ")"):
+        while tokens.text(following) == "[":
+            following = tokens.after(tokens.closing(following))
+        if tokens.text(following) in (",", ")"):
             yield at, f"array parameter without an address space: {_MISSING}"
 
 
 def _begins_parameter(tokens: Tokens, at: int) -> bool:
-    """Whether a list item with the type at `at` names no address space."""
+    """Returns whether a parameter of the type at `at` has no address space."""
     at = tokens.before(at)
     while tokens.text(at) in _QUALIFIERS - _SPACES:
         at = tokens.before(at)
@@ -173,7 +173,7 @@ def _begins_parameter(tokens: Tokens, at: int) -> bool:
 
 
 def _skip_qualifiers(tokens: Tokens, at: int) -> tuple[int, bool]:
-    """What follows the qualifiers at `at`, and whether one is an address space."""
+    """Returns the token after the qualifiers, and whether one is an address space."""
     space = False
     while tokens.text(at) in _SPACES | {"const", "volatile"}:
         space |= tokens.text(at) in _SPACES
@@ -191,7 +191,7 @@ def _space_before(tokens: Tokens, at: int) -> bool:
 
 
 def _reserved(tokens: Tokens) -> Iterator[Finding]:
-    """Metal's keywords that clang takes for names."""
+    """Finds keywords of Metal that are used as names, which clang accepts."""
     for at in range(len(tokens)):
         word = tokens.text(at)
         if word not in _RESERVED or not tokens.named(at):
@@ -204,15 +204,15 @@ def _reserved(tokens: Tokens) -> Iterator[Finding]:
             yield at, f"{word!r} is a keyword of Metal and cannot be a name"
 
 
-def _left_out(tokens: Tokens) -> Iterator[Finding]:
-    """Keywords of C++ that Metal leaves out, and clang's mode does not."""
+def _unsupported(tokens: Tokens) -> Iterator[Finding]:
+    """Finds keywords of C++ that clang accepts and Metal does not support."""
     for at in range(len(tokens)):
-        if tokens.text(at) in _LEFT_OUT and tokens.named(at):
-            yield at, _LEFT_OUT[tokens.text(at)]
+        if tokens.text(at) in _UNSUPPORTED and tokens.named(at):
+            yield at, _UNSUPPORTED[tokens.text(at)]
 
 
 def _ends_line(tokens: Tokens, at: int) -> bool:
-    """Whether a new line begins at `at`, as behind a preprocessor directive."""
+    """Returns whether a line begins at `at`, as after a preprocessor directive."""
     return at == 0 or "\n" in tokens.text(at - 1)
 
 
@@ -227,7 +227,7 @@ def _threadgroup_variables(tokens: Tokens) -> Iterator[Finding]:
             continue
         if tokens.before_statement(at) not in STATEMENT_ENDS:
             continue
-        if tokens.directive(at) >= 0:  # a macro: it matters where it is used
+        if tokens.directive(at) >= 0:  # a macro may be used inside a kernel
             continue
         declared = _declared(tokens, at)
         if declared is None:
@@ -244,9 +244,9 @@ def _threadgroup_variables(tokens: Tokens) -> Iterator[Finding]:
 
 
 def _declared(tokens: Tokens, at: int) -> tuple[str, int] | None:
-    """Name of the variable that a declaration makes, and what follows the name.
+    """Returns the name of a declared variable and the token after its dimensions.
 
-    None for pointers, references and parameters.
+    Returns None for pointers, references and parameters.
     """
     name = -1
     while tokens.text(at) not in ("[", ",", ";", "=", "{", ""):

@@ -1,10 +1,12 @@
-"""The text of a static check: Metal, as clang's C++ for OpenCL reads it.
+"""Rewriting of Metal source to C++ for OpenCL, for the static check.
 
-Address spaces stay. The rest is what the emulator rewrites too, and three differences:
-threadgroup variables become references, because OpenCL wants them in functions that
-cannot be templates; methods of which nothing else is said get `thread` objects, as in
-Metal; constructors and conversions lose `thread`, because temporaries have no address
-space in clang.
+The rules are those of the emulator, except that address spaces are kept, and:
+
+- Threadgroup variables become references, because OpenCL allows them only in functions
+  that cannot be templates.
+- Methods without an address space are qualified with `thread`, as in Metal.
+- Constructors and conversions lose `thread`, because temporaries have no address space
+  in clang.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _FLOAT = re.compile(r"(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?[fF]?")
 
 
 def _inexact(value: float) -> str:
-    """A float literal as it is, but for its last bit."""
+    """Returns a float literal with the last bit of the mantissa set."""
     nearest = ctypes.c_float(value)
     bits = ctypes.c_uint32.from_buffer(nearest)
     bits.value |= 1
@@ -33,7 +35,7 @@ def _inexact(value: float) -> str:
 
 
 def translated(tokens: Tokens) -> str:
-    """The text for clang."""
+    """Returns the text for clang."""
     rewriter = StaticRewriter(tokens)
     heads = list(_methods(tokens))
     for at in range(len(tokens)):
@@ -45,7 +47,7 @@ def translated(tokens: Tokens) -> str:
 
 
 class StaticRewriter(rewrite.Rewriter):
-    """The emulator's rules, with address spaces kept."""
+    """The emulator's rules, without the removal of address spaces."""
 
     def __init__(self, tokens: Tokens) -> None:
         super().__init__(tokens)
@@ -55,14 +57,14 @@ class StaticRewriter(rewrite.Rewriter):
         """Applies every rule that the token at `at` begins."""
         qualifier = _constructor_space(self.tokens, at, self.classes)
         if qualifier >= 0:
-            # Temporaries are in no space in clang, in Metal in `thread`.
+            # Temporaries have no address space in clang; in Metal it is `thread`.
             self.tokens.blank(qualifier)
         if self.tokens.text(at) == "template":
             self._function_parameters(at)
         super().rewrite(at)
 
     def _function_parameters(self, at: int) -> None:
-        """`template <void (*f)(float)>`: clang takes functions by reference only."""
+        """Rewrites `template <void (*f)(float)>`: clang accepts only references."""
         tokens = self.tokens
         opening = tokens.after(at)
         if tokens.text(opening) != "<":
@@ -79,10 +81,11 @@ class StaticRewriter(rewrite.Rewriter):
                 tokens[inner].written = "&"
 
     def _literal(self, at: int) -> None:
-        """Clang knows `1.0h` in this mode, not `1.0bf`, and lets floats become bfloat.
+        """Rewrites literals of bfloat and float.
 
-        It does so where bfloat holds the constant exactly. With the last bit set,
-        bfloat does not hold it; and nothing is run.
+        In this mode clang accepts `1.0h` but not `1.0bf`. It converts a float constant
+        to bfloat implicitly if bfloat represents it exactly. Setting the last bit
+        prevents that; the changed value does not matter, because nothing is run.
         """
         text = self.tokens.text(at)
         if text.lower().endswith("bf") and not text.lower().startswith("0x"):
@@ -91,7 +94,7 @@ class StaticRewriter(rewrite.Rewriter):
             self.tokens[at].written = _inexact(float(text.rstrip("fF")))
 
     def _component(self, at: int) -> None:
-        """No check at run time: nothing is run."""
+        """Does nothing: there is no alignment check without a run."""
 
     def _threadgroup_variables(self, at: int) -> None:
         super()._threadgroup_variables(at)
@@ -102,7 +105,7 @@ class StaticRewriter(rewrite.Rewriter):
 
 
 def _classes(tokens: Tokens) -> frozenset[str]:
-    """Names of structs and classes."""
+    """Returns the names of structs and classes."""
     return frozenset(
         tokens.text(tokens.after(at))
         for at in range(len(tokens))
@@ -111,28 +114,28 @@ def _classes(tokens: Tokens) -> frozenset[str]:
 
 
 def _constructor_space(tokens: Tokens, at: int, classes: frozenset[str]) -> int:
-    """Where `thread` qualifies the constructor or conversion named at `at`, or -1.
+    """Returns the `thread` that qualifies the constructor or conversion, or -1.
 
-    For instance `half8(float x) thread {` and `operator float() const thread {`.
+    Examples: `half8(float x) thread {` and `operator float() const thread {`.
     """
-    named = tokens.after(at)
+    opening = tokens.after(at)
     if tokens.text(at) == "operator":
-        named = tokens.after(named)
+        opening = tokens.after(opening)
     elif tokens.text(at) not in classes:
         return -1
-    if tokens.text(named) != "(":
+    if tokens.text(opening) != "(":
         return -1
-    behind = tokens.after(tokens.closing(named))
-    if tokens.text(behind) == "const":
-        behind = tokens.after(behind)
-    ends = tokens.text(tokens.after(behind)) in ("{", ":", ";")
-    return behind if tokens.text(behind) == "thread" and ends else -1
+    qualifier = tokens.after(tokens.closing(opening))
+    if tokens.text(qualifier) == "const":
+        qualifier = tokens.after(qualifier)
+    ends = tokens.text(tokens.after(qualifier)) in ("{", ":", ";")
+    return qualifier if tokens.text(qualifier) == "thread" and ends else -1
 
 
 def _methods(tokens: Tokens) -> Iterator[int]:
-    """Last tokens of the heads of methods that say nothing of their object's space.
+    """Yields the last token of the head of every method without an address space.
 
-    It is `thread` then, and clang's default is another.
+    Metal's default is `thread`; clang's differs.
     """
     for at in range(len(tokens)):
         if tokens.text(at) in ("struct", "class"):
@@ -143,7 +146,7 @@ def _methods(tokens: Tokens) -> Iterator[int]:
 
 
 def _class_body(tokens: Tokens, at: int) -> int:
-    """The `{` of a class that is defined at `at`, or -1."""
+    """Returns the `{` of a class that is defined at `at`, or -1."""
     while tokens.text(at) not in ("{", ";", ">", ",", "(", ")", "*", "&", "=", ""):
         at = max(at, tokens.closing_angle(at)) if tokens.text(at) == "<" else at
         at = tokens.after(at)

@@ -1,1 +1,1 @@
-"""Conversion of mlx-lm models."""
+"""Conversion of mlx-lm models: `optimize` and `restore`."""

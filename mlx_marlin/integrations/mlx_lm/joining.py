@@ -1,7 +1,6 @@
-"""Finds a model's layers that share x, and joins them."""
+"""Joins the layers of a model that have the same input, and separates them."""
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,47 +13,43 @@ from mlx_marlin.integrations.mlx_lm.module_changes import (
     Rebuild,
     module_at,
 )
+from mlx_marlin.integrations.mlx_lm.module_tree import containers, entries, modules
 from mlx_marlin.layers.joined import MarlinPart, can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
 
-SHARING = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of layers that take the same x in the models of mlx-lm."""
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that have the same input in mlx-lm's models."""
 
 
 def join_layers(model: nn.Module, changes: Changes) -> None:
-    """Joins the layers of a model that share x, wherever their kinds allow it.
+    """Joins the layers with the same input whose formats are the same.
 
     Args:
-        model: A model whose linear layers are converted already.
-        changes: Takes what is changed.
+        model: A model whose linear layers have been converted.
+        changes: Records the changes.
     """
-    shared = Counter(id(child) for each in _modules(model) for child in each.values())
-    for module in _modules(model):
-        for names in SHARING:
+    uses = Counter(id(child) for module in modules(model) for child in module.values())
+    for module in modules(model):
+        for names in SAME_INPUT:
             layers: list[Any] = [module.get(name) for name in names]
-            # A layer that hangs in two places has other company in each.
-            alone = all(shared[id(layer)] == 1 for layer in layers)
-            if alone and can_join(layers):
+            # A layer that two modules share could be joined differently in each.
+            unshared = all(uses[id(layer)] == 1 for layer in layers)
+            if unshared and can_join(layers):
                 parts = join(layers)
                 mx.eval(parts[0].shared.layer)
                 changes.replace(_positions(module, names), parts, _separated)
 
 
 def separate_layers(model: nn.Module, changes: Changes) -> None:
-    """Makes layers of their own of all that `join_layers` joined.
-
-    They are found wherever they are, such as in adapters.
+    """Replaces all parts of joined layers, also those in adapters, by layers.
 
     Args:
         model: The model.
-        changes: Takes what is changed.
+        changes: Records the changes.
     """
     groups: dict[int, dict[int, list[Position]]] = {}
-    for container in _containers(model):
-        pairs = (
-            enumerate(container) if isinstance(container, list) else container.items()
-        )
-        for key, child in pairs:
+    for container in containers(model):
+        for key, child in entries(container):
             if isinstance(child, MarlinPart):
                 group = groups.setdefault(id(child.shared), {})
                 group.setdefault(child.index, []).append((container, key))
@@ -63,18 +58,18 @@ def separate_layers(model: nn.Module, changes: Changes) -> None:
 
 
 def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
-    """Replaces the parts of one product by layers.
+    """Replaces the parts of one joined layer by layers.
 
     Args:
-        positions: Of each part that is in the model, by its index.
-        changes: Takes what is changed.
+        positions: The positions of each part in the model, by the part's index.
+        changes: Records the changes.
     """
     indices = sorted(positions)
     parts = [module_at(positions[index]) for index in indices]
     layers = separate(parts[0].shared)
     mx.eval(layers)
     own = [layers[index] for index in indices]
-    # Those of an incomplete product could not be joined again.
+    # If a part is missing from the model, the others cannot be joined again.
     rebuild: Rebuild = join if len(own) == len(layers) else partial(_return, parts)
     changes.replace([positions[index] for index in indices], own, rebuild)
 
@@ -89,19 +84,3 @@ def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:
 
 def _positions(module: nn.Module, names: tuple[str, ...]) -> list[list[Position]]:
     return [[(module, name)] for name in names]
-
-
-def _modules(tree: Any) -> Iterator[nn.Module]:
-    return (each for each in _containers(tree) if isinstance(each, nn.Module))
-
-
-def _containers(tree: Any) -> Iterator[Any]:
-    # As `nn.Module.children` looks for them; shared ones come once.
-    found: dict[int, Any] = {}
-    waiting = [tree]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, dict | list) and id(each) not in found:
-            found[id(each)] = each
-            waiting.extend(each.values() if isinstance(each, dict) else each)
-    return iter(found.values())

@@ -1,6 +1,6 @@
-"""Which of a model's layers are mlx-lm's or ours, and where kernels multiply them.
+"""Recognizes the layers of MLX, mlx-lm and this package in a model.
 
-Nothing here imports mlx-lm, which a model without its layers does not need.
+This module does not import mlx-lm, which models without its layers do not need.
 """
 
 import sys
@@ -11,79 +11,101 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import selection
 from mlx_marlin.products import eligibility
-from mlx_marlin.weights.formats import FORMATS
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
-def runs_on_cuda() -> bool:
-    """Returns whether a call now would run on our CUDA kernels."""
-    if selection.backend() != "cuda" or eligibility.unsupported_device() is not None:
+def are_kernels_active() -> bool:
+    """Returns whether our kernels would serve a call now."""
+    if eligibility.unsupported_device() is not None:
         return False
     return eligibility.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
 
 
+def is_packed_faster() -> bool:
+    """Returns whether our kernels run here and are faster with packed weights."""
+    return selection.traits().default_layout == "marlin" and are_kernels_active()
+
+
+def is_routing_fused() -> bool:
+    """Returns whether kernels choose experts here and add their results."""
+    return selection.active().routing is not None and are_kernels_active()
+
+
+def is_tracing_faster() -> bool:
+    """Returns whether our kernels run here and replaying graphs is faster."""
+    return selection.traits().replays_graphs and are_kernels_active()
+
+
 def is_experts(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's for several experts."""
+    """Returns whether a layer is mlx-lm's layer of several experts."""
     return _is_of_mlx_lm(layer, "switch_layers", "QuantizedSwitchLinear")
 
 
 def is_heads(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's for several heads."""
+    """Returns whether a layer is mlx-lm's layer of several heads."""
     return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
 
 
 def is_sharded(layer: nn.Module) -> bool:
-    """Returns whether a quantized layer is split over devices, as MLX shards it."""
+    """Returns whether a quantized layer is one of MLX's sharded layers."""
     sharded = nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear
     return isinstance(layer, sharded)
 
 
-def are_experts_of_ours(layer: Any, invariant: bool) -> bool:
-    """Returns whether kernels of ours multiply by a layer's experts here."""
-    if not is_our_format(layer) or getattr(layer, "global_scale", None) is not None:
+def are_supported_experts(layer: Any, invariant: bool) -> bool:
+    """Returns whether the back end has kernels for a layer of experts."""
+    if (
+        not is_supported_format(layer)
+        or getattr(layer, "global_scale", None) is not None
+    ):
         return False
-    in_float32 = layer.scales.dtype == mx.float32 and selection.backend() == "cuda"
-    return multiplies_experts(invariant) and not in_float32
+    scales = dtype_name(layer.scales.dtype)
+    known = scales not in DTYPE_BYTES or scales in selection.traits().dtypes
+    return known and supports_experts(invariant)
 
 
-def multiplies_experts(invariant: bool) -> bool:
-    """Returns whether there are kernels for experts here."""
-    return selection.backend() != "cuda" or (runs_on_cuda() and not invariant)
+def supports_experts(invariant: bool) -> bool:
+    """Returns whether the back end has kernels for experts."""
+    if invariant and not selection.active().gather.is_invariant:
+        return False
+    # Layers in MLX's layout can be converted anywhere: stock MLX reads them too.
+    return selection.traits().default_layout == "mlx" or are_kernels_active()
 
 
 def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:
-    known = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
-    return known is not None and type(layer) is known
+    cls = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
+    return cls is not None and type(layer) is cls
 
 
 def is_marlin_experts(layer: nn.Module) -> bool:
-    """Returns whether a layer is ours for several experts."""
+    """Returns whether a layer is a `MarlinSwitchLinear`."""
     return type(layer).__name__ == "MarlinSwitchLinear"
 
 
 def is_marlin_heads(layer: nn.Module) -> bool:
-    """Returns whether a layer is ours for several heads."""
+    """Returns whether a layer is a `MarlinMultiLinear`."""
     return type(layer).__name__ == "MarlinMultiLinear"
 
 
 def marlin_experts() -> Any:
-    """Returns the class of our layers of experts."""
-    # mlx-lm is imported already if one of its layers is here, and not needed otherwise.
+    """Returns `MarlinSwitchLinear`, whose module imports mlx-lm."""
     from mlx_marlin.layers.experts import MarlinSwitchLinear
 
     return MarlinSwitchLinear
 
 
 def marlin_heads() -> Any:
-    """Returns the class of our layers of heads."""
+    """Returns `MarlinMultiLinear`, whose module imports mlx-lm."""
     from mlx_marlin.layers.heads import MarlinMultiLinear
 
     return MarlinMultiLinear
 
 
-def is_our_format(layer: nn.Module) -> bool:
-    """Returns whether a quantized layer is in a format of ours."""
-    known = FORMATS.get((layer.mode, layer.bits))
-    if known is None or layer.group_size not in known.group_sizes:
+def is_supported_format(layer: nn.Module) -> bool:
+    """Returns whether our kernels read the format of a quantized layer."""
+    format = FORMATS.get((layer.mode, layer.bits))
+    if format is None or layer.group_size not in format.group_sizes:
         return False
     k = layer.weight.shape[-1] * 32 // layer.bits
-    return bool(k % known.k_multiple(layer.group_size) == 0)
+    return bool(k % format.k_multiple(layer.group_size) == 0)

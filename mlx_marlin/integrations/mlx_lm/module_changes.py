@@ -1,4 +1,4 @@
-"""Replacements of a model's modules that can be undone."""
+"""Records changes of a model's modules, so that they can be undone."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ Rebuild = Callable[[list[Any]], Sequence[nn.Module]]
 
 
 class Changes:
-    """What a function has changed in a model, so that a failure can undo all of it.
+    """Changes of a model that can be undone after an error.
 
-    Replaced modules are kept by weak references, so that a large model needs memory for
-    one more layer only. Undoing puts them back where something else keeps them alive,
-    and otherwise makes equal ones from what replaced them.
+    Replaced modules are held by weak references, so that a large model needs memory for
+    one additional layer only. `undo` puts back those that are still alive, and rebuilds
+    the others from their replacements.
     """
 
     def __init__(self) -> None:
@@ -33,24 +33,25 @@ class Changes:
         """Replaces modules.
 
         Args:
-            positions: Those of each module that is replaced.
-            modules: As many, which take their positions.
-            rebuild: Makes the old modules from those that are then in their positions.
+            positions: The positions of each replaced module.
+            modules: The replacements, as many as replaced modules.
+            rebuild: Returns modules equal to the replaced ones, given their
+                replacements.
         """
-        old = [ref(module_at(each)) for each in positions]
+        references = [ref(module_at(of_one)) for of_one in positions]
 
         def undo() -> None:
-            before = [each() for each in old]
-            alive = [each for each in before if each is not None]
-            if len(alive) < len(before):
-                alive = [*rebuild([module_at(each) for each in positions])]
+            replaced = [reference() for reference in references]
+            alive = [module for module in replaced if module is not None]
+            if len(alive) < len(replaced):
+                alive = [*rebuild([module_at(of_one) for of_one in positions])]
             _put(positions, alive)
 
         self._undo.append(undo)
         _put(positions, modules)
 
     def set_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        """Gives a module another class."""
+        """Changes the class of a module."""
         before = type(module)
 
         def undo() -> None:
@@ -60,13 +61,13 @@ class Changes:
         module.__class__ = cls
 
     def undo(self) -> None:
-        """Undoes every change, the last one first."""
+        """Undoes all changes in reverse order."""
         while self._undo:
             self._undo.pop()()
 
 
 def module_at(positions: Positions) -> Any:
-    """Returns the module that is in all of these positions."""
+    """Returns the module at these positions."""
     container, key = positions[0]
     return container[key]
 

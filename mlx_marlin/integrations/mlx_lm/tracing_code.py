@@ -1,6 +1,7 @@
-"""Access to the code that traces decoder blocks, which depends on mlx-lm's internals.
+"""Imports the code that traces decoder blocks, which depends on mlx-lm's internals.
 
-A version of mlx-lm in which these differ leaves the blocks as they are, with a warning.
+With a version of mlx-lm whose internals differ, blocks are not traced, and a warning is
+given.
 """
 
 import sys
@@ -15,18 +16,18 @@ CODE = "mlx_marlin.integrations.tracing.block"
 
 
 def tracing_code() -> Any | None:
-    """Returns the module that traces blocks; None, with a warning, if it cannot run."""
+    """Returns the module that traces blocks; None, with a warning, if it fails."""
     try:
         code: Any = import_module(CODE)
         code.check()
-    except Exception as error:  # whatever a change of mlx-lm's leads to
+    except Exception as error:  # another version may raise anything
         report_untraced(f"{type(error).__name__}: {error}")
         return None
     return code
 
 
 def loaded_code() -> ModuleType | None:
-    """Returns the same if it is imported already: else no block is traced."""
+    """Returns the module that traces blocks, or None if it has not been imported."""
     return sys.modules.get(CODE)
 
 

@@ -3,12 +3,12 @@
 from importlib import metadata
 
 TESTED = {"mlx": ("0.32.4",), "mlx-lm": ("0.32.1", "0.32.2")}
-"""In ascending order. `pyproject.toml` requires the last ones; `make test-peers` tests
-with the others."""
+"""Tested versions in ascending order. `pyproject.toml` requires the last ones; `make
+test-peers` tests with the others."""
 
 
 def describe(distribution: str) -> str:
-    """Returns which version is installed and which ones are tested, for messages."""
+    """Returns the installed and the tested versions, for messages."""
     tested = " and ".join(TESTED[distribution])
     return f"{distribution} {_installed(distribution)} is installed, tested: {tested}"
 

@@ -1,4 +1,4 @@
-"""Builds and checks the kernels that a model needs, so that no later call waits."""
+"""Compiles and checks the kernels of a model before its first call."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ Step = Callable[[], Any]
 
 
 def check_rows(rows: Sequence[int]) -> None:
-    """Raises a ValueError if `rows` are not numbers of rows."""
+    """Raises ValueError if `rows` is not a sequence of positive integers."""
     if isinstance(rows, str) or not all(type(m) is int and m > 0 for m in rows):
         raise ValueError(
             f"warm_up={rows!r}, expected numbers of rows such as (1, 4, 8)"
@@ -31,13 +31,12 @@ def check_rows(rows: Sequence[int]) -> None:
 def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     """Runs a model once for each number of rows, with a progress bar.
 
-    A model of mlx-lm runs whole, with m tokens of one stream and with one token of m
-    streams. Of any other module each layer that `optimize` converts runs alone, and
-    joined layers together.
+    A model of mlx-lm is called with m tokens of one stream, and with one token of m
+    streams. Of any other module, the converted layers are called one by one.
 
     Args:
         model: The converted model.
-        rows: Rows at a time.
+        rows: Numbers of rows m.
     """
     if not rows:
         return
@@ -51,10 +50,10 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
 
 
 def _steps(model: nn.Module, m: int) -> Iterator[Step]:
-    """Yields what to compute for m rows."""
-    make_cache = _cache_of(model)
+    """Yields the calls for m rows."""
+    make_cache = _cache_factory(model)
     if make_cache is None:
-        yield from _layers(model, m)
+        yield from _layer_steps(model, m)
         return
     for shape in {(1, m), (m, 1)}:
         tokens = mx.zeros(shape, mx.int32)
@@ -68,44 +67,44 @@ def _run_model(
     return y
 
 
-def _cache_of(model: nn.Module) -> Callable[[], Any] | None:
-    """Returns what makes a cache for mlx-lm's models; None for other modules."""
+def _cache_factory(model: nn.Module) -> Callable[[], Any] | None:
+    """Returns a function that makes a model's cache, or None if it has none."""
     if "cache" not in inspect.signature(type(model).__call__).parameters:
         return None
     try:
         from mlx_lm.models.cache import make_prompt_cache
 
         make_prompt_cache(model)
-    except Exception:  # another mlx-lm, or something that only looks like its models
+    except Exception:  # another version of mlx-lm, or not one of its models
         return None
     return partial(make_prompt_cache, model)
 
 
-def _layers(model: nn.Module, m: int) -> Iterator[Step]:
-    """Yields the products of our layers, once for each shape, format and dtype."""
+def _layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
+    """Yields calls of converted layers, once for each shape, format and dtype."""
     activations = activation_dtype(model)
     seen: set[object] = set()
     for layer in model.modules():
         sizes = layer.shared.sizes if isinstance(layer, MarlinPart) else ()
         whole = layer.shared.layer if isinstance(layer, MarlinPart) else layer
-        if not _is_ours(whole):
+        if not _is_converted(whole):
             continue
         dtype = _scales(whole).dtype
         dtype = activations if dtype == mx.uint8 else dtype
-        kind = _kind(whole), sizes, dtype
-        if kind not in seen:
-            seen.add(kind)
+        key = _kernel_key(whole), sizes, dtype
+        if key not in seen:
+            seen.add(key)
             yield from _products(whole, m, dtype, sizes)
 
 
-def _is_ours(layer: nn.Module) -> bool:
-    ours = isinstance(layer, MarlinLinear | MarlinEmbedding)
-    return ours or is_marlin_experts(layer) or is_marlin_heads(layer)
+def _is_converted(layer: nn.Module) -> bool:
+    known = isinstance(layer, MarlinLinear | MarlinEmbedding)
+    return known or is_marlin_experts(layer) or is_marlin_heads(layer)
 
 
-def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Returns all that decides how a layer multiplies rows of a dtype."""
-    arrays = [(name, each.shape, each.dtype) for name, each in layer.items()]
+def _kernel_key(layer: nn.Module) -> tuple[object, ...]:
+    """Returns the properties of a layer that determine its kernels."""
+    arrays = [(name, array.shape, array.dtype) for name, array in layer.items()]
     format = layer.group_size, layer.bits, layer.mode
     invariant = getattr(layer, "invariant", False)
     return type(layer), *format, invariant, *arrays
@@ -114,9 +113,15 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 def _products(
     layer: Any, m: int, dtype: mx.Dtype, sizes: tuple[int, ...]
 ) -> Iterator[Step]:
-    """Yields the products of m rows by a layer, joined of parts of these sizes if any.
+    """Yields the calls of a layer with m rows.
 
-    A layer of experts does not tell how many of them a row chooses: it is one here.
+    A layer of experts does not know how many experts a row chooses; this uses one.
+
+    Args:
+        layer: The layer.
+        m: Number of rows.
+        dtype: Dtype of the activations.
+        sizes: Rows of the parts of a joined layer; empty for others.
     """
     packed = getattr(layer, "packed", None)
     k = _scales(layer).shape[-1] * layer.group_size if packed is None else packed.k

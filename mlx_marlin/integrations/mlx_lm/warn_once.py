@@ -1,4 +1,4 @@
-"""Warnings that a process gives once for each cause."""
+"""Warnings that are given once per process and cause."""
 
 import sys
 import warnings
@@ -7,11 +7,11 @@ _warned: set[str] = set()
 
 
 def warn_once(cause: str, message: str) -> None:
-    """Gives a RuntimeWarning, unless the process has given one for this cause.
+    """Gives a RuntimeWarning, unless the process has given one for the same cause.
 
     Args:
         cause: Identifies the warning.
-        message: What the user reads, after the package's name.
+        message: Text of the warning, without the package's name.
     """
     if cause in _warned:
         return
@@ -20,7 +20,7 @@ def warn_once(cause: str, message: str) -> None:
 
 
 def _caller() -> int:
-    """Returns the stack level of the code that called this package, for `warn_once`."""
+    """Returns the stack level, in `warn_once`, of the code that called this package."""
     level, frame = 0, sys._getframe(1)
     while frame.f_back and frame.f_globals["__name__"].startswith("mlx_marlin."):
         level, frame = level + 1, frame.f_back
@@ -28,5 +28,5 @@ def _caller() -> int:
 
 
 def forget() -> None:
-    """Forgets which warnings were given."""
+    """Allows all warnings to be given again."""
     _warned.clear()

@@ -1,1 +1,11 @@
-"""Decoder blocks of mlx-lm as cached graphs."""
+"""Tracing of mlx-lm's decoder blocks as compiled graphs.
+
+- `block`: replaces the classes of blocks, and runs the graphs
+- `model_families`: the supported model families
+- `inspection`, `snapshot`: whether a block can be traced, and whether it has changed
+- `block_spec`: what blocks that share graphs have in common
+- `fusion`: which operations are fused into products: norms, gating, residual sums
+- `fused_rope`: fusion of rope, and of the norms of q and k
+- `attention`, `kv_cache`: attention, and the cache that it reads
+- `routing`, `routed_experts`, `gated_experts`: mixtures of experts
+"""

@@ -1,8 +1,8 @@
-"""Attention of a traced block, to what its cache has.
+"""Attention of a traced block over its KV cache.
 
-It is mlx-lm's, but where MLX takes longer than it needs to: on CUDA under a mask. MLX
-has no kernel for that, and multiplies each head of q for itself; heads that share keys
-can be rows of one product.
+It is mlx-lm's, except under a mask on CUDA, where MLX has no kernel and multiplies each
+query head separately. There, the query heads that share a KV head are rows of one
+product.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache
 
 from mlx_marlin.backends import selection
-from mlx_marlin.integrations.tracing.cache import append, updated, updated_alone
+from mlx_marlin.integrations.tracing.kv_cache import append, updated, updated_alone
 
 
 def attend(
@@ -24,27 +24,28 @@ def attend(
     mask: Any,
     scale: float,
     sinks: mx.array | None = None,
+    *,
     transformed: bool = False,
     alone: bool = False,
 ) -> mx.array:
-    """Adds keys and values to a cache, and attends to all that it has.
+    """Appends keys and values to a cache, and attends to all tokens in it.
 
     Args:
-        queries: Of new tokens, [streams, heads, tokens, features].
-        keys: Likewise, of as many heads or fewer.
-        values: Likewise.
-        cache: Any of mlx-lm's.
-        mask: As mlx-lm makes it for this cache: an array, a word or None. It must not
-            be changed in place.
-        scale: Factor of q times k.
-        sinks: A score of nothing for each head, if there are: as in MLX.
-        transformed: Whether MLX may be differentiating: then attention is its own. (In
-            0.32.4 the tangent of `addmm` lacks the factor. So it does here where only
-            what the cache had before is differentiated, forwards.)
-        alone: Whether the tokens are one stream's, alone in its batch (`is_alone`).
+        queries: Queries of new tokens, [streams, heads, tokens, features].
+        keys: Keys of new tokens, [streams, kv_heads, tokens, features].
+        values: Values of new tokens, with the shape of `keys`.
+        cache: Any cache of mlx-lm.
+        mask: The mask that mlx-lm makes for this cache: an array, a string or None. It
+            must not be modified in place.
+        scale: Factor of the scores.
+        sinks: Attention sinks, one score for each head, as in MLX.
+        transformed: Whether MLX may be computing a derivative. If so, MLX's own
+            attention is used: in 0.32.4 the tangent of `addmm` lacks the factor. (A
+            forward derivative of earlier cache entries alone has this defect here too.)
+        alone: Whether the batch is one stream without padding (`is_alone`).
 
     Returns:
-        What the tokens found, [streams, heads, tokens, features].
+        The result of attention, [streams, heads, tokens, features].
     """
     if alone:
         keys, values = updated_alone(cache, keys, values)
@@ -62,15 +63,15 @@ def attend(
 
 
 def _is_grouped(queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> bool:
-    """Returns whether heads that share keys attend together, under a mask.
+    """Returns whether query heads that share a KV head are computed together.
 
-    MLX's `sdpa_vector` takes no mask on CUDA (0.32.4). On Metal it does.
+    MLX's `sdpa_vector` takes a mask on Metal, but not on CUDA (0.32.4).
     """
     return (
         type(cache) is BatchKVCache
         and type(mask) is mx.array
         and mask.dtype == mx.bool_
-        and selection.backend() == "cuda"
+        and not selection.traits().stock_masks_attention
         and queries.shape[1] > keys.shape[1]
         and mask.shape == _shape_of_mask(queries, cache)
     )
@@ -85,43 +86,44 @@ _last_summands: tuple[Any, tuple[object, ...], mx.array] | None = None
 
 
 def _summands(mask: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
-    """Returns what a mask adds to the scores of grouped heads.
+    """Returns a mask as summands of the scores of grouped heads.
 
-    All layers of a token share a mask, for which it is made once, and kept as long as
-    the mask is.
+    All layers share the mask of a step. Its summands are computed once, and kept as
+    long as the mask.
 
     Args:
-        mask: [streams, 1, tokens, length], length at most the places of keys.
+        mask: [streams, 1, tokens, length], with a length of at most `capacity`.
         queries: [streams, heads, tokens, features].
-        keys: All places of a cache, [streams, kv_heads, places, features].
+        keys: The whole array of a cache, [streams, kv_heads, capacity, features].
     """
     global _last_summands
-    last, asked = _last_summands, (queries.shape, keys.shape, keys.dtype)
-    if last is not None and last[0]() is mask and last[1] == asked:
+    last, key = _last_summands, (queries.shape, keys.shape, keys.dtype)
+    if last is not None and last[0]() is mask and last[1] == key:
         return last[2]
     summands = _masking(mask, queries.shape[1], keys)
-    _last_summands = ref(mask, _forget), asked, summands
+    _last_summands = ref(mask, _forget), key, summands
     return summands
 
 
 def _forget(_: Any) -> None:
-    """Lets go of what the last mask adds; a reference that was replaced is silent."""
+    """Drops the last summands. A weak reference that was replaced makes no call."""
     global _last_summands
     _last_summands = None
 
 
 def _masking(mask: mx.array, heads: int, keys: mx.array) -> mx.array:
     streams, _, tokens, length = mask.shape
-    kv_heads, places = keys.shape[1:3]
-    # Half of it is finite with scores down to -3e4 in float16, and masks any that are
-    # 3e4 above those that count. Who may see nothing finds something, as in MLX.
-    least = mx.array(mx.finfo(keys.dtype).min / 2, keys.dtype)
-    seen = mx.pad(mask, [(0, 0), (0, 0), (0, 0), (0, places - length)])
-    summands = mx.where(seen[:, :, None], mx.array(0, keys.dtype), least)
-    groups = streams, kv_heads, heads // kv_heads, tokens, places
-    # An array of its own: each layer's product takes longer with a broadcast one.
+    kv_heads, capacity = keys.shape[1:3]
+    # Half the minimum stays finite after a score of down to -3e4 in float16 is added,
+    # and masks scores of up to 3e4 more than the visible ones. A row without a visible
+    # token attends to something, as in MLX.
+    lowest = mx.array(mx.finfo(keys.dtype).min / 2, keys.dtype)
+    visible = mx.pad(mask, [(0, 0), (0, 0), (0, 0), (0, capacity - length)])
+    summands = mx.where(visible[:, :, None], mx.array(0, keys.dtype), lowest)
+    groups = streams, kv_heads, heads // kv_heads, tokens, capacity
+    # Contiguous: each layer's product takes longer with a broadcast array.
     return mx.contiguous(mx.broadcast_to(summands, groups)).reshape(
-        streams, kv_heads, -1, places
+        streams, kv_heads, -1, capacity
     )
 
 
@@ -132,13 +134,13 @@ def _grouped(
     summands: mx.array,
     scale: float,
 ) -> mx.array:
-    """Attends to all places of a cache, also those that the mask hides.
+    """Attends to the whole capacity of a cache, including the masked positions.
 
-    They are whole arrays, whose shape changes every 256 tokens and with the streams;
-    those of what has been filled would be views of another shape for each token.
+    The shape of the whole arrays changes every 256 tokens and with the streams. Views
+    of the filled part would have another shape at each token.
     """
     streams, heads, tokens, features = queries.shape
     rows = queries.reshape(streams, keys.shape[1], -1, features)
     scores = mx.addmm(summands, rows, keys.swapaxes(2, 3), alpha=scale)
-    found = mx.softmax(scores, axis=-1, precise=True) @ values
-    return found.reshape(streams, heads, tokens, -1)
+    y = mx.softmax(scores, axis=-1, precise=True) @ values
+    return y.reshape(streams, heads, tokens, -1)

@@ -1,8 +1,9 @@
-"""Decoder blocks of mlx-lm as two traced graphs each, around their attention.
+"""Runs decoder blocks of mlx-lm as two compiled graphs around their attention.
 
-For few rows a block costs the host more than the device. So all before the cache is
-one traced graph, and all after attention is another. Weights are inputs of these:
-layers of the same kind share them, and a weight that changes is seen.
+With few rows a block costs the host more time than the device. All operations before
+the KV cache are one graph, and all operations after attention are another. Weights are
+inputs of the graphs, so blocks with equal specs share graphs and changed weights are
+used.
 """
 
 import threading
@@ -16,72 +17,76 @@ import mlx.nn as nn
 from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.tracing.attention import attend
-from mlx_marlin.integrations.tracing.cache import check_caches, is_alone
-from mlx_marlin.integrations.tracing.contents import Contents, look
-from mlx_marlin.integrations.tracing.known_blocks import known_blocks
-from mlx_marlin.integrations.tracing.regions import Shape
-from mlx_marlin.integrations.tracing.rotation import on_device
+from mlx_marlin.integrations.tracing.block_spec import Shape
+from mlx_marlin.integrations.tracing.fused_rope import on_device
+from mlx_marlin.integrations.tracing.fusion import make_graphs
+from mlx_marlin.integrations.tracing.inspection import Inspection, inspect
+from mlx_marlin.integrations.tracing.kv_cache import check_caches, is_alone
+from mlx_marlin.integrations.tracing.model_families import block_classes
 from mlx_marlin.integrations.tracing.snapshot import is_unchanged
 
 MOST_ROWS = 128
 """Rows of a call that is traced, of all streams together."""
 MOST_TOKENS = 8
-"""Tokens of a stream in such a call: each number of them has graphs of its own."""
+"""Tokens of a stream in a call that is traced. Each number of tokens has graphs."""
 
 
 class TracedBlock(nn.Module):
-    """A decoder block whose own code runs only where its graphs do not fit.
+    """Decoder block that runs as graphs, or its own code where they do not apply.
 
-    A class for each of mlx-lm's derives from this and that one.
+    Each class of mlx-lm has a subclass of this class and of that one.
     """
 
-    _contents: Contents | None = None
+    _inspection: Inspection | None = None
 
     def __call__(
         self, x: mx.array, mask: Any = None, cache: Any | None = None
     ) -> mx.array:
-        """Returns what the block makes of x [streams, tokens, features].
+        """Returns the block's result for x [streams, tokens, features].
 
         Args:
             x: Activations of new tokens.
-            mask: As mlx-lm makes it for this cache. That of a batch of one stream
-                without padding is not looked at.
-            cache: Any of mlx-lm's.
+            mask: The mask that mlx-lm makes for this cache. It is not read for a batch
+                of one stream without padding.
+            cache: Any cache of mlx-lm.
         """
-        contents = self._contents
-        if contents is None or not is_unchanged(self, contents.seen):
-            contents = self._contents = look(self)
-        kind = contents.kind
-        if kind is None or cache is None:
+        inspection = self._inspection
+        if inspection is None or not is_unchanged(self, inspection.snapshot):
+            inspection = self._inspection = inspect(self)
+        spec = inspection.spec
+        if spec is None or cache is None:
             return self._own(x, mask, cache)
         key: object = x.shape
-        alone = not contents.windowed and is_alone(x, mask, cache)
-        offset = places = cache._idx if alone else cache.offset
+        alone = not inspection.windowed and is_alone(x, mask, cache)
+        offset = positions = cache._idx if alone else cache.offset
         if type(offset) is int:
-            offset, places = _arrays_of(offset)
+            offset, positions = _arrays_of(offset)
         elif type(offset) is mx.array:
             key = x.shape, offset.shape
         else:
             return self._own(x, mask, cache)
-        graphs = kind.graphs.get(key)
+        graphs = spec.graphs.get(key)
         if graphs is None:
-            if not _few(x.shape):
+            if not _has_few_rows(x.shape):
                 return self._own(x, mask, cache)
-            graphs = kind.trace(key, (x, offset, places), contents.arrays())
+            call = x, offset, positions
+            graphs = make_graphs(spec, key, call, *inspection.arrays())
         before, after = graphs
-        runs = kind.runs["before"]
+        runs = spec.runs["before"]
         queries, keys, values = before(
-            x, offset, places, *map(getitem, *contents.before)
+            x, offset, positions, *map(getitem, *inspection.before)
         )
-        transformed = kind.runs["before"] != runs
+        transformed = spec.runs["before"] != runs
         sinks = self["self_attn"].get("sinks")
-        how = mask, contents.scale, sinks, transformed, alone
-        attended = attend(queries, keys, values, cache, *how)
-        y: mx.array = after(x, attended, *map(getitem, *contents.after))
+        options = mask, inspection.scale, sinks
+        attended = attend(
+            queries, keys, values, cache, *options, transformed=transformed, alone=alone
+        )
+        y: mx.array = after(x, attended, *map(getitem, *inspection.after))
         return y
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Nobody finds the class by its name: it is made again from mlx-lm's.
+        # The class is not an attribute of a module, so it is made from mlx-lm's again.
         reduced: Any = super().__reduce_ex__(protocol)
         return _blank, (type(self).__bases__[1],), *reduced[2:]
 
@@ -91,38 +96,47 @@ class TracedBlock(nn.Module):
 
 
 def check() -> None:
-    """Checks that mlx-lm has what this code uses of it.
+    """Checks that mlx-lm has the attributes that traced blocks use.
 
     Raises:
-        AttributeError: If its caches have changed.
+        AttributeError: If its caches lack one.
     """
     check_caches()
 
 
 def trace_blocks(model: nn.Module, changes: Changes) -> None:
-    """Lets the blocks of a model that we know run as traced graphs, in place.
+    """Changes the class of a model's known decoder blocks to `TracedBlock`.
 
-    What was known of blocks that do so already is forgotten.
+    Blocks that are traced already are inspected again at their next call.
+
+    Args:
+        model: The model.
+        changes: Records the changes.
     """
-    known = known_blocks()
+    classes = block_classes()
     for block in model.modules():
         if isinstance(block, TracedBlock):
-            vars(block).pop("_contents", None)
+            vars(block).pop("_inspection", None)
         cls: Any = type(block)
-        if cls in known:
+        if cls in classes:
             changes.set_class(block, _traced(cls))
 
 
 def untrace_blocks(model: nn.Module, changes: Changes) -> None:
-    """Gives the blocks that `trace_blocks` changed their own class back."""
+    """Restores the class of blocks that `trace_blocks` changed.
+
+    Args:
+        model: The model.
+        changes: Records the changes.
+    """
     for block in model.modules():
         if isinstance(block, TracedBlock):
-            vars(block).pop("_contents", None)
+            vars(block).pop("_inspection", None)
             changes.set_class(block, type(block).__bases__[1])
 
 
 class _Last(threading.local):
-    """The arrays of the last offset: what is computed belongs to a thread's stream."""
+    """The arrays of the last offset. Threads have different default streams."""
 
     asked: tuple[int, str] | None = None
     arrays: tuple[mx.array, mx.array]
@@ -132,16 +146,16 @@ _last = _Last()
 
 
 def _arrays_of(offset: int) -> tuple[mx.array, mx.array]:
-    """Returns an offset's array and that of places: one each for a token's layers."""
+    """Returns an offset and the positions as arrays, which all layers share."""
     asked = offset, selection.backend()
     if _last.asked != asked:
         array = mx.array(offset)
-        places = on_device(array) if asked[1] == "cuda" else array
+        places = array if selection.traits().unified_memory else on_device(array)
         _last.asked, _last.arrays = asked, (array, places)
     return _last.arrays
 
 
-def _few(shape: Shape) -> bool:
+def _has_few_rows(shape: Shape) -> bool:
     if len(shape) != 3 or not 0 < shape[1] <= MOST_TOKENS:
         return False
     return 0 < shape[0] * shape[1] <= MOST_ROWS
@@ -153,6 +167,6 @@ def _traced(cls: type[nn.Module]) -> type[TracedBlock]:
 
 
 def _blank(cls: type[nn.Module]) -> TracedBlock:
-    """Returns a traced block of one of mlx-lm's classes, with nothing in it."""
+    """Returns an empty traced block of one of mlx-lm's classes, for unpickling."""
     traced = _traced(cls)
     return traced.__new__(traced)

@@ -1,4 +1,4 @@
-"""The experts of a gated network, as traced graphs compute them."""
+"""Decides whether gate, up and gating of experts are fused into one kernel."""
 
 from typing import Any
 
@@ -9,31 +9,31 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from mlx_marlin.backends import selection
 from mlx_marlin.layers.experts import MarlinSwitchLinear
-from mlx_marlin.products.experts.matmul import gather_gated
+from mlx_marlin.products.experts.packed import gather_gated
 
 
 class GatedExperts(SwitchGLU):
-    """What traced graphs have in the place of mlx-lm's experts of a gated network.
+    """Replacement for mlx-lm's `SwitchGLU` in traced graphs.
 
-    Our CUDA kernels find an expert's rows themselves, so none are sorted, and multiply
-    gate and up in one. Where stock MLX serves them nevertheless, as it does activations
-    in float32, it gets them unsorted too.
+    A kernel that computes gate and up in one launch does not need rows sorted by
+    expert. Stock MLX, if it serves the products (activations in float32, for example),
+    gets the rows unsorted too.
     """
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        """Returns what the experts that a row chose make of it [..., choices, k]."""
+        """Returns the results of the experts of each row [..., choices, k]."""
         return self.results(x, indices).squeeze(-2)
 
     def results(self, x: mx.array, indices: mx.array) -> mx.array:
-        """Returns the same as [..., choices, 1, k], which spares the host a view.
+        """Returns the same as [..., choices, 1, k], without the host time of a view.
 
         Args:
             x: Activations [..., k].
-            indices: The experts of each row [..., choices], not differentiated.
+            indices: Experts of each row [..., choices]. They have no derivative.
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
-        ours = all(type(each) is MarlinSwitchLinear for each in layers)
-        if selection.backend() != "cuda" or not ours:
+        ours = all(type(layer) is MarlinSwitchLinear for layer in layers)
+        if not ours or not selection.active().gather.fuses_epilogues:
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers
@@ -47,7 +47,7 @@ class GatedExperts(SwitchGLU):
 
 
 def _gating(activation: nn.Module) -> str | None:
-    """Returns what kernels call an activation of gate and up, if they have it."""
+    """Returns the kernels' name of an activation, or None if they do not have it."""
     if type(activation) is SwiGLU:
         return "silu"
     if type(activation) is not SwigluOAI:
@@ -63,16 +63,12 @@ def _gated(
     indices: mx.array,
     gating: str,
 ) -> mx.array | None:
-    """Returns the product of gate and up as one, if they are packed alike."""
-    formats = [
-        (each._n, each._k, each.group_size, each.bits, each.mode)
-        for each in (gate, up)
-        if each.layout == "marlin" and not each.invariant
-    ]
-    biases = tuple(each["bias"] for each in (gate, up) if "bias" in each)
-    if len(formats) < 2 or formats[0] != formats[1] or len(biases) == 1:
+    """Returns the gated product as one launch; None if the formats differ."""
+    if any(layer.layout != "marlin" or layer.invariant for layer in (gate, up)):
         return None
-    weights = gate["words"], gate["quantizers"], up["words"], up["quantizers"]
-    if weights[1].dtype != weights[3].dtype:
+    biases = tuple(layer["bias"] for layer in (gate, up) if "bias" in layer)
+    weights = gate.packed_arrays(), up.packed_arrays()
+    formats = [(format, scales.dtype) for _, scales, format in weights]
+    if formats[0] != formats[1] or len(biases) == 1:
         return None
-    return gather_gated(x, weights, *formats[0], indices, gating, biases)
+    return gather_gated(x, *weights, indices, gating, biases)

@@ -1,4 +1,4 @@
-"""What traced graphs have in the place of mlx-lm's blocks of experts."""
+"""Mixtures of experts in traced graphs: routing and weighted sum as kernels."""
 
 from functools import cache
 from typing import ClassVar
@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
-from mlx_marlin.integrations.mlx_lm.known_layers import runs_on_cuda
-from mlx_marlin.integrations.tracing.known_blocks import Experts
+from mlx_marlin.integrations.mlx_lm.known_layers import is_routing_fused
+from mlx_marlin.integrations.tracing.model_families import Experts
 from mlx_marlin.integrations.tracing.routing import (
     choose_experts,
     is_ours,
@@ -18,21 +18,21 @@ from mlx_marlin.layers.linear import MarlinLinear
 
 
 class RoutedExperts(nn.Module):
-    """A block of experts whose choice and sum are kernels of ours, on CUDA.
+    """Mixture of experts whose routing and weighted sum run as kernels, if possible.
 
-    A class for each of mlx-lm's derives from this and that one, whose own code runs
-    elsewhere.
+    Each class of mlx-lm has a subclass of this class and of that one. Elsewhere its own
+    code runs.
     """
 
     known: ClassVar[Experts]
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
-        """Returns what the experts make of x [..., k], plus a residual."""
-        total = self._by_kernels(x, residual) if runs_on_cuda() else None
+        """Returns the residual plus the result of the experts for x [..., k]."""
+        total = self._by_kernels(x, residual) if is_routing_fused() else None
         return residual + self(x) if total is None else total
 
     def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:
-        """Returns the same; None where kernels do not take it, or dtypes differ."""
+        """Returns the same by kernels; None if unsupported, or if dtypes differ."""
         known, logits = self.known, self[self.known.router](x)
         routing = known.routing(self)
         if not is_ours(logits, routing):
@@ -42,16 +42,16 @@ class RoutedExperts(nn.Module):
         if known.shared is not None:
             share = mx.sigmoid(self["shared_expert_gate"](x))
             residual = residual + share * self["shared_expert"](x)
-        if len({each.dtype for each in (x, logits, results, residual)}) > 1:
+        if len({array.dtype for array in (x, logits, results, residual)}) > 1:
             return None
         return weighted_sum(results, scores, residual)
 
 
 class SharedExpert(nn.Module):
-    """An expert of all rows, a gated network; gate and up may be joined."""
+    """Gated MLP that all rows use. Gate and up may be joined."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Returns what the network makes of x [..., k]."""
+        """Returns the result for x [..., k]."""
         if "joined" in self:
             layer: MarlinLinear = self["joined"]
             y = layer.gated(x)
@@ -63,5 +63,5 @@ class SharedExpert(nn.Module):
 
 @cache
 def routed(cls: type[nn.Module], known: Experts) -> type[RoutedExperts]:
-    """Returns the class that stands for one of mlx-lm's."""
+    """Returns the subclass of `RoutedExperts` for one of mlx-lm's classes."""
     return type(f"Routed{cls.__name__}", (RoutedExperts, cls), {"known": known})

@@ -1,30 +1,26 @@
-"""Which experts the rows of a mixture choose, and the sum of what these return."""
+"""Routing of a mixture of experts: the choice, the scores, and the weighted sum."""
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import experts_launch
-from mlx_marlin.backends.cuda import limits
-from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.backends import experts_launch, selection
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
-
-MOST_EXPERTS = 1024
-"""Of a row that a warp keeps in its registers: 32 a lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a row chooses experts: those with the largest logits.
+    """Routing rule: a row chooses the experts with the largest logits.
 
     Attributes:
         choices: Experts of a row.
-        of_all: Whether scores are the softmax over all experts, not over the chosen.
-        last: Whether of equal logits the last are chosen, not the first: what a stable
-            sort finds at the end of logits, not at the start of negative ones. (Some
-            families order probabilities that are rounded; here logits decide.)
+        of_all: Whether scores are the softmax over all experts. Otherwise over the
+            chosen ones.
+        last: Whether the last of equal logits are chosen, as by a stable ascending
+            sort. Otherwise the first, as by a stable sort of negated logits. (Some
+            families sort rounded probabilities; here logits are compared.)
     """
 
     choices: int
@@ -33,22 +29,22 @@ class Routing:
 
 
 def is_ours(logits: mx.array, routing: Routing) -> bool:
-    """Returns whether a kernel of ours chooses experts by such logits."""
-    experts = logits.shape[-1]
-    few = routing.choices <= min(SIMD_WIDTH, experts) and experts <= MOST_EXPERTS
-    known = dtype_name(logits.dtype) in limits.DTYPES
-    if not (few and known and logits.size > 0):
+    """Returns whether the routing kernel supports these logits and this rule."""
+    kernels, experts = selection.active().routing, logits.shape[-1]
+    if kernels is None or logits.size == 0:
+        return False
+    if not kernels.supports(experts, routing.choices, dtype_name(logits.dtype)):
         return False
     how = routing.choices, routing.of_all, routing.last
     return guard.route_fault(logits.dtype, experts, *how) is None
 
 
 def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.array]:
-    """Returns the experts that rows choose, and their scores, by a kernel.
+    """Runs the routing kernel.
 
     Args:
-        logits: Of each row [..., experts]; `is_ours` says which.
-        routing: How they choose.
+        logits: Router logits [..., experts] that `is_ours` accepts.
+        routing: The routing rule.
 
     Returns:
         Indices, uint32 [..., choices], and scores in float32 [..., choices].
@@ -61,12 +57,13 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
 
 
 def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array:
-    """Returns a residual plus what experts made of rows, times their scores.
+    """Returns the residual plus the sum of the experts' results times their scores.
 
     Args:
-        results: Of each row's choices [..., choices, 1, n], in a dtype of our kernels.
-        scores: In float32 [..., choices].
-        residual: Summands [..., n], in the dtype of `results`.
+        results: Results of the chosen experts [..., choices, 1, n], in a dtype that the
+            kernels support.
+        scores: Scores in float32 [..., choices].
+        residual: Residual [..., n], in the dtype of `results`.
 
     Returns:
         The sums [..., n], rounded once, in the dtype of `results`.
@@ -78,7 +75,7 @@ def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.
 
 
 def scores_of(logits: mx.array, experts: mx.array, routing: Routing) -> mx.array:
-    """Returns the scores of chosen experts in MLX's operations, with derivatives."""
+    """Returns the scores of chosen experts, as differentiable MLX operations."""
     logits = logits.astype(mx.float32)
     if routing.of_all:
         return mx.take_along_axis(mx.softmax(logits, axis=-1), experts, axis=-1)
@@ -86,7 +83,7 @@ def scores_of(logits: mx.array, experts: mx.array, routing: Routing) -> mx.array
 
 
 def stock_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array:
-    """Does what `weighted_sum` does, in MLX's operations."""
+    """Does what `weighted_sum` does, as MLX operations."""
     weighted = results.astype(mx.float32) * scores[..., None, None]
     total = weighted.sum(axis=(-3, -2))
     return (residual.astype(mx.float32) + total).astype(results.dtype)

@@ -1,4 +1,4 @@
-"""The ways to cut a product's work that are worth comparing, strategy by strategy."""
+"""The divisions of a product's work that a search compares, by strategy."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -6,25 +6,27 @@ from math import gcd
 from typing import Any
 
 from mlx_marlin.planning.work import (
-    STRATEGIES,
-    Strategy,
     Work,
     data_parallel,
+)
+from mlx_marlin.planning.work.division import (
+    STRATEGIES,
+    Strategy,
     locality_groups,
 )
 
 THREADGROUPS_PER_CORE = (1, 2, 4, 8, 16)
-"""Threadgroups of each core that runs of units, and slices of k, aim at."""
+"""Target numbers of threadgroups per core for stripe and split_k."""
 STREAMS_PER_CORE = (1, 2, 4)
-"""Likewise for runs of k tiles: they are even, so few and long ones do."""
+"""Target numbers of threadgroups per core for runs of k tiles. These are even, so few
+and long runs suffice."""
 MINIMUM_TRIPS = 8
-"""Trips of the main loop that a split of a stream should have: each of eight simdgroups
-then has one (CUTLASS takes 8 k tiles too)."""
+"""Main-loop iterations that a stream-K split should have: one for each of eight
+simdgroups (CUTLASS uses 8 k tiles)."""
 SHORTEST_TRIPS = 4
-"""Trips that a slice of k should have where runs of slices are shared out evenly."""
+"""Main-loop iterations that a slice of k should have if runs of slices are even."""
 LEAST_CACHE = 256 * 1024
-"""Bytes of the smallest second-level cache that was reported, of an M1 Pro; the sources
-do not agree on any."""
+"""Bytes of the smallest L2 cache reported for an M1 Pro; the sources disagree."""
 WIDTHS = (2, 4)
 """Tiles side by side in a wide tile."""
 
@@ -36,28 +38,28 @@ ACCEPTED: dict[Strategy, frozenset[str]] = {
     "hybrid": frozenset({"num_threadgroups", "whole", "minimum", "groups"}),
     "hytis": frozenset({"whole", "simdgroups_n"}),
 }
-"""The fields of a plan that a strategy leaves to be wished."""
-WORK_WISHES = frozenset({"strategy"}).union(*ACCEPTED.values())
-"""The fields that say how work is cut."""
+"""The plan fields that a caller may override, by strategy."""
+WORK_OVERRIDES = frozenset({"strategy"}).union(*ACCEPTED.values())
+"""The plan fields that determine how work is divided."""
 
-Wished = Mapping[str, Any]
-Wide = tuple[Work, int]
-"""Work, and the tiles side by side in its wide tiles."""
+Overrides = Mapping[str, Any]
+WideWork = tuple[Work, int]
+"""Work, and the number of tiles side by side in its wide tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What is to be cut, and for how many cores.
+    """The tiles to divide and the number of cores to divide them among.
 
     Attributes:
-        m_tiles: Tiles down the rows.
-        n_tiles: Tiles across the columns.
-        batch: Products, each of so many tiles.
+        m_tiles: Tiles along the rows of a product.
+        n_tiles: Tiles along the columns of a product.
+        batch: Number of products.
         k_tiles: K tiles of a tile.
-        trips: Trips of the main loop for a k tile.
+        trips: Main-loop iterations of a k tile.
         cores: GPU cores.
-        widest: Simdgroups along k, or the most that there may be: tiles side by side
-            divide them.
+        widest: Simdgroups along k, or their upper bound. The width of a wide tile must
+            divide it.
         x_bytes: Bytes of the activations.
     """
 
@@ -76,22 +78,22 @@ class Space:
         return self.batch * self.m_tiles * self.n_tiles
 
     def targets(self, per_core: tuple[int, ...]) -> list[int]:
-        """Returns numbers of threadgroups that load all cores alike."""
+        """Returns numbers of threadgroups that load all cores equally."""
         return [self.cores * count for count in per_core]
 
 
-def works(space: Space, overrides: Wished) -> Iterator[Wide]:
-    """Yields the ways to cut the work that have the wished fields, at least one.
+def works(space: Space, overrides: Overrides) -> Iterator[WideWork]:
+    """Yields the divisions of the work that satisfy the overrides, at least one.
 
     Raises:
-        ValueError: If no strategy, or not the wished one, can have them.
+        ValueError: If the given strategy, or else every strategy, rejects them.
     """
-    wished = overrides.get("strategy")
-    if wished is not None:
-        yield from _of_strategy(wished, space, overrides)
+    given = overrides.get("strategy")
+    if given is not None:
+        yield from _of_strategy(given, space, overrides)
         return
-    fields = overrides.keys() & WORK_WISHES
-    fitting = [each for each in STRATEGIES if fields <= ACCEPTED[each]]
+    fields = overrides.keys() & WORK_OVERRIDES
+    fitting = [name for name in STRATEGIES if fields <= ACCEPTED[name]]
     if not fitting:
         raise ValueError(f"no strategy takes all of {', '.join(sorted(fields))}")
     if fields:
@@ -101,41 +103,49 @@ def works(space: Space, overrides: Wished) -> Iterator[Wide]:
         yield from _of_strategy(strategy, space, overrides)
 
 
-def _of_strategy(strategy: Strategy, space: Space, overrides: Wished) -> Iterator[Wide]:
-    if strategy not in WAYS:
+def _of_strategy(
+    strategy: Strategy, space: Space, overrides: Overrides
+) -> Iterator[WideWork]:
+    if strategy not in GENERATORS:
         raise ValueError(f"strategy={strategy!r} is not one of {STRATEGIES}")
-    others = overrides.keys() & WORK_WISHES - ACCEPTED[strategy] - {"strategy"}
+    others = overrides.keys() & WORK_OVERRIDES - ACCEPTED[strategy] - {"strategy"}
     for field in sorted(others):
         raise ValueError(f"{strategy} does not take {field}={overrides[field]!r}")
-    for work in WAYS[strategy](space, overrides):
+    for work in GENERATORS[strategy](space, overrides):
         yield work if isinstance(work, tuple) else (work, 1)
 
 
-def _of_any(fitting: list[Strategy], space: Space, overrides: Wished) -> list[Wide]:
-    """Returns what some strategies make of wishes; one that cannot is left out."""
-    found: list[Wide] = []
-    refusals: list[ValueError] = []
+def _of_any(
+    fitting: list[Strategy], space: Space, overrides: Overrides
+) -> list[WideWork]:
+    """Returns the divisions of all strategies that accept the overrides.
+
+    Raises:
+        ValueError: If none does; the error is that of the first strategy.
+    """
+    found: list[WideWork] = []
+    errors: list[ValueError] = []
     for strategy in fitting:
         try:
             found += _of_strategy(strategy, space, {**overrides, "strategy": strategy})
-        except ValueError as refusal:
-            refusals.append(refusal)
+        except ValueError as error:
+            errors.append(error)
     if not found:
-        raise refusals[0]
+        raise errors[0]
     return found
 
 
-def _data_parallel(space: Space, _: Wished) -> Iterator[Work]:
+def _data_parallel(space: Space, _: Overrides) -> Iterator[Work]:
     yield data_parallel(space.tiles, space.k_tiles)
 
 
-def _stripe(space: Space, overrides: Wished) -> Iterator[Work]:
-    for slices in _wished(overrides, "k_parallel", _even_slices(space)):
+def _stripe(space: Space, overrides: Overrides) -> Iterator[Work]:
+    for slices in _override(overrides, "k_parallel", _even_slices(space)):
         units = space.tiles * slices
         targets = space.targets(THREADGROUPS_PER_CORE)
-        # At least one, so that the strategy can be had for every product.
+        # At least one, so that the strategy exists for every product.
         counts = [target for target in targets if target < units] or [units]
-        for count in _wished(overrides, "num_threadgroups", counts):
+        for count in _override(overrides, "num_threadgroups", counts):
             yield Work(
                 strategy="stripe",
                 tiles=space.tiles,
@@ -146,14 +156,14 @@ def _stripe(space: Space, overrides: Wished) -> Iterator[Work]:
             )
 
 
-def _split_k(space: Space, overrides: Wished) -> Iterator[Work]:
+def _split_k(space: Space, overrides: Overrides) -> Iterator[Work]:
     for slices in _slices(space, overrides):
         if (
             slices == 1
             and "strategy" not in overrides
             and "k_parallel" not in overrides
         ):
-            continue  # that is data_parallel
+            continue  # equal to data_parallel
         yield Work(
             strategy="split_k",
             tiles=space.tiles,
@@ -163,19 +173,19 @@ def _split_k(space: Space, overrides: Wished) -> Iterator[Work]:
         )
 
 
-def _slices(space: Space, overrides: Wished) -> list[int]:
-    """Returns the slices of k that give every target a unit each."""
+def _slices(space: Space, overrides: Overrides) -> list[int]:
+    """Returns the slice counts that give each target one unit per threadgroup."""
     slices = {
         min(-(-target // space.tiles), space.k_tiles)
         for target in space.targets(THREADGROUPS_PER_CORE)
     }
-    return _wished(overrides, "k_parallel", sorted({1, *slices}))
+    return _override(overrides, "k_parallel", sorted({1, *slices}))
 
 
 def _even_slices(space: Space) -> list[int]:
-    """Returns the fewest slices of k of which every target has the same number.
+    """Returns the smallest slice counts that load a target's threadgroups equally.
 
-    A target that needs slices too short for a split has the slices of `_slices`.
+    If such slices would be too short, a target gets the slice count of `_slices`.
     """
     most = max(space.k_tiles * space.trips // SHORTEST_TRIPS, 1)
     slices = {1}
@@ -186,12 +196,12 @@ def _even_slices(space: Space) -> list[int]:
     return sorted(slices)
 
 
-def _stream_k(space: Space, overrides: Wished) -> Iterator[Work]:
+def _stream_k(space: Space, overrides: Overrides) -> Iterator[Work]:
     yield from _streams("stream_k", space, 0, overrides)
 
 
-def _hybrid(space: Space, overrides: Wished) -> Iterator[Work]:
-    """Yields whole waves of tiles, and the rest with one wave more as streams."""
+def _hybrid(space: Space, overrides: Overrides) -> Iterator[Work]:
+    """Yields full waves of whole tiles, with the last wave and the rest as streams."""
     wholes = {
         (space.tiles // target - 1) * target
         for target in space.targets(STREAMS_PER_CORE)
@@ -200,12 +210,12 @@ def _hybrid(space: Space, overrides: Wished) -> Iterator[Work]:
     fitting = sorted(whole for whole in wholes if whole > 0)
     if "strategy" in overrides and not fitting:
         fitting = [space.tiles // 2]
-    for whole in _wished(overrides, "whole", fitting):
+    for whole in _override(overrides, "whole", fitting):
         yield from _streams("hybrid", space, whole, overrides)
 
 
 def _streams(
-    strategy: Strategy, space: Space, whole: int, overrides: Wished
+    strategy: Strategy, space: Space, whole: int, overrides: Overrides
 ) -> Iterator[Work]:
     minimum = overrides.get("minimum", -(-MINIMUM_TRIPS // space.trips))
     total = (space.tiles - whole) * space.k_tiles
@@ -213,8 +223,8 @@ def _streams(
     counts = [target for target in targets if target <= total // max(minimum, 1)]
     if "strategy" in overrides and not counts:
         counts = [min(space.cores, max(total, 1))]
-    for count in _wished(
-        overrides, "num_threadgroups", [whole + each for each in counts]
+    for count in _override(
+        overrides, "num_threadgroups", [whole + count for count in counts]
     ):
         yield Work(
             strategy=strategy,
@@ -224,22 +234,22 @@ def _streams(
             whole=whole,
             slices=space.k_tiles,
             minimum=minimum,
-            groups=_wished(overrides, "groups", [_groups(space, whole, count)])[0],
+            groups=_override(overrides, "groups", [_groups(space, whole, count)])[0],
         )
 
 
 def _groups(space: Space, whole: int, threadgroups: int) -> int:
-    """Returns the groups of ranges that read the same k of x at a time.
+    """Returns the number of groups of ranges that read the same k of x together.
 
-    What one second-level cache holds needs no order.
+    Activations that fit in the L2 cache need no grouping.
     """
     if space.x_bytes <= LEAST_CACHE or threadgroups <= whole:
         return 1
     return locality_groups(space.tiles - whole, threadgroups - whole)
 
 
-def _hytis(space: Space, overrides: Wished) -> Iterator[Wide]:
-    """Yields as many wide tiles as load all cores alike, then narrow ones."""
+def _hytis(space: Space, overrides: Overrides) -> Iterator[WideWork]:
+    """Yields the most wide tiles that load all cores equally, then narrow ones."""
     if space.batch > 1:
         if "strategy" in overrides:
             raise ValueError(f"hytis takes one weight, got batch={space.batch}")
@@ -249,13 +259,13 @@ def _hytis(space: Space, overrides: Wished) -> Iterator[Wide]:
     ]
     if "strategy" in overrides and not widths:
         widths = [WIDTHS[0]]
-    for width in _wished(overrides, "simdgroups_n", widths):
+    for width in _override(overrides, "simdgroups_n", widths):
         most = (space.n_tiles - 1) // width
         columns = most * space.m_tiles // space.cores * space.cores // space.m_tiles
         if "strategy" in overrides and columns == 0:
             columns = max(most, 1)
         wholes = [columns * space.m_tiles] if columns else []
-        for whole in _wished(overrides, "whole", wholes):
+        for whole in _override(overrides, "whole", wholes):
             narrow = space.n_tiles - whole // space.m_tiles * width
             if narrow < 1:
                 raise ValueError(
@@ -274,11 +284,13 @@ def _hytis(space: Space, overrides: Wished) -> Iterator[Wide]:
             )
 
 
-def _wished(overrides: Wished, field: str, otherwise: list[int]) -> list[int]:
-    return [overrides[field]] if field in overrides else otherwise
+def _override(overrides: Overrides, field: str, default: list[int]) -> list[int]:
+    return [overrides[field]] if field in overrides else default
 
 
-WAYS: dict[Strategy, Callable[[Space, Wished], Iterator[Work] | Iterator[Wide]]] = {
+GENERATORS: dict[
+    Strategy, Callable[[Space, Overrides], Iterator[Work] | Iterator[WideWork]]
+] = {
     "data_parallel": _data_parallel,
     "stripe": _stripe,
     "split_k": _split_k,
@@ -286,4 +298,4 @@ WAYS: dict[Strategy, Callable[[Space, Wished], Iterator[Work] | Iterator[Wide]]]
     "hybrid": _hybrid,
     "hytis": _hytis,
 }
-"""How each strategy cuts."""
+"""The generator of divisions of each strategy."""

@@ -1,158 +1,147 @@
-"""Decides who serves experts' products, ours or stock MLX, and prepares the run."""
+"""Decides whether our kernel or stock MLX serves experts' products."""
 
-from dataclasses import replace
-from functools import lru_cache
 from math import prod
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import experts_launch, planner, selection
-from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.dispatch import PreparedCall, traced_call, when_forgetting
-from mlx_marlin.products.eligibility import (
-    not_here,
-    refuse_variance,
-    target,
-    unsupported,
-)
+from mlx_marlin.products.dispatch import PreparedCall, traced_call
+from mlx_marlin.products.eligibility import not_here, refuse_variance, target
 from mlx_marlin.products.experts.reference import (
-    Flat,
     flat_indices,
     stock_gated,
-    stock_in_turn,
-    stock_of,
+    stock_product,
 )
 from mlx_marlin.products.experts.request import (
-    Kind,
-    packed_kind,
+    GatherRequest,
     pairs_of_row,
     problem_of_one,
 )
+from mlx_marlin.products.request import Run
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, TILE_N
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
-@lru_cache(4096)
-def product_of(kind: Kind) -> PreparedCall | None:
-    """Returns the prepared product of a kind of call; None where stock serves it.
+@state.cache(maxsize=4096)
+def product_of(request: GatherRequest) -> PreparedCall | None:
+    """Returns the prepared call of a request, or None if stock MLX serves it; cached.
 
-    It takes x, the rows' indices or None, the experts', codes, scales and biases.
+    The call takes x, the row of x of each pair or None, the experts, codes, scales,
+    biases and, if the request has them, the biases [experts, n] that are added.
 
     Raises:
-        ValueError: If the kind must not vary, and our kernels do not take it.
+        ValueError: If the request is invariant and stock MLX would have to serve it.
     """
-    reason = why_not_gather(kind)
+    reason = why_not_gather(request)
     if reason:
-        refuse_variance(kind.invariant, reason)
+        refuse_variance(request.invariant, reason)
         return None
-    if selection.backend() == "cuda":
-        return _on_cuda(kind)
-    problem = problem_of_one(kind)
-    free = selection.backend() == "metal" and selection.forced_backend() is None
-    if free and planner.gather_reason(problem, kind.experts, kind.is_sorted, target()):
+    gather = gather_problem(request)
+    if selection.may_hand_over() and planner.gather_handover(gather, target()):
         return None
-    plan = planner.choose_gather(problem, kind.experts, target())
+    plan = planner.choose_gather(gather, target())
     fault = guard.why_not(plan)
     if fault:
-        refuse_variance(kind.invariant, fault)
+        refuse_variance(request.invariant, fault)
         return None
-    product = differentiable(experts_launch.gather_product(plan), stock_of(kind))
-
-    def run(
-        x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
-    ) -> mx.array:
-        sources, experts = flat_indices(x, lhs, rhs, kind.pairs)
-        rows = x.reshape(-1, kind.k).astype(kind.dtype)
-        y = product(rows, *weight, sources, experts)
-        return y.reshape(*kind.pairs, 1, kind.n)
-
-    return PreparedCall(run)
+    return _prepared(_single_weight_call(request, plan))
 
 
-def why_not_gather(kind: Kind) -> str | None:
-    """Says why stock MLX serves a kind of call; None if our kernels do."""
-    known = FORMATS.get((kind.mode, kind.bits))
-    if known is None:
-        return f"{kind.mode} {kind.bits}-bit is not one of our formats"
-    wrong = known.why_not(kind.group_size, kind.k, kind.layout)
-    if wrong is not None or kind.has_global_scale:
-        return wrong or "our kernels take no global scale here"
-    if not kind.transpose or len(kind.x_shape) < 2 or kind.x_shape[-2] != 1:
-        return "our kernels take single rows times transposed weights"
-    if dtype_name(kind.dtype) not in DTYPE_BYTES:
-        return f"our kernels do not compute in {dtype_name(kind.dtype)}"
-    if not prod(kind.pairs) or not prod(kind.x_shape) or not kind.experts * kind.n:
-        return "there is nothing to add up"
-    rows = max(prod(kind.pairs), prod(kind.x_shape[:-1]))
-    if largest_array(rows, kind.n, kind.k, kind.bits) >= MOST_ELEMENTS:
-        return "our kernels count in 32 bits, and an array is too large for that"
-    return not_here(kind.on_cpu) or _why_not_on_cuda(kind)
+@state.cache(maxsize=4096)
+def serve_gated(request: GatherRequest, gate: str) -> PreparedCall | None:
+    """Returns the prepared call that gates the products of two packed weights; cached.
 
+    The call takes x, codes and scales of gate, those of up, the biases [experts, n] of
+    both if the request has them, and the experts.
 
-def _why_not_on_cuda(kind: Kind) -> str | None:
-    if selection.backend() != "cuda":
-        return None
-    if kind.invariant:
-        return "our CUDA kernels take no experts with invariant=True"
-    all_rows = kind.experts * kind.n
-    whole = largest_array(1, all_rows, kind.k, kind.bits)
-    if kind.layout == "mlx" and whole >= MOST_ELEMENTS:
-        return "our CUDA kernels count MLX's words in 32 bits, and there are more"
-    return unsupported(problem_of_one(kind), kind.transpose)
+    Args:
+        request: The request for one of both weights.
+        gate: How gate gates up, one of `gather_plan.GATES`.
 
-
-def _cuda_product(kind: Kind, each: int, gate: str | None = None) -> Flat | None:
-    """Returns the product of our CUDA kernel; None if it failed its check here."""
-    device = target()
-    assert isinstance(device, CudaDevice)
-    asked = problem_of_one(kind), kind.experts, each, device
-    plan = planner.choose_cuda_gather(*asked, gate, kind.biased)
-    return None if guard.why_not(plan) else experts_launch.cuda_gather_product(plan)
-
-
-def _on_cuda(kind: Kind) -> PreparedCall | None:
-    each = pairs_of_row(kind)
-    ours = _cuda_product(kind, each)
-    if ours is None:
-        return None
-    product = differentiable(ours, stock_in_turn(kind, each))
-
-    def in_turn(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
-        experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
-        return product(x.astype(kind.dtype), *weight, experts)
-
-    def named(
-        x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
-    ) -> mx.array:
-        sources, experts = flat_indices(x, lhs, rhs, kind.pairs)
-        y = product(x.astype(kind.dtype), *weight, experts, sources)
-        return y.reshape(*kind.pairs, 1, kind.n)
-
-    return traced_call(in_turn if each else named)
-
-
-@lru_cache(4096)
-def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
-    """Returns the product with packed experts of gate, which gates that of up.
-
-    It takes x, codes and scales of gate, those of up, both biases if there are, and the
-    experts of pairs; None where no kernel of ours does so, or rows of x are not in
-    turn.
+    Returns:
+        The call, or None if no kernel fuses both products.
     """
-    each = pairs_of_row(kind)
-    packed = kind.layout == "marlin" and kind.n % TILE_N == 0
-    if selection.backend() != "cuda" or not packed or not each:
+    fuses = selection.active().gather.fuses_epilogues
+    if not fuses or why_not_gather(request, gate):
         return None
-    if why_not_gather(replace(kind, n=2 * kind.n)):  # of both weights
+    plan = planner.choose_gather(gather_problem(request, gate), target())
+    if guard.why_not(plan):
         return None
-    ours = _cuda_product(kind, each, gate)
-    if ours is None:
-        return None
-    product = differentiable(ours, stock_gated(kind, each, gate))
+    return _prepared(_gated_call(request, plan, gate))
+
+
+def why_not_gather(request: GatherRequest, gate: str | None = None) -> str | None:
+    """Returns why stock MLX serves a request, or None if our kernel can.
+
+    Args:
+        request: The request.
+        gate: As for `serve_gated`; None for one weight.
+    """
+    known = FORMATS.get((request.mode, request.bits))
+    if known is None:
+        return f"{request.mode} {request.bits}-bit is not one of our formats"
+    wrong = known.why_not(request.group_size, request.k, request.layout)
+    if wrong is not None or request.has_global_scale:
+        return wrong or "our kernels for experts take no global scale"
+    if not request.transpose or len(request.x_shape) < 2 or request.x_shape[-2] != 1:
+        return "our kernels for experts take single rows times transposed weights"
+    if dtype_name(request.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {dtype_name(request.dtype)}"
+    if (
+        not prod(request.pairs)
+        or not prod(request.x_shape)
+        or not request.experts * request.n
+    ):
+        return "there is nothing to add up"
+    rows = max(prod(request.pairs), prod(request.x_shape[:-1]))
+    columns = request.n * (2 if gate else 1)
+    if largest_array(rows, columns, request.k, request.bits) >= MOST_ELEMENTS:
+        return "our kernels count in 32 bits, and an array is too large for that"
+    reason = not_here(request.on_cpu)
+    if reason:
+        return reason
+    return selection.active().gather.unsupported(
+        gather_problem(request, gate), target()
+    )
+
+
+def gather_problem(request: GatherRequest, gate: str | None = None) -> GatherProblem:
+    """Returns what planning has to know of a request."""
+    return GatherProblem(
+        problem=problem_of_one(request),
+        experts=request.experts,
+        pairs_per_row=pairs_of_row(request),
+        is_sorted=request.is_sorted,
+        gate=gate,
+        bias=request.biased,
+    )
+
+
+def _single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
+    stock = stock_product(request, plan.pairs_per_row)
+    product = differentiable(experts_launch.gather_product(plan), stock)
+
+    def consecutive(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
+        experts = mx.broadcast_to(rhs, request.pairs).astype(mx.uint32)
+        return product(x.astype(request.dtype), *weight, experts)
+
+    def indexed(
+        x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
+    ) -> mx.array:
+        sources, experts = flat_indices(x, lhs, rhs, request.pairs)
+        y = product(x.astype(request.dtype), *weight, experts, sources)
+        return y.reshape(*request.pairs, 1, request.n)
+
+    return consecutive if plan.pairs_per_row else indexed
+
+
+def _gated_call(request: GatherRequest, plan: GatherPlan, gate: str) -> Run:
+    stock = stock_gated(request, plan.pairs_per_row, gate)
+    product = differentiable(experts_launch.gather_product(plan), stock)
 
     def run(
         x: mx.array,
@@ -160,29 +149,15 @@ def serve_gated(kind: Kind, gate: str) -> PreparedCall | None:
         scales: mx.array,
         second: mx.array,
         second_scales: mx.array,
-        *given: mx.array,
+        *biases_and_experts: mx.array,
     ) -> mx.array:
-        *both, rhs = given
-        experts = mx.broadcast_to(rhs, kind.pairs).astype(mx.uint32)
-        x = x.astype(kind.dtype)
-        return product(x, w, scales, scales, second, second_scales, *both, experts)
+        *biases, rhs = biases_and_experts
+        experts = mx.broadcast_to(rhs, request.pairs).astype(mx.uint32)
+        x = x.astype(request.dtype)
+        return product(x, w, scales, scales, second, second_scales, *biases, experts)
 
-    return traced_call(run)
-
-
-@lru_cache(4096)
-def serve_packed(*call: Any) -> tuple[Kind, PreparedCall | None]:
-    """Returns the kind of a call that `packed_kind` takes, and its prepared product."""
-    kind = packed_kind(*call)
-    return kind, product_of(kind)
+    return run
 
 
-def forget() -> None:
-    """Drops every decision, so that the next call asks for its back end again."""
-    packed_kind.cache_clear()
-    serve_packed.cache_clear()
-    serve_gated.cache_clear()
-    product_of.cache_clear()
-
-
-when_forgetting(forget)
+def _prepared(run: Run) -> PreparedCall:
+    return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)

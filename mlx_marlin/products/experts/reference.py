@@ -1,67 +1,76 @@
-"""Experts' products in stock MLX's own operations, as calls of ours have them."""
+"""Experts' products in stock MLX's operations, with the arguments of our kernel."""
 
 from collections.abc import Callable
 from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.products.experts.request import Kind, Shape, mode_of_mlx
-from mlx_marlin.products.stock_weight import as_mlx, plain, stock_groups
+from mlx_marlin.products.experts.request import GatherRequest, mode_of_mlx
+from mlx_marlin.products.reference.weight import as_mlx, plain, stock_groups
+from mlx_marlin.products.request import Shape
 from mlx_marlin.weights.packed_weight import PackedWeight
 
-Flat = Callable[..., mx.array]
-"""From x [rows, k], codes, scales, biases, rows of x and experts, flat, to a row a
-pair."""
+Product = Callable[..., mx.array]
+"""Takes and returns the arrays of `experts_launch.gather_product`."""
 
 
 def flat_indices(
     x: mx.array, lhs: mx.array | None, rhs: mx.array, pairs: Shape
 ) -> tuple[mx.array, mx.array]:
-    """Returns the row of x and the expert of each pair."""
+    """Returns the row of x and the expert of each pair, both flat.
+
+    Args:
+        x: Activations [..., 1, k].
+        lhs: Indices of the rows; None for each in turn.
+        rhs: Indices of the experts.
+        pairs: The shape to which both are broadcast.
+    """
     if lhs is None:
         batch = x.shape[:-2]
         lhs = mx.arange(prod(batch), dtype=mx.uint32).reshape(batch)
-    return tuple(  # type: ignore[return-value]
-        mx.broadcast_to(each, pairs).astype(mx.uint32).flatten() for each in (lhs, rhs)
-    )
+    return (_flat(lhs, pairs), _flat(rhs, pairs))
 
 
-def stock_of(kind: Kind) -> Flat:
-    """Returns stock MLX's product of a kind of call, with the arrays of ours."""
-
-    def stock(x: mx.array, w: mx.array, *arrays: mx.array) -> mx.array:
-        scales, biases, sources, experts = arrays
-        y = _product(kind, x[:, None], w, scales, biases, sources, experts)
-        return y.squeeze(-2)
-
-    return stock
+def _flat(indices: mx.array, pairs: Shape) -> mx.array:
+    return mx.broadcast_to(indices, pairs).astype(mx.uint32).flatten()
 
 
-def stock_in_turn(kind: Kind, each: int) -> Flat:
-    """Likewise, of x and experts of any shape, and of rows as a plan has them."""
-    flat = stock_of(kind)
+def stock_product(request: GatherRequest, pairs_per_row: int) -> Product:
+    """Returns stock MLX's product with one weight of each expert.
+
+    Args:
+        request: The request.
+        pairs_per_row: As in `GatherPlan`.
+    """
 
     def stock(
         x: mx.array,
         w: mx.array,
         scales: mx.array,
         biases: mx.array,
-        *given: mx.array,
+        *bias_and_indices: mx.array,
     ) -> mx.array:
-        bias = given[0] if kind.biased else None
-        experts, *sources = given[kind.biased :]
-        rows = sources[0] if sources else mx.arange(experts.size) // each
-        pairs = rows.astype(mx.uint32), experts.flatten()
-        y = flat(x.reshape(-1, kind.k), w, scales, biases, *pairs)
-        y = y if bias is None else y + bias[pairs[1]]
-        return y.reshape(*experts.shape, 1, kind.n)
+        bias = bias_and_indices[0] if request.biased else None
+        experts, *sources = bias_and_indices[request.biased :]
+        rows = sources[0] if sources else mx.arange(experts.size) // pairs_per_row
+        indices = rows.astype(mx.uint32), experts.flatten()
+        x = x.reshape(-1, 1, request.k)
+        y = _product(request, x, (w, scales, biases), indices).squeeze(-2)
+        y = y if bias is None else y + bias[indices[1]]
+        return y.reshape(*experts.shape, 1, request.n)
 
     return stock
 
 
-def stock_gated(kind: Kind, each: int, gate: str) -> Flat:
-    """Likewise, of gate and up."""
-    stock = stock_in_turn(kind, each)
+def stock_gated(request: GatherRequest, pairs_per_row: int, gate: str) -> Product:
+    """Returns stock MLX's products with two weights, the first gating the second.
+
+    Args:
+        request: The request for one of both weights.
+        pairs_per_row: As in `GatherPlan`.
+        gate: One of `gather_plan.GATES`.
+    """
+    stock = stock_product(request, pairs_per_row)
 
     def gated(
         x: mx.array,
@@ -70,11 +79,11 @@ def stock_gated(kind: Kind, each: int, gate: str) -> Flat:
         biases: mx.array,
         second: mx.array,
         second_scales: mx.array,
-        *given: mx.array,
+        *added_and_experts: mx.array,
     ) -> mx.array:
-        *of_both, experts = given
-        first = stock(x, w, scales, biases, *of_both[:1], experts)
-        up = stock(x, second, second_scales, second_scales, *of_both[1:], experts)
+        *added, experts = added_and_experts
+        first = stock(x, w, scales, biases, *added[:1], experts)
+        up = stock(x, second, second_scales, second_scales, *added[1:], experts)
         if gate == "silu":
             return first * mx.sigmoid(first) * up
         first, up = mx.minimum(first, 7), mx.clip(up, -7, 7)
@@ -84,36 +93,33 @@ def stock_gated(kind: Kind, each: int, gate: str) -> Flat:
 
 
 def stock_packed(
-    kind: Kind,
+    request: GatherRequest,
     x: mx.array,
     words: mx.array,
     scales: mx.array,
     lhs_indices: mx.array | None,
     rhs_indices: mx.array,
 ) -> mx.array:
-    """Returns MLX's product, with packed weights that are unpacked for it."""
-    indices = lhs_indices, rhs_indices
-    return _product(
-        kind, x, words, scales, scales, *indices, kind.transpose, kind.is_sorted
-    )
+    """Returns stock MLX's product with packed weights, which are unpacked first."""
+    weight, indices = (words, scales, scales), (lhs_indices, rhs_indices)
+    return _product(request, x, weight, indices, request.transpose, request.is_sorted)
 
 
 def _product(
-    kind: Kind,
+    request: GatherRequest,
     x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array,
+    weight: tuple[mx.array, mx.array, mx.array],
+    indices: tuple[mx.array | None, mx.array],
     transpose: bool = True,
     is_sorted: bool = False,
 ) -> mx.array:
-    size = stock_groups(kind.mode, kind.bits, kind.group_size)
+    w, scales, biases = weight
+    lhs_indices, rhs_indices = indices
+    size = stock_groups(request.mode, request.bits, request.group_size)
     if size is None:
         # MLX's CPU device multiplies chosen matrices in float32 only.
-        dtype = mx.float32 if kind.on_cpu else kind.dtype
-        weights = plain(_packed(kind, w, scales), dtype)
+        dtype = mx.float32 if request.on_cpu else request.dtype
+        weights = plain(_packed(request, w, scales), dtype)
         y = mx.gather_mm(
             x.astype(dtype),
             weights.swapaxes(-1, -2) if transpose else weights,
@@ -121,8 +127,8 @@ def _product(
             rhs_indices,
             sorted_indices=is_sorted,
         )
-        return y.astype(kind.dtype)
-    words, factors, *rest = weight_of_mlx(kind, w, scales, biases)
+        return y.astype(request.dtype)
+    words, factors, *rest = weight_of_mlx(request, w, scales, biases)
     return mx.gather_qmm(
         x,
         words,
@@ -132,28 +138,28 @@ def _product(
         rhs_indices,
         transpose,
         size,
-        kind.bits,
-        mode_of_mlx(kind.mode),
+        request.bits,
+        mode_of_mlx(request.mode),
         sorted_indices=is_sorted,
     )
 
 
 def weight_of_mlx(
-    kind: Kind, w: mx.array, scales: mx.array, biases: mx.array
+    request: GatherRequest, w: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, ...]:
-    """Returns codes, scales and biases that mean the same to stock MLX."""
-    if kind.layout == "mlx":
-        return (w, scales, biases) if kind.mode == "affine" else (w, scales)
-    return as_mlx(_packed(kind, w, scales))
+    """Returns the same weight as codes, scales and biases that stock MLX reads."""
+    if request.layout == "mlx":
+        return (w, scales, biases) if request.mode == "affine" else (w, scales)
+    return as_mlx(_packed(request, w, scales))
 
 
-def _packed(kind: Kind, words: mx.array, scales: mx.array) -> PackedWeight:
+def _packed(request: GatherRequest, words: mx.array, scales: mx.array) -> PackedWeight:
     return PackedWeight(
         words=words,
         scales=scales,
-        n=kind.n,
-        k=kind.k,
-        group_size=kind.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
+        n=request.n,
+        k=request.k,
+        group_size=request.group_size,
+        bits=request.bits,
+        mode=request.mode,
     )

@@ -1,24 +1,26 @@
-"""What experts' products are asked for: a call, as far as deciding needs to know it."""
+"""The request for experts' products: a call's shapes, dtypes and options."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import mlx.core as mx
 
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products.stock_weight import stock_groups
+from mlx_marlin.products.reference.weight import stock_groups
+from mlx_marlin.products.request import CPU, PackedArrays, Shape
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS
 
-Shape = tuple[int, ...]
-MOST_EACH = 16
-"""Choices of a row that a CUDA kernel is compiled for: more are named rows."""
+ArrayType = tuple[Shape, mx.Dtype]
+"""Shape and dtype of an array."""
+GatherOptions = tuple[bool, bool, bool, bool]
+"""Whether the weights are transposed, the experts ascend, the product is invariant, and
+a kernel adds biases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """A call, as far as deciding needs to know it.
+class GatherRequest:
+    """A valid call of `gather_qmm`: its shapes, dtypes and options.
 
     Attributes:
         x_shape: Shape of the activations.
@@ -27,8 +29,8 @@ class Kind:
         n: Rows of a weight.
         k: Columns of a weight.
         scale_dtype: Dtype of the scales.
-        pairs: Shape of the indices that choose.
-        rows_are_named: Whether indices say which row of x a pair has.
+        pairs: Shape of the indices; each pair of them is a product.
+        rows_are_named: Whether there are indices of rows of x.
         transpose: Whether the product is x @ w.T.
         group_size: Weights that share a scale.
         bits: Bits of a code.
@@ -36,9 +38,9 @@ class Kind:
         layout: "mlx" or "marlin".
         is_sorted: Whether the experts ascend.
         invariant: Whether a row's bits must not depend on the others.
-        has_global_scale: Whether each weight has a scale beside its groups'.
-        on_cpu: Whether the call is to run on the CPU.
-        biased: Whether a bias [experts, n] is added, or of gate and up one each.
+        has_global_scale: Whether each weight has a global scale.
+        on_cpu: Whether the call runs on the CPU.
+        biased: Whether the kernel adds a bias [experts, n], or those of gate and up.
     """
 
     x_shape: Shape
@@ -61,53 +63,36 @@ class Kind:
     biased: bool = False
 
 
-@lru_cache(4096)
-def packed_kind(
-    x_shape: Shape,
-    x_dtype: mx.Dtype,
-    w_shape: tuple[int, int, int],
-    scale_dtype: mx.Dtype,
-    group_size: int,
-    bits: int,
-    mode: str,
-    lhs: tuple[Shape, mx.Dtype] | None,
-    rhs: tuple[Shape, mx.Dtype],
-    transpose: bool,
-    is_sorted: bool,
-    invariant: bool,
-    on_cpu: bool,
-    biased: bool = False,
-) -> Kind:
-    """Returns the kind of a call with packed weights.
+def packed_request(
+    x: ArrayType,
+    weight: PackedArrays,
+    lhs: ArrayType | None,
+    rhs: ArrayType,
+    options: GatherOptions,
+) -> GatherRequest:
+    """Checks a call with packed weights, and returns its request.
 
     Args:
-        x_shape: Shape of the activations.
-        x_dtype: Their dtype.
-        w_shape: Experts, n and k.
-        scale_dtype: Dtype of the scales.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The quantization scheme.
-        lhs: Shape and dtype of the rows' indices; None where each takes its own.
-        rhs: Likewise of the experts'.
-        transpose: Whether the product is x @ w.T.
-        is_sorted: Whether the experts ascend.
-        invariant: Whether a row's bits must not depend on the others.
-        on_cpu: Whether the call is to run on the CPU.
-        biased: As in `Kind`.
+        x: Shape and dtype of the activations.
+        weight: The weights; its batch is the experts.
+        lhs: Shape and dtype of the rows' indices; None without such indices.
+        rhs: Shape and dtype of the experts' indices.
+        options: The other options of the call.
 
     Raises:
         ValueError: If the arguments do not belong together, in MLX's words.
     """
-    experts, n, k = w_shape
-    # What stock MLX cannot have is asked for in groups of another size: neither the
-    # result nor what is wrong with x and the indices depends on it.
+    _, own_scales, (n, k, group_size, bits, mode, (experts,)) = weight
+    transpose, is_sorted, invariant, biased = options
+    scale_dtype = own_scales.dtype
+    # MLX does not support every group size of ours. Neither the result nor the errors
+    # for x and the indices depend on it.
     size = stock_groups(mode, bits, group_size) or GROUPS[0]
     scales = mx.zeros((experts, n, k // size), scale_dtype)
     known = mode_of_mlx(mode)
-    # Never evaluated: MLX checks the arguments and tells the result's shape and dtype.
+    # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
     result = mx.gather_qmm(
-        mx.zeros(x_shape, x_dtype),
+        mx.zeros(*x),
         mx.zeros((experts, n, k * bits // 32), mx.uint32),
         scales,
         scales if known == "affine" else None,
@@ -118,8 +103,8 @@ def packed_kind(
         bits,
         known,
     )
-    return Kind(
-        x_shape=x_shape,
+    return GatherRequest(
+        x_shape=x[0],
         dtype=result.dtype,
         experts=experts,
         n=n,
@@ -135,38 +120,38 @@ def packed_kind(
         is_sorted=is_sorted,
         invariant=invariant,
         has_global_scale=False,
-        on_cpu=on_cpu,
+        on_cpu=mx.default_device() == CPU,
         biased=biased,
     )
 
 
 def mode_of_mlx(mode: str) -> str:
-    """Returns the mode of what `as_mlx` makes of a weight."""
+    """Returns the mode of the weight that `as_mlx` returns."""
     return mode if mode in MODE_DEFAULTS else "affine"
 
 
-def problem_of_one(kind: Kind) -> Problem:
-    """Returns the product of one expert with all pairs as its rows."""
+def problem_of_one(request: GatherRequest) -> Problem:
+    """Returns the problem of one expert whose rows are all pairs."""
     return Problem(
-        m=prod(kind.pairs),
-        n=kind.n,
-        k=kind.k,
-        group_size=kind.group_size,
-        bits=kind.bits,
-        mode=kind.mode,
-        dtype=dtype_name(kind.dtype),
-        scale_dtype=dtype_name(kind.scale_dtype),
-        layout=kind.layout,
-        invariant=kind.invariant,
+        m=prod(request.pairs),
+        n=request.n,
+        k=request.k,
+        group_size=request.group_size,
+        bits=request.bits,
+        mode=request.mode,
+        dtype=dtype_name(request.dtype),
+        scale_dtype=dtype_name(request.scale_dtype),
+        layout=request.layout,
+        invariant=request.invariant,
     )
 
 
-def pairs_of_row(kind: Kind) -> int:
-    """Returns how many pairs in turn have the same row of x; 0 where that varies."""
-    rows = kind.x_shape[:-2]
-    if kind.rows_are_named:
+def pairs_of_row(request: GatherRequest) -> int:
+    """Returns how many consecutive pairs share a row of x; 0 if that varies."""
+    rows = request.x_shape[:-2]
+    if request.rows_are_named:
         return 0
-    if rows == kind.pairs:
+    if rows == request.pairs:
         return 1
-    in_turn = rows and rows == (*kind.pairs[:-1], 1)
-    return kind.pairs[-1] if in_turn and kind.pairs[-1] <= MOST_EACH else 0
+    in_turn = rows and rows == (*request.pairs[:-1], 1)
+    return request.pairs[-1] if in_turn else 0

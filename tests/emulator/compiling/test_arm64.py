@@ -15,7 +15,7 @@ import pytest
 from mlx_marlin.emulator.compiling import build
 from mlx_marlin.emulator.dispatch import record
 from mlx_marlin.emulator.language.frontend import translate
-from mlx_marlin.emulator.report import Fault
+from mlx_marlin.emulator.reports.context import Fault
 
 ZIG = importlib.util.find_spec("ziglang")
 QEMU = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")

@@ -55,10 +55,10 @@ def checked(line: str, header: str = "", **changes: Any) -> frozenset[tuple[str,
 )
 def test_a_conversion_is_told_alike_whatever_clang_says(said: str) -> None:
     warning = "implicit conversion loses floating-point precision: "
-    (complaint,) = messages.complaints(f"a:1:1: warning: {warning}{said} [-Wx]")
+    (diagnostic,) = messages.diagnostics(f"a:1:1: warning: {warning}{said} [-Wx]")
 
-    assert complaint.counts
-    assert complaint.sentence == f"{warning}'float' to 'bfloat' (aka 'bfloat')"
+    assert diagnostic.is_metal_error
+    assert diagnostic.message == f"{warning}'float' to 'bfloat' (aka 'bfloat')"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())

@@ -1,83 +1,64 @@
-"""How experts' products are computed on a CUDA device: as on Metal, in blocks.
+"""Plans of experts' products on CUDA devices.
 
-A block has a tile of columns of one expert and finds the rows that chose it. Where
-there are fewer pairs (row, expert) than experts, it is one pair's: the first that chose
-an expert has the rows of all that did, and the blocks of the others end at once.
+A block computes a tile of columns of one expert and finds the rows that chose it. If
+there are fewer pairs (row, expert) than experts, a block belongs to a pair instead: the
+block of the first pair of an expert computes the rows of all its pairs, and the blocks
+of the others end immediately.
 """
 
 from dataclasses import dataclass
 
 from mlx_marlin.backends.cuda import limits
-from mlx_marlin.backends.metal.experts.plan import MOST_THREADGROUPS
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
-GATES = ("silu", "swiglu_oai")
-"""`silu(gate) * up`, and gpt-oss's, which clips both before and adds 1 to the second:
-`swiglu_oai` of `mlx_lm.models.activations` with alpha=1.702 and limit=7."""
+MAX_PAIRS_PER_ROW = 16
+"""Limit of the pairs of a row that a kernel is compiled for; it reads the rows from an
+array if there are more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaGatherPlan:
-    """How the products of rows with the experts that they chose are computed.
+class CudaGatherPlan(GatherPlan):
+    """How the CUDA kernel computes experts' products.
 
     Attributes:
-        problem: The product of one expert; its m counts all pairs (row, expert).
-        experts: Weights to choose from.
-        fragments_m: 8-row fragments of x that a warp holds.
         simdgroups_n: Packed tiles side by side in a block.
-        simdgroups_k: Warps that share a tile's k.
-        each: Pairs that have the same row of x, one after the other; 0 if their rows
-            are an array.
-        gate: How the product of the first of two weights an expert gates that of the
-            second, one of `GATES`; None with one weight.
-        bias: Whether each product has a bias [experts, n]; of packed weights only.
     """
 
-    problem: Problem
-    experts: int
-    fragments_m: int
     simdgroups_n: int
-    simdgroups_k: int
-    each: int
-    gate: str | None = None
-    bias: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other.
+
+        Raises:
+            ValueError: If the kernel cannot have them.
+        """
         limits.check(
             self.problem,
             fragments_m=self.fragments_m,
             simdgroups_n=self.simdgroups_n,
             simdgroups_k=self.simdgroups_k,
             tile_m=self.rows,
-            tile_n=TILE_N * self.simdgroups_n,
+            tile_n=self.columns,
         )
-        if self.experts < 1 or not 0 < self.num_threadgroups < MOST_THREADGROUPS:
+        layout, n = self.problem.layout, self.problem.n
+        if self.gather.bias and layout != "marlin":
+            raise ValueError(f"bias=True needs packed weights, got layout={layout!r}")
+        tiled = layout == "marlin" and n % TILE_N == 0
+        if self.gather.gate and (not tiled or self.simdgroups_n % 2):
             raise ValueError(
-                f"experts={self.experts} and {self.problem.m} pairs make "
-                f"{self.num_threadgroups} threadgroups, expected 1 to "
-                f"{MOST_THREADGROUPS - 1}"
-            )
-        if self.each < 0 or (self.each and self.problem.m % self.each):
-            raise ValueError(
-                f"each={self.each} does not divide {self.problem.m} pairs, expected 0 "
-                f"or a divisor"
+                f"gate={self.gather.gate!r} needs packed weights of whole tiles and an "
+                f"even simdgroups_n, got layout={layout!r}, n={n}, "
+                f"simdgroups_n={self.simdgroups_n}"
             )
 
-        tiled = self.problem.layout == "marlin" and self.problem.n % TILE_N == 0
-        if self.bias and self.problem.layout != "marlin":
-            raise ValueError(
-                f"bias=True needs packed weights, got layout={self.problem.layout!r}"
-            )
-        if self.gate not in (None, *GATES):
-            raise ValueError(f"gate={self.gate!r} is not None or one of {GATES}")
-        if self.gate and (not tiled or self.simdgroups_n % 2):
-            raise ValueError(
-                f"gate={self.gate!r} needs packed weights of whole tiles and an even "
-                f"simdgroups_n, got layout={self.problem.layout!r}, "
-                f"n={self.problem.n}, simdgroups_n={self.simdgroups_n}"
-            )
+    @property
+    def pairs_per_row(self) -> int:
+        """Consecutive pairs for which the kernel reads the same row of x; 0 if it reads
+        the rows of pairs from an array."""
+        pairs = self.gather.pairs_per_row
+        return pairs if pairs <= MAX_PAIRS_PER_ROW else 0
 
     @property
     def rows(self) -> int:
@@ -85,35 +66,45 @@ class CudaGatherPlan:
         return limits.FRAGMENT_ROWS * self.fragments_m
 
     @property
+    def columns(self) -> int:
+        """Columns of a tile, of gate and up together."""
+        return TILE_N * self.simdgroups_n
+
+    @property
+    def has_ragged_tiles(self) -> bool:
+        """Whether the kernel takes an n that is no multiple of a packed tile."""
+        return self.gather.gate is None
+
+    @property
+    def by_pair(self) -> bool:
+        """Whether a block computes the tile of a pair, not of an expert."""
+        return self.problem.m < self.experts
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return SIMD_WIDTH * self.simdgroups_n * self.simdgroups_k
 
     @property
-    def by_pair(self) -> bool:
-        """Whether a block is a pair's, and not an expert's."""
-        return self.problem.m < self.experts
-
-    @property
     def num_threadgroups(self) -> int:
         """Blocks: one for each tile of columns of each expert, or of each pair."""
-        columns = self.problem.n * (2 if self.gate else 1)
-        tiles = -(-columns // (TILE_N * self.simdgroups_n))
-        return tiles * min(self.problem.m, self.experts)
+        columns = self.problem.n * (2 if self.gather.gate else 1)
+        return -(-columns // self.columns) * min(self.problem.m, self.experts)
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of shared memory: the sums of all warps, and the list of pairs."""
+        """Bytes of shared memory: the sums of all warps and the list of pairs."""
         warps = self.simdgroups_n * self.simdgroups_k
         return self.rows * (warps * PADDED_COLUMNS * 4 + 4)
 
     def explain(self) -> str:
-        """Says in a line what will run; every figure is counted, none predicted."""
+        """Returns a line on what will run; every figure is counted, not predicted."""
+        gate = self.gather.gate
         return (
-            f"gather {self.rows}x{TILE_N * self.simdgroups_n}, {self.simdgroups_n}x"
+            f"gather {self.rows}x{self.columns}, {self.simdgroups_n}x"
             f"{self.simdgroups_k} warps (n x k), {self.problem.m} pairs over "
             f"{self.experts} experts, {self.num_threadgroups} blocks of "
             f"{'pairs' if self.by_pair else 'experts'}"
-            + ", bias" * self.bias
-            + (f", {self.gate}(gate, up)" if self.gate else "")
+            + ", bias" * self.gather.bias
+            + (f", {gate}(gate, up)" if gate else "")
         )

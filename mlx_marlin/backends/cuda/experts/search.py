@@ -5,75 +5,86 @@ from functools import lru_cache
 
 from mlx_marlin.backends.cuda import limits, search
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.metal.experts.search import chosen_experts
+from mlx_marlin.backends.cuda.experts.plan import MAX_PAIRS_PER_ROW, CudaGatherPlan
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.weights.formats import TILE_N
 
-PAIRED = (2, 4, 6, 8)
-"""Tiles side by side where a block has as many of gate as of up."""
-MOST_PRODUCTS = 64
-"""Experts with which blocks are compared: more fill any device as evenly."""
+GATED_SIMDGROUPS_N = (2, 4, 6, 8)
+"""Tiles side by side in a block that computes as many columns of gate as of up."""
+MAX_BATCH = 64
+"""Limit of the experts that are compared as a batch: more load any device as evenly."""
 
 
-def _most_products(problem: Problem) -> int:
-    """Returns how many products of a kind a batch may have."""
-    each = largest_array(problem.m, problem.n, problem.k, problem.bits, batch=2) // 2
-    return (MOST_ELEMENTS - 1) // each
+def _max_batch(problem: Problem) -> int:
+    """Returns how many products of this shape a batch may have."""
+    elements = largest_array(problem.m, problem.n, problem.k, problem.bits, batch=2)
+    return (MOST_ELEMENTS - 1) // (elements // 2)
 
 
 @lru_cache(maxsize=4096)
-def choose_cuda_gather(
-    problem: Problem,
-    experts: int,
-    each: int,
-    device: CudaDevice,
-    gate: str | None = None,
-    bias: bool = False,
-) -> CudaGatherPlan:
-    """Returns how the products of pairs (row, expert) are computed; cached.
+def choose_gather(gather: GatherProblem, device: CudaDevice) -> CudaGatherPlan:
+    """Returns the plan for experts' products; cached.
 
-    Blocks are those of a batch of products, one for each expert that is likely to be
-    chosen at all.
+    The block is the one that suits a batch of products best, with a product for each
+    expert that is expected to be chosen.
 
     Args:
-        problem: The product of one expert; its m counts all pairs.
-        experts: Weights to choose from.
-        each: As in `CudaGatherPlan`.
+        gather: The products to compute.
         device: The device to plan for.
-        gate: As in `CudaGatherPlan`; the problem is one of both weights'.
-        bias: As in `CudaGatherPlan`.
 
     Raises:
-        ValueError: If our kernels do not multiply in the problem's format.
+        ValueError: If the kernel does not multiply in the problem's format.
     """
+    problem = gather.problem
     # A tile for twice the mean: experts are chosen unevenly.
-    fragments = -(-2 * problem.m // (experts * limits.FRAGMENT_ROWS))
+    fragments = -(-2 * problem.m // (gather.experts * limits.FRAGMENT_ROWS))
     fragments_m = min(max(fragments, 1), limits.FRAGMENTS_M[-1])
-    one = replace(problem, m=limits.FRAGMENT_ROWS * fragments_m)
-    if gate:
-        one = replace(one, n=2 * problem.n)
-    chosen = min(round(chosen_experts(problem.m, experts)), MOST_PRODUCTS)
-    one = replace(one, batch=max(min(chosen, _most_products(one)), 1))
+    batched = replace(problem, m=limits.FRAGMENT_ROWS * fragments_m)
+    if gather.gate:
+        batched = replace(batched, n=2 * problem.n)
+    chosen = min(round(gather.chosen_experts), MAX_BATCH)
+    batched = replace(batched, batch=max(min(chosen, _max_batch(batched)), 1))
     overrides: PlanOverrides = {
         "kernel": "mma",
         "strategy": "data_parallel",
         "fragments_m": fragments_m,
     }
-    asked: list[PlanOverrides] = [overrides]
-    if gate:
-        asked = [{**overrides, "simdgroups_n": tiles_n} for tiles_n in PAIRED]
+    alternatives: list[PlanOverrides] = [overrides]
+    if gather.gate:
+        alternatives = [
+            {**overrides, "simdgroups_n": count} for count in GATED_SIMDGROUPS_N
+        ]
     plan = min(
-        (search.make(one, device, wish) for wish in asked),
+        (search.make(batched, device, fields) for fields in alternatives),
         key=lambda plan: search.predict(plan, device).seconds,
     )
     return CudaGatherPlan(
-        problem=problem,
-        experts=experts,
+        gather=gather,
         fragments_m=fragments_m,
         simdgroups_n=plan.simdgroups_n,
         simdgroups_k=plan.simdgroups_k,
-        each=each,
-        gate=gate,
-        bias=bias,
     )
+
+
+def gather_unsupported(gather: GatherProblem, device: CudaDevice) -> str | None:
+    """Returns why the kernel cannot compute experts' products on a device, or None."""
+    problem = gather.problem
+    if problem.invariant:
+        return "our CUDA kernels take no experts with invariant=True"
+    if gather.gate and not _takes_gate(gather):
+        return (
+            f"our CUDA kernel gates packed experts of whole tiles of {TILE_N} columns, "
+            f"with 1 to {MAX_PAIRS_PER_ROW} consecutive pairs of each row"
+        )
+    words = largest_array(1, gather.experts * problem.n, problem.k, problem.bits)
+    if problem.layout == "mlx" and words >= MOST_ELEMENTS:
+        return "our CUDA kernels count MLX's words in 32 bits, and there are more"
+    return limits.too_old(device) or limits.why_not(problem)
+
+
+def _takes_gate(gather: GatherProblem) -> bool:
+    problem = gather.problem
+    is_tiled = problem.layout == "marlin" and problem.n % TILE_N == 0
+    return is_tiled and 0 < gather.pairs_per_row <= MAX_PAIRS_PER_ROW

@@ -1,7 +1,7 @@
-"""Finds the CUDA text of a plan's kernels.
+"""CUDA source of the kernels.
 
-A kernel is a body of `shaders/cuda`, which includes files of `lib` behind
-`cuda/prelude.cuh`, where Metal's words are said in CUDA.
+The source of a kernel is a body of `shaders/cuda`, preceded by declarations. Its header
+includes files of `lib` after `cuda/prelude.cuh`, which maps Metal's names to CUDA.
 """
 
 import hashlib
@@ -12,29 +12,29 @@ from mlx_marlin.backends import source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.cuda.source import declarations
-from mlx_marlin.backends.source import NUMBERS, OPERANDS, Source, read
+from mlx_marlin.backends.source import NUMBERS, OPERANDS, SECOND, Source, read
 from mlx_marlin.planning.problem import Problem
 
 SECTION = 7
-"""Numbers of each but the last of those, where CUDA has all of them in one array."""
+"""Offset of the sections of CUDA's only array of numbers; the last may be longer."""
 
 
 def of_product(plan: CudaPlan) -> Source:
-    """Returns the text of the CUDA kernel of a plan, which has a block's size in it.
+    """Returns the source of a plan's first kernel.
 
-    MLX has no place for that in the signature.
+    It contains the block size, which cannot be passed through MLX's signature.
     """
-    leaning = "staged_product" if plan.is_pipelined else "product"
-    header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{leaning}.cuh')}"
+    file = "staged_product" if plan.is_pipelined else "product"
+    header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{file}.cuh')}"
     declared = declarations.of_product(plan)
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
 
 
-def cuda_gather_source(plan: CudaGatherPlan) -> Source:
-    """Returns the text of the CUDA kernel for experts' products."""
+def gather_source(plan: CudaGatherPlan) -> Source:
+    """Returns the source of the gather kernel, for products of experts."""
     header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
-    named = () if plan.each else ("sources",)
-    second = declarations.SECOND if plan.gate else ()
+    named = () if plan.pairs_per_row else ("sources",)
+    second = SECOND if plan.gather.gate else ()
     operands = (*OPERANDS, *second, "experts", *named)
     declared = declarations.of_experts(plan)
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
@@ -44,12 +44,12 @@ ROUTING = {
     "route": (("logits",), ("experts", "scores")),
     "combine": (("results", "scores", "residual"), ("out",)),
 }
-"""What the kernels around experts' products read and write."""
+"""Inputs and outputs of the kernels that precede and follow products of experts."""
 
 
 @cache
 def routing_source(body: str) -> Source:
-    """Returns the text of the CUDA kernel "route" or "combine"."""
+    """Returns the source of the kernel "route" or "combine"."""
     inputs, outputs = ROUTING[body]
     return Source(
         name=f"marlin_{body}",
@@ -61,13 +61,13 @@ def routing_source(body: str) -> Source:
 
 
 def of_dense(problem: Problem) -> Source:
-    """Returns the text of the CUDA kernel that decodes a block of a weight."""
+    """Returns the source of the kernel that decodes a block of a weight."""
     header = _included("cuda/decoding.cuh")
     return _of_cuda("dequantize", header, OPERANDS[1:], NUMBERS[:1], problem)
 
 
 def of_reduce(plan: CudaPlan) -> Source:
-    """Returns the text of the CUDA kernel that adds the splits of each tile."""
+    """Returns the source of the kernel that adds the splits of each tile."""
     header = _included("cuda/sums.cuh")
     declared = declarations.of_epilogue(plan.problem.epilogue)
     return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, declared)
@@ -81,12 +81,11 @@ def _of_cuda(
     problem: Problem,
     declared: declarations.Declared = declarations.NOTHING,
 ) -> Source:
-    """Returns the text of a CUDA kernel, which has no input that it does not read.
+    """Returns the source of a CUDA kernel, without inputs that it does not read.
 
-    The body names all arrays that there may be, and a plan's numbers as Metal has them.
-    Before it stands what takes the place of arrays that it does not read, where in one
-    array the numbers lie, the epilogue and the rows. Parts are arrays of their own, in
-    one object.
+    The body uses the names of all possible arrays and of the plan's numbers. The text
+    before it declares absent arrays, the sections of the array of numbers, the epilogue
+    and the access to rows of x. The outputs of `parts` are separate arrays.
     """
     arrays = (*operands, *declared.arrays)
     present = tuple(name for name in arrays if _is_read(name, problem))
@@ -94,9 +93,9 @@ def _of_cuda(
     for i, name in enumerate((*numbers, *declared.numbers)):
         lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
     lines.append(declared.declaration)
-    several = problem.epilogue.parts if declared.numbers else ()
-    outputs = tuple(f"out{i}" for i in range(len(several))) or ("out",)
-    if several:
+    parts = problem.epilogue.parts if declared.numbers else ()
+    outputs = tuple(f"out{i}" for i in range(len(parts))) or ("out",)
+    if parts:
         results = f"{{{{{', '.join(outputs)}}}, parts, shape[0]}}"
         lines.append(f"const marlin::Apart<T, PARTS> out = {results};\n")
     return Source(
@@ -111,32 +110,32 @@ def _of_cuda(
 def _is_read(name: str, problem: Problem) -> bool:
     """Returns whether a CUDA kernel reads an array that its body names."""
     epilogue = problem.epilogue
-    # Packed, biases lie between the scales; a global scale stands in their place.
-    apart = problem.layout == "mlx" and problem.format.parameters > 1
-    there = {
-        "biases": apart or problem.global_scale,
+    # Packed biases are interleaved with the scales; a global scale replaces them.
+    separate = problem.layout == "mlx" and problem.format.parameters > 1
+    present = {
+        "biases": separate or problem.global_scale,
         "bias": epilogue.bias,
         "multiplier": epilogue.multiply,
         "residual": epilogue.residual,
     }
-    return there.get(name, True)
+    return present.get(name, True)
 
 
 @cache
 def _included(file: str) -> str:
-    """Returns a header that names a file of CUDA instead of holding its text.
+    """Returns a header that includes a file of `shaders` instead of containing it.
 
     MLX copies and hashes a kernel's text in every call: 50 KB cost 20 us (measured,
-    docs/lab). What it compiled it finds by that hash, also on disk, so the name
-    comes with a digest of all that the file may include.
+    docs/lab). It finds compiled kernels by that hash, also on disk, so the header has a
+    digest of all files that may be included.
     """
     files = [
         *sorted(source.shader_folder().glob("lib/*")),
         *sorted(_cuda_folder().iterdir()),
     ]
     digest = hashlib.sha256()
-    for each in files:
-        digest.update(each.read_bytes())
+    for included in files:
+        digest.update(included.read_bytes())
     path = (source.shader_folder() / file).as_posix()
     return f'// {digest.hexdigest()[:16]}\n#include "{path}"\n'
 

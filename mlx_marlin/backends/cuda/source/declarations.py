@@ -1,13 +1,20 @@
-"""What stands before the body of a CUDA kernel: its epilogue, and arrays it lacks.
+"""Declarations before the body of a CUDA kernel: epilogue, rows and absent arrays.
 
-A body has one text; what it calls `epilogue`, `rows` and the arrays that a kernel does
-not read is declared before it, in the words of `shaders/cuda`.
+The body of a kernel is the same for all plans. What it calls `epilogue`, `rows`, and
+the arrays that a kernel does not read are declared before it.
 """
 
 from typing import NamedTuple
 
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.source import FINISH, FINISHING, HEAD_NORMS, NORM, ROTATION
+from mlx_marlin.backends.source import (
+    EXPERT_BIASES,
+    FINISH,
+    FINISHING,
+    HEAD_NORMS,
+    NORM,
+    ROTATION,
+)
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 
@@ -15,18 +22,18 @@ ABSENT = {
     "biases": "const auto* biases = scales;\n",
     **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
 }
-"""What a CUDA body calls an array that its kernel does not read: each costs MLX 0.3 us
-a call (measured, docs/lab)."""
+"""Declarations of arrays that a kernel does not read. An input array would cost MLX
+0.3 us per call (measured, docs/lab)."""
 
 
 class Declared(NamedTuple):
-    """What stands before a CUDA body, for its epilogue or for the rows that it reads.
+    """Declarations of an epilogue or of the access to rows, before a kernel's body.
 
     Attributes:
-        suffix: Of the kernel's name.
-        arrays: That it may read for them.
-        numbers: Of a plan that it reads for them.
-        declaration: What the body calls `epilogue` or `rows`.
+        suffix: Suffix of the kernel's name.
+        arrays: Arrays that the kernel may read for them.
+        numbers: Numbers of a plan that the kernel reads for them.
+        declaration: The declaration of `epilogue` or `rows`.
     """
 
     suffix: str = ""
@@ -34,8 +41,8 @@ class Declared(NamedTuple):
     numbers: tuple[str, ...] = ()
     declaration: str = ""
 
-    def beside(self, other: "Declared") -> "Declared":
-        """Returns what declares both."""
+    def combined(self, other: "Declared") -> "Declared":
+        """Returns the declarations of both."""
         return Declared(
             self.suffix + other.suffix,
             self.arrays + other.arrays,
@@ -46,14 +53,11 @@ class Declared(NamedTuple):
 
 NOTHING = Declared()
 NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
-SECOND = ("second", "second_scales")
-"""Arrays of packed weights that experts have beside `w`."""
 AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
 NO_SECOND = Declared(
     declaration="const uint32_t* second = nullptr;\n"
     "const auto* second_scales = scales;\n"
 )
-EXPERT_BIASES = ("expert_bias", "second_bias")
 BIASED = Declared(
     "_biased",
     EXPERT_BIASES[:1],
@@ -83,7 +87,7 @@ ROTATED = Declared(
     FINISH[-1:],
     "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods, {}}};\n",
+    "    {{bias, nullptr, nullptr, parts}, positions, freqs, {}}};\n",
 )
 ROTATED_NORMS = Declared(
     "_rotated_norms",
@@ -93,19 +97,19 @@ ROTATED_NORMS = Declared(
     "using Heads =\n"
     "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
-    "    {{bias, nullptr, nullptr, parts}, places, periods, {q_norm, k_norm}}};\n",
+    "    {{bias, nullptr, nullptr, parts}, positions, freqs, {q_norm, k_norm}}};\n",
 )
-AS_THEY_LIE = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
+PLAIN_ROWS = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
 NORMED = Declared(
     "_normed",
     NORM,
     declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
 )
-"""What the body of "mma" calls `rows`; the other kernels read x themselves."""
+"""The declarations of `rows` for "mma"; the other kernels read x directly."""
 
 
 def of_epilogue(epilogue: Epilogue) -> Declared:
-    """Returns what declares the epilogue of a product."""
+    """Returns the declarations of the epilogue of a product."""
     if epilogue.gated:
         return GATED
     if epilogue.rotation is not None:
@@ -114,17 +118,17 @@ def of_epilogue(epilogue: Epilogue) -> Declared:
 
 
 def of_product(plan: Plan) -> Declared:
-    """Returns what declares the epilogue of a plan's first kernel, and its rows."""
+    """Returns the declarations of the epilogue and rows of a plan's first kernel."""
     declared = AS_IT_IS if plan.is_split else of_epilogue(plan.problem.epilogue)
     if plan.kernel != "mma":
         return declared
-    return declared.beside(AS_THEY_LIE if plan.problem.norm is None else NORMED)
+    return declared.combined(PLAIN_ROWS if plan.problem.norm is None else NORMED)
 
 
 def of_experts(plan: CudaGatherPlan) -> Declared:
-    """Returns what declares the epilogue of experts' products, and what they lack."""
-    if plan.gate:
-        declared = GATED_BIASED if plan.bias else GATED
+    """Returns the declarations of the epilogue and absent arrays of a gather plan."""
+    if plan.gather.gate:
+        declared = GATED_BIASED if plan.gather.bias else GATED
     else:
-        declared = NO_SECOND.beside(BIASED if plan.bias else AS_IT_IS)
-    return declared.beside(NO_SOURCES) if plan.each else declared
+        declared = NO_SECOND.combined(BIASED if plan.gather.bias else AS_IT_IS)
+    return declared.combined(NO_SOURCES) if plan.pairs_per_row else declared

@@ -1,34 +1,43 @@
-"""What `gemm_staged` should cost where it differs from `gemm_register`.
+"""Cost of the main loop of `gemm_staged`.
 
-A model throughout: none of its figures was counted by a compiler, let alone measured. A
-simdgroup that loads decodes a chunk of w for all others; one that multiplies loads what
-was staged; all wait at barriers, and for the slowest of them.
+All figures are estimates: none was counted with a compiler or measured. Simdgroups that
+load decode a chunk of w for all others, simdgroups that multiply load it from
+threadgroup memory, and all of them wait at barriers.
 """
 
 from dataclasses import dataclass
 
-from mlx_marlin.backends.metal.cost.loop import LoopCost
+from mlx_marlin.backends.metal.cost.counts import LoopCost, loop_cost
+from mlx_marlin.backends.metal.cost.main_loop import (
+    MATRIX_OPS,
+    WEIGHTS_PER_TRIP,
+    padded_weights,
+    readers,
+)
+from mlx_marlin.backends.metal.cost.rates import LANE_BYTES_PER_CLOCK, rates_of
+from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import barriers
 from mlx_marlin.planning.work.tiles import FRAGMENT, step_k
 from mlx_marlin.weights.formats import SCALE_BYTES, TILE_K, TILE_N
 
 GROUP_SLOTS = 48
-"""Slots in which a reader sums and scales a trip of a row fragment (by the text)."""
+"""Slots in which a reader sums and scales a row fragment per iteration (estimated from
+the source)."""
 BARRIER_SLOTS = 30
-"""Slots that a simdgroup loses at a barrier (assumed: nobody has told)."""
+"""Slots that a simdgroup loses at a barrier (assumed; no published figure)."""
 THREADGROUP_BYTES_PER_CLOCK = 128
-"""Bytes of threadgroup memory that a core moves in a clock: 32 banks of 4."""
+"""Bytes of threadgroup memory that a core moves per clock: 32 banks of 4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """What a trip of the main loop costs all simdgroups together, 32 rows of w x 64 k.
+class StagedLoop:
+    """Cost of an iteration of the main loop (32 rows of w x 64 k), all simdgroups.
 
     Attributes:
-        other: Slots beside the matrix products, barriers included.
-        lane_bytes: Bytes that loads from device memory return to lanes for a weight.
-        staged_bytes: Bytes for a weight to threadgroup memory and back.
+        other: Slots besides the matrix products, including barriers.
+        lane_bytes: Bytes per weight that loads from device memory return to lanes.
+        staged_bytes: Bytes per weight written to and read from threadgroup memory.
     """
 
     other: float
@@ -36,30 +45,46 @@ class Loop:
     staged_bytes: float
 
 
-def staged_loop(plan: MetalPlan, trip: LoopCost, readers: dict[int, int]) -> Loop:
+def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, float]:
+    """Returns the issue slots and the lane bytes of a main loop of `gemm_staged`.
+
+    Traffic of threadgroup memory is converted to lane bytes that take as long.
+    """
+    problem, rates = plan.problem, rates_of(device)
+    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    held = readers(problem.m, plan.fragments_m)
+    loop = _staged_loop(plan, counts, held)
+    products = sum(count * MATRIX_OPS[held_m] for held_m, count in held.items())
+    slots = rates.matrix_slots * products + rates.exposed * loop.other
+    staged = loop.staged_bytes * LANE_BYTES_PER_CLOCK / THREADGROUP_BYTES_PER_CLOCK
+    weights = padded_weights(problem)
+    return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights
+
+
+def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> StagedLoop:
     """Returns the cost of the main loop of a plan of `gemm_staged`.
 
     Args:
         plan: The plan.
-        trip: The counts of the format for `gemm_register`.
-        readers: Simdgroups that read each weight, by the row fragments they hold.
+        counts: The counts of the format for `gemm_register`.
+        held: Simdgroups that read each weight, by the row fragments they hold.
     """
     problem = plan.problem
-    count = sum(readers.values())
-    fragments = sum(each * number for each, number in readers.items())
+    count = sum(held.values())
+    fragments = sum(held_m * number for held_m, number in held.items())
     along_k = TILE_K // FRAGMENT
-    rows = TILE_N // FRAGMENT * along_k  # fragments of w in a trip
+    rows = TILE_N // FRAGMENT * along_k  # fragments of w in an iteration
     tiles = plan.m_tiles
-    decoded = tiles * (trip.fragments[0][plan.subtract] + rows) + fragments * along_k
+    decoded = tiles * (counts.fragments[0][plan.subtract] + rows) + fragments * along_k
     read = count * rows + fragments * (along_k + GROUP_SLOTS)
     waits = barriers(1, plan.buffers) - barriers(0, plan.buffers)
     stages = TILE_K / step_k(problem.group_size) / plan.simdgroups_k
     waiting = tiles * plan.simdgroups * stages * waits * BARRIER_SLOTS
     size = SCALE_BYTES[problem.scale_dtype] * problem.format.parameters
     element = problem.fragment_bytes
-    # A row fragment of x has a quarter of the rows that a chunk of w has.
+    # A row fragment of x has a quarter of the rows of a chunk of w.
     of_x = fragments * FRAGMENT / TILE_N
-    return Loop(
+    return StagedLoop(
         other=decoded + read + waiting,
         lane_bytes=tiles * problem.bits / 8
         + count * 4 * size / step_k(problem.group_size)

@@ -1,12 +1,12 @@
-"""How rows that each chose one weight out of several are multiplied: experts' products.
+"""Plans of experts' products on Apple GPUs.
 
-A threadgroup has one column of tiles of one expert and finds the rows that chose it,
-so that the weight is read once for all of them. Which rows those are is known on the
-GPU only: the plan has a threadgroup for every expert, and one that nobody chose ends at
-once.
+A threadgroup computes one column of tiles of one expert. It finds the rows that chose
+the expert, so that the weight is read once for all of them. Which rows these are is
+known on the GPU only: there are threadgroups for every expert, and those of an expert
+that no row chose end immediately.
 
-Few rows of a tile are dot products, as in `gemv`: an expert that one row chose costs no
-8x8 matrices. How many rows chose it is known on the GPU only, too.
+Few rows of a tile are computed as dot products, as in `gemv`: the weight of an expert
+that one row chose needs no 8x8 matrices.
 """
 
 from dataclasses import dataclass
@@ -16,46 +16,41 @@ from mlx_marlin.backends.metal.limits import (
     MAX_SIMDGROUPS,
     THREADGROUP_LIMIT,
 )
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
-MOST_THREADGROUPS = 2**31 // (SIMD_WIDTH * MAX_SIMDGROUPS)
-"""A grid counts threads in 32 bits."""
-MOST_DOT_ROWS = 2
-"""Most rows of a tile that are dot products. Two take the kernel 8 to 34 more 16-bit
-registers than matrices alone, which leaves room for 16 simdgroups on a core, and each
+MAX_DOT_ROWS = 2
+"""Limit of the rows of a tile that are dot products. Two take 8 to 34 more 16-bit
+registers than matrices alone, which leaves room for 16 simdgroups on a core; each
 further row takes 28 (counted)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatherPlan:
-    """How the products of rows with the experts that they chose are computed.
+class MetalGatherPlan(GatherPlan):
+    """How the Metal kernel computes experts' products.
 
     Attributes:
-        problem: The product of one expert; its m counts all pairs (row, expert).
-        experts: Weights to choose from.
-        fragments_m: 8-row fragments of x that one simdgroup holds.
         simdgroups_m: Simdgroups side by side along the rows.
-        simdgroups_k: Simdgroups that share a tile's k; for dot products all do.
-        dot_rows: Most rows of a tile that are dot products.
-        subtract: Subtract the codes' offset in the fragment.
+        dot_rows: A tile of up to this many rows is computed as dot products, for which
+            all simdgroups share k.
+        subtract: Whether the codes' offset is subtracted in the fragment.
     """
 
-    problem: Problem
-    experts: int
-    fragments_m: int
     simdgroups_m: int
-    simdgroups_k: int
     dot_rows: int
     subtract: bool
 
-    def __post_init__(self) -> None:
-        if self.experts < 1 or self.num_threadgroups >= MOST_THREADGROUPS:
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other.
+
+        Raises:
+            ValueError: If the kernel cannot have them.
+        """
+        if self.gather.gate is not None or self.gather.bias:
             raise ValueError(
-                f"experts={self.experts} of {self.problem.n} rows make "
-                f"{self.num_threadgroups} threadgroups, expected 1 to "
-                f"{MOST_THREADGROUPS - 1}"
+                f"gate={self.gather.gate!r}, bias={self.gather.bias}: the Metal kernel "
+                f"for experts takes neither"
             )
         if self.fragments_m not in FRAGMENTS_M:
             raise ValueError(
@@ -66,14 +61,14 @@ class GatherPlan:
                 f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k} "
                 f"is not between 1 and {MAX_SIMDGROUPS} simdgroups"
             )
-        if not 0 <= self.dot_rows <= MOST_DOT_ROWS:
+        if not 0 <= self.dot_rows <= MAX_DOT_ROWS:
             raise ValueError(
-                f"dot_rows={self.dot_rows} is not between 0 and {MOST_DOT_ROWS}"
+                f"dot_rows={self.dot_rows} is not between 0 and {MAX_DOT_ROWS}"
             )
         if self.problem.invariant and (self.dot_rows or not self.subtract):
             raise ValueError(
-                "invariant=True needs subtract=True and dot_rows=0, because what fewer "
-                "or more rows may do otherwise changes bits"
+                "invariant=True needs subtract=True and dot_rows=0: otherwise the bits "
+                "of a row depend on the number of rows"
             )
         if self.threadgroup_bytes > THREADGROUP_LIMIT:
             raise ValueError(
@@ -82,9 +77,29 @@ class GatherPlan:
             )
 
     @property
+    def pairs_per_row(self) -> int:
+        """0: the kernel reads the row of each pair from an array."""
+        return 0
+
+    @property
     def rows(self) -> int:
         """Rows of a tile: pairs that share one reading of the weight."""
         return FRAGMENT * self.fragments_m * self.simdgroups_m
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile."""
+        return TILE_N
+
+    @property
+    def has_ragged_tiles(self) -> bool:
+        """Whether the kernel is compiled for an n that does not fill the last tile."""
+        return self.problem.n % TILE_N != 0
+
+    @property
+    def by_pair(self) -> bool:
+        """False: a threadgroup always computes a tile of an expert."""
+        return False
 
     @property
     def threads(self) -> int:
@@ -98,12 +113,12 @@ class GatherPlan:
 
     @property
     def threadgroup_bytes(self) -> int:
-        """Bytes of threadgroup memory: the scratch, and the list of pairs."""
+        """Bytes of threadgroup memory: the scratch and the list of pairs."""
         scratch = self.simdgroups_k * self.rows * PADDED_COLUMNS * 4
         return scratch + self.rows * 4
 
     def explain(self) -> str:
-        """Says in a line what will run; every figure is counted, none predicted."""
+        """Returns a line on what will run; every figure is counted, not predicted."""
         return (
             f"gather {self.rows}x{TILE_N}, {self.simdgroups_m}x{self.simdgroups_k} "
             f"simdgroups (m x k), dot products up to {self.dot_rows} rows, "

@@ -1,29 +1,21 @@
-"""Removes from Metal text what the compiler does not need.
+"""Compaction of Metal text: removes what the compiler does not need.
 
-MLX joins the text of a kernel at each call and hashes it at each evaluation, so each
-byte costs time on the host. Comments, needless white space and unused definitions are
-removed. Line breaks stay, so that every remaining token keeps its line number.
-
-The tokenizer covers the language of `shaders/`: it does not know raw strings.
+MLX concatenates the text of a kernel in each call and hashes it in each evaluation, so
+every byte costs host time. Comments, unnecessary white space and unused declarations
+are removed. Line breaks stay, so remaining tokens keep their line numbers.
 """
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-_TOKEN = r"""
-    (?P<space>[ \t\r\f\v]*)
-    (?:(?P<word>[A-Za-z_]\w*)
-    |(?P<newline>\n)
-    |(?P<continuation>\\\n)
-    |(?P<comment>//(?:\\\n|[^\n])*|/\*.*?(?:\*/|\Z))
-    |(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
-    |(?P<number>\.?\d(?:[eEpP][+-]|'(?=\w)|[\w.])*)
-    |(?P<operator><<=|>>=|\.\.\.|->\*|->|\+\+|--|<<|>>|&&|\|\||::|\#\#|<:|<%|%:
-        |[-+*/%&|^=!<>]=|.))
-"""
-_WORD = r"[A-Za-z_]\w*"
+from mlx_marlin.backends.metal.source.tokens import (
+    BETWEEN,
+    Item,
+    identifiers,
+    items_of,
+)
+
 _ANGLES = {"<": 1, ">": -1, ">>": -2}
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 _BEHIND_NAME = frozenset({"(", "=", "[", "{", ";"})
@@ -33,23 +25,19 @@ _UNNAMED = frozenset(
     {"__attribute__", "alignas", "asm", "decltype", "enum", "extern", "friend"}
     | {"namespace", "operator", "static_assert", "typedef"}
 )
-"""Words of declarations whose names are not looked for: such declarations stay."""
-
-_Item = tuple[str, str]
-"""The kind and the text of a token, a directive, a line break or a necessary space."""
-_BETWEEN = ("newline", "space")
+"""Keywords of declarations whose names are not parsed; such declarations stay."""
 
 
 class _Piece(NamedTuple):
-    """A declaration outside of all braces, a directive, or a line break.
+    """A declaration at namespace scope, a directive, or a line break.
 
     Attributes:
-        text: Without comments and needless white space.
-        name: The name that it declares; None if it always stays.
-        words: All identifiers in it.
-        parameters: Of a function, the identifiers that occur in the list of parameters
-            and not before it.
-        is_class: Whether it declares a class.
+        text: The text without comments and unnecessary white space.
+        name: The declared name; None if the piece always stays.
+        words: All identifiers in the piece.
+        parameters: For a function, the identifiers that occur in its parameter list and
+            not before it.
+        is_class: Whether the piece declares a class.
     """
 
     text: str
@@ -59,15 +47,9 @@ class _Piece(NamedTuple):
     is_class: bool = False
 
 
-@cache
-def _token() -> re.Pattern[str]:
-    """Returns the compiled pattern; compiling it would take a millisecond of import."""
-    return re.compile(_TOKEN, re.DOTALL | re.VERBOSE)
-
-
 def stripped(text: str) -> str:
-    """Returns a text without comments and needless white space, with all its lines."""
-    return "".join([word for _, word in _items(text)])
+    """Returns a text without comments and unnecessary white space, line by line."""
+    return "".join([word for _, word in items_of(text)])
 
 
 def lean(files: Sequence[str], body: str) -> str:
@@ -75,13 +57,12 @@ def lean(files: Sequence[str], body: str) -> str:
 
     A declaration stays if its name occurs in the body, in a directive or in another
     declaration that stays. All overloads and specializations of a name stay, except
-    overloads with a parameter of one of the files' classes that nothing else mentions:
-    no value of such a class exists. A declaration that is removed leaves its line
-    breaks.
+    overloads with a parameter of a class that nothing else mentions, because no value
+    of such a class exists. Removed declarations leave their line breaks.
 
     Args:
         files: Texts of declarations.
-        body: The text that uses them.
+        body: Text that uses them.
 
     Returns:
         The files, joined by line breaks.
@@ -98,9 +79,9 @@ def lean(files: Sequence[str], body: str) -> str:
 
 
 def _kept(pieces: Sequence[_Piece], body: str) -> set[_Piece]:
-    """Returns the pieces that a body uses, directly or through others."""
+    """Returns the pieces that a body uses, directly or indirectly."""
     classes = {piece.name for piece in pieces if piece.is_class}
-    used = set(_words(_items(body)))
+    used = set(identifiers(items_of(body)))
     kept: set[_Piece] = set()
     waiting = list(pieces)
     while waiting:
@@ -118,79 +99,16 @@ def _kept(pieces: Sequence[_Piece], body: str) -> set[_Piece]:
     return kept
 
 
-def _words(items: Iterable[_Item]) -> frozenset[str]:
-    """Returns all identifiers, also those in directives."""
-    items = list(items)
-    words = {text for kind, text in items if kind == "word"}
-    for kind, text in items:
-        if kind == "directive":
-            words.update(re.findall(_WORD, text))
-    return frozenset(words)
-
-
-def _items(text: str) -> list[_Item]:
-    """Returns tokens, directives, line breaks, and spaces between tokens that need one.
-
-    Directives keep one space wherever they have any, because a space before the
-    parameters of a macro has a meaning.
-    """
-    items: list[_Item] = []
-    directive = ""
-    previous, spaced = "", False
-    for found in _token().finditer(text):
-        kind = found.lastgroup or ""
-        space, word = found.group("space", kind)
-        if kind == "newline":
-            if directive:
-                items.append(("directive", directive))
-            items.append((kind, word))
-            directive, previous, spaced = "", "", False
-        elif kind in ("comment", "continuation"):
-            spaced = spaced or bool(space) or kind == "comment"
-            breaks = "\n" * word.count("\n")
-            if directive:
-                directive += breaks.replace("\n", "\\\n")
-            elif kind == "continuation":
-                items.append(("newline", word))
-            elif breaks:
-                items.append(("newline", breaks))
-                previous = ""
-        else:
-            # All words need the same space, which keeps the cache of pairs small.
-            shape = "a" if kind == "word" else word
-            needed = previous and (spaced or space)
-            if directive or (word == "#" and not previous):
-                directive += f" {word}" if needed else word
-            else:
-                if needed and _must_be_apart(previous, shape):
-                    items.append(("space", " "))
-                items.append((kind, word))
-            previous, spaced = shape, False
-    if directive:
-        items.append(("directive", directive))
-    return items
-
-
-@cache
-def _must_be_apart(first: str, second: str) -> bool:
-    """Returns whether two tokens would be read differently without space."""
-    pair = first[-1] + second[0]
-    if re.fullmatch(r"[\w\"']{2}|\.\.", pair):
-        return True
-    found = _token().match(first + second)
-    return found is not None and found.end() > len(first)
-
-
 @cache
 def _pieces(text: str) -> tuple[_Piece, ...]:
-    """Returns the declarations of a text and what stands between them."""
-    items = _items(text)
+    """Returns the declarations of a text and what is between them."""
+    items = items_of(text)
     pieces = []
     at = 0
     while at < len(items):
         if items[at][0] in ("newline", "space", "directive"):
             part = items[at : at + 1]
-            pieces.append(_Piece(part[0][1], None, _words(part)))
+            pieces.append(_Piece(part[0][1], None, identifiers(part)))
         else:
             part = items[at : _last(items, at) + 1]
             pieces.append(_declaration(part))
@@ -198,17 +116,17 @@ def _pieces(text: str) -> tuple[_Piece, ...]:
     return tuple(pieces)
 
 
-def _declaration(part: Sequence[_Item]) -> _Piece:
+def _declaration(part: Sequence[Item]) -> _Piece:
     name = _name(part)
     text = "".join([word for _, word in part])
     head = _after_template(part, 0)
     if name is None or _is_class(part, head):
-        return _Piece(text, name, _words(part), is_class=name is not None)
-    return _Piece(text, name, _words(part), _parameters(part, name))
+        return _Piece(text, name, identifiers(part), is_class=name is not None)
+    return _Piece(text, name, identifiers(part), _parameters(part, name))
 
 
-def _parameters(part: Sequence[_Item], name: str) -> frozenset[str]:
-    """Returns the words of a function's parameters that do not occur before them."""
+def _parameters(part: Sequence[Item], name: str) -> frozenset[str]:
+    """Returns the identifiers of a function's parameters that do not occur before."""
     head = _after_template(part, 0)
     first = next(at for at in range(head, len(part)) if part[at][1] == name)
     opening = _following(part, first)
@@ -219,13 +137,13 @@ def _parameters(part: Sequence[_Item], name: str) -> frozenset[str]:
         depth += _BRACKETS.get(part[end][1], 0)
         if depth == 0:
             break
-    return _words(part[opening:end]) - _words(part[:opening])
+    return identifiers(part[opening:end]) - identifiers(part[:opening])
 
 
-def _last(items: Sequence[_Item], start: int) -> int:
-    """Returns the last item of the declaration that begins at `start`.
+def _last(items: Sequence[Item], start: int) -> int:
+    """Returns the index of the last item of the declaration that begins at `start`.
 
-    An unfinished declaration has all items.
+    An unfinished declaration ends with the text.
     """
     head = _after_template(items, start)
     to_semicolon = _is_class(items, head) or items[head][1] in ("enum", "using")
@@ -240,8 +158,8 @@ def _last(items: Sequence[_Item], start: int) -> int:
     return len(items) - 1
 
 
-def _after_template(items: Sequence[_Item], at: int) -> int:
-    """Returns the first item behind `template <...>`, or the last one of all."""
+def _after_template(items: Sequence[Item], at: int) -> int:
+    """Returns the index of the first item after `template <...>`, or of the last."""
     last = len(items) - 1
     while items[at][1] == "template" and at < last:
         angles, brackets = 0, 0
@@ -257,25 +175,25 @@ def _after_template(items: Sequence[_Item], at: int) -> int:
     return at
 
 
-def _following(items: Sequence[_Item], at: int) -> int:
-    """Returns the next token or directive, or the last item."""
+def _following(items: Sequence[Item], at: int) -> int:
+    """Returns the index of the next token or directive, or of the last item."""
     at += 1
-    while at < len(items) and items[at][0] in _BETWEEN:
+    while at < len(items) and items[at][0] in BETWEEN:
         at += 1
     return min(at, len(items) - 1)
 
 
-def _is_class(items: Sequence[_Item], at: int) -> bool:
-    """Returns whether a class is declared, rather than what has its type."""
+def _is_class(items: Sequence[Item], at: int) -> bool:
+    """Returns whether a class is declared, rather than a value of a class type."""
     name = _following(items, at)
     behind = items[_following(items, name)][1]
     return items[at][1] in _CLASSES and behind in ("{", "<", ":", ";")
 
 
-def _name(part: Sequence[_Item]) -> str | None:
-    """Returns the name that a declaration declares, None if it has to stay."""
+def _name(part: Sequence[Item]) -> str | None:
+    """Returns the declared name; None if the declaration must stay."""
     items = [
-        item for item in part[_after_template(part, 0) :] if item[0] not in _BETWEEN
+        item for item in part[_after_template(part, 0) :] if item[0] not in BETWEEN
     ]
     texts = [text for _, text in items]
     if not _is_complete(texts) or any(kind == "directive" for kind, _ in part):
@@ -289,18 +207,18 @@ def _name(part: Sequence[_Item]) -> str | None:
     at = next((i for i, text in enumerate(texts) if text in _BEHIND_NAME), 0)
     if at == 0 or items[at - 1][0] != "word" or not _UNNAMED.isdisjoint(texts[:at]):
         return None
-    several = texts[-1] == ";" and "," in _outside_of_brackets(texts[at:])
-    return None if several else texts[at - 1]
+    declares_more = texts[-1] == ";" and "," in _outside_of_brackets(texts[at:])
+    return None if declares_more else texts[at - 1]
 
 
 def _is_complete(texts: Sequence[str]) -> bool:
-    """Returns whether a declaration has its end and as many brackets as it opens."""
+    """Returns whether a declaration has an end and balanced brackets."""
     ends = texts[-1:] in (["}"], [";"]) and texts[0] not in _CLOSING
     return ends and sum(_BRACKETS.get(text, 0) for text in texts) == 0
 
 
 def _outside_of_brackets(texts: Sequence[str]) -> list[str]:
-    """Returns texts outside of brackets; of brackets the opening one only."""
+    """Returns the texts outside of brackets, and the opening brackets."""
     outer = []
     depth = 0
     for text in texts:

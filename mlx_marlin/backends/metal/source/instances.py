@@ -1,8 +1,8 @@
-"""Every instance of our kernels that a plan can ask for, without a wish.
+"""Enumeration of all kernel instances that plans without overrides use.
 
-An instance is a kernel with template arguments. Those of an epilogue (`BIAS`,
-`ACTIVATION`, `MULTIPLY`, `RESIDUAL`, `PARTS`) go with every instance that writes a
-result and are left out here.
+An instance is a kernel with template arguments. The arguments of an epilogue (`BIAS`,
+`ACTIVATION`, `MULTIPLY`, `RESIDUAL`, `PARTS`) are omitted; they combine with every
+instance that writes a result.
 """
 
 from collections.abc import Iterator
@@ -34,17 +34,17 @@ from mlx_marlin.weights.formats import (
 )
 
 K = 1024
-"""Columns of the weight that stands for all: enough for every way to share them."""
+"""Columns of the enumerated weights: enough for every number of simdgroups along k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One instance of a kernel that computes products.
+    """An instance of a kernel that computes products.
 
     Attributes:
-        plan: The least plan that asks for it; it tells the format too.
-        name: The kernel's name, as MLX gets it.
-        template: Its template arguments.
+        plan: The smallest plan that uses the instance; it also has the format.
+        name: Name of the kernel in MLX.
+        template: Template arguments.
     """
 
     plan: MetalPlan
@@ -60,26 +60,23 @@ def variants(
     dtype: str | None = None,
     layout: str | None = None,
 ) -> Iterator[Variant]:
-    """Lists the instances that products run on, of every format or of some.
+    """Yields every kernel instance of products once, for all or for given formats.
 
     Args:
-        mode: Only weights of this scheme.
-        bits: Only codes of so many bits.
+        mode: Only this quantization mode.
+        bits: Only codes with this number of bits.
         group_size: Only groups of this size; 0 is a whole row.
         dtype: Only activations of this dtype.
         layout: Only weights in this layout, "mlx" or "marlin".
-
-    Yields:
-        Each instance once.
     """
-    wished = (mode, bits, group_size, dtype, layout)
-    for format, of in product(FORMATS.values(), DTYPE_BYTES):
+    filters = (mode, bits, group_size, dtype, layout)
+    for format, x_dtype in product(FORMATS.values(), DTYPE_BYTES):
         for stored in format.layouts:
             for size in format.group_sizes_in(stored):
-                known = (format.mode, format.bits, size, of, stored)
-                pairs = zip(wished, known, strict=True)
-                if all(wish in (None, has) for wish, has in pairs):
-                    yield from _of_format(format, size, of, stored)
+                values = (format.mode, format.bits, size, x_dtype, stored)
+                pairs = zip(filters, values, strict=True)
+                if all(filter_ in (None, value) for filter_, value in pairs):
+                    yield from _of_format(format, size, x_dtype, stored)
 
 
 def _of_format(
@@ -98,26 +95,26 @@ def _of_format(
         layout=layout,
     )
     ragged = replace(problem, n=2 * TILE_N - 1)
-    several = replace(problem, batch=2)
+    batched = replace(problem, batch=2)
     both = replace(ragged, batch=2)
     found: dict[tuple[object, ...], Variant] = {}
-    for each in (problem, ragged, several, both):
-        for body in _bodies(each):
-            for plan in _ways(body):
+    for shape in (problem, ragged, batched, both):
+        for body in _bodies(shape):
+            for plan in _divisions(body):
                 variant = variant_of(plan)
                 found.setdefault((variant.name, variant.template), variant)
     yield from found.values()
 
 
 def variant_of(plan: MetalPlan) -> Variant:
-    """Returns the instance that a plan asks for, an epilogue left out."""
+    """Returns the instance that a plan uses, without its epilogue."""
     text = source.product_source(plan.kernel)
     template = arguments.product_template(plan)
     return Variant(plan=plan, name=text.name, template=(*template.items(),))
 
 
 def _bodies(problem: Problem) -> Iterator[MetalPlan]:
-    """Yields every threadgroup, as the plan that gives one a tile."""
+    """Yields every shape of threadgroup, as its data-parallel plan."""
     for rows, count in product(range(1, GEMV_ROWS[problem.dtype] + 1), SIMDGROUPS_K):
         yield _body(problem, "gemv", 0, 1, count, rows)
     groups = [(1, 1), *((2, side) for side in range(1, MAX_SIMDGROUPS_M + 1))]
@@ -128,17 +125,21 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
             yield _body(problem, "gemm_register", *shared)
         for buffers, loaders in STAGED if problem.batch == 1 else ():
             most = most_rows(problem, buffers)
-            # Only where several simdgroups would decode the same, or memory forbids it.
+            # Staging pays only if several simdgroups share decoded weights, unless
+            # memory has no room for them.
             if rows > most or (simdgroups_m == 1 and most >= 4 * FRAGMENT):
                 continue
             if (simdgroups_m * count + loaders) <= MAX_SIMDGROUPS:
-                yield from _fitting(problem, *shared, buffers, loaders)
+                yield from _fitting(problem, shared, buffers, loaders)
 
 
-def _fitting(problem: Problem, *staged: int) -> Iterator[MetalPlan]:
-    """Yields a threadgroup of `gemm_staged`, if its memory is not too large."""
+def _fitting(
+    problem: Problem, shared: tuple[int, int, int, int], buffers: int, loaders: int
+) -> Iterator[MetalPlan]:
+    """Yields the plan of a `gemm_staged` threadgroup if its memory fits."""
     with suppress(ValueError):
-        yield _body(problem, "gemm_staged", *staged)
+        staged = {"buffers": buffers, "loaders": loaders}
+        yield _body(problem, "gemm_staged", *shared, **staged)
 
 
 def _body(
@@ -148,6 +149,7 @@ def _body(
     simdgroups_m: int,
     simdgroups_k: int,
     rows: int,
+    *,
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:
@@ -166,8 +168,8 @@ def _body(
     )
 
 
-def _ways(body: MetalPlan) -> Iterator[MetalPlan]:
-    """Yields a threadgroup with a whole tile, with a range, and with wide tiles."""
+def _divisions(body: MetalPlan) -> Iterator[MetalPlan]:
+    """Yields a plan with whole tiles, with ranges, and with wide tiles."""
     yield body
     work = body.work
     ranges = Work(
@@ -178,7 +180,7 @@ def _ways(body: MetalPlan) -> Iterator[MetalPlan]:
         return
     rest = body.problem.n % TILE_N - TILE_N if body.problem.n % TILE_N else 0
     for width in WIDTHS:
-        # Cores then have two threadgroups or more: they need no more simdgroups.
+        # Cores have two threadgroups or more, so half as many simdgroups suffice.
         least = max(SIMDGROUPS_TO_FILL // 2, body.simdgroups_m * width)
         few = body.simdgroups_m * body.simdgroups_k <= least
         if body.simdgroups_k % width == 0 and few:

@@ -1,1 +1,1 @@
-"""A model of stock MLX on Apple GPUs, and when it should serve a call."""
+"""Cost model of stock MLX on Apple GPUs, and the decision when it serves a call."""

@@ -1,4 +1,4 @@
-"""When stock MLX should serve a call for speed, and why."""
+"""Decides when stock MLX serves a call because it is predicted to be faster."""
 
 from mlx_marlin.backends.metal.cost import FURTHER_DISPATCH, memory_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -8,16 +8,16 @@ from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 
 MARGIN = 1.1
-"""How many times stock MLX's speed our kernels must be predicted to have. The model
-meets published times within 10 %; a call that is left with stock costs nothing."""
+"""Predicted speedup over stock MLX that a call of these kernels needs. The model meets
+published times within 10 %, and leaving a call to stock MLX costs nothing."""
 UNCALIBRATED_MARGIN = 1.3
-"""Likewise where no published time was fitted: the only one of an M1 is 28 % off."""
+"""The same without fitted published times: the only one of an M1 is 28 % off."""
 
 
 def stock_seconds(problem: Problem, device: Device) -> float:
-    """Returns what stock MLX should take for a product and its epilogue.
+    """Returns the predicted seconds of stock MLX for a product and its epilogue.
 
-    The epilogue counts as one operation more, as `mx.compile` would make it.
+    The epilogue counts as one further operation, as with `mx.compile`.
     """
     seconds = stock_prediction(problem, device).seconds
     if problem.epilogue == PLAIN:
@@ -27,28 +27,28 @@ def stock_seconds(problem: Problem, device: Device) -> float:
 
 
 def margin_over_stock(problem: Problem, device: Device) -> float:
-    """Returns how many times stock MLX's speed a product must have to leave it."""
+    """Returns the speedup over stock MLX that a product needs."""
     calibrated = stock_prediction(problem, device).calibrated
     return MARGIN if calibrated else UNCALIBRATED_MARGIN
 
 
 def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
-    """Says why stock MLX should serve a product for speed; None if ours should.
+    """Returns why stock MLX serves a product for speed; None if it does not.
 
-    Only for native weights: a packed weight cannot be handed over, and stock MLX does
-    not promise the same bits for any number of rows.
+    The result is None for packed weights, which stock MLX cannot read, and for
+    invariant products, which it does not support.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        ours: What the model says about our plan.
+        ours: Predicted times of the best plan.
 
     Returns:
-        One sentence whose figures come from the model, or None.
+        One sentence with predicted figures, or None.
     """
     if problem.layout != "mlx" or problem.invariant:
         return None
-    # A launch each: where it is most of the time, there is nothing to win.
+    # Both include a launch: if it dominates, no kernel is faster.
     theirs = FURTHER_DISPATCH + stock_seconds(problem, device)
     ratio = theirs / (FURTHER_DISPATCH + ours.seconds)
     if problem.m == 1:

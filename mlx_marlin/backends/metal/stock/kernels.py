@@ -1,9 +1,9 @@
-"""What stock MLX 0.32.4 launches for a product: which kernel, and how it is cut.
+"""The kernel and the grid that stock MLX 0.32.4 launches for a product.
 
-The choice that `mx.quantized_matmul(transpose=True)` makes, by format, rows, sizes and
-architecture. It follows what MLX does, right or wrong. A format that MLX does not have
-is taken for its affine one of as many bits. Several weights stand in the third
-dimension of the grid, and their k is never split.
+This is the choice of `mx.quantized_matmul(transpose=True)` by format, rows, sizes and
+architecture, including its errors. A format that MLX does not have is treated as the
+affine format with as many bits. A batch uses the third dimension of the grid, and its k
+is never split.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import WORD_BITS
 
 THREADGROUPS = 512
-"""Threadgroups that stock aims at when it splits k."""
+"""Target number of threadgroups of stock MLX when it splits k."""
 WIDE_ROWS = 5
-"""Most rows that one threadgroup of `qmv_wide` takes."""
+"""Most rows of a threadgroup of `qmv_wide`."""
 TILE = 32
-"""Rows and columns of a tile of `qmm_t`; the least step of a split."""
+"""Rows and columns of a tile of `qmm_t`, and the smallest step of a split."""
 
 LIMITS = {
     "ultra": (32, 18, 12),
@@ -28,20 +28,21 @@ LIMITS = {
     "M1 Pro": (14, 10, 7),
     "A13": (18, 12, 10),
 }
-"""Rows from which stock takes a matrix kernel, for k and n up to 2048, up to 4096, and
-larger; by the first chip that has them. "A13" is whatever came before the M1."""
+"""Fewest rows for which stock MLX uses a matrix kernel, for max(k, n) up to 2048, up to
+4096, and larger, by the first chip with these limits. "A13" is any chip before the
+M1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """How a kernel cuts the result.
+    """Division of the result by a kernel.
 
     Attributes:
         columns: Columns of the result that a threadgroup computes.
         simdgroups: Simdgroups of a threadgroup.
         to_fill: Simdgroups that a core needs to hide latency: 8 with 1 KB in flight
-            each, 12 where barriers divide loads from products (fit: two published
-            times with 80 and 128 threadgroups, 20 us taken off for the call).
+            each, 12 if barriers separate loads from products (fit: two published times
+            with 80 and 128 threadgroups, less 20 us for the call).
     """
 
     columns: int
@@ -62,26 +63,26 @@ KERNELS = {
     "qmm_t_nax": Geometry(columns=64, simdgroups=4, to_fill=12),
 }
 FLOATING = "fp_"
-"""What names of kernels for floating codes begin with."""
+"""Prefix of the names of kernels for floating-point codes."""
 KERNELS |= {FLOATING + name: geometry for name, geometry in KERNELS.items()}
-# 16 lanes along k, where affine weights have 8.
+# 16 lanes along k; the affine kernel has 8.
 KERNELS["fp_qmv_wide"] = HALF_VECTOR
-# Two rows of w for a simdgroup, where others have four.
+# Two rows of w per simdgroup; the other kernels have four.
 KERNELS |= {"fp_qmv_2": HALF_VECTOR, "fp_qmv_fast_2": HALF_VECTOR}
 TWO_ROWS = ("nvfp4", "applegpu_g17s", 4096)
-"""Mode, architecture and least n of the kernels with two rows."""
+"""Mode, architecture and smallest n for which MLX uses the kernels with two rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockCall:
-    """What stock MLX launches for a product.
+    """A launch of stock MLX for a product.
 
     Attributes:
         kernel: One of `KERNELS`.
-        rows: Rows of x that a threadgroup serves.
-        passes: Times that a whole weight is read and decoded.
-        split_k: Parts of k, each with threadgroups of its own.
-        threadgroups: Of all products, all splits together.
+        rows: Rows of x that a threadgroup computes.
+        passes: How often the whole weight is read and decoded.
+        split_k: Number of splits of k, each with its own threadgroups.
+        threadgroups: Threadgroups of all products and splits.
     """
 
     kernel: str
@@ -92,26 +93,26 @@ class StockCall:
 
     @property
     def family(self) -> str:
-        """The kernel's name without what tells the codes: a key of both kinds."""
+        """The kernel's name without the prefix and suffix for its codes."""
         return self.kernel.removeprefix(FLOATING).removesuffix("_2")
 
     @property
     def dispatches(self) -> int:
-        """Kernels launched: a second one adds the splits."""
+        """Number of kernel launches; a second one adds the splits."""
         return 1 + (self.split_k > 1)
 
     @property
     def geometry(self) -> Geometry:
-        """How the kernel cuts the result."""
+        """Division of the result by the kernel."""
         return KERNELS[self.kernel]
 
 
 def stock_call(problem: Problem, device: Device) -> StockCall:
-    """Returns what stock MLX launches for `mx.quantized_matmul(transpose=True)`.
+    """Returns the launch of stock MLX for `mx.quantized_matmul(transpose=True)`.
 
     Args:
         problem: The product to compute.
-        device: The chip to compute it on; its architecture decides.
+        device: The chip, whose architecture determines the kernel.
     """
     if problem.m >= _vector_limit(problem, device):
         return _matrix_call(problem, device)
@@ -128,10 +129,10 @@ def stock_call(problem: Problem, device: Device) -> StockCall:
 
 
 def stock_split(problem: Problem) -> int:
-    """Returns in how many parts of k stock MLX's matrix kernel splits a product.
+    """Returns the number of splits of k of stock MLX's matrix kernel.
 
-    As many as give 512 threadgroups, lowered until they divide the groups along k:
-    11008→2048 with groups of 128 falls from 8 splits to 2.
+    The number that gives 512 threadgroups is lowered until it divides the groups along
+    k: 11008→2048 with groups of 128 has 2 splits instead of 8.
     """
     step = max(problem.group_size, TILE)
     tiles = ceil(problem.n / TILE) * ceil(problem.m / TILE)
@@ -142,14 +143,14 @@ def stock_split(problem: Problem) -> int:
 
 
 def _vector_limit(problem: Problem, device: Device) -> int:
-    """Returns the rows from which stock takes a matrix kernel."""
+    """Returns the fewest rows for which stock MLX uses a matrix kernel."""
     small, middle, large = LIMITS[_limits_of(device)]
     longest = max(problem.n, problem.k)
     return small if longest <= 2048 else middle if longest <= 4096 else large
 
 
 def _limits_of(device: Device) -> str:
-    """Returns whose limits hold."""
+    """Returns the key of `LIMITS` for a device."""
     number, letter = device.arch_gen, device.size_letter
     if letter == "d":
         return "ultra"
@@ -160,7 +161,7 @@ def _limits_of(device: Device) -> str:
 
 
 def _vector_kernel(problem: Problem, device: Device) -> tuple[str, int]:
-    """Returns the kernel for few rows, and the rows that a threadgroup serves."""
+    """Returns the kernel for few rows and the rows of a threadgroup."""
     bits = problem.bits
     if problem.k in (64, 128) and bits & (bits - 1) == 0:
         return "qmv_quad", 1
@@ -172,22 +173,22 @@ def _vector_kernel(problem: Problem, device: Device) -> tuple[str, int]:
 
 
 def codes_at_a_time(bits: int) -> int:
-    """Returns the codes of a row of w that a lane of `qmv_fast` takes at a time."""
+    """Returns the codes of a row that a lane of `qmv_fast` loads at a time."""
     return _pack_factor(bits) * (1 if bits <= 2 else 2)
 
 
 def is_floating(problem: Problem) -> bool:
-    """Whether stock MLX has kernels of their own for a problem's codes."""
+    """Returns whether codes are floating-point, for which MLX has separate kernels."""
     return problem.format.codes == "floating"
 
 
 def _pack_factor(bits: int) -> int:
-    """Returns the codes of a pack: of a word, or as many as fill whole bytes."""
+    """Returns the codes of a pack: those of a word, or the fewest that fill bytes."""
     return {3: 8, 5: 8, 6: 4}.get(bits, WORD_BITS // bits)
 
 
 def _named(kernel: str, problem: Problem, device: Device) -> str:
-    """Returns a kernel's name for a problem's codes."""
+    """Returns the name of a kernel for the codes of a problem."""
     if not is_floating(problem):
         return kernel
     mode, arch, least = TWO_ROWS
@@ -196,7 +197,7 @@ def _named(kernel: str, problem: Problem, device: Device) -> str:
 
 
 def _matrix_call(problem: Problem, device: Device) -> StockCall:
-    """Returns the call for many rows; a split never uses the tensor units."""
+    """Returns the launch for many rows; split kernels do not use the tensor units."""
     split = stock_split(problem) if problem.batch == 1 else 1
     nax = split == 1 and device.has_tensor_units and problem.k % 64 == 0
     kernel = "qmm_t_nax" if nax else "qmm_t" if split == 1 else "qmm_t_splitk"

@@ -1,11 +1,11 @@
-"""What a product should cost in stock MLX: a model, never a measurement.
+"""Cost model of stock MLX: predicted times of a product, never measurements.
 
-The kernel that MLX chooses (`stock_dispatch`) is priced like our own plans: memory
-traffic, issue slots and bytes that loads return to lanes, of which the longest counts,
-stretched by unevenly and thinly filled cores. Slots were counted with an open compiler
-for the first Apple generation (`stock_slots`), the rates fitted to published times of
-stock MLX's 4-bit affine products; nobody published times of other formats:
-docs/stock_model.md has each of them. The chooser asks `stock_prediction`, nothing else.
+The kernel that MLX chooses (`kernels`) is priced like the plans of this package: the
+longest of memory traffic, issue slots and bytes that loads return to lanes, multiplied
+by a factor for load imbalance and low occupancy. Slots were counted with an open
+compiler for the first Apple generation (`slots`). The rates are fitted to published
+times of 4-bit affine products; there are none of other formats. docs/stock_model.md
+lists the published times.
 """
 
 from dataclasses import dataclass
@@ -43,38 +43,38 @@ __all__ = [
 ]
 
 THIN = 1.5
-"""From this stretch on, the filling of the cores is what bounds a product."""
+"""Stretch from which low occupancy is the bottleneck of a product."""
 ALU_FLOPS = 256
-"""Operations of a core in a clock without tensor units, which MLX can be told to use
-all the same (MLX_METAL_GPU_ARCH)."""
+"""Operations of a core per clock without tensor units. MLX can be told to use tensor
+units on such a chip (MLX_METAL_GPU_ARCH)."""
 
 EMULATED_BFLOAT = 352 / 256
-"""Factor on the slots of `qmv_fast` where bfloat16 is emulated (counted)."""
+"""Factor on the slots of `qmv_fast` if bfloat16 is emulated (counted)."""
 NATIVE_BFLOAT = 15
-"""The generation (M3) from which it is not."""
+"""First generation (M3) with native bfloat16."""
 FEWEST_WIDE = 2
 """Fewest rows of `qmv_wide`."""
 TILE_PRODUCTS = TILE_SIMDGROUPS * 16 / TILE_WEIGHTS
-"""8x8 products of `qmm_t` for a weight and 32 rows, over its four simdgroups."""
+"""8x8 products of `qmm_t` per weight, for 32 rows and four simdgroups."""
 
-# 0.83 and 14 turns of the fullest of 40 cores are the published 0.508 ms of 544 tiles;
-# without counting turns it would be 0.855.
+# 0.83, and 14 threadgroups on the most loaded of 40 cores, give the published 0.508 ms
+# of 544 tiles. Without rounding up to 14 the factor would be 0.855.
 OVERLAP = {"M3": 0.83, "M4": 0.83, "M5": 0.83}
-"""Factor on the slots of `qmm_t`, where they hide behind each other (fit: M3 Max, M4
-Pro; assumed: M5). 1 elsewhere."""
+"""Factor on the slots of `qmm_t` for their overlap (fit: M3 Max, M4 Pro; assumed: M5);
+1 for other generations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockPrediction:
-    """The model's times for stock MLX's product alone, in seconds.
+    """Predicted times of the product alone in stock MLX, in seconds.
 
     Attributes:
-        call: What is launched.
-        memory: To move the operands and the partial sums.
-        issue: To issue the instructions, all cores alike.
-        loads: To return the loaded bytes to the lanes, all cores alike.
-        stretch: Factor of at least 1 for unevenly loaded and thinly filled cores.
-        reduce: For the second dispatch, 0 without one.
+        call: The launch.
+        memory: Memory traffic of the operands and the partial sums.
+        issue: Instruction issue, if all cores are equally loaded.
+        loads: Loaded bytes returned to lanes, if all cores are equally loaded.
+        stretch: Factor of at least 1 for load imbalance and low occupancy.
+        reduce: The second dispatch, 0 without one.
         calibrated: Whether published times of such chips and formats were fitted.
     """
 
@@ -88,12 +88,12 @@ class StockPrediction:
 
     @property
     def seconds(self) -> float:
-        """The whole product."""
+        """Time of the whole product."""
         return max(self.memory, self.issue, self.loads) * self.stretch + self.reduce
 
     @property
     def bound(self) -> str:
-        """What takes longest: "memory", "issue", "lane bytes", or "thin filling"."""
+        """The bottleneck: "memory", "issue", "lane bytes" or "thin filling"."""
         if self.stretch >= THIN:
             return "thin filling"
         times = {
@@ -104,7 +104,7 @@ class StockPrediction:
         return max(times, key=times.__getitem__)
 
     def explain(self) -> str:
-        """Says the prediction in a line, as a prediction."""
+        """Returns the prediction as one line that says that nothing was measured."""
         call = self.call
         model = "model, not measured" + ", uncalibrated" * (not self.calibrated)
         split = f" in {call.split_k} splits of k" if call.split_k > 1 else ""
@@ -117,10 +117,10 @@ class StockPrediction:
 
 @lru_cache(maxsize=4096)
 def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
-    """Returns what the model says stock MLX takes for a product; cached.
+    """Returns the predicted times of a product in stock MLX; cached.
 
-    The product alone: a bias, an activation or a residual are operations of their own
-    in stock MLX. A packed weight is priced as if it were native.
+    The epilogue is not included, because it consists of separate operations in stock
+    MLX. A packed weight is priced as a native one.
 
     Args:
         problem: The product to compute.
@@ -145,19 +145,19 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
 
 
 def _is_calibrated(problem: Problem, device: Device) -> bool:
-    """Whether there were times to fit: the published ones of an Ultra contradict."""
+    """Returns whether published times were fitted; those of Ultra chips disagree."""
     chip = device.generation in ("M3", "M4") and device.tier != "ultra"
     known = (problem.mode, problem.bits) == ("affine", 4)
     return chip and known and DTYPE_BYTES[problem.dtype] == 2 and problem.batch == 1
 
 
 def _slots(call: StockCall, problem: Problem, device: Device) -> float:
-    """Returns the issue slots of a weight that is decoded once."""
+    """Returns the issue slots per decoded weight."""
     slots = stock_slots(problem)
     if call.family == "qmv_wide":
         return slots.wide[call.rows - FEWEST_WIDE]
     if call.family == "qmm_t_nax":
-        # One buffered stage: the cores decode, then the tensor units multiply.
+        # With one buffer, decoding and the tensor units alternate.
         rate = device.core.tensor_flops_per_clock or ALU_FLOPS
         return slots.tile + 2 * call.rows * SCHEDULERS_PER_CORE / rate
     if call.family.startswith("qmm"):
@@ -168,11 +168,12 @@ def _slots(call: StockCall, problem: Problem, device: Device) -> float:
 
 
 def _lane_bytes(call: StockCall, problem: Problem) -> float:
-    """Returns the bytes that lanes receive for a weight that is decoded once.
+    """Returns the bytes that lanes receive per decoded weight.
 
-    A scale and a bias serve the weights that a lane decodes at a time: a whole group
-    in `qmv_wide`, 8 to 32 in the other vector kernels, 8 in the matrix kernels. x
-    serves one row of w in `qmv_wide`, and four (or two) in the other vector kernels.
+    Scale and bias are loaded once for the weights that a lane decodes at a time: a
+    whole group in `qmv_wide`, 8 to 32 in the other vector kernels, 8 in the matrix
+    kernels. x is loaded for one row of w in `qmv_wide`, and for four (or two) in the
+    other vector kernels.
     """
     x_bytes = DTYPE_BYTES[problem.dtype]
     code_bytes = problem.bits / 8
@@ -181,21 +182,21 @@ def _lane_bytes(call: StockCall, problem: Problem) -> float:
         return call.rows * x_bytes + code_bytes + scale_bytes / problem.group_size
     if call.family.startswith("qmm"):
         return x_bytes + code_bytes + scale_bytes / 8
-    shared = 2 if call.kernel.endswith("_2") else 4  # rows of w with one loading of x
+    shared = 2 if call.kernel.endswith("_2") else 4  # rows of w per load of x
     scale_bytes /= codes_at_a_time(problem.bits)
     return x_bytes / shared + code_bytes + scale_bytes
 
 
 def _traffic(call: StockCall, problem: Problem) -> int:
-    """Returns the bytes that move: every operand once, partial sums in and out."""
+    """Returns the memory traffic: operands once, partial sums written and read."""
     partials = 4 * call.split_k * problem.m * problem.n if call.split_k > 1 else 0
     native = problem.code_bytes + problem.scale_bytes
     return native + problem.activation_bytes + problem.output_bytes + 2 * partials
 
 
 def _stretch(call: StockCall, device: Device) -> float:
-    """Returns the fullest core's share over the mean, more if little runs there."""
-    turns = ceil(call.threadgroups / device.cores)
-    imbalance = turns * device.cores / call.threadgroups
-    simdgroups = turns * call.geometry.simdgroups
+    """Returns the load of the most loaded core over the mean, times low occupancy."""
+    per_core = ceil(call.threadgroups / device.cores)
+    imbalance = per_core * device.cores / call.threadgroups
+    simdgroups = per_core * call.geometry.simdgroups
     return imbalance * max(1.0, call.geometry.to_fill / simdgroups)

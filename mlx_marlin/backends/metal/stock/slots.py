@@ -1,7 +1,7 @@
-"""What stock MLX's kernels cost beside their matrix products, by format.
+"""Counted issue slots of stock MLX's kernels besides matrix products, by format.
 
-The counts are of an open compiler for the first Apple generation, on the kernels that
-MLX 0.32.4 ships: they rank and are not Apple's. Activations are half.
+The counts are those of an open compiler for the first Apple generation and the kernels
+of MLX 0.32.4, with float16 activations. Apple's compiler may give others.
 """
 
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from mlx_marlin.planning.problem import Problem
 
 TILE_WEIGHTS = 1024
-"""Weights of a tile of the matrix kernels, 32 rows of w x 32 k, for four simdgroups."""
+"""Weights of a tile of the matrix kernels: 32 rows of w x 32 k, by four simdgroups."""
 TILE_SIMDGROUPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockSlots:
-    """The issue slots of one format.
+    """Issue slots per weight of one format.
 
     Attributes:
-        vector: Of `qmv_fast`, for a weight and a row.
-        wide: Of `qmv_wide` for a weight, by its rows: 2, 3, 4, 5.
-        tile: Of the matrix kernels for a weight and 32 rows, without 8x8 products.
+        vector: `qmv_fast`, for one row.
+        wide: `qmv_wide`, for 2, 3, 4 and 5 rows.
+        tile: The matrix kernels, for 32 rows, without 8x8 products.
     """
 
     vector: float
@@ -31,10 +31,10 @@ class StockSlots:
 def _counted(
     weights: int, vector: int, wide_weights: int, wide: tuple[int, ...], tile: int
 ) -> StockSlots:
-    """Returns the slots for a weight, from those of a trip of each main loop."""
+    """Returns the slots per weight from those of an iteration of each main loop."""
     return StockSlots(
         vector=vector / weights,
-        wide=tuple(each / wide_weights for each in wide),
+        wide=tuple(slots / wide_weights for slots in wide),
         tile=TILE_SIMDGROUPS * tile / TILE_WEIGHTS,
     )
 
@@ -51,12 +51,12 @@ _COUNTED = {
     ("mxfp8", 8): _counted(1024, 432, 1024, (428, 465, 502, 539), 180),
     ("nvfp4", 4): _counted(2048, 496, 512, (154, 175, 196, 217), 172),
 }
-"""By mode and bits: weights of a trip of `qmv_fast` and its slots, those of `qmv_wide`,
-and the slots of a simdgroup for a tile. The last of affine 4-bit was counted of the
-whole kernel, the others by how much more or less the loader of w takes."""
+"""By mode and bits: weights and slots of an iteration of `qmv_fast`, the same for
+`qmv_wide`, and slots of a simdgroup per tile. The tile slots of affine 4-bit were
+counted for the whole kernel, the others by the difference of the loader of w."""
 
 
 def stock_slots(problem: Problem) -> StockSlots:
-    """Returns the counts of a format; of the affine one where MLX does not have it."""
+    """Returns the slots of a format, or of the affine one if MLX does not have it."""
     key = (problem.mode, problem.bits)
     return _COUNTED.get(key) or _COUNTED["affine", problem.bits]

@@ -1,0 +1,144 @@
+"""Cost of the main loop of `gemv` and `gemm_register`, however the work is divided."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mlx_marlin.backends.metal.cost.counts import LoopCost, loop_cost
+from mlx_marlin.backends.metal.cost.rates import (
+    Rates,
+    lane_bytes_per_second,
+    memory_seconds,
+    rates_of,
+    slots_per_second,
+)
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work.tiles import FRAGMENT
+from mlx_marlin.weights.formats import DTYPE_BYTES, SCALE_BYTES, TILE_K, TILE_N
+
+WEIGHTS_PER_TRIP = TILE_N * TILE_K
+"""Weights that a simdgroup decodes in one iteration of the main loop."""
+MATRIX_OPS = {1: 32, 2: 64}
+"""8x8 products of an iteration, by fragments_m (counted)."""
+FLOAT_REGISTERS = {0: 16, 1: 20, 2: 48}
+"""Additional 16-bit registers if x is not half, by fragments_m; 0 is per row of the dot
+products (counted)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MainLoop:
+    """Cost of the main loop.
+
+    Attributes:
+        bytes: Memory traffic: every operand once.
+        slots: Issue slots of all simdgroups.
+        lane_bytes: Bytes that loads return to lanes.
+        registers: 16-bit registers of a thread.
+        seconds: Time of the main loop alone if all cores are equally loaded.
+    """
+
+    bytes: int
+    slots: float
+    lane_bytes: float
+    registers: int
+    seconds: float
+
+
+@lru_cache(maxsize=1024)
+def loop_of(
+    problem: Problem, fragments_m: int, subtract: bool, device: Device
+) -> MainLoop:
+    """Returns the cost of the main loop; cached for all plans of a product.
+
+    Args:
+        problem: The product.
+        fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
+        subtract: Whether the offset of codes is subtracted before the products.
+        device: The chip to plan for.
+    """
+    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    weights = padded_weights(problem)
+    slots, x_bytes = _per_iteration(
+        counts, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
+    )
+    slots *= weights / WEIGHTS_PER_TRIP
+    lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
+    return MainLoop(
+        bytes=problem.bytes,
+        slots=slots,
+        lane_bytes=lane_bytes,
+        registers=_registers(problem, fragments_m, counts),
+        seconds=max(
+            memory_seconds(problem.bytes, device),
+            slots / slots_per_second(device),
+            lane_bytes / lane_bytes_per_second(device),
+        ),
+    )
+
+
+def loop_slots(
+    problem: Problem, fragments_m: int, subtract: bool, m: int, device: Device
+) -> float:
+    """Returns the issue slots of the main loop per weight, for m rows of float16."""
+    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    rates = rates_of(device)
+    slots, _ = _per_iteration(counts, fragments_m, subtract, m, "float16", rates)
+    return slots / WEIGHTS_PER_TRIP
+
+
+def padded_weights(problem: Problem) -> int:
+    """Returns the number of weights that are decoded once, rows padded to tiles."""
+    return problem.batch * -(-problem.n // TILE_N) * TILE_N * problem.k
+
+
+def readers(m: int, fragments_m: int) -> dict[int, int]:
+    """Returns the simdgroups that read each weight, by the row fragments they hold.
+
+    The kernel skips whole fragments past the last row.
+    """
+    whole, rest = divmod(-(-m // FRAGMENT), fragments_m)
+    return {fragments_m: whole, rest: 1} if rest else {fragments_m: whole}
+
+
+def _registers(problem: Problem, fragments_m: int, counts: LoopCost) -> int:
+    rows = 1 if fragments_m else problem.m
+    base, per_row = counts.row_registers
+    count = counts.registers[fragments_m - 1] if fragments_m else base + per_row * rows
+    # The counts of integers in groups of 16 are those of float32 fragments.
+    in_float = problem.group_size == 16 and problem.format.codes != "floating"
+    if problem.dtype != "float16" and not (in_float and fragments_m):
+        count += FLOAT_REGISTERS[fragments_m] * rows
+    return count
+
+
+def _per_iteration(
+    counts: LoopCost, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
+) -> tuple[float, float]:
+    """Returns the slots of an iteration for all rows, and the lane bytes of x a weight.
+
+    Every group of four fragments of w loads x once: half an element per weight for each
+    row of a dot product, and as much for each fragment of 8 rows.
+    """
+    element = DTYPE_BYTES[dtype] / 4
+    if fragments_m == 0:
+        base, per_row = counts.rows
+        slots: float = base + per_row * m + subtract * counts.row_subtract
+        return slots, m * element
+    slots = x_bytes = 0.0
+    for fragments, count in readers(m, fragments_m).items():
+        other = counts.fragments[fragments - 1][subtract]
+        products = rates.matrix_slots * MATRIX_OPS[fragments]
+        slots += count * (products + rates.exposed * other)
+        x_bytes += count * fragments * element
+    return slots, x_bytes
+
+
+def _weight_lane_bytes(problem: Problem, fragments_m: int) -> float:
+    """Returns the bytes of w that the lanes of all simdgroups receive per weight.
+
+    Every lane loads the group parameters of its four rows in each step.
+    """
+    size = SCALE_BYTES[problem.scale_dtype] * problem.format.parameters
+    repeated = 4 * size / (32 if problem.group_size == 32 else TILE_K)
+    count = sum(readers(problem.m, fragments_m).values()) if fragments_m else 1
+    return (problem.bits / 8 + repeated) * count

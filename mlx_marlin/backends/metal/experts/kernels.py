@@ -1,0 +1,39 @@
+"""The Metal back end's plans and kernel for experts' products."""
+
+from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.metal import arguments, source
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experts import search
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.gather_plan import GatherProblem
+
+
+class MetalGather:
+    """Implements `Gather` for Metal."""
+
+    plan_type = MetalGatherPlan
+    fuses_epilogues = False
+    is_invariant = True
+
+    def unsupported(self, gather: GatherProblem, device: Device) -> str | None:
+        """Returns why the kernel cannot compute experts' products, or None."""
+        if gather.gate is not None or gather.bias:
+            return "our Metal kernel for experts has no gate and no bias"
+        return None
+
+    def choose(self, gather: GatherProblem, device: Device) -> MetalGatherPlan:
+        """Returns the plan for experts' products."""
+        return search.choose_gather(gather, device)
+
+    def handover(self, gather: GatherProblem, device: Device) -> str | None:
+        """Returns why stock MLX should serve experts' products for speed, or None."""
+        return search.gather_handover(gather, device)
+
+    def source(self, plan: MetalGatherPlan) -> Source:
+        """Returns the text of the kernel."""
+        return source.gather_source()
+
+    def template(self, plan: MetalGatherPlan) -> dict[str, TemplateValue]:
+        """Returns the template arguments of the kernel."""
+        return arguments.gather_template(plan)

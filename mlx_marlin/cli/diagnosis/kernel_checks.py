@@ -1,0 +1,70 @@
+"""The checks of kernels on this machine."""
+
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from mlx_marlin.planning.problem import Problem
+
+if TYPE_CHECKING:
+    from mlx_marlin.guard import Verdict
+
+
+def verdicts() -> dict[str, Any]:
+    """Returns the stored verdicts on kernels of this machine."""
+    from mlx_marlin import guard
+
+    return {"on": guard.is_on(), "kernels": [*map(_verdict, guard.verdicts_so_far())]}
+
+
+def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Checks the kernels that serve products on this machine, with a progress bar.
+
+    The verdicts are stored; `verdicts` returns them.
+
+    Args:
+        products: The products.
+
+    Returns:
+        The products that stock MLX serves, with the reasons: they need no kernel.
+
+    Raises:
+        ValueError: If kernels cannot run on this machine.
+    """
+    from tqdm import tqdm
+
+    from mlx_marlin import guard
+    from mlx_marlin.backends import selection
+    from mlx_marlin.products import dispatch
+
+    missing = selection.missing()
+    if missing or selection.backend() == "stock":
+        raise ValueError(f"--check: {missing or selection.choice()[1]}")
+    served_by_stock: list[dict[str, Any]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the verdicts contain them
+        for problem in tqdm([*products], "check", unit="product"):
+            plan = dispatch.plan_of(problem)
+            if isinstance(plan, str):
+                served_by_stock.append({"product": problem.explain(), "reason": plan})
+            else:
+                guard.verdict_of(plan)
+    return served_by_stock
+
+
+def _verdict(verdict: "Verdict") -> dict[str, Any]:
+    return {
+        "kernel": verdict.kernels,
+        "passed": verdict.failure is None,
+        "state": verdict.state,
+        "reason": verdict.failure,
+        "example": verdict.example,
+        "date": verdict.date,
+    }
+
+
+def failure(kernel: dict[str, Any]) -> str:
+    """Returns how and why the check of a kernel failed."""
+    if kernel["state"] == "undecided":
+        return f"could not be checked: {kernel['reason']}"
+    return f"failed its check: {kernel['reason']}"

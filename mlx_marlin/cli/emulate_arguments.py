@@ -1,0 +1,154 @@
+"""Parsing of the arguments of `mlx-marlin emulate`."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+FILLS: dict[str, Callable[[list[int]], mx.array]] = {
+    "random": lambda shape: mx.random.normal(shape, key=mx.random.key(0)),
+    "arange": lambda shape: mx.arange(mx.zeros(shape).size).reshape(shape),
+    "ones": mx.ones,
+    "zeros": mx.zeros,
+}
+"""Contents of an input; random is normally distributed and reproducible."""
+
+MAX_THREADS = 2**32
+"""Threads of a grid, which Metal counts in 32 bits; they take minutes to emulate."""
+MAX_ELEMENTS = 2**28
+"""Elements of an array: 1 GiB of float32."""
+
+
+def read_source(path: Path) -> str:
+    """Reads a Metal file.
+
+    Raises:
+        ValueError: If the file is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is not UTF-8, expected Metal source in UTF-8"
+        ) from None
+
+
+def named(text: str, option: str) -> tuple[str, str]:
+    """Splits NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier() or not value:
+        raise ValueError(f"{option} {text!r}, expected NAME=VALUE")
+    return name, value
+
+
+def all_named(texts: list[str], option: str) -> dict[str, str]:
+    """Splits several NAME=VALUE; raises ValueError if a name occurs twice."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, value = named(text, option)
+        if name in pairs:
+            raise ValueError(f"{option} {text!r}: {name} is given twice, expected once")
+        pairs[name] = value
+    return pairs
+
+
+def input_array(text: str) -> Any:
+    """Returns the input that a text describes: a file, a number or a filled array."""
+    if text.endswith(".npy"):
+        return _load(text)
+    if ":" in text:
+        shape, dtype, fill = array_type(text, "--input")
+        return FILLS[fill](shape).astype(dtype)
+    if _is_integer(text):
+        return integer(text, "--input", bits=64)
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is neither a .npy file nor a number nor SHAPE:DTYPE[:FILL]"
+        ) from None
+
+
+def _load(path: str) -> Any:
+    try:
+        return mx.load(path)
+    except RuntimeError as error:
+        raise ValueError(f"--input {path!r}, expected a .npy file: {error}") from None
+
+
+def integer(text: str, option: str, bits: int = 32) -> int:
+    """Parses a signed integer of the given number of bits."""
+    most = 2 ** (bits - 1) - 1
+    if len(text) > bits or not -most - 1 <= int(text) <= most:
+        raise ValueError(f"{option} {text}, expected an integer of {bits} bits")
+    return int(text)
+
+
+def array_type(text: str, option: str) -> tuple[list[int], mx.Dtype, str]:
+    """Parses SHAPE:DTYPE[:FILL], such as 8x512:float16:random."""
+    shape, _, rest = text.partition(":")
+    dtype, _, fill = rest.partition(":")
+    sizes = shape.split("x")
+    known = isinstance(getattr(mx, dtype, None), mx.Dtype)
+    if not known or not all(map(_is_natural, sizes)) or (fill and fill not in FILLS):
+        raise ValueError(
+            f"{option} {text!r}, expected an array such as 8x512:float16:random"
+        )
+    lengths = [integer(size, option) for size in sizes]
+    if math.prod(lengths) > MAX_ELEMENTS:
+        raise ValueError(
+            f"{option} {text!r} has {math.prod(lengths)} elements, expected at most "
+            f"{MAX_ELEMENTS}"
+        )
+    return lengths, getattr(mx, dtype), fill or "random"
+
+
+def byte_count(text: str) -> int:
+    """Parses the size of a parameter in threadgroup memory."""
+    if not _is_natural(text):
+        raise ValueError(f"--threadgroup-memory {text!r}, expected a number of bytes")
+    return integer(text, "--threadgroup-memory")
+
+
+def template(text: str) -> tuple[str, mx.Dtype | int | bool]:
+    """Parses NAME=VALUE, where VALUE is an integer, true, false or a dtype."""
+    name, value = named(text, "--template")
+    if value in ("true", "false"):
+        return name, value == "true"
+    if _is_integer(value):
+        return name, integer(value, f"--template {name}")
+    if not isinstance(getattr(mx, value, None), mx.Dtype):
+        raise ValueError(
+            f"--template {text!r}, expected an integer, true, false or a dtype"
+        )
+    return name, getattr(mx, value)
+
+
+def triple(text: str, option: str) -> tuple[int, int, int]:
+    """Parses X, X,Y or X,Y,Z; missing values are 1."""
+    parts = text.split(",")
+    if len(parts) > 3 or not all(map(_is_natural, parts)):
+        raise ValueError(f"{option} {text!r}, expected one to three numbers")
+    x, y, z = [*(integer(part, option) for part in parts), 1, 1][:3]
+    return x, y, z
+
+
+def grid(text: str) -> tuple[int, int, int]:
+    """Parses the threads of a grid."""
+    sizes = triple(text, "--grid")
+    if math.prod(sizes) > MAX_THREADS:
+        raise ValueError(
+            f"--grid {text} has {math.prod(sizes)} threads, expected at most "
+            f"{MAX_THREADS}"
+        )
+    return sizes
+
+
+def _is_integer(text: str) -> bool:
+    return _is_natural(text.removeprefix("-"))
+
+
+def _is_natural(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

@@ -1,0 +1,1 @@
+"""Error messages of the emulator."""

@@ -1,0 +1,152 @@
+"""Runs checks of kernel variants and keeps their verdicts, in memory and on disk."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from functools import partial
+
+import mlx.core as mx
+
+from mlx_marlin import state
+from mlx_marlin.backends import selection, source
+from mlx_marlin.guard import verdicts
+from mlx_marlin.guard.variants import KernelVariant, digest
+from mlx_marlin.guard.verdicts import Verdict
+
+TRANSIENT = (
+    "out of memory",
+    "insufficient memory",
+    "unable to allocate",
+    "cannot allocate memory",
+    "no space left on device",
+    "disk quota exceeded",
+    "cannot open source file",  # NVRTC, of a header
+    "could not open source file",
+    "cannot open shared object file",
+    "failed to open libnvrtc",
+)
+"""Parts of error messages, in lower case, whose cause is not the kernel."""
+
+_verdicts: dict[str, Verdict] = state.register({})
+_warned: set[str] = state.register(set())
+
+
+def verdicts_so_far() -> dict[str, Verdict]:
+    """Returns the verdicts of this process by the digest of their variants."""
+    return dict(_verdicts)
+
+
+def verdict(
+    variants: tuple[KernelVariant, ...], example: str, check: Callable[[], str | None]
+) -> Verdict:
+    """Returns the verdict on kernel variants; checks them if there is none yet.
+
+    Args:
+        variants: The variants that are checked together.
+        example: A description of a plan or format that uses them.
+        check: Runs the variants; returns what is wrong, or None.
+    """
+    key = digest(variants)
+    if key not in _verdicts:
+        new = partial(_new_verdict, variants, example)
+        file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
+        known = verdicts.checked(
+            file, new("started", ""), lambda: new(*_state_and_fault(check))
+        )
+        if known.shaders != source.digest_of_shaders():
+            # Written by another version of this package with the same kernels.
+            known = replace(known, shaders=source.digest_of_shaders())
+            verdicts.write(file, known)
+        _verdicts[key] = known
+        _warn(known)
+    return _verdicts[key]
+
+
+def _state_and_fault(check: Callable[[], str | None]) -> tuple[str, str]:
+    try:
+        with mx.stream(_device()):
+            fault = check()
+    except Exception as error:  # any error of a compiler, a driver or MLX
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        text = f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
+        return "undecided" if _is_transient(error) else "failed", text
+    return ("failed", fault) if fault else ("passed", "")
+
+
+def _is_transient(error: Exception) -> bool:
+    """Returns whether a check failed for lack of memory, disk space or a tool chain.
+
+    The same kernel may pass in the next process. Any other error is attributed to the
+    kernel, which must not run again.
+    """
+    if isinstance(error, MemoryError | OSError | ImportError):
+        return True
+    text = str(error).lower()
+    return any(part in text for part in TRANSIENT)
+
+
+def record_failure(
+    variants: tuple[KernelVariant, ...], example: str, fault: str
+) -> None:
+    """Stores a failed verdict on kernel variants, and warns.
+
+    Args:
+        variants: The variants that gave a wrong result.
+        example: A description of a plan or format that uses them.
+        fault: What was wrong.
+    """
+    key = digest(variants)
+    failed = _new_verdict(variants, example, "failed", fault)
+    _verdicts[key] = failed
+    file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
+    verdicts.write(file, failed)
+    _warn(failed)
+
+
+def _new_verdict(
+    variants: tuple[KernelVariant, ...], example: str, state: str, fault: str
+) -> Verdict:
+    return Verdict(
+        kernels=" and ".join(variant.source.name for variant in variants),
+        state=state,
+        fault=fault,
+        example=example,
+        date=date.today().isoformat(),
+        shaders=source.digest_of_shaders(),
+    )
+
+
+def reason(verdict: Verdict) -> str | None:
+    """Returns why the kernels of a verdict must not be used; None if they passed."""
+    if verdict.failure is None:
+        return None
+    if verdict.state == "undecided":
+        return f"the kernel {verdict.kernels} could not be checked: {verdict.failure}"
+    return (
+        f"the kernel {verdict.kernels} failed its check on this machine: "
+        f"{verdict.failure}"
+    )
+
+
+def _warn(verdict: Verdict) -> None:
+    """Warns about a failed check, once per process and kernel."""
+    if verdict.failure is None or verdict.kernels in _warned:
+        return
+    _warned.add(verdict.kernels)
+    advice = (
+        "The next process checks it again"
+        if verdict.state == "undecided"
+        else "Please report this line with the output of `mlx-marlin doctor --json`"
+    )
+    warnings.warn(
+        f"mlx_marlin: {reason(verdict)}. Stock MLX serves in its place, with right "
+        f"results. {advice} (docs/troubleshooting.md)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _device() -> mx.Device:
+    """Returns the device that kernels run on."""
+    return mx.Device(mx.gpu if mx.is_available(mx.Device(mx.gpu)) else mx.cpu)

@@ -1,0 +1,147 @@
+"""Decides which layers `optimize` converts, and converts one layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.integrations.mlx_lm.known_layers import (
+    are_supported_experts,
+    is_experts,
+    is_heads,
+    is_marlin_experts,
+    is_marlin_heads,
+    is_packed_faster,
+    is_supported_format,
+    marlin_experts,
+    marlin_heads,
+    supports_experts,
+)
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
+
+Convert = Callable[[Any], nn.Module]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConversion:
+    """Conversion of single layers; the attributes are the options of `optimize`."""
+
+    layout: str | None
+    quantize: bool
+    group_size: int | Literal["channel"]
+    bits: int
+    invariant: bool
+
+    def __post_init__(self) -> None:
+        if self.layout not in (None, *LAYOUTS):
+            raise ValueError(f"layout={self.layout!r} is not one of {LAYOUTS}")
+        sizes = format_of("affine", self.bits).group_sizes_in(self.layout or "mlx")
+        named = tuple("channel" if size == CHANNEL else size for size in sizes)
+        if self.group_size not in named:
+            raise ValueError(f"group_size={self.group_size!r} is not one of {named}")
+
+    def applies_to(self, layer: nn.Module) -> bool:
+        """Returns whether a layer is to be converted."""
+        if type(layer) is nn.Linear:
+            return self.quantize and self._can_quantize(layer)
+        if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+            return is_supported_format(layer)
+        if is_experts(layer):
+            return are_supported_experts(layer, self.invariant)
+        if is_heads(layer):
+            return not self.invariant and is_supported_format(layer)
+        return is_marlin_layer(layer) and self._changes(layer)
+
+    def convert(self, layer: Any) -> nn.Module:
+        """Returns the converted layer of a layer that `applies_to` accepts."""
+        layout, invariant = self._layout_of(layer), self.invariant
+        if is_experts(layer) or is_marlin_experts(layer):
+            experts: nn.Module = marlin_experts().from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
+            return experts
+        if is_heads(layer) or is_marlin_heads(layer):
+            heads: nn.Module = marlin_heads().from_quantized(layer, layout=layout)
+            return heads
+        if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
+            return MarlinEmbedding.from_quantized(layer, invariant=invariant)
+        if type(layer) is nn.Linear:
+            return MarlinLinear.from_linear(
+                layer, self.group_size, self.bits, layout=layout, invariant=invariant
+            )
+        return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
+
+    def _layout_of(self, layer: nn.Module) -> str:
+        return self.layout or default_layout(layer)
+
+    def _can_quantize(self, layer: nn.Linear) -> bool:
+        k = layer.weight.shape[1]
+        size = k if self.group_size == "channel" else self.group_size
+        format = format_of("affine", self.bits)
+        return format.why_not(size, k, self.layout or "mlx") is None
+
+    def _changes(self, layer: Any) -> bool:
+        """Returns whether a converted layer has other options."""
+        if isinstance(layer, MarlinEmbedding):
+            return layer.invariant is not self.invariant
+        if is_marlin_heads(layer):
+            return bool(layer.layout != self._layout_of(layer))
+        if is_marlin_experts(layer) and not supports_experts(self.invariant):
+            return False
+        changed = layer.layout != self._layout_of(layer)
+        return changed or layer.invariant is not self.invariant
+
+
+def default_layout(layer: nn.Module) -> str:
+    """Returns the layout that a layer gets by default.
+
+    That is "marlin", if the back end prefers it, for layers whose products run on our
+    kernels. Heads also need the transposed product, and activations in float32 are
+    served by stock MLX; packed weights would have to be unpacked for either. If scales
+    are bytes, the dtype of activations is unknown and the layer is packed: give a model
+    in float32 with such scales `layout="mlx"`.
+    """
+    if not is_packed_faster():
+        return "mlx"
+    if type(layer) is nn.Linear:
+        scales = layer.weight
+    elif (
+        type(layer) in (nn.QuantizedLinear, MarlinLinear)
+        or is_experts(layer)
+        or is_marlin_experts(layer)
+    ):
+        packed = getattr(layer, "layout", "mlx") == "marlin"
+        scales = layer["quantizers" if packed else "scales"]
+    else:
+        return "mlx"
+    return "mlx" if scales.dtype == mx.float32 else "marlin"
+
+
+def is_marlin_layer(layer: nn.Module) -> bool:
+    """Returns whether `optimize` has converted a layer."""
+    known = type(layer) in (MarlinLinear, MarlinEmbedding)
+    return known or is_marlin_experts(layer) or is_marlin_heads(layer)
+
+
+def inverse(layer: nn.Module) -> Convert:
+    """Returns a function that converts a converted layer back into a layer like this.
+
+    It refers to the layer itself only if the conversion loses information.
+    """
+    if type(layer) is nn.Linear:
+        return lambda _: layer  # quantizing rounds
+    if isinstance(layer, MarlinEmbedding):
+        return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
+    cls: Any = type(layer)
+    if isinstance(layer, MarlinLinear) or is_marlin_experts(layer):
+        return partial(
+            cls.from_quantized, layout=layer.layout, invariant=layer.invariant
+        )
+    if is_marlin_heads(layer):
+        return partial(cls.from_quantized, layout=layer.layout)
+    return lambda new: new.to_stock()

@@ -1,0 +1,68 @@
+"""Finds modules in a model, and their positions."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_marlin.integrations.mlx_lm.module_changes import Position
+from mlx_marlin.layers.joined import MarlinPart
+
+
+def find_layers(
+    model: nn.Module, wanted: Callable[[nn.Module], bool]
+) -> list[list[Position]]:
+    """Returns the positions of each wanted layer; a shared layer has several."""
+    found: dict[int, list[Position]] = {}
+    for container, key in _layer_positions(model):
+        if wanted(container[key]):
+            found.setdefault(id(container[key]), []).append((container, key))
+    return [*found.values()]
+
+
+def computing_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the distinct layers of a model, with joined layers as one."""
+    found: dict[int, nn.Module] = {}
+    for container, key in _layer_positions(model):
+        layer = container[key]
+        layer = layer.shared.layer if isinstance(layer, MarlinPart) else layer
+        found[id(layer)] = layer
+    return [*found.values()]
+
+
+def containers(tree: Any) -> Iterator[Any]:
+    """Yields the distinct modules, dictionaries and lists in a model.
+
+    Searches where `nn.Module.children` does.
+    """
+    found: dict[int, Any] = {}
+    pending = [tree]
+    while pending:
+        container = pending.pop()
+        if isinstance(container, dict | list) and id(container) not in found:
+            found[id(container)] = container
+            pending.extend(child for _, child in entries(container))
+    return iter(found.values())
+
+
+def modules(tree: Any) -> Iterator[nn.Module]:
+    """Yields the distinct modules in a model."""
+    return (found for found in containers(tree) if isinstance(found, nn.Module))
+
+
+def entries(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns the keys and values of a module, dictionary or list."""
+    is_list = isinstance(container, list)
+    found: Iterable[tuple[Any, Any]] = (
+        enumerate(container) if is_list else container.items()
+    )
+    return found
+
+
+def _layer_positions(tree: Any) -> Iterator[Position]:
+    # Searches where `nn.Module.leaf_modules` does.
+    for key, child in entries(tree):
+        if isinstance(child, nn.Module) and not child.children():
+            yield tree, key
+        elif isinstance(child, dict | list):
+            yield from _layer_positions(child)

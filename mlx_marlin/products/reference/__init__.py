@@ -1,0 +1,1 @@
+"""Products and epilogues in the operations of stock MLX."""

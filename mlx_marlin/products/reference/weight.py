@@ -1,0 +1,116 @@
+"""Products with native and packed weights in the operations of stock MLX."""
+
+import mlx.core as mx
+
+from mlx_marlin.products.packing import unpack
+from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS, format_of
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+LARGEST_NVFP4 = 6.0 * 448.0
+"""The largest E2M1 times the largest E4M3: MLX divides global scales by it."""
+NativeFormat = tuple[int | None, int | None, str]
+"""group_size, bits and mode, as MLX takes them."""
+NativeWeight = tuple[mx.array, mx.array, mx.array | None, NativeFormat]
+"""A weight in MLX's layout: codes, scales, biases if the mode has them, and format."""
+
+
+def stock_group_size(packed: PackedWeight) -> int | None:
+    """Returns the group size that stock MLX uses for a weight, or None."""
+    return stock_groups(packed.mode, packed.bits, packed.group_size)
+
+
+def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
+    """Returns the group size that stock MLX uses for a format.
+
+    Groups that are longer than MLX's are split.
+
+    Args:
+        mode: The quantization scheme.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+
+    Returns:
+        The size; None for groups of 16 integers, which MLX does not support.
+    """
+    if group_size in format_of(mode, bits).group_sizes:
+        return group_size
+    return next((size for size in reversed(GROUPS) if group_size % size == 0), None)
+
+
+def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
+    """Returns codes, scales and biases with which stock MLX decodes the same weight.
+
+    The groups have `stock_group_size`, or the weight's own size if that is None. A zero
+    point becomes a bias, rounded to the scales' dtype. The global scale is not applied.
+    """
+    words, scales, *rest = unpack(packed)
+    if packed.mode == "symmetric":
+        rest = [-(2 ** (packed.bits - 1)) * scales]
+    elif packed.mode == "zero_point":
+        rest = [-scales * rest[0]]
+    times = packed.group_size // (stock_group_size(packed) or packed.group_size)
+    if times > 1:
+        scales, *rest = (mx.repeat(array, times, axis=-1) for array in (scales, *rest))
+    return words, scales, *rest
+
+
+def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.array:
+    """Multiplies x by a packed weight in MLX's operations: x @ w.T, or x @ w.
+
+    A batch of weights is broadcast with x.
+    """
+    size = stock_group_size(packed)
+    if size is None:
+        dtype = mx.result_type(x.dtype, packed.dtype)
+        w = plain(packed, dtype)
+        return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
+    words, scales, *rest = as_mlx(packed)
+    scale = packed.global_scale
+    mode = packed.mode if packed.mode in MODE_DEFAULTS else "affine"
+    y = native_product(
+        # Without the global scale, the product may exceed the range of float16.
+        x if scale is None else x.astype(mx.float32),
+        (words, scales, rest[0] if rest else None, (size, packed.bits, mode)),
+        transpose,
+    )
+    return y if scale is None else (y * (scale / LARGEST_NVFP4)).astype(x.dtype)
+
+
+def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.array:
+    """Multiplies x by weights in MLX's layout, broadcast as plain matrices would be."""
+    w, scales, biases, (group_size, bits, mode) = weight
+    # MLX broadcasts x over a batch of weights only if x has a batch too. Otherwise its
+    # result is the first weight's product.
+    missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
+    rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
+    batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
+    y = mx.quantized_matmul(
+        batched,
+        w,
+        scales,
+        biases,
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+    )
+    return y if rows is x else y.squeeze(-2)
+
+
+def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """Returns a weight of integers [n, k] decoded, in MLX's operations.
+
+    Every element is computed in float32 and rounded once.
+    """
+    words, scales, *rest = unpack(packed)
+    zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0
+    codes = codes_of_words(words, packed.bits).astype(mx.float32)
+    groups = codes.reshape(*packed.shape[:-1], -1, packed.group_size) - zero
+    wide = scales.astype(mx.float32)[..., None]
+    if packed.mode == "zero_point":
+        groups = groups - rest[0][..., None]
+    weights = wide * groups
+    if packed.mode == "affine":
+        weights = weights + rest[0][..., None]
+    return weights.reshape(packed.shape).astype(dtype)

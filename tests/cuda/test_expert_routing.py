@@ -1,0 +1,163 @@
+"""Which experts rows choose, and the sum of what these return: kernels and operations.
+
+The kernels run on the CPU here; on a GPU `cuda/test_kernels_on_gpu.py` has them too.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_marlin.backends import experts_launch, source
+from mlx_marlin.backends.cuda import arguments
+from mlx_marlin.backends.cuda.experts.kernels import MAX_EXPERTS
+from mlx_marlin.integrations.tracing import routing
+from mlx_marlin.integrations.tracing.routing import (
+    Routing,
+    choose_experts,
+    is_ours,
+    weighted_sum,
+)
+from mlx_marlin.planning.epilogue import ACTIVATIONS
+from mlx_marlin.planning.gather_plan import GATES
+from mlx_marlin.products import autodiff
+from support import cuda_experts
+from support.cuda_on_cpu import needs_emulator
+
+
+@pytest.fixture
+def cuda(backend: Callable[[str], None]) -> None:
+    backend("cuda")
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
+def test_a_kernel_chooses(case: cuda_experts.Choice) -> None:
+    case.check(experts_launch.route)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
+def test_a_kernel_adds_up(case: cuda_experts.Choice) -> None:
+    case.check_sum(experts_launch.combine)
+
+
+@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
+def test_operations_of_mlx_choose_and_add_up(case: cuda_experts.Choice) -> None:
+    how = case.each, case.of_all, case.last
+    _, scores = cuda_experts.choice_of_mlx(case.logits, *how)
+    # In another order, and of equal logits others.
+    assert np.allclose(-mx.sort(-scores, axis=-1), case.expected[1], rtol=1e-5, atol=0)
+    case.check_sum(routing.stock_sum)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("experts", [6, 70])
+def test_of_equal_logits_the_first_or_the_last_are_chosen(experts: int) -> None:
+    logits = np.full((2, experts), -5.0)
+    logits[:, :6] = [0, 2, 1, 2, 2, 1], [-0.0, 0.0, 0.0, -0.0, -1, -1]
+    logits[1, experts - 1] = 0
+    for last in (False, True):
+        found, scores = experts_launch.route(
+            mx.array(logits, mx.float16), 4, False, last
+        )
+        turned = np.flip(logits, axis=1) if last else logits
+        order = np.argsort(-turned, axis=1, kind="stable")[:, :4]
+        assert np.array_equal(found, experts - 1 - order if last else order)
+        assert np.allclose(scores[1], 0.25)
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("-inf")])
+def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> None:
+    logits = mx.full((2, 5), value, mx.bfloat16)
+    experts, _ = experts_launch.route(logits, 3, True, False)
+    assert mx.max(experts).item() < 5
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(
+    ("experts", "choices", "dtype", "ours"),
+    [
+        (128, 8, mx.float16, True),
+        (MAX_EXPERTS, 32, mx.bfloat16, True),
+        (8, 2, mx.float32, False),
+        (MAX_EXPERTS + 1, 8, mx.float16, False),
+        (128, 33, mx.float16, False),
+        (4, 5, mx.float16, False),
+    ],
+)
+def test_choices_that_a_kernel_makes(
+    experts: int,
+    choices: int,
+    dtype: mx.Dtype,
+    ours: bool,
+) -> None:
+    logits = mx.zeros((2, 3, experts), dtype)
+    assert is_ours(logits, Routing(choices)) == ours
+    assert not is_ours(logits[:0], Routing(choices))
+
+
+@needs_emulator
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("of_all", [False, True])
+def test_scores_and_sums_have_the_derivatives_of_mlx(of_all: bool) -> None:
+    draw = np.random.default_rng(3).normal
+    shapes = (2, 8), (2, 3, 1, 4), (2, 4)
+    arrays = [mx.array(draw(size=each)).astype(mx.float16) for each in shapes]
+
+    def total(choose: Any, add: Any, *given: mx.array) -> mx.array:
+        logits, results, residual = given
+        _, scores = choose(logits)
+        return (add(results, scores, residual).astype(mx.float32) ** 2).sum()
+
+    ours = partial(total, lambda x: choose_experts(x, Routing(3, of_all)), weighted_sum)
+    chosen = mx.argsort(-arrays[0])[:, :3]
+    # The order of the chosen decides which result has which score: the largest first.
+    stock = partial(
+        total,
+        lambda x: (
+            None,
+            routing.scores_of(x, chosen, Routing(3, of_all)),
+        ),
+        routing.stock_sum,
+    )
+
+    found, expected = (
+        mx.grad(each, argnums=(0, 1, 2))(*arrays) for each in (ours, stock)
+    )
+
+    for own, each in zip(found, expected, strict=True):
+        assert mx.abs(each).max() > 0
+        assert mx.allclose(own, each, rtol=2e-3, atol=1e-3)
+
+
+def test_where_nobody_differentiates_scores_are_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = mx.array([1]), mx.array([0.5])
+    monkeypatch.setattr(experts_launch, "route", lambda *_: results)
+    with autodiff.without_vjp():
+        assert choose_experts(mx.zeros((1, 2)), Routing(1)) is results
+
+
+def test_metal_has_no_kernel_that_chooses(backend: Callable[[str], None]) -> None:
+    backend("metal")
+    assert not is_ours(mx.zeros((2, 128), mx.float16), Routing(8))
+    with pytest.raises(ValueError, match="'metal' has no kernel 'route'"):
+        experts_launch.route(mx.zeros((2, 128), mx.float16), 8, False, False)
+
+
+def test_shaders_and_plans_number_gates_alike() -> None:
+    text = (source.shader_folder() / "cuda" / "gated.cuh").read_text()
+    assert f"CLIPPED_SWIGLU = {arguments.GATES['swiglu_oai']};" in text
+    assert tuple(arguments.GATES) == GATES
+    assert arguments.GATES["silu"] == ACTIVATIONS.index("silu")
+    assert arguments.GATES["swiglu_oai"] not in range(len(ACTIVATIONS))

@@ -1,0 +1,266 @@
+"""The CUDA kernels' text on the CPU, where there is neither a GPU nor a CUDA compiler.
+
+What runs is `shaders/cuda` as it is launched, less single instructions: see
+`cuda_on_cpu.py`. A covering set of formats; `pytest -m exhaustive` runs all of them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_marlin
+from mlx_marlin.backends import devices, launch, selection
+from mlx_marlin.backends.cuda import handover, limits
+from mlx_marlin.backends.source import OPERANDS
+from mlx_marlin.emulator import emulated, unavailable
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import FORMATS
+from support import cuda_cases, epilogues, format_cases, oracles
+from support.cuda_cases import EPILOGUES, ROWS, WAYS, Case
+from support.cuda_on_cpu import (
+    check,
+    check_batch,
+    check_decoded,
+    check_moved,
+    plan_of,
+    run,
+)
+from support.oracles import Floats, exact
+
+pytestmark = [
+    pytest.mark.skipif(
+        unavailable() is not None, reason="the emulator does not run here"
+    ),
+    pytest.mark.usefixtures("on_cpu"),
+]
+
+WHOLE, SPLIT = WAYS[0], WAYS[3]
+EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
+PARTS = EPILOGUES[-1]
+
+
+def every_case() -> Iterator[Case]:
+    """Yields every format in every layout and dtype, and with each the next of rest."""
+    rows, configs = cycle(ROWS), cycle(WAYS)
+    formats = dict.fromkeys(case[:3] for case in cuda_cases.cases())
+    for (mode, bits, group_size), dtype in product(formats, limits.DTYPES):
+        for layout in format_cases.layouts_of(mode, bits, group_size):
+            yield mode, bits, group_size, layout, dtype, next(rows), next(configs)
+
+
+def facts(case: Case) -> set[object]:
+    """Returns what a covering set has to meet: all that chooses another text."""
+    mode, bits, group_size, layout, dtype, m, way = case
+    codes = FORMATS[mode, bits].codes
+    group = {32: "step 32", 128: "pairs of tiles"}.get(group_size, "step 64")
+    return {
+        (mode, bits, layout),
+        (codes, bits, dtype),
+        (codes, group_size, layout),
+        (bits, group, layout),
+        (group_size, dtype),
+        ("fragments", -(-m // 8), layout),
+        ("way", WAYS.index(way), dtype),
+    }
+
+
+def covering(facts: Callable[[Case], set[object]] = facts) -> list[Case]:
+    """Returns few cases that meet every fact."""
+    cases = [*every_case()]
+    chosen = format_cases.covering(range(len(cases)), lambda i: facts(cases[i]))
+    return [cases[i] for i in chosen]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
+    plan = plan_of(("affine", 4, 64, "marlin", "float16", 12, way))
+    splits = Counter(
+        split.tile
+        for threadgroup in range(plan.num_threadgroups)
+        for split in plan.work.splits(threadgroup)
+    )
+    assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
+
+
+@pytest.mark.thinned(9)
+@pytest.mark.parametrize("case", covering(), ids=str)
+def test_formats(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [*every_case()], ids=str)
+def test_every_format(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("dtype", "m"), [("float16", 7), ("bfloat16", 40)])
+def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
+    weight, x, expected = cuda_cases.integers(dtype, m, way)
+    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
+    assert np.array_equal(exact(y), expected)
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_the_largest_block(m: int) -> None:
+    case: Case = ("affine", 4, 128, "marlin", "float16", m, cuda_cases.WIDE)
+    assert plan_of(case).threads == 896
+    check(case)
+
+
+@pytest.fixture
+def chosen(
+    on_cpu: None,
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Serves as on a machine with CUDA where nobody forces a back end."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    # Not Hopper: what its kernel has in shared memory is more than the emulator's.
+    older = replace(cuda_cases.h200(), arch="sm_80")
+    monkeypatch.setattr(devices, "current", lambda: older)
+    backend(None)
+    assert selection.backend() == "cuda"
+
+
+MANY = handover.MOST_ROWS + 1
+FINISHED: dict[str, tuple[dict[str, Any], Callable[[Floats, Floats], Floats]]] = {
+    "nothing": ({}, lambda y, _: y),
+    "bias": ({"bias": True}, lambda y, bias: y + bias),
+    "silu": ({"activation": "silu"}, lambda y, _: y / (1 + np.exp(-y))),
+}
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("m", [12, MANY])
+@pytest.mark.parametrize("finish", FINISHED)
+def test_who_asks_for_nothing_gets_the_numbers(m: int, finish: str) -> None:
+    weight, x = cuda_cases.draw(("affine", 4, 64, "marlin", "float16", m, {}))
+    packed = pack(*weight.native, **weight.options)
+    bias = mx.random.normal((cuda_cases.N,), key=mx.random.key(3)).astype(mx.float16)
+    options, expected = FINISHED[finish]
+    given = options | ({"bias": bias} if "bias" in options else {})
+
+    assert mlx_marlin.why_not(x, packed) is None
+    y = mlx_marlin.linear(x, packed, **given)
+
+    right = expected(exact(x) @ weight.decoded.T, exact(bias))
+    assert oracles.error(y, right) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("m", [12, MANY])
+def test_results_of_several_weights_are_apart(m: int) -> None:
+    weight, x = cuda_cases.draw(("affine", 4, 64, "marlin", "float16", m, {}))
+    packed = pack(*weight.native, **weight.options)
+
+    results = mlx_marlin.linears(x, packed, parts=(72, 128))
+
+    right = np.split(exact(x) @ weight.decoded.T, [72], axis=1)
+    assert len(results) == 2
+    for y, own in zip(results, right, strict=True):
+        assert oracles.error(y, own) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
+def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
+    case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
+    weight, x = cuda_cases.draw(case)
+    finish = cuda_cases.operands(19)
+    plan = plan_of(case, epilogue=epilogue)
+    assert plan.needs_second_pass == (way is SPLIT)
+    y = epilogues.whole(run(plan, x, weight, *finish))
+    expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
+    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
+    case: Case = ("affine", 4, 64, "marlin", "float16", 12, way)
+    weight, x = cuda_cases.draw(case)
+    bias, *matrices = cuda_cases.operands(12)
+    plan = plan_of(case, epilogue=EVERYTHING)
+
+    several = [each.reshape(2, 6, -1) for each in (x, *matrices)]
+    y = run(plan, several[0], weight, bias, *several[1:])
+
+    assert y.shape == (2, 6, cuda_cases.N)
+    expected = run(plan, x, weight, bias, *matrices)
+    assert mx.array_equal(y.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+def test_batches(layout: str, way: dict[str, Any]) -> None:
+    case: Case = ("affine", 4, 64, layout, "float16", 5, way)
+    assert plan_of(case, batch=3).needs_second_pass == (way is SPLIT)
+    check_batch(case)
+
+
+@pytest.mark.thinned(14)
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize(
+    ("layout", "moved"),
+    [
+        *(("marlin", each) for each in (OPERANDS, ("x",), ("w",), ("scales",))),
+        *(("mlx", each) for each in (OPERANDS, *zip(OPERANDS, strict=True))),
+    ],
+    ids=str,
+)
+def test_arrays_may_begin_anywhere(
+    layout: str, bits: int, moved: tuple[str, ...]
+) -> None:
+    check_moved(("affine", bits, 64, layout, "float16", 6, WHOLE), moved)
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+def test_a_global_scale(layout: str) -> None:
+    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, SPLIT)
+    drawn, x = cuda_cases.draw(case)
+    weight = replace(drawn, global_scale=mx.array(5.0))
+    y = run(plan_of(case, global_scale=True), x, weight)
+    cuda_cases.assert_right(y, x, weight.decoded, "float16")
+
+
+def decoding_facts(case: Case) -> set[object]:
+    mode, bits, group_size, layout, dtype, _, _ = case
+    group = group_size if group_size == 16 else group_size == 32
+    return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
+
+
+@pytest.mark.thinned(7)
+@pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
+def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
+    weight, _ = cuda_cases.draw(case)
+    plan = dense_plan(plan_of(case).problem)
+    arrays = format_cases.arguments(weight, case[3])
+    y, expected = exact(launch.dequantized(plan)(*arrays)), weight.decoded
+    rounding = oracles.ROUNDING[case[4]] * np.abs(expected)
+    assert np.all(np.abs(y - expected) <= rounding + oracles.SMALLEST[case[4]])
+
+
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
+    check_decoded(("nvfp4", 4, 16, layout, "float16", 10, WHOLE), transposed)
+
+
+@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+def test_no_race_and_nothing_read_that_is_not_there(
+    layout: str, way: dict[str, Any]
+) -> None:
+    case: Case = ("affine", 4, 32, layout, "float16", 12, way)
+    with emulated(trace=True):
+        check(case)

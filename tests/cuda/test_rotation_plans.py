@@ -1,0 +1,173 @@
+"""Plans and texts of products that rotate heads: chosen, refused, predicted."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import planner, registry
+from mlx_marlin.backends.cuda import source
+from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
+from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.planning import measurement
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.weights.formats import TILE_N
+from support import cuda_cases
+from support.cuda_cases import EPSILON, NORMED_HEADS, ROTATED_N, ROTATION
+from support.rotated_layers import OF_128, PARTS
+
+H200 = cuda_cases.h200()
+
+A100 = CudaDevice.named("NVIDIA A100")
+
+
+def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
+    sizes = 5120, 1024, 1024
+    epilogue = Epilogue(rotation=Rotation(128, 6144, each=True), parts=sizes)
+    rows = problem_of(48, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
+    few = problem_of(4, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
+
+    assert "more time than a rope takes" in str(planner.stock_reason(rows, A100))
+    assert planner.stock_reason(rows, H200) is None
+    assert planner.stock_reason(few, A100) is None
+
+
+def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
+    rotation = Rotation(128, 6144, each=True, norm=EPSILON, queries=5120)
+    epilogue = Epilogue(rotation=rotation)
+    heads = problem_of(48, 7168, 5120, layout="marlin", epilogue=epilogue)
+    bare = replace(heads, epilogue=Epilogue())
+
+    inside, own = (
+        planner.predict(planner.choose(each, A100), A100).seconds
+        for each in (heads, bare)
+    )
+
+    assert 2 * OWN_ROPE_SECONDS < inside - own < 18e-6
+    assert planner.stock_reason(heads, A100) is None
+
+
+@given(
+    m=st.integers(1, 130),
+    heads=st.integers(1, 40),
+    features=st.sampled_from([64, 128, 192, 256]),
+    k=st.integers(1, 40).map(lambda groups: 64 * groups),
+    norm=st.sampled_from([None, EPSILON]),
+)
+def test_plans_have_both_halves_of_a_head_in_a_block(
+    m: int, heads: int, features: int, k: int, norm: float | None
+) -> None:
+    epilogue = Epilogue(rotation=Rotation(features, features, norm=norm))
+    problem = problem_of(m, heads * features, k, layout="marlin", epilogue=epilogue)
+
+    plan = planner.choose(problem, H200)
+
+    whole = 2 * TILE_N if norm is None else features  # with a norm, the whole head
+    assert plan.tile.n % whole == 0
+    assert not plan.is_split
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"gated": True}, "follows a bias only, got gated=True"),
+        ({"activation": "silu"}, "activation='silu'"),
+        ({"multiply": True}, "multiply=True"),
+        ({"residual": True}, "residual=True"),
+        ({"parts": (64, 32)}, r"of whole heads, got parts=\(64, 32\)"),
+        ({"rotation": Rotation(64, 96)}, "columns=96"),
+        ({"rotation": Rotation(64, -64)}, "columns=-64"),
+        ({"rotation": Rotation(33, 66)}, "even number of features"),
+        ({"rotation": Rotation(0, 0)}, "even number of features"),
+        ({"rotation": Rotation(64, 128, factor=0.0)}, "a positive, finite factor"),
+        ({"rotation": Rotation(64, 128, factor=math.nan)}, "a positive, finite factor"),
+        ({"rotation": Rotation(64, 128, norm=-1.0)}, "a norm of at least 0"),
+        ({"rotation": Rotation(64, 128, norm=1.0, queries=32)}, "queries=32"),
+        ({"rotation": Rotation(64, 128, norm=1.0, queries=192)}, "within its columns"),
+        ({"rotation": Rotation(64, 128, norm=1.0, queries=-64)}, "within its columns"),
+        ({"rotation": Rotation(64, 128, queries=64)}, "without a norm there are none"),
+    ],
+)
+def test_what_is_no_rotation_is_refused(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Epilogue(**{"rotation": ROTATION, **more})
+
+
+@pytest.mark.parametrize("more", [{"n": 224}, {"n": 128}, {"batch": 2}])
+def test_there_are_whole_heads_of_one_product(more: dict[str, Any]) -> None:
+    sizes = {"m": 1, "n": 256, "k": 64} | more
+    with pytest.raises(ValueError, match="needs one product of whole heads"):
+        Problem(**sizes, epilogue=Epilogue(rotation=ROTATION))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
+        ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),
+    ],
+)
+def test_a_plan_that_parts_halves_is_refused(
+    overrides: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        planner.make(asked(), device=H200, **{"simdgroups_n": 2} | overrides)
+
+
+def test_a_plan_that_parts_heads_with_norms_is_refused() -> None:
+    problem = asked(replace(OF_128, columns=256))
+    with pytest.raises(ValueError, match="a multiple of 4 as simdgroups_n"):
+        planner.make(problem, device=H200, simdgroups_n=2)
+
+
+def test_metals_kernels_have_no_rotation() -> None:
+    with pytest.raises(ValueError, match=r"rotation=.* needs a CUDA kernel"):
+        planner.make(asked(layout="mlx"))
+
+
+def test_halves_that_are_no_whole_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 columns, and heads have 32 features"):
+        planner.make(asked(Rotation(32, 64)), device=H200)
+
+
+def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
+    plan = planner.choose(asked(parts=PARTS), H200)
+    text = source.of_product(plan)
+
+    assert text.name == "marlin_mma_rotated"
+    assert text.input_names == ("x", "w", "scales", "positions", "freqs", "numbers")
+    assert text.output_names == ("out0", "out1", "out2")
+    words = "y rotated in heads of 64 up to column 192 in parts of 128, 64, 64"
+    assert words in plan.problem.explain()
+
+
+def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
+    plan = planner.choose(asked(NORMED_HEADS), H200)
+    text = source.of_product(plan)
+
+    assert text.name == "marlin_mma_rotated_norms"
+    assert text.input_names[3:] == ("positions", "freqs", "q_norm", "k_norm", "numbers")
+    assert "column 192, normalized before (eps 4)" in plan.problem.explain()
+
+
+def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
+    plan = planner.choose(asked(NORMED_HEADS, PARTS), H200)
+    times = {label(plan): 1.0}
+    result = Result(
+        plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
+    )
+    row = json.loads(json.dumps(measurement.row(result)))
+    assert measurement.result(row, registry.plan_type).plan.problem == plan.problem
+
+
+def asked(
+    rotation: Rotation = ROTATION, parts: tuple[int, ...] = (), layout: str = "marlin"
+) -> Problem:
+    epilogue = Epilogue(rotation=rotation, parts=parts)
+    return problem_of(1, ROTATED_N, 1024, layout=layout, epilogue=epilogue)

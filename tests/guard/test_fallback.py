@@ -1,0 +1,161 @@
+"""What serves in place of a kernel that failed its check."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin import emulator
+from mlx_marlin.backends import repack_launch
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import repacking
+from mlx_marlin.weights import tile_conversion
+from support.guard_faults import Fault
+from support.guarded_calls import K, N, collected, new_process, operands
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+
+
+def test_pack_reads_back_what_it_wrote(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault that the small known answer does not show loses no weight either."""
+    monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
+    right = repack_launch.repack
+    large: list[int] = []
+
+    def repack(to: str, *, n: int, **form: Any) -> Callable[[mx.array], mx.array]:
+        move = right(to, n=n, **form)
+        if n != N or to != "marlin":
+            return move
+        large.append(n)
+        return lambda w: move(w) ^ 1
+
+    monkeypatch.setattr(repacking, "repack", repack)
+    _, w = operands()
+    packed, messages = collected(lambda: mlx_marlin.pack(*w))
+
+    assert large == [N]
+    assert len(messages) == 1
+    assert "wrong codes" in messages[0]
+    assert mx.array_equal(mlx_marlin.unpack(packed)[0], w[0])
+    # And it is known for the next weight, of any process.
+    new_process()
+    _, messages = collected(lambda: mlx_marlin.pack(*w))
+    assert (large, len(messages)) == ([N], 1)
+
+
+def test_pack_raises_where_codes_cannot_be_read_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = tile_conversion.tiles_of_rows
+    monkeypatch.setattr(
+        tile_conversion,
+        "tiles_of_rows",
+        lambda *given, **form: right(*given, **form) ^ 1,
+    )
+    _, w = operands()
+    with pytest.raises(RuntimeError, match="256→70 of 4 bits in groups of 64"):
+        mlx_marlin.pack(*w)
+
+
+def test_invariant_products_raise_instead(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fault("gemm_register", "wrong factor").plant(monkeypatch)
+    x, w = operands()
+    with (
+        pytest.warns(RuntimeWarning, match="marlin_gemm_register failed"),
+        pytest.raises(ValueError, match=r"invariant=True.*failed its check"),
+    ):
+        mlx_marlin.linear(x, *w, invariant=True)
+    with pytest.raises(ValueError, match=r"invariant=True.*failed its check"):
+        mlx_marlin.linear(x, *w, invariant=True)
+
+
+def test_experts_that_must_not_vary_raise_instead(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fault("gather", "zeros").plant(monkeypatch)
+    w = mx.quantize(mx.random.normal((3, N, K)))
+    experts = mx.array([2, 0])
+    x = mx.random.normal((2, 1, K))
+    with (
+        pytest.warns(RuntimeWarning, match="marlin_gather failed"),
+        pytest.raises(ValueError, match=r"invariant=True.*failed its check"),
+    ):
+        mlx_marlin.gather_qmm(x, *w, rhs_indices=experts, invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [
+        ("affine", 3, 16),
+        ("affine", 5, "channel"),
+        ("symmetric", 4, 256),
+        ("zero_point", 6, 32),
+        ("mxfp8", 8, 32),
+        ("nvfp4", 4, 16),
+    ],
+)
+def test_packed_weights_are_unpacked_without_our_kernels(
+    mode: str,
+    bits: int,
+    group_size: Any,
+    guarded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for kernel in ("gemv", "gemm_register", "unpack", "dequantize"):
+        Fault("", "factory raises").plant(monkeypatch)  # every kernel of ours
+        assert kernel
+    monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
+    w = mx.random.normal((N, K), key=mx.random.key(1))
+    form = {"bits": bits, "group_size": group_size, "mode": mode}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if mode == "zero_point":
+            codes, scales, _ = mx.quantize(w, 32, bits)
+            zeros = mx.full(scales.shape, 3.0)
+            packed = mlx_marlin.pack(codes, scales, zeros, **form)
+        else:
+            packed = mlx_marlin.quantize(w, **form)
+        x = mx.random.normal((3, K), key=mx.random.key(2))
+        y = mlx_marlin.quantized_matmul(x, packed)
+        back = mlx_marlin.quantized_matmul(y, packed, transpose=False)
+    problem = Problem(
+        m=3,
+        n=N,
+        k=K,
+        bits=bits,
+        group_size=packed.group_size,
+        mode=mode,
+        dtype="float32",
+        scale_dtype=str(packed.dtype).removeprefix("mlx.core."),
+        layout="marlin",
+    )
+    plain = launch_free_weight(problem, packed)
+    assert mx.allclose(y, x @ plain.T, rtol=1e-4, atol=1e-4)
+    assert mx.allclose(back, y @ plain, rtol=1e-4, atol=1e-3)
+
+
+def launch_free_weight(problem: Problem, packed: Any) -> mx.array:
+    """Returns the weight that a packed one stands for, by `guard.operands`."""
+    from mlx_marlin.guard import operands as own
+    from mlx_marlin.weights.bit_streams import codes_of_words
+
+    form = {"bits": problem.bits, "group_size": problem.group_size}
+    words = tile_conversion.rows_of_tiles(packed.words, problem.n, problem.k, **form)
+    parameters = problem.format.parameters
+    stored = tile_conversion.deinterleave(
+        packed.scales, problem.n, problem.groups, parameters
+    )
+    third = stored[1] if parameters == 2 else stored[0]
+    numbers = own._numbers(problem, codes_of_words(words, problem.bits))
+    exact, _ = own._decode(problem, numbers, stored[0], third)
+    return exact.astype(mx.float32)

@@ -1,0 +1,411 @@
+"""The small problems of the guard run the kernels of the plan that is checked."""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.arguments import weight_template
+from mlx_marlin.backends.cuda import limits
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal.source import instances
+from mlx_marlin.guard import experts, known_answers, operands, reference, routing
+from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
+from support import cuda_on_cpu
+from support.cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION, h200
+
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+DEVICE = named("Apple M3 Max", None)
+LARGE = 4096
+MOST_BYTES = 2**20
+EPILOGUES = (
+    PLAIN,
+    Epilogue(bias=True, activation="gelu"),
+    Epilogue(activation="silu", multiply=True, residual=True),
+    Epilogue(activation="gelu_approx", residual=True),
+)
+ROWS = (1, 2, 5, 8, 13, 33)
+
+
+def formats() -> list[dict[str, Any]]:
+    """Returns every format in every layout and group size, 4096 for a whole row."""
+    return [
+        {
+            "mode": each.mode,
+            "bits": each.bits,
+            "group_size": size or LARGE,
+            "layout": lay,
+        }
+        for each in FORMATS.values()
+        for lay in each.layouts
+        for size in each.group_sizes_in(lay)
+    ]
+
+
+def of_experts(
+    problem: Problem, experts: int, gate: str | None = None, bias: bool = False
+) -> GatherProblem:
+    return GatherProblem(
+        problem=problem, experts=experts, pairs_per_row=2, gate=gate, bias=bias
+    )
+
+
+NATIVE = [form for form in formats() if form["layout"] == "mlx"]
+
+
+def bytes_of(plan: AnyPlan) -> int:
+    weights = getattr(plan, "experts", 1)
+    return plan.problem.bytes + (weights - 1) * plan.problem.weight_bytes
+
+
+def assert_same_variants(plan: AnyPlan) -> AnyPlan:
+    smaller = miniatures(plan)
+    for small in smaller:
+        assert small is not plan, plan.explain()
+        assert variants_of(small) == variants_of(plan)
+    return smaller[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_instance_has_a_small_problem(dtype: str) -> None:
+    for variant in instances.variants(dtype=dtype, bits=4):
+        small = assert_same_variants(variant.plan)
+        assert bytes_of(small) < MOST_BYTES
+
+
+def test_every_candidate_of_metal_has_a_small_problem_with_its_edges() -> None:
+    draw = random.Random(0)
+    for form in formats():
+        batch = draw.choice((1, 3))
+        parts = (LARGE - 700, 300, 400)
+        problem = problem_of(
+            draw.choice(ROWS),
+            draw.choice((LARGE, LARGE - 6)),
+            LARGE,
+            dtype=draw.choice([*DTYPE_BYTES]),
+            batch=batch,
+            epilogue=draw.choice(EPILOGUES),
+            **form,
+        )
+        if problem.n == LARGE and batch == 1 and draw.random() < 0.3:
+            problem = replace(problem, epilogue=Epilogue(bias=True, parts=parts))
+        for candidate in planner.compare(problem, device=DEVICE).candidates[::7]:
+            plan = candidate.plan
+            small = assert_same_variants(plan)
+            assert isinstance(small, Plan)
+            assert small.is_split == plan.is_split
+            assert (
+                small.problem.groups >= 2 or small.problem.group_size == small.problem.k
+            )
+            assert bytes_of(small) < MOST_BYTES
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 30, 64])
+def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
+    for form in ({}, {"mode": "nvfp4"}, {"bits": 3, "group_size": 32}):
+        problem = problem_of(m, LARGE, LARGE, layout="marlin", **form)
+        for epilogue, norm in (
+            (PLAIN, None),
+            (Epilogue(bias=True, activation="silu"), None),
+            (PLAIN, 1e-5 if m <= 4 else None),
+            (Epilogue(activation="silu", gated=True), None),
+            (Epilogue(rotation=ROTATION, bias=True), None),
+        ):
+            asked = replace(problem, epilogue=epilogue, norm=norm)
+            if limits.why_not(asked):
+                continue
+            choice = planner.compare(asked, device=h200())
+            for candidate in choice.candidates[::5]:
+                assert_same_variants(candidate.plan)
+
+
+@pytest.mark.parametrize("pairs", [2, 8, 60])
+@pytest.mark.parametrize("n", [LARGE, LARGE - 6])
+def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
+    for dtype in DTYPE_BYTES:
+        problem = problem_of(pairs, n, 2048, dtype=dtype)
+        small = assert_same_variants(
+            planner.choose_gather(of_experts(problem, 16), DEVICE)
+        )
+        assert bytes_of(small) < MOST_BYTES
+        if dtype == "float32":
+            continue
+        packed = problem_of(pairs, n, 2048, dtype=dtype, layout="marlin")
+        gates = (None, "silu") if n % 32 == 0 else (None,)
+        for gate in gates:
+            plan = planner.choose_gather(of_experts(packed, 16, gate), h200())
+            assert_same_variants(plan)
+
+
+def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
+    problem = problem_of(17 * 3, LARGE, 2048, layout="marlin")
+    gather = GatherProblem(problem=problem, experts=16, pairs_per_row=17)
+    for device in (h200(), DEVICE):
+        small = assert_same_variants(planner.choose_gather(gather, device))
+        assert bytes_of(small) < MOST_BYTES
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4"]
+)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.thinned(4)
+def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
+    """No known answer is tighter than what a right kernel gives."""
+    backend("emulator")
+    draw = random.Random(f"{mode} {dtype}")
+    known = [each for each in formats() if each["mode"] == mode]
+    for _ in range(3):
+        problem = problem_of(
+            draw.choice(ROWS),
+            draw.choice((LARGE, LARGE - 6)),
+            LARGE,
+            dtype=dtype,
+            batch=draw.choice((1, 1, 3)),
+            epilogue=draw.choice(EPILOGUES),
+            **draw.choice(known),
+        )
+        if mode == "nvfp4" and problem.layout == "marlin":
+            problem = replace(problem, global_scale=draw.random() < 0.5)
+        candidates = planner.compare(problem, device=DEVICE).candidates
+        assert known_answers.fault_of(draw.choice(candidates).plan) is None
+
+
+@pytest.mark.thinned(3)
+@needs_emulator
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
+def test_right_kernels_of_experts_and_decoding_pass(
+    mode: str, layout: str, backend: Any
+) -> None:
+    backend("emulator")
+    for dtype in ("float16", "bfloat16"):
+        problem = problem_of(20, LARGE, LARGE, mode=mode, layout=layout, dtype=dtype)
+        assert (
+            known_answers.fault_of(
+                planner.choose_gather(of_experts(problem, 8), DEVICE)
+            )
+            is None
+        )
+        assert known_answers.fault_of(dense_plan(problem)) is None
+
+
+@pytest.mark.thinned(7)
+@needs_emulator
+@pytest.mark.parametrize(
+    ("m", "epilogue", "norm"),
+    [
+        (1, PLAIN, None),
+        (16, Epilogue(bias=True, activation="gelu", residual=True), None),
+        (4, PLAIN, 1e-5),
+        (9, GATED, None),
+        (3, Epilogue(rotation=ROTATION), None),
+        (5, Epilogue(rotation=NORMED_HEADS, bias=True, parts=(128, 64, 64)), None),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_right_kernels_of_cuda_pass(
+    dtype: str, m: int, epilogue: Epilogue, norm: float | None, on_cpu: None
+) -> None:
+    n = {True: GATED_N}.get(epilogue.gated, ROTATED_N)
+    problem = problem_of(
+        m, n, 1024, layout="marlin", epilogue=epilogue, norm=norm, dtype=dtype
+    )
+    few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
+    plan = planner.make(problem, device=h200(), **few)
+    assert plan.threadgroup_bytes <= cuda_on_cpu.SHARED_LIMIT
+    assert known_answers.fault_of(plan) is None
+
+
+@pytest.mark.thinned(4)
+@needs_emulator
+@pytest.mark.parametrize(
+    ("gate", "bias"),
+    [(None, False), (None, True), ("silu", False), ("swiglu_oai", True)],
+)
+@pytest.mark.parametrize("pairs", [2, 12])
+def test_right_kernels_of_cudas_experts_pass(
+    pairs: int, gate: str | None, bias: bool, on_cpu: None
+) -> None:
+    problem = problem_of(pairs, 256, 512, layout="marlin")
+    plan = planner.choose_gather(of_experts(problem, 4, gate, bias), h200())
+    assert known_answers.fault_of(plan) is None
+
+
+def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
+    """Returns codes as a kernel sees them that decodes subnormal numbers as zero."""
+    magnitude = codes & ((1 << (problem.bits - 1)) - 1)
+    subnormal = magnitude < (8 if problem.bits == 8 else 2)
+    return mx.where(subnormal, mx.zeros_like(codes), codes)
+
+
+@pytest.mark.thinned(6)
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["product", "silu", "swiglu_oai"])
+def test_lost_subnormal_codes_are_found_in_gated_products(
+    kind: str, mode: str, dtype: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"mode": mode, "dtype": dtype, "layout": "marlin"}
+    if kind == "product":
+        problem = problem_of(9, GATED_N, 1024, epilogue=GATED, **form)
+        few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
+        plan: AnyPlan = planner.make(problem, device=h200(), **few)
+    else:
+        problem = problem_of(12, 256, 512, **form)
+        plan = planner.choose_gather(of_experts(problem, 4, kind), h200())
+    assert known_answers.fault_of(plan) is None
+    lay_out = operands._lay_out
+
+    def lossy(problem: Problem, codes: mx.array, *parameters: mx.array) -> Any:
+        return lay_out(problem, without_subnormals(problem, codes), *parameters)
+
+    monkeypatch.setattr(operands, "_lay_out", lossy)
+    assert "results are wrong" in str(known_answers.fault_of(plan))
+
+
+@pytest.mark.parametrize("form", formats(), ids=str)
+def test_known_answers_have_their_special_rows(form: dict[str, Any]) -> None:
+    problem = problem_of(1, 40, LARGE, **form)
+    drawn = operands.draw(problem)
+    with mx.stream(mx.cpu):
+        least, largest = (mx.abs(drawn.exact[row]) for row in (1, 2))
+        if problem.format.codes == "floating":
+            assert (least > 0).all().item()
+            assert (10 * least.min() < largest.min()).item()
+        else:
+            assert (drawn.exact.min() < 0).item()
+            assert (drawn.exact.max() > 0).item()
+    assert weight_template(problem)["BITS"] == problem.bits
+
+
+@pytest.mark.parametrize("form", NATIVE, ids=str)
+def test_known_answers_mean_what_mlx_decodes(form: dict[str, Any]) -> None:
+    problem = problem_of(1, 40, LARGE, dtype="float32", **form)
+    drawn = operands.draw(problem)
+    w, scales, biases = drawn.stored
+    decoded = mx.dequantize(
+        w,
+        scales,
+        biases if form["mode"] == "affine" else None,
+        group_size=form["group_size"],
+        bits=form["bits"],
+        mode=form["mode"],
+        dtype=mx.float32,
+    )
+    assert mx.allclose(decoded, drawn.exact.astype(mx.float32), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_rows_of_x_are_multiples_and_no_two_are_equal(dtype: str) -> None:
+    problem = problem_of(1, 64, 256, dtype=dtype)
+    x = operands.activations(problem, (2, 100, 256))
+    with mx.stream(mx.cpu):
+        first = reference.wide(x)[:, mx.arange(100) % operands.DISTINCT_ROWS]
+        factors = operands.factors(100)[:, None]
+        assert mx.array_equal(reference.wide(x), first * factors)
+        assert (x != 0).any(-1).all().item()
+    assert len({tuple(row) for row in x.reshape(200, -1).tolist()}) == 200
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("count", [5, 12])
+def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
+    problem = problem_of(1, 83, 256, layout=layout)
+    drawn = operands.draw(experts._of_all_experts(problem, count))
+    firsts = [experts._first_tiles(count, nth) for nth in (0, 1)]
+    for first in firsts:
+        words = experts._stored(problem, drawn, first)[0]
+        assert len({str(each.tolist()) for each in words}) == count
+    assert all(gate != up for gate, up in zip(*firsts, strict=True))
+
+
+HOST_SECONDS = 0.010
+"""Of a check, of all threads: everything but the kernel and the verdict's file."""
+
+
+def timed_plans() -> Iterator[AnyPlan]:
+    for mode in ("affine", "nvfp4", "mxfp8"):
+        for m in (1, 32):
+            problem = problem_of(m, LARGE, LARGE, mode=mode, layout="marlin")
+            yield planner.choose(problem, h200())
+            yield planner.choose(problem, DEVICE)
+        gated = replace(problem, epilogue=GATED)
+        yield planner.choose(gated, h200())
+        for pairs in (8, 60):
+            few = problem_of(pairs, LARGE, 2048, mode=mode, layout="marlin")
+            yield planner.choose_gather(of_experts(few, 16), DEVICE)
+            yield planner.choose_gather(of_experts(few, 16, "silu"), h200())
+
+
+def test_the_host_part_of_a_check_is_short(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stub(plan: Any) -> Any:
+        problem = plan.problem
+        shape = *problem.result_shape[:-1], problem.columns
+        return lambda *_: mx.zeros(shape, getattr(mx, problem.dtype), stream=mx.cpu)
+
+    backend("emulator")
+    monkeypatch.setattr(known_answers.launch, "unrecorded_product", stub)
+    monkeypatch.setattr(experts.experts_launch, "gather_product", stub)
+    for plan in timed_plans():
+        seconds = []
+        for _ in range(4):
+            start = time.process_time()
+            assert known_answers.fault_of(plan) is not None  # zeros
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < HOST_SECONDS, plan.explain()
+
+
+def test_problems_keep_what_decides_their_kernels() -> None:
+    problem = Problem(m=7, n=5000, k=4096, layout="marlin", invariant=True)
+    plan = planner.make(problem, device=DEVICE)
+    small = miniatures(plan)[0]
+    assert isinstance(small, Plan)
+    assert not small.problem.invariant
+    assert small.subtract == plan.subtract
+
+
+@needs_emulator
+@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_right_kernels_around_cudas_experts_pass(
+    of_all: bool, last: bool, on_cpu: None
+) -> None:
+    assert routing.fault_of_route(mx.bfloat16, 40, 4, of_all, last) is None
+    assert routing.fault_of_combine(mx.float16, 72, 4) is None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("epilogue", [PLAIN, GATED, *EPILOGUES[1:]], ids=str)
+def test_the_exact_answer_rounded_once_passes(
+    epilogue: Epilogue, mode: str, dtype: str
+) -> None:
+    problem = problem_of(
+        5, 512, 2048, mode=mode, layout="marlin", dtype=dtype, epilogue=epilogue
+    )
+    x = operands.activations(problem, (problem.m, problem.k))
+    finish = known_answers._drawn_finish(problem)
+    with mx.stream(mx.cpu):
+        weight = operands.draw(problem)
+        answer = reference.product(problem, x, weight, finish)
+        rounded = answer.values.astype(getattr(mx, dtype))
+    assert reference.difference(rounded, answer) is None

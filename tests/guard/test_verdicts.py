@@ -1,0 +1,253 @@
+"""Verdicts of the guard: kept between processes, made anew where they do not hold."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin import cache, emulator, guard
+from mlx_marlin.backends import planner, source
+from mlx_marlin.guard import known_answers, verdicts
+from mlx_marlin.planning.problem import problem_of
+from support.guard_faults import Fault
+from support.guarded_calls import DEVICE, K, N, collected, new_process, operands
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+
+DYING = """
+import os, sys
+from pathlib import Path
+import mlx.core as mx
+import mlx_marlin
+from mlx_marlin.backends import kernels
+from mlx_marlin.guard import verdicts
+
+verdicts.folder = lambda: Path(sys.argv[1])
+kernels._factory = lambda: lambda **_: lambda **_: os._exit(7)
+w = mx.quantize(mx.ones((70, 256)))
+mlx_marlin.quantized_matmul(mx.ones((1, 256)), *w)
+"""
+
+
+def test_a_process_that_dies_in_the_check_counts_as_failed(guarded: Path) -> None:
+    died = subprocess.run([sys.executable, "-c", DYING, str(guarded)], check=False)
+    assert died.returncode == 7
+    x = mx.ones((1, K))
+    w = mx.quantize(mx.ones((N, K)))
+    y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+    assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+    assert len(messages) == 1
+    assert verdicts.DIED in messages[0]
+
+
+def test_an_interrupted_check_is_made_again(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    with monkeypatch.context() as patch:
+
+        def interrupted(_: Any) -> str:
+            raise KeyboardInterrupt
+
+        patch.setattr(known_answers, "fault_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mlx_marlin.quantized_matmul(x, *w)
+    assert guard.verdicts_so_far() == []
+    assert mlx_marlin.why_not(x, *w) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[malloc] Unable to allocate 4096 bytes."),
+        RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory"),
+        RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"),
+        RuntimeError(
+            "Failed to compile kernel: a.cu.\ncatastrophic error: cannot open source "
+            'file "cuda_fp16.h"'
+        ),
+        OSError(28, "No space left on device"),
+        ImportError("libnvrtc.so.12: cannot open shared object file"),
+    ],
+    ids=lambda error: str(error)[:24] or "MemoryError",
+)
+def test_a_check_that_cannot_be_made_is_made_again_by_the_next_process(
+    error: Exception, guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    tried: list[Any] = []
+    with monkeypatch.context() as patch:
+
+        def fails(plan: Any) -> str:
+            tried.append(plan)
+            raise error
+
+        patch.setattr(known_answers, "fault_of", fails)
+        for _ in range(2):
+            y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+            assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+            (verdict,) = guard.verdicts_so_far()
+            assert verdict.state == "undecided"
+            assert len(messages) == 1
+            assert "could not be checked" in messages[0]
+            assert "The next process checks it again" in messages[0]
+            # This process neither tries nor warns again.
+            _, more = collected(lambda: mlx_marlin.quantized_matmul(x[0], *w))
+            assert more == []
+            new_process()
+            assert guard.verdicts_so_far() == []
+    assert len(tried) == 2
+    assert mlx_marlin.why_not(x, *w) is None
+    assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"state": "passed"}', "\x00", "null", "[" * 100000]
+)
+def test_a_damaged_verdict_is_made_anew(text: str, guarded: Path) -> None:
+    x, w = operands(m=1)
+    mlx_marlin.quantized_matmul(x, *w)
+    (file,) = guarded.glob("*/*.json")
+    file.write_text(text)
+    new_process()
+    assert mlx_marlin.why_not(x, *w) is None
+    (verdict,) = guard.verdicts_so_far()
+    assert verdict.state == "passed"
+
+
+def test_where_nothing_can_be_written_each_process_checks(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded.write_text("a file in the folder's place")
+    fault = Fault("gemv", "zeros").plant(monkeypatch)
+    x, w = operands(m=1)
+    for nth in (1, 2):
+        y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+        assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+        assert (fault.called, len(messages)) == (nth, 1)
+        new_process()
+
+
+def test_another_kernel_text_has_no_verdict_yet(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planner.make(problem_of(1, N, K), device=DEVICE, kernel="gemv")
+    own = guard.variants_of(plan)
+    changed = [
+        guard.KernelVariant(
+            source=type(each.source)(
+                **{
+                    name: getattr(each.source, name)
+                    for name in each.source.__slots__
+                    if name != "source"
+                },
+                source=each.source.source + " ",
+            ),
+            template=each.template,
+            dtypes=each.dtypes,
+        )
+        for each in own
+    ]
+    assert guard.digest(own) != guard.digest(tuple(changed))
+    assert guard.digest(own) == guard.digest(guard.variants_of(plan))
+
+
+def test_verdicts_of_other_versions_are_left_out(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = operands(m=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(source, "digest_of_shaders", lambda: "another version")
+        patch.setattr(known_answers, "fault_of", lambda _: "planted")
+        with pytest.warns(RuntimeWarning, match="planted"):
+            mlx_marlin.quantized_matmul(x, *w)
+        assert [each.fault for each in guard.verdicts_so_far()] == ["planted"]
+    new_process()
+    assert guard.verdicts_so_far() == []
+
+    # A kernel that is the same in both versions is not checked again.
+    with pytest.warns(RuntimeWarning, match="planted"):
+        mlx_marlin.quantized_matmul(x, *w)
+    new_process()
+    assert [each.fault for each in guard.verdicts_so_far()] == ["planted"]
+
+
+def test_the_digest_of_shaders_changes_with_each_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(source.shader_folder(), tmp_path / "shaders")
+    monkeypatch.setattr(source, "shader_folder", lambda: tmp_path / "shaders")
+    digest = source.digest_of_shaders.__wrapped__
+    assert digest() == source.digest_of_shaders()
+    for file in ("lib/work.metal", "kernels/gemv.metal", "cuda/prelude.cuh"):
+        before = digest()
+        changed = tmp_path / "shaders" / file
+        changed.write_text(changed.read_text() + " ")
+        assert digest() != before
+
+
+def test_condemned_kernels_stay_condemned(guarded: Path) -> None:
+    x, w = operands(m=1)
+    plan = planner.choose(problem_of(1, N, K), DEVICE)
+    assert mlx_marlin.why_not(x, *w) is None
+    with pytest.warns(RuntimeWarning, match="found by tuning"):
+        guard.condemn(plan, "found by tuning")
+    new_process()
+    with pytest.warns(RuntimeWarning, match="found by tuning"):
+        assert mlx_marlin.why_not(x, *w) is not None
+
+
+def test_a_umask_of_groups_loses_no_verdict(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cache, "root", lambda: tmp_path / "new" / "mlx_marlin")
+    monkeypatch.setattr(verdicts, "folder", lambda: cache.root() / "verdicts")
+    before = os.umask(0o002)
+    try:
+        x, w = operands(m=1)
+        mlx_marlin.quantized_matmul(x, *w)
+        (verdict,) = guard.verdicts_so_far()
+        plan = planner.choose(problem_of(1, N, K), DEVICE)
+        with pytest.warns(RuntimeWarning, match="wrong by hand"):
+            guard.condemn(plan, "wrong by hand")
+    finally:
+        os.umask(before)
+    assert verdict.state == "passed"
+    assert [each.state for each in guard.verdicts_so_far()] == ["failed"]
+
+
+def test_without_locks_verdicts_are_kept_all_the_same(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(verdicts.fcntl, "flock", flock)
+    x, w = operands(m=1)
+    mlx_marlin.quantized_matmul(x, *w)
+    assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
+
+
+def test_an_undecided_check_leaves_the_file_that_others_lock(tmp_path: Path) -> None:
+    file = tmp_path / "place" / "key.json"
+    verdict = partial(
+        verdicts.Verdict, kernels="k", fault="", example="e", date="d", shaders="s"
+    )
+    undecided = verdict(state="undecided")
+    found = verdicts.checked(file, verdict(state="started"), lambda: undecided)
+    assert found == undecided
+    assert file.exists()
+    assert verdicts.read(file) is None
+    passed = verdict(state="passed")
+    assert verdicts.checked(file, verdict(state="started"), lambda: passed) == passed
+    assert verdicts.read(file) == passed

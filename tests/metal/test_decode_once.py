@@ -1,0 +1,368 @@
+"""Plans that decode a weight once for a plain product: right, bounded, chosen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin.backends import arguments, devices, launch, planner, selection
+from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.handover import margin_over_stock, stock_seconds
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import repacking
+from support import drawn_arrays, format_cases, oracles, strategies
+from support.format_cases import Weight
+from support.grids import drawn
+
+Choose = Callable[[str | None], None]
+
+emulated = pytest.mark.skipif(
+    selection.backend() != "emulator", reason="the emulator does not run here"
+)
+
+
+@st.composite
+def dense_plans(draw: st.DrawFn) -> DensePlan:
+    """Draws plans of any format, both ways, in one chunk or several."""
+    problem = draw(
+        strategies.problems(
+            max_m=20, max_n=100, max_k=256, formats=strategies.ANY_FORMAT
+        )
+    )
+    transposed = draw(st.booleans())
+    side = 32 if transposed else 64
+    chunk = side * draw(st.integers(1, 4))
+    return DensePlan(problem=problem, transposed=transposed, chunk=chunk)
+
+
+def operands(plan: DensePlan, *, seed: int) -> tuple[mx.array, Weight]:
+    """Makes activations and a weight for a plan."""
+    problem = plan.problem
+    inner = problem.k if plan.transposed else problem.n
+    x = format_cases.activations(problem.m, inner, dtype=problem.dtype, seed=seed)
+    return x, drawn_arrays.weight_of(problem, seed=seed + 1)
+
+
+def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> None:
+    """Each element is within rounding of the weight, of the sum and of the result."""
+    name = str(y.dtype).removeprefix("mlx.core.")
+    scale, value, bias = map(np.abs, weight.parts)
+    matrix, magnitudes = weight.decoded, scale * value + bias
+    if transposed:
+        matrix, magnitudes = matrix.T, magnitudes.T
+    expected = oracles.exact(x) @ matrix
+    terms = np.abs(oracles.exact(x)) @ magnitudes
+    off = np.abs(oracles.exact(y) - expected)
+    assert y.shape == expected.shape
+    # MLX adds as it likes: in float32, small floats of all sizes lose some bits more.
+    units = 4 * oracles.ROUNDING[name] + 32 * 2.0**-24
+    assert np.all(off <= units * terms + oracles.SMALLEST[name])
+
+
+@emulated
+@drawn(10, 40, plan=dense_plans(), seed=st.integers(0, 2**16))
+def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) -> None:
+    x, weight = operands(plan, seed=seed)
+    arguments = format_cases.arguments(weight, plan.problem.layout)
+
+    y = launch.dense_product(plan)(x, *arguments)
+
+    assert y.dtype == x.dtype
+    assert_close(y, x, weight, plan.transposed)
+
+
+@emulated
+@drawn(5, 20, plan=dense_plans(), seed=st.integers(0, 2**16))
+def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
+    weight = drawn_arrays.weight_of(plan.problem, seed=seed)
+    dtype = plan.problem.dtype
+    arguments = format_cases.arguments(weight, plan.problem.layout)
+
+    decoded = oracles.exact(launch.dequantized(plan)(*arguments))
+
+    scale, value, bias = map(np.abs, weight.parts)
+    # A sum of two in float32, of which a zero point's is itself a product.
+    sums = 2.0**-23 * (scale * value + bias)
+    rounding = oracles.ROUNDING[dtype] * np.abs(weight.decoded)
+    off = np.abs(decoded - weight.decoded)
+    assert np.all(off <= sums + rounding + oracles.SMALLEST[dtype])
+
+
+def blanks(plan: DensePlan) -> list[mx.array]:
+    """Makes a product's arguments, never evaluated."""
+    x, weight = operands(plan, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repacking, "_on_gpu", lambda: False)  # there is no Metal here
+        return [x, *format_cases.arguments(weight, plan.problem.layout)]
+
+
+@pytest.mark.usefixtures("metal")
+@given(plan=dense_plans())
+@settings(max_examples=40)
+def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
+    calls: list[Any] = []
+
+    def collect(record: dict[str, Any]) -> None:
+        if record.get("name") == "CustomKernel":
+            calls.append(record)
+
+    mx.export_function(collect, launch.dense_product(plan), *blanks(plan))
+
+    problem = plan.problem
+    shapes = [call["outputs"][0][1] for call in calls]
+    assert shapes == [(rows, length) for _, rows, _, length in plan.chunks]
+    assert {call["outputs"][0][2] for call in calls} == {getattr(mx, problem.dtype)}
+    step = 32 if problem.group_size == 32 else 64
+    for call, (_, rows, _, length) in zip(calls, plan.chunks, strict=True):
+        threads = 32 * -(-rows // 32) * length // step
+        grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
+        assert [*grid] == [threads, 1, 1]
+        assert [*threadgroup] == [min(threads, 128), 1, 1]
+        values = map(int, arguments.weight_template(problem).values())
+        assert ", ".join(map(str, values)) in call["arguments"][1]
+
+
+@emulated
+def test_the_memory_for_decoded_weights_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, kernels: None
+) -> None:
+    most = 48 * 64 * 2
+    monkeypatch.setitem(dense_plan.__globals__, "MOST_TEMPORARY", most)
+    made: list[DensePlan] = []
+    original = launch.dense_product
+
+    def recording(plan: DensePlan) -> launch.Product:
+        made.append(plan)
+        return original(plan)
+
+    monkeypatch.setattr(launch, "dense_product", recording)
+    weight = format_cases.any_weight("affine", 3, 64, 48, 192, dtype="float16", seed=1)
+    x = format_cases.activations(5, 48, dtype="float16", seed=2)
+    packed = mlx_marlin.pack(*weight.native, **weight.options)
+
+    y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
+
+    assert [len(each.chunks) for each in made] == [3]
+    assert made[0].temporary_bytes == most
+    assert_close(y, x, weight, transposed=False)
+
+
+MODEL_SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 8192)]
+CHIPS = ("M1 Max", "M3 Max", "M4 Pro", "M5")
+
+
+def asked(layout: str, m: int, n: int, k: int, **more: Any) -> Problem:
+    return Problem(m=m, n=n, k=k, layout=layout, **more)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_it_is_chosen_where_the_model_sees_nothing_faster(
+    chip: str, layout: str
+) -> None:
+    here, chosen = Device.named(chip), set()
+    for m, (n, k) in [(m, s) for m in (64, 65, 128, 2000) for s in MODEL_SHAPES]:
+        problem = asked(layout, m, n, k)
+        ours = planner.predict(planner.choose(problem, here), here).seconds
+        stock = stock_seconds(problem, here)
+        most = ours
+        if layout == "mlx":  # stock MLX could serve it, and ours have to be faster
+            most = min(ours, stock) / margin_over_stock(problem, here)
+        expected = m >= LEAST_ROWS and dense_seconds(problem, here) < most
+
+        found = planner.choose_dense(problem, here)
+
+        assert found == (dense_plan(problem) if expected else None)
+        chosen.add(expected)
+    assert False in chosen
+
+
+@pytest.mark.parametrize(
+    ("chip", "layout", "m", "expected"),
+    [
+        ("M3 Max", "marlin", 64, False),
+        ("M3 Max", "marlin", 2048, True),
+        ("M3 Max", "mlx", 2048, False),
+        ("M5", "marlin", 64, False),
+        ("M5", "marlin", 256, True),
+        ("M5", "mlx", 128, False),
+        ("M5", "mlx", 2048, True),
+    ],
+)
+def test_matrix_units_and_many_rows_decide(
+    chip: str, layout: str, m: int, expected: bool
+) -> None:
+    problem = asked(layout, m, 4096, 4096)
+
+    assert bool(planner.choose_dense(problem, Device.named(chip))) == expected
+
+
+@given(
+    problem=strategies.problems(
+        max_m=3000, max_n=20_000, max_k=20_000, formats=strategies.ANY_FORMAT
+    ),
+    chip=strategies.devices(),
+)
+def test_what_it_cannot_do_it_is_not_chosen_for(problem: Problem, chip: Device) -> None:
+    fused = replace(problem, epilogue=Epilogue(bias=True))
+
+    assert planner.choose_dense(fused, chip) is None
+    assert planner.choose_dense(replace(problem, invariant=True), chip) is None
+    few = replace(problem, m=min(problem.m, LEAST_ROWS - 1))
+    assert planner.choose_dense(few, chip) is None
+    assert dense_seconds(problem, chip) > problem.bytes / (chip.bandwidth_gbs * 1e9)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DensePlan]:
+    """Lists the plans that are built for decoded weights."""
+    plans: list[DensePlan] = []
+
+    def product(plan: DensePlan) -> launch.Product:
+        plans.append(plan)
+        return lambda x, *_: mx.zeros((x.shape[0], plan.columns), x.dtype)
+
+    monkeypatch.setattr(launch, "dense_product", product)
+    return plans
+
+
+def pretend_a_mac(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend(None)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(devices, "current", lambda: Device.named("M5"))
+
+
+def large(rows: int) -> tuple[mx.array, tuple[mx.array, ...]]:
+    x = mx.zeros((rows, 4096), mx.float16)
+    w, factors = mx.zeros((4096, 512), mx.uint32), mx.zeros((4096, 64), mx.float16)
+    return x, (w, factors, factors)
+
+
+@pytest.mark.parametrize("rows", [16, 2048])
+def test_on_a_mac_many_rows_are_multiplied_by_decoded_weights(
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    decoded: list[DensePlan],
+    rows: int,
+) -> None:
+    pretend_a_mac(backend, monkeypatch)
+    x, native = large(rows)
+
+    assert mlx_marlin.why_not(x, *native) is None
+
+    # Rows enough, or none; a native weight has no way back of its own.
+    assert [each.problem.m for each in decoded] == [2048] * (rows == 2048)
+    assert all(each.transposed for each in decoded)
+
+
+@pytest.mark.parametrize("name", ["metal", "emulator"])
+def test_who_forces_a_back_end_sees_our_kernels_run(
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    decoded: list[DensePlan],
+    name: str,
+) -> None:
+    pretend_a_mac(backend, monkeypatch)
+    backend(name)
+    x, native = large(2048)
+
+    assert mlx_marlin.why_not(x, *native) is None
+
+    assert decoded == []
+    assert [each.problem.m for each in launch.plans_built()] == [2048]
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_packed_weight_goes_both_ways_without_stock(
+    backend: Choose, decoded: list[DensePlan], transpose: bool
+) -> None:
+    backend("emulator")
+    weight = format_cases.any_weight("affine", 4, 64, 48, 128, dtype="float16", seed=1)
+    packed = mlx_marlin.pack(*weight.native, **weight.options)
+    x = mx.zeros((3, 128 if transpose else 48), mx.float16)
+
+    assert mlx_marlin.why_not(x, packed, transpose=transpose) is None
+
+    if transpose:  # it is the gradient of x
+        mx.grad(lambda x: mlx_marlin.quantized_matmul(x, packed).sum())(x)
+    assert [each.transposed for each in decoded] == [False]
+    assert [each.problem.layout for each in launch.plans_built()] == (
+        ["marlin"] * transpose
+    )
+
+
+MLX_FORMATS = [
+    ("affine", 4, 64),
+    ("affine", 3, 32),
+    ("affine", 8, 128),
+    ("mxfp4", 4, 32),
+    ("mxfp8", 8, 32),
+    ("nvfp4", 4, 16),
+]
+
+
+@pytest.mark.thinned(4)
+@emulated
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize(("mode", "bits", "group_size"), MLX_FORMATS)
+def test_products_and_gradients_both_ways_are_stocks(
+    mode: str, bits: int, group_size: int, transpose: bool
+) -> None:
+    weight = format_cases.any_weight(
+        mode, bits, group_size, 48, 128, dtype="float32", seed=3
+    )
+    options: dict[str, Any] = {**weight.options}
+    packed = mlx_marlin.pack(*weight.native, **options)
+    x = format_cases.activations(6, 128 if transpose else 48, dtype="float32", seed=4)
+    x = x.reshape(2, 3, -1)
+
+    def ours(x: mx.array) -> mx.array:
+        return mlx_marlin.quantized_matmul(x, packed, transpose=transpose)
+
+    def stock(x: mx.array) -> mx.array:
+        return mx.quantized_matmul(x, *weight.native, transpose=transpose, **options)
+
+    expected = stock(x)
+    assert mlx_marlin.why_not(x, packed, transpose=transpose) is None
+    assert_near(ours(x), expected)
+    cotangent = mx.random.normal(expected.shape, key=mx.random.key(5))
+    _, (gradient,) = mx.vjp(ours, [x], [cotangent])
+    _, (wanted,) = mx.vjp(stock, [x], [cotangent])
+    assert_near(gradient, wanted)
+
+
+def assert_near(actual: mx.array, expected: mx.array) -> None:
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    assert oracles.error(actual, oracles.exact(expected)) < 2e-6
+
+
+@pytest.mark.thinned(2)
+@emulated
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
+@pytest.mark.parametrize("bits", [2, 5])
+def test_what_mlx_has_no_scheme_for_goes_both_ways_too(mode: str, bits: int) -> None:
+    weight = format_cases.any_weight(mode, bits, 32, 40, 96, dtype="float32", seed=6)
+    packed = mlx_marlin.pack(*weight.native, **weight.options)
+    x = format_cases.activations(4, 40, dtype="float32", seed=7)
+
+    y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
+
+    assert_close(y, x, weight, transposed=False)
+    cotangent = format_cases.activations(4, 40, dtype="float32", seed=8)
+    rows = mx.zeros((4, 96))
+    _, (gradient,) = mx.vjp(
+        lambda x: mlx_marlin.quantized_matmul(x, packed), [rows], [cotangent]
+    )
+    assert_close(gradient, cotangent, weight, transposed=False)

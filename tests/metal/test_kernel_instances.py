@@ -1,0 +1,90 @@
+"""The list of kernel instances has those that the planner and tuner ask for."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+import mlx_marlin
+from mlx_marlin.backends.metal.backend import STAGED
+from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.source.instances import variant_of
+from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
+
+CHIPS = ("Apple M1", "Apple M4 Pro", "Apple M3 Ultra")
+SHAPES = tuple(
+    product(
+        (64, 95, 330, 1000, 2048, 4096, 8200, 17408, 128256),
+        (64, 256, 1024, 4096, 11008),
+    )
+)
+"""n, k: few tiles and many, ragged and not, more threadgroups than tiles and fewer."""
+ROWS = (1, 2, 3, 4, 5, 6, 9, 17, 33, 49)
+BATCHES = (1, 3)
+
+
+def considered(dtype: str, layout: str) -> Iterator[Plan]:
+    """Yields every plan that is compared, or tried by a tuner, somewhere."""
+    for (n, k), m, batch in product(SHAPES, ROWS, BATCHES):
+        problem = Problem(
+            m=m, n=n, k=k, batch=batch, dtype=dtype, scale_dtype=dtype, layout=layout
+        )
+        for device in map(Device.named, CHIPS):
+            yield from candidates(problem, device, PlanOverrides())
+            if batch > 1 or m <= 16:
+                continue
+            for buffers, loaders in STAGED:
+                overrides = PlanOverrides(
+                    kernel="gemm_staged", buffers=buffers, loaders=loaders
+                )
+                yield from candidates(problem, device, overrides)
+
+
+def instance(plan: Plan) -> tuple[object, ...]:
+    found = variant_of(plan)
+    return found.name, found.template
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_variant_is_one_that_some_plan_asks_for(dtype: str, layout: str) -> None:
+    listed = {
+        (each.name, each.template)
+        for each in mlx_marlin.variants(
+            mode="affine", bits=4, group_size=64, dtype=dtype, layout=layout
+        )
+    }
+
+    asked = {instance(plan) for plan in considered(dtype, layout)}
+
+    assert listed - asked == set()
+    assert asked - listed == set()
+
+
+def test_formats_have_instances_of_their_own() -> None:
+    found = {
+        (each.plan.problem.mode, each.plan.problem.bits, each.plan.problem.layout)
+        for each in mlx_marlin.variants(dtype="float16")
+    }
+
+    assert found == {
+        (mode, bits, layout)
+        for (mode, bits), known in FORMATS.items()
+        for layout in known.layouts
+    }
+
+
+def test_a_wish_narrows_the_list() -> None:
+    few = mlx_marlin.variants(mode="mxfp4", dtype="bfloat16", layout="marlin")
+    problems = {each.plan.problem for each in few}
+
+    assert problems
+    for problem in problems:
+        known = problem.mode, problem.dtype, problem.layout
+        assert known == ("mxfp4", "bfloat16", "marlin")
+    assert [*mlx_marlin.variants(mode="mxfp5")] == []

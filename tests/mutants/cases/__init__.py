@@ -1,0 +1,20 @@
+"""Cases on which a planted bug must show: small, ragged and awkward on purpose."""
+
+from mutants.cases.case import Case
+from mutants.cases.epilogue import EPILOGUE_CASES
+from mutants.cases.formats import FORMAT_CASES
+from mutants.cases.functions import FUNCTION_CASES, FunctionCase
+from mutants.cases.gather import GATHER_CASES, GatherCase
+from mutants.cases.products import PRODUCT_CASES
+from mutants.cases.repack import REPACK_CASES, RepackCase
+from mutants.cases.staged import STAGED_CASES
+
+CASES: dict[str, Case | RepackCase | GatherCase | FunctionCase] = {
+    **FUNCTION_CASES,
+    **GATHER_CASES,
+    **REPACK_CASES,
+    **PRODUCT_CASES,
+    **EPILOGUE_CASES,
+    **FORMAT_CASES,
+    **STAGED_CASES,
+}

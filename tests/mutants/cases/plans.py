@@ -1,0 +1,141 @@
+"""Makes plans for cases: ranges, slices, streams and wide tiles."""
+
+from dataclasses import replace
+
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
+from mlx_marlin.planning.work.tiles import Reduction, k_tile
+from mlx_marlin.weights.formats import format_of
+
+
+def problem_of(
+    m: int,
+    n: int,
+    groups: int,
+    group_size: int,
+    dtype: str,
+    layout: str,
+    epilogue: Epilogue = PLAIN,
+    *,
+    mode: str = "affine",
+    bits: int = 4,
+    global_scale: bool = False,
+    batch: int = 1,
+) -> Problem:
+    """Returns a problem whose k is so many groups."""
+    floating = format_of(mode, bits).codes == "floating"
+    return Problem(
+        m=m,
+        n=n,
+        k=groups * group_size,
+        batch=batch,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        dtype=dtype,
+        scale_dtype="uint8" if floating else dtype,
+        layout=layout,
+        epilogue=epilogue,
+        global_scale=global_scale,
+    )
+
+
+def whole_tiles(
+    problem: Problem,
+    *,
+    fragments_m: int = 0,
+    simdgroups_m: int = 1,
+    simdgroups_k: int = 2,
+    subtract: bool = True,
+) -> Plan:
+    """Returns a plan with one tile a threadgroup."""
+    rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
+    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    return MetalPlan(
+        problem=problem,
+        kernel="gemm_register" if fragments_m else "gemv",
+        tile=tile,
+        fragments_m=fragments_m,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=simdgroups_k,
+        work=data_parallel(tiles, -(-problem.k // tile.k)),
+        subtract=subtract,
+    )
+
+
+def in_ranges(
+    problem: Problem,
+    *,
+    fragments_m: int,
+    simdgroups_m: int,
+    simdgroups_k: int,
+    k_parallel: int,
+    num_threadgroups: int,
+    partition: Partition = "balanced",
+    subtract: bool = False,
+    reduction: Reduction = "workspace",
+) -> Plan:
+    """Returns a plan whose ranges are runs of slices."""
+    plan = whole_tiles(
+        problem,
+        fragments_m=fragments_m,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=simdgroups_k,
+        subtract=subtract,
+    )
+    work = Work(
+        strategy="stripe",
+        tiles=plan.work.tiles,
+        k_tiles=plan.k_tiles,
+        threadgroups=num_threadgroups,
+        slices=k_parallel,
+        partition=partition,
+    )
+    return replace(plan, work=work, reduction=reduction if work.is_split else "none")
+
+
+def in_two_slices(plan: Plan) -> Plan:
+    """Returns a plan that splits every tile in two."""
+    work = replace(
+        plan.work,
+        strategy="split_k",
+        threadgroups=2 * plan.work.tiles,
+        whole=0,
+        slices=2,
+    )
+    return replace(plan, work=work, reduction="workspace")
+
+
+def staged(plan: Plan, buffers: int, loaders: int = 0) -> Plan:
+    """Returns the plan of the staged kernel."""
+    return replace(plan, kernel="gemm_staged", buffers=buffers, loaders=loaders)
+
+
+def streams(
+    plan: Plan, threadgroups: int, *, whole: int = 0, minimum: int = 1, groups: int = 1
+) -> Plan:
+    """Returns a plan whose ranges are streams."""
+    work = Work(
+        strategy="hybrid" if whole else "stream_k",
+        tiles=plan.work.tiles,
+        k_tiles=plan.k_tiles,
+        threadgroups=threadgroups,
+        whole=whole,
+        slices=plan.k_tiles,
+        minimum=minimum,
+        groups=groups,
+    )
+    return replace(plan, work=work, reduction="workspace")
+
+
+def wide_tiles(plan: Plan, columns: int, *, simdgroups_n: int) -> Plan:
+    """Returns a plan with so many columns of wide tiles, then narrow ones."""
+    whole = columns * plan.m_tiles
+    tiles = whole + plan.m_tiles * (plan.n_tiles - columns * simdgroups_n)
+    work = data_parallel(tiles, plan.k_tiles)
+    work = replace(work, strategy="hytis", whole=whole)
+    return replace(plan, work=work, simdgroups_n=simdgroups_n)

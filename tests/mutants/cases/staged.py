@@ -1,0 +1,129 @@
+"""Plans of the staged kernel on which a planted bug must show."""
+
+from mutants.cases.case import Case
+from mutants.cases.plans import (
+    in_ranges,
+    problem_of,
+    staged,
+    streams,
+    whole_tiles,
+    wide_tiles,
+)
+
+STAGED_ONE = "staged, one buffer, two simdgroups along k, slices"
+STAGED_TWO = "staged, two buffers, ragged m and n, streams of one or two k tiles"
+STAGED_THREE = "staged, three buffers, two loaders, packed groups of 32, streams"
+STAGED_WIDE = "staged, two buffers and a loader, two simdgroups side by side"
+STAGED_NVFP4 = "staged, one buffer, native nvfp4"
+STAGED_GLOBAL = "staged, two buffers, packed nvfp4 with a global scale"
+STAGED_LEFT_OUT = "staged, three buffers, eight rows too many"
+STAGED_SCRATCH = "staged, one buffer that is smaller than the scratch"
+
+STAGED_CASES = {
+    STAGED_ONE: Case(
+        plan=staged(
+            in_ranges(
+                problem_of(13, 70, 7, 64, "float32", "mlx"),
+                fragments_m=1,
+                simdgroups_m=2,
+                simdgroups_k=2,
+                k_parallel=3,
+                num_threadgroups=4,
+                subtract=True,
+            ),
+            1,
+        )
+    ),
+    STAGED_TWO: Case(
+        plan=staged(
+            streams(
+                whole_tiles(
+                    problem_of(27, 70, 5, 64, "float32", "mlx"),
+                    fragments_m=2,
+                    simdgroups_m=2,
+                    simdgroups_k=1,
+                ),
+                7,
+            ),
+            2,
+        )
+    ),
+    STAGED_THREE: Case(
+        plan=staged(
+            streams(
+                whole_tiles(
+                    problem_of(27, 70, 23, 32, "float16", "marlin"),
+                    fragments_m=2,
+                    simdgroups_m=2,
+                    simdgroups_k=2,
+                    subtract=False,
+                ),
+                7,
+            ),
+            3,
+            2,
+        )
+    ),
+    STAGED_WIDE: Case(
+        plan=staged(
+            wide_tiles(
+                whole_tiles(
+                    problem_of(13, 190, 7, 64, "float16", "mlx"), fragments_m=1
+                ),
+                2,
+                simdgroups_n=2,
+            ),
+            2,
+            1,
+        )
+    ),
+    STAGED_NVFP4: Case(
+        plan=staged(
+            whole_tiles(
+                problem_of(9, 70, 12, 16, "float32", "mlx", mode="nvfp4"), fragments_m=1
+            ),
+            1,
+        )
+    ),
+    STAGED_GLOBAL: Case(
+        plan=staged(
+            whole_tiles(
+                problem_of(
+                    9,
+                    70,
+                    12,
+                    16,
+                    "float16",
+                    "marlin",
+                    mode="nvfp4",
+                    global_scale=True,
+                ),
+                fragments_m=1,
+            ),
+            2,
+        )
+    ),
+    STAGED_LEFT_OUT: Case(
+        plan=staged(
+            whole_tiles(
+                problem_of(24, 32, 8, 64, "float16", "marlin"),
+                fragments_m=2,
+                simdgroups_m=2,
+                simdgroups_k=1,
+            ),
+            3,
+        )
+    ),
+    # 64 rows of 36 floats, and 6144 bytes of a stage.
+    STAGED_SCRATCH: Case(
+        plan=staged(
+            whole_tiles(
+                problem_of(57, 32, 3, 32, "float16", "marlin"),
+                fragments_m=2,
+                simdgroups_m=4,
+                simdgroups_k=1,
+            ),
+            1,
+        )
+    ),
+}

@@ -1,0 +1,27 @@
+"""Bugs planted in the Metal kernels."""
+
+from mutants.metal import (
+    batch,
+    epilogue,
+    formats,
+    gather,
+    gemm,
+    gemv,
+    lane,
+    repack,
+    staged,
+    work,
+)
+
+MUTANTS = (
+    *work.MUTANTS,
+    *epilogue.MUTANTS,
+    *lane.MUTANTS,
+    *gemm.MUTANTS,
+    *staged.MUTANTS,
+    *gemv.MUTANTS,
+    *formats.MUTANTS,
+    *repack.MUTANTS,
+    *gather.MUTANTS,
+    *batch.MUTANTS,
+)

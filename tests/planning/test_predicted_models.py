@@ -1,0 +1,58 @@
+"""The bounds of `benchmarks/predicted.py` on whole models still hold."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.planning.problem import problem_of
+
+PREDICTED = runpy.run_path(
+    str(Path(__file__).parents[2] / "benchmarks" / "predicted.py")
+)
+
+
+@pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
+def test_every_bound_is_kept(chip: str) -> None:
+    assert PREDICTED["failures"](Device.named(chip)) == []
+
+
+def test_a_bound_that_is_missed_is_told() -> None:
+    # Tensor units leave our kernels behind stock MLX from 16 rows on.
+    missed = PREDICTED["failures"](Device.named("Apple M5 Max"))
+
+    assert any("16 rows" in each for each in missed)
+
+
+@pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
+def test_what_experts_win_is_that_they_are_read_once(chip: str) -> None:
+    device, mixture = Device.named(chip), PREDICTED["MIXTURE"]
+    stock, ours = PREDICTED["totals"](mixture, 32, device)
+
+    assert PREDICTED["cached_ratio"](mixture, 32, device) < stock / ours
+    assert PREDICTED["below"]({32: stock / ours - 0.01}, device) == []
+    assert len(PREDICTED["below"]({32: stock / ours + 0.01}, device)) == 1
+
+
+SOME_ROWS = [*range(1, 50), *range(50, 513, 37), 63, 64, 65, 96, 97, 128, 129, 256, 512]
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+@pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
+def test_no_product_with_a_native_weight_is_served_slower_than_by_stock(
+    chip: str, mode: str
+) -> None:
+    assert PREDICTED["slower_products"](Device.named(chip), SOME_ROWS, mode) == []
+
+
+def test_without_handing_over_some_products_would_be_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "stock_reason", lambda *_: None)
+    slower = PREDICTED["slower_products"](Device.named("Apple M3 Max"), [32])
+
+    problem = problem_of(32, 1024, 4096)
+    assert f"{problem.explain()} on Apple M3 Max 40-core GPU" in slower

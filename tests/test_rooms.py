@@ -1,0 +1,94 @@
+"""Where code may name a back end: elsewhere it asks the interface."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mlx_marlin
+
+PACKAGE = Path(mlx_marlin.__file__).parent
+OWN_FOLDERS = ("backends/metal/", "backends/cuda/")
+ALLOWED = {
+    "emulator/": "Metal is the language that it compiles",
+    "pytest_plugin.py": "likewise, the fixture `emulated_metal`",
+    "cli/emulate.py": "likewise, the command",
+    "tuning/counting.py": "likewise, a clock by the cost model of Metal",
+    "tuning/tuner.py": "likewise, the choice of that clock",
+    "__init__.py": "the public function `variants` lists Metal's",
+    "cli/diagnosis/": "reports about machines",
+    "backends/registry.py": "lists the back ends",
+    "backends/selection.py": "the values of MLX_MARLIN_BACKEND and MLX's devices",
+    "backends/kernels.py": "names MLX's functions that make kernels",
+    "backends/tuned_results.py": "suffixes of the kernels' files",
+    "cli/demo_report.py": "descriptions by the value of MLX_MARLIN_BACKEND",
+    "cli/doctor.py": "descriptions by the value of MLX_MARLIN_BACKEND",
+}
+"""Files and folders that may name a back end, and why."""
+WORD = re.compile("cuda|metal", re.IGNORECASE)
+
+
+def words(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields names and strings of code with their lines, without docstrings."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield line, name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield line, name
+            case ast.alias(name=name, asname=other):
+                yield from ((line, each) for each in (name, other) if each)
+            case ast.ImportFrom(module=str(name)):
+                yield line, name
+            case ast.keyword(arg=str(name)):
+                yield line, name
+            case ast.Constant(value=str(text)) if not re.search(r"\s", text):
+                yield line, text  # a text with spaces is a message
+
+
+def named_back_ends(text: str) -> list[str]:
+    """Returns what code says of a back end, a line each."""
+    found = (each for each in words(ast.parse(text)) if WORD.search(each[1]))
+    return [f"{line}: {word}" for line, word in found]
+
+
+def test_only_a_back_ends_own_folder_names_it() -> None:
+    unused, wrong = dict(ALLOWED), []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(PACKAGE).as_posix()
+        if path.startswith(OWN_FOLDERS):
+            continue
+        found = named_back_ends(file.read_text(encoding="utf-8"))
+        allowed = [each for each in ALLOWED if path.startswith(each)]
+        if found and not allowed:
+            wrong += [f"{path}:{each}" for each in found]
+        for each in allowed if found else ():
+            unused.pop(each, None)
+    assert not wrong, "\n".join(wrong)
+    assert not unused, "no longer needed"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("from mlx_marlin.backends.cuda import device", 1),
+        ("from mlx_marlin.backends import metal as own", 1),
+        ('if backend() == "cuda":\n    pass', 1),
+        ("def runs_on_cuda() -> bool: ...", 1),
+        ("isinstance(device, CudaDevice)", 1),
+        ("mx.metal.is_available()", 1),
+        ("plan(cuda=1)", 1),
+        ('raise ValueError("no CUDA device here")', 0),
+        ('def own() -> None:\n    """Runs on Metal."""', 0),
+    ],
+)
+def test_code_is_told_from_prose(text: str, count: int) -> None:
+    assert len(named_back_ends(text)) == count
+
+
+def test_a_folder_of_back_ends_has_at_most_twelve_modules() -> None:
+    modules = [*(PACKAGE / "backends").glob("*.py")]
+    assert len(modules) - 1 <= 12

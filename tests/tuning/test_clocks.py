@@ -1,0 +1,112 @@
+"""The tuner's clocks: wall time on a GPU, counters in the emulator."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import cost
+from mlx_marlin.backends.metal.device import DEFAULT
+from mlx_marlin.emulator.counters import Counters, Operation, Traffic
+from mlx_marlin.tuning import counting, operands, timing, tuner
+from support.timed_products import LARGE, M3_MAX, SMALL
+
+
+def test_wall_time_measures_every_arm_on_all_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timing, "LONGEST", 4)
+    given = operands.operands(SMALL, 3)
+    stock, used = operands.stock_product(SMALL), Counter[int]()
+
+    def counted(x: mx.array, w: mx.array, *rest: mx.array) -> mx.array:
+        used[[id(each[0]) for each in given.weights].index(id(w))] += 1
+        return stock(x, w, *rest)
+
+    plan = planner.choose(SMALL, M3_MAX)
+    measured = tuner.wall_time({None: stock, plan: counted}, given, seconds=0.01)
+
+    assert [*measured] == [None, plan]
+    assert all(each.median > 0 for each in measured.values())
+    assert all(each.samples >= timing.ROUNDS for each in measured.values())
+    assert {*used} == {0, 1, 2}
+
+
+def test_the_emulators_clock_is_a_function_of_counters() -> None:
+    def launched(kernel: str, read: int, again: int) -> Counters:
+        return Counters(
+            kernel=kernel,
+            threadgroups=1,
+            threadgroup_bytes=0,
+            traffic=(
+                Traffic("w", "device", "1", read + again, again, 60, 0, accesses=7),
+                Traffic("sum", "threadgroup", "2", 5000, accesses=3),
+            ),
+            operations=(
+                Operation("matrix", "multiply", "3", 1000),
+                Operation("simd", "simd_sum", "4", 20),
+                Operation("barrier", "threadgroup_barrier", "5", 10),
+            ),
+        )
+
+    rates = cost.rates_of(DEFAULT)
+    slots = rates.matrix_slots * 1000 + rates.exposed * (7 + 3 + 20 + 10)
+    issue = slots / (4 * DEFAULT.cores * DEFAULT.clock_ghz * 1e9)
+    bandwidth = rates.bandwidth * DEFAULT.bandwidth_gbs * 1e9
+
+    few = [launched("few", 40, 1000)]
+    many = [launched("many", 2**20, 2**22), launched("reduce", 2**20, 0)]
+
+    assert counting.counted_seconds(few, DEFAULT) == pytest.approx(issue)
+    expected = 2 * (2**20 + 60) / bandwidth + 1.6e-6
+    assert counting.counted_seconds(many, DEFAULT) == pytest.approx(expected)
+
+
+@pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+def test_the_emulator_counts_the_same_every_time(
+    backend: Callable[[str | None], None],
+) -> None:
+    backend("emulator")
+    clock = tuner.clock(DEFAULT)
+
+    first, second = (tuner.tune(SMALL, DEFAULT, clock) for _ in range(2))
+
+    assert clock.name == "emulator counters"
+    assert first == second
+    assert first.result is not None
+    # Splitting a product this small takes a second launch, by any account.
+    medians = {arm: each.median for arm, each in first.arms.items() if arm is not None}
+    split = [median for arm, median in medians.items() if arm.is_split]
+    whole = [median for arm, median in medians.items() if not arm.is_split]
+    assert min(split) - max(whole) > 1e-6
+
+
+def test_there_is_nothing_to_tune_without_our_kernels(
+    backend: Callable[[str | None], None],
+) -> None:
+    backend("stock")
+
+    with pytest.raises(ValueError, match="there is nothing to tune"):
+        tuner.clock(DEFAULT)
+
+
+@pytest.mark.parametrize(("on", "chip"), [("metal", "M3 Max"), ("cuda", "NVIDIA H200")])
+def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
+    on: str,
+    chip: str,
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend(on)
+    monkeypatch.setattr(selection, "missing", lambda: None)
+
+    clock = tuner.clock(named(chip))
+
+    assert (clock.name, clock.times_stock) == ("wall time", True)
+    assert clock.weights(LARGE) == operands.weight_count(LARGE, named(chip))

@@ -1,0 +1,189 @@
+"""Calls use what was measured on this machine, and nothing else."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin import state
+from mlx_marlin.backends import devices, launch, planner, tuned_results
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from support.arguments import activations, weight
+from support.results import PROBLEM, measured
+
+Choose = Callable[[str | None], None]
+
+
+def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
+    here = tuned_results.machine(DEFAULT, "emulator")
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+
+    tuned_results.write(kept, here, [measured(PROBLEM)])
+
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    state.reset()
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
+    assert tuned_results.find(replace(PROBLEM, m=5), DEFAULT, "emulator") is None
+    assert tuned_results.find(PROBLEM, DEFAULT, "metal") is None
+    tuned_results.clear(kept)
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") == measured(PROBLEM)
+
+
+def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
+    finished = replace(PROBLEM, epilogue=Epilogue(bias=True, activation="silu"))
+    result = measured(PROBLEM, rank=2)
+    tuned_results.write(kept, tuned_results.machine(DEFAULT, "emulator"), [result])
+
+    found = tuned_results.find(finished, DEFAULT, "emulator")
+
+    assert found is not None
+    assert found.plan == replace(result.plan, problem=finished)
+    invariant = replace(PROBLEM, invariant=True)
+    assert tuned_results.find(invariant, DEFAULT, "emulator") is None
+
+
+def test_the_environment_turns_reading_off(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_results.write(
+        kept, tuned_results.machine(DEFAULT, "emulator"), [measured(PROBLEM)]
+    )
+    monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
+
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    monkeypatch.setenv(tuned_results.ENVIRONMENT, "1")
+    state.reset()
+    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is not None
+
+
+def test_times_of_this_chip_are_not_those_of_a_named_one(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m3 = Device.named("M3 Max")
+    for backend in ("metal", "emulator"):
+        tuned_results.write(
+            kept, tuned_results.machine(m3, backend), [measured(PROBLEM)]
+        )
+
+    monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max")
+
+    assert tuned_results.find(PROBLEM, m3, "metal") is None
+    assert tuned_results.find(PROBLEM, m3, "emulator") is not None
+
+
+HALF = {"dtype": mx.float16}
+
+X, NATIVE = activations(4, 256, **HALF), weight(64, 256, **HALF)
+
+
+def test_what_was_measured_beats_the_model(kept: Path, ran: list[Plan]) -> None:
+    result = measured(PROBLEM, rank=2)
+    assert result.plan != planner.choose(PROBLEM, devices.current())
+    mlx_marlin.quantized_matmul(X, *NATIVE)
+    tuned_results.write(
+        kept, tuned_results.machine(devices.current(), "emulator"), [result]
+    )
+    mlx_marlin.quantized_matmul(X, *NATIVE)
+
+    state.reset()
+    mlx_marlin.quantized_matmul(X, *NATIVE)
+
+    model = planner.choose(PROBLEM, devices.current())
+    assert ran == [model, model, result.plan]
+
+
+def test_a_cached_call_asks_for_nothing(
+    kept: Path, ran: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlx_marlin.quantized_matmul(X, *NATIVE)
+    monkeypatch.setattr(tuned_results, "find", None)
+
+    mlx_marlin.quantized_matmul(X, *NATIVE)
+
+    assert len(ran) == 2
+
+
+def test_a_bad_file_is_told_once_and_the_model_decides(
+    kept: Path, ran: list[Plan]
+) -> None:
+    kept.mkdir()
+    here = tuned_results.machine(devices.current(), "emulator")
+    (kept / here.file_name).write_text("nonsense")
+
+    with pytest.warns(RuntimeWarning, match="are ignored"):
+        mlx_marlin.quantized_matmul(X, *NATIVE)
+    mlx_marlin.quantized_matmul(X[:2], *NATIVE)  # another warning would be an error
+
+    assert ran[0] == planner.choose(PROBLEM, devices.current())
+
+
+@pytest.fixture
+def on_an_m3(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Makes Metal seem available, on an M3 Max."""
+    m3 = Device.named("M3 Max")
+    backend(None)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(devices, "current", lambda: m3)
+    return m3
+
+
+@pytest.mark.parametrize("m", [1, 8])  # the model: stock, ours
+def test_stock_serves_what_it_was_measured_to_serve_faster(
+    kept: Path, on_an_m3: Device, m: int
+) -> None:
+    problem = Problem(m=m, n=4096, k=4096)
+    x, native = activations(m, 4096, **HALF), weight(4096, 4096, **HALF)
+    model = mlx_marlin.why_not(x, *native)
+    assert (model is None) == (m == 8)
+
+    for stock in (True, False):
+        here = tuned_results.machine(on_an_m3, "metal")
+        tuned_results.write(kept, here, [measured(problem, stock=stock)])
+        state.reset()
+        said = "measured here: stock MLX took 10.2 us, our best 12.5 us"
+        assert mlx_marlin.why_not(x, *native) == (said if stock else None)
+
+
+def test_what_the_emulator_counted_is_not_asked_on_a_mac(
+    kept: Path, on_an_m3: Device
+) -> None:
+    problem = Problem(m=8, n=4096, k=4096)
+    x, native = activations(8, 4096, **HALF), weight(4096, 4096, **HALF)
+    emulated = tuned_results.machine(on_an_m3, "emulator")
+    tuned_results.write(kept, emulated, [measured(problem, stock=True)])
+
+    assert mlx_marlin.why_not(x, *native) is None
+
+
+def test_who_forces_a_back_end_gets_our_best_plan(
+    kept: Path, on_an_m3: Device, backend: Choose
+) -> None:
+    result = measured(PROBLEM, rank=2, stock=True)
+    tuned_results.write(kept, tuned_results.machine(on_an_m3, "metal"), [result])
+    backend("metal")
+
+    assert mlx_marlin.why_not(X, *NATIVE) is None
+    assert launch.plans_built() == [result.plan]
+
+
+def test_importing_the_package_reads_nothing() -> None:
+    program = """
+import sys
+import mlx_marlin
+print([name for name in ("backends.tuned_results", "planning", "cache", "tuning")
+       if f"mlx_marlin.{name}" in sys.modules])
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+
+    assert answer.stdout.strip() == "[]", answer.stderr

@@ -1,0 +1,195 @@
+"""Samples of times: their order, chains, noise, and which is the fastest."""
+
+from dataclasses import replace
+from itertools import cycle
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin.tuning import timing
+from mlx_marlin.tuning.timing import Spread
+
+
+def spreads(**medians: float) -> dict[str, Spread]:
+    """Returns spreads with a noise of 1."""
+    return {name: Spread(median=each, range=1.0) for name, each in medians.items()}
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        (spreads(model=10, other=10), "model"),
+        (spreads(model=10, other=9), "model"),  # just the noise
+        (spreads(model=10, other=8.9), "other"),
+        (spreads(model=10, other=5, third=4.5), "other"),  # equal: the first of them
+        (spreads(model=10, other=5.6, third=4.5), "third"),
+        (spreads(model=4, other=9), "model"),
+        (spreads(model=4), "model"),
+    ],
+)
+def test_the_first_that_nothing_beats_by_more_than_the_noise_wins(
+    measured: dict[str, Spread], expected: str
+) -> None:
+    assert timing.winner(measured) == expected
+
+
+@pytest.mark.parametrize("noisy", ["faster", "slower"])
+def test_the_noise_of_either_side_is_doubted(noisy: str) -> None:
+    noise = {"faster": 0.1, "slower": 0.1} | {noisy: 3.0}
+    faster = Spread(median=8, range=noise["faster"])
+    slower = Spread(median=10, range=noise["slower"])
+
+    assert not faster.beats(slower)
+    assert faster.beats(replace(slower, median=11.5))
+
+
+def test_counters_that_differ_at_all_differ() -> None:
+    assert Spread(median=9.99).beats(Spread(median=10))
+    assert not Spread(median=10).beats(Spread(median=10))
+
+
+def test_a_spread_is_the_median_and_the_range_of_the_middle_half() -> None:
+    # Two outliers of nine move neither.
+    spread = Spread.of([5.0, 3.0, 4.0, 1000.0, 1.0, 2.0, 6.0, 7.0, 900.0])
+
+    assert spread == Spread(median=5.0, range=4.0, samples=9)
+    assert Spread.of([2.5]) == Spread(median=2.5, range=0.0, samples=1)
+
+
+class Stopwatch:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_every_round_samples_each_arm_once_in_an_order_of_its_own() -> None:
+    seen: list[str] = []
+    names = "abcd"
+    arms = {name: lambda name=name: seen.append(name) or 1.0 for name in names}
+
+    timing.interleaved(arms, seconds=0.0, now=Stopwatch())
+
+    rounds = ["".join(seen[i : i + 4]) for i in range(0, len(seen), 4)]
+    assert len(rounds) == timing.ROUNDS
+    assert all(sorted(each) == [*names] for each in rounds)
+    assert len(set(rounds)) > 2
+    first, seen[:] = [*seen], []
+    timing.interleaved(arms, seconds=0.0, now=Stopwatch())
+    assert seen == first
+    seen[:] = []
+    timing.interleaved(arms, seconds=0.0, seed=1, now=Stopwatch())
+    assert seen != first
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [(0.0, timing.ROUNDS), (40.0, 20), (1e9, timing.MOST_ROUNDS)],
+)
+def test_rounds_fill_the_time_that_is_given(seconds: float, rounds: int) -> None:
+    now = Stopwatch()
+
+    def sample() -> float:
+        now.time += 1.0
+        return 1.0
+
+    measured = timing.interleaved({"a": sample, "b": sample}, seconds=seconds, now=now)
+
+    assert {each.samples for each in measured.values()} == {rounds}
+
+
+def test_a_chip_that_slows_down_slows_all_alike() -> None:
+    taken = 0
+
+    def sample() -> float:
+        nonlocal taken
+        taken += 1
+        return 1.0 + taken / 100  # 3 arms x 40 rounds: the last takes twice the first
+
+    now = Stopwatch()
+    arms: dict[str, timing.Sample] = dict.fromkeys("abc", sample)
+    measured = timing.interleaved(arms, seconds=1.0, now=now)
+
+    assert timing.winner(measured) == "a"
+    medians = [each.median for each in measured.values()]
+    assert max(medians) - min(medians) < 0.05
+
+
+def test_each_product_of_a_chain_needs_the_result_before_it() -> None:
+    x = mx.array([[1.0, 2.0, 3.0]])
+    given: list[mx.array] = []
+
+    def product(x: mx.array, *_: mx.array) -> mx.array:
+        given.append(x)
+        return mx.full((1, 5), float(len(given)))
+
+    timing.chain(product, x, cycle([(x, x, x)]), 4)
+
+    # Not a sum that grows: result i, added to the same x each time.
+    expected = [x, x + 1, x + 2, x + 3]
+    assert [each.tolist() for each in given] == [each.tolist() for each in expected]
+
+
+def test_mlx_cannot_drop_a_product_of_a_chain() -> None:
+    w = mx.array([[0.5]])
+    x = mx.array([[1.0]])
+
+    def product(x: mx.array, w: mx.array, *_: mx.array) -> mx.array:
+        return x * w
+
+    latest: list[mx.array] = []
+
+    def recorded(x: mx.array, *weight: mx.array) -> mx.array:
+        latest.append(x)
+        return product(x, *weight)
+
+    timing.chain(recorded, x, cycle([(w, w, w)]), 4)
+
+    # 1 + half of what came before, as one rounds by hand.
+    assert [each.item() for each in latest] == [1, 1.5, 1.75, 1.875]
+
+
+def test_a_chain_is_timed_while_it_is_evaluated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = Stopwatch()
+
+    def product(x: mx.array, *_: mx.array) -> mx.array:
+        now.time += 100.0  # the host's, to build the graph
+        return x
+
+    def evaluate(_: mx.array) -> None:
+        now.time += 8.0
+
+    monkeypatch.setattr(mx, "eval", evaluate)
+    x = mx.array([[1.0]])
+
+    assert timing.chain(product, x, cycle([(x, x, x)]), 4, now) == 2.0
+
+
+def test_a_weight_comes_again_only_after_all_others() -> None:
+    weights = [(mx.array(float(i)),) * 3 for i in range(5)]
+    taken: list[float] = []
+
+    def product(x: mx.array, w: mx.array, *_: mx.array) -> mx.array:
+        taken.append(float(w.item()))
+        return x
+
+    turns = cycle(weights)
+    for _ in range(3):  # chains go on where the last one, of any arm, ended
+        timing.chain(product, mx.array([[1.0]]), turns, 4)
+
+    assert taken == [i % 5 for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("each", "seconds", "length"),
+    [(1e-3, 0.05, 50), (1.0, 0.01, timing.SHORTEST), (1e-9, 1, timing.LONGEST)],
+)
+def test_a_chain_is_as_long_as_its_time(
+    each: float, seconds: float, length: int
+) -> None:
+    assert timing.chain_length(each, seconds) == length
