@@ -1,0 +1,1 @@
+"""GGUF files: weights, configuration and tokenizer."""
