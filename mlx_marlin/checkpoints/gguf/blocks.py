@@ -84,21 +84,10 @@ def read_blocks(
         chunk = blocks[first : first + step]
         codes[first : first + step] = packed_lanes(layout.lanes(chunk), layout.bits)
         chunks.append(layout.parameters(chunk))
-    rows = shape[:-1]
-    parameters = {
-        name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]
-    }
-    super_scales = parameters.pop("super_scales", None)
-    if super_scales is not None:
-        super_shape = *rows, shape[-1] // SUPER_BLOCK, super_scales.shape[-1]
-        super_scales = mx.array(super_scales.reshape(super_shape))
-    words = codes.reshape(prod(rows), -1).view("<u4")
+    words = codes.reshape(prod(shape[:-1]), -1).view("<u4")
     return StoredWeight(
-        codes=mx.array(words.reshape(*rows, -1)),
-        **{
-            name: mx.array(part.reshape(*rows, -1)) for name, part in parameters.items()
-        },
-        super_scales=super_scales,
+        codes=mx.array(words.reshape(*shape[:-1], -1)),
+        **{name: _joined(chunks, name, shape) for name in chunks[0]},
         group_size=layout.group_size,
         bits=layout.bits,
         mode=layout.mode,
