@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "llama")
 """Kinds of vocabularies that are read: bytes in pairs, and SentencePiece's."""
+LONGEST_TOKEN = 1024
+"""Characters; merges are derived from all divisions of a token."""
 _GPT2_SPLITS = ("gpt-2", "gpt2", "default")
 """Names of GPT-2's own way to divide a text, which transformers takes for any name that
 it does not know."""
@@ -79,8 +81,11 @@ def _vocabulary(
         raise container.refusal(f"{_PREFIX}model", f"is not one of {[*_MODELS]}")
     tokens = _strings(container, "tokens")
     vocabulary: dict[str, Any] = {"tokenizer_type": model, "tokens": tokens}
-    if len(set(tokens)) != len(tokens):
-        raise container.refusal(f"{_PREFIX}tokens", "has a token twice")
+    if len(set(tokens)) != len(tokens) or len(max(tokens, key=len)) > LONGEST_TOKEN:
+        raise container.refusal(
+            f"{_PREFIX}tokens",
+            f"has a token twice, or one of more than {LONGEST_TOKEN} characters",
+        )
     if f"{_PREFIX}merges" in container.metadata:
         vocabulary["merges"] = _strings(container, "merges")
         if not all(merge.count(" ") == 1 for merge in vocabulary["merges"]):
@@ -120,7 +125,7 @@ def _numbers(container: Container, name: str, count: int) -> list[float]:
     value = container.metadata[key]
     if not isinstance(value, memoryview) or len(value) != count:
         raise container.refusal(key, f"is not an array of {count} numbers")
-    return value.tolist()
+    return [*value]
 
 
 def _special_tokens(container: Container, tokens: list[str]) -> dict[str, str]:
