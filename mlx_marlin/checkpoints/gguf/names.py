@@ -176,6 +176,4 @@ def parameter_name(architecture: Architecture, name: str) -> str | None:
         if module is not None:
             prefix = "" if layer is None else f"model.layers.{layer}."
             return prefix + (module if stem in _NO_SUFFIX else f"{module}.{suffix}")
-    raise ValueError(
-        f"tensor {name!r} is no parameter of mlx-lm's {architecture.model_type!r}"
-    )
+    raise ValueError(f"mlx-lm's {architecture.model_type!r} has no such parameter")

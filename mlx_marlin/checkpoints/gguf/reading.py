@@ -52,9 +52,12 @@ def tensors_of(container: Container) -> list[Tensor]:
         ValueError: As `read` does.
     """
     architecture = architecture_of(container)
+    permuted = _permuted_heads(container, architecture)
     tensors = []
     for info in container.tensors.values():
-        source = _Source(container, architecture, info)
+        stem = info.name.split(".")[-2:-1]
+        heads = permuted.get(stem[0]) if stem else None
+        source = _Source(container, architecture, info, heads)
         with_scale = SCALES.fullmatch(info.name)
         if with_scale is not None and f"{with_scale[1]}.weight" in container.tensors:
             continue  # read with the weight, or of activations, which stay as they are
@@ -78,13 +81,32 @@ def tensors_of(container: Container) -> list[Tensor]:
     return tensors
 
 
+def _permuted_heads(container: Container, architecture: Architecture) -> dict[str, int]:
+    """Returns the heads of layers whose rows are permuted, by llama.cpp's name."""
+    if not architecture.permuted:
+        return {}
+    key = f"{architecture.name}.attention.head_count"
+    heads = key_heads = container.integer(key)
+    if f"{key}_kv" in container.metadata:
+        key_heads = container.integer(f"{key}_kv")
+    return {"attn_q": heads, "attn_k": key_heads}
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of a file, and what llama.cpp's conversion did to it."""
+    """A tensor of a file, and what llama.cpp's conversion did to it.
+
+    Attributes:
+        container: The file.
+        architecture: The architecture.
+        info: The tensor.
+        permuted_heads: Heads whose rows are permuted; None if rows are in order.
+    """
 
     container: Container
     architecture: Architecture
     info: TensorInfo
+    permuted_heads: int | None
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
@@ -92,20 +114,6 @@ class _Source:
         if _SHARED_GATE in self.info.name and len(shape) == 1:
             return 1, *shape
         return shape
-
-    @property
-    def permuted_heads(self) -> int | None:
-        """Heads whose rows are permuted; None if rows are in the model's order."""
-        if not self.architecture.permuted:
-            return None
-        prefix = f"{self.architecture.name}.attention."
-        if ".attn_q." in self.info.name:
-            return self.container.integer(f"{prefix}head_count")
-        if ".attn_k." in self.info.name:
-            key = f"{prefix}head_count_kv"
-            given = key in self.container.metadata
-            return self.container.integer(key if given else f"{prefix}head_count")
-        return None
 
     @property
     def has_norm_offset(self) -> bool:

@@ -109,7 +109,7 @@ def _factor_key(container: Container) -> str:
     """Returns the key of the factor; older files have another one."""
     older = f"{_prefix(container)}rope.scale_linear"
     newer = f"{_prefix(container)}rope.scaling.factor"
-    return older if newer not in container.metadata else newer
+    return older if older in container.metadata else newer
 
 
 def _scaling_type(container: Container) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mlx_marlin.checkpoints.gguf.container import Container
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "llama")
@@ -62,18 +62,22 @@ def tokenizer_files(container: Container) -> dict[str, str]:
     }
 
 
-def _converter() -> "tuple[Callable[..., tuple[Any, Any]], Sequence[str]]":
-    """Returns transformers' converter, and the ways to divide a text that it knows."""
+def _converter() -> "tuple[Callable[..., tuple[Any, Any]], Mapping[str, str]]":
+    """Returns transformers' converter, and the ways to divide a text that it knows.
+
+    They are regular expressions by the names that llama.cpp gives them.
+    """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_PRE_TOKENIZER_SPLITS,
         convert_gguf_tokenizer,
     )
 
-    return convert_gguf_tokenizer, (*GGUF_PRE_TOKENIZER_SPLITS, *_GPT2_SPLITS)
+    gpt2 = dict.fromkeys(_GPT2_SPLITS, "GPT-2's")
+    return convert_gguf_tokenizer, gpt2 | GGUF_PRE_TOKENIZER_SPLITS
 
 
 def _vocabulary(
-    container: Container, architecture: str, known_splits: "Sequence[str]"
+    container: Container, architecture: str, known_splits: "Mapping[str, str]"
 ) -> dict[str, Any]:
     """Returns the vocabulary under the names that transformers gives its parts."""
     model = container.text(f"{_PREFIX}model")
@@ -98,6 +102,10 @@ def _vocabulary(
         if split not in known_splits:
             raise container.refusal(
                 f"{_PREFIX}pre", f"is not one of {', '.join(known_splits)}"
+            )
+        if architecture == "qwen2" and known_splits[split] != known_splits["qwen2"]:
+            raise container.refusal(
+                f"{_PREFIX}pre", "is not 'qwen2', which transformers takes for Qwen2"
             )
         vocabulary["pre_tokenizer_type"] = split
     space = container.metadata.get(f"{_PREFIX}add_space_prefix", True)
