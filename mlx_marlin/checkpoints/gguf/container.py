@@ -81,6 +81,16 @@ class Container:
         """Returns the bytes of a tensor, without a copy."""
         return memoryview(self._map)[info.start : info.start + info.nbytes]
 
+    def release(self, info: TensorInfo) -> None:
+        """Gives back the memory of a tensor's bytes, which are read anew if needed.
+
+        Otherwise pages of the file count as memory of the process while it is open.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = info.start - info.start % mmap.PAGESIZE
+            end = info.start + info.nbytes
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def text(self, key: str) -> str:
         """Returns a string of the metadata.
 

@@ -128,8 +128,9 @@ class _Source:
                 f"{name} is not one of the types that are read: "
                 f"{', '.join([*LAYOUTS, *PLAIN])}"
             )
-        if name in LAYOUTS and len(self.parameter_shape) < 2:
-            raise ValueError(f"{name} is for matrices, but the shape is {shape}")
+        vector = len(self.parameter_shape) < 2 or self.has_norm_offset
+        if name in LAYOUTS and vector:
+            raise ValueError(f"{name} {shape} is for matrices, but this is a vector")
         heads = self.permuted_heads
         if heads is not None and (heads == 0 or shape[0] % (2 * heads)):
             raise ValueError(
@@ -142,23 +143,32 @@ class _Source:
 
 def _read(source: _Source) -> StoredWeight | mx.array:
     """Reads a tensor, and reverts what llama.cpp's conversion did to it."""
-    info, data = source.info, source.container.data(source.info)
-    shape = source.parameter_shape
     try:
-        if info.type.name in PLAIN:
-            array = read_plain(data, info.type, shape)
-            if source.has_norm_offset:
-                array = _without_offset(array, source.architecture.norm_offset)
-            heads = source.permuted_heads
-            return array if heads is None else rows_in_order(array, heads)
-        weight = read_blocks(data, info.type, shape)
-        if info.type.name == "NVFP4":
-            scale = global_scale(source.container, info)
-            weight = replace(weight, global_scale=scale)
+        stored = _stored(source)
     except ValueError as error:
         raise source.refusal(error) from None
-    heads = source.permuted_heads
-    return weight if heads is None else _weight_rows_in_order(weight, heads)
+    finally:
+        source.container.release(source.info)
+    if source.permuted_heads is None:
+        return stored
+    if isinstance(stored, StoredWeight):
+        return _weight_rows_in_order(stored, source.permuted_heads)
+    return rows_in_order(stored, source.permuted_heads)
+
+
+def _stored(source: _Source) -> StoredWeight | mx.array:
+    """Reads a tensor with its rows in the order of the file."""
+    info, data = source.info, source.container.data(source.info)
+    shape = source.parameter_shape
+    if info.type.name in PLAIN:
+        array = read_plain(data, info.type, shape)
+        if source.has_norm_offset:
+            return _without_offset(array, source.architecture.norm_offset)
+        return array
+    weight = read_blocks(data, info.type, shape)
+    if info.type.name == "NVFP4":
+        return replace(weight, global_scale=global_scale(source.container, info))
+    return weight
 
 
 def rows_in_order(array: mx.array, heads: int) -> mx.array:

@@ -67,10 +67,16 @@ def _converter() -> "tuple[Callable[..., tuple[Any, Any]], Mapping[str, str]]":
 
     They are regular expressions by the names that llama.cpp gives them.
     """
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        GGUF_PRE_TOKENIZER_SPLITS,
-        convert_gguf_tokenizer,
-    )
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+            GGUF_PRE_TOKENIZER_SPLITS,
+            convert_gguf_tokenizer,
+        )
+    except ImportError as error:
+        raise ImportError(
+            "the tokenizer of a GGUF file needs a transformers that has "
+            "transformers.integrations.gguf, such as 5.23"
+        ) from error
 
     gpt2 = dict.fromkeys(_GPT2_SPLITS, "GPT-2's")
     return convert_gguf_tokenizer, gpt2 | GGUF_PRE_TOKENIZER_SPLITS

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
+from support.gguf_blocks import NUMBERS
 from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import CASES, random_model, written_model
 
@@ -113,10 +114,19 @@ def test_tensors_that_are_no_parameters_are_refused(
         read(path)
 
 
+def test_norms_are_not_quantized(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    norm = random_tensor("blk.0.attn_norm.weight", "Q8_0", (1, 64), random)
+    path = write_gguf(tmp_path / "t.gguf", CASES["gemma2"].metadata, [norm])
+
+    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'blk\.0\.attn_norm"):
+        read(path)
+
+
 def test_types_that_are_not_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("support.gguf_files").gguf_files.NUMBERS, "Q2_K", 10)
+    monkeypatch.setitem(NUMBERS, "Q2_K", 10)
     tensor = Written("blk.0.attn_v.weight", "Q2_K", (1, 256), bytes(84))
     path = write_gguf(tmp_path / "t.gguf", CASES["llama"].metadata, [tensor])
 
