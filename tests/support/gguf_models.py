@@ -25,6 +25,7 @@ class Case:
         model_type: mlx-lm's name.
         keys: Metadata under the architecture's prefix, next to the usual.
         tied: Whether the output is the embedding.
+        biases: Whether linear layers have biases.
         layers: Decoder layers; a pattern of Gemma 3 has six.
     """
 
@@ -33,6 +34,7 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     layers: int = 2
+    biases: bool = False
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -57,6 +59,7 @@ _MIXTURE = {"expert_count": 4, "expert_used_count": 2}
 CASES = {
     "llama": Case("llama", "llama", {"rope.dimension_count": 16}),
     "llama_tied": Case("llama", "llama", _WIDE | {"rope.dimension_count": 32}, True),
+    "llama_biased": Case("llama", "llama", biases=True),
     "mixtral": Case("llama", "mixtral", _MIXTURE),
     "qwen2": Case("qwen2", "qwen2", tied=True),
     "qwen3": Case("qwen3", "qwen3", _WIDE),
@@ -112,6 +115,8 @@ def arguments(case: Case) -> dict[str, Any]:
         "vocab_size": VOCABULARY,
         "tie_word_embeddings": case.tied,
     }
+    if case.model_type == "llama":
+        config |= {"attention_bias": case.biases, "mlp_bias": case.biases}
     if case.model_type in ("qwen2_moe", "qwen3_moe"):
         config |= {"num_experts": 4, "num_experts_per_tok": 2}
         config |= {"moe_intermediate_size": 32}

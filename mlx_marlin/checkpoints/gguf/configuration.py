@@ -7,6 +7,21 @@ from mlx_marlin.checkpoints.gguf.container import Container
 from mlx_marlin.checkpoints.gguf.names import architecture_of
 from mlx_marlin.checkpoints.gguf.rope import check_rope, rope_scaling
 
+_NO_PARAMETER = (
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "embedding_scale",
+    "logit_scale",
+    "residual_scale",
+    "expert_group_count",
+    "expert_weights_scale",
+    "nextn_predict_layers",
+)
+"""Keys that change what a model computes, and that mlx-lm's models do not have."""
+_SOFTMAX = 1
+"""llama.cpp's number of the function that weighs experts."""
+
 Config = dict[str, Any]
 """What `config.json` holds."""
 
@@ -29,6 +44,9 @@ def config_of(container: Container) -> Config:
     """
     architecture = architecture_of(container)
     facts = _Facts(container)
+    facts.check_neutral(*_NO_PARAMETER)
+    if architecture.model_type != "gemma2":
+        facts.check_neutral("attn_logit_softcapping", "final_logit_softcapping")
     config = _common(facts) | {"model_type": architecture.model_type}
     config |= _SPECIFIC.get(architecture.model_type, _nothing)(facts)
     if architecture.model_type not in _WITH_HEAD_DIM:
@@ -94,6 +112,22 @@ class _Facts:
         shape = self.container.tensors[tensor].shape
         return shape[-2] if len(shape) > 1 else shape[0]
 
+    def check_neutral(self, *keys: str) -> None:
+        """Refuses keys of scales and counts other than 0, which llama.cpp ignores."""
+        for key in keys:
+            if self.real(key, 0.0) != 0.0:
+                raise self.container.refusal(
+                    self.prefix + key, "is not a parameter of mlx-lm's model"
+                )
+
+    def check_experts(self) -> None:
+        """Refuses experts that are not weighed by a softmax."""
+        if self.integer("expert_gating_func", _SOFTMAX) != _SOFTMAX:
+            raise self.container.refusal(
+                f"{self.prefix}expert_gating_func",
+                f"is not {_SOFTMAX} (softmax), which mlx-lm's model computes",
+            )
+
     def check_head_dim(self) -> None:
         """Refuses heads that are not hidden_size / heads wide."""
         if self.head_dim * self.heads != self.hidden_size:
@@ -157,6 +191,7 @@ def _llama(facts: _Facts) -> Config:
 
 
 def _mixtral(facts: _Facts) -> Config:
+    facts.check_experts()
     return {
         "num_local_experts": facts.integer("expert_count"),
         "num_experts_per_tok": facts.integer("expert_used_count"),
@@ -164,6 +199,7 @@ def _mixtral(facts: _Facts) -> Config:
 
 
 def _qwen2_moe(facts: _Facts) -> Config:
+    facts.check_experts()
     return {
         "num_experts": facts.integer("expert_count"),
         "num_experts_per_tok": facts.integer("expert_used_count"),
@@ -173,6 +209,7 @@ def _qwen2_moe(facts: _Facts) -> Config:
 
 
 def _qwen3_moe(facts: _Facts) -> Config:
+    facts.check_experts()
     layers = range(facts.layers)
     names = [f"blk.{layer}.ffn_gate_exps.weight" for layer in layers]
     sparse = [name for name in names if facts.has(name)]
@@ -205,11 +242,6 @@ def _gemma2(facts: _Facts) -> Config:
 
 
 def _gemma3(facts: _Facts) -> Config:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if facts.real(key, 0.0) != 0.0:
-            raise facts.container.refusal(
-                facts.prefix + key, "is not in mlx-lm's 'gemma3_text'"
-            )
     return {
         "query_pre_attn_scalar": _query_scalar(facts, "gemma3"),
         "rope_local_base_freq": facts.positive("rope.freq_base_swa", 10000.0),

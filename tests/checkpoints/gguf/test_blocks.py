@@ -111,7 +111,7 @@ def test_many_chunks_are_as_one(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @types
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(n=st.integers(1, 40), blocks=st.integers(1, 3), seed=SEEDS)
 def test_packing_keeps_codes_and_scales(
     name: str, n: int, blocks: int, seed: int
@@ -172,6 +172,7 @@ def test_floating_codes_are_those_of_mlx(name: str) -> None:
 
 
 @plain_types
+@settings(max_examples=200)
 @given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=SEEDS)
 def test_numbers_keep_their_bits(name: str, shape: list[int], seed: int) -> None:
     drawn = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

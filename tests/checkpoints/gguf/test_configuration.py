@@ -65,6 +65,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope.scaling.type",
     ),
     "capped logits": ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping"),
+    "capped attention": ("llama", {"attn_logit_softcapping": 30.0}, "softcapping"),
+    "scaled logits": ("llama", {"logit_scale": 2.0}, "llama.logit_scale"),
+    "scaled attention": ("qwen3", {"attention.scale": 0.5}, "attention.scale"),
+    "sigmoid": ("qwen3moe", {"expert_gating_func": 2}, "expert_gating_func"),
+    "sigmoid of Mixtral": ("mixtral", {"expert_gating_func": 2}, "gating_func"),
+    "sigmoid of Qwen2": ("qwen2moe", {"expert_gating_func": 2}, "gating_func"),
     "no window": ("gemma3", {"attention.sliding_window": None}, "sliding_window"),
 }
 

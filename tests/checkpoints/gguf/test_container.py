@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.checkpoints.gguf import Container
 from mlx_marlin.checkpoints.gguf.parsing import LONGEST_NAME, Cursor
+from support.gguf_blocks import NUMBERS
 from support.gguf_files import Written, gguf_bytes, random_tensor, text
 
 INTEGERS = {"u8": (8, 0), "i8": (7, 1), "u16": (16, 0), "i16": (15, 1)}
@@ -103,6 +105,26 @@ def test_tensors_lie_where_the_file_says(alignment: int, folder: Path) -> None:
         info = container.tensors[tensor.name]
         assert (info.type.name, info.shape) == (tensor.type, tensor.shape)
         assert bytes(container.data(info)) == tensor.data
+
+
+def test_the_gguf_package_reads_the_same(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    tensors = [
+        random_tensor(f"tensor.{kind}", kind, (2, 3, 256), random) for kind in NUMBERS
+    ]
+    metadata = {"text": "a ▁", "number": ("i16", -3), "list": ["b", "", "cd"]}
+    container = opened(folder, gguf_bytes(metadata, tensors))
+
+    reader = GGUFReader(container.path)
+
+    for key, value in container.metadata.items():
+        assert reader.fields[key].contents() == value
+    assert [tensor.name for tensor in reader.tensors] == [*container.tensors]
+    for tensor in reader.tensors:
+        info = container.tensors[tensor.name]
+        assert tensor.tensor_type.name == info.type.name
+        assert tuple(tensor.shape.tolist()) == info.shape[::-1]
+        assert tensor.data.tobytes() == bytes(container.data(info))
 
 
 def test_large_vocabularies_are_read(folder: Path) -> None:
