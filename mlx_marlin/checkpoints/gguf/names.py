@@ -167,7 +167,7 @@ def parameter_name(architecture: Architecture, name: str) -> str | None:
     Raises:
         ValueError: If mlx-lm's model has no such parameter.
     """
-    parts = re.fullmatch(r"(?:blk\.(0|[1-9]\d{0,5})\.)?(\w+)\.(weight|bias)", name)
+    parts = re.fullmatch(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?(\w+)\.(weight|bias)", name)
     if parts is not None:
         layer, stem, suffix = parts.groups()
         if layer is None and stem in FREQUENCY_FACTORS:

@@ -102,7 +102,8 @@ def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
     "tensor",
     [
         numbers("blk.0.attn_rot_embd.weight", [1.0]),
-        numbers("blk.00.attn_q.weight", [[1.0]]),
+        numbers("blk.00.attn_v.weight", [[1.0]]),
+        numbers("blk.1\u0662.attn_v.weight", [[1.0]]),
         numbers("blk.0.token_embd.weight", [1.0]),
         numbers("attn_q.weight", [1.0]),
         numbers("blk.0.attn_q.scale", [1.0])._replace(name="blk.0.lora.scale"),
