@@ -1,5 +1,6 @@
 """A model that llama.cpp's conversion wrote is mlx-lm's model again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import (
     CASES,
     HEADS,
+    HIDDEN,
     KV_HEADS,
     arguments,
     build,
@@ -49,6 +51,16 @@ def test_the_configuration_is_the_one_of_the_model(name: str, path: Path) -> Non
     epsilon = pytest.approx(expected.pop("rms_norm_eps"))  # a float32 in the file
     assert config["rms_norm_eps"] == epsilon
     assert {key: config.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_queries_of_the_largest_gemmas_are_scaled_by_the_hidden_size(
+    name: str, layers: int, path: Path
+) -> None:
+    case = replace(CASES[name], layers=layers)
+    write_gguf(path, case.metadata, written_model(case, random_model(case)))
+
+    assert config_of(Container(path))["query_pre_attn_scalar"] == HIDDEN / HEADS
 
 
 @cases
