@@ -101,9 +101,13 @@ class StoredWeight:
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.
 
+        Super-blocks get float32 scales.
+
         Raises:
             ValueError: If our kernels have no such format.
         """
+        if self.super_scales is not None:
+            return self.with_float_scales().packed()
         return pack(
             self.codes,
             self.scales,

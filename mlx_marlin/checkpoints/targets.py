@@ -63,19 +63,20 @@ def record_of(packed: PackedWeight) -> dict[str, Any]:
 def mlx_target(weight: StoredWeight) -> Written:
     """Returns a weight in MLX's layout, for `mlx_lm.load`.
 
-    Zero points become biases. A bias is rounded if the product of scale and zero point
-    has more digits than the scales' dtype.
+    Zero points become biases, and super-blocks get float32 scales. A bias is rounded if
+    the product of scale and zero point has more digits than the scales' dtype.
 
     Raises:
         ValueError: If MLX has no such format.
     """
+    weight = weight.with_float_scales()
     if weight.input_order is not None:
         raise ValueError("MLX's layers take columns in the order of x (act-order)")
     if weight.global_scale is not None:
         raise ValueError("MLX's linear layers have no global scale")
     mode = weight.mode if weight.mode in MODE_DEFAULTS else "affine"
     sizes = format_of(mode, weight.bits).group_sizes
-    if weight.group_size not in sizes or weight.super_scales is not None:
+    if weight.group_size not in sizes:
         raise ValueError(
             f"MLX has no {mode} weights in groups of {weight.group_size}, but {sizes}"
         )

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from mlx_marlin.integrations.mlx_lm.conversion import Row
 
 EPILOG = """
-SRC is a folder in the format of MLX, GPTQ, AWQ or compressed-tensors, or one with plain
-weights. Quantized weights are moved without rounding; what DST cannot hold exactly is
-refused, or its error is in the last column of the table. DST appears when it is
-complete; a conversion that was interrupted leaves nothing that loads.
+SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ or compressed-tensors,
+or one with plain weights. Quantized weights are moved without rounding; what DST cannot
+hold exactly is refused, or its error is in the last column of the table. DST appears
+when it is complete; a conversion that was interrupted leaves nothing that loads.
 
 examples:
   mlx-marlin convert Qwen3-8B-GPTQ-Int4 qwen3-marlin
@@ -33,7 +33,7 @@ def add_parser(
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="folder to read")
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder or GGUF file")
     parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
     parser.add_argument(
         "--layout",
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is not valid, or a weight cannot be represented.
     """
     conversion, sources = _modules()
-    source = sources.ModelSource(args.source)
+    source = sources.open_source(args.source)
     rows = conversion.convert(
         source,
         args.destination,
@@ -92,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
 def _modules() -> tuple[Any, Any]:
     """Returns the modules that need mlx-lm, which takes seconds to import."""
     try:
-        from mlx_marlin.integrations.mlx_lm import conversion, model_source
+        from mlx_marlin.integrations.mlx_lm import conversion, gguf_source
     except ImportError as error:
         raise ImportError(
             f"converting a model needs pip install 'mlx-marlin[lm]': {error}"
         ) from error
-    return conversion, model_source
+    return conversion, gguf_source
 
 
 def _quantization(args: argparse.Namespace) -> "Quantization | None":

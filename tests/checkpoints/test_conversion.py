@@ -12,7 +12,7 @@ from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.conversion import convert
-from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
@@ -75,7 +75,7 @@ def read_back(path: Path) -> dict[str, np.ndarray]:
 def test_every_weight_is_the_same(tmp_path: Path, name: str) -> None:
     exact = written(tmp_path / "source", name)
 
-    rows = [*convert(ModelSource(tmp_path / "source"), tmp_path / "result")]
+    rows = [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
 
     values = read_back(tmp_path / "result")
     assert {*values} == {*exact} == {row.name for row in rows}
@@ -94,7 +94,7 @@ def test_mlx_lm_reads_what_is_written_in_its_layout(tmp_path: Path) -> None:
     exact = written(tmp_path / "source", "compressed")
 
     rows = [
-        *convert(ModelSource(tmp_path / "source"), tmp_path / "result", layout="mlx")
+        *convert(open_source(tmp_path / "source"), tmp_path / "result", layout="mlx")
     ]
 
     assert all(row.error == 0 for row in rows)
@@ -115,9 +115,9 @@ def test_mlx_lm_reads_what_is_written_in_its_layout(tmp_path: Path) -> None:
 def test_layers_of_mlx_that_do_not_match_stay_as_they_are(tmp_path: Path) -> None:
     written(tmp_path / "source", "compressed")
     source = tmp_path / "mlx"
-    [*convert(ModelSource(tmp_path / "source"), source, layout="mlx")]
+    [*convert(open_source(tmp_path / "source"), source, layout="mlx")]
 
-    [*convert(ModelSource(source), tmp_path / "result", only=r"mlp\.")]
+    [*convert(open_source(source), tmp_path / "result", only=r"mlp\.")]
 
     config = json.loads((tmp_path / "result" / "config.json").read_text())
     assert len(config["mlx_marlin"]["layers"]) == 2 * 3
@@ -131,7 +131,7 @@ def test_layers_of_mlx_that_do_not_match_stay_as_they_are(tmp_path: Path) -> Non
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     written(tmp_path / "source", "gptq")
     rows = [
-        *convert(ModelSource(tmp_path / "source"), tmp_path / "result", dry_run=True)
+        *convert(open_source(tmp_path / "source"), tmp_path / "result", dry_run=True)
     ]
     assert len(rows) == 3 + 2 * (2 + len(LINEAR))
     quantized = [row for row in rows if row.source.startswith("zero_point")]
@@ -142,7 +142,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 
 def test_nothing_is_left_if_a_weight_cannot_be_represented(tmp_path: Path) -> None:
     written(tmp_path / "source", "gptq-act-order")
-    rows = convert(ModelSource(tmp_path / "source"), tmp_path / "result", layout="mlx")
+    rows = convert(open_source(tmp_path / "source"), tmp_path / "result", layout="mlx")
     with pytest.raises(ValueError, match=r"tensor '.*_proj\.weight': .*act-order"):
         list(rows)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -150,7 +150,7 @@ def test_nothing_is_left_if_a_weight_cannot_be_represented(tmp_path: Path) -> No
 
 def test_nothing_is_left_if_the_conversion_is_given_up(tmp_path: Path) -> None:
     written(tmp_path / "source", "gptq")
-    rows = convert(ModelSource(tmp_path / "source"), tmp_path / "result")
+    rows = convert(open_source(tmp_path / "source"), tmp_path / "result")
     next(rows)
     assert len([*tmp_path.iterdir()]) == 2
     rows.close()
@@ -162,7 +162,7 @@ def test_a_killed_conversion_is_begun_anew(tmp_path: Path) -> None:
     partial = tmp_path / ".result.partial"
     partial.mkdir()
     (partial / "model-00001.safetensors").write_bytes(b"half of a file")
-    [*convert(ModelSource(tmp_path / "source"), tmp_path / "result")]
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
     assert {*read_back(tmp_path / "result")} == {*exact}
     assert {path.name for path in tmp_path.iterdir()} == {"source", "result"}
 
@@ -172,7 +172,7 @@ def test_several_files_are_written_and_read(
 ) -> None:
     exact = written(tmp_path / "source", "gptq")
     monkeypatch.setattr(shards.Shards.__init__, "__defaults__", (30_000,))
-    [*convert(ModelSource(tmp_path / "source"), tmp_path / "result")]
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
     assert len([*(tmp_path / "result").glob("*.safetensors")]) > 3
     assert {*read_back(tmp_path / "result")} == {*exact}
 
@@ -189,14 +189,14 @@ def test_wrong_options_are_refused(
 ) -> None:
     written(tmp_path / "source", "gptq")
     with pytest.raises(ValueError, match=message):
-        next(convert(ModelSource(tmp_path / "source"), tmp_path / "result", **options))
+        next(convert(open_source(tmp_path / "source"), tmp_path / "result", **options))
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     written(tmp_path / "source", "gptq")
     (tmp_path / "result").mkdir()
     with pytest.raises(ValueError, match="result exists"):
-        next(convert(ModelSource(tmp_path / "source"), tmp_path / "result"))
+        next(convert(open_source(tmp_path / "source"), tmp_path / "result"))
 
 
 QUANTIZATIONS = [
@@ -225,7 +225,7 @@ def test_plain_weights_are_quantized_on_the_way(tmp_path: Path, options: dict) -
     plain_llama(tmp_path / "source")
     source = Folder(tmp_path / "source")
     rows = convert(
-        ModelSource(tmp_path / "source"),
+        open_source(tmp_path / "source"),
         tmp_path / "result",
         quantization=Quantization(**options),
     )
@@ -242,7 +242,7 @@ def test_plain_weights_are_quantized_on_the_way(tmp_path: Path, options: dict) -
 def test_mlx_lm_reads_what_is_quantized_in_its_layout(tmp_path: Path) -> None:
     plain_llama(tmp_path / "source")
     rows = convert(
-        ModelSource(tmp_path / "source"),
+        open_source(tmp_path / "source"),
         tmp_path / "result",
         layout="mlx",
         quantization=Quantization(bits=4, group_size=64),

@@ -17,7 +17,7 @@ import resource, sys
 from pathlib import Path
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.conversion import convert
-from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
 import mlx_lm.models.llama, mlx_lm.utils
 
 def peak():
@@ -26,7 +26,7 @@ def peak():
 before = peak()
 how = Quantization(quantizer=sys.argv[3]) if len(sys.argv) > 3 else None
 layout = "mlx" if how is None else "marlin"
-source = ModelSource(Path(sys.argv[1]))
+source = open_source(Path(sys.argv[1]))
 for row in convert(source, Path(sys.argv[2]), layout=layout, quantization=how):
     pass
 print(peak() - before)

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.checkpoints.folder import INDEX, naming
+from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
@@ -24,8 +24,6 @@ from mlx_marlin.weights.formats import MODE_DEFAULTS
 
 VERSION = 1
 """Of what config.json says under "mlx_marlin"."""
-WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
-"""Files of a source that are not copied."""
 MOST_PARTS = 5
 """Arrays that a parameter may become."""
 
@@ -105,7 +103,7 @@ def convert(
     try:
         yield from _write(source, partial, rows)
         _write_config(source.config, records, partial)
-        _copy_other_files(source.path, partial)
+        source.copy_other_files(partial)
         partial.rename(destination)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -204,10 +202,3 @@ def _mlx_settings(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     usual: dict[str, Any] = json.loads(most.most_common(1)[0][0])
     exceptions = {layer: record for layer, record in layers.items() if record != usual}
     return {**usual, **exceptions}
-
-
-def _copy_other_files(source: Path, folder: Path) -> None:
-    """Copies the tokenizer, the licence and whatever else lies beside the weights."""
-    for file in source.iterdir():
-        if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
-            shutil.copyfile(file, folder / file.name)

@@ -1,5 +1,7 @@
 """The parameters of a checkpoint under mlx-lm's names, one at a time."""
 
+import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -9,35 +11,47 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.folder import INDEX, Folder
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.integrations.mlx_lm.versions import describe
 
 ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
 """The arrays of a quantized layer while mlx-lm renames and stacks them."""
+WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
+"""Files of a folder that a conversion replaces."""
 BYTE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 """(bits, group_size) of the modes whose scales are bytes."""
 
 
-class ModelSource:
-    """A folder of safetensors files that mlx-lm has a model for.
+class ModelSource(ABC):
+    """A checkpoint that mlx-lm has a model for.
 
     Attributes:
-        path: The folder.
-        config: Contents of its config.json.
+        path: The folder or file.
+        config: What mlx-lm's config.json holds.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Opens the folder.
+    path: Path
+    config: dict[str, Any]
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all stored arrays, before they are renamed."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, StoredWeight | mx.array]]:
+        """Yields the name and the value of each parameter.
+
+        A quantized weight of layer L is a `StoredWeight` with the name L.weight. No
+        reference to a value is kept, so that memory is freed with the caller's.
 
         Raises:
-            OSError: If a file is missing or cannot be read.
-            ValueError: If a file is malformed, or mlx-lm has no such model.
+            ValueError: If a tensor is malformed, or has no place in the model.
         """
-        self.path = path
-        self._folder = Folder(path)
-        self.config = self._folder.config
-        self._method, _ = reading.method_of(self._folder)
+
+    @abstractmethod
+    def copy_other_files(self, folder: Path) -> None:
+        """Writes what a model needs beside weights and config.json to a folder."""
 
     @cached_property
     def model(self) -> nn.Module:
@@ -49,24 +63,45 @@ class ModelSource:
             model: nn.Module = model_class(arguments.from_dict(self.config))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.path / 'config.json'}: mlx-lm has no model for it: {error} "
+                f"{self.path}: mlx-lm has no model for it: {error} "
                 f"({describe('mlx-lm')})"
             ) from error
         return model
+
+    def layer(self, name: str) -> Any:
+        """Returns the layer of the model that has a name; None if there is none."""
+        module: Any = self.model
+        try:
+            for part in name.split("."):
+                module = module[int(part)] if part.isdecimal() else module[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+        return module
+
+
+class FolderSource(ModelSource):
+    """A folder of safetensors files.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = Folder(path)
+        self.config = self._folder.config
+        self._method, _ = reading.method_of(self._folder)
 
     def names(self) -> list[str]:
         """Returns the names of all stored arrays, before they are renamed."""
         return [*self._folder.arrays]
 
     def parameters(self) -> Iterator[tuple[str, StoredWeight | mx.array]]:
-        """Yields the name and the value of each parameter.
-
-        A quantized weight of layer L is a `StoredWeight` with the name L.weight. No
-        reference to a value is kept, so that memory is freed with the caller's.
-
-        Raises:
-            ValueError: If a tensor is malformed, or has no place in the model.
-        """
+        """Yields the name and the value of each parameter."""
         arrays = self._renamed()
         for name in [*arrays]:
             layer, _, part = name.rpartition(".")
@@ -133,16 +168,6 @@ class ModelSource:
             return "symmetric"
         return "affine" if self._method == "mlx" else "zero_point"
 
-    def layer(self, name: str) -> Any:
-        """Returns the layer of the model that has a name; None if there is none."""
-        module: Any = self.model
-        try:
-            for part in name.split("."):
-                module = module[int(part)] if part.isdecimal() else module[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-        return module
-
     def _columns(self, name: str) -> int:
         weight = getattr(self.layer(name), "weight", None)
         if weight is None:
@@ -151,6 +176,12 @@ class ModelSource:
                 f"{type(self.model).__module__}"
             )
         return int(weight.shape[-1])
+
+    def copy_other_files(self, folder: Path) -> None:
+        """Copies the tokenizer, the licence and whatever else is in the folder."""
+        for file in self.path.iterdir():
+            if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
+                shutil.copyfile(file, folder / file.name)
 
 
 def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
