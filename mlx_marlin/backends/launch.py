@@ -17,6 +17,7 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.reduce_launch import reduce_threadgroup, reduce_threads
 from mlx_marlin.weights import dtypes as weights_dtypes
 
 REMEMBERED = 4096
@@ -160,7 +161,10 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         numbers["schedule"] = mx.array(arguments.finishing_schedule(plan), mx.int32)
     inputs = kernels.inputs_of(text, ("partials", *source.FINISHING), numbers)
     columns = _columns(text, problem)
-    grid, threadgroup = (plan.reduce_threads, 1, 1), (plan.reduce_threadgroup, 1, 1)
+    grid, threadgroup = (
+        (reduce_threads(problem), 1, 1),
+        (reduce_threadgroup(problem), 1, 1),
+    )
     dtypes = [weights_dtypes.dtype(problem.dtype)] * len(columns)
 
     def reduce(

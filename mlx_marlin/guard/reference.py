@@ -60,8 +60,8 @@ def gated(activation: str, gate: Answer, up: Answer) -> Answer:
     """
     if activation == "swiglu_oai":
         # Clipping does not increase errors.
-        own = mx.minimum(gate.values, 7)
-        y, factor = own * mx.sigmoid(1.702 * own), mx.clip(up.values, -7, 7) + 1
+        clipped = mx.minimum(gate.values, 7)
+        y, factor = clipped * mx.sigmoid(1.702 * clipped), mx.clip(up.values, -7, 7) + 1
     else:
         y, factor = activated(activation, gate.values), up.values
     off_y = gate.bound * OF_COMBINED * STEEPEST + mx.abs(y) * OF_FUNCTIONS

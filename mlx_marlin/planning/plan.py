@@ -29,14 +29,6 @@ from mlx_marlin.planning.work.tiles import (
     k_tile,
 )
 
-REDUCE_ROWS = 4
-"""Rows of one column that a thread of the reduce kernel adds; `ROWS_OF_THREAD` in
-`shaders/lib/reduce.metal` must be the same."""
-REDUCE_THREADGROUP = 256
-"""Threads of a threadgroup of the reduce kernel. It has no barriers and no threadgroup
-memory, so any size is correct; this one is whole simdgroups and every device allows
-it. It was not tuned."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(ABC):
@@ -178,17 +170,6 @@ class Plan(ABC):
     def dispatches(self) -> int:
         """Kernel launches: the product, zeroing of atomic sums, and the second pass."""
         return 1 + (self.reduction == "atomic") + self.needs_second_pass
-
-    @property
-    def reduce_threads(self) -> int:
-        """Threads of the reduce kernel's grid: `REDUCE_ROWS` results per thread."""
-        problem = self.problem
-        return problem.batch * -(-problem.m // REDUCE_ROWS) * problem.n
-
-    @property
-    def reduce_threadgroup(self) -> int:
-        """Threads of a threadgroup of the reduce kernel."""
-        return min(self.reduce_threads, REDUCE_THREADGROUP)
 
     @property
     def workspace_shape(self) -> tuple[int, int, int]:

@@ -14,7 +14,8 @@ import mlx_marlin
 from mlx_marlin.backends import arguments, devices, launch, planner, selection
 from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.handover import margin_over_stock, stock_seconds
+from mlx_marlin.backends.metal.stock.handover import stock_seconds
+from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem

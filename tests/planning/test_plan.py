@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.plan import REDUCE_ROWS, REDUCE_THREADGROUP, Plan, Tile
+from mlx_marlin.planning.plan import Plan, Tile
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.reduce_launch import (
+    REDUCE_ROWS,
+    REDUCE_THREADGROUP,
+    reduce_threadgroup,
+    reduce_threads,
+)
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.strategies import ANY_FORMAT, plans, problems
@@ -423,5 +429,7 @@ def test_a_decoded_weight_explains_itself_in_a_line() -> None:
 def test_a_reduce_thread_adds_rows_of_one_column(plan: Plan) -> None:
     problem = plan.problem
     per_column = -(-problem.m // REDUCE_ROWS)
-    assert plan.reduce_threads == problem.batch * per_column * problem.n
-    assert plan.reduce_threadgroup == min(plan.reduce_threads, REDUCE_THREADGROUP)
+    assert reduce_threads(problem) == problem.batch * per_column * problem.n
+    assert reduce_threadgroup(problem) == min(
+        reduce_threads(problem), REDUCE_THREADGROUP
+    )

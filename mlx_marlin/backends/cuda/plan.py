@@ -124,11 +124,11 @@ class CudaPlan(Plan):
         epilogue = self.problem.epilogue
         if not epilogue.is_paired:
             return
-        asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
+        option = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
         least = limits.least_tiles(self.problem)
         if self.simdgroups_n % least or self.is_split:
             raise ValueError(
-                f"{asked} needs a multiple of {least} as simdgroups_n and "
+                f"{option} needs a multiple of {least} as simdgroups_n and "
                 f"reduction='none', got simdgroups_n={self.simdgroups_n}, "
                 f"reduction={self.reduction!r}"
             )

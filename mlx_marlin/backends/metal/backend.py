@@ -15,11 +15,8 @@ from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.limits import KERNELS
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.stock.handover import (
-    handover,
-    margin_over_stock,
-    stock_seconds,
-)
+from mlx_marlin.backends.metal.stock.handover import handover, stock_seconds
+from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning import search

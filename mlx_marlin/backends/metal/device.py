@@ -106,8 +106,11 @@ class Device:
 
     @property
     def core(self) -> Core:
-        """Resources of a core; those of the oldest or newest known generation for an
-        unknown one, by whether it has tensor units."""
+        """Resources of a core.
+
+        An unknown generation has those of the newest known one if it has tensor units,
+        else those of the oldest.
+        """
         table = _cores()
         if self.generation in table:
             return table[self.generation]

@@ -190,9 +190,9 @@ class MetalPlan(Plan):
     def _check_paired(self) -> None:
         epilogue = self.problem.epilogue
         if epilogue.is_paired:
-            asked = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
+            option = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
             raise ValueError(
-                f"{asked} needs a CUDA kernel, which has both columns of a pair in a "
+                f"{option} needs a CUDA kernel, which has both columns of a pair in a "
                 f"threadgroup, got kernel={self.kernel!r}"
             )
 

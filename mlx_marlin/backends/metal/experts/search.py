@@ -16,7 +16,7 @@ from mlx_marlin.backends.metal.cost import (
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, MAX_SIMDGROUPS
-from mlx_marlin.backends.metal.stock.handover import MARGIN, UNCALIBRATED_MARGIN
+from mlx_marlin.backends.metal.stock.margin import MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.backends.metal.stock.slots import stock_slots
 from mlx_marlin.planning.gather_plan import GatherProblem

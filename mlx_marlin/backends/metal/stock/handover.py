@@ -2,16 +2,11 @@
 
 from mlx_marlin.backends.metal.cost import FURTHER_DISPATCH, memory_seconds
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-
-MARGIN = 1.1
-"""Predicted speedup over stock MLX that a call of these kernels needs. The model meets
-published times within 10 %, and leaving a call to stock MLX costs nothing."""
-UNCALIBRATED_MARGIN = 1.3
-"""The same without fitted published times: the only one of an M1 is 28 % off."""
 
 
 def stock_seconds(problem: Problem, device: Device) -> float:
@@ -24,12 +19,6 @@ def stock_seconds(problem: Problem, device: Device) -> float:
         return seconds
     moved = (2 + problem.epilogue.operands) * problem.output_bytes
     return seconds + FURTHER_DISPATCH + memory_seconds(moved, device)
-
-
-def margin_over_stock(problem: Problem, device: Device) -> float:
-    """Returns the speedup over stock MLX that a product needs."""
-    calibrated = stock_prediction(problem, device).calibrated
-    return MARGIN if calibrated else UNCALIBRATED_MARGIN
 
 
 def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
