@@ -6,20 +6,20 @@ struct Apart {
   const int* first;  // column of each, and the end
   int rows;
 
-  METAL_FUNC T& operator[](uint place) const {
+  METAL_FUNC T& operator[](uint index) const {
     T* array = arrays[0];
     uint begin = 0;
     UNROLL for (int i = 1; i < PARTS; ++i) {
-      if (place >= uint(rows * first[i])) {  // mutant: part
+      if (index >= uint(rows * first[i])) {  // mutant: part
         array = arrays[i];
         begin = rows * first[i];
       }
     }
-    return array[place - begin];
+    return array[index - begin];
   }
 };
 
 template <typename T, int PARTS>
-METAL_FUNC void store(Apart<T, PARTS> out, uint, uint, uint place, float value) {
-  out[place] = T(value);
+METAL_FUNC void store(Apart<T, PARTS> out, uint, uint, uint index, float value) {
+  out[index] = T(value);
 }

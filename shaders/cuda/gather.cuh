@@ -71,7 +71,7 @@ METAL_FUNC float apply_epilogue(float value, Biased<T> epilogue, uint, uint col)
 }
 
 template <typename T>
-METAL_FUNC uint output_place(Biased<T>, uint row, uint col, Work work) {
+METAL_FUNC uint output_index(Biased<T>, uint row, uint col, Work work) {
   return row * work.n + col;
 }
 

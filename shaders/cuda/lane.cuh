@@ -119,7 +119,7 @@ METAL_FUNC void columns_of_x(uint* columns, const uint* x_values, int j) {
 
 // Where sum i of a lane's four of row fragments 2 f and 2 f + 1 of w and fragment j of x lies in
 // the scratch of its warp, whose rows are those of x.
-METAL_FUNC int place_of_sum(Lane lane, int f, int j, int i) {
+METAL_FUNC int index_of_sum(Lane lane, int f, int j, int i) {
   // mutant: sums
   return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;
 }

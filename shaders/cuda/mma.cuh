@@ -139,7 +139,7 @@ METAL_FUNC void store_sums(
   const float weight_scale = W::GLOBAL ? global_scale(tile.biases) : 1.0f;
   UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
     const float total = totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4];
-    scratch[place_of_sum(tile.lane, i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4)] =
+    scratch[index_of_sum(tile.lane, i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4)] =
         W::GLOBAL ? total * weight_scale : total;
   }
 }
@@ -230,8 +230,8 @@ METAL_FUNC void mma(
   const Lane lane = lane_of(threadIdx.x % 32);
   // mutant: aligned
   const bool aligned = is_aligned(rows.x) && is_aligned(w) && is_aligned(scales);
-  typename R::Type* place = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
-  const auto x = ready(rows, scratch, place, work);
+  typename R::Type* storage = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
+  const auto x = ready(rows, scratch, storage, work);
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
   for (uint position = range.begin; position < range.end;) {
     Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(

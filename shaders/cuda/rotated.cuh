@@ -78,10 +78,10 @@ struct Rotated {
   template <typename O>
   METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
     const int col = first_of_pair(pair, work.n);
-    const uint place = output_place(before, row, col, work);
+    const uint index = output_index(before, row, col, work);
     Point points[TOGETHER];
     UNROLL for (int i = 0; i < TOGETHER; ++i) {
-      points[i] = with_bias(sums[i], place + i * TILE_N, col + i * TILE_N);
+      points[i] = with_bias(sums[i], index + i * TILE_N, col + i * TILE_N);
     }
     if (col < ROTATED) {  // mutant: rotate
       norms.normalize(points, pair % HALF, col);
@@ -94,14 +94,14 @@ struct Rotated {
       }
     }
     UNROLL for (int i = 0; i < TOGETHER; ++i) {
-      store(out, 0, 0, place + i * TILE_N, points[i].x);
-      store(out, 0, 0, place + i * TILE_N + HALF, points[i].y);
+      store(out, 0, 0, index + i * TILE_N, points[i].x);
+      store(out, 0, 0, index + i * TILE_N + HALF, points[i].y);
     }
   }
 
-  METAL_FUNC Point with_bias(Point sums, uint place, int col) const {
+  METAL_FUNC Point with_bias(Point sums, uint index, int col) const {
     return {
-        apply_epilogue(sums.x, before, place, col),
-        apply_epilogue(sums.y, before, place + HALF, col + HALF)};  // mutant: bias
+        apply_epilogue(sums.x, before, index, col),
+        apply_epilogue(sums.y, before, index + HALF, col + HALF)};  // mutant: bias
   }
 };

@@ -37,14 +37,14 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
   uint chosen = 0;
   for (uint choice = 0; choice < EACH; ++choice) {
     uint best = left[0];
-    uint place = lane;
+    uint best_expert = lane;
     UNROLL for (int i = 1; i < PER_LANE; ++i) {
-      place = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : place;  // mutant: best
+      best_expert = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : best_expert;  // mutant: best
       best = max(best, left[i]);
     }
     const uint top = max_of_warp(best);
     const uint others = LAST ? 0 : EXPERTS - 1;
-    const uint found = best == top ? min(place, uint(EXPERTS - 1)) : others;
+    const uint found = best == top ? min(best_expert, uint(EXPERTS - 1)) : others;
     const uint expert = LAST ? max_of_warp(found) : min_of_warp(found);
     if (choice == 0) {
       most = out_of_order(top);

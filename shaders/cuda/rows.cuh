@@ -69,7 +69,7 @@ METAL_FUNC void load_activations(uint* x_values, InShared<T> from) {
 
 // Rows as the main loop reads them. All threads of the block take part.
 //   scratch  floats that are free until the first sums
-//   place    where rows may be put
+//   storage  where rows may be put
 template <typename T>
 METAL_FUNC Rows<T> ready(Rows<T> rows, float*, T*, Work) {
   return rows;
@@ -151,11 +151,11 @@ METAL_FUNC void scale_row(T* row, const T* weight, float factor, int k, Share sh
 // but for the sums of their squares.
 template <bool ALIGNED, typename T>
 METAL_FUNC void copy_rows(
-    float* scratch, T* place, const T* x, const T* weight, Work work, Share share) {
+    float* scratch, T* storage, const T* x, const T* weight, Work work, Share share) {
   copy_row<ALIGNED>(
-      place, weight, work.k, Chunk::SIZE * threadIdx.x, Chunk::SIZE * THREADS);
+      storage, weight, work.k, Chunk::SIZE * threadIdx.x, Chunk::SIZE * THREADS);
   for (int row = share.row; row < work.m; row += share.rows) {
-    T* own = place + (row + 1) * (work.k + SharedRows<T>::PADDING);  // mutant: own_row
+    T* own = storage + (row + 1) * (work.k + SharedRows<T>::PADDING);  // mutant: own_row
     const T* from = x + size_t(row) * work.k;
     const float squares =
         sum_of_warp(copy_row<ALIGNED>(own, from, work.k, share.first, share.step));
@@ -166,12 +166,12 @@ METAL_FUNC void copy_rows(
 }
 
 template <int EPSILON, typename T>
-METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* place, Work work) {
+METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* storage, Work work) {
   const Share share = share_of_thread(work.m);
   if (is_aligned(rows.x) && is_aligned(rows.weight)) {  // mutant: squares
-    copy_rows<true>(scratch, place, rows.x, rows.weight, work, share);
+    copy_rows<true>(scratch, storage, rows.x, rows.weight, work, share);
   } else {
-    copy_rows<false>(scratch, place, rows.x, rows.weight, work, share);
+    copy_rows<false>(scratch, storage, rows.x, rows.weight, work, share);
   }
   __syncthreads();
   for (int row = share.row; row < work.m; row += share.rows) {
@@ -180,9 +180,9 @@ METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* p
       squares += scratch[row * (THREADS / 32) + i];
     }
     const float factor = rsqrtf(squares / work.k + as_type<float>(EPSILON));  // mutant: factor
-    T* own = place + (row + 1) * (work.k + SharedRows<T>::PADDING);
-    scale_row(own, place, factor, work.k, share);
+    T* own = storage + (row + 1) * (work.k + SharedRows<T>::PADDING);
+    scale_row(own, storage, factor, work.k, share);
   }
   __syncthreads();
-  return {place + work.k + SharedRows<T>::PADDING};
+  return {storage + work.k + SharedRows<T>::PADDING};
 }

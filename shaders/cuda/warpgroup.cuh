@@ -6,8 +6,8 @@
 // what is computed from it stays in registers of the whole warp.
 typedef uint Shared;
 
-METAL_FUNC Shared shared_at(const void* place) {
-  return __shfl_sync(0xffffffffu, uint(__cvta_generic_to_shared(place)), 0);
+METAL_FUNC Shared shared_at(const void* address) {
+  return __shfl_sync(0xffffffffu, uint(__cvta_generic_to_shared(address)), 0);
 }
 
 // The warp's own index, likewise.
@@ -19,18 +19,18 @@ METAL_FUNC void warp_sync() {
   __syncwarp();
 }
 
-METAL_FUNC void store_word(Shared place, int offset, uint word) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(place + 4 * offset), "r"(word) : "memory");
+METAL_FUNC void store_word(Shared address, int offset, uint word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + 4 * offset), "r"(word) : "memory");
 }
 
 // Places of four words begin at multiples of 16 bytes, of two at multiples of 8.
-METAL_FUNC void store_two(Shared place, const uint* words) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(place), "r"(words[0]), "r"(words[1])
+METAL_FUNC void store_two(Shared address, const uint* words) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
                : "memory");
 }
 
-METAL_FUNC void store_four(Shared place, const uint* words) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(place),
+METAL_FUNC void store_four(Shared address, const uint* words) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(words[0]),
                "r"(words[1]),
                "r"(words[2]),
@@ -38,10 +38,10 @@ METAL_FUNC void store_four(Shared place, const uint* words) {
                : "memory");
 }
 
-METAL_FUNC void load_four(uint* words, Shared place) {
+METAL_FUNC void load_four(uint* words, Shared address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(place)
+               : "r"(address)
                : "memory");
 }
 
@@ -98,9 +98,9 @@ METAL_FUNC void products_wait() {
 typedef unsigned long long Columns;
 
 template <int FRAGMENTS>
-METAL_FUNC Columns columns_at(Shared place) {
+METAL_FUNC Columns columns_at(Shared address) {
   constexpr uint MATRIX = 128 / 16;
-  return Columns(MATRIX) << 32 | (MATRIX * FRAGMENTS << 16 | (place & 0x3ffff) >> 4);
+  return Columns(MATRIX) << 32 | (MATRIX * FRAGMENTS << 16 | (address & 0x3ffff) >> 4);
 }
 
 METAL_FUNC Columns after(Columns columns, int bytes) {

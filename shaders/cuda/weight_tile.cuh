@@ -158,10 +158,10 @@ METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work wor
   } else {
     const uint group = group_at<W>(k) + (W::SCALED ? tile.lane.pair : 0);
     UNROLL for (int f = 0; f < 4; ++f) {
-      const uint place = tile.rows[f] * group_at<W>(work.k) + group;
-      result.set(FACTORS * f, bits_of(tile.scales[place]));
+      const uint index = tile.rows[f] * group_at<W>(work.k) + group;
+      result.set(FACTORS * f, bits_of(tile.scales[index]));
       if (W::BIASED) {
-        result.set(FACTORS * f + FACTORS - 1, bits_of(tile.biases[place]));
+        result.set(FACTORS * f + FACTORS - 1, bits_of(tile.biases[index]));
       }
     }
   }

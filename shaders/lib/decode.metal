@@ -31,8 +31,8 @@ struct WeightFormat {
   static constant constexpr const int STEP = 4 * CODES;
   // Where a code stands in its half: the offset is the least power of two that no code
   // reaches, but 64 for 4 bits, which spares a shift.
-  static constant constexpr const int PLACE = BITS_ == 4 ? 4 : 10 - BITS_;
-  static constant constexpr const int OFFSET = 1 << (10 - PLACE);
+  static constant constexpr const int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
+  static constant constexpr const int OFFSET = 1 << (10 - BIT_OFFSET);
   // What a code has too much until it is subtracted.
   static constant constexpr const int ZERO =
       // mutant: symmetric

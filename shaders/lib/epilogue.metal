@@ -54,21 +54,21 @@ template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, i
 METAL_FUNC float apply_epilogue(
     float value,
     Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
-    uint place,
+    uint index,
     uint col) {
   value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);  // mutant: bias
-  value = MULTIPLY ? value * float(epilogue.multiplier[place]) : value;  // mutant: operands
-  return RESIDUAL ? value + float(epilogue.residual[place]) : value;
+  value = MULTIPLY ? value * float(epilogue.multiplier[index]) : value;  // mutant: operands
+  return RESIDUAL ? value + float(epilogue.residual[index]) : value;
 }
 
-METAL_FUNC uint output_place(Plain, uint row, uint col, Work work) {
+METAL_FUNC uint output_index(Plain, uint row, uint col, Work work) {
   return row * work.n + col;
 }
 
 // Several results share the columns of a product: each is an array of its own, [m, columns],
 // and they stand one after the other.
 template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
-METAL_FUNC uint output_place(
+METAL_FUNC uint output_index(
     Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
     uint row,
     uint col,
@@ -89,13 +89,13 @@ METAL_FUNC uint output_place(
 
 // Each split has its slot of the workspace, `size` elements; atomic sums need none.
 template <typename O>
-METAL_FUNC void store(device O* out, uint slot, uint size, uint place, float value) {
-  out[slot * size + place] = O(value);  // mutant: slot
+METAL_FUNC void store(device O* out, uint slot, uint size, uint index, float value) {
+  out[slot * size + index] = O(value);  // mutant: slot
 }
 
 // mutant: atomic
-METAL_FUNC void store(device atomic<float>* out, uint, uint, uint place, float value) {
-  atomic_fetch_add_explicit(out + place, value, memory_order_relaxed);
+METAL_FUNC void store(device atomic<float>* out, uint, uint, uint index, float value) {
+  atomic_fetch_add_explicit(out + index, value, memory_order_relaxed);
 }
 
 // Which row of x and of the output a row of the product is: the same, where no list of rows
@@ -173,9 +173,9 @@ METAL_FUNC void store_tile(
         total += partial[s * TILE_M * SCRATCH_ROW];
       }
     }
-    const uint place =
-        output_place(epilogue, output_row(order, split.row + row), split.col + col, work);
-    total = apply_epilogue(total, epilogue, place, split.col + col);  // mutant: epilogue
-    store(out, split.slot, rows_of_slot(order, work) * work.n, place, total);
+    const uint index =
+        output_index(epilogue, output_row(order, split.row + row), split.col + col, work);
+    total = apply_epilogue(total, epilogue, index, split.col + col);  // mutant: epilogue
+    store(out, split.slot, rows_of_slot(order, work) * work.n, index, total);
   }
 }

@@ -5,17 +5,17 @@ constant constexpr uint ROWS_OF_THREAD = 4;  // mutant: rows
 METAL_FUNC void sums_of_splits(
     thread float* totals,
     const device float* partials,
-    uint place,
+    uint index,
     uint rows,
     uint n,
     uint splits,
     uint size) {
   UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
-    totals[i] = i < rows ? partials[place + i * n] : 0.0f;
+    totals[i] = i < rows ? partials[index + i * n] : 0.0f;
   }
   for (uint split = 1; split < splits; ++split) {  // mutant: splits
     UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
-      totals[i] += i < rows ? partials[split * size + place + i * n] : 0.0f;
+      totals[i] += i < rows ? partials[split * size + index + i * n] : 0.0f;
     }
   }
 }
@@ -47,9 +47,9 @@ METAL_FUNC void reduce(
   sums_of_splits(totals, partials, first_row * work.n + col, rows, work.n, splits, size);
   UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
     if (i < rows) {
-      const uint place = (first_row + i) * work.n + col;
-      out[output_place(epilogue, first_row + i, col, work)] =  // mutant: epilogue
-          T(apply_epilogue(totals[i], epilogue, place, col));
+      const uint index = (first_row + i) * work.n + col;
+      out[output_index(epilogue, first_row + i, col, work)] =  // mutant: epilogue
+          T(apply_epilogue(totals[i], epilogue, index, col));
     }
   }
 }

@@ -35,21 +35,21 @@ struct Codes {
   static constant constexpr const int STRIDE = ROWS + 1;  // mutant: stride
 };
 
-// Bit i of the value goes where digit i of PLACES says, and back.
-template <int PLACES, int COUNT>
+// Bit i of the value goes where digit i of BIT_OFFSETS says, and back.
+template <int BIT_OFFSETS, int COUNT>
 METAL_FUNC uint scattered(uint value) {
-  uint place = 0;
+  uint slot = 0;
   UNROLL for (int i = 0; i < COUNT; ++i) {
-    place |= (value >> i & 1) << (PLACES >> 4 * i & 15);
+    slot |= (value >> i & 1) << (BIT_OFFSETS >> 4 * i & 15);
   }
-  return place;
+  return slot;
 }
 
-template <int PLACES, int COUNT>
-METAL_FUNC uint gathered(uint place) {
+template <int BIT_OFFSETS, int COUNT>
+METAL_FUNC uint gathered(uint slot) {
   uint value = 0;
   UNROLL for (int i = 0; i < COUNT; ++i) {
-    value |= (place >> (PLACES >> 4 * i & 15) & 1) << i;
+    value |= (slot >> (BIT_OFFSETS >> 4 * i & 15) & 1) << i;
   }
   return value;
 }
@@ -86,11 +86,11 @@ METAL_FUNC Block block_of_threadgroup(const constant int32_t* shape, uint3 posit
 // A word of a plane, from the tile's rows.
 template <typename C, typename P>
 METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
-  const uint place = index * P::IN_WORD;
+  const uint slot = index * P::IN_WORD;
   uint word = 0;
   UNROLL for (int i = 0; i < P::IN_WORD; ++i) {
-    const uint row = gathered<P::ROW, 5>(place | i);  // mutant: pack_code
-    const uint bit = gathered<P::K, 6>(place | i) * C::BITS + P::FIRST;
+    const uint row = gathered<P::ROW, 5>(slot | i);  // mutant: pack_code
+    const uint bit = gathered<P::K, 6>(slot | i) * C::BITS + P::FIRST;
     const threadgroup uint* source = rows + row * C::STRIDE + bit / 32;
     uint code = source[0] >> bit % 32;
     if (bit % 32 + P::BITS > 32) {
@@ -104,8 +104,8 @@ METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
 // The bits of a code that a plane has, where they stand in the code.
 template <typename P>
 METAL_FUNC uint part_of_code(const threadgroup uint* plane, uint row, uint k) {
-  const uint place = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);  // mutant: place
-  return (plane[place / P::IN_WORD] >> place % P::IN_WORD * P::BITS & P::MASK) << P::FIRST;
+  const uint slot = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);  // mutant: place
+  return (plane[slot / P::IN_WORD] >> slot % P::IN_WORD * P::BITS & P::MASK) << P::FIRST;
 }
 
 // A word of a row of a tile; a code may begin in the word before it.

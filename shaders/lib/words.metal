@@ -108,49 +108,49 @@ METAL_FUNC uint moved(uint word, int from, int to) {
   return from > to ? word >> (from - to) : word << (to - from);
 }
 
-// The pair of step t of row fragment f in a plane of BITS, each at `place` of its half.
+// The pair of step t of row fragment f in a plane of BITS, each at `bit_offset` of its half.
 // Pairs lie in a word one after the other, their second code 16 bits above the first; rows
 // share words that one row does not fill.
 template <int BITS, int PAIRS>
-METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int place) {
+METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int bit_offset) {
   constexpr int IN_WORD = 16 / BITS;
   constexpr int SHARING = IN_WORD > PAIRS ? IN_WORD / PAIRS : 1;
   const int word = SHARING > 1 ? f / SHARING : t / IN_WORD * 4 + f;
   const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;  // mutant: slot
-  return moved(words[word], BITS * slot, place) & both_halves(ones(BITS) << place);
+  return moved(words[word], BITS * slot, bit_offset) & both_halves(ones(BITS) << bit_offset);
 }
 
 // Likewise of a row's windows, where a pair may begin in one and end in the next.
 template <typename W>
-METAL_FUNC uint window_pair(thread const uint* windows, int t, int place) {
+METAL_FUNC uint window_pair(thread const uint* windows, int t, int bit_offset) {
   constexpr int LAST = Native<W>::LAST;
   const int bit = W::BITS * t;
   const int i = bit >= LAST ? Native<W>::WINDOWS - 1 : bit / 16;
   const int inside = bit - min(16 * i, LAST);
-  const uint mask = both_halves(ones(W::BITS) << place);  // mutant: window_pair
-  const uint pair = moved(windows[i], inside, place);
+  const uint mask = both_halves(ones(W::BITS) << bit_offset);  // mutant: window_pair
+  const uint pair = moved(windows[i], inside, bit_offset);
   if (inside + W::BITS <= 16) {
     return pair & mask;
   }
-  const uint upper = both_halves(ones(W::BITS) << (place + 16 - inside)) & mask;
-  return (pair & (mask ^ upper)) | (moved(windows[i + 1], 0, place + 16 - inside) & upper);
+  const uint upper = both_halves(ones(W::BITS) << (bit_offset + 16 - inside)) & mask;
+  return (pair & (mask ^ upper)) | (moved(windows[i + 1], 0, bit_offset + 16 - inside) & upper);
 }
 
-// The pair of step t of row fragment f, each code at `place` of its half.
+// The pair of step t of row fragment f, each code at `bit_offset` of its half.
 template <typename W>
-METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int place) {  // mutant: pair
+METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int bit_offset) {  // mutant: pair
   constexpr int LOW = Planes<W>::LOW;
   constexpr int HIGH = Planes<W>::HIGH;
   if (W::PACKED) {
-    const uint low = plane_pair<LOW, W::PAIRS>(words, f, t, place);
+    const uint low = plane_pair<LOW, W::PAIRS>(words, f, t, bit_offset);
     // The width is never 0, so that the plane that is not there compiles.
     const uint high = HIGH == 0 ? 0
                                 : plane_pair<(HIGH > 0 ? HIGH : 1), W::PAIRS>(
-                                      words + Planes<W>::LOW_WORDS, f, t, place + LOW);
+                                      words + Planes<W>::LOW_WORDS, f, t, bit_offset + LOW);
     return low | high;
   }
   words += f * Native<W>::WINDOWS;
-  return window_pair<W>(words, t, place);
+  return window_pair<W>(words, t, bit_offset);
 }
 
 // The pair of step t as halves, exactly: OFFSET + code; of a small float, whose sign, exponent
@@ -165,6 +165,6 @@ METAL_FUNC half2 pair_as_halves(thread const uint* words, int f, int t) {
     const uint rest = pair_at<W>(words, f, t, MANTISSA) & both_halves(ones(W::BITS - 1) << MANTISSA);
     return as_type<half2>(sign | rest);
   }
-  constexpr uint EXPONENT = (25 - W::PLACE) << 10;
-  return as_type<half2>(pair_at<W>(words, f, t, W::PLACE) | both_halves(EXPONENT));
+  constexpr uint EXPONENT = (25 - W::BIT_OFFSET) << 10;
+  return as_type<half2>(pair_at<W>(words, f, t, W::BIT_OFFSET) | both_halves(EXPONENT));
 }

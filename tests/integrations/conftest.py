@@ -32,13 +32,13 @@ def stock(backend: Callable[[str], None]) -> None:
 
 @pytest.fixture
 def gathered() -> list[CudaGatherPlan]:
-    """The plans of experts' products, in turn."""
+    """The plans of experts' products, in call order."""
     return []
 
 
 @pytest.fixture
 def choices() -> list[Routing]:
-    """How rows chose experts by a kernel, in turn."""
+    """The routing rules of the routing kernel's calls, in order."""
     return []
 
 
@@ -49,9 +49,9 @@ def cuda(
     gathered: list[CudaGatherPlan],
     choices: list[Routing],
 ) -> list[Plan]:
-    """Puts MLX's operations in the place of CUDA's kernels, and lists their plans.
+    """Replaces CUDA's kernels by MLX operations, and lists their plans.
 
-    They can be traced, and round once.
+    The operations can be traced, and round once.
     """
     plans: list[Plan] = []
 
@@ -139,7 +139,7 @@ def cuda(
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lists the regions that Python runs: traced ones once for each trace."""
+    """Lists Python's runs of the code of graphs: one for each trace."""
     found: list[str] = []
 
     def listed(name: str) -> None:

@@ -34,7 +34,7 @@ def drawn(
     streams: int = len(PADDING),
     features: int = FEATURES,
 ) -> mx.array:
-    # Laid out as before a cache: tokens first, where there are several.
+    # Several tokens are contiguous before heads, as before a cache.
     y = mx.random.normal((streams, tokens, heads, features)).astype(dtype)
     return y.transpose(0, 2, 1, 3)
 
@@ -54,7 +54,7 @@ def filled(
 def exactly(
     queries: mx.array, keys: mx.array, values: mx.array, padding: list[int]
 ) -> Floats:
-    """Attends in float64, one head of one stream after the other."""
+    """Computes attention in float64, head by head."""
     q, k, v = (
         np.array(each.astype(mx.float32), float) for each in (queries, keys, values)
     )

@@ -1,4 +1,4 @@
-"""A model whose products are invariant says the same alone and in a batch."""
+"""An invariant model generates the same tokens alone and in a batch."""
 
 from importlib import import_module
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def plain(model: nn.Module) -> tuple[list[int], list[float]]:
-    """Returns the greedy tokens, and by how much each led the second best."""
+    """Returns the greedy tokens, and their leads over the second best in logits."""
     tokens, leads = [], []
     steps = generate.generate_step(PROMPT, model, max_tokens=COUNT)
     for token, logprobs in steps:
@@ -35,7 +35,7 @@ def plain(model: nn.Module) -> tuple[list[int], list[float]]:
 
 
 def speculative(model: nn.Module, draft: nn.Module) -> tuple[list[int], int]:
-    """Returns the tokens, and how many of them the draft model had guessed."""
+    """Returns the tokens, and how many of them came from the draft model."""
     steps = generate.speculative_generate_step(
         PROMPT, model, draft, num_draft_tokens=3, max_tokens=COUNT
     )

@@ -1,4 +1,4 @@
-"""mlx-lm's own tools take a converted model for one of theirs."""
+"""mlx-lm's tools accept converted models."""
 
 from collections.abc import Callable
 from typing import Any

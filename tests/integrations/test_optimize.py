@@ -1,4 +1,4 @@
-"""Whole models are converted in place, and come back unchanged."""
+"""`optimize` converts models in place, and `restore` restores them exactly."""
 
 import gc
 import sys
@@ -103,7 +103,7 @@ def test_mlxs_layout_shares_every_array() -> None:
 
 
 class Special(nn.QuantizedLinear):
-    """A subclass, which may do something else with its weight."""
+    """A subclass of a quantized layer."""
 
 
 def test_only_layers_of_our_format_and_exact_type_are_taken() -> None:
@@ -186,12 +186,12 @@ def test_packing_keeps_one_layer_twice_at_most(monkeypatch: pytest.MonkeyPatch) 
 
 
 class BreakError(Exception):
-    """What goes wrong in the middle."""
+    """An error during the conversion."""
 
 
 @pytest.fixture
 def break_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Returns what makes a method of MarlinLinear fail at its n-th call, once."""
+    """Returns a function that makes a method of MarlinLinear raise in its n-th call."""
 
     def arrange(name: str, nth: int) -> None:
         usual = getattr(MarlinLinear, name)

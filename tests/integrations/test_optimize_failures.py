@@ -1,4 +1,4 @@
-"""Wherever `optimize` or `restore` fails, the model is left as it was."""
+"""If `optimize` or `restore` fails at any stage, the model is unchanged."""
 
 import os
 import subprocess
@@ -33,11 +33,11 @@ def _stock(backend: Callable[[str], None]) -> None:
 
 
 class PlantedError(Exception):
-    """What a stage raises."""
+    """The error of a stage."""
 
 
 def fails_at(nth: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that raises in its n-th call, once, and else calls another."""
+    """Returns a wrapper of a function that raises in its n-th call only."""
     count = 0
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -77,7 +77,7 @@ STAGES: list[tuple[Callable[[], nn.Module], Any, str, int]] = [
     (dense, block, "trace_blocks", 1),
     (dense, Changes, "set_class", 2),
 ]
-"""A model, and what raises, in which call."""
+"""A model, the function that raises, and in which call."""
 
 STATES: dict[str, dict[str, Any] | None] = {
     "stock": None,
@@ -104,7 +104,7 @@ def cases() -> list[Any]:
 
 
 class Snapshot:
-    """A model's modules, their classes and parameters, and what it computes."""
+    """A model's modules, their classes and parameters, and its results."""
 
     def __init__(self, model: nn.Module, held: bool) -> None:
         self.types, self.arrays = types(model), arrays(model)
@@ -218,7 +218,7 @@ def test_a_part_whose_other_part_is_gone_comes_back(
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
-    """Returns what renames a part of mlx-lm, and has the tracing code imported anew."""
+    """Returns a function that removes a name of mlx-lm and unloads the tracing code."""
 
     def remove(holder: Any, name: str) -> None:
         monkeypatch.delattr(holder, name)

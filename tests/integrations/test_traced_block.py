@@ -1,4 +1,4 @@
-"""Blocks as traced graphs compute what mlx-lm's own code does."""
+"""Traced blocks compute the results of mlx-lm's own code."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ from support.models import LAYOUTS
 JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
 SUMS_APART = {"exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3"}
-"""Families that normalize or multiply what they add to the residual."""
+"""Families that normalize or scale the summands of the residual."""
 NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3"}
 """Families without norms before products, or whose norms are their own."""
 

@@ -1,4 +1,4 @@
-"""A traced block notices at once what changes in it: settings, classes and methods."""
+"""A traced block detects changes of its settings, classes and methods."""
 
 import functools
 import warnings
@@ -28,7 +28,7 @@ def _stock(backend: Callable[[str], None]) -> None:
 
 
 def generated(model: nn.Module, change: Change) -> list[mx.array]:
-    """Returns logits of a prompt and of tokens, with a change between two of these."""
+    """Returns the logits of a prompt and of tokens, changing the model between two."""
     cache = one_stream(model)
     outputs = []
     for index, tokens in enumerate(([3, 1, 4, 1, 5, 9, 2, 6, 5], [3], [5], [8], [9])):
@@ -81,7 +81,7 @@ def test_a_setting_that_changes_counts_for_the_next_token(
 
 
 def doubled(function: Any) -> Any:
-    """Returns a function that passes for another and returns twice its result."""
+    """Returns a wrapper with a function's attributes that doubles its result."""
 
     @functools.wraps(function)
     def double(*arguments: Any, **options: Any) -> Any:

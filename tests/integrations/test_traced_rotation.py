@@ -1,4 +1,4 @@
-"""Traced blocks rotate heads as mlx-lm's code does, in a product where they can."""
+"""Traced blocks compute rope as mlx-lm does, fused into a product if supported."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [
@@ -106,13 +106,13 @@ def two_streams(model: nn.Module) -> Caches:
 
 
 class TwoStreams(caches.BatchKVCache):
-    """A batch whose positions MLX keeps where the host writes."""
+    """A batch whose positions MLX keeps in host memory."""
 
     batch = 2
 
 
 class LongOffsets(caches.BatchKVCache):
-    """A batch whose positions are no int32."""
+    """A batch whose positions are not int32."""
 
     batch = 3
 

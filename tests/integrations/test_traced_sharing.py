@@ -146,7 +146,7 @@ def test_layers_that_are_replaced_are_seen() -> None:
 
     assert_equal(outputs, decoded(replaced(tiny("llama")), one_stream))
     assert not mx.allclose(outputs[-1], before[-1], rtol=0.1)
-    # One is of another kind now, and LoRA's is none.
+    # One block has another spec, and the block with LoRA has none.
     assert model.layers[0]._inspection.spec is not None
     assert model.layers[1]._inspection.spec is None
 

@@ -1,4 +1,4 @@
-"""`optimize(warm_up=...)` builds and checks what a model needs before it is used."""
+"""`optimize(warm_up=...)` compiles and checks all kernels of a model."""
 
 import copy
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_other_modules_are_warmed_up_layer_by_layer(checked: list[Any]) -> None:
 
 
 class Attention(nn.Module):
-    """Layers that share x, as mlx-lm names them, in a module that is not mlx-lm's."""
+    """Layers with the same input and mlx-lm's names, in another module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 class Single(nn.Module):
-    """A module around one layer, with a norm's weight that tells the dtype."""
+    """A module with one layer, and a norm whose weight determines the dtype."""
 
     def __init__(self, layer: nn.Module, dtype: mx.Dtype = mx.float32) -> None:
         super().__init__()

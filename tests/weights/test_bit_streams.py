@@ -1,4 +1,4 @@
-"""Streams of codes are read and written as a reader of single bits does it."""
+"""Packing and unpacking of bit streams agree with single-bit references."""
 
 import mlx.core as mx
 import numpy as np

@@ -155,7 +155,7 @@ def test_another_schedule_gives_the_same_bits(
 
 
 def decode_facts(variant: Variant) -> set[object]:
-    """What decides the places of plain numbers, and how they are rounded."""
+    """The options that determine the order and the rounding of decoded weights."""
     return {
         (variant.group_size == 32, variant.layout, variant.bits == 4),
         (variant.format.codes, variant.group_size in (CHANNEL, 16)),

@@ -1,4 +1,4 @@
-"""A weight of nvfp4 with one scale more for all of it, through every kernel."""
+"""nvfp4 weights with a global scale, through all kernels."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -142,7 +142,7 @@ def test_quantize_and_pack_carry_it(shape: tuple[int, ...]) -> None:
 
 
 def test_it_is_no_coarser_than_a_weight_without() -> None:
-    small = W * 2.0**-7  # scales that E4M3 can hardly say
+    small = W * 2.0**-7  # scales near the limits of E4M3
     without = mx.dequantize(*mx.quantize(small, mode="nvfp4"), mode="nvfp4")
     packed = quantize(small, mode="nvfp4", global_scale=LARGEST * 2.0**-7)
 

@@ -1,4 +1,4 @@
-"""The packed layout's two maps are inverse, and lanes find their codes by them."""
+"""The packed layout's maps are inverse, and match the lanes of the shaders."""
 
 from itertools import product
 
@@ -181,7 +181,7 @@ def test_a_step_stays_in_one_group_and_a_lane_in_one_of_16(
         groups_of: dict[int, set[int]] = {}
         for place in product(range(first, first + words_in_step), range(0, 32, bits)):
             _, k = weight_at(*place, bits=bits, order=order, k_tiles=1)
-            loaded = min(words_in_step // 32, 4)  # words of a lane side by side
+            loaded = min(words_in_step // 32, 4)  # adjacent words of a lane
             lane = place[0] // loaded % 32
             key = lane if group_size == 16 else 0
             groups_of.setdefault(key, set()).add(k // group_size)

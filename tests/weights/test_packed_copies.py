@@ -1,4 +1,4 @@
-"""Copies of packed weights, and weights that were pickled, keep every bit."""
+"""Copying and pickling packed weights preserves all bits."""
 
 import copy
 import pickle

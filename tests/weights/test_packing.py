@@ -1,4 +1,4 @@
-"""Packing moves every bit to its place and back, and quantizing rounds as it says."""
+"""Packing and unpacking preserve all bits, and quantizing rounds as documented."""
 
 from collections.abc import Callable
 from dataclasses import replace

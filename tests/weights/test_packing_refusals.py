@@ -1,4 +1,4 @@
-"""Packing and quantizing refuse what they cannot do, and name the argument."""
+"""Packing and quantizing raise ValueError that names an invalid argument."""
 
 from dataclasses import replace
 from typing import Any

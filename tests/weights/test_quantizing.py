@@ -1,4 +1,4 @@
-"""Quantizing rounds as each scheme says."""
+"""Each mode quantizes by its rounding rule."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The kernels that move codes between the layouts: every bit, once, in whole lines."""
+"""The repack kernels preserve all bits, and access whole cache lines once."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -44,7 +44,7 @@ def number_of_place(bits: int, group_size: int) -> Integers:
 
 
 def tiles_by_table(codes: Integers, bits: int, group_size: int) -> Integers:
-    """Returns the tiles of codes [n, k], placed one by one by the table."""
+    """Returns the tiles of codes [n, k], stored one by one by the layout's table."""
     n, k = codes.shape
     whole = np.zeros(layout.padded(n, k), np.int64)
     whole[:n, :k] = codes
@@ -60,7 +60,7 @@ def tiles_by_table(codes: Integers, bits: int, group_size: int) -> Integers:
 
 
 def any_words(*shape: int, seed: int, offset: int = 0) -> mx.array:
-    """Makes random words, so many elements behind the start of their buffer."""
+    """Returns random words at an offset, in elements, in their buffer."""
     draw = np.random.default_rng(seed)
     words = draw.integers(0, 2**32, offset + int(np.prod(shape)), dtype=np.uint32)
     return mx.array(words)[offset:].reshape(shape)

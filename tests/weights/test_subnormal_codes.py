@@ -1,4 +1,4 @@
-"""Small floats survive a conversion that flushes subnormal halves.
+"""Decoding of small floats does not depend on subnormal halves.
 
 E2M1's 0.5 and E4M3's smallest values are subnormal halves until they are multiplied by
 a power of two. Apple's compiler may convert such a half to a float that is 0, so the

@@ -175,7 +175,8 @@ _VALUES = (
         _WORDS,
         "pair",
         "{ constexpr",
-        "{ place += W::MODE == FLOATING && place < 16 - W::BITS ? 1 : 0; constexpr",
+        "{ bit_offset += W::MODE == FLOATING && bit_offset < 16 - W::BITS ? 1 : 0; "
+        "constexpr",
         MXFP4,
         Detector.WRONG_RESULT,
     ),
