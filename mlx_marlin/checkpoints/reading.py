@@ -7,9 +7,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.checkpoints import awq, compressed_tensors, gptq, mlx_folder
+from mlx_marlin.checkpoints import (
+    awq,
+    compressed_tensors,
+    gguf,
+    gptq,
+    marlin_folder,
+    mlx_folder,
+)
 from mlx_marlin.checkpoints.folder import Folder, naming, read_json
-from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Reader = Callable[[Folder, str, dict[str, Any]], StoredWeight]
@@ -51,7 +58,7 @@ def read_checkpoint(
 
     Args:
         path: A folder with config.json and safetensors files in the format of MLX,
-            GPTQ, AWQ, compressed-tensors or plain arrays, or a GGUF file.
+            GPTQ, AWQ, compressed-tensors, ours or with plain arrays, or a GGUF file.
 
     Yields:
         The name of a parameter and its value: a packed weight for a quantized layer,
@@ -87,12 +94,22 @@ def tensors(path: str | Path) -> list[Tensor]:
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed or its method is not known.
     """
-    folder = Folder(Path(path))
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return [*gguf.read(path)]
+    return folder_tensors(Folder(path))
+
+
+def folder_tensors(folder: Folder) -> list[Tensor]:
+    """Returns the tensors of an open folder, as `tensors` does."""
     method, settings = method_of(folder)
+    packed = marlin_folder.layers_of(folder)
     layers = _quantized_layers(folder, method)
     parts = {f"{layer}.{part}" for layer in layers for part in PARTS.get(method, ())}
+    parts |= {f"{layer}.{part}" for layer in packed for part in marlin_folder.PARTS}
     plain = [name for name in folder.arrays if name not in parts]
     return [
+        *(_packed(folder, layer, record) for layer, record in packed.items()),
         *(_quantized(folder, layer, method, settings) for layer in layers),
         *(_plain(folder, name) for name in plain),
     ]
@@ -149,6 +166,23 @@ def _quantized(
         shape=folder.arrays[names[0]].shape,
         nbytes=sum(array.nbytes for array in stored),
         read=partial(_read, folder, layer, READERS[method], settings),
+    )
+
+
+def _packed(folder: Folder, layer: str, record: dict[str, Any]) -> Tensor:
+    names = [f"{layer}.{part}" for part in marlin_folder.PARTS]
+    stored = [folder.arrays[name] for name in names if name in folder.arrays]
+
+    def read() -> PackedLayer:
+        with naming(folder.path, f"{layer}.weight"):
+            return marlin_folder.read(folder, layer, record)
+
+    return Tensor(
+        name=f"{layer}.weight",
+        format=record["layout"],
+        shape=(record["n"], record["k"]),
+        nbytes=sum(array.nbytes for array in stored),
+        read=read,
     )
 
 

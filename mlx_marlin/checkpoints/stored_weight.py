@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_marlin.products.packing import pack
+from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.packed_weight import PackedWeight
 
+TILES = "marlin-tiles-1"
+"""Tag of the order of codes and scales in `weights.layout`; another order gets another
+tag."""
 SUPER_BLOCK = 256
 """Columns of a super-block of GGUF's K-quants."""
 
@@ -119,6 +123,31 @@ class StoredWeight:
         )
 
 
+class PackedLayer(NamedTuple):
+    """A packed weight, and the order of its columns as in `StoredWeight`."""
+
+    weight: PackedWeight
+    input_order: mx.array | None = None
+
+    def packed(self) -> PackedWeight:
+        """Returns the packed weight."""
+        return self.weight
+
+    def stored(self) -> StoredWeight:
+        """Returns the same weight in rows of codes, exactly."""
+        codes, scales, *biases = unpack(self.weight)
+        return StoredWeight(
+            codes=codes,
+            scales=scales,
+            biases=biases[0] if biases else None,
+            group_size=self.weight.group_size,
+            bits=self.weight.bits,
+            mode=self.weight.mode,
+            global_scale=self.weight.global_scale,
+            input_order=self.input_order,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A tensor of a checkpoint, not read yet.
@@ -136,4 +165,4 @@ class Tensor:
     format: str
     shape: tuple[int, ...]
     nbytes: int
-    read: Callable[[], StoredWeight | mx.array]
+    read: Callable[[], StoredWeight | PackedLayer | mx.array]

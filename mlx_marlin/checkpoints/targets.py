@@ -6,14 +6,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer, StoredWeight
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
-TILES = "marlin-tiles-1"
-"""Tag of the order of codes and scales in `weights.layout`; another order gets another
-tag."""
 DECODED_BYTES = 32_000_000
 """Bytes of decoded weights that are in memory at a time to compute an error."""
 
@@ -33,7 +30,7 @@ class Written:
     error: float = 0.0
 
 
-def packed_target(weight: StoredWeight) -> Written:
+def packed_target(weight: StoredWeight | PackedLayer) -> Written:
     """Returns a weight in our packed layout, exactly.
 
     Raises:
@@ -60,7 +57,7 @@ def record_of(packed: PackedWeight) -> dict[str, Any]:
     }
 
 
-def mlx_target(weight: StoredWeight) -> Written:
+def mlx_target(weight: StoredWeight | PackedLayer) -> Written:
     """Returns a weight in MLX's layout, for `mlx_lm.load`.
 
     Zero points become biases, and super-blocks get float32 scales. A bias is rounded if
@@ -69,6 +66,8 @@ def mlx_target(weight: StoredWeight) -> Written:
     Raises:
         ValueError: If MLX has no such format.
     """
+    if isinstance(weight, PackedLayer):
+        weight = weight.stored()
     weight = weight.with_float_scales()
     if weight.input_order is not None:
         raise ValueError("MLX's layers take columns in the order of x (act-order)")

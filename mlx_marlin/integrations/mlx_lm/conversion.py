@@ -14,20 +14,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.marlin_folder import VERSION
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
-from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
+from mlx_marlin.integrations.mlx_lm.model_source import ModelSource, Value
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 
-VERSION = 1
-"""Of what config.json says under "mlx_marlin"."""
 MOST_PARTS = 5
 """Arrays that a parameter may become."""
 
-Target = Callable[[StoredWeight], Written]
+Target = Callable[[StoredWeight | PackedLayer], Written]
 TARGETS: dict[str, Target] = {"marlin": packed_target, "mlx": mlx_target}
 
 
@@ -51,7 +50,7 @@ class Row:
 
 
 @dataclass
-class _Records:
+class Records:
     """What config.json will say about quantized layers, by target layout."""
 
     marlin: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -92,7 +91,7 @@ def convert(
     pattern = _pattern(only)
     if destination.exists():
         raise ValueError(f"{destination} exists, expected the name of a new folder")
-    records = _Records()
+    records = Records()
     rows = _rows(source, layout, quantization, pattern, records)
     if dry_run:
         yield from (row for row, _ in rows)
@@ -102,7 +101,7 @@ def convert(
     partial.mkdir(parents=True)
     try:
         yield from _write(source, partial, rows)
-        _write_config(source.config, records, partial)
+        write_config(source.config, records, partial)
         source.copy_other_files(partial)
         partial.rename(destination)
     except BaseException:
@@ -122,7 +121,7 @@ def _rows(
     layout: str,
     quantization: Quantization | None,
     pattern: re.Pattern[str] | None,
-    records: _Records,
+    records: Records,
 ) -> Iterator[tuple[Row, dict[str, mx.array]]]:
     """Yields what becomes of each parameter, with its arrays by name."""
     for name, value in source.parameters():
@@ -136,7 +135,8 @@ def _rows(
                     yield _unchanged(name, value), {name: value}
                     continue
                 value, error = own.apply(value)
-            stays = not matches and value.mode in MODE_DEFAULTS
+            mode = value.packed().mode if isinstance(value, PackedLayer) else value.mode
+            stays = not matches and mode in MODE_DEFAULTS
             target = "mlx" if stays else layout
             written = TARGETS[target](value)
         layer = name.removesuffix(".weight")
@@ -167,10 +167,11 @@ def _takes(source: ModelSource, name: str, quantization: Quantization) -> bool:
     return not is_embedding and quantization.applies_to(layer.weight.shape[-1])
 
 
-def _describe(value: StoredWeight | mx.array) -> str:
+def _describe(value: Value) -> str:
     if isinstance(value, mx.array):
         return dtype_name(value.dtype)
-    return f"{value.mode} {value.bits}-bit, group {value.group_size}"
+    weight = value.weight if isinstance(value, PackedLayer) else value
+    return f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
 
 
 def _write(
@@ -186,7 +187,8 @@ def _write(
             yield row
 
 
-def _write_config(config: dict[str, Any], records: _Records, folder: Path) -> None:
+def write_config(config: dict[str, Any], records: Records, folder: Path) -> None:
+    """Writes config.json: a model's own, and what the layers' formats are."""
     settings = ("quantization", "quantization_config", "mlx_marlin")
     written = {key: value for key, value in config.items() if key not in settings}
     if records.mlx:

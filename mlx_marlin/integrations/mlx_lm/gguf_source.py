@@ -6,8 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_marlin.checkpoints import gguf
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.integrations.mlx_lm.model_source import FolderSource, ModelSource
+from mlx_marlin.integrations.mlx_lm.model_source import FolderSource, ModelSource, Value
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Dtypes of plain tensors, by llama.cpp's names."""
@@ -34,7 +33,7 @@ class GgufSource(ModelSource):
         """Returns the names of all parameters."""
         return [tensor.name for tensor in self._tensors]
 
-    def parameters(self) -> Iterator[tuple[str, StoredWeight | mx.array]]:
+    def parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
         dtype = self._dtype()
         for tensor in self._tensors:

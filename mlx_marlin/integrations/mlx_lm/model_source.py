@@ -12,9 +12,11 @@ import mlx.nn as nn
 
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.folder import INDEX, Folder
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.integrations.mlx_lm.versions import describe
 
+Value = StoredWeight | PackedLayer | mx.array
+"""What a parameter is: a weight in rows of codes or packed, or an array."""
 ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
 """The arrays of a quantized layer while mlx-lm renames and stacks them."""
 WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
@@ -39,7 +41,7 @@ class ModelSource(ABC):
         """Returns the names of all stored arrays, before they are renamed."""
 
     @abstractmethod
-    def parameters(self) -> Iterator[tuple[str, StoredWeight | mx.array]]:
+    def parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter.
 
         A quantized weight of layer L is a `StoredWeight` with the name L.weight. No
@@ -100,9 +102,13 @@ class FolderSource(ModelSource):
         """Returns the names of all stored arrays, before they are renamed."""
         return [*self._folder.arrays]
 
-    def parameters(self) -> Iterator[tuple[str, StoredWeight | mx.array]]:
+    def parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
-        arrays = self._renamed()
+        tensors = reading.folder_tensors(self._folder)
+        if "mlx_marlin" in self.config:  # written under mlx-lm's names
+            yield from ((tensor.name, tensor.read()) for tensor in tensors)
+            return
+        arrays = self._renamed(tensors)
         for name in [*arrays]:
             layer, _, part = name.rpartition(".")
             if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
@@ -112,14 +118,14 @@ class FolderSource(ModelSource):
             else:
                 yield name, arrays.pop(name)
 
-    def _renamed(self) -> dict[str, mx.array]:
+    def _renamed(self, tensors: list[Tensor]) -> dict[str, mx.array]:
         """Returns all arrays, not evaluated, after the model's own `sanitize`."""
         arrays: dict[str, mx.array] = {}
-        for tensor in reading.tensors(self.path):
+        for tensor in tensors:
             value = tensor.read()
             if isinstance(value, mx.array):
                 arrays[tensor.name] = value
-            else:
+            elif isinstance(value, StoredWeight):
                 arrays |= _rows(tensor.name.removesuffix(".weight"), value)
         sanitize = getattr(self.model, "sanitize", None)
         if sanitize is None:
