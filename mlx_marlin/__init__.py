@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mlx_marlin.backends.metal.source.instances import variants
     from mlx_marlin.backends.planner import plan
+    from mlx_marlin.checkpoints.reading import read_checkpoint
     from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
+    from mlx_marlin.integrations.mlx_lm.loading import load
+    from mlx_marlin.integrations.mlx_lm.saving import save
     from mlx_marlin.layers.linear import MarlinLinear
+    from mlx_marlin.products.dequantizing import dequantize
     from mlx_marlin.products.experts.matmul import gather_qmm
     from mlx_marlin.products.linear import linear, linears
     from mlx_marlin.products.matmul import quantized_matmul, why_not
@@ -20,15 +24,19 @@ if TYPE_CHECKING:
 __all__ = [
     "MarlinLinear",
     "PackedWeight",
+    "dequantize",
     "gather_qmm",
     "linear",
     "linears",
+    "load",
     "optimize",
     "pack",
     "plan",
     "quantize",
     "quantized_matmul",
+    "read_checkpoint",
     "restore",
+    "save",
     "unpack",
     "variants",
     "why_not",
@@ -37,15 +45,19 @@ __all__ = [
 _MODULES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
+    "dequantize": "products.dequantizing",
     "gather_qmm": "products.experts.matmul",
     "linear": "products.linear",
     "linears": "products.linear",
+    "load": "integrations.mlx_lm.loading",
     "optimize": "integrations.mlx_lm.convert",
     "plan": "backends.planner",
     "pack": "products.packing",
     "quantize": "products.packing",
     "quantized_matmul": "products.matmul",
+    "read_checkpoint": "checkpoints.reading",
     "restore": "integrations.mlx_lm.convert",
+    "save": "integrations.mlx_lm.saving",
     "unpack": "products.packing",
     "variants": "backends.metal.source.instances",
     "why_not": "products.matmul",

@@ -9,6 +9,7 @@ from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import NATIVE, PACKED, replace_entries
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.request import PackedArrays
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -65,9 +66,13 @@ class BatchLayer(GuardedParameters):
         packed = pack(
             *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
         )
-        self._n, self._k = packed.n, packed.k
         arrays = dict(zip(PACKED, (packed.words, packed.scales), strict=True))
         replace_entries(self, NATIVE, arrays)
+        self._mark_packed(packed)
+
+    def _mark_packed(self, packed: PackedWeight) -> None:
+        """Sets what the layer says about its packed arrays."""
+        self._n, self._k = packed.n, packed.k
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])
 

@@ -3,11 +3,13 @@
 from typing import Self
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_marlin.layers.batch import BatchLayer, converted
 from mlx_marlin.products.experts.matmul import gather_native
 from mlx_marlin.products.experts.packed import gather_packed
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 
 class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
@@ -44,6 +46,36 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         ours.invariant = invariant
         if layout == "marlin":
             ours.keep_packed()
+        return ours
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight, bias: mx.array | None = None) -> Self:
+        """Returns a layer with a batch of packed weights, in any of our formats.
+
+        Args:
+            packed: The weights [experts, n, k], without a global scale.
+            bias: Biases [experts, n], or None.
+
+        Raises:
+            ValueError: If the weights are no such batch, or the bias has another shape.
+        """
+        if len(packed.batch) != 1 or packed.global_scale is not None:
+            raise ValueError(
+                f"packed has batch={packed.batch} and global_scale="
+                f"{packed.global_scale}, expected (experts,) without a global scale"
+            )
+        if bias is not None and bias.shape != (*packed.batch, packed.n):
+            raise ValueError(
+                f"bias has shape {bias.shape}, expected {(*packed.batch, packed.n)}"
+            )
+        ours = cls.__new__(cls)
+        nn.Module.__init__(ours)
+        ours.group_size, ours.bits = packed.group_size, packed.bits
+        ours.mode = packed.mode
+        ours["words"], ours["quantizers"] = packed.words, packed.scales
+        ours._mark_packed(packed)
+        if bias is not None:
+            ours["bias"] = bias
         return ours
 
     def to_stock(self) -> QuantizedSwitchLinear:

@@ -16,7 +16,7 @@ from mlx_marlin.weights.formats import (
     MODE_DEFAULTS,
     format_of,
 )
-from mlx_marlin.weights.packed_weight import GroupSize
+from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
 
 FEW_ROWS = 8
 """Rows up to which a layer remembers a call by the number of rows alone."""
@@ -138,6 +138,46 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             ours["bias"] = layer["bias"]
         if layout == "marlin":
             ours.keep_packed()
+        return ours
+
+    @classmethod
+    def from_packed(
+        cls,
+        packed: PackedWeight,
+        bias: mx.array | None = None,
+        *,
+        invariant: bool = False,
+    ) -> Self:
+        """Returns a layer with a packed weight, which may have any of our formats.
+
+        Args:
+            packed: The weight [n, k], without a global scale.
+            bias: Bias [n], or None.
+            invariant: Whether a row's bits must not depend on the number of rows.
+
+        Raises:
+            TypeError: If `packed` is not a `PackedWeight`.
+            ValueError: If it is a batch or has a global scale, or the bias has another
+                shape.
+        """
+        if not isinstance(packed, PackedWeight):
+            raise TypeError(
+                f"packed must be a PackedWeight, got {type(packed).__name__}"
+            )
+        if packed.batch or packed.global_scale is not None:
+            raise ValueError(
+                f"packed has batch={packed.batch} and global_scale="
+                f"{packed.global_scale}, expected one weight without a global scale"
+            )
+        if bias is not None and bias.shape != (packed.n,):
+            raise ValueError(f"bias has shape {bias.shape}, expected {(packed.n,)}")
+        ours = cls.__new__(cls)
+        nn.Module.__init__(ours)
+        ours.group_size, ours.bits = packed.group_size, packed.bits
+        ours.mode, ours.invariant = packed.mode, invariant
+        ours._take(packed)
+        if bias is not None:
+            ours["bias"] = bias
         return ours
 
     def to_stock(self) -> nn.QuantizedLinear | nn.Linear:

@@ -52,3 +52,22 @@ def symmetric(w: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
     codes = mx.clip(mx.round(groups / divisor) + zero, 0, 2 * zero - 1)
     words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
     return words, scales.squeeze(-1)
+
+
+def zero_point(
+    w: mx.array, group_size: int, bits: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns codes, scales and whole zero points: scale * (code - zero point).
+
+    The range of a group is widened to contain zero, which has a code of its own.
+    """
+    most = 2**bits - 1
+    groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
+    low = mx.minimum(groups.min(-1, keepdims=True), 0)
+    high = mx.maximum(groups.max(-1, keepdims=True), 0)
+    scales = ((high - low) / most).astype(w.dtype)
+    divisor = mx.where(scales == 0, 1, scales).astype(mx.float32)
+    zeros = mx.clip(mx.round(-low / divisor), 0, most)
+    codes = mx.clip(mx.round(groups / divisor + zeros), 0, most)
+    words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
+    return words, scales.squeeze(-1), zeros.squeeze(-1).astype(w.dtype)

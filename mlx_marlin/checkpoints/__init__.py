@@ -1,0 +1,1 @@
+"""Checkpoints: reading weights of other formats, and writing ours."""

@@ -1,0 +1,136 @@
+"""A folder of safetensors files with a config.json, as Hugging Face lays it out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.safetensors_header import (
+    StoredArray,
+    parse_json,
+    read_header,
+)
+
+LARGEST_JSON = 100_000_000
+"""Bytes of a config or an index; vocabularies are not read here."""
+INDEX = "model.safetensors.index.json"
+
+
+class Folder:
+    """The arrays of a checkpoint by name; each is read when it is asked for.
+
+    Attributes:
+        path: The folder.
+        config: Contents of config.json.
+        arrays: What the headers of its files say, checked against their sizes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads config, index and headers.
+
+        Raises:
+            OSError: If a file is missing or cannot be read.
+            ValueError: If config, index or a header is malformed, or an array occurs
+                in two files.
+        """
+        self.path = path
+        self.config = read_json(path / "config.json")
+        self.arrays: dict[str, StoredArray] = {}
+        for file in _weight_files(path):
+            for name, array in read_header(file).items():
+                other = self.arrays.setdefault(name, array)
+                if other is not array:
+                    raise ValueError(
+                        f"{file}: tensor {name!r} occurs in {other.file.name} too"
+                    )
+        _check_index(path, self.arrays)
+        self._unread: dict[Path, dict[str, mx.array]] = {}
+
+    def read(self, name: str) -> mx.array:
+        """Returns an array, which MLX reads from the file when it is evaluated.
+
+        No reference to it is kept, so that its memory is freed with the caller's.
+
+        Raises:
+            ValueError: If there is no such array.
+        """
+        if name not in self.arrays:
+            raise ValueError(f"{self.path}: tensor {name!r} is missing")
+        file = self.arrays[name].file
+        unread = self._unread.get(file)
+        if unread is None or name not in unread:
+            loaded = _load(file)
+            unread = self._unread[file] = loaded
+        return unread.pop(name)
+
+
+@contextmanager
+def naming(path: Path, tensor: str) -> Iterator[None]:
+    """Adds a checkpoint and a tensor to the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        if message.startswith(str(path)):
+            raise
+        raise ValueError(f"{path}: tensor {tensor!r}: {message}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is too large or not a JSON object.
+    """
+    size = file.stat().st_size
+    if size > LARGEST_JSON:
+        raise ValueError(f"{file}: {size} bytes, expected at most {LARGEST_JSON}")
+    return parse_json(file.read_bytes(), str(file))
+
+
+def _load(file: Path) -> dict[str, mx.array]:
+    try:
+        loaded = mx.load(str(file))
+    except RuntimeError as error:
+        raise ValueError(f"{file}: {error}") from None
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Returns the files to read: those of the index, else what mlx-lm reads."""
+    if (path / INDEX).exists():
+        return [path / name for name in sorted({*_weight_map(path).values()})]
+    files = sorted(path.glob("model*.safetensors")) or sorted(
+        path.glob("*.safetensors")
+    )
+    if not files:
+        raise FileNotFoundError(f"{path}: no safetensors file")
+    return files
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    file = path / INDEX
+    known = read_json(file).get("weight_map")
+    if not isinstance(known, dict) or not known:
+        raise ValueError(f"{file}: expected a weight_map of tensor and file names")
+    for tensor, name in known.items():
+        # A name with a folder could lead out of the checkpoint.
+        is_plain = isinstance(name, str) and Path(name).name == name
+        if not is_plain or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{file}: tensor {tensor!r} in {name!r}, expected a safetensors file "
+                f"in the same folder"
+            )
+    return known
+
+
+def _check_index(path: Path, arrays: dict[str, StoredArray]) -> None:
+    if not (path / INDEX).exists():
+        return
+    for tensor, name in _weight_map(path).items():
+        if tensor not in arrays or arrays[tensor].file.name != name:
+            raise ValueError(f"{path / INDEX}: tensor {tensor!r} is not in {name}")

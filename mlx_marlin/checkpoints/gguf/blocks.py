@@ -1,0 +1,228 @@
+"""Blocks of GGUF's types as rows of codes, exactly."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.gguf.block_types import BlockType
+from mlx_marlin.checkpoints.gguf.code_lanes import packed_lanes, planes, single_bits
+from mlx_marlin.checkpoints.stored_weight import SUPER_BLOCK, StoredWeight
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Bytes: TypeAlias = npt.NDArray[np.uint8]
+    Lanes: TypeAlias = npt.NDArray[np.uint64]
+    Parameters: TypeAlias = dict[str, npt.NDArray[np.generic]]
+
+CHUNK = 1 << 18
+"""Bytes of blocks that are converted at a time: a core's cache holds what they become.
+"""
+PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""Types of single numbers, by NumPy's name; it has no bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a block lie, and what the weight becomes.
+
+    Attributes:
+        mode: Mode of the `StoredWeight`.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+        lanes: Returns the codes of blocks [b, bytes] in the order of the row, as lanes.
+        parameters: Returns what the blocks store next to their codes, [b, values of a
+            block], by the name of the attribute of `StoredWeight`.
+    """
+
+    mode: str
+    bits: int
+    group_size: int
+    lanes: "Callable[[Bytes], Lanes]"
+    parameters: "Callable[[Bytes], Parameters]"
+
+
+def read_plain(data: memoryview, block: BlockType, shape: tuple[int, ...]) -> mx.array:
+    """Reads a tensor of one of the types in `PLAIN`.
+
+    Args:
+        data: Its bytes.
+        block: Its type.
+        shape: Its shape.
+    """
+    import numpy as np
+
+    array = mx.array(np.frombuffer(data, PLAIN[block.name]).reshape(shape))
+    return array.view(mx.bfloat16) if block.name == "BF16" else array
+
+
+def read_blocks(
+    data: memoryview, block: BlockType, shape: tuple[int, ...]
+) -> StoredWeight:
+    """Reads a tensor of one of the types in `LAYOUTS`.
+
+    Args:
+        data: Its bytes.
+        block: Its type.
+        shape: Shape [..., n, k] of the weight.
+
+    Raises:
+        ValueError: If scales are no finite numbers.
+    """
+    import numpy as np
+
+    layout = LAYOUTS[block.name]
+    blocks = np.frombuffer(data, np.uint8).reshape(-1, block.nbytes)
+    codes = np.empty((len(blocks), block.elements * layout.bits // 8), np.uint8)
+    chunks: list[Parameters] = []
+    step = max(1, CHUNK // block.nbytes)
+    for first in range(0, len(blocks), step):
+        chunk = blocks[first : first + step]
+        codes[first : first + step] = packed_lanes(layout.lanes(chunk), layout.bits)
+        chunks.append(layout.parameters(chunk))
+    words = codes.reshape(prod(shape[:-1]), -1).view("<u4")
+    return StoredWeight(
+        codes=mx.array(words.reshape(*shape[:-1], -1)),
+        **{name: _joined(chunks, name, shape) for name in chunks[0]},
+        group_size=layout.group_size,
+        bits=layout.bits,
+        mode=layout.mode,
+    )
+
+
+def _joined(chunks: "list[Parameters]", name: str, shape: tuple[int, ...]) -> mx.array:
+    """Returns a parameter of all blocks, for each row of the weight."""
+    import numpy as np
+
+    joined = np.concatenate([chunk[name] for chunk in chunks])
+    if name == "super_scales":
+        per_row = shape[-1] // SUPER_BLOCK, joined.shape[-1]
+        return mx.array(joined.reshape(*shape[:-1], *per_row))
+    return mx.array(joined.reshape(*shape[:-1], -1))
+
+
+def _halves(blocks: "Bytes", start: int, stop: int) -> "npt.NDArray[np.float16]":
+    """Reads float16 numbers of blocks, which must be finite."""
+    import numpy as np
+
+    octets = np.ascontiguousarray(blocks[:, start:stop])
+    if np.any(octets.view("<u2") & 0x7C00 == 0x7C00):
+        raise ValueError("a scale or an offset of a block is NaN or infinite")
+    return octets.view("<f2")
+
+
+def _scale(blocks: "Bytes") -> "Parameters":
+    return {"scales": _halves(blocks, 0, 2)}
+
+
+def _scale_and_bias(blocks: "Bytes") -> "Parameters":
+    return {"scales": _halves(blocks, 0, 2), "biases": _halves(blocks, 2, 4)}
+
+
+def _k_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads those of Q4_K and Q5_K: 6-bit scales and offsets in 12 bytes.
+
+    The upper two bits of the first 8 bytes belong to the last 4 scales and offsets.
+    """
+    import numpy as np
+
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    return {
+        "super_scales": _halves(blocks, 0, 4),
+        "scales": np.concatenate([first & 63, third & 15 | (first >> 6 << 4)], axis=1),
+        "biases": np.concatenate(
+            [second & 63, third >> 4 | (second >> 6 << 4)], axis=1
+        ),
+    }
+
+
+def _q6_k_parameters(blocks: "Bytes") -> "Parameters":
+    import numpy as np
+
+    return {
+        "super_scales": _halves(blocks, 208, 210),
+        "scales": np.ascontiguousarray(blocks[:, 192:208]).view(np.int8),
+    }
+
+
+def _mxfp4_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads powers of two; 255 is 2^128 in ggml and NaN in the specification."""
+    scales = blocks[:, :1]
+    if (scales == 255).any():
+        raise ValueError("a scale of a block is 255, which is no finite number")
+    return {"scales": scales}
+
+
+def _nvfp4_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads E4M3 numbers without a sign; ggml reads 0x7F, a NaN elsewhere, as 0."""
+    import numpy as np
+
+    scales = blocks[:, :4]
+    if (scales > 0x7F).any():
+        raise ValueError("a scale of a block has a sign, but NVFP4's have none")
+    return {"scales": np.where(scales == 0x7F, np.uint8(0), scales)}
+
+
+def _signed_bytes(octets: "Bytes") -> "Lanes":
+    """Returns signed bytes plus 128, as lanes."""
+    import numpy as np
+
+    lanes: Lanes = np.ascontiguousarray(octets ^ np.uint8(128)).view("<u8")
+    return lanes
+
+
+def _with_high_bits(low: "Lanes", high: "Lanes") -> "Lanes":
+    import numpy as np
+
+    high <<= np.uint64(4)
+    high |= low
+    return high
+
+
+LAYOUTS = {
+    "Q4_0": Layout("symmetric", 4, 32, lambda b: planes(b[:, 2:], 16, 4), _scale),
+    "Q4_1": Layout("affine", 4, 32, lambda b: planes(b[:, 4:], 16, 4), _scale_and_bias),
+    "Q5_0": Layout(
+        "symmetric",
+        5,
+        32,
+        lambda b: _with_high_bits(planes(b[:, 6:], 16, 4), single_bits(b[:, 2:6])),
+        _scale,
+    ),
+    "Q5_1": Layout(
+        "affine",
+        5,
+        32,
+        lambda b: _with_high_bits(planes(b[:, 8:], 16, 4), single_bits(b[:, 4:8])),
+        _scale_and_bias,
+    ),
+    "Q8_0": Layout("symmetric", 8, 32, lambda b: _signed_bytes(b[:, 2:]), _scale),
+    "Q4_K": Layout("affine", 4, 32, lambda b: planes(b[:, 16:], 32, 4), _k_parameters),
+    "Q5_K": Layout(
+        "affine",
+        5,
+        32,
+        lambda b: _with_high_bits(planes(b[:, 48:], 32, 4), planes(b[:, 16:48], 32, 1)),
+        _k_parameters,
+    ),
+    "Q6_K": Layout(
+        "symmetric",
+        6,
+        16,
+        lambda b: _with_high_bits(
+            planes(b[:, :128], 64, 4), planes(b[:, 128:192], 32, 2)
+        ),
+        _q6_k_parameters,
+    ),
+    "MXFP4": Layout(
+        "mxfp4", 4, 32, lambda b: planes(b[:, 1:], 16, 4), _mxfp4_parameters
+    ),
+    "NVFP4": Layout(
+        "nvfp4", 4, 16, lambda b: planes(b[:, 4:], 8, 4), _nvfp4_parameters
+    ),
+}
+"""The quantized types that are read, by ggml's name."""

@@ -1,0 +1,213 @@
+"""The container of GGUF: metadata, and where each tensor lies.
+
+Nothing in a file is trusted: every count, length and offset is compared with the size
+of the file before memory is taken.
+"""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from mlx_marlin.checkpoints.gguf.block_types import BlockType
+from mlx_marlin.checkpoints.gguf.parsing import (
+    Cursor,
+    Value,
+    read_metadata,
+    read_tensor_info,
+)
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What the file says about a tensor.
+
+    Attributes:
+        name: Name in llama.cpp, such as "blk.0.attn_q.weight".
+        type: Its type.
+        shape: Shape, rows first: [..., n, k].
+        start: Its first byte in the file.
+        nbytes: Its bytes.
+    """
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Container:
+    """A GGUF file, mapped into memory.
+
+    Attributes:
+        path: The file.
+        version: Version of the format.
+        metadata: Values by key. An array of numbers is a memoryview, one of strings or
+            of arrays a list.
+        tensors: The tensors by name, in the order of the file.
+    """
+
+    def __init__(self, path: str | Path):
+        """Opens and checks a file.
+
+        Args:
+            path: A GGUF file of version 2 or 3, little-endian.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is not such a file. The message names the file, and the
+                key or the tensor.
+        """
+        self.path = Path(path)
+        with self.path.open("rb") as file:
+            if not file.read(1):
+                raise ValueError(f"{self.path}: the file is empty")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        cursor = Cursor(memoryview(self._map), self.path)
+        self.version = _read_version(cursor)
+        tensor_count, value_count = cursor.number("Q"), cursor.number("Q")
+        self.metadata = read_metadata(cursor, value_count)
+        self._check_parts()
+        self.tensors = self._read_tensors(cursor, tensor_count)
+
+    def data(self, info: TensorInfo) -> memoryview:
+        """Returns the bytes of a tensor, without a copy."""
+        return memoryview(self._map)[info.start : info.start + info.nbytes]
+
+    def release(self, info: TensorInfo) -> None:
+        """Gives back the memory of a tensor's bytes, which are read anew if needed.
+
+        Otherwise pages of the file count as memory of the process while it is open.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = info.start - info.start % mmap.PAGESIZE
+            end = info.start + info.nbytes
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+    def text(self, key: str) -> str:
+        """Returns a string of the metadata.
+
+        Raises:
+            ValueError: If there is none, or if it is not a string.
+        """
+        value = self._value(key)
+        if not isinstance(value, str):
+            raise self.refusal(key, "is not a string")
+        return value
+
+    def integer(self, key: str) -> int:
+        """Returns an integer of the metadata.
+
+        Raises:
+            ValueError: If there is none, or if it is negative or not an integer.
+        """
+        value = self._value(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.refusal(key, "is not an integer of at least 0")
+        return value
+
+    def real(self, key: str) -> float:
+        """Returns a number of the metadata.
+
+        Raises:
+            ValueError: If there is none, or if it is not a finite number.
+        """
+        value = self._value(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or value - value != 0:  # type: ignore[operator]
+            raise self.refusal(key, "is not a finite number")
+        return float(value)  # type: ignore[arg-type]
+
+    def positive(self, key: str) -> float:
+        """Returns a number of the metadata that is above 0.
+
+        Raises:
+            ValueError: If there is none, or if it is not finite and above 0.
+        """
+        value = self.real(key)
+        if value <= 0:
+            raise self.refusal(key, "is not above 0")
+        return value
+
+    def refusal(self, key: str, reason: str) -> ValueError:
+        """Returns an error about a key of the metadata."""
+        shown = repr(self.metadata[key])[:60] if key in self.metadata else "missing"
+        return ValueError(f"{self.path}: metadata {key!r} ({shown}) {reason}")
+
+    def _value(self, key: str) -> Value:
+        if key not in self.metadata:
+            raise ValueError(f"{self.path}: metadata {key!r} is missing")
+        return self.metadata[key]
+
+    def _check_parts(self) -> None:
+        """Refuses one of several parts of a model."""
+        if "split.count" in self.metadata and self.integer("split.count") > 1:
+            raise self.refusal(
+                "split.count",
+                "says that the model is divided into several files; join them "
+                "with llama.cpp's llama-gguf-split --merge",
+            )
+
+    def _alignment(self) -> int:
+        key = "general.alignment"
+        if key not in self.metadata:
+            return DEFAULT_ALIGNMENT
+        alignment = self.integer(key)
+        if alignment == 0 or alignment & (alignment - 1):
+            raise self.refusal(key, "is not a power of two")
+        return alignment
+
+    def _read_tensors(self, cursor: Cursor, count: int) -> dict[str, TensorInfo]:
+        cursor.claim(count, 32, "tensors")
+        alignment = self._alignment()
+        read = [read_tensor_info(cursor) for _ in range(count)]
+        start = -(-cursor.position // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        for name, block, shape, offset in read:
+            nbytes = prod(shape) // block.elements * block.nbytes
+            info = TensorInfo(name, block, shape, start + offset, nbytes)
+            if name in tensors:
+                raise ValueError(f"{self.path}: two tensors have the name {name!r}")
+            if offset % alignment:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} starts at offset {offset}, "
+                    f"which is not a multiple of {alignment}"
+                )
+            if info.start + nbytes > cursor.size:
+                raise ValueError(
+                    f"{self.path}: tensor {name!r} {shape} of {block.name} ends at "
+                    f"byte {info.start + nbytes}, past the file's {cursor.size}"
+                )
+            tensors[name] = info
+        self._check_overlaps(list(tensors.values()))
+        return tensors
+
+    def _check_overlaps(self, tensors: Sequence[TensorInfo]) -> None:
+        ordered = sorted(tensors, key=lambda info: info.start)
+        for before, after in pairwise(ordered):
+            if before.start + before.nbytes > after.start:
+                raise ValueError(
+                    f"{self.path}: tensors {before.name!r} and {after.name!r} overlap"
+                )
+
+
+def _read_version(cursor: Cursor) -> int:
+    if bytes(cursor.take(4, "the file's first bytes")) != MAGIC:
+        raise ValueError(f"{cursor.path}: not a GGUF file, it does not begin with GGUF")
+    version = cursor.number("I")
+    if version & 0xFFFF == 0:
+        raise ValueError(
+            f"{cursor.path}: a big-endian GGUF file, only little-endian ones are read"
+        )
+    if version not in VERSIONS:
+        raise ValueError(
+            f"{cursor.path}: GGUF version {version} is not one of {[*VERSIONS]}"
+        )
+    return version

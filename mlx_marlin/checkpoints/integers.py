@@ -1,0 +1,111 @@
+"""Integer codes of foreign formats, brought into rows of codes without rounding."""
+
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+
+
+def integer_weight(
+    words: mx.array,
+    scales: mx.array,
+    zeros: mx.array | None,
+    *,
+    bits: int,
+    k: int,
+    group_of_column: mx.array | None = None,
+) -> StoredWeight:
+    """Returns the weight `scales * (codes - zeros)`.
+
+    Args:
+        words: Codes, uint32 [n, k * bits / 32], low code first.
+        scales: [n, groups], any float dtype.
+        zeros: Zero points, integers [n, groups]; None for 2^(bits - 1) throughout.
+        bits: Bits of a code.
+        k: Columns.
+        group_of_column: int32 [k] if columns are not in the order of their groups
+            (act-order). Then columns are sorted by group, in stable order.
+
+    Raises:
+        ValueError: If the arrays do not fit each other, a scale is not finite, or a
+            group of `group_of_column` has not k / groups columns.
+    """
+    n, groups = words.shape[0], scales.shape[-1]
+    if not groups or k % groups:
+        raise ValueError(f"{groups} groups, expected a divisor of k={k}")
+    expected = (n, k * bits // 32)
+    if words.shape != expected:
+        raise ValueError(f"codes of shape {words.shape}, expected {expected}")
+    for name, array in (("scales", scales), ("zero points", zeros)):
+        if array is not None and array.shape != (n, groups):
+            raise ValueError(f"{name} {array.shape}, expected {(n, groups)}")
+    check_finite(scales)
+    order = None
+    if group_of_column is not None:
+        order = order_of_columns(group_of_column, groups, k)
+    if order is not None:
+        codes = mx.take(codes_of_words(words, bits), order, axis=1)
+        words = words_of_codes(codes, bits)
+    is_symmetric = zeros is None or bool(mx.all(zeros == 2 ** (bits - 1)))
+    return StoredWeight(
+        codes=words,
+        scales=scales,
+        biases=None if is_symmetric or zeros is None else zeros.astype(scales.dtype),
+        group_size=k // groups,
+        bits=bits,
+        mode="symmetric" if is_symmetric else "zero_point",
+        input_order=order,
+    )
+
+
+def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array | None:
+    """Returns the columns sorted by group, int32 [k]; None if they are in order.
+
+    Raises:
+        ValueError: If a group does not exist, or has not k / groups columns.
+    """
+    if group_of_column.shape != (k,):
+        raise ValueError(f"g_idx has shape {group_of_column.shape}, expected {(k,)}")
+    low, high = (cast(int, f(group_of_column).item()) for f in (mx.min, mx.max))
+    if low < 0 or high >= groups:
+        raise ValueError(f"g_idx from {low} to {high}, expected 0 to {groups - 1}")
+    members = mx.zeros((groups,), mx.int32).at[group_of_column].add(1)
+    if not mx.all(members == k // groups):
+        raise ValueError(
+            f"g_idx has groups of {members.min().item()} to {members.max().item()} "
+            f"columns, expected {k // groups} in each"
+        )
+    in_order = mx.repeat(mx.arange(groups, dtype=mx.int32), k // groups)
+    if mx.array_equal(group_of_column, in_order):
+        return None
+    # MLX's sort is not documented to be stable: ties are broken by the column.
+    key = group_of_column.astype(mx.int64) * k + mx.arange(k, dtype=mx.int64)
+    return mx.argsort(key).astype(mx.int32)
+
+
+def check_finite(scales: mx.array) -> None:
+    """Raises a ValueError if a scale is NaN or infinite."""
+    if not mx.all(mx.isfinite(scales)):
+        raise ValueError("a scale is NaN or infinite")
+
+
+def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:
+    """Returns integers that are packed along the last axis, uint8 [..., count].
+
+    Args:
+        words: int32 or uint32 [..., ceil(count * bits / 32)], low bits first.
+        bits: Bits of an integer.
+        count: How many there are.
+
+    Raises:
+        ValueError: If there are more or fewer words than that.
+    """
+    needed = -(-count * bits // 32)
+    if words.shape[-1] != needed:
+        raise ValueError(f"{words.shape[-1]} words, expected {needed}")
+    # Codes are read by runs that end where a word ends.
+    padding = -needed % bits
+    whole = mx.pad(words.view(mx.uint32), [(0, 0)] * (words.ndim - 1) + [(0, padding)])
+    return codes_of_words(whole, bits)[..., :count]

@@ -1,0 +1,85 @@
+"""Reads the layers of our own checkpoints, which config.json lists.
+
+`config["mlx_marlin"]` is {"version": 1, "layers": {LAYER: RECORD}}. A record has the
+layout's tag, n, k, group_size, bits and mode; the arrays are LAYER.words,
+LAYER.quantizers and perhaps LAYER.global_scale and LAYER.input_order.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.integers import check_finite
+from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+VERSION = 1
+PARTS = ("words", "quantizers", "global_scale", "input_order")
+SIZES = ("n", "k", "group_size", "bits")
+
+
+def layers_of(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Returns the record of each packed layer; none if there are no such layers.
+
+    Raises:
+        ValueError: If the checkpoint is of a newer version, or malformed.
+    """
+    ours = folder.config.get("mlx_marlin")
+    if ours is None:
+        return {}
+    where = f"{folder.path / 'config.json'}: mlx_marlin"
+    if not isinstance(ours, dict) or not isinstance(ours.get("layers"), dict):
+        raise ValueError(f"{where}: expected an object with version and layers")
+    version = ours.get("version")
+    if version != VERSION:
+        raise ValueError(f"{where}: version {version!r}, expected {VERSION}")
+    layers: dict[str, dict[str, Any]] = ours["layers"]
+    for layer, record in layers.items():
+        _check_record(f"{where}: layer {layer!r}", record)
+    return layers
+
+
+def _check_record(where: str, record: object) -> None:
+    if not isinstance(record, dict) or record.get("layout") != TILES:
+        raise ValueError(f"{where}: {record!r}, expected an object with layout={TILES}")
+    for name in SIZES:
+        size = record.get(name)
+        if type(size) is not int or not 0 < size < 2**31:
+            raise ValueError(f"{where}: {name}={size!r}, expected an integer from 1")
+    if not isinstance(record.get("mode"), str):
+        raise ValueError(f"{where}: mode={record.get('mode')!r}, expected a string")
+
+
+def read(folder: Folder, layer: str, record: dict[str, Any]) -> PackedLayer:
+    """Reads a layer's weight, or a batch of them.
+
+    Args:
+        folder: The checkpoint.
+        layer: Name of the layer.
+        record: The layer's record.
+
+    Raises:
+        ValueError: If arrays are missing or do not fit the record, or a scale is not
+            finite.
+    """
+    arrays = {
+        part: folder.read(f"{layer}.{part}")
+        for part in PARTS
+        if part in PARTS[:2] or f"{layer}.{part}" in folder.arrays
+    }
+    packed = PackedWeight(
+        words=arrays["words"],
+        scales=arrays["quantizers"],
+        mode=record["mode"],
+        global_scale=arrays.get("global_scale"),
+        **{name: record[name] for name in SIZES},
+    )
+    if packed.dtype != mx.uint8:
+        check_finite(packed.scales)
+    order = arrays.get("input_order")
+    if order is not None and (order.dtype != mx.int32 or order.shape != (packed.k,)):
+        raise ValueError(
+            f"input_order {order.dtype} {order.shape}, expected int32 {(packed.k,)}"
+        )
+    return PackedLayer(packed, order)

@@ -1,0 +1,156 @@
+"""Quantizes plain weights while a checkpoint is converted."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.weights import quantizers, scale_search
+from mlx_marlin.weights.bit_streams import words_of_codes
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
+
+QUANTIZERS = ("nearest", "search")
+"""Round to nearest as `mx.quantize` does; search scales for the least squared error."""
+CHUNK_BYTES = 32_000_000
+"""Bytes in float32 of the rows that are quantized at a time."""
+
+Parts = tuple[mx.array, mx.array, mx.array | None]
+"""Codes in words, scales, biases or zero points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """How plain weights are quantized.
+
+    Attributes:
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale; 0 for a whole row.
+        mode: A scheme of `weights.formats.MODES`.
+        quantizer: One of `QUANTIZERS`.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    mode: str = "affine"
+    quantizer: str = "nearest"
+
+    def __post_init__(self) -> None:
+        format_of(self.mode, self.bits)
+        if self.quantizer not in QUANTIZERS:
+            raise ValueError(
+                f"quantizer={self.quantizer!r}, expected one of {QUANTIZERS}"
+            )
+        if self.quantizer == "search" and self._is_floating:
+            raise ValueError(f"quantizer='search' is for integers, not {self.mode!r}")
+        sizes = format_of(self.mode, self.bits).group_sizes_in("marlin")
+        if self.group_size not in sizes:
+            raise ValueError(f"group_size={self.group_size}, expected one of {sizes}")
+
+    def applies_to(self, k: int) -> bool:
+        """Returns whether a weight of k columns can be quantized so."""
+        format = format_of(self.mode, self.bits)
+        return format.why_not(self.group_size or k, k, "marlin") is None
+
+    def apply(self, w: mx.array) -> tuple[StoredWeight, float]:
+        """Quantizes a weight [..., n, k] of float16, bfloat16 or float32.
+
+        Returns:
+            The quantized weight, and the Frobenius norm of what rounding changed,
+            relative to that of the weight.
+
+        Raises:
+            ValueError: If the weight has another dtype, a value is not finite, or k is
+                not a multiple of the group size.
+        """
+        if dtype_name(w.dtype) not in DTYPE_BYTES or w.ndim < 2:
+            raise ValueError(
+                f"weight {dtype_name(w.dtype)} {w.shape}, expected a matrix of one of "
+                f"{[*DTYPE_BYTES]}"
+            )
+        k = w.shape[-1]
+        if not self.applies_to(k):
+            raise ValueError(
+                f"k={k} cannot be quantized in groups of {self.group_size}"
+            )
+        rows = w.reshape(-1, k)
+        step = max(1, CHUNK_BYTES // (4 * k))
+        chunks, changed, total = [], 0.0, 0.0
+        for first in range(0, len(rows), step):
+            own = rows[first : first + step]
+            chunk = self._chunk(own)
+            chunks.append(chunk)
+            exact = own.astype(mx.float32)
+            changed += _number(mx.square(chunk.decoded() - exact).sum())
+            total += _number(mx.square(exact).sum())
+
+        def joined(name: str) -> mx.array:
+            whole = mx.concatenate([getattr(chunk, name) for chunk in chunks])
+            return whole.reshape(*w.shape[:-1], -1)
+
+        weight = replace(
+            chunks[0],
+            codes=joined("codes"),
+            scales=joined("scales"),
+            biases=None if chunks[0].biases is None else joined("biases"),
+        )
+        return weight, math.sqrt(changed / total) if total else 0.0
+
+    @property
+    def _is_floating(self) -> bool:
+        return format_of(self.mode, self.bits).codes == "floating"
+
+    def _chunk(self, w: mx.array) -> StoredWeight:
+        if not mx.all(mx.isfinite(w)):
+            raise ValueError("a weight is NaN or infinite")
+        size = self.group_size or w.shape[-1]
+        parts = self._nearest(w, size)
+        if self.quantizer == "search":
+            parts = self._searched(w, parts, size)
+        mx.eval([part for part in parts if part is not None])
+        codes, scales, biases = parts
+        return StoredWeight(
+            codes=codes,
+            scales=scales,
+            biases=biases,
+            group_size=size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+    def _nearest(self, w: mx.array, size: int) -> Parts:
+        if self.mode == "symmetric":
+            return *quantizers.symmetric(w, size, self.bits), None
+        if self.mode == "zero_point":
+            return quantizers.zero_point(w, size, self.bits)
+        if size not in format_of(self.mode, self.bits).group_sizes:
+            return quantizers.affine(w, size, self.bits)
+        codes, scales, *biases = mx.quantize(w, size, self.bits, self.mode)
+        return codes, scales, biases[0] if biases else None
+
+    def _searched(self, w: mx.array, nearest: Parts, size: int) -> Parts:
+        groups = w.astype(mx.float32).reshape(len(w), -1, size)
+        _, scales, biases = nearest
+        first = scales[..., None].astype(mx.float32)
+        if self.mode == "affine":
+            assert biases is not None
+            start = first, biases[..., None].astype(mx.float32)
+            codes, scales, biases = scale_search.affine(
+                groups, self.bits, w.dtype, start
+            )
+            biases = biases.squeeze(-1)
+        else:
+            zeros = mx.full(first.shape, 2.0 ** (self.bits - 1))
+            if biases is not None:
+                zeros = biases[..., None].astype(mx.float32)
+            codes, scales = scale_search.around_zero(
+                groups, self.bits, w.dtype, first, zeros
+            )
+        words = words_of_codes(codes.reshape(len(w), -1), self.bits)
+        return words, scales.squeeze(-1), biases
+
+
+def _number(value: mx.array) -> float:
+    return float(cast(float, value.item()))

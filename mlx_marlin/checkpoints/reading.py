@@ -1,0 +1,204 @@
+"""Lists and reads the tensors of a checkpoint, whatever its format."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints import (
+    awq,
+    compressed_tensors,
+    gguf,
+    gptq,
+    marlin_folder,
+    mlx_folder,
+)
+from mlx_marlin.checkpoints.folder import Folder, naming, read_json
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+Reader = Callable[[Folder, str, dict[str, Any]], StoredWeight]
+
+CODES = {
+    "gptq": "qweight",
+    "awq": "qweight",
+    "compressed-tensors": "weight_packed",
+    "mlx": "weight",
+}
+"""The suffix that marks a quantized layer, by method."""
+PARTS = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": (
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_g_idx",
+        "weight_shape",
+        "weight_global_scale",
+        "input_global_scale",
+    ),
+    "mlx": ("weight", "scales", "biases", "global_scale"),
+}
+"""The suffixes of a quantized layer's arrays."""
+READERS: dict[str, Reader] = {
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "compressed-tensors": compressed_tensors.read,
+    "mlx": mlx_folder.read,
+}
+
+
+def read_checkpoint(
+    path: str | Path,
+) -> Iterator[tuple[str, PackedWeight | mx.array]]:
+    """Reads a checkpoint, one tensor at a time.
+
+    Args:
+        path: A folder with config.json and safetensors files in the format of MLX,
+            GPTQ, AWQ, compressed-tensors, ours or with plain arrays, or a GGUF file.
+
+    Yields:
+        The name of a parameter and its value: a packed weight for a quantized layer,
+        exactly as stored, else an array. If the columns of a weight are not in the
+        order of x (act-order), `NAME.input_order` follows, int32 [k]: column i of the
+        weight multiplies feature `input_order[i]`.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed, or a weight cannot be represented exactly;
+            the message names file and tensor.
+    """
+    for tensor in tensors(path):
+        value = tensor.read()
+        if isinstance(value, mx.array):
+            yield tensor.name, value
+            continue
+        with naming(Path(path), tensor.name):
+            packed = value.packed()
+        yield tensor.name, packed
+        if value.input_order is not None:
+            layer = tensor.name.removesuffix(".weight")
+            yield f"{layer}.input_order", value.input_order
+
+
+def tensors(path: str | Path) -> list[Tensor]:
+    """Returns the tensors of a checkpoint, checked by their headers, not read yet.
+
+    Args:
+        path: As for `read_checkpoint`.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed or its method is not known.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return [*gguf.read(path)]
+    return folder_tensors(Folder(path))
+
+
+def folder_tensors(folder: Folder) -> list[Tensor]:
+    """Returns the tensors of an open folder, as `tensors` does."""
+    method, settings = method_of(folder)
+    packed = marlin_folder.layers_of(folder)
+    layers = _quantized_layers(folder, method)
+    parts = {f"{layer}.{part}" for layer in layers for part in PARTS.get(method, ())}
+    parts |= {f"{layer}.{part}" for layer in packed for part in marlin_folder.PARTS}
+    plain = [name for name in folder.arrays if name not in parts]
+    return [
+        *(_packed(folder, layer, record) for layer, record in packed.items()),
+        *(_quantized(folder, layer, method, settings) for layer in layers),
+        *(_plain(folder, name) for name in plain),
+    ]
+
+
+def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
+    """Returns how a checkpoint is quantized, and the settings: ("", {}) if it is not.
+
+    Raises:
+        ValueError: If the method is not known.
+    """
+    if isinstance(settings := folder.config.get("quantization"), dict):
+        return "mlx", settings
+    settings = folder.config.get("quantization_config")
+    legacy = folder.path / "quantize_config.json"  # AutoGPTQ's name for it
+    if settings is None and legacy.exists():
+        settings = {"quant_method": "gptq", **read_json(legacy)}
+    if settings is None:
+        return "", {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{folder.path / 'config.json'}: quantization_config={settings!r}, "
+            f"expected an object"
+        )
+    method = settings.get("quant_method", "mlx")
+    if not isinstance(method, str) or method not in READERS:
+        raise ValueError(
+            f"{folder.path / 'config.json'}: quant_method={method!r}, expected one of "
+            f"{[*READERS]}"
+        )
+    return method, settings
+
+
+def _quantized_layers(folder: Folder, method: str) -> list[str]:
+    if not method:
+        return []
+    suffix = f".{CODES[method]}"
+    layers = [
+        name.removesuffix(suffix) for name in folder.arrays if name.endswith(suffix)
+    ]
+    if method != "mlx":
+        return layers
+    return [layer for layer in layers if f"{layer}.scales" in folder.arrays]
+
+
+def _quantized(
+    folder: Folder, layer: str, method: str, settings: dict[str, Any]
+) -> Tensor:
+    names = [f"{layer}.{part}" for part in PARTS[method]]
+    stored = [folder.arrays[name] for name in names if name in folder.arrays]
+    return Tensor(
+        name=f"{layer}.weight",
+        format=method,
+        shape=folder.arrays[names[0]].shape,
+        nbytes=sum(array.nbytes for array in stored),
+        read=partial(_read, folder, layer, READERS[method], settings),
+    )
+
+
+def _packed(folder: Folder, layer: str, record: dict[str, Any]) -> Tensor:
+    names = [f"{layer}.{part}" for part in marlin_folder.PARTS]
+    stored = [folder.arrays[name] for name in names if name in folder.arrays]
+
+    def read() -> PackedLayer:
+        with naming(folder.path, f"{layer}.weight"):
+            return marlin_folder.read(folder, layer, record)
+
+    return Tensor(
+        name=f"{layer}.weight",
+        format=record["layout"],
+        shape=(record["n"], record["k"]),
+        nbytes=sum(array.nbytes for array in stored),
+        read=read,
+    )
+
+
+def _read(
+    folder: Folder, layer: str, reader: Reader, settings: dict[str, Any]
+) -> StoredWeight:
+    with naming(folder.path, f"{layer}.weight"):
+        return reader(folder, layer, settings)
+
+
+def _plain(folder: Folder, name: str) -> Tensor:
+    stored = folder.arrays[name]
+    return Tensor(
+        name=name,
+        format=stored.dtype,
+        shape=stored.shape,
+        nbytes=stored.nbytes,
+        read=partial(folder.read, name),
+    )

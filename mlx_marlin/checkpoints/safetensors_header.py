@@ -1,0 +1,154 @@
+"""Checks the header of a safetensors file before any tensor of it is read.
+
+Format: https://huggingface.co/docs/safetensors, "Format": eight bytes with the size of
+the header, the header in JSON, the data.
+"""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+LARGEST_HEADER = 100_000_000
+"""Bytes; the safetensors library has the same limit."""
+
+DTYPE_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+}
+"""Bytes of an element, for the dtypes that MLX reads; F8_E4M3 becomes uint8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredArray:
+    """An array in a safetensors file.
+
+    Attributes:
+        file: The file.
+        dtype: Name in the header, such as "F16".
+        shape: Shape.
+        begin: First byte, counted from the end of the header.
+        end: Byte after the last.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.begin
+
+
+def read_header(file: Path) -> dict[str, StoredArray]:
+    """Returns the arrays of a file by name, checked against the file's size.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the header is too large, truncated or inconsistent; the message
+            names the file and the tensor.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(LARGEST_HEADER, size - 8):
+            raise ValueError(
+                f"{file}: header of {length} bytes, expected at most "
+                f"{max(0, min(LARGEST_HEADER, size - 8))} in a file of {size} bytes"
+            )
+        text = stream.read(length)
+    parsed = parse_json(text, str(file))
+    parsed.pop("__metadata__", None)
+    arrays = {
+        name: _stored_array(file, name, entry, size - 8 - length)
+        for name, entry in parsed.items()
+    }
+    _check_overlaps(file, arrays)
+    return arrays
+
+
+def parse_json(text: bytes | str, source: str) -> dict[str, Any]:
+    """Returns a JSON object.
+
+    Args:
+        text: The JSON text.
+        source: Name of the file, for messages.
+
+    Raises:
+        ValueError: If the text is not a JSON object, or a key occurs twice in it.
+    """
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{source}: key {twice!r} occurs twice")
+        return result
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=without_duplicates)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{source}: not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"{source}: JSON {type(parsed).__name__}, expected an object"
+        ) from None
+    return parsed
+
+
+def _stored_array(file: Path, name: str, entry: object, data_bytes: int) -> StoredArray:
+    where = f"{file}: tensor {name!r}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= {
+        *entry
+    }:
+        raise ValueError(f"{where}: expected dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ValueError(f"{where}: dtype {dtype!r}, expected one of {[*DTYPE_BYTES]}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"{where}: shape={shape!r} and data_offsets={offsets!r}, expected lists of "
+            f"integers from 0"
+        )
+    begin, end = offsets
+    if not begin <= end <= data_bytes:
+        raise ValueError(
+            f"{where}: bytes {begin} to {end}, expected a range within the "
+            f"{data_bytes} bytes of data"
+        )
+    expected = prod(shape) * DTYPE_BYTES[dtype]
+    if end - begin != expected:
+        raise ValueError(
+            f"{where}: {end - begin} bytes, expected {expected} for {dtype} {shape}"
+        )
+    return StoredArray(file=file, dtype=dtype, shape=(*shape,), begin=begin, end=end)
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )
+
+
+def _check_overlaps(file: Path, arrays: dict[str, StoredArray]) -> None:
+    ordered = sorted(arrays.items(), key=lambda item: (item[1].begin, item[1].end))
+    for (first, before), (second, after) in pairwise(ordered):
+        if after.begin < before.end:
+            raise ValueError(f"{file}: tensors {first!r} and {second!r} overlap")

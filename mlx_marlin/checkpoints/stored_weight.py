@@ -1,0 +1,168 @@
+"""A quantized weight as a checkpoint stores it, in rows of codes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+TILES = "marlin-tiles-1"
+"""Tag of the order of codes and scales in `weights.layout`; another order gets another
+tag."""
+SUPER_BLOCK = 256
+"""Columns of a super-block of GGUF's K-quants."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StoredWeight:
+    """A quantized weight [n, k], or a batch of them, in rows of codes.
+
+    Reading it from a checkpoint rounds nothing: `codes`, `scales` and `biases` hold the
+    same numbers as the file.
+
+    Attributes:
+        codes: uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes.
+        scales: [..., n, k / group_size].
+        biases: Biases of "affine", or whole zero points of "zero_point", in the dtype
+            of `scales`; None for other modes.
+        group_size: Weights along k that share a scale.
+        bits: Bits of a code.
+        mode: "affine", "symmetric", "zero_point", "mxfp4", "mxfp8" or "nvfp4".
+        global_scale: As in `PackedWeight`.
+        super_scales: For super-blocks of 256 columns (GGUF's K-quants): float16 [n,
+            k / 256, 1 or 2]. Then `scales` are integers that the first of them scales,
+            and `biases` integers that the second scales, to be subtracted. None if
+            `scales` and `biases` are the factors themselves.
+        input_order: int32 [k]: column i multiplies feature `input_order[i]` of x. None
+            if columns are in the order of x.
+    """
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array | None = None
+    group_size: int
+    bits: int
+    mode: str
+    global_scale: mx.array | None = None
+    super_scales: mx.array | None = None
+    input_order: mx.array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape [..., n, k] of the weight that this stands for."""
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits
+
+    def with_float_scales(self) -> "StoredWeight":
+        """Returns the same weight with float32 scales and biases, exactly.
+
+        A product of a float16 and an integer of 8 bits fits in a float32.
+        """
+        if self.super_scales is None:
+            return self
+        factors = mx.repeat(self.super_scales.astype(mx.float32), self._per_super, -2)
+        scales = factors[..., 0] * self.scales.astype(mx.float32)
+        biases = self.biases
+        if biases is not None:
+            biases = -factors[..., 1] * biases.astype(mx.float32)
+        return replace(self, scales=scales, biases=biases, super_scales=None)
+
+    @property
+    def _per_super(self) -> int:
+        return SUPER_BLOCK // self.group_size
+
+    def decoded(self) -> mx.array:
+        """Returns the values of the weight in float32, columns in the stored order."""
+        if self.super_scales is not None:
+            return self.with_float_scales().decoded()
+        if self.scales.dtype == mx.uint8:
+            return mx.dequantize(
+                self.codes,
+                self.scales,
+                None,
+                self.group_size,
+                self.bits,
+                self.mode,
+                global_scale=self.global_scale,
+                dtype=mx.float32,
+            )
+        codes = codes_of_words(self.codes, self.bits).astype(mx.float32)
+        groups = codes.reshape(*self.scales.shape, self.group_size)
+        scales = self.scales.astype(mx.float32)[..., None]
+        if self.mode == "affine":
+            assert self.biases is not None
+            values = scales * groups + self.biases.astype(mx.float32)[..., None]
+        else:
+            zeros: mx.array | float = 2.0 ** (self.bits - 1)
+            if self.biases is not None:
+                zeros = self.biases.astype(mx.float32)[..., None]
+            values = scales * (groups - zeros)
+        return values.reshape(self.shape)
+
+    def packed(self) -> PackedWeight:
+        """Returns the same weight in the packed layout, exactly.
+
+        Super-blocks get float32 scales.
+
+        Raises:
+            ValueError: If our kernels have no such format.
+        """
+        if self.super_scales is not None:
+            return self.with_float_scales().packed()
+        return pack(
+            self.codes,
+            self.scales,
+            self.biases,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            global_scale=self.global_scale,
+        )
+
+
+class PackedLayer(NamedTuple):
+    """A packed weight, and the order of its columns as in `StoredWeight`."""
+
+    weight: PackedWeight
+    input_order: mx.array | None = None
+
+    def packed(self) -> PackedWeight:
+        """Returns the packed weight."""
+        return self.weight
+
+    def stored(self) -> StoredWeight:
+        """Returns the same weight in rows of codes, exactly."""
+        codes, scales, *biases = unpack(self.weight)
+        return StoredWeight(
+            codes=codes,
+            scales=scales,
+            biases=biases[0] if biases else None,
+            group_size=self.weight.group_size,
+            bits=self.weight.bits,
+            mode=self.weight.mode,
+            global_scale=self.weight.global_scale,
+            input_order=self.input_order,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor of a checkpoint, not read yet.
+
+    Attributes:
+        name: Name of the parameter in mlx-lm, such as
+            "model.layers.0.self_attn.q_proj.weight".
+        format: Name of the stored format, such as "Q4_K" or "gptq 4-bit group 128".
+        shape: Shape of the weight, or of the array.
+        nbytes: Bytes in the file.
+        read: Reads it.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    nbytes: int
+    read: Callable[[], StoredWeight | PackedLayer | mx.array]

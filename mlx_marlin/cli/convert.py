@@ -1,0 +1,146 @@
+"""`mlx-marlin convert`: converts a checkpoint to our packed layout, or to MLX's."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_marlin.checkpoints.quantization import Quantization
+    from mlx_marlin.integrations.mlx_lm.conversion import Row
+
+EPILOG = """
+SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ or compressed-tensors,
+or one with plain weights. Quantized weights are moved without rounding; what DST cannot
+hold exactly is refused, or its error is in the last column of the table. DST appears
+when it is complete; a conversion that was interrupted leaves nothing that loads.
+
+examples:
+  mlx-marlin convert Qwen3-8B-GPTQ-Int4 qwen3-marlin
+  mlx-marlin convert Qwen3-8B qwen3-4bit --layout mlx --bits 4 --quantizer search
+  mlx-marlin convert Qwen3-8B-AWQ qwen3-mlx --layout mlx --dry-run
+"""
+QUANTIZATION = ("bits", "group_size", "mode", "quantizer")
+"""Options that say how plain weights are quantized."""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the command's arguments."""
+    parser = subparsers.add_parser(
+        "convert",
+        description="Convert a checkpoint, one tensor at a time.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder or GGUF file")
+    parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
+    parser.add_argument(
+        "--layout",
+        default="marlin",
+        help="marlin: packed for our kernels (default); mlx: as mlx_lm.load reads it",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="REGEX",
+        help="convert only parameters whose name in mlx-lm matches",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the table and write nothing"
+    )
+    group = parser.add_argument_group(
+        "quantization of plain weights",
+        "Plain weights stay as they are unless one of these options is given.",
+    )
+    group.add_argument("--bits", type=int, help="bits of a code (default: the mode's)")
+    group.add_argument(
+        "--group-size", help="weights that share a scale, or channel for a whole row"
+    )
+    group.add_argument(
+        "--mode",
+        help="affine (default), symmetric, zero_point, mxfp4, mxfp8 or nvfp4",
+    )
+    group.add_argument(
+        "--quantizer",
+        help="nearest: as mx.quantize (default); search: least squared error",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts, and prints a line for each parameter.
+
+    Raises:
+        ImportError: If mlx-lm cannot be imported.
+        OSError: If a file cannot be read or written.
+        ValueError: If an argument is not valid, or a weight cannot be represented.
+    """
+    conversion, sources = _modules()
+    source = sources.open_source(args.source)
+    rows = conversion.convert(
+        source,
+        args.destination,
+        layout=args.layout,
+        quantization=_quantization(args),
+        only=args.only,
+        dry_run=args.dry_run,
+    )
+    written = _print_rows(rows)
+    print(_summary(written, args))
+    return 0
+
+
+def _modules() -> tuple[Any, Any]:
+    """Returns the modules that need mlx-lm, which takes seconds to import."""
+    try:
+        from mlx_marlin.integrations.mlx_lm import conversion, gguf_source
+    except ImportError as error:
+        raise ImportError(
+            f"converting a model needs pip install 'mlx-marlin[lm]': {error}"
+        ) from error
+    return conversion, gguf_source
+
+
+def _quantization(args: argparse.Namespace) -> "Quantization | None":
+    """Returns how to quantize plain weights; None if no option asks for it."""
+    if all(getattr(args, name) is None for name in QUANTIZATION):
+        return None
+    from mlx_marlin.checkpoints.quantization import Quantization
+    from mlx_marlin.weights.formats import CHANNEL, MODE_DEFAULTS
+
+    mode = args.mode or "affine"
+    group_size, bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    if args.group_size == "channel":
+        group_size = CHANNEL
+    elif args.group_size is not None:
+        group_size = _integer("--group-size", args.group_size)
+    return Quantization(
+        bits=bits if args.bits is None else args.bits,
+        group_size=group_size,
+        mode=mode,
+        quantizer=args.quantizer or "nearest",
+    )
+
+
+def _integer(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{name} {text!r}, expected a number or channel")
+    return int(text)
+
+
+def _print_rows(rows: Any) -> "list[Row]":
+    """Prints the rows as they come: the table shows the progress."""
+    print(f"{'parameter':<48} {'source':<30} {'target':<42} {'bytes':>12} error")
+    written = []
+    for row in rows:
+        error = "exact" if row.error == 0 else f"{row.error:.2e}"
+        formats = f"{row.source:<30} {row.target:<42}"
+        print(f"{row.name:<48} {formats} {row.nbytes:>12,} {error}", flush=True)
+        written.append(row)
+    return written
+
+
+def _summary(rows: "list[Row]", args: argparse.Namespace) -> str:
+    total = sum(row.nbytes for row in rows)
+    rounded = sum(row.error > 0 for row in rows)
+    done = "would take" if args.dry_run else f"in {args.destination} take"
+    return f"{len(rows)} parameters {done} {total:,} bytes; {rounded} of them rounded"

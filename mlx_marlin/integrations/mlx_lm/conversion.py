@@ -1,0 +1,206 @@
+"""Converts a checkpoint to our packed layout or to MLX's, one tensor at a time."""
+
+import json
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.marlin_folder import VERSION
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.shards import Shards
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
+from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
+from mlx_marlin.integrations.mlx_lm.model_source import ModelSource, Value
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import MODE_DEFAULTS
+
+MOST_PARTS = 5
+"""Arrays that a parameter may become."""
+
+Target = Callable[[StoredWeight | PackedLayer], Written]
+TARGETS: dict[str, Target] = {"marlin": packed_target, "mlx": mlx_target}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What became of a parameter.
+
+    Attributes:
+        name: Name in mlx-lm.
+        source: Its format in the source, such as "zero_point 4-bit, group 128".
+        target: Its format in the result.
+        nbytes: Bytes in the result.
+        error: Relative Frobenius error that the conversion adds to the weight.
+    """
+
+    name: str
+    source: str
+    target: str
+    nbytes: int
+    error: float
+
+
+@dataclass
+class Records:
+    """What config.json will say about quantized layers, by target layout."""
+
+    marlin: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mlx: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def convert(
+    source: ModelSource,
+    destination: Path,
+    *,
+    layout: str = "marlin",
+    quantization: Quantization | None = None,
+    only: str | None = None,
+    dry_run: bool = False,
+) -> Iterator[Row]:
+    """Converts a checkpoint, and yields a row for each parameter once it is written.
+
+    The files are written to a folder beside the destination, which gets the
+    destination's name when all are complete. If anything fails, nothing is left.
+
+    Args:
+        source: The checkpoint.
+        destination: The folder to make; it must not exist.
+        layout: "marlin" for our packed layout, "mlx" for MLX's.
+        quantization: How to quantize the plain weights of linear layers and experts.
+            Default: they stay as they are.
+        only: Pattern of the names of parameters to convert. Plain weights and those of
+            MLX stay as they are if they do not match.
+        dry_run: Write nothing.
+
+    Raises:
+        OSError: If a file cannot be read or written.
+        ValueError: If an argument is not valid, or a weight cannot be represented; the
+            message names the tensor.
+    """
+    if layout not in TARGETS:
+        raise ValueError(f"layout={layout!r}, expected one of {[*TARGETS]}")
+    pattern = _pattern(only)
+    if destination.exists():
+        raise ValueError(f"{destination} exists, expected the name of a new folder")
+    records = Records()
+    rows = _rows(source, layout, quantization, pattern, records)
+    if dry_run:
+        yield from (row for row, _ in rows)
+        return
+    partial = destination.with_name(f".{destination.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield from _write(source, partial, rows)
+        write_config(source.config, records, partial)
+        source.copy_other_files(partial)
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _pattern(only: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if only is None else re.compile(only)
+    except re.error as error:
+        raise ValueError(f"only={only!r} is not a pattern: {error}") from None
+
+
+def _rows(
+    source: ModelSource,
+    layout: str,
+    quantization: Quantization | None,
+    pattern: re.Pattern[str] | None,
+    records: Records,
+) -> Iterator[tuple[Row, dict[str, mx.array]]]:
+    """Yields what becomes of each parameter, with its arrays by name."""
+    for name, value in source.parameters():
+        matches = pattern is None or pattern.search(name) is not None
+        error = 0.0
+        stored = _describe(value)
+        with naming(source.path, name):
+            if isinstance(value, mx.array):
+                own = quantization if matches else None
+                if own is None or not _takes(source, name, own):
+                    yield _unchanged(name, value), {name: value}
+                    continue
+                value, error = own.apply(value)
+            mode = value.packed().mode if isinstance(value, PackedLayer) else value.mode
+            stays = not matches and mode in MODE_DEFAULTS
+            target = "mlx" if stays else layout
+            written = TARGETS[target](value)
+        layer = name.removesuffix(".weight")
+        getattr(records, target)[layer] = written.record
+        row = Row(
+            name=name,
+            source=stored,
+            target=f"{_describe(value)}, {target} layout",
+            nbytes=sum(array.nbytes for array in written.arrays.values()),
+            error=math.hypot(error, written.error),
+        )
+        arrays = {f"{layer}.{part}": array for part, array in written.arrays.items()}
+        yield row, arrays
+
+
+def _unchanged(name: str, array: mx.array) -> Row:
+    dtype = _describe(array)
+    return Row(name=name, source=dtype, target=dtype, nbytes=array.nbytes, error=0.0)
+
+
+def _takes(source: ModelSource, name: str, quantization: Quantization) -> bool:
+    """Returns whether a plain parameter is a weight to be quantized."""
+    layer = source.layer(name.removesuffix(".weight"))
+    if not name.endswith(".weight") or not hasattr(layer, "to_quantized"):
+        return False
+    # An embedding looks rows up, which our packed layout does not serve.
+    is_embedding = isinstance(layer, nn.Embedding)
+    return not is_embedding and quantization.applies_to(layer.weight.shape[-1])
+
+
+def _describe(value: Value) -> str:
+    if isinstance(value, mx.array):
+        return dtype_name(value.dtype)
+    weight = value.weight if isinstance(value, PackedLayer) else value
+    return f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
+
+
+def _write(
+    source: ModelSource,
+    folder: Path,
+    rows: Iterator[tuple[Row, dict[str, mx.array]]],
+) -> Iterator[Row]:
+    names = [name for name in source.names() for _ in range(MOST_PARTS)]
+    with Shards(folder, names, {"format": "mlx"}) as shards:
+        for row, arrays in rows:
+            for name in [*arrays]:
+                shards.add(name, arrays.pop(name))
+            yield row
+
+
+def write_config(config: dict[str, Any], records: Records, folder: Path) -> None:
+    """Writes config.json: a model's own, and what the layers' formats are."""
+    settings = ("quantization", "quantization_config", "mlx_marlin")
+    written = {key: value for key, value in config.items() if key not in settings}
+    if records.mlx:
+        written["quantization"] = _mlx_settings(records.mlx)
+    if records.marlin:
+        written["mlx_marlin"] = {"version": VERSION, "layers": records.marlin}
+    (folder / "config.json").write_text(json.dumps(written, indent=1, sort_keys=True))
+
+
+def _mlx_settings(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns mlx-lm's "quantization": the most frequent settings, and exceptions."""
+    most = Counter(json.dumps(record, sort_keys=True) for record in layers.values())
+    usual: dict[str, Any] = json.loads(most.most_common(1)[0][0])
+    exceptions = {layer: record for layer, record in layers.items() if record != usual}
+    return {**usual, **exceptions}

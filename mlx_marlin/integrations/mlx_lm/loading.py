@@ -1,0 +1,192 @@
+"""Loads a model from any checkpoint that this package reads."""
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
+from mlx_marlin.checkpoints.targets import mlx_target
+from mlx_marlin.integrations.mlx_lm.gguf_source import GgufSource, open_source
+from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
+from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
+from mlx_marlin.integrations.mlx_lm.versions import describe
+from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
+
+Weight = StoredWeight | PackedLayer
+
+
+def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
+    """Loads a model and its tokenizer, as `mlx_lm.load` does.
+
+    Layers in a format of MLX's become MLX's own, which `optimize` converts. Layers in
+    other formats are packed, exactly, and run on our kernels.
+
+    Args:
+        path: A folder in the format of MLX, GPTQ, AWQ or compressed-tensors, one that
+            `mlx-marlin convert` made, or a GGUF file.
+        lazy: Whether arrays are read only when they are used.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ImportError: If mlx-lm is not installed.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed, mlx-lm has no such model, or a weight cannot
+            be represented exactly.
+    """
+    source = open_source(path)
+    model = load_model(source)
+    if not lazy:
+        mx.eval(model.parameters())
+    return model, _tokenizer(source)
+
+
+def load_model(source: ModelSource) -> nn.Module:
+    """Returns the model of a checkpoint with its parameters, not evaluated.
+
+    Raises:
+        ValueError: As for `load`.
+    """
+    model = source.model
+    plain: list[tuple[str, mx.array]] = []
+    quantized: list[str] = []
+    for name, value in source.parameters():
+        if isinstance(value, mx.array):
+            plain.append((name, value))
+            continue
+        path = name.removesuffix(".weight")
+        with naming(source.path, name):
+            layer = _layer(source.layer(path), value, path)
+        model.update_modules(tree_unflatten([(path, layer)]))
+        quantized.append(path)
+    _check_names(source, model, {name for name, _ in plain}, quantized)
+    # A reordered layer has its bias one level deeper.
+    moved = [(_moved(model, source, name), array) for name, array in plain]
+    model.load_weights(moved, strict=False)
+    model.eval()
+    return model
+
+
+def _layer(module: Any, value: Weight, path: str) -> nn.Module:
+    """Returns the layer that computes with a quantized weight.
+
+    Raises:
+        ValueError: If the model has no layer for it.
+    """
+    if isinstance(module, nn.Embedding):
+        return _embedding(module, value, path)
+    if isinstance(value, StoredWeight) and _is_of_mlx(value):
+        return _stock_layer(module, value)
+    packed = value.packed()
+    bias = module["bias"] if module is not None and "bias" in module else None
+    if type(module) is nn.Linear:
+        linear = MarlinLinear.from_packed(packed, bias)
+        order = value.input_order
+        return linear if order is None else ReorderedLinear(linear, order)
+    if packed.batch and value.input_order is None and hasattr(module, "num_experts"):
+        experts: nn.Module = marlin_experts().from_packed(packed, bias)
+        return experts
+    raise ValueError(
+        f"{type(module).__name__}, expected a linear layer or experts in the order of x"
+    )
+
+
+def _is_of_mlx(value: StoredWeight) -> bool:
+    """Returns whether MLX's own layer has this format."""
+    return (
+        value.mode in MODE_DEFAULTS
+        and value.super_scales is None
+        and value.input_order is None
+        and (value.global_scale is None or len(value.shape) == 3)
+        and value.group_size in format_of(value.mode, value.bits).group_sizes
+    )
+
+
+def _stock_layer(module: Any, value: StoredWeight) -> nn.Module:
+    if not hasattr(module, "to_quantized"):
+        raise ValueError(f"{type(module).__name__} cannot be quantized in mlx-lm")
+    format = {"group_size": value.group_size, "bits": value.bits, "mode": value.mode}
+    layer: nn.Module = module.to_quantized(**format)
+    layer.weight, layer.scales = value.codes, value.scales
+    if value.biases is not None:
+        layer.biases = value.biases
+    if value.global_scale is not None:
+        layer.global_scale = value.global_scale
+    return layer
+
+
+def _embedding(module: nn.Embedding, value: Weight, path: str) -> nn.Module:
+    """Returns an embedding, which looks up rows that are exactly those of the weight.
+
+    Without such a format of MLX's, the rows are decoded and rounded to float16, with a
+    warning.
+    """
+    stored = value.stored() if isinstance(value, PackedLayer) else value
+    if stored.super_scales is None:
+        try:
+            written = mlx_target(stored)
+        except ValueError:
+            written = None
+        if written is not None and written.error == 0:
+            layer: nn.Module = module.to_quantized(**written.record)
+            for name, array in written.arrays.items():
+                setattr(layer, name, array)
+            return layer
+    warn_once(
+        f"{path} decoded",
+        f"{path}: the embedding is decoded and rounded to float16, because MLX has no "
+        f"{stored.mode} weights in groups of {stored.group_size}",
+    )
+    module.weight = stored.decoded().astype(mx.float16)
+    return module
+
+
+def _check_names(
+    source: ModelSource, model: nn.Module, given: set[str], quantized: Iterable[str]
+) -> None:
+    """Raises a ValueError if parameters are missing, or have no place in the model."""
+    layers = set(quantized)
+    known = set(dict(tree_flatten(model.parameters())))
+    own = {name for name in known if name.rpartition(".")[0] in layers}
+    inner = {name for name in known if name.rpartition(".")[0].endswith(".linear")}
+    biases = {name for name in own if name.endswith(".bias")}
+    biases |= {
+        name.replace(".linear.bias", ".bias")
+        for name in inner
+        if name.endswith(".linear.bias")
+    }
+    needed = (known - own - inner) | biases
+    orders = {name for name in needed if name.endswith(".input_order")}
+    missing, extra = needed - orders - given, given - needed
+    if missing or extra:
+        raise ValueError(
+            f"{source.path}: the model lacks {sorted(missing)[:3]} and has no place "
+            f"for {sorted(extra)[:3]} ({describe('mlx-lm')})"
+        )
+
+
+def _moved(model: nn.Module, source: ModelSource, name: str) -> str:
+    layer, _, part = name.rpartition(".")
+    is_inner = part == "bias" and isinstance(source.layer(layer), ReorderedLinear)
+    return f"{layer}.linear.bias" if is_inner else name
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    from mlx_lm.utils import load_tokenizer
+
+    ends = source.config.get("eos_token_id")
+    if not isinstance(source, GgufSource):
+        return load_tokenizer(source.path, eos_token_ids=ends)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory() as folder:
+        source.copy_other_files(Path(folder))
+        return load_tokenizer(Path(folder), eos_token_ids=ends)  # type: ignore[no-untyped-call]

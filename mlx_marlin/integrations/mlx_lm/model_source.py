@@ -1,0 +1,202 @@
+"""The parameters of a checkpoint under mlx-lm's names, one at a time."""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.checkpoints import reading
+from mlx_marlin.checkpoints.folder import INDEX, Folder
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.integrations.mlx_lm.versions import describe
+
+Value = StoredWeight | PackedLayer | mx.array
+"""What a parameter is: a weight in rows of codes or packed, or an array."""
+ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
+"""The arrays of a quantized layer while mlx-lm renames and stacks them."""
+WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
+"""Files of a folder that a conversion replaces."""
+BYTE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+"""(bits, group_size) of the modes whose scales are bytes."""
+
+
+class ModelSource(ABC):
+    """A checkpoint that mlx-lm has a model for.
+
+    Attributes:
+        path: The folder or file.
+        config: What mlx-lm's config.json holds.
+    """
+
+    path: Path
+    config: dict[str, Any]
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all stored arrays, before they are renamed."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, Value]]:
+        """Yields the name and the value of each parameter.
+
+        A quantized weight of layer L is a `StoredWeight` with the name L.weight. No
+        reference to a value is kept, so that memory is freed with the caller's.
+
+        Raises:
+            ValueError: If a tensor is malformed, or has no place in the model.
+        """
+
+    @abstractmethod
+    def copy_other_files(self, folder: Path) -> None:
+        """Writes what a model needs beside weights and config.json to a folder."""
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """A model of this architecture; its random parameters are never computed."""
+        from mlx_lm import utils
+
+        try:
+            model_class, arguments = utils._get_classes(self.config)
+            model: nn.Module = model_class(arguments.from_dict(self.config))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: mlx-lm has no model for it: {error} "
+                f"({describe('mlx-lm')})"
+            ) from error
+        return model
+
+    def layer(self, name: str) -> Any:
+        """Returns the layer of the model that has a name; None if there is none."""
+        module: Any = self.model
+        try:
+            for part in name.split("."):
+                module = module[int(part)] if part.isdecimal() else module[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+        return module
+
+
+class FolderSource(ModelSource):
+    """A folder of safetensors files.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = Folder(path)
+        self.config = self._folder.config
+        self._method, _ = reading.method_of(self._folder)
+
+    def names(self) -> list[str]:
+        """Returns the names of all stored arrays, before they are renamed."""
+        return [*self._folder.arrays]
+
+    def parameters(self) -> Iterator[tuple[str, Value]]:
+        """Yields the name and the value of each parameter."""
+        tensors = reading.folder_tensors(self._folder)
+        if "mlx_marlin" in self.config:  # written under mlx-lm's names
+            yield from ((tensor.name, tensor.read()) for tensor in tensors)
+            return
+        arrays = self._renamed(tensors)
+        for name in [*arrays]:
+            layer, _, part = name.rpartition(".")
+            if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
+                continue  # goes with the layer's weight
+            if part == "weight" and f"{layer}.scales" in arrays:
+                yield name, self._stored_weight(layer, arrays)
+            else:
+                yield name, arrays.pop(name)
+
+    def _renamed(self, tensors: list[Tensor]) -> dict[str, mx.array]:
+        """Returns all arrays, not evaluated, after the model's own `sanitize`."""
+        arrays: dict[str, mx.array] = {}
+        for tensor in tensors:
+            value = tensor.read()
+            if isinstance(value, mx.array):
+                arrays[tensor.name] = value
+            elif isinstance(value, StoredWeight):
+                arrays |= _rows(tensor.name.removesuffix(".weight"), value)
+        sanitize = getattr(self.model, "sanitize", None)
+        if sanitize is None:
+            return arrays
+        try:
+            renamed: dict[str, mx.array] = sanitize(arrays)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: mlx-lm cannot rename the tensors: {error!r} "
+                f"({describe('mlx-lm')})"
+            ) from error
+        return renamed
+
+    def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
+        rows = {part: arrays.pop(f"{layer}.{part}", None) for part in ROWS}
+        codes, scales = rows["weight"], rows["scales"]
+        assert codes is not None
+        assert scales is not None
+        k = self._columns(layer)
+        bits, group_size = codes.shape[-1] * 32 // k, k // max(scales.shape[-1], 1)
+        return StoredWeight(
+            codes=codes,
+            scales=scales,
+            biases=rows["biases"],
+            group_size=group_size,
+            bits=bits,
+            mode=self._mode(layer, rows, bits, group_size),
+            global_scale=rows["global_scale"],
+            input_order=rows["input_order"],
+        )
+
+    def _mode(
+        self, layer: str, rows: dict[str, mx.array | None], bits: int, group_size: int
+    ) -> str:
+        scales = rows["scales"]
+        assert scales is not None
+        if scales.dtype == mx.uint8:
+            mode = BYTE_MODES.get((bits, group_size))
+            if mode is None:
+                raise ValueError(
+                    f"{self.path}: tensor {layer + '.weight'!r}: {bits} bits in groups "
+                    f"of {group_size} with scales of a byte"
+                )
+            return mode
+        if rows["biases"] is None:
+            return "symmetric"
+        return "affine" if self._method == "mlx" else "zero_point"
+
+    def _columns(self, name: str) -> int:
+        weight = getattr(self.layer(name), "weight", None)
+        if weight is None:
+            raise ValueError(
+                f"{self.path}: tensor {name + '.weight'!r} has no layer in mlx-lm's "
+                f"{type(self.model).__module__}"
+            )
+        return int(weight.shape[-1])
+
+    def copy_other_files(self, folder: Path) -> None:
+        """Copies the tokenizer, the licence and whatever else is in the folder."""
+        for file in self.path.iterdir():
+            if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
+    """Returns the arrays of a quantized layer by their names."""
+    biases = weight.biases
+    if biases is None and weight.mode == "symmetric" and ".experts." in layer:
+        # Experts are stacked, and others of them may have zero points.
+        biases = mx.full(weight.scales.shape, 2 ** (weight.bits - 1))
+        biases = biases.astype(weight.scales.dtype)
+    parts = (weight.codes, weight.scales, biases, weight.global_scale)
+    named = zip(ROWS, (*parts, weight.input_order), strict=True)
+    return {f"{layer}.{part}": array for part, array in named if array is not None}

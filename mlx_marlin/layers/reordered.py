@@ -1,0 +1,41 @@
+"""`ReorderedLinear`, a layer whose columns are not in the order of x."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.layers.linear import MarlinLinear
+
+
+class ReorderedLinear(nn.Module):
+    """A linear layer that gathers the features of x before its product.
+
+    GPTQ with act-order quantizes the columns of a weight in the order of their
+    importance, and its groups are runs of columns only in that order.
+
+    Args:
+        linear: The layer with its columns in the order of the groups.
+        input_order: int32 [k], a permutation: column i multiplies feature
+            `input_order[i]` of x.
+
+    Raises:
+        ValueError: If `input_order` is not a permutation of k features.
+    """
+
+    def __init__(self, linear: MarlinLinear, input_order: mx.array) -> None:
+        nn.Module.__init__(self)
+        features = mx.arange(linear.input_dims, dtype=mx.int32)
+        if input_order.shape != features.shape or not mx.array_equal(
+            mx.sort(input_order), features
+        ):
+            raise ValueError(
+                f"input_order of shape {input_order.shape}, expected a permutation of "
+                f"{linear.input_dims} features"
+            )
+        self.linear = linear
+        self.input_order = input_order.astype(mx.int32)
+        self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Returns the product [..., n] of x [..., k], plus the bias if any."""
+        y: mx.array = self.linear(mx.take(x, self["input_order"], axis=-1))
+        return y

@@ -1,0 +1,50 @@
+"""Plain weights from packed ones."""
+
+import mlx.core as mx
+
+from mlx_marlin.products.packing import unpack
+from mlx_marlin.products.reference.weight import plain
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+
+def dequantize(packed: PackedWeight, dtype: mx.Dtype | None = None) -> mx.array:
+    """Returns the plain weight that a packed one stands for.
+
+    Codes are scaled in float32 and rounded to `dtype` once.
+
+    Args:
+        packed: The weight [..., n, k].
+        dtype: Dtype of the result. Default: that of the scales; bfloat16 where the
+            scales are bytes, as in MLX.
+
+    Returns:
+        The weight [..., n, k].
+
+    Raises:
+        TypeError: If `packed` is not a `PackedWeight`, or `dtype` not a dtype of MLX.
+        ValueError: If `dtype` is not float16, bfloat16 or float32.
+    """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
+    if dtype is None:
+        dtype = mx.bfloat16 if packed.dtype == mx.uint8 else packed.dtype
+    if not isinstance(dtype, mx.Dtype):
+        raise TypeError(f"dtype must be an mx.Dtype, got {type(dtype).__name__}")
+    if dtype_name(dtype) not in DTYPE_BYTES:
+        raise ValueError(f"dtype={dtype_name(dtype)}, expected one of {[*DTYPE_BYTES]}")
+    if packed.mode not in MODE_DEFAULTS or packed.mode == "affine":
+        return plain(packed, dtype)
+    words, scales = unpack(packed)
+    exact = mx.dequantize(
+        words,
+        scales,
+        None,
+        packed.group_size,
+        packed.bits,
+        packed.mode,
+        global_scale=packed.global_scale,
+        dtype=mx.float32,
+    )
+    return exact.astype(dtype)

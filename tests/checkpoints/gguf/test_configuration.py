@@ -1,0 +1,238 @@
+"""What mlx-lm's models cannot do is refused, and rotations are scaled alike."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from mlx_marlin.checkpoints.gguf import Container, config_of, read
+from support.gguf_blocks import NUMBERS
+from support.gguf_files import Written, random_tensor, write_gguf
+from support.gguf_models import CASES, random_model, written_model
+
+
+def opened(
+    folder: Path, name: str, keys: dict[str, Any], *more: Written, without: str = ""
+) -> Container:
+    """Returns a file with other values; without those that are None."""
+    case = CASES[name]
+    prefixed = {f"{case.architecture}.{key}": value for key, value in keys.items()}
+    metadata = {
+        key: value
+        for key, value in (case.metadata | prefixed).items()
+        if value is not None
+    }
+    tensors = written_model(case, random_model(case))
+    kept = [tensor for tensor in tensors if tensor.name != without]
+    return Container(write_gguf(folder / "t.gguf", metadata, [*kept, *more]))
+
+
+def numbers(name: str, values: Any) -> Written:
+    array = np.array(values, np.float32)
+    return Written(name, "F32", array.shape, array.tobytes())
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layers": ("llama", {"block_count": 4_000_000_000}, "block_count"),
+    "no layers": ("llama", {"block_count": None}, "block_count"),
+    "heads of layers": ("llama", {"attention.head_count": [4, 4]}, "head_count"),
+    "no heads": ("llama", {"attention.head_count": 0}, "attention.head_count"),
+    "no width": ("qwen3", {"attention.key_length": 0}, "attention.key_length"),
+    "wide heads": ("qwen2", {"attention.key_length": 32}, "attention.key_length"),
+    "wide values": ("qwen3", {"attention.value_length": 64}, "value_length"),
+    "part of a head": ("qwen3", {"rope.dimension_count": 16}, "rope.dimension_count"),
+    "base": ("llama", {"rope.freq_base": -1.0}, "rope.freq_base"),
+    "no epsilon": ("llama", {"attention.layer_norm_rms_epsilon": None}, "epsilon"),
+    "scaling": ("qwen2", {"rope.scaling.type": "longrope"}, "rope.scaling.type"),
+    "no factor": ("qwen2", {"rope.scaling.type": "linear"}, "rope.scaling.factor"),
+    "factor of 0": (
+        "qwen2",
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0},
+        "rope.scaling.factor",
+    ),
+    "YaRN's attention": (
+        "gpt-oss",
+        {"rope.scaling.attn_factor": 2.0},
+        "rope.scaling.attn_factor",
+    ),
+    "scaled experts": (
+        "mixtral",
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0},
+        "rope.scaling.type",
+    ),
+    "capped logits": ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping"),
+    "capped attention": ("llama", {"attn_logit_softcapping": 30.0}, "softcapping"),
+    "scaled logits": ("llama", {"logit_scale": 2.0}, "llama.logit_scale"),
+    "scaled attention": ("qwen3", {"attention.scale": 0.5}, "attention.scale"),
+    "sigmoid": ("qwen3moe", {"expert_gating_func": 2}, "expert_gating_func"),
+    "sigmoid of Mixtral": ("mixtral", {"expert_gating_func": 2}, "gating_func"),
+    "sigmoid of Qwen2": ("qwen2moe", {"expert_gating_func": 2}, "gating_func"),
+    "no window": ("gemma3", {"attention.sliding_window": None}, "sliding_window"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_model_cannot_do_is_refused(case: str, tmp_path: Path) -> None:
+    name, keys, message = REFUSED[case]
+
+    with pytest.raises(ValueError, match=rf"t\.gguf.*{message}"):
+        config_of(opened(tmp_path, name, keys))
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt-oss"])
+def test_outputs_must_be_there_if_the_model_has_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"t\.gguf.*'output\.weight'"):
+        config_of(opened(tmp_path, name, {}, without="output.weight"))
+
+
+def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "t.gguf", {"general.architecture": "bert"})
+
+    with pytest.raises(ValueError, match=r"t\.gguf.*architecture.*bert"):
+        read(path)
+    with pytest.raises(ValueError, match=r"t\.gguf.*architecture.*bert"):
+        config_of(Container(path))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        numbers("blk.0.attn_rot_embd.weight", [1.0]),
+        numbers("blk.00.attn_v.weight", [[1.0]]),
+        numbers("blk.1\u0662.attn_v.weight", [[1.0]]),
+        numbers("blk.0.token_embd.weight", [1.0]),
+        numbers("attn_q.weight", [1.0]),
+        numbers("blk.0.attn_q.scale", [1.0])._replace(name="blk.0.lora.scale"),
+        numbers("odd", [1.0]),
+        random_tensor("output_norm.weight", "Q8_0", (32,), np.random.default_rng(0)),
+        numbers("blk.0.attn_q.bias", [1.0] * 9),
+    ],
+)
+def test_tensors_that_are_no_parameters_are_refused(
+    tensor: Written, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "t.gguf", CASES["llama"].metadata, [tensor])
+
+    with pytest.raises(ValueError, match=rf"t\.gguf: tensor '{tensor.name}'"):
+        read(path)
+
+
+def test_norms_are_not_quantized(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    norm = random_tensor("blk.0.attn_norm.weight", "Q8_0", (1, 64), random)
+    path = write_gguf(tmp_path / "t.gguf", CASES["gemma2"].metadata, [norm])
+
+    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'blk\.0\.attn_norm"):
+        read(path)
+
+
+def test_types_that_are_not_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NUMBERS, "Q2_K", 10)
+    tensor = Written("blk.0.attn_v.weight", "Q2_K", (1, 256), bytes(84))
+    path = write_gguf(tmp_path / "t.gguf", CASES["llama"].metadata, [tensor])
+
+    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'blk.*Q2_K is not one"):
+        read(path)
+
+
+def test_norms_that_no_weight_gives_are_refused(tmp_path: Path) -> None:
+    norm = numbers("blk.0.attn_norm.weight", [1.5, 1e-9])
+    path = write_gguf(tmp_path / "t.gguf", CASES["gemma2"].metadata, [norm])
+    (tensor,) = read(path)
+
+    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'blk\.0\.attn_norm"):
+        tensor.read()
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scalings_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
+    keys = {
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_beta_fast": 16.0,
+    }
+
+    config = config_of(opened(tmp_path, "qwen3", keys))
+
+    expected: dict[str, Any] = {"type": kind, "factor": 4.0}
+    if kind == "yarn":
+        expected |= {"original_max_position_embeddings": 32, "beta_fast": 16.0}
+    assert config["rope_scaling"] == expected
+
+
+def test_the_older_key_of_linear_scaling_is_read(tmp_path: Path) -> None:
+    config = config_of(opened(tmp_path, "llama", {"rope.scale_linear": 2.0}))
+
+    assert config["rope_scaling"] == {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_factors_of_llama_3_are_recognized(factor: float, tmp_path: Path) -> None:
+    """The tensor holds what multiplies wavelengths, as float32, and no parameters."""
+    keys = {"rope.freq_base": 500000.0, "rope.dimension_count": 32}
+    factors = []
+    for index in range(16):
+        wavelength = 2 * math.pi * 500000.0 ** (index / 16)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            share = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - share) / factor + share))
+    tensor = numbers("rope_freqs.weight", factors)
+
+    container = opened(tmp_path, "llama_tied", keys, tensor)
+    scaling = config_of(container)["rope_scaling"]
+
+    rotation = Llama3RoPE(32, base=500000.0, scaling_config=scaling)
+    plain = 500000.0 ** (mx.arange(0, 32, 2) / 32)
+    np.testing.assert_allclose(rotation._freqs / plain, factors, rtol=1e-5)
+    assert all("rope_freqs" not in tensor.name for tensor in read(container.path))
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [[1.0] * 15 + [2.0], [8.0] * 16, [1.0] * 15, [0.0] * 16, [float("nan")] * 16],
+)
+def test_other_factors_are_refused(factors: list[float], tmp_path: Path) -> None:
+    tensor = numbers("rope_freqs.weight", factors)
+    keys = {"rope.freq_base": 500000.0}
+
+    with pytest.raises(ValueError, match=r"t\.gguf.*'rope_freqs\.weight'"):
+        config_of(opened(tmp_path, "llama_tied", keys, tensor))
+
+
+def phi3(folder: Path, attention: float) -> Container:
+    keys = {
+        "rope.scaling.original_context_length": 64,
+        "rope.scaling.attn_factor": attention,
+    }
+    factors = [
+        numbers(f"rope_factors_{name}.weight", values)
+        for name, values in (("long", [1.5, 2, 3, 4]), ("short", [1, 1, 1.25, 2]))
+    ]
+    return opened(folder, "phi3", keys, *factors)
+
+
+def test_factors_of_phi_3_are_those_of_the_file(tmp_path: Path) -> None:
+    config = config_of(phi3(tmp_path, math.sqrt(1 + math.log(2) / math.log(64))))
+
+    assert config["rope_scaling"] == {
+        "type": "longrope",
+        "long_factor": [1.5, 2, 3, 4],
+        "short_factor": [1, 1, 1.25, 2],
+    }
+    assert config["original_max_position_embeddings"] == 64
+
+
+def test_another_factor_of_phi_3s_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"t\.gguf.*rope\.scaling\.attn_factor"):
+        config_of(phi3(tmp_path, 1.19))

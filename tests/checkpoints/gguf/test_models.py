@@ -1,0 +1,191 @@
+"""A model that llama.cpp's conversion wrote is mlx-lm's model again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_marlin.checkpoints.gguf import Container, config_of, read
+from mlx_marlin.checkpoints.gguf.names import ARCHITECTURES
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.weights.bit_streams import codes_of_words
+from support.gguf_files import Written, random_tensor, write_gguf
+from support.gguf_models import (
+    CASES,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    arguments,
+    build,
+    permuted,
+    random_model,
+    written_model,
+)
+
+INEXACT = float(np.float32(1.9999999) * np.float32(2**-13))
+"""No float32, divided by 2688, is this one."""
+
+cases = pytest.mark.parametrize("name", CASES)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
+
+
+@cases
+def test_the_configuration_is_the_one_of_the_model(name: str, path: Path) -> None:
+    case = CASES[name]
+    write_gguf(path, case.metadata, written_model(case, random_model(case)))
+
+    config = config_of(Container(path))
+
+    expected = arguments(case)
+    epsilon = pytest.approx(expected.pop("rms_norm_eps"))  # a float32 in the file
+    assert config["rms_norm_eps"] == epsilon
+    assert {key: config.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_queries_of_the_largest_gemmas_are_scaled_by_the_hidden_size(
+    name: str, layers: int, path: Path
+) -> None:
+    case = replace(CASES[name], layers=layers)
+    write_gguf(path, case.metadata, written_model(case, random_model(case)))
+
+    assert config_of(Container(path))["query_pre_attn_scalar"] == HIDDEN / HEADS
+
+
+@cases
+def test_the_model_computes_the_same(name: str, path: Path) -> None:
+    case = CASES[name]
+    model = random_model(case)
+    write_gguf(path, case.metadata, written_model(case, model))
+
+    loaded = build(config_of(Container(path)))
+    weights = {tensor.name: tensor.read() for tensor in read(path)}
+    if hasattr(loaded, "sanitize"):
+        weights = loaded.sanitize(weights)
+    loaded.load_weights([*weights.items()])
+
+    for (left, array), (right, other) in zip(
+        tree_flatten(model.parameters()), tree_flatten(loaded.parameters()), strict=True
+    ):
+        assert left == right
+        # 1 + weight, as float32, is what Gemma's files hold.
+        tolerance = 1e-7 if name in ("gemma2", "gemma3") else 0
+        np.testing.assert_allclose(array, other, rtol=0, atol=tolerance)
+    tokens = mx.array([[1, 5, 39, 0, 7]])
+    np.testing.assert_allclose(
+        np.array(loaded(tokens)), np.array(model(tokens)), rtol=1e-4, atol=1e-4
+    )
+
+
+@cases
+def test_shapes_are_known_before_a_tensor_is_read(name: str, path: Path) -> None:
+    case = CASES[name]
+    write_gguf(path, case.metadata, written_model(case, random_model(case)))
+
+    for tensor in read(path):
+        array = tensor.read()
+        assert array.shape == tensor.shape
+        assert array.nbytes == tensor.nbytes
+        assert tensor.format == "F32"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K", "Q5_K", "F16"])
+@pytest.mark.parametrize(("stem", "heads"), [("q", HEADS), ("k", KV_HEADS)])
+def test_rows_of_queries_and_keys_are_in_the_order_of_the_model(
+    kind: str, stem: str, heads: int, path: Path
+) -> None:
+    random = np.random.default_rng(1)
+    shape = (heads * 16, 256)
+    tensor = random_tensor("blk.0.attn_v.weight", kind, shape, random)
+    stored = tensor._replace(name=f"blk.1.attn_{stem}.weight")
+    write_gguf(path, CASES["llama"].metadata, [tensor, stored])
+
+    in_order, restored = (tensor.read() for tensor in read(path))
+
+    # `attn_v` is stored in order, so permuting what is restored gives its rows.
+    if kind == "F16":
+        np.testing.assert_array_equal(permuted(np.array(restored), heads), in_order)
+        return
+    assert isinstance(in_order, StoredWeight)
+    assert isinstance(restored, StoredWeight)
+    for part in ("codes", "scales", "biases", "super_scales"):
+        wanted = getattr(in_order, part)
+        if wanted is not None:
+            given = np.array(getattr(restored, part))
+            np.testing.assert_array_equal(permuted(given, heads), wanted)
+
+
+def test_experts_stay_stacked(path: Path) -> None:
+    random = np.random.default_rng(1)
+    tensor = random_tensor("blk.0.ffn_gate_exps.weight", "Q4_K", (4, 32, 256), random)
+    write_gguf(path, CASES["qwen3moe"].metadata, [tensor])
+
+    (read_tensor,) = read(path)
+    weight = read_tensor.read()
+
+    assert read_tensor.name == "model.layers.0.mlp.switch_mlp.gate_proj.weight"
+    assert isinstance(weight, StoredWeight)
+    assert weight.shape == (4, 32, 256)
+    assert codes_of_words(weight.codes, 4).shape == (4, 32, 256)
+    assert weight.super_scales is not None
+    assert weight.super_scales.shape == (4, 32, 1, 2)
+
+
+def scaled(path: Path, scale: np.ndarray, shape: tuple[int, ...]) -> Path:
+    random = np.random.default_rng(1)
+    stem = "ffn_up" if len(shape) == 2 else "ffn_up_exps"
+    tensors = [
+        random_tensor(f"blk.0.{stem}.weight", "NVFP4", shape, random),
+        Written(f"blk.0.{stem}.scale", "F32", scale.shape, scale.tobytes()),
+        Written(f"blk.0.{stem}.input_scale", "F32", scale.shape, scale.tobytes()),
+    ]
+    return write_gguf(path, CASES["qwen3moe"].metadata, tensors)
+
+
+def test_scales_of_nvfp4_tensors_become_global_scales(path: Path) -> None:
+    largest = np.random.default_rng(2).uniform(0.01, 3, 4).astype(np.float32)
+    scale = largest / np.float32(2688)
+
+    (tensor,) = read(scaled(path, scale, (4, 2, 64)))
+    weight = tensor.read()
+
+    assert isinstance(weight, StoredWeight)
+    assert weight.global_scale is not None
+    recovered = np.array(weight.global_scale) / np.float32(2688)
+    np.testing.assert_array_equal(recovered, scale)
+
+
+def test_one_global_scale_is_what_mlx_multiplies_by(path: Path) -> None:
+    scale = np.array([0.731], np.float32) / np.float32(2688)
+    (tensor,) = read(scaled(path, scale, (2, 64)))
+    weight = tensor.read()
+    assert isinstance(weight, StoredWeight)
+    options = {"group_size": 16, "bits": 4, "mode": "nvfp4", "dtype": mx.float32}
+
+    plain = mx.dequantize(weight.codes, weight.scales, **options)
+    decoded = mx.dequantize(
+        weight.codes, weight.scales, global_scale=weight.global_scale, **options
+    )
+
+    np.testing.assert_allclose(decoded, np.array(plain) * scale, rtol=2e-7)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), INEXACT])
+def test_scales_that_no_global_scale_stands_for_are_refused(
+    value: float, path: Path
+) -> None:
+    (tensor,) = read(scaled(path, np.array([value], np.float32), (2, 64)))
+
+    with pytest.raises(ValueError, match=r"blk\.0\.ffn_up\.weight.*scale"):
+        tensor.read()

@@ -1,0 +1,293 @@
+"""Converted checkpoints hold the same weights, or none is left."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import utils
+
+from mlx_marlin.checkpoints import quantization, shards
+from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.integrations.mlx_lm.conversion import convert
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from mlx_marlin.products.dequantizing import dequantize
+from mlx_marlin.weights.packed_weight import PackedWeight
+from support import foreign_checkpoints as foreign
+from support.foreign_models import CONFIG, LINEAR, write_llama
+
+FORMATS = {
+    "gptq": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        {"bits": 4},
+    ),
+    "gptq-3": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 1),
+        foreign.gptq_config(3, 1),
+        {"bits": 3, "least_zero": 1},
+    ),
+    "gptq-act-order": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(8, 2),
+        {"bits": 8, "act_order": True},
+    ),
+    "awq": (foreign.awq_arrays, foreign.awq_config(), {"bits": 4}),
+    "compressed": (
+        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=True),
+        foreign.compressed_config(5),
+        {"bits": 5, "symmetric": True},
+    ),
+}
+
+
+def written(path: Path, name: str) -> dict[str, np.ndarray]:
+    arrays, settings, options = FORMATS[name]
+    return write_llama(path, arrays, settings, **options)
+
+
+def read_back(path: Path) -> dict[str, np.ndarray]:
+    """The weights of a converted folder, by what its config says."""
+    folder = Folder(path)
+    values = {}
+    for layer, record in folder.config["mlx_marlin"]["layers"].items():
+        packed = PackedWeight(
+            words=folder.read(f"{layer}.words"),
+            scales=folder.read(f"{layer}.quantizers"),
+            **{name: record[name] for name in ("n", "k", "group_size", "bits", "mode")},
+        )
+        value = np.array(dequantize(packed, mx.float32))
+        if f"{layer}.input_order" in folder.arrays:
+            order = np.array(folder.read(f"{layer}.input_order"))
+            inverse = np.argsort(order)
+            value = value[:, inverse]
+        values[f"{layer}.weight"] = value
+    quantized = [*folder.config["mlx_marlin"]["layers"]]
+    for name in folder.arrays:
+        if name.rpartition(".")[0] not in quantized:
+            values[name] = np.array(folder.read(name))
+    return values
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_is_the_same(tmp_path: Path, name: str) -> None:
+    exact = written(tmp_path / "source", name)
+
+    rows = [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+
+    values = read_back(tmp_path / "result")
+    assert {*values} == {*exact} == {row.name for row in rows}
+    for parameter, value in values.items():
+        # Scale times whole number: exact in float32.
+        np.testing.assert_array_equal(value, exact[parameter].astype(np.float32))
+    assert all(row.error == 0 for row in rows)
+    result = Folder(tmp_path / "result")
+    stored = sum(array.nbytes for array in result.arrays.values())
+    assert stored == sum(row.nbytes for row in rows)
+    assert {*result.config} == {*CONFIG, "mlx_marlin"}
+    assert (tmp_path / "result" / "tokenizer_config.json").read_text() == "{}"
+
+
+def test_mlx_lm_reads_what_is_written_in_its_layout(tmp_path: Path) -> None:
+    exact = written(tmp_path / "source", "compressed")
+
+    rows = [
+        *convert(open_source(tmp_path / "source"), tmp_path / "result", layout="mlx")
+    ]
+
+    assert all(row.error == 0 for row in rows)
+    model, config = utils.load_model(tmp_path / "result")
+    assert config["quantization"] == {"bits": 5, "group_size": 64, "mode": "affine"}
+    layer = model.model.layers[1].mlp.down_proj
+    value = mx.dequantize(
+        layer.weight,
+        layer.scales.astype(mx.float32),
+        layer.biases.astype(mx.float32),
+        64,
+        5,
+    )
+    expected = exact["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(np.array(value), expected.astype(np.float32))
+
+
+def test_layers_of_mlx_that_do_not_match_stay_as_they_are(tmp_path: Path) -> None:
+    written(tmp_path / "source", "compressed")
+    source = tmp_path / "mlx"
+    [*convert(open_source(tmp_path / "source"), source, layout="mlx")]
+
+    [*convert(open_source(source), tmp_path / "result", only=r"mlp\.")]
+
+    config = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert len(config["mlx_marlin"]["layers"]) == 2 * 3
+    assert all(".mlp." in layer for layer in config["mlx_marlin"]["layers"])
+    assert config["quantization"]["bits"] == 5
+    arrays = Folder(tmp_path / "result").arrays
+    assert "model.layers.0.self_attn.q_proj.scales" in arrays
+    assert "model.layers.0.mlp.up_proj.words" in arrays
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq")
+    rows = [
+        *convert(open_source(tmp_path / "source"), tmp_path / "result", dry_run=True)
+    ]
+    assert len(rows) == 3 + 2 * (2 + len(LINEAR))
+    quantized = [row for row in rows if row.source.startswith("zero_point")]
+    assert len(quantized) == 2 * len(LINEAR)
+    assert quantized[0].target == "zero_point 4-bit, group 64, marlin layout"
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_nothing_is_left_if_a_weight_cannot_be_represented(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq-act-order")
+    rows = convert(open_source(tmp_path / "source"), tmp_path / "result", layout="mlx")
+    with pytest.raises(ValueError, match=r"tensor '.*_proj\.weight': .*act-order"):
+        list(rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_nothing_is_left_if_the_conversion_is_given_up(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq")
+    rows = convert(open_source(tmp_path / "source"), tmp_path / "result")
+    next(rows)
+    assert len([*tmp_path.iterdir()]) == 2
+    rows.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_killed_conversion_is_begun_anew(tmp_path: Path) -> None:
+    exact = written(tmp_path / "source", "gptq")
+    partial = tmp_path / ".result.partial"
+    partial.mkdir()
+    (partial / "model-00001.safetensors").write_bytes(b"half of a file")
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+    assert {*read_back(tmp_path / "result")} == {*exact}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "result"}
+
+
+def test_several_files_are_written_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = written(tmp_path / "source", "gptq")
+    monkeypatch.setattr(shards.Shards.__init__, "__defaults__", (30_000,))
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+    assert len([*(tmp_path / "result").glob("*.safetensors")]) > 3
+    assert {*read_back(tmp_path / "result")} == {*exact}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "other"}, "layout='other', expected one of"),
+        ({"only": "("}, r"only='\(' is not a pattern"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, options: dict[str, str], message: str
+) -> None:
+    written(tmp_path / "source", "gptq")
+    with pytest.raises(ValueError, match=message):
+        next(convert(open_source(tmp_path / "source"), tmp_path / "result", **options))
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq")
+    (tmp_path / "result").mkdir()
+    with pytest.raises(ValueError, match="result exists"):
+        next(convert(open_source(tmp_path / "source"), tmp_path / "result"))
+
+
+QUANTIZATIONS = [
+    {"mode": "affine", "bits": 4, "group_size": 64},
+    {"mode": "affine", "bits": 3, "group_size": 16},
+    {"mode": "symmetric", "bits": 6, "group_size": 128},
+    {"mode": "zero_point", "bits": 4, "group_size": 32},
+    {"mode": "affine", "bits": 4, "group_size": 64, "quantizer": "search"},
+    {"mode": "zero_point", "bits": 4, "group_size": 0, "quantizer": "search"},
+    {"mode": "mxfp4", "bits": 4, "group_size": 32},
+    {"mode": "nvfp4", "bits": 4, "group_size": 16},
+]
+
+
+def plain_llama(path: Path) -> dict[str, np.ndarray]:
+    """A checkpoint without quantized weights."""
+
+    def arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
+        return {f"{layer}.weight": weight.values.astype(np.float16)}
+
+    return write_llama(path, arrays, {}, bits=8)
+
+
+@pytest.mark.parametrize("options", QUANTIZATIONS)
+def test_plain_weights_are_quantized_on_the_way(tmp_path: Path, options: dict) -> None:
+    plain_llama(tmp_path / "source")
+    source = Folder(tmp_path / "source")
+    rows = convert(
+        open_source(tmp_path / "source"),
+        tmp_path / "result",
+        quantization=Quantization(**options),
+    )
+    errors = {row.name: row.error for row in rows}
+    values = read_back(tmp_path / "result")
+    for name in source.arrays:
+        w = np.array(source.read(name).astype(mx.float32))
+        error = np.linalg.norm(values[name] - w) / np.linalg.norm(w)
+        assert errors[name] == pytest.approx(error, rel=1e-3)
+        quantized = "_proj" in name or name == "lm_head.weight"
+        assert (0 < error < 0.2) if quantized else error == 0
+
+
+def test_mlx_lm_reads_what_is_quantized_in_its_layout(tmp_path: Path) -> None:
+    plain_llama(tmp_path / "source")
+    rows = convert(
+        open_source(tmp_path / "source"),
+        tmp_path / "result",
+        layout="mlx",
+        quantization=Quantization(bits=4, group_size=64),
+        only="mlp",
+    )
+    assert sum(row.error > 0 for row in rows) == 6
+    model, _ = utils.load_model(tmp_path / "result")
+    w = Folder(tmp_path / "source").read("model.layers.0.mlp.up_proj.weight")
+    layer = model.model.layers[0].mlp.up_proj
+    for ours, theirs in zip(
+        (layer.weight, layer.scales, layer.biases), mx.quantize(w), strict=True
+    ):
+        assert mx.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "other"}, "mode='other'"),
+        ({"bits": 7}, "bits=7"),
+        ({"group_size": 48}, "group_size=48, expected one of"),
+        ({"quantizer": "best"}, "quantizer='best', expected one of"),
+        (
+            {"mode": "mxfp4", "group_size": 32, "quantizer": "search"},
+            "quantizer='search' is for integers",
+        ),
+    ],
+)
+def test_wrong_quantizations_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Quantization(**options)
+
+
+def test_infinite_weights_are_refused() -> None:
+    w = mx.zeros((32, 64)).at[3, 5].add(float("inf"))
+    with pytest.raises(ValueError, match="a weight is NaN or infinite"):
+        Quantization().apply(w)
+
+
+def test_a_large_weight_is_quantized_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = mx.random.normal((3, 50, 128), key=mx.random.key(0))
+    whole, error = Quantization().apply(w)
+    monkeypatch.setattr(quantization, "CHUNK_BYTES", 7 * 128 * 4)
+    chunked, again = Quantization().apply(w)
+    for name in ("codes", "scales", "biases"):
+        assert mx.array_equal(getattr(whole, name), getattr(chunked, name))
+    assert chunked.shape == (3, 50, 128)
+    assert again == pytest.approx(error)

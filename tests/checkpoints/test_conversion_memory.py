@@ -1,0 +1,85 @@
+"""Converting takes the memory of few tensors, not of the model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin.checkpoints.shards import Shards
+from support.foreign_models import CONFIG
+
+WIDE, LAYERS = 2048, 24
+PROGRAM = """
+import resource, sys
+from pathlib import Path
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.integrations.mlx_lm.conversion import convert
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+import mlx_lm.models.llama, mlx_lm.utils
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+before = peak()
+how = Quantization(quantizer=sys.argv[3]) if len(sys.argv) > 3 else None
+layout = "mlx" if how is None else "marlin"
+source = open_source(Path(sys.argv[1]))
+for row in convert(source, Path(sys.argv[2]), layout=layout, quantization=how):
+    pass
+print(peak() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 24 layers, 800 MB, whose largest weights have 8 MB."""
+    path = tmp_path_factory.mktemp("large")
+    sizes = {
+        "hidden_size": WIDE,
+        "intermediate_size": WIDE,
+        "num_hidden_layers": LAYERS,
+    }
+    (path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    matrix = mx.random.normal((WIDE, WIDE), mx.float16)
+    layer = {
+        **{f"self_attn.{name}_proj": matrix for name in ("q", "k", "v", "o")},
+        "mlp.down_proj": matrix,
+        "input_layernorm": matrix[0],
+        "post_attention_layernorm": matrix[0],
+    }
+    arrays = {
+        f"model.layers.{i}.{name}.weight": array
+        for i in range(LAYERS)
+        for name, array in layer.items()
+    }
+    arrays |= {
+        f"model.layers.{i}.mlp.{name}_proj.weight": matrix
+        for i in range(LAYERS // 4)
+        for name in ("up", "gate")
+    }
+    with Shards(path, [*arrays], {}) as shards:
+        for name, array in arrays.items():
+            shards.add(name, array)
+    return path
+
+
+@pytest.mark.parametrize(
+    "quantizer", [None, pytest.param("nearest", marks=pytest.mark.grid)]
+)
+def test_memory_is_that_of_few_tensors(
+    large_llama: Path, tmp_path: Path, quantizer: str | None
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, large_llama, tmp_path / "result"]
+    done = subprocess.run(
+        [*command, *([quantizer] if quantizer else [])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    total = sum(file.stat().st_size for file in large_llama.iterdir())
+    bound = 3 * 2 * WIDE * WIDE + 200_000_000
+    assert total > 4 * bound
+    assert int(done.stdout) < bound

@@ -1,0 +1,216 @@
+"""Damaged and hostile checkpoints end in a ValueError that names file and tensor."""
+
+import json
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_marlin.checkpoints.reading import read_checkpoint
+from support import foreign_checkpoints as foreign
+
+FILE = "model.safetensors"
+
+
+def gptq() -> foreign.Folder:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 4)
+    return foreign.Folder(
+        foreign.gptq_config(4, 2), foreign.gptq_arrays("a.b", weight, 2)
+    )
+
+
+def awq() -> foreign.Folder:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 4)
+    return foreign.Folder(foreign.awq_config(), foreign.awq_arrays("a.b", weight))
+
+
+def compressed() -> foreign.Folder:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 3)
+    return foreign.Folder(
+        foreign.compressed_config(3),
+        foreign.compressed_arrays("a.b", weight, symmetric=False),
+    )
+
+
+def stock() -> foreign.Folder:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a.b.weight": rng.integers(0, 2**32, (32, 16), np.uint32),
+        "a.b.scales": rng.uniform(size=(32, 2)).astype(np.float16),
+        "a.b.biases": rng.uniform(size=(32, 2)).astype(np.float16),
+        "c.weight": rng.uniform(size=(4, 8)).astype(np.float32),
+    }
+    return foreign.Folder({"quantization": {"bits": 4, "group_size": 64}}, arrays)
+
+
+CHECKPOINTS = [gptq, awq, compressed, stock]
+
+
+def read_all(path: Path) -> None:
+    for _, value in read_checkpoint(path):
+        arrays = [value] if isinstance(value, mx.array) else [value.words, value.scales]
+        mx.eval(arrays)
+
+
+def change_bytes(rng: random.Random, path: Path) -> None:
+    file = path / rng.choice([FILE, "config.json"])
+    data = bytearray(file.read_bytes())
+    # Most of them in the header: anything may stand in the data.
+    end = min(len(data), 1200)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        data[rng.randrange(end)] = rng.choice((0, 0x7D, 0x2D, 0x39, rng.randrange(256)))
+    file.write_bytes(data)
+
+
+def truncate(rng: random.Random, path: Path) -> None:
+    file = path / rng.choice([FILE, "config.json"])
+    data = file.read_bytes()
+    file.write_bytes(data[: rng.randrange(len(data))])
+
+
+def change_header(rng: random.Random, path: Path) -> None:
+    data = (path / FILE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    entry = header[rng.choice(sorted(header))]
+    value = rng.choice([0, 1, -1, 7, 2**31, 2**62, 2**70, None, "x", 1.5, [], {}, True])
+    match rng.randrange(5):
+        case 0:
+            entry["dtype"] = rng.choice(
+                ["F16", "I32", "U8", "F64", "I64", "BOOL", value]
+            )
+        case 1:
+            entry["shape"] = rng.choice([value, [value], entry["shape"][::-1], []])
+        case 2:
+            entry["shape"][rng.randrange(len(entry["shape"]))] = value
+        case 3:
+            entry["data_offsets"][rng.randrange(2)] = value
+        case 4:
+            header[rng.choice(sorted(header))] = value
+    text = json.dumps(header).encode()
+    size = rng.choice([len(text), len(text), length, 2**63, 0])
+    whole = size.to_bytes(8, "little") + text + data[8 + length :]
+    (path / FILE).write_bytes(whole)
+
+
+def change_config(rng: random.Random, path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    known = config.get("quantization_config") or config["quantization"]
+    value = rng.choice([0, -1, 5, 2**40, None, "x", 1.5, [], {}, [1], {"a": 1}, True])
+    known[rng.choice([*known, "bits", "group_size", "mode", "a.b"])] = value
+    if rng.random() < 0.1:
+        config[rng.choice(sorted(config))] = value
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def change_arrays(rng: random.Random, path: Path) -> None:
+    """Another dtype, another shape or one array less."""
+    arrays = dict(mx.load(str(path / FILE)))
+    name = rng.choice(sorted(arrays))
+    array = arrays[name]
+    match rng.randrange(5):
+        case 0:
+            del arrays[name]
+        case 1:
+            arrays[name] = array.view(rng.choice([mx.uint8, mx.int16, mx.float16]))
+        case 2:
+            arrays[name] = array.flatten()
+        case 3:
+            arrays[name] = array[: rng.randrange(array.shape[0])]
+        case 4:
+            arrays[name] = array.reshape(1, *array.shape)
+    mx.eval(arrays)
+    mx.save_safetensors(str(path / FILE), arrays)
+
+
+DAMAGES: list[Callable[[random.Random, Path], None]] = [
+    change_bytes,
+    truncate,
+    change_header,
+    change_config,
+    change_arrays,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_damaged_checkpoints_are_refused_or_read(
+    tmp_path: Path, damage: Callable, checkpoint: Callable[[], foreign.Folder]
+) -> None:
+    refused = 0
+    for seed in range(50):
+        path = checkpoint().write(tmp_path / str(seed))
+        damage(random.Random(f"{damage.__name__} {checkpoint.__name__} {seed}"), path)
+        message = outcome(path)
+        assert message is None or str(path) in message
+        refused += message is not None
+    assert refused > 5
+
+
+def outcome(path: Path) -> str | None:
+    """Returns the message of the error that reading ends in; None without one."""
+    try:
+        read_all(path)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def refusal(path: Path) -> str:
+    tracemalloc.start()
+    message = outcome(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4_000_000
+    assert message is not None
+    return message
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    path = stock().write(tmp_path)
+    (path / FILE).write_bytes((2**40).to_bytes(8, "little") + b"{")
+    assert "header of 1099511627776 bytes" in refusal(path)
+
+
+def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    path = stock().write(tmp_path)
+    entry = '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    text = f"{{{entry},{entry}}}".encode()
+    (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + b"0")
+    assert "key 'a' occurs twice" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "x.bin", 1])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
+    path = stock().write(tmp_path)
+    index = {"weight_map": {"a.b.weight": name}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "expected a safetensors file in the same folder" in refusal(path)
+
+
+def test_an_index_that_names_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    path = stock().write(tmp_path)
+    index = {"weight_map": {"d.weight": FILE}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "'d.weight' is not in model.safetensors" in refusal(path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    path = stock().write(tmp_path)
+    stock().write(tmp_path, "model-2.safetensors")
+    assert "occurs in model-2.safetensors too" in refusal(path)
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = stock().write(tmp_path)
+    entries = {
+        name: {"dtype": "U8", "shape": [4], "data_offsets": [begin, begin + 4]}
+        for name, begin in (("a", 0), ("b", 3))
+    }
+    text = json.dumps(entries).encode()
+    (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert "tensors 'a' and 'b' overlap" in refusal(path)

@@ -1,0 +1,161 @@
+"""GPTQ, AWQ and compressed-tensors are read without rounding."""
+
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_marlin import unpack
+from mlx_marlin.checkpoints.reading import read_checkpoint
+from mlx_marlin.weights.bit_streams import codes_of_words
+from support import foreign_checkpoints as foreign
+
+LAYER = "model.layers.0.mlp.up_proj"
+EXAMPLES = settings(max_examples=200, deadline=None)
+
+
+def read(folder: foreign.Folder) -> dict:
+    with tempfile.TemporaryDirectory() as path:
+        read = dict(read_checkpoint(folder.write(Path(path))))
+        mx.eval([v for v in read.values() if isinstance(v, mx.array)])
+        for value in read.values():
+            if not isinstance(value, mx.array):
+                mx.eval(value.words, value.scales)
+    return read
+
+
+def assert_same(read: dict, weight: foreign.IntegerWeight) -> None:
+    """The same integers and scales, in the order that `input_order` tells."""
+    packed = read[f"{LAYER}.weight"]
+    order = read.get(f"{LAYER}.input_order")
+    order = np.arange(packed.k) if order is None else np.array(order)
+    assert sorted(order) == [*range(packed.k)]
+    words, scales, *zeros = unpack(packed)
+    np.testing.assert_array_equal(
+        np.array(codes_of_words(words, packed.bits)), weight.codes[:, order]
+    )
+    groups = weight.groups_of_columns[order]
+    # Groups of the packed weight are runs of columns.
+    np.testing.assert_array_equal(groups, np.arange(packed.k) // packed.group_size)
+    np.testing.assert_array_equal(np.array(scales), weight.scales)
+    if packed.mode == "symmetric":
+        assert (weight.zeros == 2 ** (packed.bits - 1)).all()
+    else:
+        np.testing.assert_array_equal(np.array(zeros[0]), weight.zeros)
+
+
+def shapes(widths: tuple[int, ...], n_multiple: int) -> st.SearchStrategy:
+    return st.fixed_dictionaries(
+        {
+            "n": st.integers(1, 5).map(lambda tiles: tiles * n_multiple),
+            "groups": st.integers(1, 5),
+            "group_size": st.sampled_from((64, 128)),
+            "bits": st.sampled_from(widths),
+            "symmetric": st.booleans(),
+            "act_order": st.booleans(),
+            "seed": st.integers(0, 2**32 - 1),
+        }
+    )
+
+
+def drawn(call: dict, **options: int) -> foreign.IntegerWeight:
+    return foreign.drawn_weight(
+        np.random.default_rng(call["seed"]),
+        call["n"],
+        call["groups"] * call["group_size"],
+        call["group_size"],
+        call["bits"],
+        symmetric=call["symmetric"],
+        act_order=call["act_order"],
+        **options,
+    )
+
+
+@EXAMPLES
+@given(call=shapes((2, 3, 4, 8), 32), version=st.sampled_from((1, 2)))
+def test_gptq_is_read_exactly(call: dict, version: int) -> None:
+    weight = drawn(call, least_zero=2 - version)
+    folder = foreign.Folder(
+        foreign.gptq_config(call["bits"], version),
+        foreign.gptq_arrays(LAYER, weight, version),
+    )
+    assert_same(read(folder), weight)
+
+
+@EXAMPLES
+@given(call=shapes((4,), 8))
+def test_awq_is_read_exactly(call: dict) -> None:
+    weight = drawn({**call, "act_order": False})
+    folder = foreign.Folder(foreign.awq_config(), foreign.awq_arrays(LAYER, weight))
+    assert_same(read(folder), weight)
+
+
+@EXAMPLES
+@given(call=shapes((2, 3, 4, 5, 6, 8), 1))
+def test_compressed_tensors_are_read_exactly(call: dict) -> None:
+    weight = drawn(call)
+    folder = foreign.Folder(
+        foreign.compressed_config(call["bits"]),
+        foreign.compressed_arrays(LAYER, weight, symmetric=call["symmetric"]),
+    )
+    assert_same(read(folder), weight)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_codes_of_seven_bits_keep_their_values_in_eight(symmetric: bool) -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 40, 256, 64, 7, symmetric=symmetric)
+    folder = foreign.Folder(
+        foreign.compressed_config(7),
+        foreign.compressed_arrays(LAYER, weight, symmetric=symmetric),
+    )
+    packed = read(folder)[f"{LAYER}.weight"]
+    words, _, zeros = unpack(packed)
+    assert (packed.bits, packed.mode) == (8, "zero_point")
+    np.testing.assert_array_equal(np.array(codes_of_words(words, 8)), weight.codes)
+    np.testing.assert_array_equal(np.array(zeros), weight.zeros)
+
+
+def test_zero_points_of_version_1_reach_sixteen() -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 32, 128, 128, 4, least_zero=1)
+    weight.zeros[:] = 16
+    folder = foreign.Folder(
+        foreign.gptq_config(4, 1), foreign.gptq_arrays(LAYER, weight, 1)
+    )
+    assert_same(read(folder), weight)
+
+
+def test_groups_of_different_sizes_are_refused() -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 32, 128, 64, 4)
+    weight.groups_of_columns[0] = 1
+    folder = foreign.Folder(
+        foreign.gptq_config(4, 2), foreign.gptq_arrays(LAYER, weight, 2)
+    )
+    with pytest.raises(ValueError, match=r"up_proj.*g_idx has groups of 63 to 65"):
+        read(folder)
+
+
+def test_a_group_that_does_not_exist_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 32, 128, 64, 4)
+    arrays = foreign.gptq_arrays(LAYER, weight, 2)
+    arrays[f"{LAYER}.g_idx"][5] = 2
+    with pytest.raises(ValueError, match="g_idx from 0 to 2, expected 0 to 1"):
+        read(foreign.Folder(foreign.gptq_config(4, 2), arrays))
+
+
+def test_an_infinite_scale_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 32, 128, 64, 4)
+    weight.scales[3, 1] = np.inf
+    folder = foreign.Folder(
+        foreign.gptq_config(4, 2), foreign.gptq_arrays(LAYER, weight, 2)
+    )
+    with pytest.raises(ValueError, match="a scale is NaN or infinite"):
+        read(folder)

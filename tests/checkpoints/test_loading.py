@@ -1,0 +1,212 @@
+"""Models are loaded from every format, and compute with exactly its weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+from mlx_lm.models import llama
+
+from mlx_marlin.integrations.mlx_lm import loading
+from mlx_marlin.integrations.mlx_lm.conversion import convert
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.loading import load_model
+from mlx_marlin.integrations.mlx_lm.saving import save
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.reordered import ReorderedLinear
+from support import foreign_checkpoints as foreign
+from support import oracles
+from support.foreign_models import CONFIG, write_llama
+
+TOKENS = mx.array([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
+FORMATS: dict[str, tuple[Any, dict, dict]] = {
+    "gptq": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        {"bits": 4},
+    ),
+    "gptq-act-order": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 1),
+        foreign.gptq_config(4, 1),
+        {"bits": 4, "act_order": True, "least_zero": 1},
+    ),
+    "awq": (foreign.awq_arrays, foreign.awq_config(), {"bits": 4}),
+    "compressed": (
+        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=False),
+        foreign.compressed_config(3),
+        {"bits": 3},
+    ),
+}
+
+
+def reference(exact: dict[str, np.ndarray]) -> np.ndarray:
+    """The logits of mlx-lm's model with the plain weights in float32."""
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    model.load_weights(
+        [(name, mx.array(value.astype(np.float32))) for name, value in exact.items()]
+    )
+    return np.array(model(TOKENS), np.float64)
+
+
+def assert_same_answers(model: Any, expected: np.ndarray) -> None:
+    logits = model(TOKENS)
+    assert logits.dtype == mx.float16
+    assert oracles.error(logits, expected) < 5e-3
+    best, second = np.sort(expected, axis=-1)[..., [-1, -2]].transpose(2, 0, 1)
+    clear = best - second > 0.02 * np.abs(expected).max()
+    assert clear.mean() > 0.5
+    same = np.array(logits.argmax(-1)) == expected.argmax(-1)
+    assert same[clear].all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_model_computes_with_the_weights_of_the_file(
+    tmp_path: Path, name: str, converted: bool
+) -> None:
+    arrays, settings, options = FORMATS[name]
+    path = tmp_path / "source"
+    exact = write_llama(path, arrays, settings, **options)
+    if converted:
+        [*convert(open_source(path), tmp_path / "result")]
+        path = tmp_path / "result"
+
+    model = load_model(open_source(path))
+
+    layer = model.model.layers[0].mlp.up_proj
+    expected = ReorderedLinear if name == "gptq-act-order" else MarlinLinear
+    assert type(layer) is expected
+    assert_same_answers(model, reference(exact))
+
+
+def test_layers_in_a_format_of_mlx_become_its_own(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    exact = write_llama(tmp_path / "source", arrays, settings, **options)
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result", layout="mlx")]
+
+    model = load_model(open_source(tmp_path / "result"))
+
+    assert type(model.model.layers[0].mlp.up_proj).__module__.startswith("mlx.nn")
+    assert_same_answers(model, reference(exact))
+
+
+def test_the_tokenizer_is_loaded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path, arrays, {**settings, "eos_token_id": 7}, **options)
+    asked = []
+    monkeypatch.setattr(
+        "mlx_lm.utils.load_tokenizer",
+        lambda path, eos_token_ids: asked.append((path, eos_token_ids)),
+    )
+    model, _ = loading.load(tmp_path)
+    assert asked == [(tmp_path, 7)]
+    assert not model.training
+
+
+def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    path = tmp_path / "source"
+    write_llama(path, arrays, settings, **options)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match=r"source: the model lacks \['model.layers.2"):
+        load_model(open_source(path))
+
+
+def test_a_parameter_without_a_place_is_named(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    path = tmp_path / "source"
+    write_llama(path, arrays, settings, **options)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=r"source: tensor 'model\.layers\.1"):
+        load_model(open_source(path))
+
+
+def damaged_record(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    ours = config["mlx_marlin"]
+    record = next(iter(ours["layers"].values()))
+    for name, value in changes.items():
+        (ours if name == "version" else record)[name] = value
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, "version 2, expected 1"),
+        ({"layout": "marlin-tiles-2"}, "expected an object with layout=marlin-tiles-1"),
+        ({"n": -1}, "n=-1, expected an integer from 1"),
+        ({"k": 2**40}, "k=1099511627776, expected an integer from 1"),
+        ({"n": 512}, "words must be uint32"),
+        ({"bits": 8}, "words must be uint32"),
+        ({"mode": "other"}, "mode='other'"),
+        ({"group_size": 48}, "group_size=48"),
+    ],
+)
+def test_a_damaged_record_is_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    arrays, settings, options = FORMATS["awq"]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    path = tmp_path / "result"
+    [*convert(open_source(tmp_path / "source"), path)]
+    damaged_record(path, **changes)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(open_source(path))
+    assert str(path) in str(caught.value)
+
+
+class Tokenizer:
+    """Stands for a tokenizer, of which only saving matters here."""
+
+    def save_pretrained(self, path: str) -> None:
+        (Path(path) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_saved_and_loaded_models_have_the_same_bits(tmp_path: Path, name: str) -> None:
+    arrays, settings, options = FORMATS[name]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    model = load_model(open_source(tmp_path / "source"))
+
+    save(tmp_path / "saved", model, Tokenizer())
+
+    again = load_model(open_source(tmp_path / "saved"))
+    before, after = (dict(tree_flatten(m.parameters())) for m in (model, again))
+    assert {*before} == {*after}
+    for path, array in before.items():
+        assert array.dtype == after[path].dtype
+        assert mx.array_equal(array, after[path])
+    assert mx.array_equal(model(TOKENS), again(TOKENS))
+    assert (tmp_path / "saved" / "tokenizer.json").exists()
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"source", "saved"}
+
+
+def test_a_model_without_packed_layers_is_saved_for_mlx_lm(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    [*convert(open_source(tmp_path / "source"), tmp_path / "mlx", layout="mlx")]
+    model = load_model(open_source(tmp_path / "mlx"))
+    save(tmp_path / "saved", model, Tokenizer())
+    stock, _ = utils.load_model(tmp_path / "saved")
+    assert mx.array_equal(model(TOKENS), stock(TOKENS))
+
+
+def test_nothing_is_left_if_saving_fails(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    model = load_model(open_source(tmp_path / "source"))
+    with pytest.raises(AttributeError):
+        save(tmp_path / "saved", model, None)
+    with pytest.raises(ValueError, match="source exists"):
+        save(tmp_path / "source", model, Tokenizer())
+    assert {file.name for file in tmp_path.iterdir()} == {"source"}

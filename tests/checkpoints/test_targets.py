@@ -1,0 +1,84 @@
+"""Written weights are those that were read, or the error that is reported."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_marlin.checkpoints.integers import integer_weight
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.targets import mlx_target, packed_target, record_of
+from support import foreign_checkpoints as foreign
+
+
+def stored(weight: foreign.IntegerWeight) -> StoredWeight:
+    return integer_weight(
+        mx.array(foreign.bit_stream(weight.codes, weight.bits)).view(mx.uint32),
+        mx.array(weight.scales),
+        mx.array(weight.zeros),
+        bits=weight.bits,
+        k=weight.codes.shape[1],
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_symmetric_weights_are_exact_in_mlx(bits: int) -> None:
+    weight = foreign.drawn_weight(
+        np.random.default_rng(0), 32, 256, 64, bits, symmetric=True
+    )
+    written = mlx_target(stored(weight))
+    arrays = written.arrays
+    assert written.error == 0
+    assert written.record == {"group_size": 64, "bits": bits, "mode": "affine"}
+    decoded = mx.dequantize(
+        arrays["weight"],
+        arrays["scales"].astype(mx.float32),
+        arrays["biases"].astype(mx.float32),
+        64,
+        bits,
+    )
+    np.testing.assert_array_equal(np.array(decoded), weight.values.astype(np.float32))
+
+
+def test_a_rounded_bias_is_reported() -> None:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 96, 256, 64, 4)
+    weight.zeros[:] = 11  # not a power of two: the product needs more digits
+    written = mlx_target(stored(weight))
+    decoded = mx.dequantize(
+        written.arrays["weight"],
+        written.arrays["scales"].astype(mx.float32),
+        written.arrays["biases"].astype(mx.float32),
+        64,
+        4,
+    )
+    difference = np.array(decoded, np.float64) - weight.values
+    expected = np.linalg.norm(difference) / np.linalg.norm(weight.values)
+    assert 0 < expected < 1e-3
+    assert written.error == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_mlx_cannot_say_is_refused() -> None:
+    rng = np.random.default_rng(0)
+    of_256 = stored(foreign.drawn_weight(rng, 32, 256, 256, 4))
+    with pytest.raises(ValueError, match="no affine weights in groups of 256"):
+        mlx_target(of_256)
+    ordered = foreign.drawn_weight(rng, 32, 256, 64, 4, act_order=True)
+    weight = integer_weight(
+        mx.array(foreign.bit_stream(ordered.codes, 4)).view(mx.uint32),
+        mx.array(ordered.scales),
+        mx.array(ordered.zeros),
+        bits=4,
+        k=256,
+        group_of_column=mx.array(ordered.groups_of_columns),
+    )
+    with pytest.raises(ValueError, match="act-order"):
+        mlx_target(weight)
+    assert {*packed_target(weight).arrays} == {"words", "quantizers", "input_order"}
+
+
+def test_the_record_says_what_a_packed_weight_is() -> None:
+    weight = stored(foreign.drawn_weight(np.random.default_rng(0), 40, 256, 64, 3))
+    written = packed_target(weight)
+    assert written.error == 0
+    assert written.record == record_of(weight.packed())
+    assert written.record["layout"] == "marlin-tiles-1"
+    assert (written.record["n"], written.record["mode"]) == (40, "zero_point")

@@ -1,0 +1,220 @@
+"""Tiny models of mlx-lm, and GGUF files as llama.cpp's conversion writes them."""
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from gguf import MODEL_ARCH, get_tensor_name_map
+from mlx.utils import tree_flatten
+
+from support.gguf_files import Written, plain_bytes
+
+HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4, 2, 64, 40
+_NORMS_PLUS_ONE = ("gemma2", "gemma3")
+
+
+@dataclass
+class Case:
+    """A tiny model.
+
+    Attributes:
+        architecture: llama.cpp's name.
+        model_type: mlx-lm's name.
+        keys: Metadata under the architecture's prefix, next to the usual.
+        tied: Whether the output is the embedding.
+        biases: Whether linear layers have biases.
+        layers: Decoder layers; a pattern of Gemma 3 has six.
+    """
+
+    architecture: str
+    model_type: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    layers: int = 2
+    biases: bool = False
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        usual = {
+            "block_count": self.layers,
+            "context_length": 128,
+            "embedding_length": HIDDEN,
+            "feed_forward_length": 96,
+            "attention.head_count": HEADS,
+            "attention.head_count_kv": KV_HEADS,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "rope.freq_base": 10000.0,
+        }
+        named = {
+            f"{self.architecture}.{key}": v for key, v in (usual | self.keys).items()
+        }
+        return {"general.architecture": self.architecture, **named}
+
+
+_WIDE = {"attention.key_length": 32, "attention.value_length": 32}
+_MIXTURE = {"expert_count": 4, "expert_used_count": 2}
+CASES = {
+    "llama": Case("llama", "llama", {"rope.dimension_count": 16}),
+    "llama_tied": Case("llama", "llama", _WIDE | {"rope.dimension_count": 32}, True),
+    "llama_biased": Case("llama", "llama", biases=True),
+    "mixtral": Case("llama", "mixtral", _MIXTURE),
+    "qwen2": Case("qwen2", "qwen2", tied=True),
+    "qwen3": Case("qwen3", "qwen3", _WIDE),
+    "qwen2moe": Case(
+        "qwen2moe",
+        "qwen2_moe",
+        _MIXTURE
+        | {"expert_feed_forward_length": 32, "expert_shared_feed_forward_length": 48},
+    ),
+    "qwen3moe": Case(
+        "qwen3moe", "qwen3_moe", _WIDE | _MIXTURE | {"expert_feed_forward_length": 32}
+    ),
+    "gemma2": Case(
+        "gemma2",
+        "gemma2",
+        _WIDE | {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0},
+        True,
+    ),
+    "gemma3": Case(
+        "gemma3", "gemma3_text", _WIDE | {"attention.sliding_window": 16}, True, 6
+    ),
+    "phi3": Case("phi3", "phi3", {"rope.dimension_count": 8}),
+    "gpt-oss": Case(
+        "gpt-oss",
+        "gpt_oss",
+        _WIDE
+        | _MIXTURE
+        | {
+            "attention.sliding_window": 16,
+            "expert_feed_forward_length": 32,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 64,
+        },
+    ),
+}
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    """Returns the configuration that the model was trained with, written by hand."""
+    wide = "attention.key_length" in case.keys
+    config: dict[str, Any] = {
+        "model_type": case.model_type,
+        "num_hidden_layers": case.layers,
+        "max_position_embeddings": 128,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 32 if wide else HIDDEN // HEADS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": case.tied,
+    }
+    if case.model_type == "llama":
+        config |= {"attention_bias": case.biases, "mlp_bias": case.biases}
+    if case.model_type in ("qwen2_moe", "qwen3_moe"):
+        config |= {"num_experts": 4, "num_experts_per_tok": 2}
+        config |= {"moe_intermediate_size": 32}
+    return config | {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen2_moe": {"shared_expert_intermediate_size": 48},
+        "qwen3_moe": {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        },
+        "gemma2": {
+            "query_pre_attn_scalar": 32.0,
+            "attn_logit_softcapping": 40.0,
+            "final_logit_softcapping": 20.0,
+        },
+        "gemma3_text": {"query_pre_attn_scalar": 32.0, "sliding_window": 16},
+        "phi3": {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 128},
+        "gpt_oss": {
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    }.get(case.model_type, {})
+
+
+def build(config: dict[str, Any]) -> nn.Module:
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    return module.Model(module.ModelArgs.from_dict(config))
+
+
+def random_model(case: Case, seed: int = 0) -> nn.Module:
+    model = build(arguments(case))
+    if case.model_type == "gemma3_text":
+        model.sanitize({})  # drops the output, which is tied
+    random = np.random.default_rng(seed)
+    drawn = [
+        (name, mx.array(random.normal(0, 0.2, array.shape).astype(np.float16)))
+        for name, array in tree_flatten(model.parameters())
+    ]
+    return model.load_weights(
+        [(name, array.astype(mx.float32)) for name, array in drawn]
+    )
+
+
+def written_model(case: Case, model: nn.Module) -> list[Written]:
+    """Returns the tensors of a model, F32, as llama.cpp's conversion leaves them."""
+    architecture = next(
+        each for each in MODEL_ARCH if _arch_name(each) == case.architecture
+    )
+    names = get_tensor_name_map(architecture, case.layers)
+    tensors = []
+    for name, array in tree_flatten(model.parameters()):
+        path = name.replace("switch_mlp", "experts")
+        if case.model_type == "mixtral":
+            for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+                path = path.replace(f"experts.{ours}_proj", f"experts.{theirs}")
+        stored = names.get_name(path, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, f"no name for {path}"
+        if not stored.endswith((".weight", ".bias")):
+            stored += ".weight"
+        values = _converted(case, name, np.array(array.astype(mx.float32)))
+        tensors.append(Written(stored, "F32", values.shape, plain_bytes("F32", values)))
+    return tensors
+
+
+def _arch_name(architecture: MODEL_ARCH) -> str:
+    from gguf import MODEL_ARCH_NAMES
+
+    name: str = MODEL_ARCH_NAMES[architecture]
+    return name
+
+
+def _converted(case: Case, name: str, values: np.ndarray) -> np.ndarray:
+    if case.architecture == "llama" and ".self_attn.q_proj." in name:
+        return permuted(values, HEADS)
+    if case.architecture == "llama" and ".self_attn.k_proj." in name:
+        return permuted(values, KV_HEADS)
+    if case.architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    if "shared_expert_gate" in name:
+        return values[0]
+    return values
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """Returns rows in the order of llama.cpp's conversion of Llama, row by row."""
+    stored = np.empty_like(values)
+    rows = len(values) // heads
+    for head in range(heads):
+        for row in range(rows // 2):
+            first, second = head * rows + row, head * rows + row + rows // 2
+            stored[head * rows + 2 * row] = values[first]
+            stored[head * rows + 2 * row + 1] = values[second]
+    return stored

@@ -1,0 +1,98 @@
+"""Damaged and hostile GGUF files, drawn from a seed."""
+
+import struct
+
+import numpy as np
+
+from support.gguf_blocks import QUANTIZED
+from support.gguf_files import gguf_bytes, random_tensor
+from support.gguf_models import CASES, random_model, written_model
+from support.gguf_vocabularies import byte_pairs, sentencepiece
+
+EXTREMES = [0, 1, 7, 8, 9, 255, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63, (1 << 64) - 1]
+
+
+def seeds() -> list[bytes]:
+    """Returns whole files: models with vocabularies, and one tensor of each type."""
+    models = []
+    for name in ("llama", "qwen3moe", "gemma2", "phi3", "gpt-oss"):
+        case = CASES[name]
+        vocabulary = sentencepiece() if name != "qwen3moe" else byte_pairs()
+        written = written_model(case, random_model(case))
+        models.append(gguf_bytes(case.metadata | vocabulary, written))
+    random = np.random.default_rng(0)
+    kinds = [
+        random_tensor(f"blk.{layer}.attn_v.weight", kind, (2, 256), random)
+        for layer, kind in enumerate([*QUANTIZED, "F16", "BF16"])
+    ]
+    values = {
+        "nested": ("array", ("array", [("u8", [1, 2]), ("string", ["a", "b"])])),
+        "wide": ("u64", 1 << 60),
+        "texts": ["one", "two"],
+        "general.alignment": 64,
+    }
+    metadata = CASES["llama"].metadata | values
+    return [*models, gguf_bytes(metadata, kinds, alignment=64)]
+
+
+def mutate(octets: bytes, random: np.random.Generator) -> bytes:
+    """Returns a copy with up to four changes, most of them before the tensors' data."""
+    changed = bytearray(octets)
+    for _ in range(random.integers(1, 5)):
+        change = _CHANGES[random.integers(len(_CHANGES))]
+        whole = random.random() < 0.1
+        last = len(changed) if whole else min(len(changed), 6000)
+        change(changed, int(random.integers(0, max(1, last))), random)
+    return bytes(changed)
+
+
+def _flip(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    if octets:
+        octets[min(at, len(octets) - 1)] ^= 1 << int(random.integers(8))
+
+
+def _extreme(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    value = EXTREMES[random.integers(len(EXTREMES))]
+    letter = "<Q" if random.random() < 0.6 else "<I"
+    stored = struct.pack(letter, value & (1 << 8 * struct.calcsize(letter)) - 1)
+    octets[at : at + len(stored)] = stored
+
+
+def _count(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    """Changes the version, the number of tensors or the number of values."""
+    _extreme(octets, int(random.choice([4, 8, 16])), random)
+
+
+def _length(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    """Changes what is likely to be a length, a count, a type or an offset."""
+    for start in range(at, max(0, len(octets) - 8)):
+        if octets[start] and not any(octets[start + 1 : start + 4]):
+            value = EXTREMES[random.integers(len(EXTREMES))]
+            near = octets[start] + int(random.integers(-2, 3))
+            chosen = value if random.random() < 0.5 else near % 256
+            letter = "<I" if random.random() < 0.5 else "<Q"
+            size = struct.calcsize(letter)
+            limited = chosen & (1 << 8 * size) - 1
+            octets[start : start + size] = struct.pack(letter, limited)
+            return
+
+
+def _truncate(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    del octets[at:]
+
+
+def _delete(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    del octets[at : at + int(random.integers(1, 40))]
+
+
+def _repeat(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    octets[at:at] = octets[at : at + int(random.integers(1, 200))]
+
+
+def _noise(octets: bytearray, at: int, random: np.random.Generator) -> None:
+    count = int(random.integers(1, 16))
+    octets[at : at + count] = random.bytes(count)
+
+
+_CHANGES = [_flip, _extreme, _count, _length, _length, _truncate, _delete]
+_CHANGES += [_repeat, _noise, _flip, _length]
