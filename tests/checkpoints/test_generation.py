@@ -1,0 +1,212 @@
+"""The demo's model, stored in each format, writes what its weights say in float64."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.loading import load_model
+from support import float64_llama
+from support import foreign_checkpoints as foreign
+from support.gguf_files import Written, plain_bytes, write_gguf
+from support.gguf_models import permuted
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+DEMO = Path(__file__).parents[2] / "examples/tiny_llama/model"
+CONFIG = json.loads((DEMO / "config.json").read_text())
+PROMPT = np.array([5, 300, 12, 77, 410, 9])
+COUNT = 10
+TIE = 0.05
+"""Two logits that differ by less may change places: those of float16 are off by some
+hundredths."""
+
+
+def plain_weights() -> dict[str, np.ndarray]:
+    loaded = mx.load(str(DEMO / "model.safetensors"))
+    return {name: np.array(array, np.float64) for name, array in loaded.items()}
+
+
+def rounded(
+    w: np.ndarray, bits: int, *, symmetric: bool, act_order: bool = False
+) -> foreign.IntegerWeight:
+    """Rounds a weight to nearest, in groups of 64, perhaps of columns in any order."""
+    n, k = w.shape
+    columns = np.arange(k, dtype=np.int32) // 64
+    if act_order:
+        columns = np.random.default_rng(0).permutation(columns)
+    order = np.argsort(columns, kind="stable")
+    groups = w[:, order].reshape(n, -1, 64)
+    most, zero = 2**bits - 1, 2 ** (bits - 1)
+    if symmetric:
+        scales = np.abs(groups).max(-1) / (zero - 1)
+        zeros = np.full(scales.shape, zero)
+    else:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scales = (high - low) / most
+        zeros = np.clip(np.rint(-low / scales), 1, most).astype(int)
+    scales = scales.astype(np.float16)
+    wide = scales.astype(np.float64)[..., None]
+    codes = np.clip(np.rint(groups / wide) + zeros[..., None], 0, most).astype(int)
+    back = np.empty((n, k), int)
+    back[:, order] = codes.reshape(n, k)
+    return foreign.IntegerWeight(back, scales, zeros, bits, columns)
+
+
+FORMATS: dict[str, tuple[Callable[..., dict], dict, dict[str, Any]]] = {
+    "gptq version 1": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 1),
+        foreign.gptq_config(4, 1),
+        {"bits": 4, "symmetric": False},
+    ),
+    "gptq 8 bits": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(8, 2),
+        {"bits": 8, "symmetric": True},
+    ),
+    "gptq act-order": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        {"bits": 4, "symmetric": False, "act_order": True},
+    ),
+    "awq": (foreign.awq_arrays, foreign.awq_config(), {"bits": 4, "symmetric": False}),
+    "compressed-tensors": (
+        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=False),
+        foreign.compressed_config(5),
+        {"bits": 5, "symmetric": False},
+    ),
+}
+
+
+def written(path: Path, name: str) -> dict[str, np.ndarray]:
+    """Writes the demo's model in a format; returns its weights, dequantized."""
+    arrays, settings, options = FORMATS[name]
+    stored, exact = {}, {}
+    for parameter, w in plain_weights().items():
+        if "_proj" in parameter:
+            weight = rounded(w, **options)
+            stored |= arrays(parameter.removesuffix(".weight"), weight)
+            exact[parameter] = weight.values
+        else:
+            stored[parameter], exact[parameter] = w.astype(np.float16), w
+    config = CONFIG | {"quantization_config": settings["quantization_config"]}
+    foreign.Folder(config, stored).write(path)
+    return exact
+
+
+GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Those whose blocks of 32 fit 320 columns, of those that the package can write."""
+GGUF_LAYERS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_name(name: str) -> str:
+    if "layers" not in name:
+        return {"model.norm": "output_norm", "model.embed_tokens": "token_embd"}[name]
+    _, _, layer, *rest = name.split(".")
+    return f"blk.{layer}.{GGUF_LAYERS['.'.join(rest)]}"
+
+
+def written_gguf(path: Path, type_name: str) -> dict[str, np.ndarray]:
+    """Writes the demo's model with the `gguf` package; returns its weights."""
+    kind = gguf.GGMLQuantizationType[type_name]
+    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": 1}
+    tensors, exact = [], {}
+    for parameter, w in plain_weights().items():
+        layer = parameter.removesuffix(".weight")
+        narrow = w.astype(np.float32)
+        stored_name = f"{gguf_name(layer)}.weight"
+        if "_proj" not in parameter:
+            data = plain_bytes("F32", narrow)
+            tensors.append(Written(stored_name, "F32", w.shape, data))
+            exact[parameter] = w
+            continue
+        count = heads.get(layer.rpartition(".")[2], 0)
+        rows = permuted(narrow, count) if count else narrow
+        blocks = gguf.quants.quantize(rows, kind)
+        tensors.append(Written(stored_name, type_name, w.shape, blocks.tobytes()))
+        decoded = gguf.quants.dequantize(blocks, kind).astype(np.float64)
+        if count:
+            # Row i of a head comes from row `order[i]` of the stored ones.
+            order = permuted(np.arange(len(w))[:, None], count)[:, 0]
+            back = np.empty_like(decoded)
+            back[order] = decoded
+            decoded = back
+        exact[parameter] = decoded
+    write_gguf(path, gguf_metadata(), tensors)
+    return exact
+
+
+def gguf_metadata() -> dict[str, Any]:
+    sizes = {
+        "block_count": CONFIG["num_hidden_layers"],
+        "context_length": CONFIG["max_position_embeddings"],
+        "embedding_length": CONFIG["hidden_size"],
+        "feed_forward_length": CONFIG["intermediate_size"],
+        "attention.head_count": CONFIG["num_attention_heads"],
+        "attention.head_count_kv": CONFIG["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": CONFIG["rms_norm_eps"],
+        "rope.freq_base": CONFIG["rope_theta"],
+    }
+    named = {f"llama.{name}": value for name, value in sizes.items()}
+    return {"general.architecture": "llama", **named}
+
+
+def generated(model: Any) -> list[int]:
+    cache = make_prompt_cache(model)
+    tokens, given = [], mx.array(PROMPT)[None]
+    for _ in range(COUNT):
+        best = int(model(given, cache=cache)[0, -1].argmax().item())
+        tokens.append(best)
+        given = mx.array([[best]])
+    return tokens
+
+
+def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
+    """Each token is the best in float64 after those before it, up to ties."""
+    sequence = np.array([*PROMPT, *tokens])
+    logits = float64_llama.logits(CONFIG, exact, sequence)[len(PROMPT) - 1 : -1]
+    best = logits.max(-1)
+    behind = best - logits[np.arange(COUNT), tokens]
+    ties = [(i, float(lead)) for i, lead in enumerate(behind) if lead > 0]
+    assert all(lead < TIE for _, lead in ties), ties
+    assert len(ties) <= 1, ties
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
+    exact = written(tmp_path, name)
+    check_tokens(generated(load_model(open_source(tmp_path))), exact)
+
+
+@pytest.mark.parametrize("type_name", GGUF_TYPES)
+def test_a_gguf_file_writes_what_its_weights_say(
+    tmp_path: Path, type_name: str
+) -> None:
+    exact = written_gguf(tmp_path / "model.gguf", type_name)
+    model = load_model(open_source(tmp_path / "model.gguf"))
+    check_tokens(generated(model), exact)
+
+
+def test_another_weight_writes_something_else(tmp_path: Path) -> None:
+    exact = written(tmp_path, "awq")
+    tokens = generated(load_model(open_source(tmp_path)))
+    exact["model.layers.2.mlp.down_proj.weight"] *= -1
+    with pytest.raises(AssertionError):
+        check_tokens(tokens, exact)
