@@ -19,7 +19,7 @@ def test_both_checkpoints_write_python(
     for name in ("gptq", "gguf_file"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
-    texts = runpy.run_path(str(EXAMPLE / "run.py"))["run"](tmp_path, tokens=6)
+    texts = runpy.run_path(str(EXAMPLE / "run.py"))["run"](tmp_path, tokens=10)
 
     assert len(texts) == 2
     assert all(text.startswith("ArgumentParser(") for text in texts)
