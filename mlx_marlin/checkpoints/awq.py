@@ -1,7 +1,7 @@
 """Reads AWQ checkpoints in AutoAWQ's GEMM layout.
 
 Layout: `qweight` int32 [k, n / 8], `qzeros` int32 [groups, n / 8], `scales` [groups,
-n]. Nibble i of a word belongs to column `COLUMN_OF_NIBBLE[i]` of its eight columns.
+n]. Nibbles 0 to 7 of a word belong to columns 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.bit_streams import words_of_codes
 
 BITS = 4
-COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of each of the eight columns."""
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
@@ -34,16 +34,16 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
     bits = settings.get("bits", settings.get("w_bit", BITS))
     if version != "gemm" or bits != BITS:
         raise ValueError(f"AWQ version {version!r}, {bits} bits; expected 'gemm', 4")
-    codes = _in_order(folder.read(f"{layer}.qweight"))
+    codes = _rows(folder.read(f"{layer}.qweight"))
     scales = folder.read(f"{layer}.scales")
     zeros = None
     if f"{layer}.qzeros" in folder.arrays:
-        zeros = _in_order(folder.read(f"{layer}.qzeros")).T
-    k = codes.shape[0]
+        zeros = _rows(folder.read(f"{layer}.qzeros"))
+    k = codes.shape[1]
     if k % 8 or scales.ndim != 2:
         raise ValueError(f"codes of shape {codes.shape} with scales {scales.shape}")
     return integer_weight(
-        words_of_codes(mx.contiguous(codes.T), BITS),
+        words_of_codes(codes, BITS),
         mx.contiguous(scales.T),
         zeros,
         bits=BITS,
@@ -51,10 +51,12 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
     )
 
 
-def _in_order(words: mx.array) -> mx.array:
-    """Returns the integers of words in the order of columns, uint8 [rows, columns]."""
+def _rows(words: mx.array) -> mx.array:
+    """Returns the integers of words [k, n / 8] as uint8 [n, k]."""
     if words.ndim != 2 or words.dtype != mx.int32:
         raise ValueError(f"{words.dtype} {words.shape}, expected int32 [rows, words]")
-    nibbles = codes_of_words(words.view(mx.uint32), BITS)
-    nibbles = nibbles.reshape(*words.shape, 8)
-    return nibbles[..., list(NIBBLE_OF_COLUMN)].reshape(words.shape[0], -1)
+    turned = mx.contiguous(words.view(mx.uint32).T)
+    columns = [
+        (turned >> BITS * nibble & 0xF).astype(mx.uint8) for nibble in NIBBLE_OF_COLUMN
+    ]
+    return mx.stack(columns, axis=1).reshape(-1, words.shape[0])

@@ -1,0 +1,150 @@
+"""How fast `mlx-marlin convert` is: MB/s of checkpoints with random weights.
+
+    python benchmarks/conversion.py --gigabytes 1 gptq awq
+
+A model with the sizes of Llama 3 8B's layers, as many layers as fill the size, is
+written in each format and converted to the packed layout. No time of writing counts.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.shards import Shards
+from mlx_marlin.integrations.mlx_lm.conversion import convert
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+
+HIDDEN, FEATURES, VOCABULARY, GROUP = 4096, 14336, 1024, 128
+LINEAR = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN // 4, HIDDEN),
+    "self_attn.v_proj": (HIDDEN // 4, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (FEATURES, HIDDEN),
+    "mlp.up_proj": (FEATURES, HIDDEN),
+    "mlp.down_proj": (HIDDEN, FEATURES),
+}
+"""Rows and columns of a layer's weights."""
+Arrays = dict[str, mx.array]
+
+
+def words(*shape: int) -> mx.array:
+    """Random int32."""
+    return mx.random.randint(-(2**31), 2**31 - 1, shape)
+
+
+def scales(*shape: int) -> mx.array:
+    return mx.random.uniform(0.01, 0.02, shape).astype(mx.float16)
+
+
+def gptq(n: int, k: int) -> Arrays:
+    return {
+        "qweight": words(k // 8, n),
+        "qzeros": words(k // GROUP, n // 8),
+        "scales": scales(k // GROUP, n),
+    }
+
+
+def act_order(n: int, k: int) -> Arrays:
+    order = mx.random.permutation(mx.arange(k, dtype=mx.int32) // GROUP)
+    return gptq(n, k) | {"g_idx": order}
+
+
+def awq(n: int, k: int) -> Arrays:
+    return {
+        "qweight": words(k, n // 8),
+        "qzeros": words(k // GROUP, n // 8),
+        "scales": scales(k // GROUP, n),
+    }
+
+
+def compressed(n: int, k: int) -> Arrays:
+    return {
+        "weight_packed": words(n, k // 8),
+        "weight_scale": scales(n, k // GROUP),
+        "weight_shape": mx.array([n, k], mx.int64),
+    }
+
+
+def stock(n: int, k: int) -> Arrays:
+    return {
+        "weight": words(n, k // 8).view(mx.uint32),
+        "scales": scales(n, k // GROUP),
+        "biases": scales(n, k // GROUP),
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
+}
+FORMATS: dict[str, tuple[Callable[[int, int], Arrays], dict]] = {
+    "gptq": (gptq, {"quantization_config": GPTQ}),
+    "act-order": (act_order, {"quantization_config": GPTQ}),
+    "awq": (awq, {"quantization_config": AWQ}),
+    "compressed-tensors": (compressed, {"quantization_config": COMPRESSED}),
+    "mlx": (stock, {"quantization": {"bits": 4, "group_size": GROUP}}),
+}
+
+
+def write(path: Path, name: str, nbytes: float) -> float:
+    """Writes a checkpoint of about so many bytes; returns its bytes."""
+    arrays_of, settings = FORMATS[name]
+    layers = max(1, round(nbytes / (sum(n * k for n, k in LINEAR.values()) / 2)))
+    path.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "intermediate_size": FEATURES,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": True,
+    }
+    (path / "config.json").write_text(json.dumps(config | settings))
+    names = [f"{'x' * 60}{i}" for i in range(layers * 30)]
+    with Shards(path, names, {}) as shards:
+        for layer in range(layers):
+            start = f"model.layers.{layer}"
+            for linear, (n, k) in LINEAR.items():
+                for part, array in arrays_of(n, k).items():
+                    shards.add(f"{start}.{linear}.{part}", array)
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                shards.add(f"{start}.{norm}.weight", scales(HIDDEN))
+        shards.add("model.norm.weight", scales(HIDDEN))
+        shards.add("model.embed_tokens.weight", scales(VOCABULARY, HIDDEN))
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=0.2)
+    parser.add_argument("formats", nargs="*", default=[*FORMATS], metavar="FORMAT")
+    arguments = parser.parse_args()
+    for name in arguments.formats:
+        with tempfile.TemporaryDirectory() as folder:
+            source, result = Path(folder) / "source", Path(folder) / "result"
+            nbytes = write(source, name, arguments.gigabytes * 1e9)
+            start = time.perf_counter()
+            for _ in convert(open_source(source), result):
+                pass
+            seconds = time.perf_counter() - start
+        megabytes = nbytes / 1e6
+        print(
+            f"{name:<20}{megabytes:8.0f} MB {seconds:6.1f} s "
+            f"{megabytes / seconds:6.0f} MB/s"
+        )
+
+
+if __name__ == "__main__":
+    main()
