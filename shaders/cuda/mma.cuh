@@ -1,22 +1,22 @@
-// Weights go from device memory to registers, ahead of their use, and from there into 16x8x16
-// products: no staging and no barrier in the main loop, so that every warp goes at its own pace.
-// What was measured on the way here stands in docs/lab.
+// Weights are prefetched from device memory into registers and multiplied there as 16x8x16
+// fragments. The main loop has no staging and no barrier, so warps do not wait for each other.
+// docs/lab has the measurements.
 //
-// FRAGMENTS_M   column fragments (of 8 rows of x) of a warp
+// FRAGMENTS_M   column fragments (of 8 rows of x) per warp
 // SIMDGROUPS_N  packed tiles side by side in each tile
-// SIMDGROUPS_K  warps that share the k of a split, each a slice
-// WHOLE         every block has one whole tile
+// SIMDGROUPS_K  warps that share the k of a split, one slice each
+// WHOLE         every block computes one whole tile
 // SINGLE        no block has more than one split of a tile
-// BATCHED       there are several products, each with a weight of its own
+// BATCHED       there are several products, each with its own weight
 // W             WeightFormat
 //
-// THREADS is the size of a block. It has to be known before the kernel's signature, which MLX
-// writes: a kernel without bounds could take more registers than a block of its size has.
+// THREADS is the size of a block. The launch bounds must precede the kernel's signature, which MLX
+// generates. Without them, a thread could get more registers than a block of this size has.
 
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__(THREADS, 1)
 
-// Tiles whose words are on the way: registers set the limit.
+// Number of tiles that are prefetched; register pressure limits it.
 template <typename W>
 METAL_FUNC constexpr int tiles_ahead() {
   return THREADS > 512 || W::BITS > 4 ? 1 : 2;
@@ -47,7 +47,7 @@ METAL_FUNC void load_groups(
   }
 }
 
-// The products of one step: its words times its values of x.
+// Adds the products of one step.
 template <int FRAGMENTS, typename W, typename T>
 METAL_FUNC void multiply_step(
     float (*totals)[FRAGMENTS][4],
@@ -68,7 +68,7 @@ METAL_FUNC void multiply_step(
   }
 }
 
-// The main loop of one warp: k from `k` to k_stop, both multiples of a k tile.
+// Main loop of one warp: k from `k` to k_stop, both multiples of a k tile.
 template <int FRAGMENTS, typename W, bool ALIGNED, typename T, typename P, typename S>
 METAL_FUNC void accumulate(
     float (*totals)[FRAGMENTS][4],
@@ -79,7 +79,7 @@ METAL_FUNC void accumulate(
     Work work) {
   constexpr int AHEAD = tiles_ahead<W>();
   constexpr int STEPS = TILE_K / W::STEP;
-  // Groups of 128 are those of a k tile: their numbers serve two tiles.
+  // A group of 128 spans two tiles of 64, so its numbers are loaded for every second tile.
   constexpr int GROUP_TILES = W::GROUP == 128 ? 2 : 1;
   constexpr int GROUPS = groups_of_tile<W>();
   uint words[AHEAD][words_of_tile<W>()];
@@ -132,7 +132,7 @@ METAL_FUNC void accumulate(
   }
 }
 
-// What a warp has added up, into its scratch.
+// Stores a warp's totals in its scratch.
 template <int FRAGMENTS, typename W, typename S>
 METAL_FUNC void store_sums(
     float* scratch, const float (*totals)[FRAGMENTS][4], const WeightTile<S>& tile) {
@@ -144,7 +144,7 @@ METAL_FUNC void store_sums(
   }
 }
 
-// One split of a tile, as far as one warp computes it, into its scratch.
+// Computes one warp's part of a split into its scratch.
 template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename R, typename L, typename S>
 METAL_FUNC void multiply_split(
     float* scratch,
@@ -157,7 +157,7 @@ METAL_FUNC void multiply_split(
   constexpr int K_TILE = k_tile_of_group(W::GROUP);
   decltype(row_of(x, 0, work)) rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-    // Rows past the end read the last row: their results are never stored.
+    // Rows past the end read the last row; their results are never stored.
     const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);  // mutant: row
     rows[i] = row_of(x, input_row(order, row), work) + W::CODES * tile.lane.pair;
   }
@@ -172,7 +172,7 @@ METAL_FUNC void multiply_split(
   store_sums<FRAGMENTS, W>(scratch, totals, tile);
 }
 
-// Likewise of arrays that begin anywhere, for which there is a main loop of its own.
+// Selects the main loop for aligned or for unaligned arrays.
 template <int FRAGMENTS, int SLICES, typename W, typename R, typename L, typename S>
 METAL_FUNC void multiply_split(
     float* scratch,
@@ -190,8 +190,8 @@ METAL_FUNC void multiply_split(
   }
 }
 
-// How ../lib/work.metal sees tiles that are WIDTH packed tiles wide: as if there were fewer
-// columns.
+// Divides n by WIDTH: ../lib/work.metal assumes tiles of one packed tile in width, and these are
+// WIDTH packed tiles wide.
 template <int WIDTH>
 METAL_FUNC Work narrowed(Work work) {
   work.n = ceil_div(work.n, WIDTH);

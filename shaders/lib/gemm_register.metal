@@ -1,18 +1,17 @@
-// Weights go from device memory to registers and from there into 8x8 multiply-accumulates:
-// no staging, no barrier in the main loop, no convert. Codes stay codes: a group's products
-// are summed with W::ZERO + q, its scale and bias follow once, in float32.
+// Weights are loaded from device memory to registers and multiplied there as 8x8 fragments: the
+// main loop has no staging, no barrier and no conversion. Fragments hold W::ZERO + q. Scale and
+// bias are applied once to the sums of a group, in float32.
 //
-// FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
-// SIMDGROUPS_M  simdgroups side by side in m, on the same words
-// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
-// WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
-// WHOLE         every threadgroup has one whole tile
-// BATCHED       there are several products, each with a weight of its own
-// RAGGED        the last tile of a row of tiles may have fewer than four row fragments of w
+// FRAGMENTS_M   column fragments (of 8 rows of x) per simdgroup, 1 or 2
+// SIMDGROUPS_M  simdgroups side by side along m; they read the same words
+// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
+// WIDE          width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
+// WHOLE         every threadgroup computes one whole tile
+// BATCHED       there are several products, each with its own weight
+// RAGGED        the last tile along n may have fewer than four row fragments of w
 // W             WeightFormat
-// SUBTRACT      q instead of W::ZERO + q enters the multiply: more exact, slower only without
-//               WIDEN
-// WIDEN         weight fragments become float too where the activations are float
+// SUBTRACT      fragments hold q instead of W::ZERO + q: more exact, slower only without WIDEN
+// WIDEN         weight fragments are float, too, if the activations are float
 
 template <typename F, bool WIDEN>
 struct WeightFragment {
@@ -31,9 +30,9 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
   return result;
 }
 
-// Everything that one step reads: words, activations, scales and biases.
-// x_vec4[column * VEC4S + h]: four consecutive activations of each of the lane's columns,
-// whose first one lies at starts[column] + k.
+// Loads the operands of one step: words, activations, scales and biases. x_vec4[column * VEC4S
+// + h] has four consecutive activations of one of the lane's columns, whose first activation is
+// at starts[column] + k.
 template <int COLUMNS, typename W, typename T, typename S, typename Vec4>
 METAL_FUNC GroupParams load_step(
     thread uint* words,
@@ -51,7 +50,7 @@ METAL_FUNC GroupParams load_step(
   return load_group_params<W>(tile, k);
 }
 
-// The sum of x over the step's k, of the lane's two columns of each fragment.
+// Sums x over the step's k, for the lane's two columns of each fragment.
 template <int FRAGMENTS_M, int VEC4S, typename Vec4>
 METAL_FUNC void sum_activations(thread float2* sums, thread const Vec4* x_vec4) {
   UNROLL for (int column = 0; column < 2 * FRAGMENTS_M; ++column) {
@@ -59,7 +58,8 @@ METAL_FUNC void sum_activations(thread float2* sums, thread const Vec4* x_vec4) 
   }
 }
 
-// The activations of step s of vector h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
+// Makes fragments of the activations. Those of number s of vector h are columns[(4 * h + s) *
+// FRAGMENTS_M + j].
 template <int FRAGMENTS_M, int VEC4S, typename F>
 METAL_FUNC void
 make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* x_vec4) {
@@ -72,8 +72,8 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
   }
 }
 
-// The codes of row fragment f in step `step` of a trip, out of a lane's words; of small groups
-// the weights.
+// Returns the operand of multiply `step` for row fragment f: codes from a lane's words, or
+// weights if W::SCALED.
 template <typename W, typename V, bool EXACT>
 METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
@@ -86,7 +86,7 @@ row_fragment(thread const uint* words, int f, int step, float scale, float bias)
   return make_fragment<V>(values.x, values.y);
 }
 
-// products[j] = codes of row fragment f times activations of fragment j.
+// Computes products[j] = codes of row fragment f times activations of fragment j.
 template <int FRAGMENTS_M, typename W, bool SUBTRACT, bool WIDEN, typename F, typename Codes>
 METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
@@ -99,7 +99,7 @@ METAL_FUNC void multiply(
   typedef typename WeightFragment<F, WIDEN || W::IN_FLOAT>::type V;
   constexpr bool EXACT = SUBTRACT || W::SCALED;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-    // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+    // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
     // mutant: start
     const float2 start = EXACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
     products[j] = make_fragment<float>(start.x, start.y);
@@ -123,7 +123,7 @@ METAL_FUNC void add_scaled(
   }
 }
 
-// corner: where the lane's first element of its simdgroup's tile lies in scratch.
+// corner: index in scratch of the lane's first element of its simdgroup's tile.
 template <int FRAGMENTS_M>
 METAL_FUNC void
 // mutant: write_scratch
@@ -135,7 +135,7 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int corne
   }
 }
 
-// Adds what one step's codes and activations give to the totals of four row fragments.
+// Adds the products of one step to the totals of four row fragments.
 template <
     int FRAGMENTS,
     bool RAGGED,
@@ -158,7 +158,7 @@ METAL_FUNC void add_products(
       totals[i] = fma(float2(params.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
     }
   }
-  // One row fragment after the other: few products are alive at a time.
+  // One row fragment at a time: this keeps few products in registers.
   UNROLL for (int f = 0; f < 4; ++f) {
     if (RAGGED && 8 * f >= cols) {
       break;
@@ -172,7 +172,7 @@ METAL_FUNC void add_products(
   }
 }
 
-// The main loop of one simdgroup: its trips of one split, for FRAGMENTS fragments of x.
+// Main loop of one simdgroup: its steps of one split, for FRAGMENTS fragments of x.
 template <
     int FRAGMENTS,
     bool RAGGED,
@@ -199,7 +199,7 @@ METAL_FUNC void accumulate(
   const Lane lane = lane_of(lane_index);
   uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
-    // Rows past the end read the last row: their results are never stored.
+    // Rows past the end read the last row; their results are never stored.
     // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
     starts[i] = input_row(order, row) * work.k + vec4_offset<W>(lane.row, 0);
@@ -275,7 +275,7 @@ METAL_FUNC void gemm_register(
         weight_tile<W>(w, scales, biases, col, work, lane_index, split.product);
     const int cols = work.n - col;
     const int row = split.row + place.row;
-    // Whole fragments past the last row or column are left out, not computed.
+    // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
       accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
           totals, x, order, tile, row, cols, work, split, place, lane_index);

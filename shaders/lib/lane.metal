@@ -1,25 +1,25 @@
 // The only file that knows which lane of a simdgroup holds which element.
 //
-// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 8x8 fragments.
-// A lane holds two neighbouring columns of one row of a fragment:
+// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 8x8 fragments. A lane
+// holds two adjacent columns of one row of a fragment:
 //
 //   lane   0  1  8  9     columns 0-1, 2-3, 4-5, 6-7 of row 0   (pair 0, 1, 2, 3)
 //   lane   2  3 10 11     row 1          lane 16 17 24 25     row 4    and so on
 //
-// A dot product may visit k in any order on which both sides agree. Ours lets the lane
-// at (row, pair) decode consecutive codes of row `row` of w; those of step t are its two
-// operands. The order of k follows from that and from what one fragment may not do, sit in
-// two quantization groups. Fragment column c, step t, or t = 4 * h + s:
+// A dot product may visit k in any order that is the same for both operands. Here the lane at
+// (row, pair) decodes consecutive codes of row `row` of w; those of step t are its two
+// operands. This determines the order of k, together with the rule that a fragment must not
+// span two quantization groups. In step t = 4 * h + s, fragment column c has this k:
 //
 //   group 32                       k0 + 4c + t                        steps 0 to 3
 //   other groups, native 4 bits    k0 + 16(c/2) + 4(c%2) + 8h + s     steps 0 to 7
 //   other groups, all else         k0 + 8c + t                        steps 0 to 7
 //
-// so a lane reads four consecutive activations at once. Native words of 4 bits have their
-// own order because their nibbles s and s + 4 lie 16 bits apart: see `pair_at`.
+// A lane therefore loads four consecutive activations at once. Native words of 4 bits have a
+// different order because their nibbles s and s + 4 are 16 bits apart: see `pair_at`.
 
-// A fragment of activations: half stays half, every other type becomes float.
-// IN_FLOAT: whether the weight is one that only a float holds.
+// Type of a fragment of activations: half for half, float for all other types. IN_FLOAT: the
+// scaled weight needs a float.
 template <typename T, bool IN_FLOAT = false>
 struct Fragment {
   typedef float type;
@@ -54,7 +54,7 @@ METAL_FUNC float sum_over_pairs(float value) {
   return value + simd_shuffle_xor(value, ushort(8));  // mutant: sum_pairs
 }
 
-// The first of the four consecutive k of vector h, within a step of the main loop.
+// Returns the first of the four consecutive k of vector h, within a step of the main loop.
 template <typename W>
 METAL_FUNC int vec4_offset(int fragment_column, int h) {
   const int c = fragment_column;
@@ -64,8 +64,8 @@ METAL_FUNC int vec4_offset(int fragment_column, int h) {
   return W::PACKED || W::BITS != 4 ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
 }
 
-// Four consecutive activations by one load. Arrays may start at any element of their
-// buffer; packed vectors, unlike ordinary ones, may do so too.
+// Loads four consecutive activations at once. Arrays may begin at any element of their buffer;
+// only packed vectors may, too.
 METAL_FUNC half4 load_vec4(const device half* x, uint offset) {
   return *(const device packed_half4*)(x + offset);  // mutant: load_half
 }
@@ -74,7 +74,7 @@ METAL_FUNC float4 load_vec4(const device float* x, uint offset) {
   return *(const device packed_float4*)(x + offset);  // mutant: load_float
 }
 
-// bfloat is the upper half of a float: a shift widens it, on every Apple GPU.
+// A bfloat is the upper half of a float, so a shift widens it on every Apple GPU.
 METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
   const ushort4 raw = *(const device packed_ushort4*)(x + offset);  // mutant: load_bfloat
   return as_type<float4>(uint4(raw) << 16);
@@ -93,21 +93,21 @@ METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
   return (sum.x + sum.y) + (sum.z + sum.w);
 }
 
-// The 32 rows of w of one column of tiles, as one lane sees them: its row of each of four
-// fragments. A load adds an unsigned 32-bit offset to its buffer at no cost; a pointer takes
-// registers.
+// A lane's view of the 32 rows of w of one column of tiles: its row in each of four fragments.
+// It consists of offsets, because a load adds an unsigned 32-bit offset to its buffer at no
+// cost, and a pointer takes more registers.
 template <typename S>
 struct WeightTile {
   const device uint32_t* words;
   const device S* scales;
   const device S* biases;
-  uint4 first_word;   // of the lane's four rows, in units; packed: of all, in x
-  uint4 first_group;  // in scales and biases, likewise
+  uint4 first_word;   // native: of the lane's four rows, in units; packed: in x
+  uint4 first_group;  // in scales and biases, in the same way
   float weight_scale;  // the weight's own scale, 1 if it has none
 };
 
-// A weight's own scale: a float32 in the place of biases. MLX divides it by the largest E2M1
-// times the largest E4M3.
+// Returns the global scale of a weight: a float32 that is passed as `biases`. MLX divides it by
+// the largest E2M1 value times the largest E4M3 value.
 template <typename S>
 METAL_FUNC float global_scale(const device S*) {
   return 1.0f;
@@ -117,13 +117,14 @@ METAL_FUNC float global_scale(const device uchar* biases) {
   return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
 }
 
-// Groups along k that a packed row has, padding included.
+// Returns the number of groups along k of a packed row, including padding.
 template <typename W>
 METAL_FUNC uint packed_groups(uint k_tiles) {
   return group_at<W>(k_tiles * TILE_K - 1) + 1;  // mutant: groups
 }
 
-// Words of a whole weight, and its scales: how far those of a batch lie apart.
+// Returns the number of words and of scales of a weight, which are the strides of the weights
+// of a batch.
 template <typename W>
 METAL_FUNC uint2 weight_size(Work work) {
   if (W::PACKED) {
@@ -136,7 +137,7 @@ METAL_FUNC uint2 weight_size(Work work) {
   return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
 }
 
-// Of several weights, each follows the one before it.
+// The weights of a batch are contiguous.
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
     const device uint32_t* w,
@@ -150,7 +151,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
   WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
   // mutant: packed
-  const int own = W::SCALED ? lane.pair : 0;  // its group, of those of a step
+  const int own = W::SCALED ? lane.pair : 0;  // index of the lane's group in a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
@@ -161,7 +162,7 @@ METAL_FUNC WeightTile<S> weight_tile(
         (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
   } else {
     constexpr int UNIT = Native<W>::UNIT;
-    // Rows past the end read the last row: their results are never stored.
+    // Rows past the end read the last row; their results are never stored.
     const uint4 rows = product * work.n +  // mutant: native
         uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
     tile.first_word =
@@ -171,7 +172,7 @@ METAL_FUNC WeightTile<S> weight_tile(
   return tile;
 }
 
-// All codes of the step that begins at k; `pair_at` knows where they are.
+// Loads all codes of the step that begins at k, in the order that `pair_at` reads.
 template <typename W, typename S>
 METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int lane_index) {
   if (W::PACKED) {
@@ -195,13 +196,13 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
   }
 }
 
-// Scale and bias of the lane's four rows of w, in the group that holds k.
+// Scales and biases of the lane's four rows of w, in the group that contains k.
 struct GroupParams {
   float4 scale;
-  float4 bias;  // where BIASED
+  float4 bias;  // if BIASED
 };
 
-// In the dtype of activations, or E8M0, or E4M3 for groups of 16.
+// Scales have the dtype of the activations, or are bytes: E4M3 for groups of 16, else E8M0.
 template <int GROUP, typename S>
 METAL_FUNC float scale_of(S bits) {
   return float(bits);
@@ -232,7 +233,7 @@ template <typename W, typename S>
 METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   GroupParams params;
   if (W::PACKED && W::BIASED) {
-    // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
+    // Packing interleaves scale and bias of the lane's rows in fragments 0, 1, 2, 3.
     const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
     const float4 low = float4(load_vec4(tile.scales, pair));
     const float4 high = float4(load_vec4(tile.scales, pair + 4));
