@@ -1,6 +1,6 @@
-// Products of experts: many products of one row each, which share several weights. A block computes
-// a tile of columns of one expert. It finds the rows that chose the expert, so the weight is read
-// once for all of them, or not at all.
+// Products of experts: many products of one row each, each with one of several weights. A block
+// computes a tile of columns of one expert. It finds the rows that chose the expert, so the weight
+// is read once for all of them, or not at all.
 //
 // BY_PAIR  a block belongs to a pair and returns if an earlier pair chose the same expert; else it
 //          belongs to an expert

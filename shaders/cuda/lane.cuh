@@ -117,8 +117,8 @@ METAL_FUNC void columns_of_x(uint* columns, const uint* x_values, int j) {
   columns[1] = __byte_perm(x_values[first], x_values[second], 0x7632);  // mutant: halves
 }
 
-// Returns the index in the warp's scratch of a lane's sum i, of four, for row fragments 2 f and 2 f
-// + 1 of w and fragment j of x. The rows of the scratch are rows of x.
+// Returns the index in the warp's scratch of a lane's sum i, of four, for row fragments 2 f and
+// 2 f + 1 of w and fragment j of x. The rows of the scratch are rows of x.
 METAL_FUNC int index_of_sum(Lane lane, int f, int j, int i) {
   // mutant: sums
   return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;

@@ -19,6 +19,7 @@ namespace marlin {
 #include "rotated.cuh"
 #include "weights.cuh"
 #include "weight_tile.cuh"
+#include "main_loop.cuh"
 #include "mma.cuh"
 
 }  // namespace marlin

@@ -2,8 +2,8 @@
 // head are a point, which is rotated by the angle position / freqs[i].
 
 // Rotates a point. Full turns are subtracted first, with 2 pi as a sum of two floats, because one
-// float is not exact enough. The sine and cosine instructions then have an error of 1e-6, even for
-// angles of a million. CUDA's own function uses a stack for large angles.
+// float is not precise enough. The sine and cosine instructions then have an error of 1e-6, even
+// for angles of a million. CUDA's own function uses a stack for large angles.
 METAL_FUNC Point turned(Point point, float angle) {
   const float turns = rintf(angle * 0.15915494f);
   angle = fmaf(turns, -6.2831855f, angle);

@@ -97,7 +97,7 @@ struct Share {
   int first;
   int step;
   int row;
-  int rows;     // distance from a row of this thread to its next
+  int rows;     // stride between the rows of this thread
   int member;   // index of this warp among those of its row
   int members;  // number of warps of its row
 };

@@ -26,13 +26,13 @@ template <int SLICES, typename W, bool ALIGNED, typename S>
 struct Incoming {
   static constexpr int AHEAD = stages_ahead<W>();
   static constexpr int GROUPS = groups_of_tile<W>();
-  static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // a group of 128 is a stage
+  static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // one group of 128 per stage
   static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;  // mutant: long_groups
   uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
   Numbers<W, S> numbers[AHEAD][SETS][GROUPS] = {};
   WeightTile<S> tile;  // begins at the stage that is loaded next
   int k;               // first k of that stage
-  int k_stop;  // end of the k to load
+  int k_stop;  // no weights are loaded from here on
 
   METAL_FUNC Incoming(WeightTile<S> tile, int k, int k_stop, Work work)
       : tile(tile), k(k), k_stop(k_stop) {

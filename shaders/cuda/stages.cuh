@@ -32,7 +32,7 @@ struct Turn {
   }
 };
 
-// Addresses of the stages in shared memory, and of their barriers for full and for empty.
+// Addresses of the stages in shared memory, and of their `full` and `empty` barriers.
 template <int FRAGMENTS, int STAGES>
 struct Ring {
   static_assert(2 * STAGES * BARRIER_BYTES <= BARRIERS_BYTES, "each stage has two barriers");

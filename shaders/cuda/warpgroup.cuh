@@ -107,8 +107,8 @@ METAL_FUNC Columns after(Columns columns, int bytes) {
   return columns + bytes / 16;
 }
 
-// sums += rows of w, from registers, times columns of x, from shared memory: 64x16 by 16x(8
-// FRAGMENTS), with 16 rows for each warp. Lanes hold elements as in lane.cuh.
+// sums += rows of w, from registers, times columns of x, from shared memory: 64x16 by
+// 16x(8 FRAGMENTS), with 16 rows for each warp. Lanes hold elements as in lane.cuh.
 
 template <int COUNT>
 struct Fragments {};

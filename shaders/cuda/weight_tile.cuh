@@ -181,7 +181,7 @@ METAL_FUNC GroupParams<T> group_params_of(const Numbers<W, S>& numbers) {
   return result;
 }
 
-// Returns the global scale of a weight, as ../lib/lane.metal does.
+// Returns the global scale of a weight, as ../lib/weight_tile.metal does.
 template <typename S>
 METAL_FUNC float global_scale(const S*) {
   return 1.0f;

@@ -1,4 +1,4 @@
-// Products of experts: many products of one row each, which share several weights. A
+// Products of experts: many products of one row each, each with one of several weights. A
 // threadgroup computes one column of tiles of one expert. It finds the rows that chose the
 // expert, so the weight is read once for all of them, or not at all.
 //

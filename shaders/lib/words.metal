@@ -29,7 +29,8 @@ struct Native {
   static constant constexpr const int WORDS = (BYTES + 3) / 4;
   static constant constexpr const int HALF = W::PAIRS * W::BITS;
   static constant constexpr const int WINDOWS = (HALF + 15) / 16;
-  static constant constexpr const int LAST = HALF > 16 ? HALF - 16 : 0;  // of the last window
+  // First bit of the last window.
+  static constant constexpr const int LAST = HALF > 16 ? HALF - 16 : 0;
 };
 
 template <typename W>
