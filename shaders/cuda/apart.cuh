@@ -1,9 +1,9 @@
-// Results of several weights, each an array of its own, [m, columns]: as ../lib/epilogue.metal
-// places them, they stand one after the other.
+// The output of several weights as separate arrays [m, columns]. They are indexed like one array in
+// which they follow each other, as in ../lib/epilogue.metal.
 template <typename T, int PARTS>
 struct Apart {
   T* arrays[PARTS];
-  const int* first;  // column of each, and the end
+  const int* first;  // first column of each array, and the end
   int rows;
 
   METAL_FUNC T& operator[](uint index) const {

@@ -1,8 +1,8 @@
-// A weight as plain numbers, as ../lib/dequantize.metal: for products of so many rows that
-// decoding it once and multiplying densely is less work.
+// Decodes a weight to an ordinary array, like ../lib/dequantize.metal. For many rows, decoding once
+// and multiplying with a dense kernel is less work.
 
-// One warp decodes one step of k of 32 rows of w. The block of w that is wanted begins at
-// (row, first_k), both at the border of a tile, and has `rows` x `length` elements.
+// One warp decodes one step of k of 32 rows of w. The output is the block of `rows` x `length`
+// elements of w that begins at (row, first_k), a corner of a tile.
 template <typename W, typename T, typename S>
 METAL_FUNC void dequantize(
     const uint* w,

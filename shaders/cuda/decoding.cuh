@@ -1,4 +1,4 @@
-// Everything that the body dequantize.cu leans on.
+// Declarations for the body dequantize.cu.
 
 #include "prelude.cuh"
 

@@ -1,14 +1,15 @@
-// The layers gate and up of a gated network as one weight: what is stored is the activation of the
+// Epilogue of a gated network whose layers gate and up are one weight: stores the activation of the
 // first half of the columns times the second half.
 
-// A gate that is no activation of its own: gpt-oss clips both, and adds 1 to what it gates.
+// The gate of gpt-oss, in addition to the activations of ../lib/epilogue.metal: it clips both
+// values and adds 1 to `up`.
 constexpr int CLIPPED_SWIGLU = 4;
 
 template <int ACTIVATION>
 METAL_FUNC float gated(Point both) {
   if (ACTIVATION == CLIPPED_SWIGLU) {
     // mutant: gate
-    const float gate = both.x > 7.0f ? 7.0f : both.x;  // what is no number stays none
+    const float gate = both.x > 7.0f ? 7.0f : both.x;  // NaN stays NaN
     const float up = both.y > 7.0f ? 7.0f : both.y < -7.0f ? -7.0f : both.y;
     return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
   }
@@ -16,7 +17,7 @@ METAL_FUNC float gated(Point both) {
   return gate * both.y;
 }
 
-// What is added to both sums before: nothing, or biases [columns] of gate and of up.
+// Added to both sums first: nothing, or the biases [columns] of gate and of up.
 struct NoBiases {
   METAL_FUNC Point added(Point sums, int) const {
     return sums;

@@ -1,5 +1,7 @@
-// Body of the kernel: rows of x[., k] times the transpose of the weights w[experts[i], n, k] that
-// they chose, into row i of out[., n]; or what was declared before of these and of a second weight.
+// Computes products of experts: row i of out[., n] is the row of x[., k] of pair i times the
+// transpose of w[experts[i], n, k], or an epilogue of this product and that of a second weight.
+// Plan: fragments_m, simdgroups_n, simdgroups_k, by_pair, pairs_per_row (EACH). Block: simdgroups_n
+// x simdgroups_k warps; it computes one tile of columns of one expert.
 extern __shared__ float scratch[];
 marlin::gather<
     FRAGMENTS_M,

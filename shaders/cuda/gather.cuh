@@ -1,20 +1,21 @@
-// Many products of one row each, every one with a weight of its own out of several: the experts of
-// a mixture. A block has a tile of columns of one expert and finds the rows that chose it, so a
-// weight is read once for all of them, or not at all.
+// Products of experts: many products of one row each, each with one of several weights. A block
+// computes a tile of columns of one expert. It finds the rows that chose the expert, so the weight
+// is read once for all of them, or not at all.
 //
-// BY_PAIR  a block is one pair's, and ends where a pair before it chose the same expert; else it
-//          is an expert's
-// EACH     pairs that have the same row of x, one after the other; 0: an array says their rows
-// the others as in mma.cuh
+// BY_PAIR  a block belongs to a pair and returns if an earlier pair chose the same expert; else it
+//          belongs to an expert
+// EACH     consecutive pairs that have the same row of x; 0: the array `sources` has their rows
 //
-// Of two weights, those of gate and up, the first half of the columns is one's and the second half
-// the other's: an epilogue of pairs multiplies them.
+// All other template arguments are those of mma.cuh.
+//
+// If there is a second weight, the columns of gate are followed by those of up, and a paired
+// epilogue combines them.
 
-// The rows of a tile: the pairs (row of x, expert) that a block found, by their place.
+// The rows of a tile: indices of the pairs (row of x, expert) that the block found.
 template <int EACH>
 struct Listed {
   const int* pairs;
-  const uint* sources;  // rows of x, or nothing
+  const uint* sources;  // rows of x; not read unless EACH is 0
 };
 
 METAL_FUNC uint input_row(Listed<0> order, uint row) {
@@ -31,14 +32,14 @@ METAL_FUNC uint output_row(Listed<EACH> order, uint row) {
   return order.pairs[row];
 }
 
-// The pairs of an expert: how many, and the first one.
+// The number of pairs of an expert, and its first pair.
 struct Pairs {
   int count;
   int first;
 };
 
-// Lists the pairs of an expert in ascending order, from its first-th on, as many as a tile holds.
-// Every warp counts, the first one writes.
+// Lists up to TILE_M pairs of an expert in ascending order, beginning with pair number `first`. All
+// warps count; the first one writes.
 template <int TILE_M>
 METAL_FUNC Pairs list_pairs(
     int* pairs, const uint* experts, int count, uint expert, int first, int warp, int lane_index) {
@@ -59,7 +60,7 @@ METAL_FUNC Pairs list_pairs(
   return found;
 }
 
-// Biases [experts, n] that are added to a product before it is stored.
+// Epilogue that adds biases [experts, n] to the product.
 template <typename T>
 struct Biased {
   const T* bias;
@@ -75,7 +76,7 @@ METAL_FUNC uint output_index(Biased<T>, uint row, uint col, Work work) {
   return row * work.n + col;
 }
 
-// An epilogue with the biases of an expert, whose weight has n rows.
+// Returns the epilogue with the biases of one expert, whose weight has n rows.
 template <typename E>
 METAL_FUNC E of_expert(E epilogue, uint, uint) {
   return epilogue;
@@ -93,7 +94,7 @@ METAL_FUNC Paired<Gated<ACTIVATION, Biases<T>>> of_expert(
   return {{{all.gate + expert * n, all.up + expert * n}}};  // mutant: gate_biases
 }
 
-// Packed weights that stand beside others of the same shape, or none.
+// A second array of packed weights with the shape of the first; null if there is none.
 template <typename S>
 struct Second {
   const uint* w;
@@ -132,7 +133,7 @@ METAL_FUNC void gather(
   Work work = one;
   work.n *= second.w == nullptr ? 1 : 2;
   const uint n_tiles = ceil_div(work.n, TILE_N * SIMDGROUPS_N);
-  const uint own = blockIdx.x / n_tiles;  // pair or expert
+  const uint own = blockIdx.x / n_tiles;  // index of the block's pair or expert
   // mutant: expert
   const uint expert = BY_PAIR ? experts[own] : own;
   const int warp = threadIdx.x / 32;
@@ -163,7 +164,7 @@ METAL_FUNC void gather(
   for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
     const Pairs listed = list_pairs<TILE_M>(pairs, experts, count, expert, first, warp, lane_index);
     found = listed.count;
-    // All threads have found the same: the branch is uniform.
+    // All threads found the same pairs, so the branch is uniform.
     if (found == 0 || (BY_PAIR && listed.first < int(own))) {
       break;
     }

@@ -1,4 +1,4 @@
-// Everything that the body gather.cu leans on.
+// Declarations for the body gather.cu.
 
 #include "product.cuh"
 

@@ -1,6 +1,7 @@
-// What CUDA C++ has no word for: everything here is one instruction.
+// Single instructions for which CUDA C++ has no function.
 
-// 16 bytes that are read often, or once and past the first-level cache.
+// Load 16 bytes: `load_kept` is for data that is read again, `load_once` bypasses the first-level
+// cache.
 METAL_FUNC Registers load_kept(const void* from) {
   return __ldg((const Registers*)from);
 }
@@ -13,21 +14,21 @@ METAL_FUNC Registers load_once(const void* from) {
   return v;
 }
 
-// Keeps a number in its register: in a loop the assembler would rather compute it anew, out of the
-// index of a thread. It does not see through a shuffle, of a lane with itself, in which all lanes
-// of a warp take part.
+// Keeps a number in a register: in a loop, the assembler would otherwise recompute it from the
+// thread index. It does not optimize a shuffle, even one in which every lane reads itself. All
+// lanes of the warp must take part.
 METAL_FUNC uint kept(uint number) {
   return __shfl_sync(0xffffffffu, number, threadIdx.x % 32);
 }
 
-// (word & mask) | exponent, which the compiler would not fuse with two constants.
+// Returns (word & mask) | exponent; the compiler does not fuse this for two constants.
 METAL_FUNC uint masked(uint word, uint mask, uint exponent) {
   uint result;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(exponent));
   return result;
 }
 
-// sums += rows of w times columns of x, 16x8x16: lane.cuh draws who holds what.
+// sums += rows of w times columns of x, 16x8x16. lane.cuh shows which lane holds which element.
 METAL_FUNC void multiply(float* sums, const uint* rows, const uint* columns, half) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -1,15 +1,15 @@
-// The only file that knows which lane of a warp holds which element: its counterpart of Metal
-// is ../lib/lane.metal.
+// The only file that knows which lane of a warp holds which element; ../lib/lane.metal is its
+// counterpart for Metal.
 //
-// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 16x8x16 products, w on
-// the left. Lane 4 g + t, with g = 0 to 7 and t = 0 to 3, holds in four registers of two values
+// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 16x8x16 products, w on the
+// left. Lane 4 g + t, with g = 0 to 7 and t = 0 to 3, holds in four registers of two values
 //
 //   rows g and g + 8 of w, slots 2 t and 2 t + 1; the same rows, slots 2 t + 8 and 2 t + 9
 //
-// and in two registers row g of x, the same slots. Which k a slot is, both sides agree on: a lane
-// has consecutive codes of its rows, as in Metal, and product j of a step multiplies its pairs
-// 2 j and 2 j + 1. The rows g, g + 8, g + 16, g + 24 of a packed tile and the t-th codes of a
-// step belong to one of Metal's lanes: so the packed layout serves as it is.
+// and in two registers row g of x, the same slots. Slots may map to k in any order that is the same
+// for w and x. Here a lane has consecutive codes of its rows, as in Metal, and product j of a step
+// multiplies its pairs 2 j and 2 j + 1. In the packed layout, rows g, g + 8, g + 16 and g + 24 of a
+// tile and the t-th codes of a step belong to one lane of Metal, so CUDA reads the same layout.
 
 struct Lane {
   int row;   // g
@@ -20,13 +20,13 @@ METAL_FUNC Lane lane_of(int index) {
   return Lane{index >> 2, index & 3};
 }
 
-// Metal's lane that owns the words which this lane reads.
+// Returns the Metal lane that owns the words which this lane reads.
 METAL_FUNC int packed_lane(Lane lane) {
   // mutant: packed_lane
   return (lane.row >> 2) << 4 | (lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1);
 }
 
-// COUNT consecutive words, a power of two; where nothing is aligned, one by one.
+// Loads COUNT consecutive words, a power of two; one by one if they are not aligned.
 template <int COUNT, bool ALIGNED>
 METAL_FUNC void load_streamed(uint* words, const uint* from) {
   if (COUNT == 4 && ALIGNED) {
@@ -46,7 +46,7 @@ METAL_FUNC void load_streamed(uint* words, const uint* from) {
   }
 }
 
-// Likewise of what is read again: 1, 2 or 4 words.
+// Loads 1, 2 or 4 words that are read again.
 template <int COUNT>
 METAL_FUNC void load_kept_words(uint* words, const void* from) {
   if (COUNT == 4) {
@@ -64,7 +64,7 @@ METAL_FUNC void load_kept_words(uint* words, const void* from) {
   }
 }
 
-// A plane's words of one step: [chunk of four words][Metal's lane][word].
+// Loads a plane's words of one step: [chunk of four words][Metal's lane][word].
 template <int WORDS, bool ALIGNED>
 METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {
   constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
@@ -73,8 +73,8 @@ METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {
   }
 }
 
-// Consecutive values of a row of x that a lane has in a step: half as many registers. Pair p are
-// the values `first_of_pair` and DISTANCE after it.
+// A lane's consecutive values of a row of x in a step, two per register. Pair p consists of the
+// value at `first_of_pair` and the value DISTANCE after it.
 template <typename W>
 struct XValues {
   static constexpr int REGISTERS = W::CODES / 2;
@@ -108,7 +108,7 @@ METAL_FUNC void load_activations(uint* x_values, const T* from) {
   }
 }
 
-// The two registers of x for product j of a step.
+// Makes the two registers of x for product j of a step.
 template <typename W>
 METAL_FUNC void columns_of_x(uint* columns, const uint* x_values, int j) {
   const int first = first_of_pair<W>(2 * j) / 2;
@@ -117,8 +117,8 @@ METAL_FUNC void columns_of_x(uint* columns, const uint* x_values, int j) {
   columns[1] = __byte_perm(x_values[first], x_values[second], 0x7632);  // mutant: halves
 }
 
-// Where sum i of a lane's four of row fragments 2 f and 2 f + 1 of w and fragment j of x lies in
-// the scratch of its warp, whose rows are those of x.
+// Returns the index in the warp's scratch of a lane's sum i, of four, for row fragments 2 f and
+// 2 f + 1 of w and fragment j of x. The rows of the scratch are rows of x.
 METAL_FUNC int index_of_sum(Lane lane, int f, int j, int i) {
   // mutant: sums
   return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;

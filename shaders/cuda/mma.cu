@@ -1,6 +1,7 @@
-// Body of the kernel: the rows [m, k] that were declared before times the transpose of w[n, k],
-// finished by the epilogue that was declared before, into out[m, n], or as it is into the split's
-// slot of a workspace.
+// Computes out[m, n] = epilogue(rows[m, k] times the transpose of w[n, k]), or a split's partial
+// sums in the workspace. `rows`, `out` and `epilogue` are declared before the body.
+// Plan: fragments_m, simdgroups_n, simdgroups_k, work. Block: simdgroups_n x simdgroups_k warps; it
+// computes one range of k tiles.
 extern __shared__ float scratch[];
 marlin::mma<
     FRAGMENTS_M,

@@ -1,197 +1,21 @@
-// Weights go from device memory to registers, ahead of their use, and from there into 16x8x16
-// products: no staging and no barrier in the main loop, so that every warp goes at its own pace.
-// What was measured on the way here stands in docs/lab.
+// The kernel `mma`: every warp runs the main loop of main_loop.cuh for its slice of a split.
 //
-// FRAGMENTS_M   column fragments (of 8 rows of x) of a warp
+// FRAGMENTS_M   column fragments (of 8 rows of x) per warp
 // SIMDGROUPS_N  packed tiles side by side in each tile
-// SIMDGROUPS_K  warps that share the k of a split, each a slice
-// WHOLE         every block has one whole tile
+// SIMDGROUPS_K  warps that share the k of a split, one slice each
+// WHOLE         every block computes one whole tile
 // SINGLE        no block has more than one split of a tile
-// BATCHED       there are several products, each with a weight of its own
+// BATCHED       there are several products, each with its own weight
 // W             WeightFormat
 //
-// THREADS is the size of a block. It has to be known before the kernel's signature, which MLX
-// writes: a kernel without bounds could take more registers than a block of its size has.
+// THREADS is the size of a block. The launch bounds must precede the kernel's signature, which MLX
+// generates. Without them, a thread could get more registers than a block of this size has.
 
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__(THREADS, 1)
 
-// Tiles whose words are on the way: registers set the limit.
-template <typename W>
-METAL_FUNC constexpr int tiles_ahead() {
-  return THREADS > 512 || W::BITS > 4 ? 1 : 2;
-}
-
-// Words of a lane for 64 values of k.
-template <typename W>
-METAL_FUNC constexpr int words_of_tile() {
-  return words_of_step<W>() * (TILE_K / W::STEP);
-}
-
-template <typename W, bool ALIGNED, typename S>
-METAL_FUNC void load_tile(uint* words, const WeightTile<S>& tile, int k, int k_stop, Work work) {
-  UNROLL for (int i = 0; i < TILE_K / W::STEP; ++i) {
-    if (W::STEP == TILE_K || k + i * W::STEP < k_stop) {
-      load_words<W, ALIGNED>(words + i * words_of_step<W>(), tile, k + i * W::STEP, work);
-    }
-  }
-}
-
-template <typename W, bool ALIGNED, typename S>
-METAL_FUNC void load_groups(
-    Numbers<W, S>* numbers, const WeightTile<S>& tile, int k, int k_stop, Work work) {
-  UNROLL for (int i = 0; i < groups_of_tile<W>(); ++i) {
-    if (i == 0 || k + i * W::STEP < k_stop) {
-      numbers[i] = load_numbers<W, ALIGNED>(tile, k + i * W::STEP, work);
-    }
-  }
-}
-
-// The products of one step: its words times its values of x.
-template <int FRAGMENTS, typename W, typename T>
-METAL_FUNC void multiply_step(
-    float (*totals)[FRAGMENTS][4],
-    const uint* words,
-    const uint (*x_values)[XValues<W>::REGISTERS],
-    const GroupParams<T>& params) {
-  UNROLL for (int j = 0; j < W::PAIRS / 2; ++j) {
-    uint rows[2][4];
-    UNROLL for (int i = 0; i < 8; ++i) {
-      rows[i / 4][i % 4] = weights<W>(words, i / 4 * 2 + i % 2, 2 * j + i % 4 / 2, params);
-    }
-    UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-      uint columns[2];
-      columns_of_x<W>(columns, x_values[i], j);
-      multiply(totals[0][i], rows[0], columns, T());
-      multiply(totals[1][i], rows[1], columns, T());
-    }
-  }
-}
-
-// The main loop of one warp: k from `k` to k_stop, both multiples of a k tile.
-template <int FRAGMENTS, typename W, bool ALIGNED, typename T, typename P, typename S>
-METAL_FUNC void accumulate(
-    float (*totals)[FRAGMENTS][4],
-    const P* x,
-    const WeightTile<S>& tile,
-    int k,
-    int k_stop,
-    Work work) {
-  constexpr int AHEAD = tiles_ahead<W>();
-  constexpr int STEPS = TILE_K / W::STEP;
-  // Groups of 128 are those of a k tile: their numbers serve two tiles.
-  constexpr int GROUP_TILES = W::GROUP == 128 ? 2 : 1;
-  constexpr int GROUPS = groups_of_tile<W>();
-  uint words[AHEAD][words_of_tile<W>()];
-  GroupParams<T> params[GROUPS];
-  Numbers<W, S> next[GROUPS];
-  if (k < k_stop) {
-    load_groups<W, ALIGNED>(next, tile, k, k_stop, work);
-  }
-  UNROLL for (int ahead = 0; ahead < AHEAD; ++ahead) {
-    if (k + ahead * TILE_K < k_stop) {
-      load_tile<W, ALIGNED>(words[ahead], tile, k + ahead * TILE_K, k_stop, work);
-    }
-  }
-  for (; k < k_stop; k += 2 * TILE_K) {
-    UNROLL for (int nth = 0; nth < 2; ++nth) {
-      const int here = k + nth * TILE_K;
-      if (GROUP_TILES == 1 && here >= k_stop) {
-        break;
-      }
-      if (nth % GROUP_TILES == 0) {  // mutant: group
-        UNROLL for (int i = 0; i < GROUPS; ++i) {
-          params[i] = group_params_of<W, T>(next[i]);
-        }
-        if (here + GROUP_TILES * TILE_K < k_stop) {
-          load_groups<W, ALIGNED>(next, tile, here + GROUP_TILES * TILE_K, k_stop, work);
-        }
-      }
-      uint x_values[STEPS][FRAGMENTS][XValues<W>::REGISTERS];
-      UNROLL for (int step = 0; step < STEPS; ++step) {
-        if (STEPS == 1 || here + step * W::STEP < k_stop) {
-          UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-            load_activations<XValues<W>::REGISTERS, ALIGNED>(x_values[step][i], x[i] + here + step * W::STEP);
-          }
-        }
-      }
-      UNROLL for (int step = 0; step < STEPS; ++step) {
-        if (STEPS == 1 || here + step * W::STEP < k_stop) {  // mutant: last_step
-          multiply_step<FRAGMENTS, W>(
-              totals,
-              words[nth % AHEAD] + step * words_of_step<W>(),
-              x_values[step],
-              params[GROUPS == 1 ? 0 : step]);
-        }
-      }
-      if (here + AHEAD * TILE_K < k_stop) {
-        // mutant: prefetch
-        load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + AHEAD * TILE_K, k_stop, work);
-      }
-    }
-  }
-}
-
-// What a warp has added up, into its scratch.
-template <int FRAGMENTS, typename W, typename S>
-METAL_FUNC void store_sums(
-    float* scratch, const float (*totals)[FRAGMENTS][4], const WeightTile<S>& tile) {
-  const float weight_scale = W::GLOBAL ? global_scale(tile.biases) : 1.0f;
-  UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
-    const float total = totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4];
-    scratch[index_of_sum(tile.lane, i / 4 / FRAGMENTS, i / 4 % FRAGMENTS, i % 4)] =
-        W::GLOBAL ? total * weight_scale : total;
-  }
-}
-
-// One split of a tile, as far as one warp computes it, into its scratch.
-template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename R, typename L, typename S>
-METAL_FUNC void multiply_split(
-    float* scratch,
-    R x,
-    L order,
-    const WeightTile<S>& tile,
-    Work work,
-    Split split,
-    int slice) {
-  constexpr int K_TILE = k_tile_of_group(W::GROUP);
-  decltype(row_of(x, 0, work)) rows[FRAGMENTS];
-  UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-    // Rows past the end read the last row: their results are never stored.
-    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);  // mutant: row
-    rows[i] = row_of(x, input_row(order, row), work) + W::CODES * tile.lane.pair;
-  }
-  float totals[2][FRAGMENTS][4];
-  UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
-    totals[i / 4 / FRAGMENTS][i / 4 % FRAGMENTS][i % 4] = 0.0f;
-  }
-  const int k = split.k_start + split.k_tile_count * slice / SLICES * K_TILE;
-  const int k_stop = split.k_start + split.k_tile_count * (slice + 1) / SLICES * K_TILE;
-  accumulate<FRAGMENTS, W, ALIGNED, typename R::Type>(
-      totals, rows, tile, k, min(k_stop, split.k_stop), work);
-  store_sums<FRAGMENTS, W>(scratch, totals, tile);
-}
-
-// Likewise of arrays that begin anywhere, for which there is a main loop of its own.
-template <int FRAGMENTS, int SLICES, typename W, typename R, typename L, typename S>
-METAL_FUNC void multiply_split(
-    float* scratch,
-    R x,
-    L order,
-    const WeightTile<S>& tile,
-    Work work,
-    Split split,
-    int slice,
-    bool aligned) {
-  if (aligned) {
-    multiply_split<FRAGMENTS, SLICES, W, true>(scratch, x, order, tile, work, split, slice);
-  } else {
-    multiply_split<FRAGMENTS, SLICES, W, false>(scratch, x, order, tile, work, split, slice);
-  }
-}
-
-// How ../lib/work.metal sees tiles that are WIDTH packed tiles wide: as if there were fewer
-// columns.
+// Divides n by WIDTH: ../lib/work.metal assumes tiles of one packed tile in width, and these are
+// WIDTH packed tiles wide.
 template <int WIDTH>
 METAL_FUNC Work narrowed(Work work) {
   work.n = ceil_div(work.n, WIDTH);
@@ -241,22 +65,13 @@ METAL_FUNC void mma(
     position += split.k_tile_count;
     const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
     if (col < work.n) {
-      const WeightTile<S> tile =
-          weight_tile<W>(w, scales, biases, col, work, lane, split.product);
+      const WeightTile<S> tile = weight_tile<W>(w, scales, biases, col, work, lane, split.product);
       multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
           own, x, order, tile, work, split, slice, aligned);
     }
     __syncthreads();  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out,
-        epilogue,
-        order,
-        scratch,
-        work,
-        split,
-        SIMDGROUPS_K,
-        warp,
-        threadIdx.x % 32);
+        out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, threadIdx.x % 32);
     if (SINGLE) {  // mutant: after_store
       break;
     }

@@ -1,13 +1,13 @@
-// For some rows, on Hopper: every warp multiplies 16x8x16 fragments as in mma.cuh, but reads x out
-// of shared memory as its lanes hold it, four registers at once. That costs a fraction of what
-// reading a row of x from cache does, and of up to 24 rows these products cost less than those of
-// warpgroups, which keep a multiprocessor from issuing anything else (docs/lab).
+// Multiplier for a few rows on Hopper: every warp multiplies 16x8x16 fragments as in mma.cuh, but
+// loads x from shared memory in fragment order, four registers at once. This costs a fraction of
+// loading rows of x from the cache. Up to 24 rows, these products also cost less than those of
+// warpgroups, during which a multiprocessor issues no other instruction (docs/lab).
 
 struct Warps {
   static constexpr int TOGETHER = 1;
 
-  // [product][two fragments][lane], two registers of each fragment; an odd one's last:
-  // [two products][lane].
+  // Layout of a stage: [product][two fragments][lane], with two registers of each fragment. If the
+  // number of fragments is odd, the last one follows as [two products][lane].
   struct Order {
     static constexpr int BYTES = 32 * 16;
 
@@ -37,7 +37,7 @@ struct Warps {
     }
   };
 
-  // Fragments i and i + 1 of two row fragments of w.
+  // Multiplies COUNT fragments of x, from fragment i on, by two row fragments of w.
   template <int COUNT, int FRAGMENTS, typename T>
   static METAL_FUNC void multiply_fragments(
       float (*totals)[FRAGMENTS][4], int i, const uint (*rows)[4], const uint* columns, T) {
@@ -48,8 +48,8 @@ struct Warps {
     }
   }
 
-  // One split of a tile, as far as one warp computes it: every SLICES-th stage from `slice` on.
-  // A warp without columns of its own goes along, because a stage is free when all are done.
+  // Computes one warp's part of a split: every SLICES-th stage, from `slice` on. A warp without
+  // columns takes part, because a stage is empty only when all warps have released it.
   template <int FRAGMENTS, int SLICES, int STAGES, typename W, bool ALIGNED, typename T, typename S>
   static METAL_FUNC void multiply_stages(
       float (*totals)[FRAGMENTS][4],
@@ -67,7 +67,8 @@ struct Warps {
     int k = split.k_start + slice * STAGE_K;
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);
     Turn<STAGES> turn(first + slice);
-    // Moved on by hand: the assembler would multiply by a stage's bytes at each of its uses.
+    // Advanced by addition: otherwise the assembler would multiply by the bytes of a stage at every
+    // use.
     Shared stage = kept(ring.at(turn.stage) + Order::of_lane(lane_of(lane_index)));
     while (k < split.k_stop) {
       UNROLL for (int ahead = 0; ahead < incoming.AHEAD; ++ahead) {
@@ -107,7 +108,7 @@ struct Warps {
           incoming.load(ahead, half, work);
         }
         // mutant: release
-        warp_sync();  // all lanes have read it
+        warp_sync();  // all lanes have read the stage
         if (lane_index == 0) {
           barrier_arrive(ring.empty(turn.stage));
         }

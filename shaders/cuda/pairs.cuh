@@ -1,13 +1,14 @@
-// Epilogues for which two columns of a product belong together. HOW has
+// Epilogues that combine two columns of a product. HOW has
 //
-//   first_of_pair(pair, n)   the first one's column; those of a packed tile lie side by side
-//   distance_of_pair(n)      from there to the second one
+//   first_of_pair(pair, n)   first column of a pair; those of a packed tile are consecutive
+//   distance_of_pair(n)      distance from the first column to the second
 //   TOGETHER                 packed tiles of first columns whose rows are stored together
-//   store_pairs(...)         what is stored of their sums
+//   store_pairs(...)         stores the results of the pairs' sums
 //
-// A tile has as many first columns as second ones, so both sums lie in the block's scratch.
+// A tile has as many first columns as second ones, so both sums of a pair are in the block's
+// scratch.
 
-// Both sums of a pair.
+// The two sums of a pair.
 struct Point {
   float x;
   float y;
@@ -18,8 +19,8 @@ struct Paired {
   HOW how;
 };
 
-// First column of a warp's packed tile, of the tiles of WIDTH packed ones that begin at col; n or
-// more if it has none.
+// Returns the first column of a warp's packed tile, in the tile of WIDTH packed tiles at `col`; n
+// or more if the warp has no columns.
 template <int WIDTH, typename E>
 METAL_FUNC int column_of_warp(E, int col, int column, Work work) {
   return col + TILE_N * column;
@@ -36,7 +37,7 @@ METAL_FUNC int column_of_warp(Paired<HOW>, int col, int column, Work work) {
   return HOW::first_of_pair(pair, work.n) + column / PAIRS * HOW::distance_of_pair(work.n);
 }
 
-// The sum of a scratch element of all slices of k, in ascending order.
+// Adds a scratch element of all slices of k, in ascending order.
 METAL_FUNC float sum_of_slices(const float* partial, int slices, int distance) {
   float total = partial[0];
   for (int slice = 1; slice < slices; ++slice) {  // mutant: slices
@@ -45,7 +46,7 @@ METAL_FUNC float sum_of_slices(const float* partial, int slices, int distance) {
   return total;
 }
 
-// As ../lib/epilogue.metal has it for results of their own.
+// Stores pairs of columns; ../lib/epilogue.metal has the function for single columns.
 template <
     int TILE_M,
     int SIMDGROUPS_K,
@@ -66,7 +67,7 @@ METAL_FUNC void store_tile(
     int lane_index) {
   constexpr int PAIRS = WIDE / 2;
   constexpr int TOGETHER = HOW::TOGETHER;
-  constexpr int ROWS = TILE_M * SCRATCH_ROW;  // of a slice
+  constexpr int ROWS = TILE_M * SCRATCH_ROW;  // floats per slice
   static_assert(WIDE % 2 == 0, "a tile has as many first columns as second ones");
   static_assert(PAIRS % TOGETHER == 0, "what is stored together lies in a tile");
   const int rows = min(TILE_M, work.m - split.row);

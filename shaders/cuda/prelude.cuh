@@ -1,10 +1,10 @@
-// Metal's words in CUDA, so that the files of ../lib mean the same on both sides. Everything
-// of ours stands in a namespace: a body is compiled inside one of MLX's.
+// Metal's names in CUDA, so that CUDA can compile the files of ../lib. All declarations are in a
+// namespace, because MLX compiles a body inside its own.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-// CUDA spells an attribute with a word that is one of Metal's: it has another spelling.
+// CUDA's macro __device__ expands to the word `device`, which is a macro below.
 #undef __device__
 #define METAL_FUNC __attribute__((__device__)) __forceinline__
 #define UNROLL _Pragma("unroll")
@@ -30,7 +30,7 @@ struct ushort2 {
   }
 };
 
-// Vectors that may begin at any word, as packed ones of Metal do.
+// Vectors that are aligned to words, like packed vectors of Metal.
 struct packed_uint2 {
   uint x;
   uint y;
@@ -49,7 +49,7 @@ struct packed_uint4 {
 typedef packed_uint2 uint2;
 typedef packed_uint3 uint3;
 
-// What four registers of a lane are loaded into at once.
+// Four registers that are loaded at once.
 typedef ::uint4 Registers;
 struct uint4 : packed_uint4 {
   METAL_FUNC uint4(packed_uint4 other) : packed_uint4(other) {
@@ -89,7 +89,7 @@ METAL_FUNC float copysign(float x, float sign) {
   return copysignf(x, sign);
 }
 
-// No plan of CUDA asks for atomic sums; the files of lib that offer them have to compile.
+// No CUDA plan has atomic sums; this lets the files of ../lib that offer them compile.
 template <typename T>
 struct atomic {
   T value;

@@ -1,5 +1,5 @@
-// Everything that the body mma.cu leans on. MLX reads a header's text in every call, so it is
-// handed this file's name instead.
+// Declarations for the body mma.cu. MLX reads a header's text in every call, so the header only
+// includes this file.
 
 #include "prelude.cuh"
 
@@ -19,6 +19,7 @@ namespace marlin {
 #include "rotated.cuh"
 #include "weights.cuh"
 #include "weight_tile.cuh"
+#include "main_loop.cuh"
 #include "mma.cuh"
 
 }  // namespace marlin

@@ -1,9 +1,9 @@
-// Heads that are rotated by their rows' places as they are stored, as MLX's rope does it: features
-// i and i + FEATURES / 2 of a head are a point, turned by position / freqs[i].
+// Epilogue that applies RoPE to heads, as MLX's rope does: features i and i + FEATURES / 2 of a
+// head are a point, which is rotated by the angle position / freqs[i].
 
-// Whole turns are taken away first, in two parts, because a float alone holds a turn badly: then
-// the two instructions for sine and cosine err by 1e-6, also of angles of a million. CUDA's own
-// function has a stack for larger ones.
+// Rotates a point. Full turns are subtracted first, with 2 pi as a sum of two floats, because one
+// float is not precise enough. The sine and cosine instructions then have an error of 1e-6, even
+// for angles of a million. CUDA's own function uses a stack for large angles.
 METAL_FUNC Point turned(Point point, float angle) {
   const float turns = rintf(angle * 0.15915494f);
   angle = fmaf(turns, -6.2831855f, angle);
@@ -14,7 +14,7 @@ METAL_FUNC Point turned(Point point, float angle) {
   return {point.x * cosine - point.y * sine, point.x * sine + point.y * cosine};
 }
 
-// What heads go through before: nothing.
+// Heads without normalization.
 struct AsTheyAre {
   static constexpr int TOGETHER = 1;
 
@@ -22,8 +22,8 @@ struct AsTheyAre {
   }
 };
 
-// Each head is divided by the root of the mean of its squares and EPSILON, whose bits these are,
-// and multiplied by a weight: one for the heads of the first QUERIES columns, one for the others.
+// RMSNorm of each head. EPSILON has the bits of the float epsilon. The heads in the first QUERIES
+// columns have the weight q, the others k.
 template <typename T, int EPSILON, int QUERIES, int FEATURES>
 struct Normalized {
   static constexpr int HALF = FEATURES / 2;
@@ -47,8 +47,8 @@ struct Normalized {
   }
 };
 
-// The first ROTATED columns are rotated, and multiplied by what has the bits of FACTOR; EACH row
-// has a place of its own, or all have one.
+// Rotates the first ROTATED columns and multiplies them by the float that has the bits of FACTOR.
+// EACH: every row has its own position; otherwise all rows have the first one.
 template <
     typename T,
     bool BIAS,
@@ -63,7 +63,7 @@ struct Rotated {
   static constexpr int TOGETHER = N::TOGETHER;
   static_assert(HALF % TILE_N == 0, "the first columns of a tile's pairs lie side by side");
   Epilogue<T, BIAS, 0, false, false, PARTS> before;
-  const int* positions;     // [m], or the first is that of all
+  const int* positions;     // [m], or one for all rows
   const float* freqs;  // [HALF]
   N norms;
 

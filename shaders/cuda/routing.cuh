@@ -1,5 +1,5 @@
-// Everything that the bodies route.cu and combine.cu lean on: which experts a row chooses, and the
-// sum of what they make of it.
+// Declarations for the bodies route.cu and combine.cu, which choose the experts of a row and add
+// their results.
 
 #include "prelude.cuh"
 
@@ -7,8 +7,9 @@ namespace marlin {
 
 #include "warp.cuh"
 
-// Numbers that stand in the order of floats, both zeros as one. What is no number is the largest
-// of all, or with its sign the least: a row that has one has no scores, or leaves it out.
+// Maps a float to an unsigned number in the same order; both zeros map to the same number. NaN is
+// the largest number, or the smallest if its sign is set. A row with NaN therefore has NaN as
+// scores, or does not choose it.
 METAL_FUNC uint in_order(float value) {
   const uint bits = as_type<uint>(value + 0.0f);  // mutant: order
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -18,9 +19,9 @@ METAL_FUNC float out_of_order(uint number) {
   return as_type<float>(number >> 31 ? number & 0x7fffffffu : ~number);
 }
 
-// Writes the EACH largest of a row's EXPERTS logits, of equal ones the first or the LAST, and the
-// softmax over these, or OF_ALL over all logits. A warp has a row, a lane every 32nd expert, then a
-// choice.
+// Writes the experts of the EACH largest of a row's EXPERTS logits, and their scores: the softmax
+// over the chosen logits, or over all logits if OF_ALL. Of equal logits, the first is chosen, or
+// the last if LAST. A warp computes one row; a lane reads every 32nd logit and writes one choice.
 template <int EXPERTS, int EACH, bool OF_ALL, bool LAST, typename T>
 METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, uint lane) {
   constexpr int PER_LANE = (EXPERTS + 31) / 32;
@@ -60,7 +61,7 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
     own = choice == lane ? out_of_order(top) : own;
     chosen = choice == lane ? expert : chosen;
   }
-  const float score = exp(own - most);  // of lanes without a choice 0
+  const float score = exp(own - most);  // 0 for lanes without a choice
   const float sum = sum_of_warp(OF_ALL ? all : score);  // mutant: sum
   if (lane < EACH) {
     experts[row * EACH + lane] = chosen;
@@ -68,7 +69,8 @@ METAL_FUNC void route(const T* logits, uint* experts, float* scores, uint row, u
   }
 }
 
-// One of N columns of a row: the residual and, times their scores, the results of its EACH experts.
+// Computes one of the N columns of a row: the residual plus the results of the row's EACH experts,
+// times their scores.
 template <int N, int EACH, typename T>
 METAL_FUNC void combine(
     const T* results, const float* scores, const T* residual, T* out, uint index) {

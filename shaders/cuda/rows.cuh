@@ -1,6 +1,6 @@
-// Rows of x as a product reads them: where they lie, or normalized before, by each block for
-// itself into its shared memory. A product of few rows waits for their norm no longer than for a
-// kernel's end, and the host has one kernel less to launch.
+// Access to the rows of x: in device memory, or normalized by every block into its shared memory.
+// For few rows, the latter takes no longer than waiting for the end of a separate kernel, and the
+// host launches one kernel less.
 
 template <typename T>
 struct Rows {
@@ -8,8 +8,8 @@ struct Rows {
   const T* x;
 };
 
-// Rows that are divided by the root of the mean of their squares and EPSILON, whose bits these
-// are, and multiplied by a weight: rounded in between, as MLX's own kernel rounds them.
+// Rows with RMSNorm. EPSILON has the bits of the float epsilon. Values are rounded before they are
+// multiplied by the weight, as in MLX's own kernel.
 template <int EPSILON, typename T>
 struct NormedRows {
   typedef T Type;
@@ -37,8 +37,8 @@ struct InShared {
   }
 };
 
-// Rows in shared memory, 16 bytes apart from where whole lines of banks would begin: eight rows
-// are read at once, and in steps of 64 from different banks.
+// Rows in shared memory, each with a padding of 16 bytes against bank conflicts: eight rows are
+// read at once, and in steps of 64 from different banks.
 template <typename T>
 struct SharedRows {
   typedef T Type;
@@ -67,15 +67,16 @@ METAL_FUNC void load_activations(uint* x_values, InShared<T> from) {
   }
 }
 
-// Rows as the main loop reads them. All threads of the block take part.
-//   scratch  floats that are free until the first sums
-//   storage  where rows may be put
+// Prepares rows for the main loop. All threads of the block take part.
+//
+//   scratch  floats that are not used until the first sums
+//   storage  memory for normalized rows
 template <typename T>
 METAL_FUNC Rows<T> ready(Rows<T> rows, float*, T*, Work) {
   return rows;
 }
 
-// Eight values, and one of them.
+// Eight values, two per register.
 struct Chunk {
   static constexpr int SIZE = 8;
   uint pairs[4];
@@ -90,15 +91,15 @@ METAL_FUNC void keep(void* to, Chunk chunk) {
   *(Registers*)to = {chunk.pairs[0], chunk.pairs[1], chunk.pairs[2], chunk.pairs[3]};
 }
 
-// The chunks of a row that a thread has: the warps of a block share the rows evenly, so that all
-// rows are read at the same time.
+// A thread's chunks of the rows. The warps of a block are distributed evenly over the rows, so that
+// all rows are read at the same time.
 struct Share {
   int first;
   int step;
   int row;
-  int rows;     // rows between two of this thread
-  int member;   // which of its row's warps this is
-  int members;  // warps of its row
+  int rows;     // stride between the rows of this thread
+  int member;   // index of this warp among those of its row
+  int members;  // number of warps of its row
 };
 
 METAL_FUNC Share share_of_thread(int rows) {
@@ -112,7 +113,7 @@ METAL_FUNC Share share_of_thread(int rows) {
   return {first, Chunk::SIZE * 32 * members, row, each, member, members};
 }
 
-// Copies chunks of a row, and returns the sum of their squares.
+// Copies chunks of a row and returns the sum of their squares.
 template <bool ALIGNED, typename T>
 METAL_FUNC float copy_row(T* to, const T* from, int k, int first, int step) {
   float squares = 0.0f;
@@ -147,8 +148,8 @@ METAL_FUNC void scale_row(T* row, const T* weight, float factor, int k, Share sh
   }
 }
 
-// All that comes from memory is asked for at once; of a row a thread needs no other's chunks later,
-// but for the sums of their squares.
+// Copies the weight and the rows, so that all loads from device memory are issued together. Of a
+// row, a thread later needs only its own chunks and the sums of squares of the row's other warps.
 template <bool ALIGNED, typename T>
 METAL_FUNC void copy_rows(
     float* scratch, T* storage, const T* x, const T* weight, Work work, Share share) {

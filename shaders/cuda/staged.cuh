@@ -1,35 +1,38 @@
-// Products whose x waits in shared memory: four warps fill that, ahead, a stage of 128 values of k
-// after the other, and all others multiply. Barriers in shared memory say which stage is full and
-// which is free. What was measured on the way here stands in docs/lab.
+// Products with x in shared memory: a pipeline in which four warps prefetch stages of 128 values of
+// k, and all other warps multiply. Barriers in shared memory signal which stages are full and which
+// are empty. docs/lab has the measurements.
 //
-// MULTIPLIER    who multiplies: wgmma.cuh and mma_staged.cuh have one each, which knows how many
-//               warps go TOGETHER, in which Order they want x, and what to do with a split
+// MULTIPLIER    the warps that multiply: Warpgroups of wgmma.cuh or Warps of mma_staged.cuh. It has
+//               TOGETHER, the number of warps that multiply together; Order, the layout of a stage;
+//               and multiply_stages, the main loop
 // FRAGMENTS_M   fragments of 8 rows of x in a tile
 // SIMDGROUPS_N  packed tiles side by side in each tile
-// SIMDGROUPS_K  slices of k: the stages of a split go to them in turn
-// STAGES        of x that shared memory holds: a multiple of SIMDGROUPS_K, and of 4, or of 2 from
+// SIMDGROUPS_K  slices of k, which take the stages of a split in turn
+// STAGES        stages of x in shared memory: a multiple of SIMDGROUPS_K, and of 4, or of 2 from
 //               4 fragments on
-// WHOLE, SINGLE, BATCHED, W as in mma.cuh; weights are packed
+//
+// WHOLE, SINGLE, BATCHED and W are those of mma.cuh; weights are packed.
 
-// Stages whose words are on the way: fewer warps need more, and have the registers.
+// Number of stages whose weights are prefetched: fewer warps need more stages, and have the
+// registers for them.
 template <typename W>
 METAL_FUNC constexpr int stages_ahead() {
   return THREADS > 512 || W::BITS > 4 ? 1 : 2;
 }
 
-// A warp's weights of the next stages of its slice, on their way into registers. Each half of a
-// stage takes the place of that which was used up last.
+// A warp's weights of the next stages of its slice, prefetched into registers. Each half of a stage
+// is loaded into the registers of the half that was used last.
 template <int SLICES, typename W, bool ALIGNED, typename S>
 struct Incoming {
   static constexpr int AHEAD = stages_ahead<W>();
   static constexpr int GROUPS = groups_of_tile<W>();
-  static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // a group of 128 is a stage's
+  static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // one group of 128 per stage
   static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;  // mutant: long_groups
   uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
   Numbers<W, S> numbers[AHEAD][SETS][GROUPS] = {};
-  WeightTile<S> tile;  // from the stage on that is loaded next
-  int k;               // where it begins
-  int k_stop;  // before it there is something to load
+  WeightTile<S> tile;  // begins at the stage that is loaded next
+  int k;               // first k of that stage
+  int k_stop;  // no weights are loaded from here on
 
   METAL_FUNC Incoming(WeightTile<S> tile, int k, int k_stop, Work work)
       : tile(tile), k(k), k_stop(k_stop) {
@@ -68,7 +71,7 @@ struct Incoming {
     return numbers[ahead][SETS == 1 ? 0 : half];
   }
 
-  // What there is to say of the weights of step `step`, and weights `pair` of row fragment f.
+  // Return the group parameters of step `step`, and weights `pair` of row fragment f.
   template <typename T>
   METAL_FUNC GroupParams<T> params(int ahead, int half, int step) {
     return group_params_of<W, T>(numbers_of(ahead, half)[GROUPS == 1 ? 0 : step]);
@@ -108,7 +111,7 @@ METAL_FUNC void staged(
     float* shared) {
   constexpr int TILE_M = FRAGMENT_ROWS * FRAGMENTS_M;
   constexpr int TOGETHER = MULTIPLIER::TOGETHER;
-  constexpr int COLUMNS = (SIMDGROUPS_N + TOGETHER - 1) / TOGETHER * TOGETHER;  // of warps
+  constexpr int COLUMNS = (SIMDGROUPS_N + TOGETHER - 1) / TOGETHER * TOGETHER;  // warps along n
   constexpr int MULTIPLIERS = COLUMNS * SIMDGROUPS_K;
   constexpr int SIMDGROUPS = MULTIPLIERS + LOADERS;
   const Work work = read_work(shape, schedule);
@@ -119,7 +122,7 @@ METAL_FUNC void staged(
   const int column = warp % COLUMNS;
   const int slice = warp / COLUMNS;
   const Ring<FRAGMENTS_M, STAGES> ring = {shared_at(shared)};
-  float* scratch = shared + BARRIERS_BYTES / 4;  // takes turns with the stages
+  float* scratch = shared + BARRIERS_BYTES / 4;  // shares its memory with the stages
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
   const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);  // mutant: init
   if (threadIdx.x == 0) {
@@ -130,7 +133,7 @@ METAL_FUNC void staged(
     barriers_ready();
   }
   __syncthreads();
-  uint first = 0;  // stages of the splits before
+  uint first = 0;  // number of stages of the previous splits
   for (uint position = range.begin; position < range.end;) {
     Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(
         position, range.end, blockIdx.x, narrowed<SIMDGROUPS_N>(work));

@@ -1,4 +1,4 @@
-// Everything that the bodies wgmma.cu and mma_staged.cu lean on.
+// Declarations for the bodies wgmma.cu and mma_staged.cu.
 
 #include "product.cuh"
 

@@ -1,5 +1,5 @@
-// Stages of x in shared memory: what both sides know of them, and the warps that fill them. A
-// stage is 128 values of k of all rows of a tile, in the order of those that multiply.
+// Pipeline stages of x in shared memory: what loaders and multipliers share, and the loop of the
+// loaders. A stage has 128 values of k of all rows of a tile, in the layout of the multiplier.
 
 constexpr int FRAGMENT_ROWS = 8;
 constexpr int STAGE_K = 128;
@@ -7,7 +7,7 @@ constexpr int HALVES = STAGE_K / TILE_K;
 constexpr int STAGE_PRODUCTS = STAGE_K / 16;
 constexpr int LOADERS = 4;  // warps that fill stages
 constexpr int BARRIER_BYTES = 8;
-// Of the barriers, at the beginning of shared memory: room for 32 stages.
+// Bytes of the barriers at the beginning of shared memory, enough for 32 stages.
 constexpr int BARRIERS_BYTES = 512;
 
 template <int FRAGMENTS>
@@ -15,7 +15,7 @@ METAL_FUNC constexpr int stage_bytes() {
   return FRAGMENTS * FRAGMENT_ROWS * STAGE_K * 2;
 }
 
-// A place in the ring of stages, and how often it was passed.
+// An index in the ring of stages, and the parity of the number of completed rounds.
 template <int STAGES>
 struct Turn {
   int stage;
@@ -32,7 +32,7 @@ struct Turn {
   }
 };
 
-// The ring as both sides see it.
+// Addresses of the stages in shared memory, and of their `full` and `empty` barriers.
 template <int FRAGMENTS, int STAGES>
 struct Ring {
   static_assert(2 * STAGES * BARRIER_BYTES <= BARRIERS_BYTES, "each stage has two barriers");
@@ -49,8 +49,8 @@ struct Ring {
   }
 };
 
-// The values that a lane has of a row in one step, and whether they are in the row: what pads a
-// weight is multiplied by zeros.
+// The first k that a lane has of a row in one step, and whether its values are inside the row. The
+// padding of a weight is multiplied by zeros.
 template <typename W>
 METAL_FUNC int first_of_step(int k, int step, Lane lane) {
   return k + step * W::STEP + W::CODES * lane.pair;
@@ -61,8 +61,9 @@ METAL_FUNC bool is_inside(int k, int step, Work work, Lane lane) {
   return first_of_step<W>(k, step, lane) + W::CODES <= work.k;
 }
 
-// What a lane loads of x for one fragment and 64 values of k, in the order of its codes. Beyond the
-// end of a row it loads others: a load that depends on something would wait.
+// Loads a lane's values of x for one fragment and 64 values of k, in the order of its codes. Past
+// the end of a row it loads other values instead of testing, because a conditional load would
+// stall.
 template <typename W, bool ALIGNED, typename T>
 METAL_FUNC void load_tile_of_x(uint* x_values, const T* row, int k, Work work, Lane lane) {
   constexpr int REGISTERS = XValues<W>::REGISTERS;
@@ -72,7 +73,7 @@ METAL_FUNC void load_tile_of_x(uint* x_values, const T* row, int k, Work work, L
   }
 }
 
-// Stores 64 values of k of all fragments: ORDER says where the columns of a product lie.
+// Stores 64 values of k of all fragments. ORDER is the layout of a stage.
 template <int FRAGMENTS, typename ORDER, typename W>
 METAL_FUNC void store_tile_of_x(
     Shared stage, const uint (*x_values)[TILE_K / 8], int k, int half, Work work, Lane lane) {
@@ -91,16 +92,16 @@ METAL_FUNC void store_tile_of_x(
   }
 }
 
-// Pieces of a stage, which loaders take in turn. Of so many rows that the registers of a whole one
-// would not do, halves.
+// Number of pieces of a stage, which loaders take in turn. For more rows, a piece is half a stage,
+// because a whole one would need too many registers.
 template <int FRAGMENTS>
 METAL_FUNC constexpr int pieces_of_stage() {
   return FRAGMENTS <= 3 ? 1 : HALVES;
 }
 
-// One split's x, as far as one loader brings it. It has one piece on the way: of several, it would
-// wait for the last one's loads as well. A place in shared memory is always the same loader's, so
-// that none can be a turn ahead of another.
+// Loads one loader's pieces of the x of a split. A loader prefetches one piece at a time: with
+// several, it would also wait for the loads of the last one. A slot of the ring always has the same
+// loader, so that no loader can be a round ahead of another.
 template <int FRAGMENTS, int STAGES, typename ORDER, typename W, bool ALIGNED, typename T>
 METAL_FUNC void fill_stages(
     Ring<FRAGMENTS, STAGES> ring,
@@ -118,7 +119,7 @@ METAL_FUNC void fill_stages(
   const int stages = ceil_div(split.k_stop - split.k_start, STAGE_K);
   uint rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
-    // Rows past the end read the last row: their results are never stored.
+    // Rows past the end read the last row; their results are never stored.
     const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);  // mutant: pieces
     rows[i] = input_row(order, row) * work.k;
   }

@@ -1,4 +1,4 @@
-// Everything that the body reduce.cu leans on.
+// Declarations for the body reduce.cu.
 
 #include "prelude.cuh"
 
@@ -9,7 +9,8 @@ namespace marlin {
 #include "apart.cuh"
 #include "../lib/reduce.metal"
 
-// Metal's grid ends with the last thread; here the last block is whole.
+// Metal's grid ends with the last thread. In CUDA the last block is complete, and its surplus
+// threads must do nothing.
 METAL_FUNC bool is_thread_of_reduce(uint index, const int* shape, const int* schedule) {
   const Work work = read_work(shape, schedule);
   return index < work.batch * ceil_div(work.m, ROWS_OF_THREAD) * work.n;  // mutant: bound

@@ -1,4 +1,4 @@
-// What the lanes of a warp find together.
+// Reductions over the lanes of a warp.
 
 METAL_FUNC float sum_of_warp(float value) {
   UNROLL for (int distance = 16; distance > 0; distance /= 2) {  // mutant: butterfly

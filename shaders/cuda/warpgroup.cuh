@@ -1,16 +1,15 @@
-// What Hopper (sm_90a) has for stages in shared memory and for warpgroups, four warps, and CUDA
-// C++ has no word for: everything here is one instruction, or what one of them takes for an
-// address.
+// Instructions of Hopper (sm_90a) for stages in shared memory and for warpgroups, which are four
+// warps. Every function is a single instruction, or computes an address for one.
 
-// A place in shared memory as instructions name it, the same number in all lanes of a warp: so that
-// what is computed from it stays in registers of the whole warp.
+// An address in shared memory as instructions take it. The shuffle makes it uniform in a warp, so
+// that what is computed from it stays in uniform registers.
 typedef uint Shared;
 
 METAL_FUNC Shared shared_at(const void* address) {
   return __shfl_sync(0xffffffffu, uint(__cvta_generic_to_shared(address)), 0);
 }
 
-// The warp's own index, likewise.
+// Returns the index of the warp, also as a uniform value.
 METAL_FUNC int warp_of_thread(uint thread_index) {
   return __shfl_sync(0xffffffffu, int(thread_index / 32), 0);
 }
@@ -23,7 +22,7 @@ METAL_FUNC void store_word(Shared address, int offset, uint word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address + 4 * offset), "r"(word) : "memory");
 }
 
-// Places of four words begin at multiples of 16 bytes, of two at multiples of 8.
+// Addresses of four words are multiples of 16 bytes, those of two words multiples of 8.
 METAL_FUNC void store_two(Shared address, const uint* words) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(words[0]), "r"(words[1])
                : "memory");
@@ -50,7 +49,7 @@ METAL_FUNC void barrier_init(Shared barrier, uint count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
 
-// Makes the barriers that this thread began known to all.
+// Makes the barriers that this thread initialized visible to all threads.
 METAL_FUNC void barriers_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -74,7 +73,7 @@ METAL_FUNC void barrier_wait(Shared barrier, uint parity) {
       : "memory");
 }
 
-// Lets matrix products see what this thread stored in shared memory.
+// Makes what this thread stored in shared memory visible to matrix products.
 METAL_FUNC void stores_visible() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -93,8 +92,9 @@ METAL_FUNC void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
 }
 
-// How products find x: matrices of 8 rows and 16 bytes lie together, those of 8 rows more follow
-// them, and those of 8 values of k more come FRAGMENTS matrices later (no swizzle).
+// Descriptor of x for matrix products, without swizzle: matrices of 8 rows and 16 bytes are
+// contiguous. The matrix of the next 8 rows follows; that of the next 8 values of k is FRAGMENTS
+// matrices later.
 typedef unsigned long long Columns;
 
 template <int FRAGMENTS>
@@ -108,7 +108,7 @@ METAL_FUNC Columns after(Columns columns, int bytes) {
 }
 
 // sums += rows of w, from registers, times columns of x, from shared memory: 64x16 by
-// 16x(8 FRAGMENTS), each warp its 16 rows. Who holds what is as in lane.cuh.
+// 16x(8 FRAGMENTS), with 16 rows for each warp. Lanes hold elements as in lane.cuh.
 
 template <int COUNT>
 struct Fragments {};
@@ -118,7 +118,7 @@ struct Fragments {};
 #define SUMS_OF_16(i) SUMS_OF_8(i), SUMS_OF_8(i + 8)
 #define SUMS_OF_32(i) SUMS_OF_16(i), SUMS_OF_16(i + 16)
 
-// Sums are the first registers of OPERANDS.
+// The sums are the first registers of OPERANDS.
 #define MULTIPLY(T, NAME, COLUMNS, OPERANDS, ...)                                         \
   METAL_FUNC void multiply_by_shared(                                                     \
       float (*sums)[4], const uint* rows, Columns columns, T, Fragments<COLUMNS / 8>) {   \

@@ -1,7 +1,8 @@
-// What a lane loads of a weight: where its words and numbers lie, packed or in MLX's layout.
+// Loads from a weight: addresses of a lane's words and numbers (scales and biases), packed or in
+// MLX's layout.
 
-// Scales and biases of a lane's four rows in turn, as they were loaded: only use tells them apart,
-// because whoever looks at a number waits for it.
+// Scales and biases of a lane's four rows, interleaved, as they were loaded. They are unpacked only
+// when they are used, because unpacking waits for the load.
 template <typename W, typename S>
 struct Numbers {
   static constexpr int FACTORS = W::BIASED ? 2 : 1;
@@ -19,7 +20,7 @@ METAL_FUNC uchar number_of(const uint* words, int i, uchar) {
   return words[i / 4] >> i % 4 * 8;
 }
 
-// A product takes either half of a register as it lies there.
+// An arithmetic instruction can take either half of a register as an operand.
 METAL_FUNC half number_of(const uint* words, int i, half) {
   const half2 pair = as_type<half2>(words[i / 2]);
   return i % 2 == 0 ? __low2half(pair) : __high2half(pair);
@@ -39,30 +40,30 @@ METAL_FUNC uint bits_of(S number) {
   return as_type<ushort>(number);
 }
 
-// The 32 rows of w of one column of tiles, as one lane sees them.
+// A lane's view of the 32 rows of w of one column of tiles.
 template <typename S>
 struct WeightTile {
   const uint* words;
   const S* scales;
   const S* biases;
   uint rows[4];  // native: the lane's rows of w
-  int owner;     // packed: whose words they are
+  int owner;     // packed: the Metal lane that owns the words
   Lane lane;
 };
 
-// Groups along k that a packed row has, padding included.
+// Returns the number of groups along k of a packed row, including padding.
 template <typename W>
 METAL_FUNC uint packed_groups(uint k_tiles) {
   return group_at<W>(k_tiles * TILE_K - 1) + 1;
 }
 
-// Words of a column's packed tiles.
+// Returns the number of words of consecutive packed tiles.
 template <typename W>
 METAL_FUNC constexpr uint words_of_tiles(uint k_tiles) {
   return k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
 }
 
-// Whether a lane finds its words at the same distance in every plane.
+// Whether a lane's words have the same offset in all planes.
 template <typename W>
 METAL_FUNC constexpr bool in_whole_chunks() {
   return Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0;  // mutant: whole_chunks
@@ -87,7 +88,7 @@ METAL_FUNC WeightTile<S> weight_tile(
     }
   } else {
   UNROLL for (int f = 0; f < 4; ++f) {
-      // Rows past the end read the last row: their results are never stored.
+      // Rows past the end read the last row; their results are never stored.
       // mutant: row_bound
       tile.rows[f] = product * work.n + min(col + lane.row + 8 * f, work.n - 1);
     }
@@ -95,20 +96,20 @@ METAL_FUNC WeightTile<S> weight_tile(
   return tile;
 }
 
-// Moves where a packed tile's words begin on by whole k tiles: from there on, what a warp loads next
-// lies at distances that are the same in all its turns.
+// Advances the words of a packed tile by whole k tiles, so that the offsets of a warp's next loads
+// are the same in every iteration.
 template <typename W, typename S>
 METAL_FUNC void advance_words(WeightTile<S>& tile, uint k) {
   tile.words += words_of_tiles<W>(k / TILE_K);
 }
 
-// Likewise its numbers, by whole groups.
+// Advances the numbers by whole groups.
 template <typename W, typename S>
 METAL_FUNC void advance_numbers(WeightTile<S>& tile, uint k) {
   tile.scales += group_at<W>(k) * (Numbers<W, S>::FACTORS * TILE_N);
 }
 
-// All codes of the step that begins at k.
+// Loads all codes of the step that begins at k.
 template <typename W, bool ALIGNED, typename S>
 METAL_FUNC void load_words(uint* words, const WeightTile<S>& tile, int k, Work work) {
   if (W::PACKED) {
@@ -135,13 +136,13 @@ METAL_FUNC void load_words(uint* words, const WeightTile<S>& tile, int k, Work w
   }
 }
 
-// Groups that a lane meets in 64 values of k; of groups of 16, one is all its own.
+// Returns the number of groups of a lane in 64 values of k; a group of 16 belongs to one lane.
 template <typename W>
 METAL_FUNC constexpr int groups_of_tile() {
   return W::GROUP == 32 ? 2 : 1;
 }
 
-// The numbers of the group that k is in; packed, they lie together.
+// Loads the numbers of the group that contains k; in packed weights they are contiguous.
 template <typename W, bool ALIGNED, typename S>
 METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work work) {
   Numbers<W, S> result;
@@ -180,7 +181,7 @@ METAL_FUNC GroupParams<T> group_params_of(const Numbers<W, S>& numbers) {
   return result;
 }
 
-// A weight's own scale: a float32 in the place of biases, as ../lib/lane.metal has it.
+// Returns the global scale of a weight, as ../lib/weight_tile.metal does.
 template <typename S>
 METAL_FUNC float global_scale(const S*) {
   return 1.0f;

@@ -1,12 +1,12 @@
-// From codes to weights as a matrix product takes them: two of a row in a register, in the type
-// of the activations. Scale and bias enter here, before the product: the weight is rounded once,
-// as MLX's own kernels round it, and no product has to wait for another to be scaled.
+// Decodes codes to weights as operands of matrix products: two of a row in a register, in the type
+// of the activations. Scale and bias are applied here, before the product. The weight is rounded
+// once, as in MLX's own kernels, and no product waits for another one to be scaled.
 
-// What a group says of a lane's four rows.
+// Scales and biases of a group, for a lane's four rows.
 template <typename T>
 struct GroupParams {
   T scale[4];
-  T bias[4];  // where BIASED; a zero point where the mode is that
+  T bias[4];  // if BIASED; the zero point if the mode is ZERO_POINT
 };
 
 template <typename T>
@@ -23,7 +23,7 @@ METAL_FUNC bfloat2 twice(bfloat value) {
   return __bfloat162bfloat162(value);
 }
 
-// scale * code + bias, or scale * (code - zero point), or scale * code.
+// Returns scale * code + bias, scale * (code - zero point), or scale * code.
 template <typename W, typename T, typename T2>
 METAL_FUNC uint scaled(T2 codes, T scale, T bias) {
   if (W::MODE == ZERO_POINT) {  // mutant: zero_point
@@ -33,12 +33,12 @@ METAL_FUNC uint scaled(T2 codes, T scale, T bias) {
       W::BIASED ? __hfma2(codes, twice(scale), twice(bias)) : __hmul2(codes, twice(scale)));
 }
 
-// Pair `slot` of a word of four pairs of 4 bits. Under the exponent of 1024 or 64 a code reads
-// as that number more; what is subtracted is exact, and stands as bits, because a number that is
-// converted is converted again and again.
+// Returns pair `slot` of a word of four pairs of 4 bits. With the exponent of 1024 or 64, a code
+// reads as that number plus the code. The subtraction is exact. Its constant is given as bits,
+// because the compiler would repeat a conversion at every use.
 template <typename W>
 METAL_FUNC half2 codes_of_word(uint word, int slot, half) {
-  constexpr uint SURPLUS = uint(W::ZERO - W::OFFSET);  // 8 of symmetric codes
+  constexpr uint SURPLUS = uint(W::ZERO - W::OFFSET);  // 8 for symmetric codes
   const uint shifted = slot < 2 ? word : word >> 8;
   if (slot % 2 == 0) {
     const uint codes = masked(shifted, 0x000F000Fu, 0x64006400u);
@@ -56,7 +56,7 @@ METAL_FUNC bfloat2 codes_of_word(uint word, int slot, bfloat) {
   return __hsub2(as_type<bfloat2>(codes), as_type<bfloat2>(0x43004300u + SURPLUS * 0x00010001u));
 }
 
-// All other widths: as half, exactly; a bfloat16 does not hold every code.
+// Other widths are decoded as half, which is exact; a bfloat16 does not hold every code.
 template <typename W>
 METAL_FUNC uint wide_pair(half2 values, half scale, half bias) {
   if (W::MODE == FLOATING) {
@@ -75,7 +75,7 @@ METAL_FUNC uint wide_pair(half2 values, bfloat scale, bfloat bias) {
       fmaf(codes.x - zero, factor, shift), fmaf(codes.y - zero, factor, shift)));
 }
 
-// Pair p of row fragment f: the code, or the part 1 / FACTOR of a small float.
+// Returns pair p of row fragment f: the codes minus ZERO, or small floats divided by FACTOR.
 template <typename W>
 METAL_FUNC vec<half, 2> decode(const uint* words, int f, int p) {
   const half2 halves = pair_as_halves<W>(words, f, p);
@@ -83,8 +83,8 @@ METAL_FUNC vec<half, 2> decode(const uint* words, int f, int p) {
   return W::MODE == FLOATING ? values : values - half(W::ZERO);
 }
 
-// Pair p of row fragment f of small floats of 4 bits: under the lowest exponents of a bfloat16
-// they are 1 / 2^126 of what they stand for, and both factors leave them exact.
+// Returns pair p of row fragment f for floats of 4 bits. With the lowest exponents of a bfloat16
+// they are 2^-126 of their values; both multiplications are exact.
 template <typename W>
 METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, bfloat scale) {
   const uint sign = pair_at<W>(words, f, p, 12) & 0x80008000u;
@@ -99,7 +99,7 @@ METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, half scale) {
   return wide_pair<W>(__halves2half2(values.x, values.y), scale, scale);
 }
 
-// Pair p of row fragment f.
+// Returns pair p of row fragment f as weights.
 template <typename W, typename T>
 METAL_FUNC uint weights(const uint* words, int f, int p, GroupParams<T> params) {
   const T scale = params.scale[f];
@@ -119,7 +119,7 @@ METAL_FUNC float small_float(uchar bits) {
   return float(small_floats(bits).x) * 256.0f;
 }
 
-// Bytes are powers of two, or E4M3 where groups are of 16.
+// Scales that are bytes are E4M3 for groups of 16, else powers of two.
 template <int GROUP, typename T>
 METAL_FUNC T scale_of(uchar bits) {
   return T(GROUP == 16 ? small_float(bits) : power_of_two(bits));

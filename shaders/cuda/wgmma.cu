@@ -1,5 +1,7 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k], finished by the epilogue that was
-// declared before, into out[m, n], or as it is into the split's slot of a workspace.
+// Computes out[m, n] = epilogue(x[m, k] times the transpose of w[n, k]), or a split's partial sums
+// in its slot of the workspace. Plan: as for mma.cu, and buffers (STAGES).
+// Block: for each of simdgroups_k slices ceil(simdgroups_n / 4) warpgroups that multiply, and four
+// warps that load x; it computes one range of k tiles.
 extern __shared__ float scratch[];
 marlin::staged<
     marlin::Warpgroups,

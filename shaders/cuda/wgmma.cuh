@@ -1,8 +1,8 @@
-// For many rows, on Hopper: four warps multiply 64 rows of w, out of registers as in mma.cuh, by
-// up to 64 rows of x, out of shared memory.
+// Multiplier for many rows on Hopper: four warps multiply 64 rows of w from registers, as in
+// mma.cuh, by up to 64 rows of x from shared memory.
 
-// Fragments of w that a warp holds at once: while products read one, the next is decoded, where
-// there are registers for it.
+// Sets of fragments of w that a warp holds. With two, it decodes the next set while products read
+// the other; larger blocks have registers for one only.
 METAL_FUNC constexpr int fragment_sets() {
   return THREADS > 512 ? 1 : 2;
 }
@@ -10,7 +10,8 @@ METAL_FUNC constexpr int fragment_sets() {
 struct Warpgroups {
   static constexpr int TOGETHER = 4;  // warps
 
-  // Matrices of 8 rows and 8 slots, 128 bytes each, those of a product's other fragments beside it.
+  // Layout of a stage: matrices of 8 rows and 8 slots, 128 bytes each. The matrices of all
+  // fragments of a product are adjacent.
   struct Order {
     template <int FRAGMENTS>
     static METAL_FUNC void store(Shared stage, int product, const uint (*columns)[2], Lane lane) {
@@ -24,8 +25,8 @@ struct Warpgroups {
     }
   };
 
-  // One split of a tile, as far as one warp computes it: every SLICES-th stage from `slice` on.
-  // A warp without columns of its own goes along, because its three others need it.
+  // Computes one warp's part of a split: every SLICES-th stage, from `slice` on. A warp without
+  // columns takes part, because the other three warps need it.
   template <int FRAGMENTS, int SLICES, int STAGES, typename W, bool ALIGNED, typename T, typename S>
   static METAL_FUNC void multiply_stages(
       float (*totals)[FRAGMENTS][4],
@@ -40,14 +41,14 @@ struct Warpgroups {
     constexpr int SETS = fragment_sets();
     constexpr int PRODUCTS = TILE_K / 16;
     constexpr int STEPS = TILE_K / W::STEP;
-    // Else a slice could be a turn ahead of another that has the place before it.
+    // Otherwise a slice could be a round ahead of the slice that used the slot before it.
     static_assert(STAGES % SLICES == 0, "a place has one slice");
     static_assert(SETS == 1 || STAGES > SLICES, "a slice reads a stage while it waits for its next");
     uint rows[SETS][4][4];
     int k = split.k_start + slice * STAGE_K;  // mutant: start
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);
     Turn<STAGES> turn(first + slice);
-    int read = -1;  // a stage whose last products may be unfinished
+    int read = -1;  // a stage whose last products may be incomplete
     while (k < split.k_stop) {
       UNROLL for (int ahead = 0; ahead < incoming.AHEAD; ++ahead) {
         if (ahead > 0 && k >= split.k_stop) {

@@ -1,5 +1,7 @@
-// Body of the kernel: row sources[i] of x[., k] times the transpose of w[experts[i], n, k] into
-// row i of out[., n].
+// Computes products of experts: row i of out[., n] is row sources[i] of x[., k] times the
+// transpose of w[experts[i], n, k].
+// Plan: fragments_m, simdgroups_m, simdgroups_k, dot_rows, subtract. Threadgroup: simdgroups_m
+// x simdgroups_k simdgroups; it computes one column of tiles of one expert.
 constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
 threadgroup float scratch[SIMDGROUPS_K * TILE_M * marlin::SCRATCH_ROW];
 threadgroup int pairs[TILE_M];

@@ -1,5 +1,7 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, where tiles
-// are split, into the workspace out[slots, m, n].
+// Computes out[m, n] = x[m, k] times the transpose of w[n, k]. If tiles are split, out is the
+// workspace [slots, m, n] of partial sums, or the sums are added atomically.
+// Plan: fragments_m, simdgroups_m, simdgroups_n (WIDE), simdgroups_k, subtract, work.
+// Threadgroup: simdgroups_m x simdgroups_k simdgroups; it computes one range of k tiles.
 // mutant: scratch
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
 marlin::gemm_register<

@@ -1,5 +1,6 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k], finished by an epilogue, into
-// out[m, n]. No tile may be split.
+// Computes out[m, n] = epilogue(x[m, k] times the transpose of w[n, k]). No tile is split.
+// Plan: as for gemm_register, and the problem's epilogue.
+// Threadgroup: as for gemm_register.
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
 marlin::gemm_register<
     FRAGMENTS_M,

@@ -1,5 +1,7 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k] into out[m, n], or, where tiles
-// are split, into the workspace out[slots, m, n].
+// Computes out[m, n] = x[m, k] times the transpose of w[n, k] through threadgroup memory. If
+// tiles are split, out is the workspace [slots, m, n], or the sums are added atomically.
+// Plan: as for gemm_register, and buffers and loaders. Threadgroup: simdgroups_m x simdgroups_k
+// simdgroups that multiply, and `loaders` that only load; it computes one range of k tiles.
 typedef marlin::Staging<
     BUFFERS,
     LOADERS,

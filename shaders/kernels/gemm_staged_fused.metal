@@ -1,5 +1,6 @@
-// Body of the kernel: x[m, k] times the transpose of w[n, k], finished by an epilogue, into
-// out[m, n]. No tile may be split.
+// Computes out[m, n] = epilogue(x[m, k] times the transpose of w[n, k]) through threadgroup
+// memory. No tile is split.
+// Plan: as for gemm_staged, and the problem's epilogue. Threadgroup: as for gemm_staged.
 typedef marlin::Staging<
     BUFFERS,
     LOADERS,

@@ -1,5 +1,6 @@
-// Body of the kernel: a few rows, x[ROWS, k] times the transpose of w[n, k], finished by an
-// epilogue, into out[ROWS, n]. No tile may be split.
+// Computes out[ROWS, n] = epilogue(x[ROWS, k] times the transpose of w[n, k]) for one to five
+// rows. No tile is split.
+// Plan: as for gemv, and the problem's epilogue. Threadgroup: as for gemv.
 threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
 marlin::gemv<
     ROWS,

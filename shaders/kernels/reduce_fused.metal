@@ -1,5 +1,6 @@
-// Body of the kernel: adds the splits of each tile in the workspace [slots, m, n] in ascending
-// k, as `reduce` does, and finishes each sum by an epilogue.
+// Adds the splits of each tile in the workspace [slots, m, n] in ascending k, like `reduce`,
+// and applies the epilogue to each sum.
+// Plan: work, and the problem's epilogue. Threadgroup: as for reduce.
 marlin::reduce<BATCHED, T>(
     partials,
     shape,

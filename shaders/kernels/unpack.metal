@@ -1,4 +1,6 @@
-// Body of the kernel: codes from tiles w[., n tiles, k tiles, .] to MLX's rows out[., n, words].
+// Unpacks codes from tiles w[., n tiles, k tiles, .] into MLX's rows out[., n, words].
+// Plan: none; the template arguments describe the order of the codes. Threadgroup: any number
+// of threads; it moves TILES tiles of one row of tiles of one weight.
 typedef marlin::Codes<BITS, TILES, LOW, LOW_ROW, LOW_K, HIGH_ROW, HIGH_K> C;
 threadgroup uint scratch[C::TILES * C::TILE];
 marlin::unpack<C>(

@@ -1,14 +1,15 @@
-// From codes to values. A code that lies under the right exponent reads as a half that is
-// exactly `offset + code`: the exponent is the one whose last place counts ones there.
+// Decodes codes to values. The bits of a code are placed in the mantissa of a half with a fixed
+// exponent. The half is then exactly `offset + code`: with this exponent, the lowest bit of the
+// code counts 1.
 
 constant constexpr int AFFINE = 0;      // scale * q + bias
 constant constexpr int SYMMETRIC = 1;   // scale * (q - 2^(BITS - 1))
-constant constexpr int FLOATING = 2;    // scale * a float: E2M1 of 4 bits, E4M3 of 8
+constant constexpr int FLOATING = 2;    // scale * float: E2M1 if BITS is 4, E4M3 if 8
 constant constexpr int ZERO_POINT = 3;  // scale * (q - zero point)
-// FLOATING with one scale more for the whole weight.
+// FLOATING with an additional scale for the whole weight.
 constant constexpr int GLOBAL_FLOATING = 4;
 
-// How a weight is stored. Groups are counted in weights along k, 0 is a whole row.
+// Storage format of a weight. GROUP is the number of values of k per group; 0 is a whole row.
 template <int MODE_, int BITS_, int GROUP_, bool PACKED_>
 struct WeightFormat {
   static constant constexpr const bool GLOBAL = MODE_ == GLOBAL_FLOATING;
@@ -16,35 +17,36 @@ struct WeightFormat {
   static constant constexpr const int BITS = BITS_;
   static constant constexpr const int GROUP = GROUP_;
   static constant constexpr const bool PACKED = PACKED_;
-  // Whether a group adds a multiple of the sum of its activations.
+  // Whether a group has a bias, which is multiplied by the sum of its activations.
   // mutant: flags
   static constant constexpr const bool BIASED = MODE_ == AFFINE || MODE_ == ZERO_POINT;
-  // Consecutive k of a row that a lane has in one step of the main loop: a fragment, which
-  // four such lanes share, must not sit in two groups. Groups of 16 are a lane's own: scale
-  // and bias then enter the fragment, which holds the whole weight. A half holds that of a
-  // small float, three bits times four; integers need a float.
+  // CODES is the number of consecutive codes of a row that a lane has in one step of the main
+  // loop. Four lanes share a row of a fragment, and this row must not span two groups. A group
+  // of 16 belongs to one lane: scale and bias are applied in the fragment (SCALED). The product
+  // of an E2M1 value and its E4M3 scale fits in a half, 3 bits times 4 bits; integers need a
+  // float (IN_FLOAT).
   static constant constexpr const bool SCALED = GROUP_ == 16;
   static constant constexpr const bool IN_FLOAT = SCALED && MODE != FLOATING;
   static constant constexpr const int CODES = GROUP_ == 32 ? 8 : 16;
   static constant constexpr const int PAIRS = CODES / 2;
   static constant constexpr const int VEC4S = CODES / 8;
   static constant constexpr const int STEP = 4 * CODES;
-  // Where a code stands in its half: the offset is the least power of two that no code
-  // reaches, but 64 for 4 bits, which spares a shift.
+  // Bit offset of a code in its half. OFFSET is the least power of two above all codes, except
+  // 64 for 4 bits, which saves a shift.
   static constant constexpr const int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
   static constant constexpr const int OFFSET = 1 << (10 - BIT_OFFSET);
-  // What a code has too much until it is subtracted.
+  // Excess of the decoded half over the value that is scaled, until it is subtracted.
   static constant constexpr const int ZERO =
       // mutant: symmetric
       MODE == FLOATING ? 0 : OFFSET + (MODE_ == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
-  // What a small float is short of as a half: its exponent has another bias.
+  // Factor from the decoded half to the small float, which has another exponent bias.
   static constant constexpr const int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };
 
-// The group of a row that holds k.
+// Returns the index of the group of a row that contains k.
 template <typename W>
 METAL_FUNC uint group_at(uint k) {
-  // The divisor is never 0, so that a whole row compiles.
+  // The divisor is never 0, so that this compiles for GROUP == 0.
   return W::GROUP == 0 ? 0 : k / (W::GROUP == 0 ? 1 : W::GROUP);  // mutant: group
 }
 
@@ -61,8 +63,8 @@ METAL_FUNC float power_of_two(uchar bits) {
   return as_type<float>(uint(bits) << 23);
 }
 
-// Two E4M3, 16 bits apart: their exponents and mantissas under those of a half are 2^-8 of
-// the values. As in `pair_as_halves`, the factor comes before any conversion.
+// Returns two E4M3 values, 16 bits apart, as halves with their exponents and mantissas: 2^-8 of
+// the values. As in `pair_as_halves`, multiply by the factor before any conversion.
 METAL_FUNC half2 small_floats(uint bits) {
   return as_type<half2>((bits << 8 & 0x80008000u) | (bits << 7 & 0x3F803F80u));
 }

@@ -1,7 +1,7 @@
-// A weight as plain numbers, for products of so many rows that decoding it once and
-// multiplying densely is less work.
+// Decodes a weight to an ordinary array. For many rows, decoding once and multiplying with a
+// dense kernel is less work.
 
-// The lane's consecutive values of row fragment f, in ascending k.
+// Decodes the lane's consecutive values of row fragment f, in ascending k.
 template <typename W>
 METAL_FUNC void decode_row(
     thread float* values, thread const uint* words, int f, GroupParams params, float weight_scale) {
@@ -14,7 +14,7 @@ METAL_FUNC void decode_row(
   }
 }
 
-// Four values by one store; what a lane stores begins at a multiple of eight elements.
+// Stores four values at once; a lane's first index is a multiple of eight elements.
 METAL_FUNC void store_four(device half* out, thread const float* values) {
   *(device packed_half4*)out = half4(float4(values[0], values[1], values[2], values[3]));
 }
@@ -29,8 +29,8 @@ METAL_FUNC void store_four(device bfloat* out, thread const float* values) {
   }
 }
 
-// One simdgroup decodes one step of k of 32 rows of w. The block of w that is wanted begins at
-// (row, first_k), both at the border of a tile, and has `rows` x `length` elements.
+// One simdgroup decodes one step of k of 32 rows of w. The output is the block of `rows` x
+// `length` elements of w that begins at (row, first_k), a corner of a tile.
 template <typename W, typename S, typename O>
 METAL_FUNC void dequantize(
     const device uint32_t* w,

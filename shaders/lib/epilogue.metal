@@ -1,19 +1,20 @@
-// From the simdgroups' partial tiles in threadgroup memory to the output.
+// Epilogue: adds the simdgroups' partial tiles in threadgroup memory and stores the results.
 
-// Columns of a scratch row: 32 and four of padding, so that the lanes of a fragment
-// (eight rows of w by four pairs of columns) fall into 32 different banks.
+// Columns of a scratch row: 32, plus four of padding against bank conflicts. The 32 lanes of a
+// fragment (eight rows of w by four pairs of columns) then access 32 different banks.
 constant constexpr int SCRATCH_ROW = TILE_N + 4;  // mutant: padding
 
-// What is done to each value before it is stored; without operands nothing.
+// The epilogue that changes nothing.
 struct Plain {};
 
-// Operands that a flag leaves out are never read.
+// Adds a bias, applies an activation, multiplies and adds a residual, in this order. The
+// operands of disabled parts are not read.
 template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
 struct Epilogue {
   const device T* bias;           // [n]
   const device T* multiplier;     // [m, n]
   const device T* residual;       // [m, n]
-  const constant int32_t* parts;  // first column of each of PARTS results, and the end
+  const constant int32_t* parts;  // first columns of the PARTS results, and the end
 };
 
 constant constexpr int SILU = 1;  // mutant: activations
@@ -39,7 +40,7 @@ METAL_FUNC float activate(float x) {
     return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
   }
   if (ACTIVATION == GELU_APPROX) {
-    // The tanh of the usual formula, from one exponential that cannot overflow to NaN.
+    // The tanh approximation, with one exponential whose overflow does not produce NaN.
     const float slope = 1.59576912f * (x + 0.044715f * x * x * x);
     return x / (1.0f + exp(-slope));
   }
@@ -65,8 +66,8 @@ METAL_FUNC uint output_index(Plain, uint row, uint col, Work work) {
   return row * work.n + col;
 }
 
-// Several results share the columns of a product: each is an array of its own, [m, columns],
-// and they stand one after the other.
+// The columns of a product may belong to PARTS results. Their arrays [m, columns] are
+// contiguous in the output, one after the other.
 template <typename T, bool BIAS, int ACTIVATION, bool MULTIPLY, bool RESIDUAL, int PARTS>
 METAL_FUNC uint output_index(
     Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
@@ -87,7 +88,7 @@ METAL_FUNC uint output_index(
   return work.m * first + row * (end - first) + (col - first);
 }
 
-// Each split has its slot of the workspace, `size` elements; atomic sums need none.
+// Stores to the split's slot of the workspace, `size` elements. Atomic sums have no slots.
 template <typename O>
 METAL_FUNC void store(device O* out, uint slot, uint size, uint index, float value) {
   out[slot * size + index] = O(value);  // mutant: slot
@@ -98,8 +99,8 @@ METAL_FUNC void store(device atomic<float>* out, uint, uint, uint index, float v
   atomic_fetch_add_explicit(out + index, value, memory_order_relaxed);
 }
 
-// Which row of x and of the output a row of the product is: the same, where no list of rows
-// says otherwise, after the rows of the products before it.
+// Maps a row of the product to its rows of x and of the output: the same row, after the rows of
+// the preceding products of a batch.
 struct InOrder {
   uint first;
   uint others;  // rows of all other products
@@ -123,7 +124,7 @@ METAL_FUNC uint output_row(InOrder order, uint row) {
   return order.first + row;  // mutant: output_row
 }
 
-// Rows of a slot of the workspace.
+// Returns the number of rows of a slot of the workspace.
 template <typename R>
 METAL_FUNC uint rows_of_slot(R, Work work) {
   return work.m;
@@ -133,8 +134,8 @@ METAL_FUNC uint rows_of_slot(InOrder order, Work work) {
   return work.m + order.others;  // mutant: slot_rows
 }
 
-// Adds the partial tiles of the simdgroups along k in ascending order and stores what lies
-// inside the output: a finished tile, or the split's own part of the workspace.
+// Adds the partial tiles of the simdgroups along k in ascending order and stores the elements
+// inside the output: results, or partial sums in the split's slot of the workspace.
 template <
     int TILE_M,
     int SIMDGROUPS_K,
@@ -156,7 +157,7 @@ METAL_FUNC void store_tile(
   const int rows = min(TILE_M, work.m - split.row);  // mutant: bounds
   const int cols = work.n - split.col;
   const int columns = WIDE > 1 ? SIMDGROUPS_K / k_slices : 1;
-  // A simdgroup stores a row at a time, a lane always the same column.
+  // A simdgroup stores one row at a time; a lane always stores the same column.
   const int lines = WIDE > 1 ? columns * TILE_M : lane_index < cols ? rows : 0;
   for (int line = simdgroup_index; line < lines; line += SIMDGROUPS) {
     const int column = WIDE > 1 ? line / TILE_M : 0;

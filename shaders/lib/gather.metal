@@ -1,12 +1,13 @@
-// Many products of one row each, every one with a weight of its own out of several: the
-// experts of a mixture. A threadgroup has one column of tiles of one expert and finds the rows
-// that chose it, so a weight is read once for all of them, or not at all.
+// Products of experts: many products of one row each, each with one of several weights. A
+// threadgroup computes one column of tiles of one expert. It finds the rows that chose the
+// expert, so the weight is read once for all of them, or not at all.
 //
-// DOT_ROWS   up to so many rows of a tile (0, 1 or 2) are dot products, as in gemv, and all
-//            simdgroups share k; more are matrix products, as in gemm_register
-// the others as in gemm_register
+// DOT_ROWS   tiles of up to this many rows (0, 1 or 2) are dot products, as in gemv, with all
+//            simdgroups along k; larger tiles are matrix products, as in gemm_register
+//
+// All other template arguments are those of gemm_register.
 
-// The rows of a tile: the pairs (row of x, expert) that a threadgroup found, by their place.
+// The rows of a tile: indices of the pairs (row of x, expert) that the threadgroup found.
 struct Listed {
   const threadgroup int* pairs;
   const device uint32_t* sources;
@@ -20,8 +21,8 @@ METAL_FUNC uint output_row(Listed order, uint row) {
   return order.pairs[row];  // mutant: output_row
 }
 
-// Lists the pairs of an expert in ascending order, from its first-th on, as many as a tile
-// holds. Every simdgroup counts, the first one writes. Returns how many pairs it has in all.
+// Lists up to TILE_M pairs of an expert in ascending order, beginning with pair number `first`.
+// All simdgroups count; the first one writes. Returns the number of all pairs of the expert.
 template <int TILE_M>
 METAL_FUNC int list_pairs(
     threadgroup int* pairs,
@@ -44,7 +45,7 @@ METAL_FUNC int list_pairs(
   return found;
 }
 
-// Where each of a tile's rows of x begins.
+// Offsets of the rows of x of a tile.
 template <int ROWS>
 struct Starts {
   uint rows[ROWS];
@@ -55,7 +56,7 @@ METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
   return starts.rows[row];
 }
 
-// A tile of ROWS rows by dot products: the simdgroups divide k among them.
+// Computes a tile of ROWS rows as dot products; the simdgroups divide k among them.
 template <int ROWS, int SIMDGROUPS, typename W, bool SUBTRACT, typename T, typename S, typename O>
 METAL_FUNC void gather_rows(
     const device T* x,
@@ -82,8 +83,8 @@ METAL_FUNC void gather_rows(
       out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
 }
 
-// Where an expert's part of an array begins: all experts together may have more elements than
-// 32 bits count.
+// Returns the offset of an expert's part of an array. It has 64 bits, because the array of all
+// experts may have more than 2^32 elements.
 METAL_FUNC ulong offset_of_expert(uint expert, uint size) {
   return ulong(expert) * size;  // mutant: expert_offset
 }
@@ -151,7 +152,7 @@ METAL_FUNC void gather_register(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     work.m = min(found - first, TILE_M);
     const WeightTile<S> tile = weight_tile<W>(w, scales, biases, split.col, work, lane_index);
-    // All threads have found as many pairs: the branches are uniform.
+    // All threads found the same number of pairs, so the branches are uniform.
     if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
       gather_rows<1, SIMDGROUPS, W, SUBTRACT>(
           x, order, tile, out, scratch, work, split, simdgroup_index, lane_index);

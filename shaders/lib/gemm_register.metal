@@ -1,178 +1,19 @@
-// Weights go from device memory to registers and from there into 8x8 multiply-accumulates:
-// no staging, no barrier in the main loop, no convert. Codes stay codes: a group's products
-// are summed with W::ZERO + q, its scale and bias follow once, in float32.
+// Weights are loaded from device memory to registers and multiplied there as 8x8 fragments: the
+// main loop has no staging, no barrier and no conversion. Fragments hold W::ZERO + q. Scale and
+// bias are applied once to the sums of a group, in float32.
 //
-// FRAGMENTS_M   column fragments (of 8 rows of x) of a simdgroup, 1 or 2
-// SIMDGROUPS_M  simdgroups side by side in m, on the same words
-// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
-// WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
-// WHOLE         every threadgroup has one whole tile
-// BATCHED       there are several products, each with a weight of its own
-// RAGGED        the last tile of a row of tiles may have fewer than four row fragments of w
+// FRAGMENTS_M   column fragments (of 8 rows of x) per simdgroup, 1 or 2
+// SIMDGROUPS_M  simdgroups side by side along m; they read the same words
+// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
+// WIDE          width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
+// WHOLE         every threadgroup computes one whole tile
+// BATCHED       there are several products, each with its own weight
+// RAGGED        the last tile along n may have fewer than four row fragments of w
 // W             WeightFormat
-// SUBTRACT      q instead of W::ZERO + q enters the multiply: more exact, slower only without
-//               WIDEN
-// WIDEN         weight fragments become float too where the activations are float
+// SUBTRACT      fragments hold q instead of W::ZERO + q: more exact, slower only without WIDEN
+// WIDEN         weight fragments are float, too, if the activations are float
 
-template <typename F, bool WIDEN>
-struct WeightFragment {
-  typedef half type;
-};
-template <typename F>
-struct WeightFragment<F, true> {
-  typedef F type;  // mutant: fragment_type
-};
-
-template <typename F>
-METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
-  simdgroup_matrix<F, 8, 8> result;
-  result.thread_elements()[0] = first;
-  result.thread_elements()[1] = second;
-  return result;
-}
-
-// Everything that one step reads: words, activations, scales and biases.
-// x_vec4[column * VEC4S + h]: four consecutive activations of each of the lane's columns,
-// whose first one lies at starts[column] + k.
-template <int COLUMNS, typename W, typename T, typename S, typename Vec4>
-METAL_FUNC GroupParams load_step(
-    thread uint* words,
-    thread Vec4* x_vec4,
-    WeightTile<S> tile,
-    const device T* x,
-    thread const uint* starts,
-    uint k,
-    int lane_index) {
-  constexpr int VEC4S = W::VEC4S;
-  load_words<W>(words, tile, k, lane_index);
-  UNROLL for (int i = 0; i < COLUMNS * VEC4S; ++i) {
-    x_vec4[i] = Vec4(load_vec4(x + vec4_offset<W>(0, i % VEC4S), starts[i / VEC4S] + k));
-  }
-  return load_group_params<W>(tile, k);
-}
-
-// The sum of x over the step's k, of the lane's two columns of each fragment.
-template <int FRAGMENTS_M, int VEC4S, typename Vec4>
-METAL_FUNC void sum_activations(thread float2* sums, thread const Vec4* x_vec4) {
-  UNROLL for (int column = 0; column < 2 * FRAGMENTS_M; ++column) {
-    sums[column / 2][column % 2] = sum_over_rows(sum_of_x<VEC4S>(x_vec4 + column * VEC4S));
-  }
-}
-
-// The activations of step s of vector h as fragments: columns[(4 * h + s) * FRAGMENTS_M + j].
-template <int FRAGMENTS_M, int VEC4S, typename F>
-METAL_FUNC void
-make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* x_vec4) {
-  UNROLL for (int i = 0; i < 4 * VEC4S * FRAGMENTS_M; ++i) {
-    const int h = i / FRAGMENTS_M / 4;
-    const int s = i / FRAGMENTS_M % 4;
-    const int j = i % FRAGMENTS_M;
-    // mutant: columns
-    columns[i] = make_fragment<F>(x_vec4[2 * j * VEC4S + h][s], x_vec4[(2 * j + 1) * VEC4S + h][s]);
-  }
-}
-
-// The codes of row fragment f in step `step` of a trip, out of a lane's words; of small groups
-// the weights.
-template <typename W, typename V, bool EXACT>
-METAL_FUNC simdgroup_matrix<V, 8, 8>
-row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
-  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);  // mutant: decode
-  if (W::SCALED) {
-    const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
-                                     : float2(values) * scale;
-    values = vec<V, 2>(weights);
-  }
-  return make_fragment<V>(values.x, values.y);
-}
-
-// products[j] = codes of row fragment f times activations of fragment j.
-template <int FRAGMENTS_M, typename W, bool SUBTRACT, bool WIDEN, typename F, typename Codes>
-METAL_FUNC void multiply(
-    thread simdgroup_matrix<float, 8, 8>* products,
-    Codes codes,
-    int f,
-    thread simdgroup_matrix<F, 8, 8>* columns,
-    thread const float2* sums,
-    float scale,
-    float bias) {
-  typedef typename WeightFragment<F, WIDEN || W::IN_FLOAT>::type V;
-  constexpr bool EXACT = SUBTRACT || W::SCALED;
-  UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-    // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
-    // mutant: start
-    const float2 start = EXACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
-    products[j] = make_fragment<float>(start.x, start.y);
-  }
-  UNROLL for (int step = 0; step < W::PAIRS; ++step) {
-    simdgroup_matrix<V, 8, 8> rows = row_fragment<W, V, EXACT>(codes, f, step, scale, bias);
-    UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-      simdgroup_multiply_accumulate(
-          products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
-    }
-  }
-}
-
-template <int FRAGMENTS_M>
-METAL_FUNC void add_scaled(
-    thread float2* totals, thread simdgroup_matrix<float, 8, 8>* products, float scale) {
-  UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
-    const float2 product =
-        float2(products[j].thread_elements()[0], products[j].thread_elements()[1]);
-    totals[j] = fma(float2(scale), product, totals[j]);
-  }
-}
-
-// corner: where the lane's first element of its simdgroup's tile lies in scratch.
-template <int FRAGMENTS_M>
-METAL_FUNC void
-// mutant: write_scratch
-write_scratch(threadgroup float* scratch, thread const float2* totals, int corner) {
-  UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
-    const int place = corner + 8 * (i % FRAGMENTS_M) * SCRATCH_ROW + 8 * (i / FRAGMENTS_M);
-    scratch[place] = totals[i].x;
-    scratch[place + SCRATCH_ROW] = totals[i].y;
-  }
-}
-
-// Adds what one step's codes and activations give to the totals of four row fragments.
-template <
-    int FRAGMENTS,
-    bool RAGGED,
-    typename W,
-    bool SUBTRACT,
-    bool WIDEN,
-    typename F,
-    typename Codes>
-METAL_FUNC void add_products(
-    thread float2* totals,
-    Codes codes,
-    thread simdgroup_matrix<F, 8, 8>* columns,
-    thread const float2* sums,
-    GroupParams params,
-    float weight_scale,
-    int cols) {
-  if (!W::SCALED && W::BIASED) {
-    UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
-      // mutant: ragged
-      totals[i] = fma(float2(params.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
-    }
-  }
-  // One row fragment after the other: few products are alive at a time.
-  UNROLL for (int f = 0; f < 4; ++f) {
-    if (RAGGED && 8 * f >= cols) {
-      break;
-    }
-    simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
-    const float scale = params.scale[f];
-    multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
-        products, codes, f, columns, sums, scale, params.bias[f]);
-    // mutant: scale
-    add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? weight_scale : scale);
-  }
-}
-
-// The main loop of one simdgroup: its trips of one split, for FRAGMENTS fragments of x.
+// Main loop of one simdgroup: its steps of one split, for FRAGMENTS fragments of x.
 template <
     int FRAGMENTS,
     bool RAGGED,
@@ -199,7 +40,7 @@ METAL_FUNC void accumulate(
   const Lane lane = lane_of(lane_index);
   uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
-    // Rows past the end read the last row: their results are never stored.
+    // Rows past the end read the last row; their results are never stored.
     // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
     starts[i] = input_row(order, row) * work.k + vec4_offset<W>(lane.row, 0);
@@ -275,7 +116,7 @@ METAL_FUNC void gemm_register(
         weight_tile<W>(w, scales, biases, col, work, lane_index, split.product);
     const int cols = work.n - col;
     const int row = split.row + place.row;
-    // Whole fragments past the last row or column are left out, not computed.
+    // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
       accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
           totals, x, order, tile, row, cols, work, split, place, lane_index);

@@ -1,6 +1,6 @@
-// A quantized product through threadgroup memory. Weights are decoded once for all simdgroups
-// of a threadgroup. The arithmetic is that of gemm_register: staged codes are exact, scale and
-// bias follow once a group, in float32.
+// Quantized product through threadgroup memory: weights are decoded once for all simdgroups of
+// a threadgroup. The arithmetic is that of gemm_register: staged codes are exact, and scale and
+// bias are applied once per group, in float32.
 //
 // L  Staging; all other template arguments are those of gemm_register
 
@@ -17,7 +17,7 @@ METAL_FUNC simdgroup_matrix<V, 8, 8> row_fragment(StagedCodes<V> codes, int f, i
   return rows;
 }
 
-// What a stage adds to the totals of one simdgroup, for FRAGMENTS fragments of x.
+// Adds the products of a stage to the totals of one simdgroup, for FRAGMENTS fragments of x.
 template <int FRAGMENTS, bool RAGGED, typename L, bool SUBTRACT, typename F, typename S>
 METAL_FUNC void multiply_stage(
     thread float2* totals,
@@ -46,7 +46,7 @@ METAL_FUNC void multiply_stage(
     }
   }
   GroupParams params = {float4(1.0f), float4(0.0f)};
-  if (!W::SCALED) {  // else the staged codes are weights
+  if (!W::SCALED) {  // otherwise the staged values are scaled weights
     params = load_group_params<W>(tile, k);
   }
   const int nth = place.column * place.k_slices + place.k_slice;  // mutant: codes
@@ -122,7 +122,7 @@ METAL_FUNC void gemm_staged(
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       const int k = step_of_stage<W>(stage, place.k_slice, split, place);
-      // Whole fragments past the last row or column are left out, not computed.
+      // Fragments entirely past the last row or column are not computed.
       if (k < split.k_stop && rows > 8 * (FRAGMENTS_M - 1)) {
         multiply_stage<FRAGMENTS_M, RAGGED, L, SUBTRACT>(
             totals, buffers, stage, tile, cols, place, k);

@@ -1,16 +1,16 @@
-// One to five rows of x: every lane keeps its sixteen k of four rows of w to itself and
-// adds them up in float32; lanes meet only at the end of a split. The words, their order
-// and the loads are those of gemm_register.
+// Dot products for one to five rows of x. Each lane adds its own k values of four rows of w in
+// float32; lanes are combined only at the end of a split. The words, their order and the loads
+// are those of gemm_register.
 //
 // ROWS          rows of x
-// SIMDGROUPS_K  simdgroups along k: they take the trips of a split in turn
-// WIDE          tiles side by side in each of the leading whole tiles, 1 if they are ordinary
-// WHOLE         every threadgroup has one whole tile
-// BATCHED       there are several products, each with a weight of its own
+// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
+// WIDE          width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
+// WHOLE         every threadgroup computes one whole tile
+// BATCHED       there are several products, each with its own weight
 // W             WeightFormat
-// SUBTRACT      q instead of W::ZERO + q enters the sums: more exact, and slower
+// SUBTRACT      q is multiplied instead of W::ZERO + q: more exact, and slower
 
-// Where rows of x begin that stand one after the other.
+// Offsets of consecutive rows of x.
 struct InSequence {
   uint first;
   uint k;
@@ -20,7 +20,8 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
   return starts.first + row * starts.k;
 }
 
-// x_vec4[(row * 2 + b) * VEC4S + h]: the activations of fragment column 2 * pair + b.
+// Loads the operands of one step. x_vec4[(row * 2 + b) * VEC4S + h] has activations of fragment
+// column 2 * pair + b.
 template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Starts>
 METAL_FUNC GroupParams load_vectors(
     thread uint* words,
@@ -40,7 +41,7 @@ METAL_FUNC GroupParams load_vectors(
   return load_group_params<W>(tile, k);
 }
 
-// products[row][f] += the lane's codes of row fragment f times its activations.
+// Adds the lane's codes of row fragment f times its activations to products[row][f].
 template <int ROWS, typename W, bool SUBTRACT, typename Vec4>
 METAL_FUNC void add_products(
     thread float4* products, thread const uint* words, thread const Vec4* x_vec4) {
@@ -60,7 +61,7 @@ METAL_FUNC void add_products(
   }
 }
 
-// The main loop of one simdgroup: its trips of one split, for ROWS rows of x.
+// Main loop of one simdgroup: its steps of one split, for ROWS rows of x.
 template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts>
 METAL_FUNC void accumulate_rows(
     thread float4* totals,
@@ -87,7 +88,7 @@ METAL_FUNC void accumulate_rows(
       if (W::BIASED) {
         totals[row] = fma(params.bias, float4(sum), totals[row]);  // mutant: bias
       }
-      // Every code counts ZERO too much: -ZERO * sum(x) is where the sum begins.
+      // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
       products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
     }
     add_products<ROWS, W, SUBTRACT>(products, words, x_vec4);
@@ -98,7 +99,7 @@ METAL_FUNC void accumulate_rows(
   }
 }
 
-// Adds up what lanes have of ROWS rows. corner: where the simdgroup's tile lies in scratch.
+// Adds the lanes' totals of ROWS rows. corner: index in scratch of the simdgroup's tile.
 template <int ROWS>
 METAL_FUNC void
 write_rows(threadgroup float* scratch, thread const float4* totals, int corner, Lane lane) {
@@ -136,7 +137,7 @@ METAL_FUNC void gemv(
     int simdgroup_index,
     int lane_index) {
   Work work = read_work(shape, schedule);
-  work.m_tiles = 1;  // a tile has all rows: known here, it saves a division and registers
+  work.m_tiles = 1;  // a tile has all rows; the constant saves a division and registers
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 0);

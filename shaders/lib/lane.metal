@@ -1,25 +1,25 @@
 // The only file that knows which lane of a simdgroup holds which element.
 //
-// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 8x8 fragments.
-// A lane holds two neighbouring columns of one row of a fragment:
+// The product is computed transposed, C^T[n, m] = W[n, k] X^T[k, m], in 8x8 fragments. A lane
+// holds two adjacent columns of one row of a fragment:
 //
 //   lane   0  1  8  9     columns 0-1, 2-3, 4-5, 6-7 of row 0   (pair 0, 1, 2, 3)
 //   lane   2  3 10 11     row 1          lane 16 17 24 25     row 4    and so on
 //
-// A dot product may visit k in any order on which both sides agree. Ours lets the lane
-// at (row, pair) decode consecutive codes of row `row` of w; those of step t are its two
-// operands. The order of k follows from that and from what one fragment may not do, sit in
-// two quantization groups. Fragment column c, step t, or t = 4 * h + s:
+// A dot product may visit k in any order that is the same for both operands. Here the lane at
+// (row, pair) decodes consecutive codes of row `row` of w; those of step t are its two
+// operands. This determines the order of k, together with the rule that a fragment must not
+// span two quantization groups. In step t = 4 * h + s, fragment column c has this k:
 //
 //   group 32                       k0 + 4c + t                        steps 0 to 3
 //   other groups, native 4 bits    k0 + 16(c/2) + 4(c%2) + 8h + s     steps 0 to 7
 //   other groups, all else         k0 + 8c + t                        steps 0 to 7
 //
-// so a lane reads four consecutive activations at once. Native words of 4 bits have their
-// own order because their nibbles s and s + 4 lie 16 bits apart: see `pair_at`.
+// A lane therefore loads four consecutive activations at once. Native words of 4 bits have a
+// different order because their nibbles s and s + 4 are 16 bits apart: see `pair_at`.
 
-// A fragment of activations: half stays half, every other type becomes float.
-// IN_FLOAT: whether the weight is one that only a float holds.
+// Type of a fragment of activations: half for half, float for all other types. IN_FLOAT: the
+// scaled weight needs a float.
 template <typename T, bool IN_FLOAT = false>
 struct Fragment {
   typedef float type;
@@ -54,7 +54,7 @@ METAL_FUNC float sum_over_pairs(float value) {
   return value + simd_shuffle_xor(value, ushort(8));  // mutant: sum_pairs
 }
 
-// The first of the four consecutive k of vector h, within a step of the main loop.
+// Returns the first of the four consecutive k of vector h, within a step of the main loop.
 template <typename W>
 METAL_FUNC int vec4_offset(int fragment_column, int h) {
   const int c = fragment_column;
@@ -64,8 +64,8 @@ METAL_FUNC int vec4_offset(int fragment_column, int h) {
   return W::PACKED || W::BITS != 4 ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
 }
 
-// Four consecutive activations by one load. Arrays may start at any element of their
-// buffer; packed vectors, unlike ordinary ones, may do so too.
+// Loads four consecutive activations at once. Arrays may begin at any element of their buffer,
+// which only packed vectors allow.
 METAL_FUNC half4 load_vec4(const device half* x, uint offset) {
   return *(const device packed_half4*)(x + offset);  // mutant: load_half
 }
@@ -74,7 +74,7 @@ METAL_FUNC float4 load_vec4(const device float* x, uint offset) {
   return *(const device packed_float4*)(x + offset);  // mutant: load_float
 }
 
-// bfloat is the upper half of a float: a shift widens it, on every Apple GPU.
+// A bfloat is the upper half of a float, so a shift widens it on every Apple GPU.
 METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
   const ushort4 raw = *(const device packed_ushort4*)(x + offset);  // mutant: load_bfloat
   return as_type<float4>(uint4(raw) << 16);
@@ -91,168 +91,4 @@ METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
     sum += float4(x_vec4[i]);
   }
   return (sum.x + sum.y) + (sum.z + sum.w);
-}
-
-// The 32 rows of w of one column of tiles, as one lane sees them: its row of each of four
-// fragments. A load adds an unsigned 32-bit offset to its buffer at no cost; a pointer takes
-// registers.
-template <typename S>
-struct WeightTile {
-  const device uint32_t* words;
-  const device S* scales;
-  const device S* biases;
-  uint4 first_word;   // of the lane's four rows, in units; packed: of all, in x
-  uint4 first_group;  // in scales and biases, likewise
-  float weight_scale;  // the weight's own scale, 1 if it has none
-};
-
-// A weight's own scale: a float32 in the place of biases. MLX divides it by the largest E2M1
-// times the largest E4M3.
-template <typename S>
-METAL_FUNC float global_scale(const device S*) {
-  return 1.0f;
-}
-
-METAL_FUNC float global_scale(const device uchar* biases) {
-  return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
-}
-
-// Groups along k that a packed row has, padding included.
-template <typename W>
-METAL_FUNC uint packed_groups(uint k_tiles) {
-  return group_at<W>(k_tiles * TILE_K - 1) + 1;  // mutant: groups
-}
-
-// Words of a whole weight, and its scales: how far those of a batch lie apart.
-template <typename W>
-METAL_FUNC uint2 weight_size(Work work) {
-  if (W::PACKED) {
-    constexpr int FACTORS = W::BIASED ? 2 : 1;
-    const uint n_tiles = ceil_div(work.n, TILE_N);  // mutant: n_tiles
-    const uint k_tiles = ceil_div(work.k, TILE_K);  // mutant: k_tiles
-    const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
-    return n_tiles * uint2(words, packed_groups<W>(k_tiles) * (FACTORS * TILE_N));
-  }
-  return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
-}
-
-// Of several weights, each follows the one before it.
-template <typename W, typename S>
-METAL_FUNC WeightTile<S> weight_tile(
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
-    int col,
-    Work work,
-    int lane_index,
-    uint product = 0) {
-  const Lane lane = lane_of(lane_index);
-  const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
-  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
-  // mutant: packed
-  const int own = W::SCALED ? lane.pair : 0;  // its group, of those of a step
-  if (W::PACKED) {
-    constexpr int FACTORS = W::BIASED ? 2 : 1;
-    const int k_tiles = ceil_div(work.k, TILE_K);
-    const int groups = packed_groups<W>(k_tiles);
-    const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
-    tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
-    tile.first_group.x =
-        (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
-  } else {
-    constexpr int UNIT = Native<W>::UNIT;
-    // Rows past the end read the last row: their results are never stored.
-    const uint4 rows = product * work.n +  // mutant: native
-        uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
-    tile.first_word =
-        rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
-    tile.first_group = rows * group_at<W>(work.k) + own;
-  }
-  return tile;
-}
-
-// All codes of the step that begins at k; `pair_at` knows where they are.
-template <typename W, typename S>
-METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int lane_index) {
-  if (W::PACKED) {
-    constexpr int LOW = Planes<W>::LOW;
-    const uint first = tile.first_word.x + k / TILE_K * (TILE_N * TILE_K / 32 * W::BITS);
-    const uint step = k % TILE_K / W::STEP * 32;
-    load_plane<Planes<W>::LOW_WORDS>(
-        words, tile.words, first + step * Planes<W>::LOW_WORDS, lane_index);
-    load_plane<Planes<W>::HIGH_WORDS>(
-        words + Planes<W>::LOW_WORDS,  // mutant: high_plane
-        tile.words,
-        first + TILE_N * TILE_K / 32 * LOW + step * Planes<W>::HIGH_WORDS,
-        lane_index);
-  } else {
-    UNROLL for (int f = 0; f < 4; ++f) {
-      const uint offset = tile.first_word[f] + k / 32 * (W::BITS * 4 / Native<W>::UNIT);
-      uint row[Native<W>::WORDS];
-      load_row<W>(row, tile.words, offset);
-      make_windows<W>(words + f * Native<W>::WINDOWS, row);
-    }
-  }
-}
-
-// Scale and bias of the lane's four rows of w, in the group that holds k.
-struct GroupParams {
-  float4 scale;
-  float4 bias;  // where BIASED
-};
-
-// In the dtype of activations, or E8M0, or E4M3 for groups of 16.
-template <int GROUP, typename S>
-METAL_FUNC float scale_of(S bits) {
-  return float(bits);
-}
-
-template <int GROUP>
-METAL_FUNC float scale_of(uchar bits) {
-  // mutant: byte_scale
-  return GROUP == 16 ? float(scales_of_small_floats(bits).x) : power_of_two(bits);
-}
-
-template <int GROUP, typename R>
-METAL_FUNC float4 scales_of(R vec4) {
-  return float4(vec4);
-}
-
-template <int GROUP>
-METAL_FUNC float4 scales_of(uchar4 vec4) {
-  if (GROUP != 16) {
-    return as_type<float4>(uint4(vec4) << 23);  // mutant: byte_scales
-  }
-  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(vec4.x, vec4.y)));
-  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(vec4.z, vec4.w)));
-  return float4(float2(low), float2(high));
-}
-
-template <typename W, typename S>
-METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
-  GroupParams params;
-  if (W::PACKED && W::BIASED) {
-    // Interleaved at pack time: scale, bias of the lane's rows in fragments 0, 1, 2, 3.
-    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
-    const float4 low = float4(load_vec4(tile.scales, pair));
-    const float4 high = float4(load_vec4(tile.scales, pair + 4));
-    params.scale = float4(low.x, low.z, high.x, high.z);
-    params.bias = float4(low.y, low.w, high.y, high.w);
-    if (W::MODE == ZERO_POINT) {
-      params.bias *= -params.scale;
-    }
-    return params;
-  }
-  if (W::PACKED) {
-    params.bias = float4(0.0f);
-    params.scale = scales_of<W::GROUP>(
-        load_vec4(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
-    return params;
-  }
-  UNROLL for (int f = 0; f < 4; ++f) {
-    const uint group = tile.first_group[f] + group_at<W>(k);
-    params.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
-    params.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
-  }
-  return params;
 }

@@ -1,7 +1,8 @@
-// Rows of one column that a thread finishes: of one tile, so its splits are found once.
+// Rows of one column per thread. They are in one tile, so its splits are counted once.
 constant constexpr uint ROWS_OF_THREAD = 4;  // mutant: rows
 
-// The sums of the splits of so many rows, each in ascending k: a row's load waits for no other's.
+// Adds the splits of the thread's rows, in ascending k. The loads of different rows are
+// independent.
 METAL_FUNC void sums_of_splits(
     thread float* totals,
     const device float* partials,
@@ -33,7 +34,7 @@ METAL_FUNC void reduce(
   const Work work = read_work(shape, schedule);
   const uint col = thread_index % uint(work.n);
   // mutant: parts
-  const uint parts = ceil_div(work.m, ROWS_OF_THREAD);  // of a column
+  const uint parts = ceil_div(work.m, ROWS_OF_THREAD);  // threads per column
   const uint part = thread_index / uint(work.n);
   const uint product = BATCHED ? part / parts : 0;
   const uint first = (part - product * parts) * ROWS_OF_THREAD;

@@ -1,12 +1,12 @@
 // Moves codes between MLX's rows of bits and packed tiles, word by word, through threadgroup
-// memory. Device memory is read and written once, in whole
-// rows of consecutive words.
+// memory. Device memory is read and written once, in whole rows of consecutive words.
 //
-// Where a code lies in its plane of a tile is told by template arguments, which are made from
-// the table of `layout.py`: its place is its number, 64 * row + k, with the bits in another
-// sequence. Hexadecimal digit i of ROW says where bit i of the row goes, likewise K of k.
+// Template arguments define the slot of a code in its plane of a tile; they are made from the
+// table of `layout.py`. The slot is the code's number, 64 * row + k, with its bits permuted:
+// hexadecimal digit i of ROW is the new position of bit i of the row, and digit i of K that of
+// bit i of k.
 
-// Bits of a code from FIRST on, which lie together.
+// A plane: BITS consecutive bits of every code, beginning at bit FIRST.
 template <int BITS_, int FIRST_, int ROW_, int K_>
 struct Plane {
   static constant constexpr const int BITS = BITS_;
@@ -22,20 +22,21 @@ struct Codes {
   static constant constexpr const int BITS = BITS_;
   static constant constexpr const bool TWO_PLANES = BITS_ > LOW_;
   typedef Plane<LOW_, 0, LOW_ROW, LOW_K> Low;
-  // Never of no bits, so that the plane that is not there compiles.
+  // It has at least one bit, so that this compiles if there is no second plane.
   typedef Plane<(BITS_ > LOW_ ? BITS_ - LOW_ : 1), LOW_, HIGH_ROW, HIGH_K> High;
-  // Words of a tile, of one of its planes, and of a row of it in MLX's layout.
+  // Words of a tile, of its low plane, and of a row of the tile in MLX's layout.
   static constant constexpr const int TILE = TILE_N * TILE_K / 32 * BITS_;
   static constant constexpr const int LOW_TILE = TILE_N * TILE_K / 32 * LOW_;
   static constant constexpr const int ROW = TILE_K / 32 * BITS_;
-  // Tiles along k that a threadgroup moves, and words of a row of them.
+  // Tiles along k that a threadgroup moves, and words of a row of all of them.
   static constant constexpr const int TILES = TILES_;
   static constant constexpr const int ROWS = TILES * ROW;
-  // Odd, so that neighbouring rows begin in different banks.
+  // Odd, so that adjacent rows begin in different banks.
   static constant constexpr const int STRIDE = ROWS + 1;  // mutant: stride
 };
 
-// Bit i of the value goes where digit i of BIT_OFFSETS says, and back.
+// Moves bit i of the value to the position that digit i of BIT_OFFSETS gives; `gathered` is the
+// inverse.
 template <int BIT_OFFSETS, int COUNT>
 METAL_FUNC uint scattered(uint value) {
   uint slot = 0;
@@ -54,14 +55,14 @@ METAL_FUNC uint gathered(uint slot) {
   return value;
 }
 
-// What a threadgroup moves: some tiles of one row of tiles.
+// The tiles that a threadgroup moves, all from one row of tiles.
 struct Block {
-  ulong native;  // its first word in MLX's layout, of all weights
-  ulong packed;  // likewise in ours
-  uint rows;     // that there are; the others of its tiles are padding
-  uint words;    // of each of these rows
+  ulong native;  // first word in MLX's layout, counted over all weights
+  ulong packed;  // first word in the packed layout, counted in the same way
+  uint rows;     // rows that exist; the remaining rows of the tiles are padding
+  uint words;    // words of a row
   uint tiles;
-  uint pitch;  // words from a row to the next in MLX's layout
+  uint pitch;  // words from a row to the next one in MLX's layout
 };
 
 template <typename C>
@@ -83,7 +84,7 @@ METAL_FUNC Block block_of_threadgroup(const constant int32_t* shape, uint3 posit
   return block;
 }
 
-// A word of a plane, from the tile's rows.
+// Returns a word of a plane, made of codes from the tile's rows.
 template <typename C, typename P>
 METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
   const uint slot = index * P::IN_WORD;
@@ -101,14 +102,14 @@ METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
   return word;
 }
 
-// The bits of a code that a plane has, where they stand in the code.
+// Returns the bits of a code that a plane holds, at their position in the code.
 template <typename P>
 METAL_FUNC uint part_of_code(const threadgroup uint* plane, uint row, uint k) {
   const uint slot = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);  // mutant: place
   return (plane[slot / P::IN_WORD] >> slot % P::IN_WORD * P::BITS & P::MASK) << P::FIRST;
 }
 
-// A word of a row of a tile; a code may begin in the word before it.
+// Returns a word of a row of a tile. Its first code may begin in the word before it.
 template <typename C>
 METAL_FUNC uint native_word(const threadgroup uint* tile, uint row, uint index) {
   // mutant: most_codes

@@ -1,16 +1,15 @@
-// Weights and activations on their way to threadgroup memory, where they lie as the fragments
-// that are multiplied.
+// Stages weights and activations in threadgroup memory, as the fragments that are multiplied.
 //
-// A stage is one step of k of each of the SIMDGROUPS_K places along k and n: a chunk of w for
-// each, and the activations of the same k. With b buffers, stage s lies in buffer s % b and is
-// loaded b - 1 stages before it is multiplied, into the buffer whose stage has just been:
-// `phases` in staging.py says the same.
+// A pipeline stage has a chunk of w for each of the SIMDGROUPS_K simdgroups along k and n, one
+// step of k of 32 rows, and the activations of the same k. With b buffers, stage s is in buffer
+// s % b. It is prefetched b - 1 stages before it is multiplied, into the buffer of the stage
+// that was just multiplied; `phases` in staging.py models the same schedule.
 //
-// BUFFERS  stages that threadgroup memory holds, 1 to 3
-// LOADERS  simdgroups that only load and decode; 0: all load, and all multiply
-// WIDEN    staged values are float, as the activations' fragments then are, not half
+// BUFFERS  stages in threadgroup memory, 1 to 3
+// LOADERS  simdgroups that only load and decode; 0: all simdgroups load and multiply
+// WIDEN    staged values are float instead of half, like the fragments of activations
 //
-// All others are those of gemm_register.
+// All other template arguments are those of gemm_register.
 
 template <
     int BUFFERS_,
@@ -31,12 +30,13 @@ struct Staging {
   static constant constexpr const int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
   // mutant: memory
   static constant constexpr const int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
-  // Elements: 32 rows of w and 8 rows of x of a step, all w of a stage, a stage.
+  // Elements of 32 rows of w in a step, of 8 rows of x in a step, of w in a stage, and of a
+  // stage.
   static constant constexpr const int CHUNK = TILE_N * W::STEP;
   static constant constexpr const int COLUMN = 8 * W::STEP;
   static constant constexpr const int WEIGHTS = SIMDGROUPS_K * CHUNK;
   static constant constexpr const int STAGE = WEIGHTS + SIMDGROUPS_K * TILE_M * W::STEP;
-  // Buffers and the epilogue's scratch take turns in the same memory, counted in floats.
+  // The buffers and the epilogue's scratch share the same memory. Sizes are in floats.
   static constant constexpr const int STAGES = BUFFERS * STAGE / (WIDEN ? 1 : 2);
   static constant constexpr const int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
   // mutant: scratch
@@ -75,7 +75,7 @@ METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, 
   }
 }
 
-// 8 rows of x: fragments [step].
+// Stages 8 rows of x as fragments [step].
 template <typename W, typename F, typename T>
 METAL_FUNC void stage_activations(
     threadgroup F* column, const device T* x, int first_row, int k, Work work, int lane_index) {
@@ -83,7 +83,7 @@ METAL_FUNC void stage_activations(
   const Lane lane = lane_of(lane_index);
   vec<F, 4> x_vec4[2 * VEC4S];
   UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
-    // Rows past the end read the last row: their results are never stored.
+    // Rows past the end read the last row; their results are never stored.
     const int row = min(first_row + 2 * lane.pair + i / VEC4S, work.m - 1);  // mutant: row_bound
     x_vec4[i] = vec<F, 4>(load_vec4(
         x + vec4_offset<W>(0, i % VEC4S), row * work.k + k + vec4_offset<W>(lane.row, 0)));
@@ -95,13 +95,14 @@ METAL_FUNC void stage_activations(
   }
 }
 
-// The first k of a slice's step in a stage.
+// Returns the first k of a slice's step in a stage.
 template <typename W>
 METAL_FUNC int step_of_stage(int stage, int k_slice, Split split, Place place) {
   return split.k_start + W::STEP * (stage * place.k_slices + k_slice);  // mutant: stage_k
 }
 
-// One loading simdgroup's share of a stage: chunks of w come first, then fragments of x.
+// Loads one simdgroup's share of a stage. The pieces of a stage are the chunks of w, followed
+// by the fragments of x.
 template <typename L, bool SUBTRACT, typename F, typename T, typename S>
 METAL_FUNC void load_stage(
     threadgroup F* buffers,
@@ -114,7 +115,7 @@ METAL_FUNC void load_stage(
     int lane_index) {
   typedef typename L::W W;
   threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
-  // Whole fragments past the last row are left out.
+  // Fragments entirely past the last row are not loaded.
   const int fragments = ceil_div(min(L::TILE_M, work.m - split.row), 8);
   const int pieces = L::SIMDGROUPS_K + fragments * place.k_slices;
   for (int piece = loader; piece < pieces; piece += L::LOADING) {

@@ -1,8 +1,8 @@
-// Values in the type in which they are multiplied. CUDA has functions of its own for this.
+// Converts codes to the type in which they are multiplied. CUDA uses cuda/weights.cuh instead.
 
-// The pair of step t, exactly: ZERO + code, or code where SUBTRACT; of a small float its value.
-// The halves are converted as one vector: taken apart before, the logic operations that made
-// them become two of 16 bits each.
+// Returns pair t of row fragment f, exactly: ZERO + code, or the code if SUBTRACT, or the value
+// of a small float. The halves are converted as one vector: if they are separated first, the
+// compiler replaces each 32-bit logic operation by two of 16 bits.
 template <typename W, typename V, bool SUBTRACT>
 METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
   const half2 halves = pair_as_halves<W>(words, f, t);
@@ -13,7 +13,7 @@ METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
   return SUBTRACT ? values - V(W::ZERO) : values;
 }
 
-// Two E4M3, 16 bits apart.
+// Returns two E4M3 scales that are 16 bits apart.
 METAL_FUNC half2 scales_of_small_floats(uint bits) {
   return small_floats(bits) * half(256.0f);  // mutant: small_scale
 }

@@ -1,10 +1,10 @@
-// Where a lane's codes lie in the words that it loads. A lane has W::CODES consecutive k of
-// each of four rows of w for a step; step t multiplies the pair (t, t + W::PAIRS), of native
-// words of 4 bits the nibbles s and s + 4. A pair that lies 16 bits apart in a word is decoded
-// at once: each half of the word is a half.
+// Positions of a lane's codes in the words that it loads. In one step of the main loop, a lane
+// has W::CODES consecutive codes of each of four rows of w. Multiply t takes the pair of codes
+// (t, t + W::PAIRS), or the nibbles s and s + 4 of native words of 4 bits. The codes of a pair
+// are 16 bits apart in a word and are decoded together, each to a half.
 
-// Codes are stored in planes of 1, 2, 4 or 8 bits when packed: 3 = 2 + 1, 5 = 4 + 1,
-// 6 = 4 + 2, low bits first. The second plane has no bits where one is enough.
+// Packed codes are stored in planes of 1, 2, 4 or 8 bits: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, low
+// bits first. HIGH is 0 if there is one plane.
 template <typename W>
 struct Planes {
   // mutant: planes
@@ -15,12 +15,13 @@ struct Planes {
   static constant constexpr const int HIGH_WORDS = W::CODES * HIGH / 8;
 };
 
-// Bytes that a lane loads of one row of native codes, and the widest unit in which every
-// row and every lane begins.
+// Native codes of one row that a lane loads in a step. UNIT is the widest unit of bytes to
+// which all rows and lanes are aligned.
 //
-// The first halves of pairs are a stream of HALF bits, the second halves the next. A window
-// is 16 bits of the one below the same 16 of the other, so that both codes of a pair move and
-// are masked together. The last window ends with the streams and may overlap its neighbour.
+// The first codes of all pairs form a stream of HALF bits, and the second codes form the next
+// HALF bits. A window has 16 bits of the first stream in its lower half and the same 16 bits of
+// the second stream in its upper half, so that both codes of a pair are shifted and masked
+// together. The last window ends with the streams and may overlap the one before it.
 template <typename W>
 struct Native {
   static constant constexpr const int BYTES = W::CODES * W::BITS / 8;
@@ -28,7 +29,8 @@ struct Native {
   static constant constexpr const int WORDS = (BYTES + 3) / 4;
   static constant constexpr const int HALF = W::PAIRS * W::BITS;
   static constant constexpr const int WINDOWS = (HALF + 15) / 16;
-  static constant constexpr const int LAST = HALF > 16 ? HALF - 16 : 0;  // where it begins
+  // First bit of the last window.
+  static constant constexpr const int LAST = HALF > 16 ? HALF - 16 : 0;
 };
 
 template <typename W>
@@ -36,7 +38,7 @@ METAL_FUNC constexpr int words_of_step() {
   return W::PACKED ? Planes<W>::LOW_WORDS + Planes<W>::HIGH_WORDS : 4 * Native<W>::WINDOWS;
 }
 
-// Up to four consecutive words by one load.
+// Loads up to four consecutive words at once.
 template <int COUNT>
 METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint offset) {
   if (COUNT == 4) {
@@ -59,7 +61,7 @@ METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint o
   }
 }
 
-// A plane's words of one step: [chunk of four words][lane][word].
+// Loads a plane's words of one step: [chunk of four words][lane][word].
 template <int WORDS>
 METAL_FUNC void load_plane(thread uint* words, const device uint32_t* w, uint offset, int lane_index) {
   constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
@@ -86,13 +88,14 @@ METAL_FUNC void load_row(thread uint* words, const device uint32_t* w, uint offs
   }
 }
 
-// Sixteen bits from a bit on; above them may be others.
+// Returns the 16 bits that begin at `bit`; the upper 16 bits of the result are arbitrary.
 METAL_FUNC uint bits_at(thread const uint* words, int bit) {
   const uint low = words[bit / 32] >> (bit % 32);
   return bit % 32 > 16 ? low | words[bit / 32 + 1] << (32 - bit % 32) : low;  // mutant: straddle
 }
 
-// A row's words as windows. Those of 4 bits are windows, in their own order of k.
+// Converts a row's words to windows. Words of 4-bit codes already are windows, in their own
+// order of k, and so is a word of two streams of 16 bits.
 template <typename W>
 METAL_FUNC void make_windows(thread uint* windows, thread const uint* words) {
   UNROLL for (int i = 0; i < Native<W>::WINDOWS; ++i) {
@@ -108,9 +111,9 @@ METAL_FUNC uint moved(uint word, int from, int to) {
   return from > to ? word >> (from - to) : word << (to - from);
 }
 
-// The pair of step t of row fragment f in a plane of BITS, each at `bit_offset` of its half.
-// Pairs lie in a word one after the other, their second code 16 bits above the first; rows
-// share words that one row does not fill.
+// Returns pair t of row fragment f from a plane of BITS, each code at `bit_offset` of its half.
+// A word has consecutive pairs, with the second code 16 bits above the first. Rows share a word
+// if one row does not fill it.
 template <int BITS, int PAIRS>
 METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int bit_offset) {
   constexpr int IN_WORD = 16 / BITS;
@@ -120,7 +123,7 @@ METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int bit_offse
   return moved(words[word], BITS * slot, bit_offset) & both_halves(ones(BITS) << bit_offset);
 }
 
-// Likewise of a row's windows, where a pair may begin in one and end in the next.
+// The same for a row's windows, where a pair may begin in one window and end in the next.
 template <typename W>
 METAL_FUNC uint window_pair(thread const uint* windows, int t, int bit_offset) {
   constexpr int LAST = Native<W>::LAST;
@@ -136,14 +139,14 @@ METAL_FUNC uint window_pair(thread const uint* windows, int t, int bit_offset) {
   return (pair & (mask ^ upper)) | (moved(windows[i + 1], 0, bit_offset + 16 - inside) & upper);
 }
 
-// The pair of step t of row fragment f, each code at `bit_offset` of its half.
+// Returns pair t of row fragment f, each code at `bit_offset` of its half.
 template <typename W>
 METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int bit_offset) {  // mutant: pair
   constexpr int LOW = Planes<W>::LOW;
   constexpr int HIGH = Planes<W>::HIGH;
   if (W::PACKED) {
     const uint low = plane_pair<LOW, W::PAIRS>(words, f, t, bit_offset);
-    // The width is never 0, so that the plane that is not there compiles.
+    // The width is never 0, so that this compiles if there is no second plane.
     const uint high = HIGH == 0 ? 0
                                 : plane_pair<(HIGH > 0 ? HIGH : 1), W::PAIRS>(
                                       words + Planes<W>::LOW_WORDS, f, t, bit_offset + LOW);
@@ -153,10 +156,10 @@ METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int bit_offset) 
   return window_pair<W>(words, t, bit_offset);
 }
 
-// The pair of step t as halves, exactly: OFFSET + code; of a small float, whose sign, exponent
-// and mantissa move to those of a half, the part 1 / FACTOR. The smallest of these parts are
-// subnormal halves: a multiplication by a half keeps them, as MLX's own kernels require. A
-// conversion or a matrix multiply may flush them to 0, so the factor comes first.
+// Returns pair t as halves, exactly: OFFSET + code, or the value of a small float divided by
+// FACTOR, with sign, exponent and mantissa moved to those of a half. The smallest of these are
+// subnormal halves. A half multiply keeps them, as MLX's own kernels require. A conversion or a
+// matrix multiply may flush them to 0, so multiply by FACTOR first.
 template <typename W>
 METAL_FUNC half2 pair_as_halves(thread const uint* words, int f, int t) {
   if (W::MODE == FLOATING) {

@@ -1,14 +1,15 @@
-// Which part of the product a threadgroup computes. The words are those of work.py: k tiles
-// of all tiles stand in one line, tiles numbered down the columns first; a threadgroup owns
-// the contiguous range [begin, end); what it does for one tile is a split. Several products of
-// one shape, each with a weight of its own, stand in the line one after the other.
+// Selects the part of the product that a threadgroup computes; the terms are those of
+// mlx_marlin/planning/work. The k tiles of all tiles form one line, with tiles numbered down
+// the columns first. A threadgroup owns the contiguous range [begin, end) of this line. Its
+// part of one tile is a split. In a batch, the tiles of a product follow those of the product
+// before it.
 
 #ifndef UNROLL  // CUDA has its own
 #define UNROLL _Pragma("clang loop unroll(full)")
 #endif
 
 constant constexpr int TILE_N = 32;  // rows of w, columns of the output
-constant constexpr int TILE_K = 64;  // values of k that one trip of the main loop eats
+constant constexpr int TILE_K = 64;  // values of k that a simdgroup takes at a time
 
 METAL_FUNC constexpr int k_tile_of_group(int group) {
   return group == 128 ? 128 : TILE_K;  // mutant: k_tile
@@ -20,18 +21,18 @@ struct Work {
   int k;
   int tile_m;
   uint m_tiles;
-  uint k_tiles;         // of a tile
-  uint group_tiles;     // tiles of a group, after the leading whole ones
+  uint k_tiles;         // per tile
+  uint group_tiles;     // tiles per group, without the leading whole ones
   uint whole;           // leading tiles, one threadgroup each
-  uint ranges;          // of a group
-  uint slices;          // parts of a tile between which a cut may fall
-  uint minimum;         // k tiles of a split
-  uint groups;          // of ranges, with tiles of their own, interleaved
-  bool ceil_partition;  // Marlin's runs of ceil(units / ranges) instead of balanced ones
-  uint batch;           // products
+  uint ranges;          // per group
+  uint slices;          // parts per tile; a tile is cut only between slices
+  uint minimum;         // least number of k tiles per split
+  uint groups;          // of ranges; tiles are assigned to groups round-robin
+  bool ceil_partition;  // ranges of ceil(units / ranges), as in Marlin, not balanced ones
+  uint batch;           // number of products
 };
 
-// The numbers that a kernel is handed, in two arrays.
+// The two arrays of numbers that a kernel receives.
 struct Shape {
   int m;
   int n;
@@ -51,7 +52,7 @@ struct Schedule {
   int batch;
 };
 
-// Each array is read at once and as a whole, so that Metal may preload it.
+// Reads each array as one struct, so that Metal can preload it.
 METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t* schedule) {
   const Shape sizes = *(const constant Shape*)shape;
   const Schedule parts = *(const constant Schedule*)schedule;
@@ -77,26 +78,28 @@ METAL_FUNC uint ceil_div(uint value, uint divisor) {
   return (value + divisor - 1) / divisor;  // mutant: ceil_div
 }
 
-// The first part * total / parts, in 32 bits: total is split into quotient and rest.
+// Returns part * total / parts, rounded down, without exceeding 32 bits: total is divided into
+// quotient and remainder first.
 METAL_FUNC uint balanced_cut(uint part, uint parts, uint total) {
   return part * (total / parts) + part * (total % parts) / parts;  // mutant: balanced_cut
 }
 
-// Where a range of a group begins, in k tiles of the group.
+// Returns the first k tile of a range, counted within its group.
 METAL_FUNC uint range_cut(uint member, Work work) {
   const uint units = work.group_tiles * work.slices;
   // mutant: range_cut
   const uint unit = work.ceil_partition ? min(member * ceil_div(units, work.ranges), units)
                                         : balanced_cut(member, work.ranges, units);
   uint k_tile = balanced_cut(unit % work.slices, work.slices, work.k_tiles);
-  // Too near the border of a tile to leave a split of the minimum: cut there.
+  // A cut that would leave a split below the minimum moves to the border of the tile.
   if (min(k_tile, work.k_tiles - k_tile) < work.minimum) {
     k_tile = 2 * k_tile < work.k_tiles ? 0 : work.k_tiles;
   }
   return unit / work.slices * work.k_tiles + k_tile;
 }
 
-// Which range of a group has a k tile of it: a guess, and at most a few steps.
+// Returns the range of a group that contains a k tile of the group: an estimate, corrected in
+// at most a few steps.
 METAL_FUNC uint range_owner(uint position, Work work) {
   const float share = float(position) / float(work.group_tiles * work.k_tiles);
   uint member = min(uint(share * float(work.ranges)), work.ranges - 1);
@@ -114,8 +117,8 @@ struct Range {
   uint end;
 };
 
-// WHOLE: every threadgroup has one whole tile. What a tile is part of is then known without
-// a division, and nothing of it lives on in registers.
+// WHOLE: every threadgroup computes one whole tile. The range then needs no division, and no
+// registers in the main loop.
 template <bool WHOLE>
 METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   Range range;
@@ -138,15 +141,15 @@ METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
 struct Split {
   int row;       // first row of x and of the output
   int col;       // first row of w, first column of the output
-  int slot;      // which of the tile's splits it is, in ascending k
-  uint product;  // which of several
+  int slot;      // index among the splits of the tile, in ascending k
+  uint product;  // index in the batch
   int k_tile_count;
   int k_start;  // in values of k, a multiple of TILE_K
   int k_stop;
 };
 
-// The split of the threadgroup whose range goes on at `position`. The first `whole` tiles
-// are WIDE times as wide as the others. BATCHED: there are several products.
+// Returns the split that begins at `position`, in the range of threadgroup `index`. The first
+// `whole` tiles are WIDE times as wide as the others. BATCHED: there are several products.
 template <int WIDE, bool WHOLE, int GROUP, bool BATCHED = false>
 METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   constexpr int K_TILE = k_tile_of_group(GROUP);
@@ -155,7 +158,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   Split split;
   split.k_tile_count = min(end - position, work.k_tiles - k_idx);  // mutant: tile
   uint tile = place;
-  uint nth = 0;  // of the group
+  uint nth = 0;  // index of the tile in its group
   if (!WHOLE && place >= work.whole) {
     nth = (place - work.whole) % work.group_tiles;
     tile = work.whole + nth * work.groups + (place - work.whole) / work.group_tiles;
@@ -171,7 +174,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   split.row = tile % work.m_tiles * work.tile_m;
   split.col = TILE_N * (column + (WIDE - 1) * wide);
   split.slot = 0;
-  if (k_idx > 0) {  // then it is the first of its range
+  if (k_idx > 0) {  // only the first split of a range begins inside a tile
     // mutant: slot
     split.slot = (index - work.whole) / work.groups - range_owner(nth * work.k_tiles, work);
   }
@@ -180,14 +183,14 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   return split;
 }
 
-// How many splits the tile of an output element has.
+// Returns the number of splits of the tile that contains an output element.
 METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
   const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;  // mutant: splits
   const uint tile = column * work.m_tiles + row / work.tile_m;
   if (tile < work.whole) {
     return 1;
   }
-  if (work.ranges == work.group_tiles * work.slices) {  // a range for each slice
+  if (work.ranges == work.group_tiles * work.slices) {  // one range per slice
     return work.slices;
   }
   const uint first = (tile - work.whole) / work.groups * work.k_tiles;
@@ -195,13 +198,14 @@ METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
   return range_owner(first + work.k_tiles - 1, work) - range_owner(first, work) + 1;
 }
 
-// The simdgroups of a threadgroup take turns at the trips of a split; a trip has two steps
-// of 32 or one of 64. In a wide tile some of them stand side by side along n instead.
+// Position of a simdgroup in its threadgroup. Simdgroups along k take the blocks of TILE_K
+// values of a split in turn; a block is one step of 64 values or two of 32. In a wide tile,
+// some of them are side by side along n instead.
 struct Place {
-  int row;     // of the tile
-  int column;  // of TILE_N columns, of a wide tile
+  int row;     // first row within the tile
+  int column;  // index of the TILE_N columns, in a wide tile
   int k_slice;
-  int k_slices;  // that the tile's k is divided into
+  int k_slices;  // number of slices of the tile's k
 };
 
 template <int SIMDGROUPS_M, int SIMDGROUPS_K, int WIDE>

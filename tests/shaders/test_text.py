@@ -40,7 +40,14 @@ LIBRARIES_OF = {
     )
     for kernel in ("gemv", "gemm_register", "gemm_staged")
 } | {
-    "gather": (*metal_source.WEIGHT, "epilogue", "gemm_register", "gemv", "gather"),
+    "gather": (
+        *metal_source.WEIGHT,
+        "epilogue",
+        *metal_source.DEPENDENCIES["gemm_register"],
+        "gemm_register",
+        "gemv",
+        "gather",
+    ),
     "dequantize": (*metal_source.WEIGHT, "dequantize"),
     "reduce": ("work", "epilogue", "reduce"),
     "pack": ("work", "repack"),

@@ -20,6 +20,7 @@ _APART = "cuda/apart.cuh"
 
 _LANE = "cuda/lane.cuh"
 _MMA = "cuda/mma.cuh"
+_MAIN_LOOP = "cuda/main_loop.cuh"
 _TILE = "cuda/weight_tile.cuh"
 _WEIGHTS = "cuda/weights.cuh"
 _APART = "cuda/apart.cuh"
@@ -72,7 +73,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: a slice begins before the one above it ends",
-        _MMA,
+        _MAIN_LOOP,
         "row",
         "$1 / $2",
         "$1 / ($2 + 1)",
@@ -81,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: the numbers of groups of 128 change every 64",
-        _MMA,
+        _MAIN_LOOP,
         "group",
         "if ($1 % $2 == 0)",
         "",
@@ -90,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: a step beyond k is multiplied",
-        _MMA,
+        _MAIN_LOOP,
         "last_step",
         "$1 + step * $2",
         "$1",
@@ -99,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: the next words come a tile too early",
-        _MMA,
+        _MAIN_LOOP,
         "prefetch",
         "$1 *",
         "",
@@ -270,7 +271,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: rows past the end of x are read",
-        _MMA,
+        _MAIN_LOOP,
         "row",
         "min($1 + 8 * $2 + $3, $4 - 1)",
         "($1 + 8 * $2 + $3)",

@@ -5,7 +5,7 @@ from mutants.mutant import Detector, Mutant
 
 _WORK = "lib/work"
 _EPILOGUE = "lib/epilogue"
-_LANE = "lib/lane"
+_WEIGHT_TILE = "lib/weight_tile"
 _REDUCE = "lib/reduce"
 
 _PRODUCTS = (
@@ -125,7 +125,7 @@ _ROWS = (
 _WEIGHTS = (
     Mutant(
         "every product has the first weight",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "$1 * $2 +",
         "0 * $2 +",
@@ -134,7 +134,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "every product has the first weight's scales",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "$1 * $2<",
         "($1 - product * work.n) * $2<",
@@ -143,7 +143,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "packed weights follow each other without padding",
-        _LANE,
+        _WEIGHT_TILE,
         "packed",
         "$1 * $2($3, $4) + $5",
         "($1 * $3 + $5)",
@@ -152,7 +152,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "every product has the first packed weight's scales",
-        _LANE,
+        _WEIGHT_TILE,
         "packed",
         "$1 * $2 +",
         "col / TILE_N * $2 +",

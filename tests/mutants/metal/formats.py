@@ -23,15 +23,15 @@ from mutants.mutant import Detector, Mutant
 
 _DECODE = "lib/decode"
 _DENSE = "lib/dequantize"
-_GEMM = "lib/gemm_register"
+_FRAGMENTS = "lib/fragments"
 _GEMV = "lib/gemv"
-_LANE = "lib/lane"
+_WEIGHT_TILE = "lib/weight_tile"
 _WORDS = "lib/words"
 
 _PLANES = (
     Mutant(
         "the high plane is read where the low one is",
-        _LANE,
+        _WEIGHT_TILE,
         "high_plane",
         "$1 * $2 / 32 * $3 +",
         "",
@@ -49,7 +49,7 @@ _PLANES = (
     ),
     Mutant(
         "the high plane is loaded over the low one",
-        _LANE,
+        _WEIGHT_TILE,
         "high_plane",
         "+ $1<$2>::$3",
         "",
@@ -133,7 +133,7 @@ _NATIVE = (
     ),
     Mutant(
         "rows are counted in half their units",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "8 *",
         "16 *",
@@ -142,7 +142,7 @@ _NATIVE = (
     ),
     Mutant(
         "rows are counted in words, whatever a lane loads",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "* $1 / $2",
         "* $1 / 4",
@@ -151,7 +151,7 @@ _NATIVE = (
     ),
     Mutant(
         "lanes begin a unit apart",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "$1<$2>::$3 / $4 *",
         "",
@@ -160,7 +160,7 @@ _NATIVE = (
     ),
     Mutant(
         "steps are counted in words, whatever a lane loads",
-        _LANE,
+        _WEIGHT_TILE,
         "high_plane",
         "* 4 / $1<$2>::$3",
         "",
@@ -239,7 +239,7 @@ _GROUPS = (
     ),
     Mutant(
         "groups of 16: the bias is left out",
-        _GEMM,
+        _FRAGMENTS,
         "decode",
         "($1))",
         "(0.0f))",
@@ -260,7 +260,7 @@ _GROUPS = (
 _GLOBAL = (
     Mutant(
         "a global scale is dropped where tiles are split",
-        _GEMM,
+        _FRAGMENTS,
         "scale",
         "? $1",
         "? 1.0f",
@@ -287,7 +287,7 @@ _GLOBAL = (
     ),
     Mutant(
         "a global scale is not divided by the largest product",
-        _LANE,
+        _WEIGHT_TILE,
         "global_scale",
         "/ (6.0f * 448.0f)",
         "",

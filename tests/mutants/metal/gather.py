@@ -11,7 +11,7 @@ from mutants.cases.gather import (
 from mutants.mutant import Detector, Mutant
 
 _GATHER = "lib/gather"
-_LANE = "lib/lane"
+_WEIGHT_TILE = "lib/weight_tile"
 
 _LIST = (
     Mutant(
@@ -202,7 +202,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "packed experts lie apart without padding of n",
-        _LANE,
+        _WEIGHT_TILE,
         "n_tiles",
         "$1($2, $3)",
         "$2 / $3",
@@ -211,7 +211,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "packed experts lie apart without padding of k",
-        _LANE,
+        _WEIGHT_TILE,
         "k_tiles",
         "$1($2, $3)",
         "$2 / $3",
@@ -220,7 +220,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "packed experts have one value a group",
-        _LANE,
+        _WEIGHT_TILE,
         "k_tiles",
         "($1 * $2)",
         "$2",
@@ -229,7 +229,7 @@ _WEIGHTS = (
     ),
     Mutant(
         "native experts lie apart as if codes had 8 bits",
-        _LANE,
+        _WEIGHT_TILE,
         "k_tiles",
         "32 * $1,",
         "4,",

@@ -13,6 +13,7 @@ from mutants.cases.products import (
 from mutants.mutant import Detector, Mutant
 
 _GEMM = "lib/gemm_register"
+_FRAGMENTS = "lib/fragments"
 _VALUES = "lib/values"
 
 _BARRIERS = (
@@ -132,7 +133,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "the biases of another row fragment",
-        _GEMM,
+        _FRAGMENTS,
         "ragged",
         "$1 / $2",
         "$1 % 4",
@@ -141,7 +142,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "a lane's two columns change places",
-        _GEMM,
+        _FRAGMENTS,
         "columns",
         "[2 * $1 * $2 + $3][$4], $5[(2 * $1 + 1)",
         "[(2 * $1 + 1) * $2 + $3][$4], $5[2 * $1",
@@ -150,7 +151,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "the offset is taken off by the first fragment's sum",
-        _GEMM,
+        _FRAGMENTS,
         "start",
         "[$1];",
         "[0];",
@@ -159,7 +160,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "the offset is taken off the other column",
-        _GEMM,
+        _FRAGMENTS,
         "start",
         "x, $1.y",
         "y, $1.x",
@@ -168,7 +169,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "the codes' offset is taken off twice",
-        _GEMM,
+        _FRAGMENTS,
         "start",
         "$1 ||",
         "",
@@ -177,7 +178,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "the codes' offset is never taken off",
-        _GEMM,
+        _FRAGMENTS,
         "start",
         "==",
         "!=",
@@ -186,7 +187,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "groups of 16: codes are multiplied without their scale",
-        _GEMM,
+        _FRAGMENTS,
         "decode",
         "* $1",
         "",
@@ -204,7 +205,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "groups of 16: the scale is applied twice",
-        _GEMM,
+        _FRAGMENTS,
         "scale",
         ", $1 ? $2 :",
         ",",
@@ -213,7 +214,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "small floats lose their sign",
-        _GEMM,
+        _FRAGMENTS,
         "decode",
         "if",
         "values = W::MODE == FLOATING ? abs(values) : values; if",
@@ -222,7 +223,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "row fragments add to each other's totals",
-        _GEMM,
+        _FRAGMENTS,
         "scale",
         "* $1",
         "",
@@ -231,7 +232,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "weights are narrower than activations",
-        _GEMM,
+        _FRAGMENTS,
         "fragment_type",
         "typedef $1",
         "typedef half",
@@ -249,7 +250,7 @@ _FRAGMENTS = (
     ),
     Mutant(
         "a pointer into the wrong address space",
-        _GEMM,
+        _FRAGMENTS,
         "write_scratch",
         "threadgroup",
         "device",
@@ -261,7 +262,7 @@ _FRAGMENTS = (
 _TILES = (
     Mutant(
         "a ragged tile is left a row fragment early",
-        _GEMM,
+        _FRAGMENTS,
         "ragged",
         ">=",
         "+ 8 >=",
@@ -270,7 +271,7 @@ _TILES = (
     ),
     Mutant(
         "a ragged tile is left a row fragment late",
-        _GEMM,
+        _FRAGMENTS,
         "ragged",
         ">=",
         ">",
@@ -338,7 +339,7 @@ _TILES = (
     ),
     Mutant(
         "a lane writes its first column twice",
-        _GEMM,
+        _FRAGMENTS,
         "write_scratch",
         "y",
         "x",

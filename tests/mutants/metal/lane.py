@@ -24,6 +24,7 @@ from mutants.cases.products import (
 from mutants.mutant import Detector, Mutant
 
 _LANE = "lib/lane"
+_WEIGHT_TILE = "lib/weight_tile"
 _WORDS = "lib/words"
 _VALUES = "lib/values"
 
@@ -195,7 +196,7 @@ _LOADS = (
     ),
     Mutant(
         "a half k tile does not count in the packed words",
-        _LANE,
+        _WEIGHT_TILE,
         "packed",
         "$1($2, $3);",
         "$2 / $3;",
@@ -204,7 +205,7 @@ _LOADS = (
     ),
     Mutant(
         "the padding's group does not count in the packed scales",
-        _LANE,
+        _WEIGHT_TILE,
         "groups",
         "- 1",
         "- 33",
@@ -222,7 +223,7 @@ _LOADS = (
     ),
     Mutant(
         "n is clamped one row late",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "- 1",
         "",
@@ -231,7 +232,7 @@ _LOADS = (
     ),
     Mutant(
         "native groups are taken to be k tiles",
-        _LANE,
+        _WEIGHT_TILE,
         "native",
         "$1<$2>($3)",
         "uint($3 / TILE_K)",
@@ -240,7 +241,7 @@ _LOADS = (
     ),
     Mutant(
         "native: the next group too early",
-        _LANE,
+        _WEIGHT_TILE,
         "scales",
         "($1);",
         "($1 + TILE_K / 2);",
@@ -249,7 +250,7 @@ _LOADS = (
     ),
     Mutant(
         "packed: the next group too early",
-        _LANE,
+        _WEIGHT_TILE,
         "biased",
         "($1) *",
         "($1 + TILE_K) *",
@@ -258,7 +259,7 @@ _LOADS = (
     ),
     Mutant(
         "packed: the scales of another row",
-        _LANE,
+        _WEIGHT_TILE,
         "packed",
         "* $1;",
         "* ($1 ^ 1);",
@@ -288,7 +289,7 @@ _LOADS = (
 _VALUES = (
     Mutant(
         "scales and biases are not interleaved",
-        _LANE,
+        _WEIGHT_TILE,
         "biased",
         "$1.z, $2.x, $2.z",
         "$1.y, $1.z, $1.w",
@@ -297,7 +298,7 @@ _VALUES = (
     ),
     Mutant(
         "native: biases are read from the scales",
-        _LANE,
+        _WEIGHT_TILE,
         "scales",
         "($1[$2]) :",
         "(tile.scales[$2]) :",
@@ -324,7 +325,7 @@ _VALUES = (
     ),
     Mutant(
         "zero points are added",
-        _LANE,
+        _WEIGHT_TILE,
         "biased",
         "-",
         "",
@@ -333,7 +334,7 @@ _VALUES = (
     ),
     Mutant(
         "zero points are biases",
-        _LANE,
+        _WEIGHT_TILE,
         "biased",
         "($1 == $2)",
         "(false)",
@@ -342,7 +343,7 @@ _VALUES = (
     ),
     Mutant(
         "groups of 16: the neighbour lane's scale",
-        _LANE,
+        _WEIGHT_TILE,
         "packed",
         ": 0",
         "^ 1 : 0",
@@ -351,7 +352,7 @@ _VALUES = (
     ),
     Mutant(
         "groups of 16: the first lane's scale for all",
-        _LANE,
+        _WEIGHT_TILE,
         "packed",
         "= $1 ? $2 :",
         "=",
@@ -360,7 +361,7 @@ _VALUES = (
     ),
     Mutant(
         "the powers of two begin at 2^-128",
-        _LANE,
+        _WEIGHT_TILE,
         "byte_scale",
         "($1);",
         "($1 - 1);",
@@ -369,7 +370,7 @@ _VALUES = (
     ),
     Mutant(
         "packed: the powers of two have half their exponent",
-        _LANE,
+        _WEIGHT_TILE,
         "byte_scales",
         "23",
         "22",
@@ -378,7 +379,7 @@ _VALUES = (
     ),
     Mutant(
         "packed groups of 16: the scales of two rows change places",
-        _LANE,
+        _WEIGHT_TILE,
         "byte_scales",
         "z, $1.w",
         "w, $1.z",
@@ -387,7 +388,7 @@ _VALUES = (
     ),
     Mutant(
         "groups of 16: scales are powers of two",
-        _LANE,
+        _WEIGHT_TILE,
         "byte_scale",
         "$1 == 16 ? float($2($3).x) :",
         "",
@@ -405,7 +406,7 @@ _VALUES = (
     ),
     Mutant(
         "packed without biases: groups as far apart as with them",
-        _LANE,
+        _WEIGHT_TILE,
         "scales",
         "* $1",
         "* (2 * $1)",

@@ -13,9 +13,12 @@ from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.backends.source import FINISH, NUMBERS, OPERANDS, Source, read
 from mlx_marlin.planning.epilogue import PLAIN
 
-WEIGHT = ("work", "decode", "words", "values", "lane")
+WEIGHT = ("work", "decode", "words", "values", "lane", "weight_tile")
 """The files of `lib` that read a weight, in the order of their dependencies."""
-DEPENDENCIES = {"gemm_staged": ("gemm_register", "staging")}
+DEPENDENCIES = {
+    "gemm_register": ("fragments",),
+    "gemm_staged": ("fragments", "staging"),
+}
 """Further files of `lib` that a kernel's own file depends on."""
 
 
@@ -49,7 +52,7 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
 def gather_source() -> Source:
     """Returns the source of the gather kernel, for products of experts."""
     inputs = (*OPERANDS, "sources", "experts", "shape")
-    files = (*WEIGHT, "epilogue", "gemm_register", "gemv", "gather")
+    files = (*WEIGHT, "epilogue", "fragments", "gemm_register", "gemv", "gather")
     return _of_metal("gather", inputs, files)
 
 

@@ -1,0 +1,166 @@
+// Loads from a weight: the addresses of a lane's words, scales and biases, packed or in MLX's
+// layout.
+
+// A lane's view of the 32 rows of w of one column of tiles: its row in each of four fragments.
+// It has the offsets of these rows instead of pointers, because a load adds an unsigned 32-bit
+// offset to its buffer at no cost, and a pointer takes more registers.
+template <typename S>
+struct WeightTile {
+  const device uint32_t* words;
+  const device S* scales;
+  const device S* biases;
+  uint4 first_word;    // native: of the lane's four rows, in units; packed: in x
+  uint4 first_group;   // in scales and biases, in the same way
+  float weight_scale;  // the weight's own scale, 1 if it has none
+};
+
+// Returns the global scale of a weight: a float32 that is passed as `biases`. MLX divides it by
+// the largest E2M1 value times the largest E4M3 value.
+template <typename S>
+METAL_FUNC float global_scale(const device S*) {
+  return 1.0f;
+}
+
+METAL_FUNC float global_scale(const device uchar* biases) {
+  return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
+}
+
+// Returns the number of groups along k of a packed row, including padding.
+template <typename W>
+METAL_FUNC uint packed_groups(uint k_tiles) {
+  return group_at<W>(k_tiles * TILE_K - 1) + 1;  // mutant: groups
+}
+
+// Returns the number of words and of scales of a weight, which are the strides of the weights
+// of a batch.
+template <typename W>
+METAL_FUNC uint2 weight_size(Work work) {
+  if (W::PACKED) {
+    constexpr int FACTORS = W::BIASED ? 2 : 1;
+    const uint n_tiles = ceil_div(work.n, TILE_N);  // mutant: n_tiles
+    const uint k_tiles = ceil_div(work.k, TILE_K);  // mutant: k_tiles
+    const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
+    return n_tiles * uint2(words, packed_groups<W>(k_tiles) * (FACTORS * TILE_N));
+  }
+  return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
+}
+
+// The weights of a batch are contiguous.
+template <typename W, typename S>
+METAL_FUNC WeightTile<S> weight_tile(
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    int col,
+    Work work,
+    int lane_index,
+    uint product = 0) {
+  const Lane lane = lane_of(lane_index);
+  const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
+  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
+  // mutant: packed
+  const int own = W::SCALED ? lane.pair : 0;  // index of the lane's group in a step
+  if (W::PACKED) {
+    constexpr int FACTORS = W::BIASED ? 2 : 1;
+    const int k_tiles = ceil_div(work.k, TILE_K);
+    const int groups = packed_groups<W>(k_tiles);
+    const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
+    tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
+    tile.first_group.x = (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
+  } else {
+    constexpr int UNIT = Native<W>::UNIT;
+    // Rows past the end read the last row; their results are never stored.
+    const uint4 rows = product * work.n +  // mutant: native
+                       uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
+    tile.first_word =
+        rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
+    tile.first_group = rows * group_at<W>(work.k) + own;
+  }
+  return tile;
+}
+
+// Loads all codes of the step that begins at k, in the order that `pair_at` reads.
+template <typename W, typename S>
+METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int lane_index) {
+  if (W::PACKED) {
+    constexpr int LOW = Planes<W>::LOW;
+    const uint first = tile.first_word.x + k / TILE_K * (TILE_N * TILE_K / 32 * W::BITS);
+    const uint step = k % TILE_K / W::STEP * 32;
+    load_plane<Planes<W>::LOW_WORDS>(
+        words, tile.words, first + step * Planes<W>::LOW_WORDS, lane_index);
+    load_plane<Planes<W>::HIGH_WORDS>(
+        words + Planes<W>::LOW_WORDS,  // mutant: high_plane
+        tile.words,
+        first + TILE_N * TILE_K / 32 * LOW + step * Planes<W>::HIGH_WORDS,
+        lane_index);
+  } else {
+  UNROLL for (int f = 0; f < 4; ++f) {
+      const uint offset = tile.first_word[f] + k / 32 * (W::BITS * 4 / Native<W>::UNIT);
+      uint row[Native<W>::WORDS];
+      load_row<W>(row, tile.words, offset);
+      make_windows<W>(words + f * Native<W>::WINDOWS, row);
+    }
+  }
+}
+
+// Scales and biases of the lane's four rows of w, in the group that contains k.
+struct GroupParams {
+  float4 scale;
+  float4 bias;  // if BIASED
+};
+
+// Scales have the dtype of the activations, or are bytes: E4M3 for groups of 16, else E8M0.
+template <int GROUP, typename S>
+METAL_FUNC float scale_of(S bits) {
+  return float(bits);
+}
+
+template <int GROUP>
+METAL_FUNC float scale_of(uchar bits) {
+  // mutant: byte_scale
+  return GROUP == 16 ? float(scales_of_small_floats(bits).x) : power_of_two(bits);
+}
+
+template <int GROUP, typename R>
+METAL_FUNC float4 scales_of(R vec4) {
+  return float4(vec4);
+}
+
+template <int GROUP>
+METAL_FUNC float4 scales_of(uchar4 vec4) {
+  if (GROUP != 16) {
+    return as_type<float4>(uint4(vec4) << 23);  // mutant: byte_scales
+  }
+  const half2 low = scales_of_small_floats(as_type<uint>(ushort2(vec4.x, vec4.y)));
+  const half2 high = scales_of_small_floats(as_type<uint>(ushort2(vec4.z, vec4.w)));
+  return float4(float2(low), float2(high));
+}
+
+template <typename W, typename S>
+METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
+  GroupParams params;
+  if (W::PACKED && W::BIASED) {
+    // Packing interleaves scale and bias of the lane's rows in fragments 0, 1, 2, 3.
+    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
+    const float4 low = float4(load_vec4(tile.scales, pair));
+    const float4 high = float4(load_vec4(tile.scales, pair + 4));
+    params.scale = float4(low.x, low.z, high.x, high.z);
+    params.bias = float4(low.y, low.w, high.y, high.w);
+    if (W::MODE == ZERO_POINT) {
+      params.bias *= -params.scale;
+    }
+    return params;
+  }
+  if (W::PACKED) {
+    params.bias = float4(0.0f);
+    params.scale = scales_of<W::GROUP>(
+        load_vec4(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
+    return params;
+  }
+  UNROLL for (int f = 0; f < 4; ++f) {
+    const uint group = tile.first_group[f] + group_at<W>(k);
+    params.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
+    params.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
+  }
+  return params;
+}
