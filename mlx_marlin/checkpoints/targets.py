@@ -71,7 +71,7 @@ def mlx_target(weight: StoredWeight | PackedLayer) -> Written:
     weight = weight.with_float_scales()
     if weight.input_order is not None:
         raise ValueError("MLX's layers take columns in the order of x (act-order)")
-    if weight.global_scale is not None:
+    if weight.global_scale is not None and len(weight.shape) == 2:
         raise ValueError("MLX's linear layers have no global scale")
     mode = weight.mode if weight.mode in MODE_DEFAULTS else "affine"
     sizes = format_of(mode, weight.bits).group_sizes
@@ -83,7 +83,14 @@ def mlx_target(weight: StoredWeight | PackedLayer) -> Written:
     biases, error = _biases(weight)
     if biases is not None:
         arrays["biases"] = biases
-    record = {"group_size": weight.group_size, "bits": weight.bits, "mode": mode}
+    record: dict[str, Any] = {
+        "group_size": weight.group_size,
+        "bits": weight.bits,
+        "mode": mode,
+    }
+    if weight.global_scale is not None:  # one for each expert
+        arrays["global_scale"] = weight.global_scale
+        record["global_scale"] = True
     return Written(arrays=arrays, record=record, error=error)
 
 

@@ -13,6 +13,7 @@ from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.conversion import convert
 from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.loading import load_model
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
@@ -291,3 +292,34 @@ def test_a_large_weight_is_quantized_in_chunks(monkeypatch: pytest.MonkeyPatch) 
         assert mx.array_equal(getattr(whole, name), getattr(chunked, name))
     assert chunked.shape == (3, 50, 128)
     assert again == pytest.approx(error)
+
+
+def test_experts_with_global_scales_stay_in_mlx_layout(tmp_path: Path) -> None:
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+    }
+    config = CONFIG | sizes
+    model_class, arguments = utils._get_classes(config)
+    model = model_class(arguments.from_dict(config))
+    model, config = utils.quantize_model(
+        model, config, 16, 4, mode="nvfp4", global_scale=True
+    )
+    utils.save_model(tmp_path / "source", model)
+    utils.save_config(config, tmp_path / "source" / "config.json")
+
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+
+    result = Folder(tmp_path / "result")
+    layer = "model.layers.0.block_sparse_moe.switch_mlp.up_proj"
+    assert f"{layer}.global_scale" in result.arrays
+    assert result.config["quantization"][layer]["global_scale"] is True
+    assert "model.layers.0.self_attn.q_proj" in result.config["mlx_marlin"]["layers"]
+    loaded = load_model(open_source(tmp_path / "result"))
+    ours, theirs = (
+        m.model.layers[0].block_sparse_moe.switch_mlp.up_proj for m in (loaded, model)
+    )
+    for name in ("weight", "scales", "global_scale"):  # MLX computes it on GPUs alone
+        assert mx.array_equal(ours[name], theirs[name])

@@ -136,7 +136,7 @@ def _rows(
                     continue
                 value, error = own.apply(value)
             mode = value.packed().mode if isinstance(value, PackedLayer) else value.mode
-            stays = not matches and mode in MODE_DEFAULTS
+            stays = mode in MODE_DEFAULTS and not (matches and _can_be_packed(value))
             target = "mlx" if stays else layout
             written = TARGETS[target](value)
         layer = name.removesuffix(".weight")
@@ -155,6 +155,13 @@ def _rows(
 def _unchanged(name: str, array: mx.array) -> Row:
     dtype = _describe(array)
     return Row(name=name, source=dtype, target=dtype, nbytes=array.nbytes, error=0.0)
+
+
+def _can_be_packed(value: StoredWeight | PackedLayer) -> bool:
+    """Returns whether the packed layout has a weight: no experts with global scales."""
+    if isinstance(value, PackedLayer):
+        return True
+    return value.global_scale is None or len(value.shape) == 2
 
 
 def _takes(source: ModelSource, name: str, quantization: Quantization) -> bool:
@@ -202,5 +209,6 @@ def _mlx_settings(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns mlx-lm's "quantization": the most frequent settings, and exceptions."""
     most = Counter(json.dumps(record, sort_keys=True) for record in layers.values())
     usual: dict[str, Any] = json.loads(most.most_common(1)[0][0])
+    usual.pop("global_scale", None)  # which mlx-lm reads for single layers
     exceptions = {layer: record for layer, record in layers.items() if record != usual}
     return {**usual, **exceptions}
