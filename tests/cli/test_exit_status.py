@@ -19,7 +19,11 @@ from mlx_marlin.cli import COMMANDS, emulate_arguments, main
 
 Choose = Callable[[str | None], None]
 PLAN = ["plan", "8", "64", "128"]
-NEEDED = {"plan": PLAN[1:], "emulate": ["kernel.metal", "--grid", "32"]}
+NEEDED = {
+    "plan": PLAN[1:],
+    "convert": ["source", "result"],
+    "emulate": ["kernel.metal", "--grid", "32"],
+}
 """Arguments that a command cannot do without."""
 
 
