@@ -69,7 +69,7 @@ def parts(plan: Plan) -> tuple[int, ...]:
     return (0, *accumulate(plan.problem.epilogue.parts or (plan.problem.n,)))
 
 
-def finishing_schedule(plan: Plan) -> tuple[int, ...]:
+def epilogue_schedule(plan: Plan) -> tuple[int, ...]:
     """Returns the schedule that the reduce of a split plan reads.
 
     Atomic sums are complete: to the reduce, no tile is split.
@@ -108,7 +108,7 @@ def _rotation_template(rotation: Rotation) -> dict[str, TemplateValue]:
     known: dict[str, TemplateValue] = {
         "FEATURES": rotation.features,
         "ROTATED": rotation.columns,
-        "EACH": rotation.each,
+        "EACH": rotation.per_row,
         "FACTOR": float_bits(rotation.factor),
     }
     if rotation.norm is None:

@@ -230,13 +230,13 @@ class Backend(Protocol):
         ...
 
     def handover(
-        self, problem: Problem, device: Any, ours: Callable[[], Prediction]
+        self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
     ) -> str | None:
         """Returns why stock MLX should serve a product for speed, or None."""
         ...
 
     def decode_once(
-        self, problem: Problem, device: Any, ours: Callable[[], Prediction]
+        self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
     ) -> DensePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
         ...

@@ -41,7 +41,7 @@ def named(name: str, cores: int | None = None) -> PlanningDevice:
     Raises:
         ValueError: If no back end knows the name.
     """
-    knowing = (each for each in registry.BACKENDS if each.knows_device(name))
+    knowing = (backend for backend in registry.BACKENDS if backend.knows_device(name))
     backend = next(knowing, registry.BACKENDS[0])  # whose error lists known names
     found: PlanningDevice = backend.find_device(name, cores)
     return found

@@ -28,9 +28,9 @@ Product = Callable[..., mx.array]
 
 If the problem has an epilogue, bias [n], multiplier [..., n] and residual [..., n]
 follow; absent operands may be any placeholder array. If it has a rotation, the
-positions of the rows (int32) and the angular periods of a head's pairs, float32
-[features / 2], follow, and the weights [features] of the norms of q and k if heads are
-normalized; y then is [m, heads, 1, features].
+positions of the rows (int32) and the freqs of `mx.fast.rope`, float32 [features / 2],
+follow, and the weights [features] of the norms of q and k if heads are normalized; y
+then is [m, heads, 1, features].
 
 For a batch of products x is [batch, m, k] and y [batch, m, n]; the batch is the first
 dimension of the weight's arrays. If the epilogue has parts, the result is a tuple of
@@ -51,7 +51,7 @@ def product(plan: Plan) -> Product:
         the biases: the argument is not read, unless it is a global scale, float32 [2].
         If the problem has an epilogue or a norm, bias, multiplier and residual follow,
         in the problem's dtype; absent operands are not read. After them come the
-        positions and periods of a rotation, both weights of its norms if it has them,
+        positions and freqs of a rotation, both weights of its norms if it has them,
         and the norm's weight [k].
         If the epilogue has parts, the function returns a tuple of results [...,
         columns], or with a rotation [m, heads, 1, features].
@@ -66,8 +66,8 @@ def unrecorded_product(plan: Plan) -> Product:
     if not plan.needs_second_pass:
         return multiply
     reduce = reduction(plan)
-    return lambda x, w, scales, biases, *finish: reduce(
-        multiply(x, w, scales, biases), *finish, rows=x.shape[:-1]
+    return lambda x, w, scales, biases, *operands: reduce(
+        multiply(x, w, scales, biases), *operands, rows=x.shape[:-1]
     )
 
 
@@ -158,8 +158,8 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
     template = kernels.template(backend.reduce_template(plan))
     numbers = _numbers(backend, plan)
     if "schedule" in numbers:
-        numbers["schedule"] = mx.array(arguments.finishing_schedule(plan), mx.int32)
-    inputs = kernels.inputs_of(text, ("partials", *source.FINISHING), numbers)
+        numbers["schedule"] = mx.array(arguments.epilogue_schedule(plan), mx.int32)
+    inputs = kernels.inputs_of(text, ("partials", *source.EPILOGUE_OPERANDS), numbers)
     columns = _columns(text, problem)
     grid, threadgroup = (
         (reduce_threads(problem), 1, 1),
@@ -169,11 +169,11 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
 
     def reduce(
         partials: mx.array,
-        *finish: mx.array,
+        *operands: mx.array,
         rows: tuple[int, ...] = problem.result_shape[:-1],
     ) -> mx.array:
         results = kernel(
-            inputs=inputs(readable(partials), *map(readable, finish)),
+            inputs=inputs(readable(partials), *map(readable, operands)),
             template=template,
             grid=grid,
             threadgroup=threadgroup,
@@ -201,7 +201,7 @@ def _multiply(plan: Plan) -> Product:
     threadgroup = (plan.threads, 1, 1)
     arrays = (
         *source.OPERANDS,
-        *source.FINISHING,
+        *source.EPILOGUE_OPERANDS,
         *_of_rotation(problem.epilogue.rotation),
         *source.NORM,
     )
@@ -236,14 +236,18 @@ def _multiply(plan: Plan) -> Product:
         return multiply_plain
 
     def multiply(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, *finish: mx.array
+        x: mx.array,
+        w: mx.array,
+        scales: mx.array,
+        biases: mx.array,
+        *operands: mx.array,
     ) -> mx.array:
         if problem.global_scale:
             biases = biases.view(mx.uint8)
         if small:
             w, scales, biases = readable(w), readable(scales), readable(biases)
         results = kernel(
-            inputs=inputs(x, w, scales, biases, *map(readable, finish)),
+            inputs=inputs(x, w, scales, biases, *map(readable, operands)),
             template=template,
             grid=grid,
             threadgroup=threadgroup,

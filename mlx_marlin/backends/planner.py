@@ -54,8 +54,8 @@ def choose_dense(problem: Problem, device: PlanningDevice) -> DensePlan | None:
         problem: The product to compute.
         device: The chip to plan for.
     """
-    ours = partial(_of_chosen, problem, device)
-    return registry.of_device(device).decode_once(problem, device, ours)
+    predicted = partial(_of_chosen, problem, device)
+    return registry.of_device(device).decode_once(problem, device, predicted)
 
 
 @lru_cache(maxsize=4096)
@@ -66,8 +66,8 @@ def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
         problem: The product to compute.
         device: The chip to plan for.
     """
-    ours = partial(_of_chosen, problem, device)
-    return registry.of_device(device).handover(problem, device, ours)
+    predicted = partial(_of_chosen, problem, device)
+    return registry.of_device(device).handover(problem, device, predicted)
 
 
 def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
@@ -134,13 +134,13 @@ def compare(
     """
     backend = registry.of_device(device)
     candidates = search.ranked(partial(backend.options, problem, device, overrides))
-    ours = candidates[0].prediction
+    prediction = candidates[0].prediction
     return Choice(
         plan=candidates[0].plan,
         device=device,
-        prediction=ours,
+        prediction=prediction,
         stock=backend.predict_stock(problem, device),
-        reason=backend.handover(problem, device, lambda: ours),
+        reason=backend.handover(problem, device, lambda: prediction),
         candidates=candidates,
     )
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
-FINISHING = ("bias", "multiplier", "residual")
-FINISH = (*FINISHING, "parts")
+EPILOGUE_OPERANDS = ("bias", "multiplier", "residual")
+EPILOGUE_INPUTS = (*EPILOGUE_OPERANDS, "parts")
 ROTATION = ("positions", "freqs")
 HEAD_NORMS = ("q_norm", "k_norm")
 NORM = ("norm",)

@@ -83,33 +83,33 @@ def find(problem: Problem, target: PlanningDevice, backend: str) -> Result | Non
     return found and replace(found, plan=replace(found.plan, problem=problem))
 
 
-def read(place: Path, here: Machine) -> Results:
+def read(results_folder: Path, here: Machine) -> Results:
     """Reads the results of a machine; warns once if some are not valid.
 
     Args:
-        place: The folder of all results.
+        results_folder: The folder of all results.
         here: The machine.
     """
     complaints: list[str] = []
-    results = _read(place / here.file_name, here, complaints)
+    results = _read(results_folder / here.file_name, here, complaints)
     if complaints:
         more = f" (and {len(complaints) - 1} more)" if complaints[1:] else ""
         warnings.warn(
-            f"mlx_marlin: tuned results in {place / here.file_name} are ignored: "
-            f"{complaints[0]}{more}; `mlx-marlin tune` measures them again",
+            f"mlx_marlin: tuned results in {results_folder / here.file_name} are "
+            f"ignored: {complaints[0]}{more}; `mlx-marlin tune` measures them again",
             RuntimeWarning,
             stacklevel=2,
         )
     return results
 
 
-def write(place: Path, here: Machine, results: Iterable[Result]) -> Path:
+def write(results_folder: Path, here: Machine, results: Iterable[Result]) -> Path:
     """Adds results to a machine's file; they replace older ones for the same problems.
 
     Several processes may write at the same time; no results are lost.
 
     Args:
-        place: The folder of all results; created if it is missing.
+        results_folder: The folder of all results; created if it is missing.
         here: The machine.
         results: The results to add.
 
@@ -119,26 +119,26 @@ def write(place: Path, here: Machine, results: Iterable[Result]) -> Path:
     Raises:
         OSError: If the folder cannot be written to, or is not trusted.
     """
-    with locked(place):
+    with locked(results_folder):
         added = {result.plan.problem: result for result in results}
-        merged = read(place, here) | added
+        merged = read(results_folder, here) | added
         # The write is atomic, because readers take no lock.
-        return cache.write(place, here.file_name, _text(here, merged).encode())
+        return cache.write(results_folder, here.file_name, _text(here, merged).encode())
 
 
-def clear(place: Path) -> int:
+def clear(results_folder: Path) -> int:
     """Removes the results of all machines and returns the number of files."""
-    if not place.is_dir():
+    if not results_folder.is_dir():
         return 0
-    with locked(place):
-        files = list(place.glob("*.json"))
+    with locked(results_folder):
+        files = list(results_folder.glob("*.json"))
         for file in files:
             file.unlink()
     return len(files)
 
 
 @contextmanager
-def locked(place: Path) -> Iterator[None]:
+def locked(results_folder: Path) -> Iterator[None]:
     """Locks a folder against other writers; creates it if it is missing.
 
     Raises:
@@ -146,8 +146,8 @@ def locked(place: Path) -> Iterator[None]:
     """
     import fcntl
 
-    cache.make(place)
-    with (place / "lock").open("w") as lock:
+    cache.make(results_folder)
+    with (results_folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -156,10 +156,10 @@ def locked(place: Path) -> Iterator[None]:
 def _found(target: PlanningDevice, backend: str) -> Results:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return {}
-    place = folder()
-    if not os.path.isdir(place):  # unlike Path's, False where it may not be asked
+    results_folder = folder()
+    if not os.path.isdir(results_folder):  # False without access, unlike Path.is_dir
         return {}
-    return read(place, machine(target, backend))
+    return read(results_folder, machine(target, backend))
 
 
 @lru_cache(maxsize=1)

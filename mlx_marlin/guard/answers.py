@@ -37,7 +37,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Finish:
+class EpilogueArrays:
     """Operands of an epilogue and of an RMSNorm; None if absent.
 
     Attributes:

@@ -6,24 +6,24 @@ from mlx_marlin.guard.answers import (
     OF_ANGLES,
     OF_FUNCTIONS,
     Answer,
-    Finish,
+    EpilogueArrays,
     norm_factor,
     wide,
 )
 from mlx_marlin.planning.epilogue import Rotation
 
 
-def rotated(total: Answer, rotation: Rotation, finish: Finish) -> Answer:
+def rotated(total: Answer, rotation: Rotation, arrays: EpilogueArrays) -> Answer:
     """Returns the rotated heads [m, heads, 1, features] of a product [m, n]."""
     rotating, others = _split_heads(total, rotation.features, rotation.columns)
     if rotation.norm is not None:
         both = _split_heads(rotating, rotation.features, rotation.queries)
         normed = [
             _normalized_heads(heads, weight, rotation.norm)
-            for heads, weight in zip(both, finish.head_norms, strict=True)
+            for heads, weight in zip(both, arrays.head_norms, strict=True)
         ]
         rotating = _joined(normed, axis=1)
-    heads = _rotate(rotating, finish)
+    heads = _rotate(rotating, arrays)
     factor = rotation.factor
     heads = Answer(heads.values * factor, heads.bound * factor)
     return _joined([heads, others], axis=1)
@@ -54,12 +54,12 @@ def _joined(answers: list[Answer], axis: int) -> Answer:
     return Answer(values, bounds)
 
 
-def _rotate(heads: Answer, finish: Finish) -> Answer:
-    assert finish.positions is not None
-    assert finish.freqs is not None
+def _rotate(heads: Answer, arrays: EpilogueArrays) -> Answer:
+    assert arrays.positions is not None
+    assert arrays.freqs is not None
     first, second = mx.split(heads.values, 2, axis=-1)
     off_first, off_second = mx.split(heads.bound, 2, axis=-1)
-    angles = wide(finish.positions)[:, None, None, None] / wide(finish.freqs)
+    angles = wide(arrays.positions)[:, None, None, None] / wide(arrays.freqs)
     sine, cosine = mx.sin(angles), mx.cos(angles)
     off = (mx.abs(first) + mx.abs(second)) * (1 + mx.abs(angles)) * OF_ANGLES
     c, s = mx.abs(cosine), mx.abs(sine)

@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_marlin.backends import launch
 from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.guard import experts, operands, reference
-from mlx_marlin.guard.reference import Answer, Finish
+from mlx_marlin.guard.reference import Answer, EpilogueArrays
 from mlx_marlin.guard.variants import AnyPlan, miniatures
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
@@ -61,7 +61,7 @@ def fault_of_repack(to: str, bits: int, order: str) -> str | None:
     moved = repack(to, n=n, k=k, **form)(given)
     if mx.array_equal(moved, expected).item():
         return None
-    return "it moved codes to wrong places"
+    return "it moved codes to wrong positions"
 
 
 def _fault_of_products(plans: list[Plan]) -> str | None:
@@ -70,10 +70,10 @@ def _fault_of_products(plans: list[Plan]) -> str | None:
     batch = (problem.batch,) if problem.batch > 1 else ()
     x = operands.activations(problem, (*batch, problem.m, problem.k))
     weight = operands.draw(problem, batch)
-    finish = _drawn_finish(problem)
-    given = _as_arguments(problem, x, finish)
+    arrays = _drawn_epilogue_arrays(problem)
+    given = _as_arguments(problem, x, arrays)
     with mx.stream(mx.cpu):
-        answer = reference.product(problem, x, weight, finish)
+        answer = reference.product(problem, x, weight, arrays)
     for plan in plans:
         run = launch.unrecorded_product(plan)
 
@@ -119,36 +119,38 @@ def _fault_of_dense(plan: DensePlan) -> str | None:
     return reference.difference(decoded, answer)
 
 
-def _drawn_finish(problem: Problem) -> Finish:
+def _drawn_epilogue_arrays(problem: Problem) -> EpilogueArrays:
     epilogue, rotation = problem.epilogue, problem.epilogue.rotation
 
     def drawn(seed: int, *shape: int) -> mx.array:
         return operands.normals(problem, shape, seed)
 
-    finish = Finish(
+    arrays = EpilogueArrays(
         bias=drawn(2, problem.n) if epilogue.bias else None,
         multiply=drawn(3, *problem.result_shape) if epilogue.multiply else None,
         residual=drawn(4, *problem.result_shape) if epilogue.residual else None,
         norm=None if problem.norm is None else drawn(5, problem.k),
     )
     if rotation is None:
-        return finish
+        return arrays
     features = rotation.features
     with mx.stream(mx.cpu):
-        positions = mx.arange(problem.m if rotation.each else 1, dtype=mx.int32) + 3
+        positions = mx.arange(problem.m if rotation.per_row else 1, dtype=mx.int32) + 3
         freqs = mx.power(10000.0, mx.arange(features // 2) / (features / 2))
         mx.eval(positions, freqs)
     norms = () if rotation.norm is None else (drawn(6, features), drawn(7, features))
-    return replace(finish, positions=positions, freqs=freqs, head_norms=norms)
+    return replace(arrays, positions=positions, freqs=freqs, head_norms=norms)
 
 
-def _as_arguments(problem: Problem, x: mx.array, finish: Finish) -> list[mx.array]:
+def _as_arguments(
+    problem: Problem, x: mx.array, arrays: EpilogueArrays
+) -> list[mx.array]:
     """Returns the arguments of `launch.product` after the weight."""
     if problem.epilogue == PLAIN and problem.norm is None:
         return []
-    elementwise = (finish.bias, finish.multiply, finish.residual)
+    elementwise = (arrays.bias, arrays.multiply, arrays.residual)
     given = [x if array is None else array for array in elementwise]
-    others = (finish.positions, finish.freqs, *finish.head_norms, finish.norm)
+    others = (arrays.positions, arrays.freqs, *arrays.head_norms, arrays.norm)
     return [*given, *(array for array in others if array is not None)]
 
 

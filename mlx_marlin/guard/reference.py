@@ -17,7 +17,7 @@ from mlx_marlin.guard.answers import (
     ROUNDING,
     STEEPEST,
     Answer,
-    Finish,
+    EpilogueArrays,
     norm_factor,
     rounding,
     wide,
@@ -28,26 +28,28 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
 
 
-def product(problem: Problem, x: mx.array, weight: Operands, finish: Finish) -> Answer:
+def product(
+    problem: Problem, x: mx.array, weight: Operands, arrays: EpilogueArrays
+) -> Answer:
     """Returns the answer of a product with its epilogue.
 
     Args:
         problem: The product.
         x: Activations [m, k] or [batch, m, k] of `operands.activations`.
         weight: Weight of `operands.draw`.
-        finish: Operands of the epilogue.
+        arrays: Operands of the epilogue.
     """
-    total, off = _product(problem, wide(x), weight, finish)
+    total, off = _product(problem, wide(x), weight, arrays)
     epilogue = problem.epilogue
     if epilogue.gated:
         values, bounds = mx.split(total, 2, axis=-1), mx.split(off, 2, axis=-1)
         gate, up = Answer(values[0], bounds[0]), Answer(values[1], bounds[1])
         return rounded(problem, gated(epilogue.activation, gate, up))
     if epilogue.rotation is not None:
-        total = total if finish.bias is None else total + wide(finish.bias)
+        total = total if arrays.bias is None else total + wide(arrays.bias)
         heads = Answer(total, off * OF_COMBINED)
-        return rounded(problem, rotated(heads, epilogue.rotation, finish))
-    return rounded(problem, _finished(Answer(total, off), epilogue, finish))
+        return rounded(problem, rotated(heads, epilogue.rotation, arrays))
+    return rounded(problem, _with_epilogue(Answer(total, off), epilogue, arrays))
 
 
 def gated(activation: str, gate: Answer, up: Answer) -> Answer:
@@ -148,28 +150,28 @@ def activated(name: str, y: mx.array) -> mx.array:
     return y
 
 
-def _finished(sums: Answer, epilogue: Epilogue, finish: Finish) -> Answer:
+def _with_epilogue(sums: Answer, epilogue: Epilogue, arrays: EpilogueArrays) -> Answer:
     total, off = sums.values, sums.bound
-    total = total if finish.bias is None else total + wide(finish.bias)
+    total = total if arrays.bias is None else total + wide(arrays.bias)
     if epilogue.activation != "none":
         total, off = activated(epilogue.activation, total), off * STEEPEST
-    if finish.multiply is not None:
-        factor = wide(finish.multiply)
+    if arrays.multiply is not None:
+        factor = wide(arrays.multiply)
         total, off = total * factor, off * mx.abs(factor)
     off = off + mx.abs(total) * OF_FUNCTIONS
-    if finish.residual is not None:
-        total = total + wide(finish.residual)
+    if arrays.residual is not None:
+        total = total + wide(arrays.residual)
     return Answer(total, off)
 
 
 def _product(
-    problem: Problem, rows: mx.array, weight: Operands, finish: Finish
+    problem: Problem, rows: mx.array, weight: Operands, arrays: EpilogueArrays
 ) -> tuple[mx.array, mx.array]:
     """Returns the products of rows, normalized or not, and their error bounds."""
     if problem.norm is None:
         return sums(problem, rows, weight)
-    assert finish.norm is not None
-    rows = _normalized(rows, finish.norm, problem.norm)
+    assert arrays.norm is not None
+    rows = _normalized(rows, arrays.norm, problem.norm)
     total = rows @ weight.exact.swapaxes(-1, -2)
     off = _error_of_sums(problem, rows, weight.magnitude)
     roundings = ROUNDING[problem.dtype] * OF_NORMED_ROWS / math.sqrt(problem.k)

@@ -95,8 +95,8 @@ class BatchLayer(GuardedParameters):
 
 def converted(cls: type[Layer], layer: Any) -> Layer:
     """Returns a layer of a class with the arrays and the state of another layer."""
-    ours = cls.__new__(cls)
-    vars(ours).update(layer.__getstate__())
-    ours._no_grad = set(layer._no_grad)
-    dict.update(ours, layer)
-    return ours
+    result = cls.__new__(cls)
+    vars(result).update(layer.__getstate__())
+    result._no_grad = set(layer._no_grad)
+    dict.update(result, layer)
+    return result

@@ -19,13 +19,13 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
         cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
     ) -> Self:
         """Returns an embedding that shares the arrays of MLX's layer."""
-        ours = without_parameters(cls, layer)
-        ours.invariant = invariant
-        ours.num_embeddings, ours.dims = layer.num_embeddings, layer.dims
+        result = without_parameters(cls, layer)
+        result.invariant = invariant
+        result.num_embeddings, result.dims = layer.num_embeddings, layer.dims
         for name in NATIVE:
             if name in layer:
-                ours[name] = layer[name]
-        return ours
+                result[name] = layer[name]
+        return result
 
     def to_stock(self) -> nn.QuantizedEmbedding:
         """Returns MLX's own layer with the same arrays."""

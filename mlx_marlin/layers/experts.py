@@ -41,12 +41,12 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
             invariant: Whether a row's bits must not depend on the other rows.
         """
-        is_ours = isinstance(layer, MarlinSwitchLinear)
-        ours = converted(cls, layer.to_stock() if is_ours else layer)
-        ours.invariant = invariant
+        is_marlin = isinstance(layer, MarlinSwitchLinear)
+        result = converted(cls, layer.to_stock() if is_marlin else layer)
+        result.invariant = invariant
         if layout == "marlin":
-            ours.keep_packed()
-        return ours
+            result.keep_packed()
+        return result
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: mx.array | None = None) -> Self:
@@ -68,15 +68,15 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             raise ValueError(
                 f"bias has shape {bias.shape}, expected {(*packed.batch, packed.n)}"
             )
-        ours = cls.__new__(cls)
-        nn.Module.__init__(ours)
-        ours.group_size, ours.bits = packed.group_size, packed.bits
-        ours.mode = packed.mode
-        ours["words"], ours["quantizers"] = packed.words, packed.scales
-        ours._mark_packed(packed)
+        result = cls.__new__(cls)
+        nn.Module.__init__(result)
+        result.group_size, result.bits = packed.group_size, packed.bits
+        result.mode = packed.mode
+        result["words"], result["quantizers"] = packed.words, packed.scales
+        result._mark_packed(packed)
         if bias is not None:
-            ours["bias"] = bias
-        return ours
+            result["bias"] = bias
+        return result
 
     def to_stock(self) -> QuantizedSwitchLinear:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""

@@ -36,11 +36,11 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             layer: The layer, which is not changed.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
         """
-        is_ours = isinstance(layer, MarlinMultiLinear)
-        ours = converted(cls, layer.to_stock() if is_ours else layer)
+        is_marlin = isinstance(layer, MarlinMultiLinear)
+        result = converted(cls, layer.to_stock() if is_marlin else layer)
         if layout == "marlin":
-            ours.keep_packed()
-        return ours
+            result.keep_packed()
+        return result
 
     def to_stock(self) -> QuantizedMultiLinear:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""

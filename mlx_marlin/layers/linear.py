@@ -90,13 +90,13 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         _check_layer("linear_layer", linear_layer, nn.Linear)
         _check(layout, mode, bits, group_size)
         if _is_packed_only(layout, group_size, mode, bits):
-            ours = cls.__new__(cls)
-            nn.Module.__init__(ours)
-            ours._quantize(linear_layer.weight, group_size, bits, mode)
-            ours.invariant = invariant
+            result = cls.__new__(cls)
+            nn.Module.__init__(result)
+            result._quantize(linear_layer.weight, group_size, bits, mode)
+            result.invariant = invariant
             if "bias" in linear_layer:
-                ours["bias"] = linear_layer["bias"]
-            return ours
+                result["bias"] = linear_layer["bias"]
+            return result
         size: Any = group_size
         width: Any = bits
         quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
@@ -129,16 +129,16 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
                 f"layout='mlx' has groups of {sizes}, and the layer has "
                 f"group_size={layer.group_size}"
             )
-        ours = without_parameters(cls, layer)
-        ours.layout = "mlx"
-        ours.invariant = invariant
+        result = without_parameters(cls, layer)
+        result.layout = "mlx"
+        result.invariant = invariant
         for name in NATIVE:
-            ours._keep(name, getattr(layer, name))
+            result._keep(name, getattr(layer, name))
         if "bias" in layer:
-            ours["bias"] = layer["bias"]
+            result["bias"] = layer["bias"]
         if layout == "marlin":
-            ours.keep_packed()
-        return ours
+            result.keep_packed()
+        return result
 
     @classmethod
     def from_packed(
@@ -171,14 +171,14 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             )
         if bias is not None and bias.shape != (packed.n,):
             raise ValueError(f"bias has shape {bias.shape}, expected {(packed.n,)}")
-        ours = cls.__new__(cls)
-        nn.Module.__init__(ours)
-        ours.group_size, ours.bits = packed.group_size, packed.bits
-        ours.mode, ours.invariant = packed.mode, invariant
-        ours._take(packed)
+        result = cls.__new__(cls)
+        nn.Module.__init__(result)
+        result.group_size, result.bits = packed.group_size, packed.bits
+        result.mode, result.invariant = packed.mode, invariant
+        result._take(packed)
         if bias is not None:
-            ours["bias"] = bias
-        return ours
+            result["bias"] = bias
+        return result
 
     def to_stock(self) -> nn.QuantizedLinear | nn.Linear:
         """Returns MLX's own layer with the same parameters, in MLX's layout.

@@ -77,12 +77,16 @@ def native_weight(layer: nn.Module) -> NativeWeight:
 
 def without_parameters(cls: type[Layer], layer: nn.Module) -> Layer:
     """Returns a layer without parameters, in the format and state of another."""
-    ours = cls.__new__(cls)
-    nn.Module.__init__(ours)
-    ours.group_size, ours.bits, ours.mode = layer.group_size, layer.bits, layer.mode
-    ours.train(layer.training)
-    ours._no_grad = set(layer._no_grad).difference(PACKED)
-    return ours
+    result = cls.__new__(cls)
+    nn.Module.__init__(result)
+    result.group_size, result.bits, result.mode = (
+        layer.group_size,
+        layer.bits,
+        layer.mode,
+    )
+    result.train(layer.training)
+    result._no_grad = set(layer._no_grad).difference(PACKED)
+    return result
 
 
 def activation_dtype(model: nn.Module) -> mx.Dtype:

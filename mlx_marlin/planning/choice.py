@@ -106,8 +106,8 @@ class Choice:
         """Returns why a candidate was not chosen."""
         if candidate.plan == self.plan:
             return "chosen"
-        ours, best = candidate.prediction, self.prediction
-        more = ours.seconds / best.seconds - 1
+        other, best = candidate.prediction, self.prediction
+        more = other.seconds / best.seconds - 1
         if more <= SAME:
             later = candidate.plan.dispatches > self.plan.dispatches
             return (
@@ -116,10 +116,10 @@ class Choice:
                 else ("no faster, and less simple")
             )
         causes = {
-            "cores less evenly busy": best.busy / ours.busy,
-            "too few simdgroups to hide latency": best.fill / ours.fill,
-            "more to read, issue or store": ours.longest / best.longest,
-            "further dispatches": 1 + (ours.dispatch - best.dispatch) / best.seconds,
+            "cores less evenly busy": best.busy / other.busy,
+            "too few simdgroups to hide latency": best.fill / other.fill,
+            "more to read, issue or store": other.longest / best.longest,
+            "further dispatches": 1 + (other.dispatch - best.dispatch) / best.seconds,
         }
         return f"{more:.1%} slower: {max(causes, key=causes.__getitem__)}"
 

@@ -21,7 +21,7 @@ class Rotation:
     Attributes:
         features: Columns of a head.
         columns: Columns of the rotated heads, which come first.
-        each: Whether each row has its own position; otherwise all rows share one.
+        per_row: Whether each row has its own position; otherwise all rows share one.
         norm: RMSNorm epsilon of the rotated heads, or None. The weights [features] are
             arrays of the call.
         queries: Columns of the heads of q, to which the first of the two RMSNorm
@@ -31,7 +31,7 @@ class Rotation:
 
     features: int
     columns: int
-    each: bool = False
+    per_row: bool = False
     norm: float | None = None
     queries: int = 0
     factor: float = 1.0

@@ -19,7 +19,7 @@ MAX_THREADGROUPS = 2**31 // (8 * SIMD_WIDTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherProblem:
-    """A call of `gather_qmm`, as far as planning depends on it.
+    """The properties of a call of `gather_qmm` that planning depends on.
 
     Attributes:
         problem: The product of one expert; its m is the number of all pairs.

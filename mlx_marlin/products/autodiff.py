@@ -93,26 +93,26 @@ def _compile_detects() -> bool:
 
 
 def differentiable(
-    ours: Product,
+    kernel_product: Product,
     stock: Product,
     backward_of_x: Callable[[], Product | None] | None = None,
 ) -> Product:
     """Returns a product with the derivatives of another one.
 
     Args:
-        ours: The product to compute. MLX cannot differentiate its kernels.
+        kernel_product: The product to compute. MLX cannot differentiate kernels.
         stock: The same product in MLX's own operations.
         backward_of_x: Returns the product from a cotangent, codes, scales and biases to
             the gradient of x, or None to differentiate `stock`. It is called when a
             gradient is computed.
 
     Returns:
-        A function that computes `ours`, with the gradients and tangents of `stock` for
-        x, scales, biases and all following arrays. Under `without_vjp` and outside of
-        transformations it calls `ours` directly. A gradient with respect to integers
-        (codes, scales that are bytes, indices) raises a ValueError.
+        A function that computes `kernel_product`, with the gradients and tangents of
+        `stock` for x, scales, biases and all following arrays. Under `without_vjp` and
+        outside of transformations it calls `kernel_product` directly. A gradient with
+        respect to integers (codes, scales that are bytes, indices) raises a ValueError.
     """
-    product = mx.custom_function(ours)
+    product = mx.custom_function(kernel_product)
 
     @product.vjp
     def backward(
@@ -152,7 +152,7 @@ def differentiable(
 
     def chosen(*arrays: mx.array) -> mx.array:
         if _thread.without_vjp or not _are_transformed(*arrays):
-            return ours(*arrays)
+            return kernel_product(*arrays)
         return call(
             *(own if _is_float(own) else _without_gradient(own) for own in arrays)
         )

@@ -139,7 +139,7 @@ def _stock_packed(request: MatmulRequest) -> Product:
     n = request.n
 
     def stock(
-        x: mx.array, words: mx.array, scales: mx.array, third: mx.array
+        x: mx.array, words: mx.array, scales: mx.array, biases_or_global_scale: mx.array
     ) -> mx.array:
         packed = PackedWeight(
             words=words,
@@ -150,7 +150,7 @@ def _stock_packed(request: MatmulRequest) -> Product:
             group_size=request.group_size,
             bits=request.bits,
             mode=request.mode,
-            global_scale=third[:1] if request.global_scale else None,
+            global_scale=biases_or_global_scale[:1] if request.global_scale else None,
         )
         return stock_product(x, packed, request.transpose)
 

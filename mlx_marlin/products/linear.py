@@ -48,7 +48,7 @@ def linear(
             then gets the same result in any batch.
         group_size: Weights that share a scale. Default: the mode's, or the packed
             weight's own.
-        bits: Bits of a code. Default: likewise.
+        bits: Bits of a code. Default: as for `group_size`.
         mode: MLX's name of the quantization scheme.
         stream: Stream or device to run on.
 
@@ -119,7 +119,7 @@ def linears(
         invariant: As for `linear`.
         group_size: Weights that share a scale. Default: the mode's, or the packed
             weight's own.
-        bits: Bits of a code. Default: likewise.
+        bits: Bits of a code. Default: as for `group_size`.
         mode: MLX's name of the quantization scheme.
         stream: Stream or device to run on.
 

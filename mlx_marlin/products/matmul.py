@@ -68,7 +68,7 @@ def quantized_matmul(
         transpose: Whether the product is x @ w.T (w is [n, k]) or x @ w.
         group_size: Weights that share a scale. Default: the mode's, or the packed
             weight's own.
-        bits: Bits of a code. Default: likewise.
+        bits: Bits of a code. Default: as for `group_size`.
         mode: MLX's name of the quantization scheme.
         stream: Stream or device to run on.
 
@@ -172,7 +172,7 @@ def stock_serves(
     invariant: bool,
     parts: tuple[int, ...] = (),
 ) -> bool:
-    """Returns whether MLX's own product serves such calls of a layer for good.
+    """Returns whether MLX's own product always serves such calls of a layer.
 
     Args:
         x: Activations [..., k].

@@ -1,4 +1,4 @@
-"""Quantization of weights, and their conversion between MLX's layout and ours."""
+"""Quantization of weights, and conversion between the layouts mlx and marlin."""
 
 from math import prod
 from operator import index

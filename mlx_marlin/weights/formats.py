@@ -119,11 +119,6 @@ class Format:
         """Bits of the planes of packed codes, low bits first."""
         return planes_of(self.bits)
 
-    @property
-    def codes_per_word(self) -> int:
-        """Codes in a 32-bit word, for bits that divide 32."""
-        return WORD_BITS // self.bits
-
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """Supported bits of integer codes."""

@@ -18,7 +18,7 @@ from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (
     Routing,
     choose_experts,
-    is_ours,
+    has_kernel,
     weighted_sum,
 )
 from mlx_marlin.planning.epilogue import ACTIVATIONS
@@ -101,8 +101,8 @@ def test_choices_that_a_kernel_makes(
     ours: bool,
 ) -> None:
     logits = mx.zeros((2, 3, experts), dtype)
-    assert is_ours(logits, Routing(choices)) == ours
-    assert not is_ours(logits[:0], Routing(choices))
+    assert has_kernel(logits, Routing(choices)) == ours
+    assert not has_kernel(logits[:0], Routing(choices))
 
 
 @needs_emulator
@@ -150,7 +150,7 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
 
 def test_metal_has_no_kernel_that_chooses(backend: Callable[[str], None]) -> None:
     backend("metal")
-    assert not is_ours(mx.zeros((2, 128), mx.float16), Routing(8))
+    assert not has_kernel(mx.zeros((2, 128), mx.float16), Routing(8))
     with pytest.raises(ValueError, match="'metal' has no kernel 'route'"):
         experts_launch.route(mx.zeros((2, 128), mx.float16), 8, False, False)
 

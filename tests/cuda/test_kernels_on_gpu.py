@@ -63,7 +63,7 @@ pytestmark = [
 
 on_gpu = pytest.mark.cuda
 REPEATS = 100
-EACH = replace(ROTATION, each=True)
+EACH = replace(ROTATION, per_row=True)
 SCALED = replace(EACH, factor=1.25)
 WHOLE, SPLIT = WAYS[0], WAYS[3]
 WHOLES = (WHOLE, WGMMA_WAYS[0], STAGED_WAYS[0])

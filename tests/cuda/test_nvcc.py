@@ -36,7 +36,7 @@ MOST_SPILLED = 64
 """Bytes a thread: what is stored before the main loop and loaded behind it."""
 LARGE = {"n": 28672, "k": 8192, "layout": "marlin"}
 FIRST, LAST = {"LAST": False}, {"LAST": True}
-HEADS = Rotation(features=128, columns=5120, each=True)
+HEADS = Rotation(features=128, columns=5120, per_row=True)
 NORMED_HEADS = replace(HEADS, norm=1e-6, queries=4096)
 H200, A100 = "NVIDIA H200", "NVIDIA A100"
 

@@ -43,11 +43,11 @@ Heads = tuple[Rotation, int, tuple[int, ...]]
 HEADS: tuple[Heads, ...] = (
     (ROTATION, 256, PARTS),
     (EACH, 256, ()),
-    (Rotation(128, 256, each=True), 384, (128, 128, 128)),
+    (Rotation(128, 256, per_row=True), 384, (128, 128, 128)),
     (Rotation(256, 256), 512, ()),
     (Rotation(64, 0), 128, ()),
     (Rotation(64, 128), 128, (64, 64)),
-    (Rotation(192, 384, each=True), 576, (192, 192, 192)),
+    (Rotation(192, 384, per_row=True), 576, (192, 192, 192)),
     (Rotation(64, 64, factor=1.25), 128, (64, 64)),
 )
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
@@ -57,8 +57,8 @@ EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=Fal
 
 NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
     ((NORMED_HEADS, 256, PARTS), 0, {}),
-    ((replace(NORMED_HEADS, each=False), 256, ()), 4, {}),
-    ((replace(OF_128, each=True), 384, (128, 256)), 0, {"simdgroups_n": 4}),
+    ((replace(NORMED_HEADS, per_row=False), 256, ()), 4, {}),
+    ((replace(OF_128, per_row=True), 384, (128, 256)), 0, {"simdgroups_n": 4}),
     ((replace(OF_128, columns=384), 640, ()), 3, {"simdgroups_n": 8}),
     ((OF_128, 256, (128, 128)), 4, {"simdgroups_n": 4}),
     (
@@ -155,7 +155,7 @@ def test_rows_may_be_normalized_before(bias: bool) -> None:
 def test_a_layer_rotates_its_heads(
     streams: int, rotation: Rotation, parts: tuple[int, ...]
 ) -> None:
-    bias = rotation.each == (streams == 3)
+    bias = rotation.per_row == (streams == 3)
     layer, norm, x = layer_of(bias=bias), norm_module(), rows_of(streams)
     given = *arrays_of(streams, rotation), cuda_cases.norms_of(rotation, mx.float16)
 

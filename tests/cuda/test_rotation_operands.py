@@ -71,7 +71,7 @@ LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64}
     ids=lambda rope: f"{type(rope).__name__} {vars(rope).get('scale', '')}",
 )
 def test_periods_are_a_ropes(rope: nn.Module) -> None:
-    rotation = Rotation(64, 64, each=True, factor=getattr(rope, "mscale", 1))
+    rotation = Rotation(64, 64, per_row=True, factor=getattr(rope, "mscale", 1))
     positions = mx.array([0, 1, 100, 30000], mx.int32)
     heads = mx.random.normal((4, 1, 1, 64), key=mx.random.key(2))
     freqs = freqs_of(rope, 64)

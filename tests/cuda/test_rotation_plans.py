@@ -29,7 +29,7 @@ A100 = CudaDevice.named("NVIDIA A100")
 
 def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
     sizes = 5120, 1024, 1024
-    epilogue = Epilogue(rotation=Rotation(128, 6144, each=True), parts=sizes)
+    epilogue = Epilogue(rotation=Rotation(128, 6144, per_row=True), parts=sizes)
     rows = problem_of(48, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
     few = problem_of(4, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
 
@@ -39,7 +39,7 @@ def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
 
 
 def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
-    rotation = Rotation(128, 6144, each=True, norm=EPSILON, queries=5120)
+    rotation = Rotation(128, 6144, per_row=True, norm=EPSILON, queries=5120)
     epilogue = Epilogue(rotation=rotation)
     heads = problem_of(48, 7168, 5120, layout="marlin", epilogue=epilogue)
     bare = replace(heads, epilogue=Epilogue())

@@ -127,7 +127,7 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
     assert cuda_source.of_dense(plan.problem).input_names == read
 
 
-@pytest.mark.parametrize("names", [*powerset(declarations.FINISHING)], ids=str)
+@pytest.mark.parametrize("names", [*powerset(declarations.EPILOGUE_OPERANDS)], ids=str)
 def test_an_epilogues_arrays_are_inputs_where_there_are_any(
     names: tuple[str, ...],
 ) -> None:

@@ -403,9 +403,9 @@ def test_the_exact_answer_rounded_once_passes(
         5, 512, 2048, mode=mode, layout="marlin", dtype=dtype, epilogue=epilogue
     )
     x = operands.activations(problem, (problem.m, problem.k))
-    finish = known_answers._drawn_finish(problem)
+    arrays = known_answers._drawn_epilogue_arrays(problem)
     with mx.stream(mx.cpu):
         weight = operands.draw(problem)
-        answer = reference.product(problem, x, weight, finish)
+        answer = reference.product(problem, x, weight, arrays)
         rounded = answer.values.astype(getattr(mx, dtype))
     assert reference.difference(rounded, answer) is None

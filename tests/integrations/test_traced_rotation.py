@@ -77,7 +77,7 @@ def test_a_product_rotates_heads_of_64_features(
     # Norms after the products stretch what is rounded: to float32 both have 3e-3.
     assert_close(outputs, expected, 4e-3 if family == "exaone4" else 2e-3)
     found = {plan.problem.epilogue.rotation for plan in cuda} - {None}
-    rotation = Rotation(64, 384, each=make is with_left_padding)
+    rotation = Rotation(64, 384, per_row=make is with_left_padding)
     if options.get("rope_scaling") is YARN:
         rotation = replace(rotation, factor=0.1 * math.log(32) + 1)
     if family in ("qwen3", "exaone4"):

@@ -275,7 +275,7 @@ def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
 
 @given(plan=PLANS)
 def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
-    whole, *rest = arguments.finishing_schedule(plan)
+    whole, *rest = arguments.epilogue_schedule(plan)
 
     assert rest == [*arguments.schedule(plan)[1:]]
     if plan.reduction == "workspace":

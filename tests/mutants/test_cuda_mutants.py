@@ -66,11 +66,11 @@ MOVED = {
 CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
 ROTATED = Epilogue(
     bias=True,
-    rotation=replace(ROTATION, each=True, factor=1.5),
+    rotation=replace(ROTATION, per_row=True, factor=1.5),
     parts=(128, 64, 128),
 )
 NORMED_HEADS = Epilogue(
-    rotation=Rotation(128, 512, each=True, norm=HEAD_EPSILON, queries=256),
+    rotation=Rotation(128, 512, per_row=True, norm=HEAD_EPSILON, queries=256),
     parts=(512, 128),
 )
 CHECKS: dict[str, Callable[[Any], None]] = {

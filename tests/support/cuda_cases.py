@@ -137,7 +137,7 @@ EPSILON = 1e-2
 """Of norms: large enough to be missed."""
 HEAD_EPSILON = 4.0
 """Of norms of heads, whose squares are 20 and more."""
-NORMED_HEADS = Rotation(64, 192, each=True, norm=HEAD_EPSILON, queries=128)
+NORMED_HEADS = Rotation(64, 192, per_row=True, norm=HEAD_EPSILON, queries=128)
 """The same after norms of q and k, each row at a place of its own."""
 NORMED_WAYS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3}),
@@ -283,7 +283,7 @@ def positions_of(m: int, rotation: Rotation, first: int = -2) -> mx.array:
 
     Padding on the left has positions below 0.
     """
-    rows = m if rotation.each else 1
+    rows = m if rotation.per_row else 1
     return mx.array([first + 9000 * i for i in range(rows)], mx.int32)
 
 

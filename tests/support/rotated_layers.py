@@ -10,7 +10,7 @@ from mlx_marlin.planning.epilogue import Rotation
 from support import cuda_cases
 from support.cuda_cases import EPSILON, HEAD_EPSILON, ROTATED_N, ROTATION, norm_of
 
-EACH = replace(ROTATION, each=True)
+EACH = replace(ROTATION, per_row=True)
 
 PARTS = (128, 64, 64)
 

@@ -48,7 +48,7 @@ SHAPES = (
 """n, k: the demo's, tiny and ragged ones, and that of a vocabulary."""
 ROWS = (1, 3, 5, 8, 16, 32, 64)
 """m: few rows, and tiles of every size."""
-FINISHING = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
+EPILOGUE_ARGUMENTS = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
 """Values that meet those of the main loop nowhere but where a tile is stored."""
 WEIGHT = ("MODE", "BITS", "GROUP", "PACKED", "scales")
 """Values that meet in functions which all kernels share: in the products' they do."""
@@ -84,7 +84,10 @@ def _meet(kernel: str, *pair: str) -> bool:
         return False
     if names & {*PLACES}:
         return False
-    return names.isdisjoint(FINISHING) or names <= {*FINISHING, *STORING}
+    return names.isdisjoint(EPILOGUE_ARGUMENTS) or names <= {
+        *EPILOGUE_ARGUMENTS,
+        *STORING,
+    }
 
 
 @cache
@@ -163,7 +166,7 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
             yield mx.zeros(3, mx.int32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
-        elif name in declarations.FINISH:
+        elif name in declarations.EPILOGUE_INPUTS:
             yield mx.zeros(8, dtypes["out"])
         else:
             yield mx.zeros(8, dtypes["x" if name == "x" else "scales"])

@@ -88,13 +88,13 @@ class CudaBackend:
         """Returns None: there is no model of stock MLX on CUDA."""
 
     def handover(
-        self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
+        self, problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
     ) -> str | None:
         """Returns why stock MLX should serve a product for speed, or None."""
         return handover.handover(problem, device)
 
     def decode_once(
-        self, problem: Problem, device: CudaDevice, ours: Callable[[], Prediction]
+        self, problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
     ) -> DensePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
         return handover.dense(problem)

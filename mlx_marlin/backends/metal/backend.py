@@ -119,19 +119,19 @@ class MetalBackend:
         return stock_seconds(problem, device)
 
     def handover(
-        self, problem: Problem, device: Device, ours: Callable[[], Prediction]
+        self, problem: Problem, device: Device, predicted: Callable[[], Prediction]
     ) -> str | None:
         """Returns why stock MLX should serve a product for speed, or None."""
-        return handover(problem, device, ours())
+        return handover(problem, device, predicted())
 
     def decode_once(
-        self, problem: Problem, device: Device, ours: Callable[[], Prediction]
+        self, problem: Problem, device: Device, predicted: Callable[[], Prediction]
     ) -> DensePlan | None:
         """Returns the plan that decodes the weight first, if it is faster.
 
         For a weight in MLX's layout it must be faster by the margin of `handover`.
         """
-        others = ours().seconds
+        others = predicted().seconds
         if problem.layout == "mlx":
             margin = margin_over_stock(problem, device)
             others = min(others, stock_seconds(problem, device)) / margin

@@ -153,7 +153,7 @@ def _kernel(problem: Problem) -> Kernel:
 
 
 def _buffers(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> int:
-    """Returns the number of buffers, as far as overrides leave memory for them."""
+    """Returns the number of buffers that fits in memory next to what overrides fix."""
     if kernel != "gemm_staged":
         return 0
     rows = FRAGMENT * overrides.get("fragments_m", 1) * overrides.get("simdgroups_m", 1)

@@ -51,7 +51,7 @@ class Row:
 
 @dataclass
 class Records:
-    """What config.json will say about quantized layers, by target layout."""
+    """Values of config.json that describe quantized layers, by target layout."""
 
     marlin: dict[str, dict[str, Any]] = field(default_factory=dict)
     mlx: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -195,7 +195,7 @@ def _write(
 
 
 def write_config(config: dict[str, Any], records: Records, folder: Path) -> None:
-    """Writes config.json: a model's own, and what the layers' formats are."""
+    """Writes config.json: the model's own settings and the formats of its layers."""
     settings = ("quantization", "quantization_config", "mlx_marlin")
     written = {key: value for key, value in config.items() if key not in settings}
     if records.mlx:

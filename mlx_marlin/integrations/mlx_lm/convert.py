@@ -154,7 +154,9 @@ def _check_model(model: object) -> None:
 def _check_layers(model: nn.Module, conversion: LayerConversion) -> None:
     """Checks that a model has a layer to convert, and can be invariant if requested."""
     layers = computing_layers(model)
-    if not any(conversion.applies_to(each) or is_marlin_layer(each) for each in layers):
+    if not any(
+        conversion.applies_to(layer) or is_marlin_layer(layer) for layer in layers
+    ):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a supported "
             "format, not sharded, or quantize=True for nn.Linear"

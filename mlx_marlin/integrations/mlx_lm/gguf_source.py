@@ -57,8 +57,8 @@ class GgufSource(ModelSource):
 def _narrowed(array: mx.array, dtype: mx.Dtype) -> mx.array:
     """Returns an array in another dtype if that rounds nothing, else the array itself.
 
-    llama.cpp stores norms and biases in float32 whatever dtype the model had. Left so,
-    they would make all activations float32.
+    llama.cpp stores norms and biases in float32 whatever dtype the model had. Without
+    this conversion all activations would be float32.
     """
     narrow = array.astype(dtype)
     same = mx.all(narrow.astype(mx.float32) == array.astype(mx.float32))

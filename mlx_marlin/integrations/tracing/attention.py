@@ -106,7 +106,7 @@ def _summands(mask: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
 
 
 def _forget(_: Any) -> None:
-    """Drops the last summands. A weak reference that was replaced makes no call."""
+    """Drops the last summands, when the mask of the current weak reference is freed."""
     global _last_summands
     _last_summands = None
 

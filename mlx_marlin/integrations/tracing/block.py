@@ -138,7 +138,7 @@ def untrace_blocks(model: nn.Module, changes: Changes) -> None:
 class _Last(threading.local):
     """The arrays of the last offset. Threads have different default streams."""
 
-    asked: tuple[int, str] | None = None
+    key: tuple[int, str] | None = None
     arrays: tuple[mx.array, mx.array]
 
 
@@ -147,11 +147,11 @@ _last = _Last()
 
 def _arrays_of(offset: int) -> tuple[mx.array, mx.array]:
     """Returns an offset and the positions as arrays, which all layers share."""
-    asked = offset, selection.backend()
-    if _last.asked != asked:
+    key = offset, selection.backend()
+    if _last.key != key:
         array = mx.array(offset)
-        places = array if selection.traits().unified_memory else on_device(array)
-        _last.asked, _last.arrays = asked, (array, places)
+        positions = array if selection.traits().unified_memory else on_device(array)
+        _last.key, _last.arrays = key, (array, positions)
     return _last.arrays
 
 

@@ -56,7 +56,7 @@ def rotated_heads(
     if not _are_head_norms(norms, features):
         return None
     columns = sum(sizes[:2])
-    rotation = Rotation(features, columns, each=per_stream, factor=factor_of(rope))
+    rotation = Rotation(features, columns, per_row=per_stream, factor=factor_of(rope))
     if norms:
         rotation = replace(rotation, norm=float(norms[0].eps), queries=sizes[0])
     operands = positions, freqs, tuple(head_norm["weight"] for head_norm in norms)

@@ -10,7 +10,7 @@ sums. These products take over their neighbours:
 - experts: routing, gating and the weighted sum (`routed_experts`, `gated_experts`)
 
 A layer's method (`normed`, `gated`, `added`, `rotated` of `layers.fused_products`) runs
-one kernel if the back end has one, and separate operations if it has none.
+one kernel if the back end has one, and separate operations otherwise.
 """
 
 from collections.abc import Sequence

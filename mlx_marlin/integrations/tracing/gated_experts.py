@@ -32,8 +32,8 @@ class GatedExperts(SwitchGLU):
             indices: Experts of each row [..., choices]. They have no derivative.
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
-        ours = all(type(layer) is MarlinSwitchLinear for layer in layers)
-        if not ours or not selection.active().gather.fuses_epilogues:
+        are_marlin = all(type(layer) is MarlinSwitchLinear for layer in layers)
+        if not are_marlin or not selection.active().gather.fuses_epilogues:
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers

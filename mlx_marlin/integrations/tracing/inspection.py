@@ -230,7 +230,7 @@ def _structure(module: nn.Module, *also: type[nn.Module] | None) -> Structure:
 
     Args:
         module: The module.
-        *also: Classes of children beside `EXPERT_PARTS`.
+        *also: Classes of children in addition to `EXPERT_PARTS`.
     """
     children = children_of(module)
     for child in children.values():

@@ -11,7 +11,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import is_routing_fused
 from mlx_marlin.integrations.tracing.model_families import Experts
 from mlx_marlin.integrations.tracing.routing import (
     choose_experts,
-    is_ours,
+    has_kernel,
     weighted_sum,
 )
 from mlx_marlin.layers.linear import MarlinLinear
@@ -35,7 +35,7 @@ class RoutedExperts(nn.Module):
         """Returns the same by kernels; None if unsupported, or if dtypes differ."""
         known, logits = self.known, self[self.known.router](x)
         routing = known.routing(self)
-        if not is_ours(logits, routing):
+        if not has_kernel(logits, routing):
             return None
         experts, scores = choose_experts(logits, routing)
         results = self[known.layers].results(x, experts)

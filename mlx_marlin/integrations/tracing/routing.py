@@ -28,7 +28,7 @@ class Routing:
     last: bool = False
 
 
-def is_ours(logits: mx.array, routing: Routing) -> bool:
+def has_kernel(logits: mx.array, routing: Routing) -> bool:
     """Returns whether the routing kernel supports these logits and this rule."""
     kernels, experts = selection.active().routing, logits.shape[-1]
     if kernels is None or logits.size == 0:
@@ -43,7 +43,7 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
     """Runs the routing kernel.
 
     Args:
-        logits: Router logits [..., experts] that `is_ours` accepts.
+        logits: Router logits [..., experts] that `has_kernel` accepts.
         routing: The routing rule.
 
     Returns:

@@ -56,7 +56,7 @@ def gather_qmm(
         transpose: Whether the product is x @ w.T or x @ w.
         group_size: Weights that share a scale. Default: the mode's, or the packed
             weights' own.
-        bits: Bits of a code. Default: likewise.
+        bits: Bits of a code. Default: as for `group_size`.
         mode: MLX's name of the quantization scheme.
         global_scale: Scale of each weight, for nvfp4.
         sorted_indices: Whether `rhs_indices` ascend.
@@ -138,15 +138,15 @@ def gather_native(
     Args:
         x: Activations [..., m, k].
         weight: All weights.
-        lhs_indices: As for `gather_qmm`, like the following arguments and the errors.
-        rhs_indices: Likewise.
-        transpose: Likewise.
-        global_scale: Likewise.
-        sorted_indices: Likewise.
-        invariant: Likewise.
+        lhs_indices: As for `gather_qmm`.
+        rhs_indices: As for `gather_qmm`.
+        transpose: As for `gather_qmm`.
+        global_scale: As for `gather_qmm`.
+        sorted_indices: As for `gather_qmm`.
+        invariant: As for `gather_qmm`.
 
     Returns:
-        The products, and whether stock MLX serves such calls for good.
+        The products, and whether stock MLX always serves such calls.
     """
     w, scales, biases, (group_size, bits, mode) = weight
     # MLX checks the arguments and infers the result's shape. The result is evaluated
@@ -204,7 +204,7 @@ def gather_native(
     )
     prepared = product_of(request)
     if prepared is None:
-        # A call on the CPU may be ours once the default device is a GPU.
+        # Our kernels may serve a call on the CPU once the default device is a GPU.
         return result, not (request.on_cpu and selection.may_hand_over())
     biases = scales if biases is None else biases
     return prepared.run(x, lhs_indices, rhs_indices, w, scales, biases), False

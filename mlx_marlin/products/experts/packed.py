@@ -33,11 +33,11 @@ def gather_packed(
     Args:
         x: Activations [..., m, k].
         weight: All weights; the batch of their format is (experts,).
-        lhs_indices: As for `gather_qmm`, like the following arguments.
-        rhs_indices: Likewise.
-        transpose: Likewise.
-        sorted_indices: Likewise.
-        invariant: Likewise.
+        lhs_indices: As for `gather_qmm`.
+        rhs_indices: As for `gather_qmm`.
+        transpose: As for `gather_qmm`.
+        sorted_indices: As for `gather_qmm`.
+        invariant: As for `gather_qmm`.
         bias: Of each weight [experts, n].
 
     Returns:

@@ -21,7 +21,7 @@ def flat_indices(
 
     Args:
         x: Activations [..., 1, k].
-        lhs: Indices of the rows; None for each in turn.
+        lhs: Indices of the rows. None: all rows in order.
         rhs: Indices of the experts.
         pairs: The shape to which both are broadcast.
     """

@@ -85,8 +85,8 @@ def packed_request(
     _, own_scales, (n, k, group_size, bits, mode, (experts,)) = weight
     transpose, is_sorted, invariant, biased = options
     scale_dtype = own_scales.dtype
-    # MLX does not support every group size of ours. Neither the result nor the errors
-    # for x and the indices depend on it.
+    # MLX does not support every group size that our kernels do. The result and the
+    # errors for x and the indices do not depend on it.
     size = stock_groups(mode, bits, group_size) or GROUPS[0]
     scales = mx.zeros((experts, n, k // size), scale_dtype)
     known = mode_of_mlx(mode)

@@ -83,7 +83,7 @@ def rotated(
     points = points.astype(mx.float32) * rotation.factor
     first, second = mx.split(points, 2, axis=-1)
     # Not MLX's rope: on a GPU it raises, because it has no derivative for freqs.
-    own = (positions if rotation.each else positions[:1]).astype(mx.float32)
+    own = (positions if rotation.per_row else positions[:1]).astype(mx.float32)
     angles = own[:, None, None, None] * (1 / freqs)
     sine, cosine = mx.sin(angles), mx.cos(angles)
     turned = mx.concatenate(
@@ -144,9 +144,9 @@ def check_rotation(
     Raises:
         ValueError: If an array does not fit the rotation of so many rows.
     """
-    fits = positions.shape == (rows,) if rotation.each else positions.ndim == 1
+    fits = positions.shape == (rows,) if rotation.per_row else positions.ndim == 1
     if positions.dtype != mx.int32 or not positions.size or not fits:
-        expected = f"[{rows}]" if rotation.each else "[1 or more]"
+        expected = f"[{rows}]" if rotation.per_row else "[1 or more]"
         raise ValueError(
             f"positions are {positions.dtype} {positions.shape}, expected int32 "
             f"{expected}"

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.skipif(
 LANES = np.arange(32)
 QUADS = LANES.reshape(8, 4)
 QUAD_PRODUCTS = np.hstack([np.ones((8, 1)), (QUADS + 1).cumprod(1)[:, :3]])
-small_integers = hnp.arrays(np.float32, 64, elements=st.integers(-100, 100))
 
 
 @pytest.mark.parametrize(

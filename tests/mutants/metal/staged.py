@@ -14,15 +14,6 @@ from mutants.mutant import Detector, Mutant
 
 _GEMM = "lib/gemm_staged"
 _STAGING = "lib/staging"
-_BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-_MULTIPLIED = f"      {_BARRIER}\n    }}\n    if (rows"
-
-
-def _but(buffers: int) -> str:
-    """The barrier after a stage, for other numbers of buffers only."""
-    return _MULTIPLIED.replace(_BARRIER, f"if (L::BUFFERS != {buffers}) {_BARRIER}")
-
-
 _BARRIERS = (
     Mutant(
         "staged: one buffer is overwritten while it is read",

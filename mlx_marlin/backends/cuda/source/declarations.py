@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.source import (
+    EPILOGUE_INPUTS,
+    EPILOGUE_OPERANDS,
     EXPERT_BIASES,
-    FINISH,
-    FINISHING,
     HEAD_NORMS,
     NORM,
     ROTATION,
@@ -20,7 +20,7 @@ from mlx_marlin.planning.plan import Plan
 
 ABSENT = {
     "biases": "const auto* biases = scales;\n",
-    **{name: f"const T* {name} = nullptr;\n" for name in FINISHING},
+    **{name: f"const T* {name} = nullptr;\n" for name in EPILOGUE_OPERANDS},
 }
 """Declarations of arrays that a kernel does not read. An input array would cost MLX
 0.3 us per call (measured, docs/lab)."""
@@ -65,8 +65,8 @@ BIASED = Declared(
 )
 FUSED = Declared(
     "_fused",
-    FINISHING,
-    FINISH[-1:],
+    EPILOGUE_OPERANDS,
+    EPILOGUE_INPUTS[-1:],
     "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
     "    bias, multiplier, residual, parts};\n",
 )
@@ -84,7 +84,7 @@ GATED_BIASED = Declared(
 ROTATED = Declared(
     "_rotated",
     ("bias", *ROTATION),
-    FINISH[-1:],
+    EPILOGUE_INPUTS[-1:],
     "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
     "const marlin::Paired<Heads> epilogue{\n"
     "    {{bias, nullptr, nullptr, parts}, positions, freqs, {}}};\n",
@@ -92,7 +92,7 @@ ROTATED = Declared(
 ROTATED_NORMS = Declared(
     "_rotated_norms",
     ("bias", *ROTATION, *HEAD_NORMS),
-    FINISH[-1:],
+    EPILOGUE_INPUTS[-1:],
     "using Norms = marlin::Normalized<T, HEAD_EPSILON, QUERIES, FEATURES>;\n"
     "using Heads =\n"
     "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"

@@ -10,7 +10,7 @@ from functools import cache
 
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.source import compaction
-from mlx_marlin.backends.source import FINISH, NUMBERS, OPERANDS, Source, read
+from mlx_marlin.backends.source import EPILOGUE_INPUTS, NUMBERS, OPERANDS, Source, read
 from mlx_marlin.planning.epilogue import PLAIN
 
 WEIGHT = ("work", "decode", "words", "values", "lane", "weight_tile")
@@ -43,7 +43,7 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
         atomic: Whether the kernel adds to its output.
     """
     body = f"{kernel}_fused" if fused else kernel
-    inputs = (*OPERANDS, *NUMBERS, *(FINISH if fused else ()))
+    inputs = (*OPERANDS, *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
     files = (*WEIGHT, "epilogue", *DEPENDENCIES.get(kernel, ()), kernel)
     return _of_metal(body, inputs, files, atomic)
 
@@ -78,7 +78,7 @@ def reduce_source(fused: bool = False) -> Source:
         fused: Whether the kernel applies an epilogue.
     """
     body = "reduce_fused" if fused else "reduce"
-    inputs = ("partials", *NUMBERS, *(FINISH if fused else ()))
+    inputs = ("partials", *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
     return _of_metal(body, inputs, ("work", "epilogue", "reduce"))
 
 

@@ -21,7 +21,7 @@ def stock_seconds(problem: Problem, device: Device) -> float:
     return seconds + FURTHER_DISPATCH + memory_seconds(moved, device)
 
 
-def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
+def handover(problem: Problem, device: Device, prediction: Prediction) -> str | None:
     """Returns why stock MLX serves a product for speed; None if it does not.
 
     The result is None for packed weights, which stock MLX cannot read, and for
@@ -30,7 +30,7 @@ def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        ours: Predicted times of the best plan.
+        prediction: Predicted times of the best plan.
 
     Returns:
         One sentence with predicted figures, or None.
@@ -39,7 +39,7 @@ def handover(problem: Problem, device: Device, ours: Prediction) -> str | None:
         return None
     # Both include a launch: if it dominates, no kernel is faster.
     theirs = FURTHER_DISPATCH + stock_seconds(problem, device)
-    ratio = theirs / (FURTHER_DISPATCH + ours.seconds)
+    ratio = theirs / (FURTHER_DISPATCH + prediction.seconds)
     if problem.m == 1:
         floor = memory_seconds(problem.bytes, device) * 1e6
         return (
