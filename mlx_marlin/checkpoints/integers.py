@@ -17,7 +17,7 @@ def integer_weight(
     k: int,
     group_of_column: mx.array | None = None,
 ) -> StoredWeight:
-    """Returns the weight `scales * (codes - zeros)`.
+    """Returns the weight `scales * (codes - zeros)`, which `checked` has to check.
 
     Args:
         words: Codes, uint32 [n, k * bits / 32], low code first.
@@ -29,8 +29,8 @@ def integer_weight(
             (act-order). Then columns are sorted by group, in stable order.
 
     Raises:
-        ValueError: If the arrays do not fit each other, a scale is not finite, or a
-            group of `group_of_column` has not k / groups columns.
+        ValueError: If the arrays do not fit each other, or a group of
+            `group_of_column` has not k / groups columns.
     """
     n, groups = words.shape[0], scales.shape[-1]
     if not groups or k % groups:
@@ -41,21 +41,19 @@ def integer_weight(
     for name, array in (("scales", scales), ("zero points", zeros)):
         if array is not None and array.shape != (n, groups):
             raise ValueError(f"{name} {array.shape}, expected {(n, groups)}")
-    check_finite(scales)
     order = None
     if group_of_column is not None:
         order = order_of_columns(group_of_column, groups, k)
     if order is not None:
         codes = mx.take(codes_of_words(words, bits), order, axis=1)
         words = words_of_codes(codes, bits)
-    is_symmetric = zeros is None or bool(mx.all(zeros == 2 ** (bits - 1)))
     return StoredWeight(
         codes=words,
         scales=scales,
-        biases=None if is_symmetric or zeros is None else zeros.astype(scales.dtype),
+        biases=None if zeros is None else zeros.astype(scales.dtype),
         group_size=k // groups,
         bits=bits,
-        mode="symmetric" if is_symmetric else "zero_point",
+        mode="symmetric" if zeros is None else "zero_point",
         input_order=order,
     )
 
@@ -83,12 +81,6 @@ def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array
     # MLX's sort is not documented to be stable: ties are broken by the column.
     key = group_of_column.astype(mx.int64) * k + mx.arange(k, dtype=mx.int64)
     return mx.argsort(key).astype(mx.int32)
-
-
-def check_finite(scales: mx.array) -> None:
-    """Raises a ValueError if a scale is NaN or infinite."""
-    if not mx.all(mx.isfinite(scales)):
-        raise ValueError("a scale is NaN or infinite")
 
 
 def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:

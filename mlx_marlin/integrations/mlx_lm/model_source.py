@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.folder import INDEX, Folder
+from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.integrations.mlx_lm.versions import describe
 
@@ -47,7 +47,7 @@ class ModelSource(ABC):
         """Yields what `parameters` does, without comparing it with the model."""
 
     def parameters(self) -> Iterator[tuple[str, Value]]:
-        """Yields the name and the value of each parameter.
+        """Returns an iterator over the name and the value of each parameter.
 
         A quantized weight of layer L is a `StoredWeight` with the name L.weight. No
         reference to a value is kept, so that memory is freed with the caller's. Biases
@@ -57,23 +57,26 @@ class ModelSource(ABC):
             ValueError: If a tensor is malformed, or the model has no parameter of its
                 name and shape.
         """
-        shapes = self._shapes
-        for name, value in self.stored_parameters():
-            expected = shapes.get(name)
-            if expected is None and _is_zero_bias(name, value):
-                continue
-            if isinstance(value, PackedLayer):
-                packed = value.weight
-                shape = (*packed.batch, packed.n, packed.k)
-            else:
-                shape = tuple(value.shape)
-            if expected is None or shape != expected:
-                raise ValueError(
-                    f"{self.path}: tensor {name!r} of shape {shape}, expected "
-                    f"{expected or 'no such tensor'} in mlx-lm's "
-                    f"{type(self.model).__module__} ({describe('mlx-lm')})"
-                )
-            yield name, value
+        # `filter` keeps no reference to what it has yielded.
+        return filter(self._has_place, self.stored_parameters())
+
+    def _has_place(self, parameter: tuple[str, Value]) -> bool:
+        name, value = parameter
+        expected = self._shapes.get(name)
+        if expected is None and _is_zero_bias(name, value):
+            return False
+        if isinstance(value, PackedLayer):
+            packed = value.weight
+            shape = (*packed.batch, packed.n, packed.k)
+        else:
+            shape = tuple(value.shape)
+        if expected is None or shape != expected:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} of shape {shape}, expected "
+                f"{expected or 'no such tensor'} in mlx-lm's "
+                f"{type(self.model).__module__} ({describe('mlx-lm')})"
+            )
+        return True
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -134,11 +137,11 @@ class FolderSource(ModelSource):
 
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
-        tensors = reading.folder_tensors(self._folder)
         if "mlx_marlin" in self.config:  # written under mlx-lm's names
+            tensors = reading.folder_tensors(self._folder)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
-        arrays = self._renamed(tensors)
+        arrays = self._renamed(reading.folder_tensors(self._folder, check=False))
         for name in [*arrays]:
             layer, _, part = name.rpartition(".")
             if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
@@ -177,7 +180,7 @@ class FolderSource(ModelSource):
         assert scales is not None
         k = self._columns(layer)
         bits, group_size = codes.shape[-1] * 32 // k, k // max(scales.shape[-1], 1)
-        return StoredWeight(
+        weight = StoredWeight(
             codes=codes,
             scales=scales,
             biases=rows["biases"],
@@ -187,6 +190,8 @@ class FolderSource(ModelSource):
             global_scale=rows["global_scale"],
             input_order=rows["input_order"],
         )
+        with naming(self.path, f"{layer}.weight"):
+            return weight.checked()
 
     def _mode(
         self, layer: str, rows: dict[str, mx.array | None], bits: int, group_size: int
