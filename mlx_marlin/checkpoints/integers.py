@@ -33,8 +33,8 @@ def integer_weight(
             `group_of_column` has not k / groups columns.
     """
     n, groups = words.shape[0], scales.shape[-1]
-    if not groups or k % groups:
-        raise ValueError(f"{groups} groups, expected a divisor of k={k}")
+    if not n or not groups or k % groups:
+        raise ValueError(f"n={n} with {groups} groups, expected a divisor of k={k}")
     expected = (n, k * bits // 32)
     if words.shape != expected:
         raise ValueError(f"codes of shape {words.shape}, expected {expected}")
@@ -64,8 +64,11 @@ def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array
     Raises:
         ValueError: If a group does not exist, or has not k / groups columns.
     """
-    if group_of_column.shape != (k,):
-        raise ValueError(f"g_idx has shape {group_of_column.shape}, expected {(k,)}")
+    dtype = group_of_column.dtype
+    if group_of_column.shape != (k,) or not mx.issubdtype(dtype, mx.integer):
+        raise ValueError(
+            f"g_idx {dtype} {group_of_column.shape}, expected integers {(k,)}"
+        )
     low, high = (cast(int, f(group_of_column).item()) for f in (mx.min, mx.max))
     if low < 0 or high >= groups:
         raise ValueError(f"g_idx from {low} to {high}, expected 0 to {groups - 1}")
@@ -92,8 +95,10 @@ def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:
         count: How many there are.
 
     Raises:
-        ValueError: If there are more or fewer words than that.
+        ValueError: If there are more or fewer words than that, or of another dtype.
     """
+    if words.dtype not in (mx.int32, mx.uint32) or not words.ndim:
+        raise ValueError(f"words {words.dtype} {words.shape}, expected int32")
     needed = -(-count * bits // 32)
     if words.shape[-1] != needed:
         raise ValueError(f"{words.shape[-1]} words, expected {needed}")
