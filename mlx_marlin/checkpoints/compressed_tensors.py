@@ -15,11 +15,10 @@ import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.integers import (
-    check_finite,
     columns_of_words,
     integer_weight,
 )
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
 from mlx_marlin.weights.bit_streams import words_of_codes
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
@@ -80,8 +79,10 @@ def _integers(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWei
 
 def _shape(folder: Folder, layer: str, packed: mx.array) -> tuple[int, int]:
     shape = folder.read(f"{layer}.weight_shape")
-    if shape.size != 2:
-        raise ValueError(f"weight_shape of {shape.size} numbers, expected n and k")
+    if shape.size != 2 or not mx.issubdtype(shape.dtype, mx.integer):
+        raise ValueError(
+            f"weight_shape {shape.dtype} {shape.shape}, expected the integers n and k"
+        )
     n, k = (cast(int, shape.flatten()[axis].item()) for axis in (0, 1))
     if n != packed.shape[0] or k < 1:
         raise ValueError(f"weight_shape {n}, {k} for weight_packed {packed.shape}")
@@ -93,15 +94,17 @@ def _bits(settings: dict[str, Any], packed: mx.array, k: int) -> int:
     groups = settings.get("config_groups")
     schemes = groups.values() if isinstance(groups, dict) else ()
     named = {
-        scheme["weights"].get("num_bits")
+        str(scheme["weights"].get("num_bits"))
         for scheme in schemes
         if isinstance(scheme, dict) and isinstance(scheme.get("weights"), dict)
     }
     words = packed.shape[1]
-    fitting = [bits for bits in WIDTHS if bits in named and -(-k * bits // 32) == words]
+    fitting = [
+        bits for bits in WIDTHS if str(bits) in named and -(-k * bits // 32) == words
+    ]
     if len(fitting) != 1:
         raise ValueError(
-            f"{words} words for k={k} and num_bits={sorted(map(str, named))} of "
+            f"{words} words for k={k} and num_bits={sorted(named)} of "
             f"config_groups, expected ceil(k * num_bits / 32) for one of {WIDTHS}"
         )
     return fitting[0]
@@ -125,8 +128,6 @@ def _nvfp4(folder: Folder, layer: str) -> StoredWeight:
     check_finite(divisor)
     if not mx.all(divisor > 0):
         raise ValueError(f"weight_global_scale={divisor.item()}, expected above 0")
-    if mx.any((scales & 0x7F) == 0x7F):
-        raise ValueError("a scale is NaN")
     return StoredWeight(
         codes=packed.view(mx.uint32),
         scales=scales,

@@ -29,15 +29,17 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
     """
     qweight = folder.read(f"{layer}.qweight")
     scales = folder.read(f"{layer}.scales")
+    if scales.ndim != 2 or qweight.ndim != 2 or qweight.dtype != mx.int32:
+        raise ValueError(
+            f"qweight {qweight.dtype} {qweight.shape} and scales {scales.shape}, "
+            f"expected int32 [words, n] and [groups, n]"
+        )
     k, bits = _size(folder, layer, settings, qweight)
-    if scales.ndim != 2 or qweight.ndim != 2:
-        raise ValueError(f"qweight {qweight.shape} and scales {scales.shape}")
     n = scales.shape[1]
     zeros = None
     if f"{layer}.qzeros" in folder.arrays:
         stored = columns_of_words(folder.read(f"{layer}.qzeros"), bits, n)
-        version_1 = settings.get("checkpoint_format", "gptq") != "gptq_v2"
-        zeros = (stored.astype(mx.int32) + int(version_1)).T
+        zeros = (stored.astype(mx.int32) + _least_zero(settings)).T
     name = f"{layer}.g_idx"
     return integer_weight(
         mx.contiguous(qweight.view(mx.uint32).T),
@@ -47,6 +49,15 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
         k=k,
         group_of_column=folder.read(name) if name in folder.arrays else None,
     )
+
+
+def _least_zero(settings: dict[str, Any]) -> int:
+    """Returns the zero point that is stored as 0."""
+    known = {"gptq": 1, "gptq_v2": 0}
+    version = settings.get("checkpoint_format", "gptq")
+    if not isinstance(version, str) or version not in known:
+        raise ValueError(f"checkpoint_format={version!r}, expected one of {[*known]}")
+    return known[version]
 
 
 def _size(

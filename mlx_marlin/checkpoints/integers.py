@@ -17,7 +17,7 @@ def integer_weight(
     k: int,
     group_of_column: mx.array | None = None,
 ) -> StoredWeight:
-    """Returns the weight `scales * (codes - zeros)`.
+    """Returns the weight `scales * (codes - zeros)`, which `checked` has to check.
 
     Args:
         words: Codes, uint32 [n, k * bits / 32], low code first.
@@ -29,33 +29,31 @@ def integer_weight(
             (act-order). Then columns are sorted by group, in stable order.
 
     Raises:
-        ValueError: If the arrays do not fit each other, a scale is not finite, or a
-            group of `group_of_column` has not k / groups columns.
+        ValueError: If the arrays do not fit each other, or a group of
+            `group_of_column` has not k / groups columns.
     """
     n, groups = words.shape[0], scales.shape[-1]
-    if not groups or k % groups:
-        raise ValueError(f"{groups} groups, expected a divisor of k={k}")
+    if not n or not groups or k % groups:
+        raise ValueError(f"n={n} with {groups} groups, expected a divisor of k={k}")
     expected = (n, k * bits // 32)
     if words.shape != expected:
         raise ValueError(f"codes of shape {words.shape}, expected {expected}")
     for name, array in (("scales", scales), ("zero points", zeros)):
         if array is not None and array.shape != (n, groups):
             raise ValueError(f"{name} {array.shape}, expected {(n, groups)}")
-    check_finite(scales)
     order = None
     if group_of_column is not None:
         order = order_of_columns(group_of_column, groups, k)
     if order is not None:
         codes = mx.take(codes_of_words(words, bits), order, axis=1)
         words = words_of_codes(codes, bits)
-    is_symmetric = zeros is None or bool(mx.all(zeros == 2 ** (bits - 1)))
     return StoredWeight(
         codes=words,
         scales=scales,
-        biases=None if is_symmetric or zeros is None else zeros.astype(scales.dtype),
+        biases=None if zeros is None else zeros.astype(scales.dtype),
         group_size=k // groups,
         bits=bits,
-        mode="symmetric" if is_symmetric else "zero_point",
+        mode="symmetric" if zeros is None else "zero_point",
         input_order=order,
     )
 
@@ -66,8 +64,11 @@ def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array
     Raises:
         ValueError: If a group does not exist, or has not k / groups columns.
     """
-    if group_of_column.shape != (k,):
-        raise ValueError(f"g_idx has shape {group_of_column.shape}, expected {(k,)}")
+    dtype = group_of_column.dtype
+    if group_of_column.shape != (k,) or not mx.issubdtype(dtype, mx.integer):
+        raise ValueError(
+            f"g_idx {dtype} {group_of_column.shape}, expected integers {(k,)}"
+        )
     low, high = (cast(int, f(group_of_column).item()) for f in (mx.min, mx.max))
     if low < 0 or high >= groups:
         raise ValueError(f"g_idx from {low} to {high}, expected 0 to {groups - 1}")
@@ -85,12 +86,6 @@ def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array
     return mx.argsort(key).astype(mx.int32)
 
 
-def check_finite(scales: mx.array) -> None:
-    """Raises a ValueError if a scale is NaN or infinite."""
-    if not mx.all(mx.isfinite(scales)):
-        raise ValueError("a scale is NaN or infinite")
-
-
 def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:
     """Returns integers that are packed along the last axis, uint8 [..., count].
 
@@ -100,8 +95,10 @@ def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:
         count: How many there are.
 
     Raises:
-        ValueError: If there are more or fewer words than that.
+        ValueError: If there are more or fewer words than that, or of another dtype.
     """
+    if words.dtype not in (mx.int32, mx.uint32) or not words.ndim:
+        raise ValueError(f"words {words.dtype} {words.shape}, expected int32")
     needed = -(-count * bits // 32)
     if words.shape[-1] != needed:
         raise ValueError(f"{words.shape[-1]} words, expected {needed}")

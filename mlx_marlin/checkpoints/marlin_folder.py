@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.integers import check_finite
-from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer
+from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer, check_finite
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 VERSION = 1

@@ -5,7 +5,6 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.integers import check_finite
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 
@@ -81,11 +80,11 @@ def _check(
         raise ValueError(f"biases for mode={mode!r}: {biases is not None}")
     if is_affine == (scales.dtype == mx.uint8):
         raise ValueError(f"scales are {scales.dtype} for mode={mode!r}")
-    if biases is not None:
-        if biases.shape != scales.shape or biases.dtype != scales.dtype:
-            raise ValueError(
-                f"biases {biases.dtype} {biases.shape}, expected {scales.dtype} "
-                f"{scales.shape}"
-            )
-        check_finite(biases)
-        check_finite(scales)
+    if biases is not None and (biases.shape, biases.dtype) != (
+        scales.shape,
+        scales.dtype,
+    ):
+        raise ValueError(
+            f"biases {biases.dtype} {biases.shape}, expected {scales.dtype} "
+            f"{scales.shape}"
+        )

@@ -100,8 +100,14 @@ def tensors(path: str | Path) -> list[Tensor]:
     return folder_tensors(Folder(path))
 
 
-def folder_tensors(folder: Folder) -> list[Tensor]:
-    """Returns the tensors of an open folder, as `tensors` does."""
+def folder_tensors(folder: Folder, *, check: bool = True) -> list[Tensor]:
+    """Returns the tensors of an open folder, as `tensors` does.
+
+    Args:
+        folder: The checkpoint.
+        check: Whether reading a tensor calls `StoredWeight.checked`, which evaluates
+            its scales.
+    """
     method, settings = method_of(folder)
     packed = marlin_folder.layers_of(folder)
     layers = _quantized_layers(folder, method)
@@ -110,7 +116,7 @@ def folder_tensors(folder: Folder) -> list[Tensor]:
     plain = [name for name in folder.arrays if name not in parts]
     return [
         *(_packed(folder, layer, record) for layer, record in packed.items()),
-        *(_quantized(folder, layer, method, settings) for layer in layers),
+        *(_quantized(folder, layer, method, settings, check) for layer in layers),
         *(_plain(folder, name) for name in plain),
     ]
 
@@ -156,7 +162,7 @@ def _quantized_layers(folder: Folder, method: str) -> list[str]:
 
 
 def _quantized(
-    folder: Folder, layer: str, method: str, settings: dict[str, Any]
+    folder: Folder, layer: str, method: str, settings: dict[str, Any], check: bool
 ) -> Tensor:
     names = [f"{layer}.{part}" for part in PARTS[method]]
     stored = [folder.arrays[name] for name in names if name in folder.arrays]
@@ -165,7 +171,7 @@ def _quantized(
         format=method,
         shape=folder.arrays[names[0]].shape,
         nbytes=sum(array.nbytes for array in stored),
-        read=partial(_read, folder, layer, READERS[method], settings),
+        read=partial(_read, folder, layer, READERS[method], settings, check),
     )
 
 
@@ -187,10 +193,11 @@ def _packed(folder: Folder, layer: str, record: dict[str, Any]) -> Tensor:
 
 
 def _read(
-    folder: Folder, layer: str, reader: Reader, settings: dict[str, Any]
+    folder: Folder, layer: str, reader: Reader, settings: dict[str, Any], check: bool
 ) -> StoredWeight:
     with naming(folder.path, f"{layer}.weight"):
-        return reader(folder, layer, settings)
+        weight = reader(folder, layer, settings)
+        return weight.checked() if check else weight
 
 
 def _plain(folder: Folder, name: str) -> Tensor:

@@ -5,6 +5,7 @@ the header, the header in JSON, the data.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -13,6 +14,8 @@ from typing import Any
 
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same limit."""
+
+MOST_AXES = 32
 
 DTYPE_BYTES = {
     "BOOL": 1,
@@ -97,14 +100,13 @@ def parse_json(text: bytes | str, source: str) -> dict[str, Any]:
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"{source}: key {twice!r} occurs twice")
+            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise ValueError(f"key {twice!r} occurs twice")
         return result
 
     try:
         parsed = json.loads(text, object_pairs_hook=without_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise ValueError(
@@ -122,10 +124,17 @@ def _stored_array(file: Path, name: str, entry: object, data_bytes: int) -> Stor
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ValueError(f"{where}: dtype {dtype!r}, expected one of {[*DTYPE_BYTES]}")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+    # MLX's sizes have 32 bits.
+    fits = _are_sizes(shape) and max(shape, default=0) < 2**31
+    if (
+        not fits
+        or len(shape) > MOST_AXES
+        or not _are_sizes(offsets)
+        or len(offsets) != 2
+    ):
         raise ValueError(
-            f"{where}: shape={shape!r} and data_offsets={offsets!r}, expected lists of "
-            f"integers from 0"
+            f"{where}: shape={str(shape)[:80]} and data_offsets={str(offsets)[:80]}, "
+            f"expected lists of integers from 0, up to {MOST_AXES} of them for a shape"
         )
     begin, end = offsets
     if not begin <= end <= data_bytes:

@@ -70,6 +70,31 @@ class StoredWeight:
             biases = -factors[..., 1] * biases.astype(mx.float32)
         return replace(self, scales=scales, biases=biases, super_scales=None)
 
+    def checked(self) -> "StoredWeight":
+        """Returns the same weight, as "symmetric" if all zero points are in the middle.
+
+        Readers do not evaluate scales, because the layers of a checkpoint are renamed
+        before the first of them is used: evaluated scales would stay in memory.
+
+        Raises:
+            ValueError: If a scale, bias or zero point is NaN or infinite.
+        """
+        if self.global_scale is not None:
+            check_finite(self.global_scale)
+        if self.scales.dtype == mx.uint8:
+            nan = 0x7F if self.mode == "nvfp4" else 0xFF  # E4M3 has a sign, E8M0 none
+            if mx.any((self.scales & nan) == nan):
+                raise ValueError("a scale is NaN")
+            return self
+        check_finite(self.scales)
+        if self.biases is None:
+            return self
+        check_finite(self.biases)
+        middle = 2 ** (self.bits - 1)
+        if self.mode == "zero_point" and mx.all(self.biases == middle):
+            return replace(self, biases=None, mode="symmetric")
+        return self
+
     @property
     def _per_super(self) -> int:
         return SUPER_BLOCK // self.group_size
@@ -121,6 +146,12 @@ class StoredWeight:
             mode=self.mode,
             global_scale=self.global_scale,
         )
+
+
+def check_finite(scales: mx.array) -> None:
+    """Raises a ValueError if a scale is NaN or infinite."""
+    if not mx.all(mx.isfinite(scales)):
+        raise ValueError("a scale is NaN or infinite")
 
 
 class PackedLayer(NamedTuple):

@@ -1,6 +1,7 @@
 """`mlx-marlin convert`: converts a checkpoint to our packed layout, or to MLX's."""
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         only=args.only,
         dry_run=args.dry_run,
     )
-    written = _print_rows(rows)
+    with closing(rows):  # an interrupt between two rows ends the conversion at once
+        written = _print_rows(rows)
     print(_summary(written, args))
     return 0
 

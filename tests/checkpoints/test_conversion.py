@@ -168,6 +168,28 @@ def test_a_killed_conversion_is_begun_anew(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"source", "result"}
 
 
+def test_two_conversions_to_one_folder_do_not_mix(tmp_path: Path) -> None:
+    exact = written(tmp_path / "source", "gptq")
+    first = convert(open_source(tmp_path / "source"), tmp_path / "result")
+    next(first)
+    second = convert(open_source(tmp_path / "source"), tmp_path / "result")
+    with pytest.raises(ValueError, match="another process is writing this folder"):
+        next(second)
+    list(first)
+    assert {*read_back(tmp_path / "result")} == {*exact}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "result"}
+
+
+def test_a_link_in_place_of_the_partial_folder_is_not_followed(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    (tmp_path / ".result.partial").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"result\.partial"):
+        next(convert(open_source(tmp_path / "source"), tmp_path / "result"))
+    assert (tmp_path / "mine" / "file").exists()
+
+
 def test_several_files_are_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

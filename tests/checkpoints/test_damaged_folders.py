@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from support import foreign_checkpoints as foreign
@@ -214,3 +216,69 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
     text = json.dumps(entries).encode()
     (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     assert "tensors 'a' and 'b' overlap" in refusal(path)
+
+
+@pytest.mark.parametrize("checkpoint", [gptq, compressed])
+@pytest.mark.parametrize("change", ["number", "floats", "truths"])
+def test_arrays_of_another_kind_are_refused(
+    tmp_path: Path, checkpoint: Callable[[], foreign.Folder], change: str
+) -> None:
+    folder = checkpoint()
+    original = dict(folder.arrays)
+    dtype = {"floats": np.float32, "truths": np.bool_}.get(change)
+    for name, array in original.items():
+        if "scale" in name and change == "floats":
+            continue  # scales may have any float dtype
+        other = array.flatten()[0] if dtype is None else array.astype(dtype)
+        folder.write(tmp_path)
+        arrays = {**original, name: np.array(other)}
+        save_file({name: a.copy() for name, a in arrays.items()}, tmp_path / FILE)
+        with pytest.raises(ValueError, match=r"tensor 'a\.b\.weight'"):
+            read_all(tmp_path)
+
+
+def test_an_unknown_version_of_gptq_is_refused(tmp_path: Path) -> None:
+    folder = gptq()
+    folder.config["quantization_config"]["checkpoint_format"] = "marlin"
+    folder.write(tmp_path)
+    with pytest.raises(ValueError, match="checkpoint_format='marlin', expected one of"):
+        read_all(tmp_path)
+
+
+def test_a_width_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    folder = compressed()
+    groups = folder.config["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"]["num_bits"] = [3]
+    folder.write(tmp_path)
+    with pytest.raises(ValueError, match="num_bits"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", '{"a": 1, "a": 2}'])
+def test_a_config_that_is_not_read_is_named(tmp_path: Path, text: str) -> None:
+    gptq().write(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        read_all(tmp_path)
+
+
+def test_many_keys_with_one_twice_take_no_quadratic_time(tmp_path: Path) -> None:
+    gptq().write(tmp_path)
+    keys = ",".join(f'"{i}":0' for i in range(40_000))
+    (tmp_path / "config.json").write_text("{" + keys + ',"39999":0}')
+    before = time.process_time()
+    with pytest.raises(ValueError, match="key '39999' occurs twice"):
+        read_all(tmp_path)
+    assert time.process_time() - before < 5
+
+
+@pytest.mark.parametrize("shape", [[2**32 + 1, 0], [1] * 5000])
+def test_shapes_that_mlx_cannot_hold_are_refused(tmp_path: Path, shape: list) -> None:
+    gptq().write(tmp_path)
+    size = 0 if 0 in shape else 4
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    header = json.dumps({"x": entry}).encode()
+    length = len(header).to_bytes(8, "little")
+    (tmp_path / FILE).write_bytes(length + header + bytes(size))
+    with pytest.raises(ValueError, match="tensor 'x': shape="):
+        read_all(tmp_path)

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import mlx.nn as nn
 
 from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.marlin_folder import VERSION
+from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
@@ -96,17 +96,10 @@ def convert(
     if dry_run:
         yield from (row for row, _ in rows)
         return
-    partial = destination.with_name(f".{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-    partial.mkdir(parents=True)
-    try:
-        yield from _write(source, partial, rows)
-        write_config(source.config, records, partial)
-        source.copy_other_files(partial)
-        partial.rename(destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with new_folder(destination) as folder:
+        yield from _write(source, folder, rows)
+        write_config(source.config, records, folder)
+        source.copy_other_files(folder)
 
 
 def _pattern(only: str | None) -> re.Pattern[str] | None:

@@ -33,7 +33,7 @@ class GgufSource(ModelSource):
         """Returns the names of all parameters."""
         return [tensor.name for tensor in self._tensors]
 
-    def parameters(self) -> Iterator[tuple[str, Value]]:
+    def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
         dtype = self._dtype()
         for tensor in self._tensors:

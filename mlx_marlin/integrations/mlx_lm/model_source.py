@@ -3,15 +3,17 @@
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.folder import INDEX, Folder
+from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.integrations.mlx_lm.versions import describe
 
@@ -41,15 +43,46 @@ class ModelSource(ABC):
         """Returns the names of all stored arrays, before they are renamed."""
 
     @abstractmethod
+    def stored_parameters(self) -> Iterator[tuple[str, Value]]:
+        """Yields what `parameters` does, without comparing it with the model."""
+
     def parameters(self) -> Iterator[tuple[str, Value]]:
-        """Yields the name and the value of each parameter.
+        """Returns an iterator over the name and the value of each parameter.
 
         A quantized weight of layer L is a `StoredWeight` with the name L.weight. Values
-        are not kept: their memory is freed when the caller drops them.
+        are not kept: their memory is freed when the caller drops them. Biases that are
+        zero are omitted if the model has none: GPTQ tools write them.
 
         Raises:
-            ValueError: If a tensor is malformed, or has no place in the model.
+            ValueError: If a tensor is malformed, or the model has no parameter of its
+                name and shape.
         """
+        # `filter` keeps no reference to what it has yielded.
+        return filter(self._has_place, self.stored_parameters())
+
+    def _has_place(self, parameter: tuple[str, Value]) -> bool:
+        name, value = parameter
+        expected = self._shapes.get(name)
+        if expected is None and _is_zero_bias(name, value):
+            return False
+        if isinstance(value, PackedLayer):
+            packed = value.weight
+            shape = (*packed.batch, packed.n, packed.k)
+        else:
+            shape = tuple(value.shape)
+        if expected is None or shape != expected:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} of shape {shape}, expected "
+                f"{expected or 'no such tensor'} in mlx-lm's "
+                f"{type(self.model).__module__} ({describe('mlx-lm')})"
+            )
+        return True
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's parameters, before layers are replaced."""
+        named: Any = tree_flatten(self.model.parameters())
+        return {name: tuple(array.shape) for name, array in named}
 
     @abstractmethod
     def copy_other_files(self, folder: Path) -> None:
@@ -102,13 +135,13 @@ class FolderSource(ModelSource):
         """Returns the names of all stored arrays, before they are renamed."""
         return [*self._folder.arrays]
 
-    def parameters(self) -> Iterator[tuple[str, Value]]:
+    def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
-        tensors = reading.folder_tensors(self._folder)
         if "mlx_marlin" in self.config:  # written under mlx-lm's names
+            tensors = reading.folder_tensors(self._folder)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
-        arrays = self._renamed(tensors)
+        arrays = self._renamed(reading.folder_tensors(self._folder, check=False))
         for name in [*arrays]:
             layer, _, part = name.rpartition(".")
             if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
@@ -131,7 +164,8 @@ class FolderSource(ModelSource):
         if sanitize is None:
             return arrays
         try:
-            renamed: dict[str, mx.array] = sanitize(arrays)
+            with _no_dequantizing(self._method):
+                renamed: dict[str, mx.array] = sanitize(arrays)
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"{self.path}: mlx-lm cannot rename the tensors: {error!r} "
@@ -146,7 +180,7 @@ class FolderSource(ModelSource):
         assert scales is not None
         k = self._columns(layer)
         bits, group_size = codes.shape[-1] * 32 // k, k // max(scales.shape[-1], 1)
-        return StoredWeight(
+        weight = StoredWeight(
             codes=codes,
             scales=scales,
             biases=rows["biases"],
@@ -156,6 +190,8 @@ class FolderSource(ModelSource):
             global_scale=rows["global_scale"],
             input_order=rows["input_order"],
         )
+        with naming(self.path, f"{layer}.weight"):
+            return weight.checked()
 
     def _mode(
         self, layer: str, rows: dict[str, mx.array | None], bits: int, group_size: int
@@ -188,6 +224,33 @@ class FolderSource(ModelSource):
         for file in self.path.iterdir():
             if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
                 shutil.copyfile(file, folder / file.name)
+
+
+def _is_zero_bias(name: str, value: Value) -> bool:
+    if not isinstance(value, mx.array) or not name.endswith(".bias"):
+        return False
+    return not mx.any(value)
+
+
+@contextmanager
+def _no_dequantizing(method: str) -> Iterator[None]:
+    """Makes `mx.dequantize` raise a ValueError, unless weights are quantized as in MLX.
+
+    Some models of mlx-lm divide a quantized weight (DeepSeek's `kv_b_proj`): they
+    decode it as MLX's affine mode and quantize it again. Zero points would be taken for
+    biases.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("it would quantize a weight again")
+
+    original = mx.dequantize
+    if method not in ("", "mlx"):
+        mx.dequantize = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        mx.dequantize = original
 
 
 def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:

@@ -1,7 +1,6 @@
 """Saves a model with packed layers, which mlx-lm cannot save."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.integrations.mlx_lm.conversion import Records, write_config
@@ -34,24 +34,15 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
         ValueError: If the folder exists, or the model has joined layers.
     """
     path = Path(path)
-    if path.exists():
-        raise ValueError(f"{path} exists, expected the name of a new folder")
     records = _records(model)
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     arrays = {_stored_name(name): array for name, array in parameters.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        with Shards(partial, [*arrays], {"format": "mlx"}) as shards:
+    with new_folder(path) as folder:
+        with Shards(folder, [*arrays], {"format": "mlx"}) as shards:
             for name, array in arrays.items():
                 shards.add(name, array)
-        write_config(_config(model), records, partial)
-        tokenizer.save_pretrained(str(partial))
-        partial.rename(path)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        write_config(_config(model), records, folder)
+        tokenizer.save_pretrained(str(folder))
 
 
 def _records(model: nn.Module) -> Records:

@@ -1,0 +1,66 @@
+"""A folder that appears under its name when it is complete."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Makes `.NAME.partial` beside a path, and renames it to NAME after the block.
+
+    If the block raises, the folder is removed. A folder that a killed process left is
+    emptied and used again.
+
+    Args:
+        path: The folder to make; it must not exist.
+
+    Yields:
+        The folder to write to, which is empty.
+
+    Raises:
+        OSError: If the folder cannot be made.
+        ValueError: If `path` exists, or another process is writing it.
+    """
+    if path.exists():
+        raise ValueError(f"{path} exists, expected the name of a new folder")
+    partial = path.with_name(f".{path.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _lock(opened, partial)
+        try:
+            _empty(partial)
+            yield partial
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        os.close(opened)
+
+
+def _lock(opened: int, partial: Path) -> None:
+    """Locks an open folder; the lock ends with the process.
+
+    Raises:
+        ValueError: If another process has locked the folder, or just renamed it.
+    """
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = os.path.samestat(os.fstat(opened), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_mine = False
+    if not is_mine:
+        raise ValueError(f"{partial}: another process is writing this folder")
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()

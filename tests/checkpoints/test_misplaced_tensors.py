@@ -1,0 +1,110 @@
+"""Tensors that the model has no place for are refused, not converted."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mlx_marlin.integrations.mlx_lm.conversion import convert
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.loading import load_model
+from support import foreign_checkpoints as foreign
+from support.foreign_models import CONFIG, write_llama
+
+FILE = "model.safetensors"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+MIXTRAL = CONFIG | {
+    "model_type": "mixtral",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 1,
+}
+
+
+def gptq_llama(path: Path) -> Path:
+    write_llama(
+        path,
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        bits=4,
+    )
+    return path
+
+
+def add(path: Path, **arrays: np.ndarray) -> None:
+    save_file({**load_file(path / FILE), **arrays}, path / FILE)
+
+
+def gptq_mixtral(path: Path, *, act_order: bool) -> Path:
+    """A mixtral whose experts are in GPTQ's format; the rest is not written."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for expert in range(2):
+        for name, (n, k) in {"w1": (256, 128), "w2": (128, 256)}.items():
+            weight = foreign.drawn_weight(rng, n, k, 64, 4, act_order=act_order)
+            layer = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}"
+            arrays |= foreign.gptq_arrays(layer, weight, 2)
+    config = foreign.gptq_config(4, 2) | MIXTRAL
+    return foreign.Folder(config, arrays).write(path)
+
+
+def test_stacked_experts_are_converted(tmp_path: Path) -> None:
+    source = open_source(gptq_mixtral(tmp_path / "source", act_order=False))
+    rows = [*convert(source, tmp_path / "result")]
+    assert [row.name.split(".")[-2] for row in rows] == ["gate_proj", "down_proj"]
+
+
+def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:
+    # mlx-lm stacks codes, scales and biases, and drops no other array.
+    source = open_source(gptq_mixtral(tmp_path / "source", act_order=True))
+    with pytest.raises(ValueError, match=r"experts\.0\.w1.*no such tensor"):
+        list(convert(source, tmp_path / "result"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_zero_biases_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
+    path = gptq_llama(tmp_path / "source")
+    add(path, **{BIAS: np.zeros(128, np.float16)})
+    rows = [*convert(open_source(path), tmp_path / "result")]
+    assert BIAS not in {row.name for row in rows}
+    load_model(open_source(path))
+
+
+def test_other_biases_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    path = gptq_llama(tmp_path / "source")
+    add(path, **{BIAS: np.ones(128, np.float16)})
+    with pytest.raises(ValueError, match=r"q_proj\.bias'.*no such tensor"):
+        list(convert(open_source(path), tmp_path / "result"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("hidden_size", 64), ("intermediate_size", 128)]
+)
+def test_weights_of_another_size_than_the_config_says_are_refused(
+    tmp_path: Path, name: str, value: int
+) -> None:
+    path = gptq_llama(tmp_path / "source")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ValueError, match=r"tensor '.*weight'"):
+        load_model(open_source(path))
+
+
+def test_no_model_dequantizes_zero_points_as_biases(tmp_path: Path) -> None:
+    source = open_source(gptq_llama(tmp_path / "source"))
+    layer = "model.layers.0.self_attn.q_proj"
+
+    def sanitize(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        parts = (arrays[f"{layer}.{part}"] for part in ("weight", "scales", "biases"))
+        return {f"{layer}.weight": mx.dequantize(*parts, bits=4)}
+
+    source.__dict__["model"] = SimpleNamespace(
+        sanitize=sanitize, parameters=lambda: {layer: {"weight": mx.zeros((128, 128))}}
+    )
+    with pytest.raises(ValueError, match="quantize a weight again"):
+        list(source.parameters())
+    assert mx.dequantize.__name__ == "dequantize"

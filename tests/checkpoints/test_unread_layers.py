@@ -1,0 +1,62 @@
+"""Layers that have not been asked for take next to no memory."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from support import foreign_checkpoints as foreign
+from support.foreign_models import write_llama
+
+FORMATS = {
+    "gptq": (
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+    ),
+    "awq": (foreign.awq_arrays, foreign.awq_config()),
+    "compressed": (
+        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=False),
+        foreign.compressed_config(4),
+    ),
+}
+
+
+def mlx_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
+    parts = mx.quantize(mx.array(weight.values.astype(np.float16)))
+    names = ("weight", "scales", "biases")
+    return {
+        f"{layer}.{name}": np.array(part)
+        for name, part in zip(names, parts, strict=True)
+    }
+
+
+FORMATS["mlx"] = (mlx_arrays, {"quantization": {"bits": 4, "group_size": 64}})
+
+
+def nvfp4_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
+    n, k = weight.codes.shape
+    return {
+        f"{layer}.weight_packed": weight.codes[:, : k // 2].astype(np.uint8),
+        f"{layer}.weight_scale": np.full((n, k // 16), 0x38, np.uint8),
+        f"{layer}.weight_global_scale": np.ones(1, np.float32),
+    }
+
+
+FORMATS["nvfp4"] = (nvfp4_arrays, foreign.compressed_config(4))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_of_other_layers_are_not_in_memory(tmp_path: Path, name: str) -> None:
+    arrays, settings = FORMATS[name]
+    write_llama(tmp_path / "source", arrays, settings, bits=4)
+    source = open_source(tmp_path / "source")
+    assert source.model is not None  # it has small arrays of its own
+    before = mx.get_active_memory()
+
+    parameters = source.parameters()
+    next(parameters)
+
+    # The scales alone of 14 layers in float16 have 17,000 bytes.
+    assert mx.get_active_memory() - before < 9_000
