@@ -44,8 +44,8 @@ class ModelSource(ABC):
     def parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter.
 
-        A quantized weight of layer L is a `StoredWeight` with the name L.weight. Values
-        are not kept: their memory is freed when the caller drops them.
+        A quantized weight of layer L is a `StoredWeight` with the name L.weight. No
+        reference to a value is kept, so that memory is freed with the caller's.
 
         Raises:
             ValueError: If a tensor is malformed, or has no place in the model.
@@ -53,7 +53,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def copy_other_files(self, folder: Path) -> None:
-        """Writes a model's files except weights and config.json to a folder."""
+        """Writes what a model needs beside weights and config.json to a folder."""
 
     @cached_property
     def model(self) -> nn.Module:
