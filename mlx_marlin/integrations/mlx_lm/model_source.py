@@ -86,7 +86,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def copy_other_files(self, folder: Path) -> None:
-        """Writes a model's files except weights and config.json to a folder."""
+        """Writes what a model needs beside weights and config.json to a folder."""
 
     @cached_property
     def model(self) -> nn.Module:
