@@ -16,8 +16,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.shards import Shards
-from mlx_marlin.integrations.mlx_lm.conversion import convert
-from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 
 HIDDEN, FEATURES, VOCABULARY, GROUP = 4096, 14336, 1024, 128
 LINEAR = {

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from mlx_marlin.backends.metal.source.instances import variants
     from mlx_marlin.backends.planner import plan
     from mlx_marlin.checkpoints.reading import read_checkpoint
+    from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load
+    from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
     from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
-    from mlx_marlin.integrations.mlx_lm.loading import load
-    from mlx_marlin.integrations.mlx_lm.saving import save
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.products.dequantizing import dequantize
     from mlx_marlin.products.experts.matmul import gather_qmm
@@ -49,7 +49,7 @@ _MODULES = {
     "gather_qmm": "products.experts.matmul",
     "linear": "products.linear",
     "linears": "products.linear",
-    "load": "integrations.mlx_lm.loading",
+    "load": "integrations.mlx_lm.checkpoints.loading",
     "optimize": "integrations.mlx_lm.convert",
     "plan": "backends.planner",
     "pack": "products.packing",
@@ -57,7 +57,7 @@ _MODULES = {
     "quantized_matmul": "products.matmul",
     "read_checkpoint": "checkpoints.reading",
     "restore": "integrations.mlx_lm.convert",
-    "save": "integrations.mlx_lm.saving",
+    "save": "integrations.mlx_lm.checkpoints.saving",
     "unpack": "products.packing",
     "variants": "backends.metal.source.instances",
     "why_not": "products.matmul",

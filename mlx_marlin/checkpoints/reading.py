@@ -7,15 +7,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.checkpoints import (
+from mlx_marlin.checkpoints import gguf
+from mlx_marlin.checkpoints.folder import Folder, naming, read_json
+from mlx_marlin.checkpoints.formats import (
     awq,
     compressed_tensors,
-    gguf,
     gptq,
     marlin_folder,
     mlx_folder,
 )
-from mlx_marlin.checkpoints.folder import Folder, naming, read_json
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.weights.packed_weight import PackedWeight
 

@@ -11,9 +11,9 @@ from mlx_lm import utils
 from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.integrations.mlx_lm.conversion import convert
-from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from support import float64_llama
 from support import foreign_checkpoints as foreign
 from support.gguf_files import Written, plain_bytes, write_gguf

@@ -11,11 +11,11 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import llama
 
-from mlx_marlin.integrations.mlx_lm import loading
-from mlx_marlin.integrations.mlx_lm.conversion import convert
-from mlx_marlin.integrations.mlx_lm.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.loading import load_model
-from mlx_marlin.integrations.mlx_lm.saving import save
+from mlx_marlin.integrations.mlx_lm.checkpoints import loading
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
 from support import foreign_checkpoints as foreign

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.checkpoints.integers import integer_weight
+from mlx_marlin.checkpoints.formats.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target, packed_target, record_of
 from support import foreign_checkpoints as foreign

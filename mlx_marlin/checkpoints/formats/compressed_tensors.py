@@ -14,10 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.integers import (
-    columns_of_words,
-    integer_weight,
-)
+from mlx_marlin.checkpoints.formats.integers import columns_of_words, integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
 from mlx_marlin.weights.bit_streams import words_of_codes
 

@@ -13,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.checkpoints.folder import naming
-from mlx_marlin.checkpoints.marlin_folder import VERSION
+from mlx_marlin.checkpoints.formats.marlin_folder import VERSION
 from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
-from mlx_marlin.integrations.mlx_lm.model_source import ModelSource, Value
+from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 

@@ -6,7 +6,11 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_marlin.checkpoints import gguf
-from mlx_marlin.integrations.mlx_lm.model_source import FolderSource, ModelSource, Value
+from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import (
+    FolderSource,
+    ModelSource,
+    Value,
+)
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Dtypes of plain tensors, by llama.cpp's names."""

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.integers import integer_weight
+from mlx_marlin.checkpoints.formats.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights.bit_streams import words_of_codes
 

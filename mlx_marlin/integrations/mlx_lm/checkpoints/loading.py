@@ -12,9 +12,12 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
-from mlx_marlin.integrations.mlx_lm.gguf_source import GgufSource, open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
+    GgufSource,
+    open_source,
+)
+from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
 from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
-from mlx_marlin.integrations.mlx_lm.model_source import ModelSource
 from mlx_marlin.integrations.mlx_lm.versions import describe
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.layers.linear import MarlinLinear

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.integers import columns_of_words, integer_weight
+from mlx_marlin.checkpoints.formats.integers import columns_of_words, integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 
 WIDTHS = (2, 3, 4, 8)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.targets import record_of
-from mlx_marlin.integrations.mlx_lm.conversion import Records, write_config
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 
 INNER = ".linear."

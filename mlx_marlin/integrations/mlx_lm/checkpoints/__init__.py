@@ -1,0 +1,1 @@
+"""Checkpoints as models of mlx-lm: loading, saving and conversion."""
