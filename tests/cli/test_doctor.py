@@ -491,8 +491,7 @@ def test_help_lists_every_command_in_a_line_the_most_useful_first(
         main(["--help"])
 
     said = capsys.readouterr().out
-    listed = [
-        line.split(maxsplit=1) for line in said.split("COMMAND\n")[1].splitlines()
-    ]
+    commands = said.split("COMMAND\n")[1].split("\n\n")[0]
+    listed = [line.split(maxsplit=1) for line in commands.splitlines()]
     assert listed == [[name, text] for name, (_, text) in COMMANDS.items()]
     assert listed[0][0] == "plan"

@@ -81,7 +81,7 @@ def test_an_address_space_that_is_missing_is_told(
         ),
         (["--output", "y"], "--output 'y', expected NAME=VALUE"),
         (["--input", "x=half", *ARRAYS[2:]], "'half' is neither"),
-        ([*ARRAYS, "--template", "T=half"], "--template 'T=half', expected a number"),
+        ([*ARRAYS, "--template", "T=half"], "--template 'T=half', expected an integer"),
         ([*ARRAYS, "--threadgroup", "a"], "--threadgroup 'a', expected one to three"),
     ],
 )

@@ -439,7 +439,7 @@ except SystemExit:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
 
-    assert "show how a product would be computed" in answer.stdout, answer.stderr
+    assert "show the plan of a matrix product" in answer.stdout, answer.stderr
     assert answer.stdout.endswith("loaded: []\n")
 
 
