@@ -42,6 +42,10 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             invariant: Whether a row's bits must not depend on the other rows.
         """
         is_ours = isinstance(layer, MarlinSwitchLinear)
+        if is_ours and layout == layer.layout == "marlin":
+            ours = converted(cls, layer)
+            ours.invariant = invariant
+            return ours
         ours = converted(cls, layer.to_stock() if is_ours else layer)
         ours.invariant = invariant
         if layout == "marlin":
@@ -72,6 +76,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         nn.Module.__init__(ours)
         ours.group_size, ours.bits = packed.group_size, packed.bits
         ours.mode = packed.mode
+        ours.global_scale = None
         ours["words"], ours["quantizers"] = packed.words, packed.scales
         ours._mark_packed(packed)
         if bias is not None:
