@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.folder import naming, read_json
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.integrations.mlx_lm.gguf_source import GgufSource, open_source
@@ -184,9 +184,20 @@ def _moved(model: nn.Module, source: ModelSource, name: str) -> str:
 def _tokenizer(source: ModelSource) -> Any:
     from mlx_lm.utils import load_tokenizer
 
-    ends = source.config.get("eos_token_id")
+    ends = _end_tokens(source)
     if not isinstance(source, GgufSource):
         return load_tokenizer(source.path, eos_token_ids=ends)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         source.copy_other_files(Path(folder))
         return load_tokenizer(Path(folder), eos_token_ids=ends)  # type: ignore[no-untyped-call]
+
+
+def _end_tokens(source: ModelSource) -> Any:
+    """Returns the tokens that end a text, as mlx-lm does: generation_config.json wins.
+
+    Raises:
+        ValueError: If generation_config.json is malformed.
+    """
+    file = source.path / "generation_config.json"
+    own = read_json(file).get("eos_token_id") if file.exists() else None
+    return own or source.config.get("eos_token_id")
