@@ -128,9 +128,7 @@ def _rows(
                     yield _unchanged(name, value), {name: value}
                     continue
                 value, error = own.apply(value)
-            mode = value.packed().mode if isinstance(value, PackedLayer) else value.mode
-            stays = not matches and mode in MODE_DEFAULTS
-            target = "mlx" if stays else layout
+            target = layout if matches else _own_layout(value, layout)
             written = TARGETS[target](value)
         layer = name.removesuffix(".weight")
         getattr(records, target)[layer] = written.record
@@ -143,6 +141,13 @@ def _rows(
         )
         arrays = {f"{layer}.{part}": array for part, array in written.arrays.items()}
         yield row, arrays
+
+
+def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
+    """Returns the layout that keeps a layer as it is, or `layout` if none does."""
+    if isinstance(value, PackedLayer):
+        return "marlin"
+    return "mlx" if value.mode in MODE_DEFAULTS else layout
 
 
 def _unchanged(name: str, array: mx.array) -> Row:
