@@ -143,6 +143,18 @@ def test_saving_keeps_the_name_of_a_layer_called_linear(tmp_path: Path) -> None:
     assert {"head.linear.weight", "head.linear.bias"} <= {*saved}
 
 
+def test_a_layer_called_linear_is_loaded(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path, arrays, settings, **options)
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    weights["head.linear.weight"] = mx.ones((32, 64), mx.float16)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    source = open_source(tmp_path)
+    source.model.head = {"linear": llama.nn.Linear(64, 32, bias=False)}
+    model = load_model(source)
+    assert mx.all(model.head["linear"].weight == 1)
+
+
 def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
     arrays, settings, options = FORMATS["gptq"]
     path = tmp_path / "source"

@@ -158,7 +158,8 @@ def _check_names(
     layers = set(quantized)
     known = set(dict(tree_flatten(model.parameters())))
     own = {name for name in known if name.rpartition(".")[0] in layers}
-    inner = {name for name in known if name.rpartition(".")[0].endswith(".linear")}
+    reordered = {f"{layer}.linear" for layer in layers}
+    inner = {name for name in known if name.rpartition(".")[0] in reordered}
     biases = {name for name in own if name.endswith(".bias")}
     biases |= {
         name.replace(".linear.bias", ".bias")
