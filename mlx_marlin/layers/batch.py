@@ -8,7 +8,9 @@ import mlx.nn as nn
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import NATIVE, PACKED, replace_entries
 from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.products.reference.weight import as_mlx, stock_group_size
 from mlx_marlin.products.request import PackedArrays
+from mlx_marlin.weights.formats import MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -77,12 +79,25 @@ class BatchLayer(GuardedParameters):
         self.freeze(keys=[*PACKED])
 
     def to_stock_layer(self, cls: type[Layer]) -> Layer:
-        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
+        """Returns mlx-lm's own layer with the same parameters, in MLX's layout.
+
+        A zero point becomes a bias, rounded to the scales' dtype.
+
+        Raises:
+            ValueError: If MLX has no such group size.
+        """
         layer = converted(cls, self)
         for name in ("layout", "_n", "_k"):
             vars(layer).pop(name, None)
         layer._no_grad.difference_update(PACKED)
         native = dict(zip(NATIVE, self.native(), strict=True))
+        packed = self.packed
+        if packed is not None and self.mode not in MODE_DEFAULTS:
+            size = stock_group_size(packed)
+            if size is None:
+                raise ValueError(f"MLX has no experts in groups of {self.group_size}")
+            layer.group_size, layer.mode = size, "affine"
+            native = dict(zip(NATIVE, as_mlx(packed), strict=True))
         if self.layout == "marlin":
             arrays = {
                 name: array for name, array in native.items() if array is not None

@@ -42,6 +42,10 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             invariant: Whether a row's bits must not depend on the other rows.
         """
         is_marlin = isinstance(layer, MarlinSwitchLinear)
+        if is_marlin and layout == layer.layout == "marlin":
+            result = converted(cls, layer)
+            result.invariant = invariant
+            return result
         result = converted(cls, layer.to_stock() if is_marlin else layer)
         result.invariant = invariant
         if layout == "marlin":
@@ -72,6 +76,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         nn.Module.__init__(result)
         result.group_size, result.bits = packed.group_size, packed.bits
         result.mode = packed.mode
+        result.global_scale = None
         result["words"], result["quantizers"] = packed.words, packed.scales
         result._mark_packed(packed)
         if bias is not None:

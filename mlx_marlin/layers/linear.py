@@ -122,6 +122,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             ValueError: If the layout is unknown or does not support the format.
         """
         _check_layer("layer", layer, nn.QuantizedLinear)
+        if isinstance(layer, MarlinLinear) and layout == layer.layout == "marlin":
+            return cls._repacked(layer, invariant)
         _check(layout, layer.mode, layer.bits)
         sizes = format_of(layer.mode, layer.bits).group_sizes
         if layout == "mlx" and layer.group_size not in sizes:
@@ -139,6 +141,17 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         if layout == "marlin":
             result.keep_packed()
         return result
+
+    @classmethod
+    def _repacked(cls, layer: "MarlinLinear", invariant: bool) -> Self:
+        """Returns a layer with the same packed arrays, in any of our formats."""
+        ours = without_parameters(cls, layer)
+        ours.invariant = invariant
+        assert layer.packed is not None
+        ours._take(layer.packed)
+        if "bias" in layer:
+            ours["bias"] = layer["bias"]
+        return ours
 
     @classmethod
     def from_packed(
@@ -184,7 +197,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         """Returns MLX's own layer with the same parameters, in MLX's layout.
 
         Groups that are longer than MLX's are split. MLX does not support groups of 16
-        integers: such a layer becomes an `nn.Linear` with the decoded weight.
+        integers: such a layer becomes an `nn.Linear` with the decoded weight. A zero
+        point becomes a bias, rounded to the scales' dtype.
         """
         layer: nn.QuantizedLinear | nn.Linear
         packed = self.packed
@@ -197,6 +211,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         else:
             layer = without_parameters(nn.QuantizedLinear, self)
             layer.group_size = size
+            if self.mode not in MODE_DEFAULTS:
+                layer.mode = "affine"
             native = self.native() if packed is None else (*as_mlx(packed), None)
             for name, array in zip(NATIVE, native, strict=False):
                 setattr(layer, name, array)

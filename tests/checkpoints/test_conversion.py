@@ -129,6 +129,20 @@ def test_layers_of_mlx_that_do_not_match_stay_as_they_are(tmp_path: Path) -> Non
     assert "model.layers.0.mlp.up_proj.words" in arrays
 
 
+def test_packed_layers_that_do_not_match_stay_packed(tmp_path: Path) -> None:
+    plain_llama(tmp_path / "source")
+    how = Quantization(bits=4, group_size=256)  # MLX has no such groups
+    packed = tmp_path / "packed"
+    [*convert(open_source(tmp_path / "source"), packed, quantization=how)]
+    before = json.loads((packed / "config.json").read_text())["mlx_marlin"]
+
+    [*convert(open_source(packed), tmp_path / "result", layout="mlx", only="nothing")]
+
+    after = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert len(before["layers"]) == 2
+    assert after["mlx_marlin"] == before
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     written(tmp_path / "source", "gptq")
     rows = [

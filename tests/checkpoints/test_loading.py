@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import llama
 
+from mlx_marlin import optimize, restore
 from mlx_marlin.integrations.mlx_lm.checkpoints import loading
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
@@ -109,6 +110,51 @@ def test_the_tokenizer_is_loaded_too(
     assert not model.training
 
 
+def test_generation_config_names_the_end_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path, arrays, {**settings, "eos_token_id": 7}, **options)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    asked = []
+    monkeypatch.setattr(
+        "mlx_lm.utils.load_tokenizer",
+        lambda path, eos_token_ids: asked.append((path, eos_token_ids)),
+    )
+    loading.load(tmp_path)
+    assert asked == [(tmp_path, [7, 9])]
+
+
+def test_saving_keeps_the_end_tokens(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    tokenizer = Tokenizer()
+    tokenizer.eos_token_ids = {9, 7}
+    save(tmp_path / "saved", load_model(open_source(tmp_path / "source")), tokenizer)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["eos_token_id"] == [7, 9]
+
+
+def test_saving_keeps_the_name_of_a_layer_called_linear(tmp_path: Path) -> None:
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG | {"num_hidden_layers": 1}))
+    model.head = {"linear": llama.nn.Linear(64, 32)}
+    save(tmp_path / "saved", model, Tokenizer())
+    saved = mx.load(str(tmp_path / "saved" / "model.safetensors"))
+    assert {"head.linear.weight", "head.linear.bias"} <= {*saved}
+
+
+def test_a_layer_called_linear_is_loaded(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    write_llama(tmp_path, arrays, settings, **options)
+    weights = mx.load(str(tmp_path / "model.safetensors"))
+    weights["head.linear.weight"] = mx.ones((32, 64), mx.float16)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    source = open_source(tmp_path)
+    source.model.head = {"linear": llama.nn.Linear(64, 32, bias=False)}
+    model = load_model(source)
+    assert mx.all(model.head["linear"].weight == 1)
+
+
 def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
     arrays, settings, options = FORMATS["gptq"]
     path = tmp_path / "source"
@@ -127,6 +173,23 @@ def test_a_parameter_without_a_place_is_named(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     with pytest.raises(ValueError, match=r"source: tensor 'model\.layers\.1"):
         load_model(open_source(path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("options", [{}, {"layout": "mlx"}, {"invariant": True}])
+def test_loaded_models_are_optimized_and_restored(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    arrays, settings, wanted = FORMATS[name]
+    exact = write_llama(tmp_path, arrays, settings, **wanted)
+    model = optimize(load_model(open_source(tmp_path)), **options)
+    layers = [m for m in model.modules() if isinstance(m, MarlinLinear)]
+    assert len(layers) == 14
+    assert all(layer.layout == "marlin" for layer in layers)
+    assert all(layer.invariant is ("invariant" in options) for layer in layers)
+    assert_same_answers(model, reference(exact))
+    restore(model)
+    assert_same_answers(model, reference(exact))
 
 
 def damaged_record(path: Path, **changes: object) -> None:

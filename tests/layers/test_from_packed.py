@@ -108,3 +108,42 @@ def test_wrong_weights_are_refused() -> None:
         MarlinSwitchLinear.from_packed(packed_of("symmetric"))
     with pytest.raises(ValueError, match=r"bias has shape \(96,\), expected \(3, 96\)"):
         MarlinSwitchLinear.from_packed(packed_of("symmetric", EXPERTS), mx.zeros(N))
+
+
+@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
+def test_other_options_keep_the_packed_bits(mode: str) -> None:
+    linear = MarlinLinear.from_packed(packed_of(mode))
+    experts = MarlinSwitchLinear.from_packed(packed_of(mode, EXPERTS))
+    for layer in (linear, experts):
+        other = type(layer).from_quantized(layer, layout="marlin", invariant=True)
+        assert other.invariant
+        assert not layer.invariant
+        assert other.mode == mode
+        assert mx.array_equal(other["words"], layer["words"])
+        assert mx.array_equal(other["quantizers"], layer["quantizers"])
+
+
+@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
+def test_stock_layers_compute_with_biases_for_zero_points(mode: str) -> None:
+    x = rows(4)
+    linear = MarlinLinear.from_packed(packed_of(mode)).to_stock()
+    assert linear.mode == "affine"
+    expected = exact(x, dequantize(packed_of(mode), mx.float32))
+    assert oracles.error(linear(x), expected) < 5e-3  # biases are rounded
+
+    packed = packed_of(mode, EXPERTS)
+    experts = MarlinSwitchLinear.from_packed(packed).to_stock()
+    y = experts(x[:, None, None], mx.array([[0], [1], [2], [1]]))
+    weights = dequantize(packed, mx.float32)
+    for i, expert in enumerate((0, 1, 2, 1)):
+        assert (
+            oracles.error(y[i].reshape(-1), exact(x[i], weights[expert])) < 5e-3
+        )  # biases are rounded
+
+
+def test_experts_in_groups_that_mlx_lacks_have_no_stock_layer() -> None:
+    experts = MarlinSwitchLinear.from_packed(
+        packed_of("symmetric", EXPERTS, group_size=16)
+    )
+    with pytest.raises(ValueError, match="MLX has no experts in groups of 16"):
+        experts.to_stock()

@@ -22,7 +22,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 )
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
+from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, MODE_DEFAULTS, format_of
 
 Convert = Callable[[Any], nn.Module]
 
@@ -77,6 +77,8 @@ class LayerConversion:
         return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
 
     def _layout_of(self, layer: nn.Module) -> str:
+        if _is_packed_only(layer):
+            return "marlin"
         return self.layout or default_layout(layer)
 
     def _can_quantize(self, layer: nn.Linear) -> bool:
@@ -120,6 +122,14 @@ def default_layout(layer: nn.Module) -> str:
     else:
         return "mlx"
     return "mlx" if scales.dtype == mx.float32 else "marlin"
+
+
+def _is_packed_only(layer: Any) -> bool:
+    """Returns whether MLX has no layer in the format of a packed one."""
+    if getattr(layer, "layout", "mlx") != "marlin":
+        return False
+    sizes = format_of(layer.mode, layer.bits).group_sizes
+    return layer.mode not in MODE_DEFAULTS or layer.group_size not in sizes
 
 
 def is_marlin_layer(layer: nn.Module) -> bool:

@@ -128,9 +128,8 @@ def _rows(
                     yield _unchanged(name, value), {name: value}
                     continue
                 value, error = own.apply(value)
-            mode = value.packed().mode if isinstance(value, PackedLayer) else value.mode
-            stays = mode in MODE_DEFAULTS and not (matches and _can_be_packed(value))
-            target = "mlx" if stays else layout
+            keeps = not matches or not _can_be_packed(value)
+            target = _own_layout(value, layout) if keeps else layout
             written = TARGETS[target](value)
         layer = name.removesuffix(".weight")
         getattr(records, target)[layer] = written.record
@@ -143,6 +142,13 @@ def _rows(
         )
         arrays = {f"{layer}.{part}": array for part, array in written.arrays.items()}
         yield row, arrays
+
+
+def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
+    """Returns the layout that keeps a layer as it is, or `layout` if none does."""
+    if isinstance(value, PackedLayer):
+        return "marlin"
+    return "mlx" if value.mode in MODE_DEFAULTS else layout
 
 
 def _unchanged(name: str, array: mx.array) -> Row:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.folder import naming, read_json
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
@@ -161,7 +161,8 @@ def _check_names(
     layers = set(quantized)
     known = set(dict(tree_flatten(model.parameters())))
     own = {name for name in known if name.rpartition(".")[0] in layers}
-    inner = {name for name in known if name.rpartition(".")[0].endswith(".linear")}
+    reordered = {f"{layer}.linear" for layer in layers}
+    inner = {name for name in known if name.rpartition(".")[0] in reordered}
     biases = {name for name in own if name.endswith(".bias")}
     biases |= {
         name.replace(".linear.bias", ".bias")
@@ -187,9 +188,20 @@ def _moved(model: nn.Module, source: ModelSource, name: str) -> str:
 def _tokenizer(source: ModelSource) -> Any:
     from mlx_lm.utils import load_tokenizer
 
-    ends = source.config.get("eos_token_id")
+    ends = _end_tokens(source)
     if not isinstance(source, GgufSource):
         return load_tokenizer(source.path, eos_token_ids=ends)  # type: ignore[no-untyped-call]
     with tempfile.TemporaryDirectory() as folder:
         source.copy_other_files(Path(folder))
         return load_tokenizer(Path(folder), eos_token_ids=ends)  # type: ignore[no-untyped-call]
+
+
+def _end_tokens(source: ModelSource) -> Any:
+    """Returns the tokens that end a text, as mlx-lm does: generation_config.json wins.
+
+    Raises:
+        ValueError: If generation_config.json is malformed.
+    """
+    file = source.path / "generation_config.json"
+    own = read_json(file).get("eos_token_id") if file.exists() else None
+    return own or source.config.get("eos_token_id")

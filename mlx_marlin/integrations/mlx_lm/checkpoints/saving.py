@@ -13,9 +13,7 @@ from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
-
-INNER = ".linear."
-"""What stands between the path of a reordered layer and its parameters."""
+from mlx_marlin.layers.reordered import ReorderedLinear
 
 
 def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
@@ -36,17 +34,19 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
     path = Path(path)
     records = _records(model)
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    arrays = {_stored_name(name): array for name, array in parameters.items()}
+    reordered = _reordered(model)
+    arrays = {_stored_name(name, reordered): a for name, a in parameters.items()}
     with new_folder(path) as folder:
         with Shards(folder, [*arrays], {"format": "mlx"}) as shards:
             for name, array in arrays.items():
                 shards.add(name, array)
-        write_config(_config(model), records, folder)
+        write_config(_config(model) | _end_tokens(tokenizer), records, folder)
         tokenizer.save_pretrained(str(folder))
 
 
 def _records(model: nn.Module) -> Records:
     records = Records()
+    reordered = _reordered(model)
     for name, module in model.named_modules():
         layer: Any = module
         if isinstance(layer, GuardedParameters):
@@ -57,7 +57,9 @@ def _records(model: nn.Module) -> Records:
                     f"{name} is {stored}: call mlx_marlin.restore(model) before saving"
                 )
             if packed is not None:
-                records.marlin[_stored_name(f"{name}.")[:-1]] = record_of(packed)
+                records.marlin[
+                    _stored_name(f"{name}.words", reordered)[: -len(".words")]
+                ] = record_of(packed)
                 continue
         if hasattr(layer, "bits") and "scales" in layer:
             format = {"group_size": layer.group_size, "bits": layer.bits}
@@ -65,9 +67,22 @@ def _records(model: nn.Module) -> Records:
     return records
 
 
-def _stored_name(name: str) -> str:
+def _reordered(model: nn.Module) -> set[str]:
+    """Returns the paths of the inner layers of reordered layers."""
+    modules = model.named_modules()
+    return {f"{name}.linear" for name, m in modules if isinstance(m, ReorderedLinear)}
+
+
+def _stored_name(name: str, reordered: set[str]) -> str:
     """Returns the name in a checkpoint: a reordered layer's is one level less deep."""
-    return name.replace(INNER, ".")
+    layer, _, part = name.rpartition(".")
+    return f"{layer.removesuffix('.linear')}.{part}" if layer in reordered else name
+
+
+def _end_tokens(tokenizer: Any) -> dict[str, list[int]]:
+    """Returns the tokens that end a text, which a model's arguments do not hold."""
+    ends = getattr(tokenizer, "eos_token_ids", None)
+    return {"eos_token_id": sorted(ends)} if ends else {}
 
 
 def _config(model: Any) -> dict[str, Any]:
