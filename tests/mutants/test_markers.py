@@ -58,6 +58,10 @@ def test_every_mutant_changes_one_fragment(file: str) -> None:
             assert mutant.changed(text) != text
 
 
+def test_every_mutant_names_a_file_of_the_shaders() -> None:
+    assert {file for _, file in PLANTED} <= {*shader_files()}
+
+
 def test_mutants_use_only_names_that_the_shaders_have() -> None:
     word = re.compile(r"(?<!\w)[A-Za-z_]\w*")
     texts = (re.sub("//.*", "", read(file)) for file in shader_files())

@@ -16,14 +16,13 @@ MXFP4 = "packed mxfp4, bfloat16"
 ODD_X = "packed, odd offset of x"
 ODD_WORDS = "packed, odd offset of words"
 ODD_SCALES = "packed, odd offset of scales"
-_APART = "cuda/apart.cuh"
 
+_APART = "cuda/apart.cuh"
 _LANE = "cuda/lane.cuh"
 _MMA = "cuda/mma.cuh"
 _MAIN_LOOP = "cuda/main_loop.cuh"
 _TILE = "cuda/weight_tile.cuh"
 _WEIGHTS = "cuda/weights.cuh"
-_APART = "cuda/apart.cuh"
 
 MUTANTS = (
     Mutant(

@@ -103,7 +103,7 @@ _BARRIERS = (
     ),
 )
 
-_FRAGMENTS = (
+_FRAGMENT_BUGS = (
     Mutant(
         "m is clamped one row late",
         _GEMM,
@@ -384,4 +384,4 @@ _TILES = (
     ),
 )
 
-MUTANTS = (*_BARRIERS, *_FRAGMENTS, *_TILES)
+MUTANTS = (*_BARRIERS, *_FRAGMENT_BUGS, *_TILES)

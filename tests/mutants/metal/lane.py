@@ -286,7 +286,7 @@ _LOADS = (
     ),
 )
 
-_VALUES = (
+_VALUE_BUGS = (
     Mutant(
         "scales and biases are not interleaved",
         _WEIGHT_TILE,
@@ -415,4 +415,4 @@ _VALUES = (
     ),
 )
 
-MUTANTS = (*_LANES, *_LOADS, *_VALUES)
+MUTANTS = (*_LANES, *_LOADS, *_VALUE_BUGS)
