@@ -35,6 +35,12 @@ class Folder:
             ValueError: If config, index or a header is malformed, or an array occurs
                 in two files.
         """
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"{path}: no such folder, expected one with config.json, safetensors "
+                f"files, or a .gguf file (from the Hugging Face Hub: hf download "
+                f"REPOSITORY --local-dir FOLDER)"
+            )
         self.path = path
         self.config = read_json(path / "config.json")
         self.arrays: dict[str, StoredArray] = {}

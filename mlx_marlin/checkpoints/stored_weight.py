@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.products.reference.weight import decoded
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 TILES = "marlin-tiles-1"
@@ -103,29 +103,15 @@ class StoredWeight:
         """Returns the values of the weight in float32, columns in the stored order."""
         if self.super_scales is not None:
             return self.with_float_scales().decoded()
-        if self.scales.dtype == mx.uint8:
-            return mx.dequantize(
-                self.codes,
-                self.scales,
-                None,
-                self.group_size,
-                self.bits,
-                self.mode,
-                global_scale=self.global_scale,
-                dtype=mx.float32,
-            )
-        codes = codes_of_words(self.codes, self.bits).astype(mx.float32)
-        groups = codes.reshape(*self.scales.shape, self.group_size)
-        scales = self.scales.astype(mx.float32)[..., None]
-        if self.mode == "affine":
-            assert self.biases is not None
-            values = scales * groups + self.biases.astype(mx.float32)[..., None]
-        else:
-            zeros: mx.array | float = 2.0 ** (self.bits - 1)
-            if self.biases is not None:
-                zeros = self.biases.astype(mx.float32)[..., None]
-            values = scales * (groups - zeros)
-        return values.reshape(self.shape)
+        return decoded(
+            self.codes,
+            self.scales,
+            self.biases,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            global_scale=self.global_scale,
+        )
 
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.
@@ -186,8 +172,9 @@ class Tensor:
     Attributes:
         name: Name of the parameter in mlx-lm, such as
             "model.layers.0.self_attn.q_proj.weight".
-        format: Name of the stored format, such as "Q4_K" or "gptq 4-bit group 128".
-        shape: Shape of the weight, or of the array.
+        format: Name of the stored format, such as "Q4_K", "gptq" or "F16".
+        shape: Shape of the weight or array; of a foreign layer in a folder, that of its
+            codes.
         nbytes: Bytes in the file.
         read: Reads it.
     """

@@ -1,13 +1,12 @@
 """The arrays that a quantized weight becomes in a checkpoint, and their record."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer, StoredWeight
-from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -107,28 +106,25 @@ def _biases(weight: StoredWeight) -> tuple[mx.array | None, float]:
     change = biases.astype(mx.float32) - exact
     if not mx.any(change):
         return biases, 0.0
-    return biases, _relative(weight, scales, exact, change)
+    return biases, _relative(weight, change)
 
 
-def _relative(
-    weight: StoredWeight, scales: mx.array, biases: mx.array, change: mx.array
-) -> float:
+def _relative(weight: StoredWeight, change: mx.array) -> float:
     """Returns the Frobenius norm of a change of biases relative to the weight's.
 
     The weight is decoded in float32, so many rows at a time that this takes
     `DECODED_BYTES`.
     """
-    k = weight.shape[-1]
-    codes, scales, biases = (
-        array.reshape(-1, array.shape[-1]) for array in (weight.codes, scales, biases)
-    )
-    rows = max(1, DECODED_BYTES // (4 * k))
+    flat = {
+        name: array.reshape(-1, array.shape[-1])
+        for name in ("codes", "scales", "biases")
+        if (array := getattr(weight, name)) is not None
+    }
+    rows = max(1, DECODED_BYTES // (4 * weight.shape[-1]))
     total = 0.0
-    for first in range(0, codes.shape[0], rows):
-        own = slice(first, first + rows)
-        values = codes_of_words(codes[own], weight.bits).astype(mx.float32)
-        groups = values.reshape(*scales[own].shape, -1)
-        groups = groups * scales[own][..., None] + biases[own][..., None]
-        total += float(cast(float, mx.square(groups).sum().item()))
+    for first in range(0, len(flat["codes"]), rows):
+        own = {name: array[first : first + rows] for name, array in flat.items()}
+        values = replace(weight, **own).decoded()
+        total += float(cast(float, mx.square(values).sum().item()))
     changed = float(cast(float, mx.square(change).sum().item())) * weight.group_size
     return math.sqrt(changed / total) if total else 0.0

@@ -13,7 +13,10 @@ from mlx_marlin.cli import terminal
 
 COMMANDS = {
     "plan": ("mlx_marlin.cli.plan", "show the plan of a matrix product"),
-    "convert": ("mlx_marlin.cli.convert", "convert a checkpoint"),
+    "convert": (
+        "mlx_marlin.cli.convert",
+        "import GPTQ, AWQ, GGUF and other checkpoints",
+    ),
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
     "doctor": (
         "mlx_marlin.cli.doctor",

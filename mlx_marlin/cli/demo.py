@@ -19,7 +19,7 @@ from mlx_marlin.cli import models
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
-    from mlx_marlin.cli.generation import Generation
+    from mlx_marlin.cli.demonstration.generation import Generation
 
 CHECKPOINT = Path("examples/tiny_llama/model")
 """The demo's own model, relative to the repository."""
@@ -139,24 +139,24 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     _force_backend()
 
-    from mlx_marlin.cli import demo_report
+    from mlx_marlin.cli.demonstration import report
 
     name = args.model or str(checkpoint())
     model, tokenizer = models.load(name)
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
     work = _work(tokenizer, args.batch, args.tokens)
-    print(demo_report.opening(name, model, args.layout))
+    print(report.opening(name, model, args.layout))
     outcomes = measure_all(model, work, args.layout)
     stock, ours = outcomes[-2:]
     for batch in zip(work.batches, ours.generations, stock.generations, strict=True):
-        print(demo_report.batch(tokenizer, *batch))
+        print(report.batch(tokenizer, *batch))
     scores = {outcome.label: outcome.perplexity for outcome in outcomes}
-    print(demo_report.perplexities(scores, work.text))
-    print(demo_report.plans(launch.plans_built()))
-    errors = demo_report.errors(ours.perplexity, stock.perplexity)
+    print(report.perplexities(scores, work.text))
+    print(report.plans(launch.plans_built()))
+    errors = report.errors(ours.perplexity, stock.perplexity)
     for pair in zip(ours.generations, stock.generations, strict=True):
-        errors += demo_report.wrong_texts(*pair)
+        errors += report.wrong_texts(*pair)
     for error in errors:
         print(f"mlx-marlin demo: {error}", file=sys.stderr)
     return 1 if errors else 0
@@ -222,7 +222,7 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
     """Generates text for each batch and computes the perplexity."""
     from tqdm import tqdm
 
-    from mlx_marlin.cli.generation import generate, passes, perplexity
+    from mlx_marlin.cli.demonstration.generation import generate, passes, perplexity
 
     total = passes(work.text[:, 1:]) + sum(
         passes(prompts) + work.count - 1 for prompts in work.batches

@@ -65,7 +65,11 @@ class GuardedParameters(nn.Module):
         )
 
     def packed_arrays(self) -> PackedArrays:
-        """Returns the arrays of the packed weight, which products take unchecked."""
+        """Returns the arrays of the packed weight, which products take unchecked.
+
+        Subclasses that can be packed define it. It is not an `abstractmethod`: joined
+        layers never are, and `dict`, the base of modules, does not enforce it.
+        """
         raise NotImplementedError
 
     def stored(self) -> str | None:

@@ -2,10 +2,9 @@
 
 import mlx.core as mx
 
-from mlx_marlin.products.packing import unpack
 from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS
+from mlx_marlin.weights.formats import DTYPE_BYTES
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
@@ -34,17 +33,4 @@ def dequantize(packed: PackedWeight, dtype: mx.Dtype | None = None) -> mx.array:
         raise TypeError(f"dtype must be an mx.Dtype, got {type(dtype).__name__}")
     if dtype_name(dtype) not in DTYPE_BYTES:
         raise ValueError(f"dtype={dtype_name(dtype)}, expected one of {[*DTYPE_BYTES]}")
-    if packed.mode not in MODE_DEFAULTS or packed.mode == "affine":
-        return plain(packed, dtype)
-    words, scales = unpack(packed)
-    exact = mx.dequantize(
-        words,
-        scales,
-        None,
-        packed.group_size,
-        packed.bits,
-        packed.mode,
-        global_scale=packed.global_scale,
-        dtype=mx.float32,
-    )
-    return exact.astype(dtype)
+    return plain(packed, dtype)

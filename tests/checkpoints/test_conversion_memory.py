@@ -11,7 +11,7 @@ import pytest
 from mlx_marlin.checkpoints.shards import Shards
 from support.foreign_models import CONFIG
 
-WIDE, LAYERS = 2048, 24
+WIDE, LAYERS = 2048, 18
 PROGRAM = """
 import resource, sys
 from pathlib import Path
@@ -35,7 +35,7 @@ print(peak() - before)
 
 @pytest.fixture(scope="module")
 def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 24 layers, 800 MB, whose largest weights have 8 MB."""
+    """A model of 18 layers, 1 GB, whose largest weights have 8 MB."""
     path = tmp_path_factory.mktemp("large")
     sizes = {
         "hidden_size": WIDE,
@@ -46,7 +46,7 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     matrix = mx.random.normal((WIDE, WIDE), mx.float16)
     layer = {
         **{f"self_attn.{name}_proj": matrix for name in ("q", "k", "v", "o")},
-        "mlp.down_proj": matrix,
+        **{f"mlp.{name}_proj": matrix for name in ("gate", "up", "down")},
         "input_layernorm": matrix[0],
         "post_attention_layernorm": matrix[0],
     }
@@ -55,10 +55,11 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(LAYERS)
         for name, array in layer.items()
     }
+    vocabulary = matrix[: CONFIG["vocab_size"]]
     arrays |= {
-        f"model.layers.{i}.mlp.{name}_proj.weight": matrix
-        for i in range(LAYERS // 4)
-        for name in ("up", "gate")
+        "model.embed_tokens.weight": vocabulary,
+        "lm_head.weight": vocabulary,
+        "model.norm.weight": matrix[0],
     }
     with Shards(path, [*arrays], {}) as shards:
         for name, array in arrays.items():

@@ -161,8 +161,12 @@ def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
     write_llama(path, arrays, settings, **options)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"source: the model lacks \['model.layers.2"):
+    missing = r"source: tensors \['model\.layers\.2.* are missing"
+    with pytest.raises(ValueError, match=missing):
         load_model(open_source(path))
+    with pytest.raises(ValueError, match=missing):
+        list(convert(open_source(path), tmp_path / "result"))
+    assert not (tmp_path / "result").exists()
 
 
 def test_a_parameter_without_a_place_is_named(tmp_path: Path) -> None:

@@ -40,11 +40,22 @@ def add(path: Path, **arrays: np.ndarray) -> None:
 
 
 def gptq_mixtral(path: Path, *, act_order: bool) -> Path:
-    """A mixtral whose experts are in GPTQ's format; the rest is not written."""
+    """A mixtral whose experts are in GPTQ's format, and the rest in zeros."""
     rng = np.random.default_rng(0)
-    arrays = {}
+    start = "model.layers.0"
+    shapes = {
+        "model.embed_tokens": (64, 128),
+        "model.norm": (128,),
+        "lm_head": (64, 128),
+        f"{start}.input_layernorm": (128,),
+        f"{start}.post_attention_layernorm": (128,),
+        f"{start}.block_sparse_moe.gate": (2, 128),
+        **{f"{start}.self_attn.{name}_proj": (128, 128) for name in "qkvo"},
+    }
+    arrays = {f"{name}.weight": np.zeros(s, np.float16) for name, s in shapes.items()}
+    experts = {"w1": (256, 128), "w2": (128, 256), "w3": (256, 128)}
     for expert in range(2):
-        for name, (n, k) in {"w1": (256, 128), "w2": (128, 256)}.items():
+        for name, (n, k) in experts.items():
             weight = foreign.drawn_weight(rng, n, k, 64, 4, act_order=act_order)
             layer = f"model.layers.0.block_sparse_moe.experts.{expert}.{name}"
             arrays |= foreign.gptq_arrays(layer, weight, 2)
@@ -55,7 +66,9 @@ def gptq_mixtral(path: Path, *, act_order: bool) -> Path:
 def test_stacked_experts_are_converted(tmp_path: Path) -> None:
     source = open_source(gptq_mixtral(tmp_path / "source", act_order=False))
     rows = [*convert(source, tmp_path / "result")]
-    assert [row.name.split(".")[-2] for row in rows] == ["gate_proj", "down_proj"]
+    packed = {row.name.split(".")[-2] for row in rows if "marlin" in row.target}
+    assert packed == {"gate_proj", "up_proj", "down_proj"}
+    assert not load_model(open_source(tmp_path / "result")).training
 
 
 def test_experts_with_act_order_are_refused(tmp_path: Path) -> None:

@@ -103,4 +103,4 @@ def test_a_missing_folder_is_named(
 ) -> None:
     missing = tmp_path / "missing"
     assert main(["convert", str(missing), str(tmp_path / "result")]) == 2
-    assert str(missing / "config.json") in capsys.readouterr().err
+    assert f"{missing}: no such folder, expected one" in capsys.readouterr().err

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import demo, demo_report, main
-from mlx_marlin.cli.generation import (
+from mlx_marlin.cli import demo, main
+from mlx_marlin.cli.demonstration import report
+from mlx_marlin.cli.demonstration.generation import (
     Generation,
     compare_tokens,
     generate,
@@ -114,7 +115,7 @@ def test_a_perplexity_half_a_percent_off_is_wrong(
 ) -> None:
     backend("stock")
 
-    assert len(demo_report.errors(ours, 8.0)) == wrong
+    assert len(report.errors(ours, 8.0)) == wrong
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_text_that_parts_where_stock_is_sure_is_wrong(
     stock = Generation(tokens=[[1, 2, 3]], margins=[[0.1, margin, 9.0]], step_ms=1.0)
     written = Generation(tokens=[ours], margins=[[1.0] * 3], step_ms=1.0)
 
-    assert len(demo_report.wrong_texts(written, stock)) == wrong
+    assert len(report.wrong_texts(written, stock)) == wrong
 
 
 def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
@@ -136,10 +137,10 @@ def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
     backend(None)
     with monkeypatch.context() as patch:
         patch.setattr(selection, "backend", lambda: "stock")
-        assert demo_report.errors(8.0, 8.0)
+        assert report.errors(8.0, 8.0)
 
     backend("stock")
-    assert not demo_report.errors(8.0, 8.0)
+    assert not report.errors(8.0, 8.0)
 
 
 def read_text(monkeypatch: pytest.MonkeyPatch, windows: int) -> None:
@@ -170,7 +171,7 @@ def test_the_demo_succeeds_through_our_kernels(
     output = capsys.readouterr().out
     assert "2 of 2 texts equal stock MLX's" in output
     assert "gemm_register" in output
-    assert demo_report.BACKENDS[selection.backend()] in output
+    assert report.BACKENDS[selection.backend()] in output
 
 
 def test_a_wrong_weight_fails_the_demo(

@@ -16,11 +16,10 @@ import mlx.core as mx
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.formats.integers import columns_of_words, integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
+from mlx_marlin.products.reference.weight import LARGEST_NVFP4
 from mlx_marlin.weights.bit_streams import words_of_codes
 
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
-NVFP4_SCALE = 2688.0
-"""Largest scale times largest code, 448 * 6: MLX divides a global scale by it."""
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
@@ -131,5 +130,5 @@ def _nvfp4(folder: Folder, layer: str) -> StoredWeight:
         group_size=16,
         bits=4,
         mode="nvfp4",
-        global_scale=(NVFP4_SCALE / divisor).reshape(1),
+        global_scale=(LARGEST_NVFP4 / divisor).reshape(1),
     )

@@ -6,11 +6,10 @@ import mlx.core as mx
 
 from mlx_marlin.checkpoints.gguf.blocks import read_plain
 from mlx_marlin.checkpoints.gguf.container import Container, TensorInfo
+from mlx_marlin.products.reference.weight import LARGEST_NVFP4
 
 SCALES = re.compile(r"(.*)\.(scale|input_scale)")
 """Names of scales: of the weight, and of activations that are quantized too."""
-_UNIT = 448.0 * 6.0
-"""Largest E4M3 times largest E2M1: MLX's global scale is the largest magnitude."""
 
 
 def global_scale(container: Container, weight: TensorInfo) -> mx.array | None:
@@ -39,14 +38,14 @@ def global_scale(container: Container, weight: TensorInfo) -> mx.array | None:
         raise ValueError(f"its scale {info.name!r} is NaN or infinite")
     if (scale == 1).all():
         return None
-    unit = np.float32(_UNIT)
+    unit = np.float32(LARGEST_NVFP4)
     largest = np.multiply(scale, unit, dtype=np.float32)
     for candidate in (largest, *(np.nextafter(largest, side) for side in _SIDES)):
         largest = np.where(candidate / unit == scale, candidate, largest)
     if not (largest / unit == scale).all():
         raise ValueError(
-            f"its scale {info.name!r} is no float32 divided by {_UNIT:.0f}, which is "
-            "how MLX stores the global scale"
+            f"its scale {info.name!r} is no float32 divided by "
+            f"{LARGEST_NVFP4:.0f}, which is how MLX stores the global scale"
         )
     return mx.array(largest)
 

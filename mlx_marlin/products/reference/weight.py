@@ -99,18 +99,63 @@ def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.arr
 
 
 def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """Returns a weight of integers [n, k] decoded, in MLX's operations.
+    """Returns a weight [..., n, k] decoded, in MLX's operations.
 
     Every element is computed in float32 and rounded once.
     """
-    words, scales, *rest = unpack(packed)
-    zero = 2.0 ** (packed.bits - 1) if packed.mode == "symmetric" else 0.0
-    codes = codes_of_words(words, packed.bits).astype(mx.float32)
-    groups = codes.reshape(*packed.shape[:-1], -1, packed.group_size) - zero
+    words, scales, *biases = unpack(packed)
+    values = decoded(
+        words,
+        scales,
+        biases[0] if biases else None,
+        group_size=packed.group_size,
+        bits=packed.bits,
+        mode=packed.mode,
+        global_scale=packed.global_scale,
+    )
+    return values.astype(dtype)
+
+
+def decoded(
+    words: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str,
+    global_scale: mx.array | None = None,
+) -> mx.array:
+    """Returns the values of codes in MLX's layout, float32 [..., n, k].
+
+    Args:
+        words: Codes, uint32 [..., n, k * bits / 32].
+        scales: Scales [..., n, k / group_size].
+        biases: Biases of "affine", zero points of "zero_point", None for other modes.
+        group_size: Weights that share a scale.
+        bits: Bits of a code.
+        mode: The scheme, as in `PackedWeight`.
+        global_scale: As in `PackedWeight`.
+    """
+    if scales.dtype == mx.uint8:
+        return mx.dequantize(
+            words,
+            scales,
+            None,
+            group_size,
+            bits,
+            mode,
+            global_scale=global_scale,
+            dtype=mx.float32,
+        )
+    codes = codes_of_words(words, bits).astype(mx.float32)
+    groups = codes.reshape(*scales.shape, group_size)
     wide = scales.astype(mx.float32)[..., None]
-    if packed.mode == "zero_point":
-        groups = groups - rest[0][..., None]
-    weights = wide * groups
-    if packed.mode == "affine":
-        weights = weights + rest[0][..., None]
-    return weights.reshape(packed.shape).astype(dtype)
+    if mode == "symmetric":
+        values = wide * (groups - 2.0 ** (bits - 1))
+    else:
+        assert biases is not None
+        second = biases.astype(mx.float32)[..., None]
+        is_affine = mode == "affine"
+        values = wide * groups + second if is_affine else wide * (groups - second)
+    return values.reshape(codes.shape)

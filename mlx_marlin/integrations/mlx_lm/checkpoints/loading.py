@@ -1,13 +1,12 @@
 """Loads a model from any checkpoint that this package reads."""
 
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import naming, read_json
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
@@ -18,7 +17,6 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
 )
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
 from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
-from mlx_marlin.integrations.mlx_lm.versions import describe
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
@@ -62,7 +60,6 @@ def load_model(source: ModelSource) -> nn.Module:
     """
     model = source.model
     plain: list[tuple[str, mx.array]] = []
-    quantized: list[str] = []
     for name, value in source.parameters():
         if isinstance(value, mx.array):
             plain.append((name, value))
@@ -71,10 +68,8 @@ def load_model(source: ModelSource) -> nn.Module:
         with naming(source.path, name):
             layer = _layer(source.layer(path), value, path)
         model.update_modules(tree_unflatten([(path, layer)]))
-        quantized.append(path)
-    _check_names(source, model, {name for name, _ in plain}, quantized)
-    # A reordered layer has its bias one level deeper.
-    moved = [(_moved(model, source, name), array) for name, array in plain]
+    # Not strict: `parameters` has compared names, and the others are set already.
+    moved = [(_moved(source, name), array) for name, array in plain]
     model.load_weights(moved, strict=False)
     model.eval()
     return model
@@ -154,32 +149,8 @@ def _embedding(module: nn.Embedding, value: Weight, path: str) -> nn.Module:
     return module
 
 
-def _check_names(
-    source: ModelSource, model: nn.Module, given: set[str], quantized: Iterable[str]
-) -> None:
-    """Raises a ValueError if parameters are missing, or have no place in the model."""
-    layers = set(quantized)
-    known = set(dict(tree_flatten(model.parameters())))
-    own = {name for name in known if name.rpartition(".")[0] in layers}
-    reordered = {f"{layer}.linear" for layer in layers}
-    inner = {name for name in known if name.rpartition(".")[0] in reordered}
-    biases = {name for name in own if name.endswith(".bias")}
-    biases |= {
-        name.replace(".linear.bias", ".bias")
-        for name in inner
-        if name.endswith(".linear.bias")
-    }
-    needed = (known - own - inner) | biases
-    orders = {name for name in needed if name.endswith(".input_order")}
-    missing, extra = needed - orders - given, given - needed
-    if missing or extra:
-        raise ValueError(
-            f"{source.path}: the model lacks {sorted(missing)[:3]} and has no place "
-            f"for {sorted(extra)[:3]} ({describe('mlx-lm')})"
-        )
-
-
-def _moved(model: nn.Module, source: ModelSource, name: str) -> str:
+def _moved(source: ModelSource, name: str) -> str:
+    """Returns a parameter's name: a reordered layer has its bias one level deeper."""
     layer, _, part = name.rpartition(".")
     is_inner = part == "bias" and isinstance(source.layer(layer), ReorderedLinear)
     return f"{layer}.linear.bias" if is_inner else name

@@ -4,7 +4,8 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,25 @@ class ModelSource(ABC):
         zero are omitted if the model has none: GPTQ tools write them.
 
         Raises:
-            ValueError: If a tensor is malformed, or the model has no parameter of its
-                name and shape.
+            ValueError: If a tensor is malformed, the model has no parameter of its name
+                and shape, or, at the end, a parameter of the model was not there.
         """
-        # `filter` keeps no reference to what it has yielded.
-        return filter(self._has_place, self.stored_parameters())
+        missing = set(self._shapes)
+        # `filter` and `chain` keep no reference to what they have yielded.
+        known = filter(partial(self._has_place, missing), self.stored_parameters())
+        return chain(known, self._completed(missing))
 
-    def _has_place(self, parameter: tuple[str, Value]) -> bool:
+    def _completed(self, missing: set[str]) -> Iterator[tuple[str, Value]]:
+        """Yields nothing, and raises a ValueError if parameters are missing."""
+        if missing:
+            raise ValueError(
+                f"{self.path}: tensors {sorted(missing)[:3]} are missing, expected in "
+                f"mlx-lm's {type(self.model).__module__} ({describe('mlx-lm')})"
+            )
+        yield from ()
+
+    def _has_place(self, missing: set[str], parameter: tuple[str, Value]) -> bool:
+        """Returns whether the model has a parameter, which is then not missing."""
         name, value = parameter
         expected = self._shapes.get(name)
         if expected is None and _is_zero_bias(name, value):
@@ -76,6 +89,7 @@ class ModelSource(ABC):
                 f"{expected or 'no such tensor'} in mlx-lm's "
                 f"{type(self.model).__module__} ({describe('mlx-lm')})"
             )
+        missing.discard(name)
         return True
 
     @cached_property

@@ -1,0 +1,1 @@
+"""What `mlx-marlin demo` computes and prints."""
