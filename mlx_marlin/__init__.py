@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mlx_marlin.checkpoints.reading import read_checkpoint
     from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load
     from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
-    from mlx_marlin.integrations.mlx_lm.convert import optimize, restore
+    from mlx_marlin.integrations.mlx_lm.optimize import optimize, restore
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.products.dequantizing import dequantize
     from mlx_marlin.products.experts.matmul import gather_qmm
@@ -50,13 +50,13 @@ _MODULES = {
     "linear": "products.linear",
     "linears": "products.linear",
     "load": "integrations.mlx_lm.checkpoints.loading",
-    "optimize": "integrations.mlx_lm.convert",
+    "optimize": "integrations.mlx_lm.optimize",
     "plan": "backends.planner",
     "pack": "products.packing",
     "quantize": "products.packing",
     "quantized_matmul": "products.matmul",
     "read_checkpoint": "checkpoints.reading",
-    "restore": "integrations.mlx_lm.convert",
+    "restore": "integrations.mlx_lm.optimize",
     "save": "integrations.mlx_lm.checkpoints.saving",
     "unpack": "products.packing",
     "variants": "backends.metal.source.instances",

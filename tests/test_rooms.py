@@ -14,17 +14,16 @@ OWN_FOLDERS = ("backends/metal/", "backends/cuda/")
 ALLOWED = {
     "emulator/": "Metal is the language that it compiles",
     "pytest_plugin.py": "likewise, the fixture `emulated_metal`",
-    "cli/emulate.py": "likewise, the command",
+    "cli/emulate/": "likewise, the command",
     "tuning/counting.py": "likewise, a clock by the cost model of Metal",
     "tuning/tuner.py": "likewise, the choice of that clock",
     "__init__.py": "the public function `variants` lists Metal's",
-    "cli/diagnosis/": "reports about machines",
+    "cli/doctor/": "reports about machines",
     "backends/registry.py": "lists the back ends",
     "backends/selection.py": "the values of MLX_MARLIN_BACKEND and MLX's devices",
     "backends/kernels.py": "names MLX's functions that make kernels",
     "backends/tuned_results.py": "suffixes of the kernels' files",
-    "cli/demonstration/report.py": "descriptions by the value of MLX_MARLIN_BACKEND",
-    "cli/doctor.py": "descriptions by the value of MLX_MARLIN_BACKEND",
+    "cli/demo/report.py": "descriptions by the value of MLX_MARLIN_BACKEND",
 }
 """Files and folders that may name a back end, and why."""
 WORD = re.compile("cuda|metal", re.IGNORECASE)

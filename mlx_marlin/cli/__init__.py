@@ -80,7 +80,7 @@ class _Version(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        from mlx_marlin.cli.diagnosis import installation
+        from mlx_marlin.cli.doctor import installation
 
         print(installation.version_line())
         parser.exit()

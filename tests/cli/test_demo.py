@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.cli import demo, main
-from mlx_marlin.cli.demonstration import report
-from mlx_marlin.cli.demonstration.generation import (
+from mlx_marlin.cli.demo import report
+from mlx_marlin.cli.demo.generation import (
     Generation,
     compare_tokens,
     generate,

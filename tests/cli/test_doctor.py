@@ -15,7 +15,7 @@ from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import COMMANDS, main
-from mlx_marlin.cli.diagnosis import folders, installation, kernel_checks
+from mlx_marlin.cli.doctor import folders, installation, kernel_checks
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.measurement import Result, label

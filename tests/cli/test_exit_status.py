@@ -15,7 +15,8 @@ import mlx_lm
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.cli import COMMANDS, emulate_arguments, main
+from mlx_marlin.cli import COMMANDS, main
+from mlx_marlin.cli.emulate import arguments as emulate_arguments
 
 Choose = Callable[[str | None], None]
 PLAN = ["plan", "8", "64", "128"]

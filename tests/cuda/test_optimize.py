@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
-from mlx_marlin.cli.demonstration import report
+from mlx_marlin.cli.demo import report
 from mlx_marlin.integrations.mlx_lm.layer_conversion import default_layout
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear

@@ -50,7 +50,7 @@ def test_a_failure_leaves_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BreakError
 
     model = tiny("llama")
-    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.convert.join_layers", fail)
+    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.optimize.join_layers", fail)
 
     with pytest.raises(BreakError):
         mlx_marlin.optimize(model, join=True, trace=True)

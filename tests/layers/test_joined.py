@@ -10,7 +10,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import launch
-from mlx_marlin.integrations.mlx_lm import convert as integration
+from mlx_marlin.integrations.mlx_lm import optimize as integration
 from mlx_marlin.layers.joined import (
     Joined,
     MarlinPart,

@@ -16,7 +16,8 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import models, tune_report
+from mlx_marlin.cli import models
+from mlx_marlin.cli.tune import report
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -209,13 +210,13 @@ def _tune(
     wrong = kept = 0
     for problem in _with_progress(found):
         outcome = tuner.tune(problem, target, clock)
-        _print_above_bar(tune_report.measurements(problem, outcome, clock))
+        _print_above_bar(report.measurements(problem, outcome, clock))
         if outcome.result:
             tuned_results.write(folder, machine, [outcome.result])
             kept += 1
         wrong += len(outcome.wrong) + len(outcome.failed)
     state.reset()
-    print(tune_report.conclusion(kept, len(found), folder / machine.file_name))
+    print(report.conclusion(kept, len(found), folder / machine.file_name))
     return 1 if wrong else 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin.cli.diagnosis import folders, installation, kernel_checks
+from mlx_marlin.cli.doctor import folders, installation, kernel_checks
 
 Facts = dict[str, Any]
 

@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterable
 
 from mlx_marlin.cli import models
-from mlx_marlin.cli.diagnosis import kernel_checks, machine
-from mlx_marlin.cli.diagnosis.machine import Facts
+from mlx_marlin.cli.doctor import kernel_checks, machine
+from mlx_marlin.cli.doctor.machine import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
 
 ROWS = (1, 4, 8)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import launch, selection
-from mlx_marlin.cli.demonstration.generation import Generation, compare_tokens
+from mlx_marlin.cli.demo.generation import Generation, compare_tokens
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.dtypes import dtype_name
 

@@ -19,7 +19,7 @@ from mlx_marlin.cli import models
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
-    from mlx_marlin.cli.demonstration.generation import Generation
+    from mlx_marlin.cli.demo.generation import Generation
 
 CHECKPOINT = Path("examples/tiny_llama/model")
 """The demo's own model, relative to the repository."""
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     _force_backend()
 
-    from mlx_marlin.cli.demonstration import report
+    from mlx_marlin.cli.demo import report
 
     name = args.model or str(checkpoint())
     model, tokenizer = models.load(name)
@@ -222,7 +222,7 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
     """Generates text for each batch and computes the perplexity."""
     from tqdm import tqdm
 
-    from mlx_marlin.cli.demonstration.generation import generate, passes, perplexity
+    from mlx_marlin.cli.demo.generation import generate, passes, perplexity
 
     total = passes(work.text[:, 1:]) + sum(
         passes(prompts) + work.count - 1 for prompts in work.batches
@@ -240,7 +240,7 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
 
 def checkpoint() -> Path:
     """Returns the demo's own model, in this repository or the working folder."""
-    repository = Path(__file__).parents[2]
+    repository = Path(__file__).parents[3]
     for root in (repository, Path.cwd()):
         if (root / CHECKPOINT / "config.json").is_file():
             return root / CHECKPOINT

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_marlin.cli.emulate_arguments import (
+from mlx_marlin.cli.emulate.arguments import (
     all_named,
     array_type,
     byte_count,

@@ -1,1 +1,0 @@
-"""What `mlx-marlin demo` computes and prints."""

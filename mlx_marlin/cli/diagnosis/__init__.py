@@ -1,1 +1,0 @@
-"""Collection of the facts that `mlx-marlin doctor` reports."""
