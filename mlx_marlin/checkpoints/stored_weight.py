@@ -8,13 +8,13 @@ import mlx.core as mx
 
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.reference.weight import decoded
+from mlx_marlin.weights import super_blocks
+from mlx_marlin.weights.formats import format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 TILES = "marlin-tiles-1"
 """Tag of the order of codes and scales in `weights.layout`; another order gets another
 tag."""
-SUPER_BLOCK = 256
-"""Columns of a super-block of GGUF's K-quants."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -26,17 +26,14 @@ class StoredWeight:
 
     Attributes:
         codes: uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes.
-        scales: [..., n, k / group_size].
+        scales: [..., n, k / group_size]; of "k_quant" the parameters of super-blocks,
+            as in `weights.super_blocks`.
         biases: Biases of "affine", or whole zero points of "zero_point", in the dtype
             of `scales`; None for other modes.
         group_size: Weights along k that share a scale.
         bits: Bits of a code.
-        mode: "affine", "symmetric", "zero_point", "mxfp4", "mxfp8" or "nvfp4".
+        mode: A mode of `weights.formats`.
         global_scale: As in `PackedWeight`.
-        super_scales: For super-blocks of 256 columns (GGUF's K-quants): float16 [n,
-            k / 256, 1 or 2]. Then `scales` are integers that the first of them scales,
-            and `biases` integers that the second scales, to be subtracted. None if
-            `scales` and `biases` are the factors themselves.
         input_order: int32 [k]: column i multiplies feature `input_order[i]` of x. None
             if columns are in the order of x.
     """
@@ -48,7 +45,6 @@ class StoredWeight:
     bits: int
     mode: str
     global_scale: mx.array | None = None
-    super_scales: mx.array | None = None
     input_order: mx.array | None = None
 
     @property
@@ -57,18 +53,17 @@ class StoredWeight:
         return *self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits
 
     def with_float_scales(self) -> "StoredWeight":
-        """Returns the same weight with float32 scales and biases, exactly.
+        """Returns the same weight without super-blocks, exactly.
 
-        A product of a float16 and an integer of 8 bits fits in a float32.
+        Their scales and biases become float32.
         """
-        if self.super_scales is None:
+        if self.mode != "k_quant":
             return self
-        factors = mx.repeat(self.super_scales.astype(mx.float32), self._per_super, -2)
-        scales = factors[..., 0] * self.scales.astype(mx.float32)
-        biases = self.biases
-        if biases is not None:
-            biases = -factors[..., 1] * biases.astype(mx.float32)
-        return replace(self, scales=scales, biases=biases, super_scales=None)
+        format = format_of(self.mode, self.bits)
+        stored = self.scales, format, self.group_size
+        scales, biases = super_blocks.float_parameters(*stored)
+        mode = "symmetric" if biases is None else "affine"
+        return replace(self, scales=scales, biases=biases, mode=mode)
 
     def checked(self) -> "StoredWeight":
         """Returns the same weight, as "symmetric" if all zero points are in the middle.
@@ -81,6 +76,11 @@ class StoredWeight:
         """
         if self.global_scale is not None:
             check_finite(self.global_scale)
+        if self.mode == "k_quant":
+            format = format_of(self.mode, self.bits)
+            factors = super_blocks.factors_of(self.scales, format, self.group_size)
+            check_finite(factors)
+            return self
         if self.scales.dtype == mx.uint8:
             nan = 0x7F if self.mode == "nvfp4" else 0xFF  # E4M3 has a sign, E8M0 none
             if mx.any((self.scales & nan) == nan):
@@ -95,14 +95,8 @@ class StoredWeight:
             return replace(self, biases=None, mode="symmetric")
         return self
 
-    @property
-    def _per_super(self) -> int:
-        return SUPER_BLOCK // self.group_size
-
     def decoded(self) -> mx.array:
         """Returns the values of the weight in float32, columns in the stored order."""
-        if self.super_scales is not None:
-            return self.with_float_scales().decoded()
         return decoded(
             self.codes,
             self.scales,
@@ -116,13 +110,9 @@ class StoredWeight:
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.
 
-        Super-blocks get float32 scales.
-
         Raises:
             ValueError: If our kernels have no such format.
         """
-        if self.super_scales is not None:
-            return self.with_float_scales().packed()
         return pack(
             self.codes,
             self.scales,

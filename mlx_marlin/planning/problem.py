@@ -11,13 +11,13 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
-    MODE_DEFAULTS,
     MODES,
     SCALE_BYTES,
     TILE_K,
     TILE_N,
     WORD_BITS,
     Format,
+    defaults_of,
     format_of,
 )
 
@@ -170,9 +170,9 @@ class Problem:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales and biases."""
+        records, elements = self.format.row_scales(self.k, self.group_size)
         size = SCALE_BYTES[self.scale_dtype]
-        groups = self.batch * self.n * self.groups
-        return groups * self.format.parameters * size
+        return self.batch * self.n * records * elements * size
 
     @property
     def weight_bytes(self) -> int:
@@ -257,8 +257,7 @@ def problem_of(
             raise ValueError(f"{name}={value!r}, expected a name as a string")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not one of {MODES}")
-    default_group, default_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
-    bits = default_bits if bits is None else bits
+    default_group, bits = defaults_of(mode, bits)
     dtypes = format_of(mode, bits).scale_dtypes
     return Problem(
         m=m,

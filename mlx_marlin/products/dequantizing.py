@@ -16,7 +16,7 @@ def dequantize(packed: PackedWeight, dtype: mx.Dtype | None = None) -> mx.array:
     Args:
         packed: The weight [..., n, k].
         dtype: Dtype of the result. Default: that of the scales; bfloat16 where the
-            scales are bytes, as in MLX.
+            scales are integers, as in MLX.
 
     Returns:
         The weight [..., n, k].
@@ -28,7 +28,8 @@ def dequantize(packed: PackedWeight, dtype: mx.Dtype | None = None) -> mx.array:
     if not isinstance(packed, PackedWeight):
         raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
     if dtype is None:
-        dtype = mx.bfloat16 if packed.dtype == mx.uint8 else packed.dtype
+        is_floating = mx.issubdtype(packed.dtype, mx.floating)
+        dtype = packed.dtype if is_floating else mx.bfloat16
     if not isinstance(dtype, mx.Dtype):
         raise TypeError(f"dtype must be an mx.Dtype, got {type(dtype).__name__}")
     if dtype_name(dtype) not in DTYPE_BYTES:

@@ -11,12 +11,12 @@ from mlx_marlin.argument_types import (
     check_optional_arrays,
 )
 from mlx_marlin.products.repacking import to_rows, to_tiles
-from mlx_marlin.weights import layout, quantizers
+from mlx_marlin.weights import layout, quantizers, super_blocks
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
-    MODE_DEFAULTS,
     Format,
+    defaults_of,
     format_of,
 )
 from mlx_marlin.weights.packed_weight import (
@@ -73,11 +73,11 @@ def quantize(
         )
     if 0 in w.shape:
         raise ValueError(f"w has shape {w.shape}, expected at least one row and column")
-    size = _group_size(mode, group_size, w.shape[-1])
+    size = _group_size(mode, bits, group_size, w.shape[-1])
     check_groups("w", w.shape[-1], format, size)
     check_global_scale(global_scale, mode)
-    if mode == "zero_point":
-        raise ValueError('mode="zero_point" is for weights that are quantized already')
+    if mode in ("zero_point", "k_quant"):
+        raise ValueError(f"mode={mode!r} is for weights that are quantized already")
     parts: tuple[mx.array, ...]
     if mode == "symmetric":
         parts = quantizers.symmetric(w, size, bits)
@@ -108,13 +108,14 @@ def pack(
     Args:
         w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32], or a batch of
             them [..., n, k * bits / 32].
-        scales: Scales [..., n, k / group_size].
+        scales: Scales [..., n, k / group_size]; for "k_quant" the parameters of each
+            row as `weights.super_blocks` describes them, uint16.
         biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
             numbers in the scales' dtype; None for schemes without biases.
         group_size: Weights along k that share a scale, "channel" or k for a whole row.
             Default: the mode's.
         bits: Bits of a code. Default: the mode's.
-        mode: MLX's scheme, or "symmetric" or "zero_point".
+        mode: MLX's scheme, or "symmetric", "zero_point" or "k_quant".
         global_scale: As in `PackedWeight`.
 
     Raises:
@@ -127,11 +128,9 @@ def pack(
     bits = _bits(mode, bits)
     format = format_of(mode, bits)
     n, k, size = _check_native(w, scales, biases, format, group_size)
-    padded_n, padded_k = layout.padded(n, k)
-    stored = [scales] if biases is None else [scales, biases]
     return PackedWeight(
         words=to_tiles(w, n, k, bits=bits, group_size=size),
-        scales=interleave(stored, padded_n, -(-padded_k // size)),
+        scales=_scales_of_tiles(scales, biases, format, (n, k, size)),
         n=n,
         k=k,
         group_size=size,
@@ -157,20 +156,43 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
         bits=packed.bits,
         group_size=packed.group_size,
     )
+    if format.has_super_blocks:
+        stored = packed.scales, packed.n, format, packed.group_size
+        return words, super_blocks.to_rows(*stored)
     groups = packed.k // packed.group_size
     return words, *deinterleave(packed.scales, packed.n, groups, format.parameters)
 
 
+def _scales_of_tiles(
+    scales: mx.array,
+    biases: mx.array | None,
+    format: Format,
+    sizes: tuple[int, int, int],
+) -> mx.array:
+    """Returns the parameters of groups in the order of packed tiles.
+
+    Args:
+        scales: As for `pack`.
+        biases: As for `pack`.
+        format: The weight's format.
+        sizes: n, k and group size.
+    """
+    n, k, group_size = sizes
+    if format.has_super_blocks:
+        return super_blocks.to_tiles(scales, format, group_size)
+    padded_n, padded_k = layout.padded(n, k)
+    stored = [scales] if biases is None else [scales, biases]
+    return interleave(stored, padded_n, -(-padded_k // group_size))
+
+
 def _bits(mode: str, bits: int | None) -> int:
-    default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[1]
-    return default if bits is None else index(bits)
+    return defaults_of(mode)[1] if bits is None else index(bits)
 
 
-def _group_size(mode: str, group_size: GroupSize, k: int) -> int:
+def _group_size(mode: str, bits: int, group_size: GroupSize, k: int) -> int:
     if group_size == "channel":
         return k
-    default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])[0]
-    return default if group_size is None else index(group_size)
+    return defaults_of(mode, bits)[0] if group_size is None else index(group_size)
 
 
 def _check_native(
@@ -187,9 +209,9 @@ def _check_native(
             f"batch of them, got {dtype_name(w.dtype)} with shape {w.shape}"
         )
     n, k = w.shape[-2], w.shape[-1] * 32 // format.bits
-    size = _group_size(format.mode, group_size, k)
+    size = _group_size(format.mode, format.bits, group_size, k)
     check_groups("w", k, format, size)
-    if (biases is not None) != (format.parameters == 2):
+    if (biases is not None) != format.has_second_array:
         expected = "biases" if format.codes == "affine" else "zero points as biases"
         raise ValueError(
             f"mode={format.mode!r} takes "
@@ -198,7 +220,9 @@ def _check_native(
     for name, array in (("scales", scales), ("biases", biases)):
         if array is None:
             continue
-        shape = (*w.shape[:-1], k // size)
+        shape = (*w.shape[:-1], prod(format.row_scales(k, size)))
+        if format.has_second_array:
+            shape = (*w.shape[:-1], k // size)
         if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:
             raise ValueError(
                 f"{name} must be one of {[*format.scale_dtypes]} with shape {shape}, "

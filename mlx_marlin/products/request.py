@@ -12,7 +12,7 @@ from mlx_marlin.argument_types import is_integer
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.reference.weight import NativeWeight, native_product
-from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.dtypes import dtype_name, result_dtype
 from mlx_marlin.weights.formats import MODE_DEFAULTS, TILE_N
 
 CPU = mx.Device(mx.cpu)
@@ -248,12 +248,11 @@ def packed_request(
             f"weight or none with a global_scale"
         )
     before = broadcast(x.shape[:-2], batch)
-    is_bytes = scale_dtype == mx.uint8
     return MatmulRequest(
         x_shape=x.shape,
         x_dtype=x.dtype,
         shape=(*before, *x.shape[-2:-1], outer // (2 if epilogue.gated else 1)),
-        dtype=x.dtype if is_bytes else mx.result_type(x.dtype, scale_dtype),
+        dtype=result_dtype(x.dtype, scale_dtype),
         n=n,
         k=k,
         w_batch=batch,

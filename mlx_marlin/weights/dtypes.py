@@ -13,3 +13,9 @@ def dtype(name: str) -> mx.Dtype:
 def dtype_name(dtype: mx.Dtype) -> str:
     """Returns the name of a dtype: "float16" for `mx.float16`."""
     return str(dtype).removeprefix("mlx.core.")
+
+
+def result_dtype(x: mx.Dtype, scales: mx.Dtype) -> mx.Dtype:
+    """Returns the dtype of a product, which does not depend on integer scales."""
+    floating = mx.issubdtype(scales, mx.floating)
+    return mx.result_type(x, scales) if floating else x

@@ -5,9 +5,11 @@ All other modules take the properties of formats from here.
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal
+from typing import Literal, get_args
 
-Codes = Literal["affine", "symmetric", "floating", "zero_point"]
+Codes = Literal[
+    "affine", "symmetric", "floating", "zero_point", "k_affine", "k_symmetric"
+]
 
 TILE_N = 32
 """Rows of a packed tile: the four 8-row fragments that a simdgroup decodes at once."""
@@ -16,15 +18,20 @@ TILE_K = 64
 WORD_BITS = 32
 """Bits of the unsigned words that codes are packed into, low code first."""
 
-CODES: tuple[Codes, ...] = ("affine", "symmetric", "floating", "zero_point")
+CODES: tuple[Codes, ...] = get_args(Codes)
 """Meaning of a code q of b bits: "affine" is scale * q + bias, "symmetric" is
 scale * (q - 2^(b-1)), "floating" is scale times a small float, and "zero_point" is
-scale * (q - zero point)."""
+scale * (q - zero point). "k_affine" is d * scale * q - dmin * minimum and "k_symmetric"
+d * scale * (q - 2^(b-1)), with bytes as scales and minima, and float16 d and dmin of a
+super-block."""
+SUPER_BLOCK = 256
+"""Weights along k that share d and dmin: a super-block of GGUF's K-quants."""
 
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of an element, by name of the supported dtypes of activations."""
-SCALE_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1}
-"""Bytes of a scale, by dtype. Scales of floating codes are bytes."""
+SCALE_BYTES: dict[str, int] = {**DTYPE_BYTES, "uint8": 1, "uint16": 2}
+"""Bytes of a scale, by dtype. Scales of floating codes are bytes. Scales, minima, d and
+dmin of super-blocks are one array of 16-bit words."""
 
 CHANNEL = 0
 """Entry of group size lists that stands for a whole row of w, of any length."""
@@ -70,13 +77,48 @@ class Format:
 
     @property
     def parameters(self) -> int:
-        """Number of values stored for a group, in the dtype of the scales."""
-        return 2 if self.codes in ("affine", "zero_point") else 1
+        """Number of values stored for a group."""
+        return 2 if self.codes in ("affine", "zero_point", "k_affine") else 1
+
+    @property
+    def has_second_array(self) -> bool:
+        """Whether biases or zero points are an array next to the scales."""
+        return self.codes in ("affine", "zero_point")
+
+    @property
+    def has_super_blocks(self) -> bool:
+        """Whether scales are bytes that share a factor in a super-block."""
+        return self.codes in ("k_affine", "k_symmetric")
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
         """Supported dtypes of the scales."""
+        if self.has_super_blocks:
+            return ("uint16",)
         return ("uint8",) if self.codes == "floating" else (*DTYPE_BYTES,)
+
+    def row_scales(self, k: int, group_size: int) -> tuple[int, int]:
+        """Returns how the scales of a row are stored, as (records, elements of one).
+
+        A record is a group, or a super-block with its groups. Elements have the dtype
+        of the scales.
+
+        Args:
+            k: Columns of the row; the last group may exceed them.
+            group_size: Weights along k that share a scale.
+        """
+        if not self.has_super_blocks:
+            return -(-k // group_size), self.parameters
+        of_groups = SUPER_BLOCK // group_size // 2  # two bytes to an element
+        return k // SUPER_BLOCK, self.parameters * (of_groups + 1)
+
+    def scale_bytes(self, group_size: int, scale_dtype: str) -> float:
+        """Returns the bytes of a group's parameters."""
+        size = SCALE_BYTES[scale_dtype]
+        if not self.has_super_blocks:
+            return size * self.parameters
+        _, elements = self.row_scales(SUPER_BLOCK, group_size)
+        return size * elements * group_size / SUPER_BLOCK
 
     def group_sizes_in(self, layout: str) -> tuple[int, ...]:
         """Returns the group sizes of a layout, which may include `CHANNEL`."""
@@ -89,6 +131,8 @@ class Format:
         A lane decodes sixteen codes of each step of 64. With fewer in the last step, it
         would read activations beyond the end of a row.
         """
+        if self.has_super_blocks:
+            return SUPER_BLOCK
         return 32 if group_size == 32 else lcm(TILE_K, group_size)
 
     def why_not(self, group_size: int, k: int, layout: str) -> str | None:
@@ -107,9 +151,10 @@ class Format:
             return f"group_size={group_size} is not one of {named}{rows}"
         if k % group_size:
             return f"k={k} is not a multiple of group_size={group_size}"
+        multiple = SUPER_BLOCK if self.has_super_blocks else TILE_K
         if k % self.k_multiple(group_size):
             return (
-                f"k={k} is not a multiple of {TILE_K}, which {self.mode} with "
+                f"k={k} is not a multiple of {multiple}, which {self.mode} with "
                 f"group_size={group_size} requires"
             )
         return None
@@ -156,6 +201,24 @@ FORMATS: dict[tuple[str, int], Format] = {
             for codes in ("symmetric", "zero_point")
             for bits in WIDTHS[1:]
         ),
+        *(
+            Format(
+                mode="k_quant",
+                bits=bits,
+                codes="k_affine",
+                group_sizes=(32,),
+                layouts=PACKED_ONLY,
+            )
+            for bits in (4, 5)
+        ),
+        Format(
+            mode="k_quant",
+            bits=6,
+            codes="k_symmetric",
+            group_sizes=(),
+            layouts=PACKED_ONLY,
+            packed_group_sizes=(16,),
+        ),
     )
 }
 """The supported formats, by (mode, bits)."""
@@ -180,3 +243,18 @@ def format_of(mode: str, bits: int) -> Format:
         raise ValueError(
             f"mode={mode!r} with bits={bits!r} is not one of {supported}"
         ) from None
+
+
+def defaults_of(mode: str, bits: int | None = None) -> tuple[int, int]:
+    """Returns the default (group_size, bits) of a mode.
+
+    Args:
+        mode: Mode, such as "affine".
+        bits: Bits of a code; None for the mode's default.
+    """
+    group_size, default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    bits = default if bits is None else bits
+    format = FORMATS.get((mode, bits))
+    if format is not None and format.has_super_blocks:
+        group_size = format.group_sizes_in("marlin")[0]
+    return group_size, bits

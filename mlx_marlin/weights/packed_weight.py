@@ -29,13 +29,15 @@ class PackedWeight:
             `layout`.
         scales: Parameters of groups, [..., n tiles, groups, 32 or 64]: for each of the
             8 rows of a fragment, the scale, (scale, bias) or (scale, zero point) of the
-            rows at distances 0, 8, 16 and 24.
+            rows at distances 0, 8, 16 and 24. Of "k_quant", [..., n tiles, k / 256,
+            32 * (9 or 10)] as uint16: the bytes of the groups in this order, then d, or
+            (d, dmin), as float16 bits, in the order of one group.
         n: Rows of the weight: output features.
         k: Columns of the weight: input features.
         group_size: Weights along k that share a scale; k for a whole row.
         bits: Bits of a code.
         mode: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4"; or "symmetric", which has no
-            biases, or "zero_point".
+            biases, "zero_point" or "k_quant".
         global_scale: Optional scale of the whole weight for "nvfp4", float32 of one
             element. As in MLX, weights are multiplied by 1/2688 of it.
         biases_or_global_scale: Operand that kernels receive in the place of biases.
@@ -71,8 +73,8 @@ class PackedWeight:
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
         words = (*self.batch, *tiles, layout.tile_words(self.bits))
-        stored = format.parameters * layout.TILE_N
-        scales = (*self.batch, tiles[0], -(-k // self.group_size), stored)
+        records, stored = format.row_scales(k, self.group_size)
+        scales = (*self.batch, tiles[0], records, layout.TILE_N * stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
                 f"words must be uint32 {words} for {self.k}→{self.n}, "

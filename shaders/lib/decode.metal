@@ -6,20 +6,28 @@ constant constexpr int AFFINE = 0;      // scale * q + bias
 constant constexpr int SYMMETRIC = 1;   // scale * (q - 2^(BITS - 1))
 constant constexpr int FLOATING = 2;    // scale * float: E2M1 if BITS is 4, E4M3 if 8
 constant constexpr int ZERO_POINT = 3;  // scale * (q - zero point)
+// K-quants: AFFINE and SYMMETRIC whose scales are bytes times the factors of a super-block.
+constant constexpr int K_AFFINE = 4;
+constant constexpr int K_SYMMETRIC = 5;
 // FLOATING with an additional scale for the whole weight.
-constant constexpr int GLOBAL_FLOATING = 4;
+constant constexpr int GLOBAL_FLOATING = 6;
+constant constexpr int SUPER_BLOCK = 256;  // values of k
 
 // Storage format of a weight. GROUP is the number of values of k per group; 0 is a whole row.
 template <int MODE_, int BITS_, int GROUP_, bool PACKED_>
 struct WeightFormat {
   static constant constexpr const bool GLOBAL = MODE_ == GLOBAL_FLOATING;
-  static constant constexpr const int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING : MODE_;
+  static constant constexpr const bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC;
+  static constant constexpr const int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING
+                                             : MODE_ == K_AFFINE      ? AFFINE
+                                             : MODE_ == K_SYMMETRIC   ? SYMMETRIC
+                                                                      : MODE_;
   static constant constexpr const int BITS = BITS_;
   static constant constexpr const int GROUP = GROUP_;
   static constant constexpr const bool PACKED = PACKED_;
   // Whether a group has a bias, which is multiplied by the sum of its activations.
   // mutant: flags
-  static constant constexpr const bool BIASED = MODE_ == AFFINE || MODE_ == ZERO_POINT;
+  static constant constexpr const bool BIASED = MODE == AFFINE || MODE == ZERO_POINT;
   // CODES is the number of consecutive codes of a row that a lane has in one step of the main
   // loop. Four lanes share a row of a fragment, and this row must not span two groups. A group
   // of 16 belongs to one lane: scale and bias are applied in the fragment (SCALED). The product
@@ -38,7 +46,7 @@ struct WeightFormat {
   // Excess of the decoded half over the value that is scaled, until it is subtracted.
   static constant constexpr const int ZERO =
       // mutant: symmetric
-      MODE == FLOATING ? 0 : OFFSET + (MODE_ == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
+      MODE == FLOATING ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
   // Factor from the decoded half to the small float, which has another exponent bias.
   static constant constexpr const int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };

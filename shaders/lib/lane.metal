@@ -84,6 +84,14 @@ METAL_FUNC uchar4 load_vec4(const device uchar* bytes, uint offset) {
   return *(const device packed_uchar4*)(bytes + offset);  // mutant: load_bytes
 }
 
+METAL_FUNC ushort4 load_vec4(const device ushort* words, uint offset) {
+  return *(const device packed_ushort4*)(words + offset);
+}
+
+METAL_FUNC ushort2 load_vec2(const device ushort* words, uint offset) {
+  return *(const device packed_ushort2*)(words + offset);
+}
+
 template <int VEC4S, typename Vec4>
 METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
   float4 sum = float4(x_vec4[0]);

@@ -10,7 +10,7 @@ struct WeightTile {
   const device S* scales;
   const device S* biases;
   uint4 first_word;    // native: of the lane's four rows, in units; packed: in x
-  uint4 first_group;   // in scales and biases, in the same way
+  uint4 first_group;   // in scales and biases, in the same way; y: factors of a super-block
   float weight_scale;  // the weight's own scale, 1 if it has none
 };
 
@@ -31,16 +31,35 @@ METAL_FUNC uint packed_groups(uint k_tiles) {
   return group_at<W>(k_tiles * TILE_K - 1) + 1;  // mutant: groups
 }
 
+// The parameters of 32 rows in a super-block, in words of 16 bits: two bytes to a word, then a
+// half for each parameter.
+template <typename W>
+struct SuperBlock {
+  static constant constexpr const int PARAMETERS = W::BIASED ? 2 : 1;
+  // Words of a group, and of all groups.
+  static constant constexpr const int OF_GROUP = PARAMETERS * TILE_N / 2;
+  static constant constexpr const int OF_GROUPS = SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
+  static constant constexpr const int SIZE = OF_GROUPS + PARAMETERS * TILE_N;  // mutant: record
+};
+
+// Returns the number of scales of 32 packed rows.
+template <typename W>
+METAL_FUNC uint packed_scales(uint k_tiles) {
+  if (W::SUPER) {
+    return k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;
+  }
+  return packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);
+}
+
 // Returns the number of words and of scales of a weight, which are the strides of the weights
 // of a batch.
 template <typename W>
 METAL_FUNC uint2 weight_size(Work work) {
   if (W::PACKED) {
-    constexpr int FACTORS = W::BIASED ? 2 : 1;
     const uint n_tiles = ceil_div(work.n, TILE_N);  // mutant: n_tiles
     const uint k_tiles = ceil_div(work.k, TILE_K);  // mutant: k_tiles
     const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
-    return n_tiles * uint2(words, packed_groups<W>(k_tiles) * (FACTORS * TILE_N));
+    return n_tiles * uint2(words, packed_scales<W>(k_tiles));
   }
   return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
 }
@@ -63,10 +82,16 @@ METAL_FUNC WeightTile<S> weight_tile(
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
-    const int groups = packed_groups<W>(k_tiles);
     const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
-    tile.first_group.x = (column * groups + own) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
+    const uint first_scale = column * packed_scales<W>(k_tiles);
+    const uint row = 4 * FACTORS * lane.row;
+    if (W::SUPER) {
+      tile.first_group.x = first_scale + own * SuperBlock<W>::OF_GROUP + row / 2;
+      tile.first_group.y = first_scale + SuperBlock<W>::OF_GROUPS + row;
+    } else {
+      tile.first_group.x = first_scale + own * (FACTORS * TILE_N) + row;
+    }
   } else {
     constexpr int UNIT = Native<W>::UNIT;
     // Rows past the end read the last row; their results are never stored.
@@ -136,9 +161,39 @@ METAL_FUNC float4 scales_of(uchar4 vec4) {
   return float4(float2(low), float2(high));
 }
 
+// Both parameters are interleaved as those of an affine group are.
+template <typename W>
+METAL_FUNC GroupParams load_super_params(const device ushort* scales, uint group, uint factors) {
+  GroupParams params;
+  if (W::BIASED) {
+    const ushort4 bytes = load_vec4(scales, group);
+    const half4 low = as_type<half4>(load_vec4(scales, factors));
+    const half4 high = as_type<half4>(load_vec4(scales, factors + 4));
+    params.scale = float4(bytes & 0xFF) * float4(low.x, low.z, high.x, high.z);
+    params.bias = float4(bytes >> 8) * -float4(low.y, low.w, high.y, high.w);
+    return params;
+  }
+  const char4 bytes = as_type<char4>(load_vec2(scales, group));
+  params.scale = float4(bytes) * float4(as_type<half4>(load_vec4(scales, factors)));
+  params.bias = float4(0.0f);
+  return params;
+}
+
+// Other scales have no super-blocks. This is never called.
+template <typename W, typename S>
+METAL_FUNC GroupParams load_super_params(const device S*, uint, uint) {
+  return {float4(0.0f), float4(0.0f)};
+}
+
 template <typename W, typename S>
 METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   GroupParams params;
+  if (W::SUPER) {
+    const uint block = k / SUPER_BLOCK * SuperBlock<W>::SIZE;
+    const uint group = group_at<W>(k % SUPER_BLOCK) * SuperBlock<W>::OF_GROUP;
+    return load_super_params<W>(
+        tile.scales, tile.first_group.x + block + group, tile.first_group.y + block);
+  }
   if (W::PACKED && W::BIASED) {
     // Packing interleaves scale and bias of the lane's rows in fragments 0, 1, 2, 3.
     const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer, check_finite
+from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 VERSION = 1
@@ -74,8 +74,7 @@ def read(folder: Folder, layer: str, record: dict[str, Any]) -> PackedLayer:
         global_scale=arrays.get("global_scale"),
         **{name: record[name] for name in SIZES},
     )
-    if packed.dtype != mx.uint8:
-        check_finite(packed.scales)
+    PackedLayer(packed).stored().checked()
     order = arrays.get("input_order")
     if order is not None and (order.dtype != mx.int32 or order.shape != (packed.k,)):
         raise ValueError(

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_marlin.checkpoints.gguf.block_types import BlockType
 from mlx_marlin.checkpoints.gguf.code_lanes import packed_lanes, planes, single_bits
-from mlx_marlin.checkpoints.stored_weight import SUPER_BLOCK, StoredWeight
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,9 +99,6 @@ def _joined(chunks: "list[Parameters]", name: str, shape: tuple[int, ...]) -> mx
     import numpy as np
 
     joined = np.concatenate([chunk[name] for chunk in chunks])
-    if name == "super_scales":
-        per_row = shape[-1] // SUPER_BLOCK, joined.shape[-1]
-        return mx.array(joined.reshape(*shape[:-1], *per_row))
     return mx.array(joined.reshape(*shape[:-1], -1))
 
 
@@ -124,29 +121,33 @@ def _scale_and_bias(blocks: "Bytes") -> "Parameters":
 
 
 def _k_parameters(blocks: "Bytes") -> "Parameters":
-    """Reads those of Q4_K and Q5_K: 6-bit scales and offsets in 12 bytes.
+    """Reads those of Q4_K and Q5_K as `weights.super_blocks` stores them.
 
-    The upper two bits of the first 8 bytes belong to the last 4 scales and offsets.
+    There are 6-bit scales and offsets in 12 bytes. The upper two bits of the first 8 bytes belong to the last 4 scales and offsets.
     """
     import numpy as np
 
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    return {
-        "super_scales": _halves(blocks, 0, 4),
-        "scales": np.concatenate([first & 63, third & 15 | (first >> 6 << 4)], axis=1),
-        "biases": np.concatenate(
-            [second & 63, third >> 4 | (second >> 6 << 4)], axis=1
-        ),
-    }
+    scales = np.concatenate([first & 63, third & 15 | (first >> 6 << 4)], axis=1)
+    minima = np.concatenate([second & 63, third >> 4 | (second >> 6 << 4)], axis=1)
+    pairs = np.stack([scales, minima], axis=-1).reshape(len(blocks), -1)
+    return _super_blocks(pairs, _halves(blocks, 0, 4))
 
 
 def _q6_k_parameters(blocks: "Bytes") -> "Parameters":
     import numpy as np
 
-    return {
-        "super_scales": _halves(blocks, 208, 210),
-        "scales": np.ascontiguousarray(blocks[:, 192:208]).view(np.int8),
-    }
+    return _super_blocks(
+        np.ascontiguousarray(blocks[:, 192:208]), _halves(blocks, 208, 210)
+    )
+
+
+def _super_blocks(
+    groups: "Bytes", factors: "npt.NDArray[np.float16]"
+) -> "Parameters":
+    import numpy as np
+
+    return {"scales": np.concatenate([groups.view("<u2"), factors.view("<u2")], 1)}
 
 
 def _mxfp4_parameters(blocks: "Bytes") -> "Parameters":
@@ -201,16 +202,16 @@ LAYOUTS = {
         _scale_and_bias,
     ),
     "Q8_0": Layout("symmetric", 8, 32, lambda b: _signed_bytes(b[:, 2:]), _scale),
-    "Q4_K": Layout("affine", 4, 32, lambda b: planes(b[:, 16:], 32, 4), _k_parameters),
+    "Q4_K": Layout("k_quant", 4, 32, lambda b: planes(b[:, 16:], 32, 4), _k_parameters),
     "Q5_K": Layout(
-        "affine",
+        "k_quant",
         5,
         32,
         lambda b: _with_high_bits(planes(b[:, 48:], 32, 4), planes(b[:, 16:48], 32, 1)),
         _k_parameters,
     ),
     "Q6_K": Layout(
-        "symmetric",
+        "k_quant",
         6,
         16,
         lambda b: _with_high_bits(

@@ -188,7 +188,7 @@ def rows_in_order(array: mx.array, heads: int) -> mx.array:
 def _weight_rows_in_order(weight: StoredWeight, heads: int) -> StoredWeight:
     parts = {
         name: rows_in_order(part, heads)
-        for name in ("codes", "scales", "biases", "super_scales")
+        for name in ("codes", "scales", "biases")
         if (part := getattr(weight, name)) is not None
     }
     return replace(weight, **parts)  # type: ignore[arg-type]

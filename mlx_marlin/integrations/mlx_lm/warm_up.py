@@ -90,7 +90,7 @@ def _layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
         if not _is_converted(whole):
             continue
         dtype = _scales(whole).dtype
-        dtype = activations if dtype == mx.uint8 else dtype
+        dtype = dtype if mx.issubdtype(dtype, mx.floating) else activations
         key = _kernel_key(whole), sizes, dtype
         if key not in seen:
             seen.add(key)

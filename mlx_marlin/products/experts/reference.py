@@ -129,7 +129,7 @@ def _product(
         )
         return y.astype(request.dtype)
     words, factors, *rest = weight_of_mlx(request, w, scales, biases)
-    return mx.gather_qmm(
+    y = mx.gather_qmm(
         x,
         words,
         factors,
@@ -142,6 +142,7 @@ def _product(
         mode_of_mlx(request.mode),
         sorted_indices=is_sorted,
     )
+    return y.astype(request.dtype)
 
 
 def weight_of_mlx(

@@ -88,8 +88,10 @@ def packed_request(
     # MLX does not support every group size that our kernels do. The result and the
     # errors for x and the indices do not depend on it.
     size = stock_groups(mode, bits, group_size) or GROUPS[0]
-    scales = mx.zeros((experts, n, k // size), scale_dtype)
     known = mode_of_mlx(mode)
+    # Of super-blocks, the result has the dtype of x.
+    given = x[1] if mode == "k_quant" else scale_dtype
+    scales = mx.zeros((experts, n, k // size), given)
     # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
     result = mx.gather_qmm(
         mx.zeros(*x),

@@ -3,7 +3,9 @@
 import mlx.core as mx
 
 from mlx_marlin.products.packing import unpack
+from mlx_marlin.weights import super_blocks
 from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.dtypes import result_dtype
 from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -42,9 +44,17 @@ def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
     """Returns codes, scales and biases with which stock MLX decodes the same weight.
 
     The groups have `stock_group_size`, or the weight's own size if that is None. A zero
-    point becomes a bias, rounded to the scales' dtype. The global scale is not applied.
+    point becomes a bias, rounded to the scales' dtype. Those of "k_quant" become
+    float32. The global scale is not applied.
     """
     words, scales, *rest = unpack(packed)
+    if packed.mode == "k_quant":
+        format = format_of(packed.mode, packed.bits)
+        scales, biases = super_blocks.float_parameters(
+            scales, format, packed.group_size
+        )
+        middle = 2.0 ** (packed.bits - 1)
+        rest = [-middle * scales if biases is None else biases]
     if packed.mode == "symmetric":
         rest = [-(2 ** (packed.bits - 1)) * scales]
     elif packed.mode == "zero_point":
@@ -62,7 +72,7 @@ def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.arra
     """
     size = stock_group_size(packed)
     if size is None:
-        dtype = mx.result_type(x.dtype, packed.dtype)
+        dtype = result_dtype(x.dtype, packed.dtype)
         w = plain(packed, dtype)
         return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
     words, scales, *rest = as_mlx(packed)
@@ -74,7 +84,9 @@ def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.arra
         (words, scales, rest[0] if rest else None, (size, packed.bits, mode)),
         transpose,
     )
-    return y if scale is None else (y * (scale / LARGEST_NVFP4)).astype(x.dtype)
+    if scale is not None:
+        y = y * (scale / LARGEST_NVFP4)
+    return y.astype(result_dtype(x.dtype, packed.dtype))
 
 
 def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.array:
@@ -137,6 +149,10 @@ def decoded(
         mode: The scheme, as in `PackedWeight`.
         global_scale: As in `PackedWeight`.
     """
+    if mode == "k_quant":
+        format = format_of(mode, bits)
+        scales, biases = super_blocks.float_parameters(scales, format, group_size)
+        mode = "symmetric" if biases is None else "affine"
     if scales.dtype == mx.uint8:
         return mx.dequantize(
             words,

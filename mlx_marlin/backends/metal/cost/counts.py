@@ -30,7 +30,14 @@ class LoopCost:
     row_registers: tuple[int, int]
 
 
-ROW_SUBTRACT = {"affine": 60, "zero_point": 60, "symmetric": 48, "floating": 0}
+ROW_SUBTRACT = {
+    "affine": 60,
+    "zero_point": 60,
+    "symmetric": 48,
+    "floating": 0,
+    "k_affine": 60,
+    "k_symmetric": 48,
+}
 """Additional slots of the dot products if the offset is subtracted, by codes."""
 
 # fmt: off

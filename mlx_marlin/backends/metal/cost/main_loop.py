@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.cost.rates import (
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT
-from mlx_marlin.weights.formats import DTYPE_BYTES, SCALE_BYTES, TILE_K, TILE_N
+from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_K, TILE_N
 
 WEIGHTS_PER_TRIP = TILE_N * TILE_K
 """Weights that a simdgroup decodes in one iteration of the main loop."""
@@ -138,7 +138,7 @@ def _weight_lane_bytes(problem: Problem, fragments_m: int) -> float:
 
     Every lane loads the group parameters of its four rows in each step.
     """
-    size = SCALE_BYTES[problem.scale_dtype] * problem.format.parameters
+    size = problem.format.scale_bytes(problem.group_size, problem.scale_dtype)
     repeated = 4 * size / (32 if problem.group_size == 32 else TILE_K)
     count = sum(readers(problem.m, fragments_m).values()) if fragments_m else 1
     return (problem.bits / 8 + repeated) * count

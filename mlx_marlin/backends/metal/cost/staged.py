@@ -80,7 +80,7 @@ def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> Sta
     waits = barriers(1, plan.buffers) - barriers(0, plan.buffers)
     stages = TILE_K / step_k(problem.group_size) / plan.simdgroups_k
     waiting = tiles * plan.simdgroups * stages * waits * BARRIER_SLOTS
-    size = SCALE_BYTES[problem.scale_dtype] * problem.format.parameters
+    size = problem.format.scale_bytes(problem.group_size, problem.scale_dtype)
     element = problem.fragment_bytes
     # A row fragment of x has a quarter of the rows of a chunk of w.
     of_x = fragments * FRAGMENT / TILE_N

@@ -91,7 +91,7 @@ def _of_format(
         bits=format.bits,
         mode=format.mode,
         dtype=dtype,
-        scale_dtype="uint8" if floating else dtype,
+        scale_dtype=dtype if dtype in format.scale_dtypes else format.scale_dtypes[0],
         layout=layout,
     )
     ragged = replace(problem, n=2 * TILE_N - 1)

@@ -103,7 +103,6 @@ def _is_of_mlx(value: StoredWeight) -> bool:
     """Returns whether MLX's own layer has this format."""
     return (
         value.mode in MODE_DEFAULTS
-        and value.super_scales is None
         and value.input_order is None
         and (value.global_scale is None or len(value.shape) == 3)
         and value.group_size in format_of(value.mode, value.bits).group_sizes
@@ -130,7 +129,7 @@ def _embedding(module: nn.Embedding, value: Weight, path: str) -> nn.Module:
     warning.
     """
     stored = value.stored() if isinstance(value, PackedLayer) else value
-    if stored.super_scales is None:
+    if stored.mode != "k_quant":
         try:
             written = mlx_target(stored)
         except ValueError:
