@@ -10,8 +10,10 @@ from math import prod
 
 import mlx.core as mx
 
+from mlx_marlin.guard import super_blocks
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights import layout, tile_conversion
+from mlx_marlin.weights import super_blocks as stored_blocks
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import TILE_N
 
@@ -193,6 +195,9 @@ def _parameters(
     if problem.format.codes == "floating":
         scales = _byte_scales(problem, shape, keys[0])
         return scales, scales
+    if problem.format.has_super_blocks:
+        stored = super_blocks.rows(problem, weights, keys, SMALL_SCALE_ROW)
+        return stored, stored
     dtype = getattr(mx, problem.scale_dtype)
     size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5
     sign = mx.where(mx.random.bernoulli(0.5, shape, key=keys[1]), 1.0, -1.0)
@@ -219,7 +224,7 @@ def _decode(
     problem: Problem, numbers: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Returns weights in float64, and the sum of magnitudes of the terms of each."""
-    of_groups = numbers.reshape(*scales.shape, problem.group_size)
+    of_groups = numbers.reshape(*numbers.shape[:-1], -1, problem.group_size)
 
     def wide(parameters: mx.array) -> mx.array:
         return parameters.astype(mx.float64)[..., None]
@@ -230,8 +235,11 @@ def _decode(
     if problem.format.codes == "floating":
         exact = whole(of_groups * _floats_of_scales(problem, scales)[..., None])
         return exact, exact
+    is_super = problem.format.has_super_blocks
+    if is_super:
+        scales, biases = super_blocks.values(problem, scales)
     scale = wide(scales)
-    if problem.format.codes == "affine":
+    if is_super or problem.format.codes == "affine":
         scaled, bias = scale * of_groups, wide(biases)
         return whole(scaled + bias), whole(mx.abs(scaled) + mx.abs(bias))
     middle = mx.array(2.0 ** (problem.bits - 1), mx.float64)
@@ -270,13 +278,19 @@ def _lay_out(
     bits, size = problem.bits, problem.group_size
     if problem.layout == "marlin":
         words = tile_conversion.tiles_of_codes(codes, bits=bits, group_size=size)
-        padded_n, padded_k = layout.padded(problem.n, problem.k)
-        stored = [scales, biases][: problem.format.parameters]
-        scales = tile_conversion.interleave(stored, padded_n, -(-padded_k // size))
-        biases = scales
+        biases = scales = _packed_scales(problem, scales, biases)
     else:
         words = words_of_codes(codes, bits)
     if problem.global_scale:
         # Two elements, because MLX passes arrays under eight bytes as constants.
         biases = mx.array([GLOBAL_SCALE, GLOBAL_SCALE], mx.float32)
     return words, scales, biases
+
+
+def _packed_scales(problem: Problem, scales: mx.array, biases: mx.array) -> mx.array:
+    size = problem.group_size
+    if problem.format.has_super_blocks:
+        return stored_blocks.to_tiles(scales, problem.format, size)
+    padded_n, padded_k = layout.padded(problem.n, problem.k)
+    stored = [scales, biases][: problem.format.parameters]
+    return tile_conversion.interleave(stored, padded_n, -(-padded_k // size))

@@ -10,6 +10,7 @@ from mlx_marlin.layers.fused_products import FusedProducts
 from mlx_marlin.layers.native import NATIVE, stock_product, without_parameters
 from mlx_marlin.products.packed import packed_product
 from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
+from mlx_marlin.weights.dtypes import floating
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -198,7 +199,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
         Groups that are longer than MLX's are split. MLX does not support groups of 16
         integers: such a layer becomes an `nn.Linear` with the decoded weight. A zero
-        point becomes a bias, rounded to the scales' dtype.
+        point becomes a bias, rounded to the scales' dtype. K-quants get float32 scales
+        and biases, and their results become float32.
         """
         layer: nn.QuantizedLinear | nn.Linear
         packed = self.packed
@@ -207,7 +209,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             layer = nn.Linear.__new__(nn.Linear)
             nn.Module.__init__(layer)
             layer.train(self.training)
-            layer.weight = plain(packed, packed.dtype)
+            layer.weight = plain(packed, floating(packed.dtype, mx.float32))
         else:
             layer = without_parameters(nn.QuantizedLinear, self)
             layer.group_size = size

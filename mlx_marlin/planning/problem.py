@@ -258,7 +258,6 @@ def problem_of(
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not one of {MODES}")
     default_group, bits = defaults_of(mode, bits)
-    dtypes = format_of(mode, bits).scale_dtypes
     return Problem(
         m=m,
         n=n,
@@ -268,7 +267,7 @@ def problem_of(
         bits=bits,
         mode=mode,
         dtype=dtype,
-        scale_dtype=dtype if dtype in dtypes else dtypes[0],
+        scale_dtype=format_of(mode, bits).scale_dtype(dtype),
         layout=layout,
         epilogue=epilogue,
         invariant=invariant,

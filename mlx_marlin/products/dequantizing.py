@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_marlin.products.reference.weight import plain
-from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.dtypes import dtype_name, floating
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -28,8 +28,7 @@ def dequantize(packed: PackedWeight, dtype: mx.Dtype | None = None) -> mx.array:
     if not isinstance(packed, PackedWeight):
         raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
     if dtype is None:
-        is_floating = mx.issubdtype(packed.dtype, mx.floating)
-        dtype = packed.dtype if is_floating else mx.bfloat16
+        dtype = floating(packed.dtype, mx.bfloat16)
     if not isinstance(dtype, mx.Dtype):
         raise TypeError(f"dtype must be an mx.Dtype, got {type(dtype).__name__}")
     if dtype_name(dtype) not in DTYPE_BYTES:

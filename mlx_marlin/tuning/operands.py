@@ -8,9 +8,11 @@ from mlx_marlin.backends import registry, selection
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.packing import pack
 from mlx_marlin.tuning.timing import Weight
 from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.formats import SUPER_BLOCK
 
 MOST_WEIGHTS = 256
 """Most weights of a problem. A model's own small weights are in the cache too."""
@@ -119,7 +121,7 @@ def is_right(product: Product, inputs: Operands) -> bool:
 
 def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
     w, scales, biases = native
-    if problem.format.codes != "floating":
+    if problem.format.codes != "floating" and not problem.format.has_super_blocks:
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     if _is_of_mlx(problem) and selection.traits().stock_multiplies_float32:
         return stock_product(problem)(x, w, scales, biases)
@@ -145,6 +147,15 @@ def _decoded(
             bits=problem.bits,
             mode=problem.mode,
         ).astype(mx.float32)
+    if problem.format.has_super_blocks:
+        packed = pack(
+            w,
+            scales,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        )
+        return dequantize(packed, mx.float32)
     is_symmetric = problem.format.codes == "symmetric"
     zero = 2 ** (problem.bits - 1) if is_symmetric else biases[..., None]
     codes = codes_of_words(w, problem.bits).astype(mx.float32)
@@ -157,6 +168,8 @@ def _native(problem: Problem, seed: int) -> Weight:
 
     The third array of a format without biases and zero points is a placeholder.
     """
+    if problem.format.has_super_blocks:
+        return _of_super_blocks(problem, seed)
     keys = mx.random.split(mx.random.key(seed), 2)
     if problem.format.codes == "floating":
         values = mx.random.normal((problem.n, problem.k), key=keys[0]) / problem.k**0.5
@@ -182,10 +195,27 @@ def _native(problem: Problem, seed: int) -> Weight:
     )
 
 
+def _of_super_blocks(problem: Problem, seed: int) -> Weight:
+    """Returns random codes, and equal scales in each super-block."""
+    codes = (problem.n, problem.k * problem.bits // 8)
+    key = mx.random.key(seed)
+    w = mx.random.randint(0, 256, codes, mx.uint8, key=key).view(mx.uint32)
+    _, words = problem.format.row_scales(SUPER_BLOCK, problem.group_size)
+    parameters = problem.format.parameters
+    factor = mx.array([0.1 / problem.k**0.5 / 32] * parameters, mx.float16)
+    if parameters == 2:
+        factor = factor * mx.array([1, 2 ** (problem.bits - 1)], mx.float16)
+    octets = mx.full((words - parameters,), 0x2020, mx.uint16)
+    record = mx.concatenate([octets, factor.view(mx.uint16)])
+    rows = mx.broadcast_to(record, (problem.n, problem.k // SUPER_BLOCK, words))
+    rows = mx.contiguous(rows.reshape(problem.n, -1))
+    return w, rows, rows
+
+
 def _in_layout(problem: Problem, native: Weight) -> Weight:
     if problem.layout == "mlx":
         return native
-    stored = native[: 1 + problem.format.parameters]
+    stored = native if problem.format.has_second_array else native[:2]
     packed = pack(
         *stored, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
     )

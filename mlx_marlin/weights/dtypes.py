@@ -15,7 +15,11 @@ def dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
+def floating(scales: mx.Dtype, default: mx.Dtype) -> mx.Dtype:
+    """Returns the dtype of scales, or a default if scales are integers."""
+    return scales if mx.issubdtype(scales, mx.floating) else default
+
+
 def result_dtype(x: mx.Dtype, scales: mx.Dtype) -> mx.Dtype:
     """Returns the dtype of a product, which does not depend on integer scales."""
-    floating = mx.issubdtype(scales, mx.floating)
-    return mx.result_type(x, scales) if floating else x
+    return mx.result_type(x, floating(scales, x))

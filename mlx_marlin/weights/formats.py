@@ -97,6 +97,10 @@ class Format:
             return ("uint16",)
         return ("uint8",) if self.codes == "floating" else (*DTYPE_BYTES,)
 
+    def scale_dtype(self, dtype: str) -> str:
+        """Returns the dtype of scales for activations of a dtype: it, or integers."""
+        return dtype if dtype in self.scale_dtypes else self.scale_dtypes[0]
+
     def row_scales(self, k: int, group_size: int) -> tuple[int, int]:
         """Returns how the scales of a row are stored, as (records, elements of one).
 

@@ -161,7 +161,7 @@ def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
 
 @needs_emulator
 @pytest.mark.parametrize(
-    "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4"]
+    "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4", "k_quant"]
 )
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.thinned(4)

@@ -95,7 +95,6 @@ def ragged(
     mode: str, bits: int, group_size: int, layout: str, *, m: int, n: int = 75
 ) -> Plan:
     """Chooses a plan of a product that ends inside a tile of k, if groups allow."""
-    floating = FORMATS[mode, bits].codes == "floating"
     problem = Problem(
         m=m,
         n=n,
@@ -103,7 +102,7 @@ def ragged(
         group_size=group_size,
         bits=bits,
         mode=mode,
-        scale_dtype="uint8" if floating else "float16",
+        scale_dtype=FORMATS[mode, bits].scale_dtype("float16"),
         layout=layout,
     )
     plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])

@@ -39,13 +39,12 @@ BASE = Variant("affine", 4, 64, "mlx", "float16", "float16", 1, False, True)
 
 
 def family(mode: str, bits: int, group_size: int, **options: object) -> Variant:
-    floating = FORMATS[mode, bits].codes == "floating"
     return replace(
         BASE,
         mode=mode,
         bits=bits,
         group_size=group_size,
-        scale_dtype="uint8" if floating else options.get("dtype", "float16"),
+        scale_dtype=FORMATS[mode, bits].scale_dtype(options.get("dtype", "float16")),
         **options,
     )
 
@@ -104,6 +103,13 @@ def normal(variant: Variant, seed: int = 0, k: int = K) -> Array:
 def scaled(weight: Weight, exponent: int) -> Weight:
     """Multiplies a weight by a power of two."""
     words, scales, *rest = weight.native
+    if weight.mode == "k_quant":
+        words_of_record = 10 if weight.bits < 6 else 9
+        records = np.array(scales).reshape(len(scales), -1, words_of_record)
+        d = records[..., 8:].copy().view("<f2") * np.float16(2.0**exponent)
+        records = np.concatenate([records[..., :8], d.view("<u2")], axis=-1)
+        moved = mx.array(records.reshape(len(records), -1))
+        return replace(weight, native=(words, moved))
     if scales.dtype != mx.uint8:
         factor = 2.0**exponent
         biases = rest if weight.mode == "zero_point" else [b * factor for b in rest]

@@ -103,6 +103,9 @@ BITS = {
     ("mxfp4", 4, 32): 4.25,
     ("mxfp8", 8, 32): 8.25,
     ("nvfp4", 4, 16): 4.5,
+    ("k_quant", 4, 32): 4.625,
+    ("k_quant", 5, 32): 5.625,
+    ("k_quant", 6, 16): 6.5625,
 }
 """Bits of a weight with its scales, half ones where they are not bytes."""
 
@@ -119,7 +122,7 @@ def test_a_weight_has_the_bits_of_its_format(
         group_size=group_size,
         bits=bits,
         mode=mode,
-        scale_dtype="uint8" if known.codes == "floating" else "float16",
+        scale_dtype=known.scale_dtype("float16"),
         layout="marlin",
     )
 

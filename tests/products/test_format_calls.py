@@ -300,4 +300,8 @@ def test_modes_that_only_packed_weights_have_are_not_mlxs() -> None:
         mlx_marlin.quantized_matmul(X, *weight.native, mode="symmetric")
     with pytest.raises(ValueError, match="mode"):
         MarlinLinear(K, N, mode="symmetric")
-    assert {mode for mode, _ in FORMATS} - {*MLX_MODES} == {"symmetric", "zero_point"}
+    assert {mode for mode, _ in FORMATS} - {*MLX_MODES} == {
+        "symmetric",
+        "zero_point",
+        "k_quant",
+    }

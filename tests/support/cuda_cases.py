@@ -19,6 +19,7 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import k_tile
+from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles
 from support.format_cases import GROUPED, Weight, layouts_of, step_of
 from support.oracles import Floats, exact
@@ -164,7 +165,7 @@ def formats() -> Iterator[tuple[str, int, int]]:
             mode=mode,
             bits=bits,
             group_size=group_size or k,
-            scale_dtype="uint8" if mode[:2] in ("mx", "nv") else "float16",
+            scale_dtype=format_of(mode, bits).scale_dtype("float16"),
             layout="marlin",
         )
         if limits.why_not(problem) is None:
@@ -214,7 +215,7 @@ def plan_of(
         bits=bits,
         group_size=group_size or k,
         dtype=dtype,
-        scale_dtype="uint8" if mode[:2] in ("mx", "nv") else dtype,
+        scale_dtype=format_of(mode, bits).scale_dtype(dtype),
         layout=layout,
         epilogue=epilogue,
         global_scale=global_scale,

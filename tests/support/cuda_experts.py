@@ -14,6 +14,7 @@ from mlx_marlin.integrations.tracing.routing import Routing
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles
 from support.cuda_cases import Case, k_of
 from support.format_cases import Weight
@@ -75,7 +76,7 @@ class Call:
             bits=bits,
             group_size=group_size,
             dtype=dtype,
-            scale_dtype="uint8" if mode[:2] in ("mx", "nv") else dtype,
+            scale_dtype=format_of(mode, bits).scale_dtype(dtype),
             layout=layout,
         )
         gather = GatherProblem(

@@ -20,8 +20,9 @@ W = (mx.random.normal((N, K), key=mx.random.key(2)) / 8).astype(mx.float16)
 LAYOUTS = ("mlx", "marlin")
 
 ONE_EACH = [
-    (mode, bits, format.group_sizes[i % len(format.group_sizes)])
+    (mode, bits, sizes[i % len(sizes)])
     for i, ((mode, bits), format) in enumerate(FORMATS.items())
+    if (sizes := format.group_sizes or format.packed_group_sizes)
 ]
 """Every format, with one of its group sizes."""
 of_mlx = pytest.mark.parametrize(

@@ -121,6 +121,10 @@ class Weight:
     def parts(self) -> tuple[Floats, Floats, Floats]:
         """What it is made of, each [n, k]: the weight is scale * value + bias."""
         codes = read_codes(self.native[0], self.bits)
+        if self.mode == "k_quant":
+            scale, bias = self._of_super_blocks()
+            middle = 0.0 if self.bits < 6 else 32.0
+            return scale, codes - middle, bias
         scale, bias = self._of_groups()
         if self.mode == "affine":
             return scale, codes.astype(float), bias
@@ -142,6 +146,22 @@ class Weight:
         scale, bias = (np.repeat(s, self.group_size, axis=1) for s in (scales, biases))
         return scale, bias
 
+    def _of_super_blocks(self) -> tuple[Floats, Floats]:
+        """Returns scale and bias of each weight, from records of 20 or 18 bytes."""
+        stored = np.array(self.native[1])
+        records = stored.reshape(len(stored), -1, 10 if self.bits < 6 else 9)
+        octets = np.ascontiguousarray(records[..., :8]).view(np.uint8)
+        d = np.ascontiguousarray(records[..., 8:]).view("<f2").astype(float)
+        if self.bits == 6:
+            scale = d * octets.view(np.int8)
+            bias = 0 * scale
+        else:
+            scale = d[..., :1] * octets[..., 0::2]
+            bias = -d[..., 1:] * octets[..., 1::2]
+        rows = (each.reshape(len(stored), -1) for each in (scale, bias))
+        scale, bias = (np.repeat(each, self.group_size, axis=1) for each in rows)
+        return scale, bias
+
     @property
     def decoded(self) -> Floats:
         """The weight [n, k] in float64."""
@@ -158,7 +178,8 @@ def offset_of(format: Format) -> int:
     if format.codes == "floating":
         return 0
     first = 64 if format.bits == 4 else 2**format.bits
-    return first + (2 ** (format.bits - 1) if format.codes == "symmetric" else 0)
+    is_symmetric = format.codes in ("symmetric", "k_symmetric")
+    return first + (2 ** (format.bits - 1) if is_symmetric else 0)
 
 
 def any_weight(
@@ -182,6 +203,9 @@ def any_weight(
         scales = np.where(constant, scales, draw.integers(low, high, shape))
         native = [mx.array(scales.astype(np.uint8))]
         return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
+    if mode == "k_quant":
+        native = [_super_blocks(draw, bits, n, k // 256)]
+        return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
     step = draw.choice([-1, 1], shape) * draw.uniform(0.5, 1, shape) * 2.0**-bits
     scales = np.where(constant, -1e-7 if mode == "affine" else 0, step)
     stored = [scales]
@@ -193,6 +217,18 @@ def any_weight(
     arrays = (mx.array(each.astype(np.float32)) for each in stored)
     native = [each.astype(getattr(mx, dtype)) for each in arrays]
     return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
+
+
+def _super_blocks(
+    draw: np.random.Generator, bits: int, n: int, blocks: int
+) -> mx.array:
+    """Makes parameters of super-blocks: factors are normal, subnormal or 0."""
+    octets = draw.integers(0, 64 if bits < 6 else 256, (n, blocks, 16)).astype(np.uint8)
+    shape = (n, blocks, 2 if bits < 6 else 1)
+    sizes = draw.choice([0, 2.0**-24, 2.0**-15, 2.0**-10, 2.0**-9], shape)
+    d = (sizes * draw.choice([-1, 1], shape) * draw.integers(1, 9, shape)).astype("<f2")
+    records = np.concatenate([octets.view("<u2"), d.view("<u2")], axis=-1)
+    return mx.array(records.reshape(n, -1))
 
 
 def rounded(values: Floats, dtype: str) -> Floats:
@@ -324,7 +360,8 @@ def every_variant() -> Iterator[Variant]:
     ):
         format = FORMATS[mode, bits]
         narrow = (dtype, "float16") if dtype == "float32" else (dtype,)
-        scales = ("uint8",) if format.codes == "floating" else dict.fromkeys(narrow)
+        stored = set(narrow) & {*format.scale_dtypes}
+        scales = sorted(stored) if stored else format.scale_dtypes
         # Small floats have no offset to take off.
         subtracts = (False,) if format.codes == "floating" else (False, True)
         layouts = layouts_of(mode, bits, group_size)
@@ -387,25 +424,33 @@ MEANINGS = {
     "affine": "scale * q + bias",
     "symmetric": "scale * (q - 2^(bits - 1))",
     "zero_point": "scale * (q - zero point)",
+    "k_affine": "d * scale * q - dmin * minimum",
+    "k_symmetric": "d * scale * (q - 32)",
     "mxfp4": "scale * E2M1",
     "mxfp8": "scale * E4M3",
     "nvfp4": "scale * E2M1",
 }
 SCALES = {"mxfp4": "E8M0 bytes", "mxfp8": "E8M0 bytes", "nvfp4": "E4M3 bytes"}
+SCALES["k_quant"] = "bytes, and d and dmin in float16"
 
 
 def table() -> str:
     """Returns the table of formats of `docs/formats.md`."""
     rows = []
-    for mode in dict.fromkeys(mode for mode, _ in FORMATS):
-        formats = [each for each in FORMATS.values() if each.mode == mode]
+    kinds = dict.fromkeys((each.mode, each.codes) for each in FORMATS.values())
+    for mode, codes in kinds:
+        formats = [
+            each
+            for each in FORMATS.values()
+            if (each.mode, each.codes) == (mode, codes)
+        ]
         (groups,) = {each.group_sizes for each in formats}
         (packed,) = {each.packed_group_sizes for each in formats}
         (layouts,) = {each.layouts for each in formats}
         cells = (
             f"`{mode}`",
             ", ".join(str(each.bits) for each in formats),
-            MEANINGS[mode],
+            MEANINGS[mode if codes == "floating" else codes],
             ", ".join(map(str, groups)),
             ", ".join("a row" if each == CHANNEL else str(each) for each in packed),
             SCALES.get(mode, ", ".join(DTYPE_BYTES)),

@@ -27,6 +27,8 @@ FORMATS = [
     ("nvfp4", 4, 16),
     ("symmetric", 6, 64),
     ("zero_point", 5, 32),
+    ("k_quant", 4, 32),
+    ("k_quant", 6, 16),
 ]
 K = 128
 M1, M3 = Device.named("Apple M1"), Device.named("Apple M3")
@@ -120,7 +122,7 @@ def calls(draw: st.DrawFn) -> Call:
     mode, bits, group_size = draw(st.sampled_from(FORMATS))
     experts = draw(st.integers(1, 6))
     chosen = draw(st.lists(st.integers(0, experts - 1), min_size=1, max_size=90))
-    step = 64 if mode == "nvfp4" else group_size
+    step = format_of(mode, bits).k_multiple(group_size)
     return Call(
         form=(mode, bits, group_size),
         layout=draw(st.sampled_from(format_of(mode, bits).layouts)),

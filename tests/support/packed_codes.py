@@ -11,7 +11,12 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 from support.format_cases import GROUPED, Weight
 
 SEEDS = st.integers(0, 2**32 - 1)
-grouped = pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
+FORMAT = ("mode", "bits", "group_size")
+grouped = pytest.mark.parametrize(FORMAT, GROUPED)
+of_groups = pytest.mark.parametrize(
+    FORMAT, [each for each in GROUPED if each[0] != "k_quant"]
+)
+"""Without super-blocks."""
 
 
 def any_bits(
@@ -34,6 +39,10 @@ def any_bits(
     if format.codes == "floating":
         octets = np.where(zero, 0, draw.integers(0, 256, shape)).astype(np.uint8)
         return Weight(mode, bits, group_size, (mx.array(words), mx.array(octets)))
+    if format.has_super_blocks:
+        record = draw.integers(0, 2**16, (n, k // 256 * (10 if bits < 6 else 9)))
+        arrays = mx.array(words), mx.array(record.astype(np.uint16))
+        return Weight(mode, bits, group_size, arrays)
     stored = [draw.normal(size=shape), draw.normal(size=shape) * 8]
     if mode == "zero_point":
         stored[1] = draw.integers(0, 2**bits, shape).astype(float)

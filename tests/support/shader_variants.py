@@ -289,9 +289,7 @@ def _problems() -> Iterator[Problem]:
 
 def _scale_dtypes(format: Format, dtype: str) -> tuple[str, ...]:
     """MLX promotes x to its scales' dtype: only float32 meets narrower ones."""
-    if format.codes == "floating" or dtype == "float32":
-        return format.scale_dtypes
-    return (dtype,)
+    return format.scale_dtypes if dtype == "float32" else (format.scale_dtype(dtype),)
 
 
 def _bodies(problem: Problem) -> Iterator[Plan]:

@@ -114,7 +114,7 @@ def problems(
         bits=bits,
         mode=mode,
         dtype=dtype,
-        scale_dtype="uint8" if known.codes == "floating" else scale_dtype,
+        scale_dtype=known.scale_dtype(scale_dtype),
         layout=draw(layouts.filter(lambda layout: layout in possible)),
         epilogue=draw(epilogues),
     )

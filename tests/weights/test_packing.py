@@ -23,6 +23,7 @@ from support.packed_codes import (
     any_bits,
     assert_same_bits,
     grouped,
+    of_groups,
     packed_of,
     weights,
 )
@@ -148,7 +149,7 @@ def test_lanes_see_every_code_and_zeros_beside_them(
 
 
 @pytest.mark.thinned(60)
-@grouped
+@of_groups
 @given(data=st.data())
 @settings(max_examples=3)
 def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
@@ -208,8 +209,9 @@ def test_a_batch_is_quantized_as_its_weights_one_by_one(mode: str) -> None:
 
 @pytest.mark.parametrize(("mode", "bits"), FORMATS)
 def test_padding_stands_for_zero(mode: str, bits: int) -> None:
-    group_size = FORMATS[mode, bits].group_sizes[0]
-    k = 96 if group_size == 32 else 64
+    group_size = FORMATS[mode, bits].group_sizes_in("marlin")[0]
+    k = format_cases.step_of(mode, bits, group_size)
+    k = 96 if k == 32 else k
     weight = any_bits(mode, bits, group_size, n=5, k=k, seed=1)
 
     packed = packed_of(weight)
@@ -274,7 +276,9 @@ def test_padding_is_minimal() -> None:
 
 @pytest.mark.parametrize(("mode", "bits"), FORMATS)
 def test_whole_tiles_take_no_byte_more_than_mlxs_layout(mode: str, bits: int) -> None:
-    weight = any_bits(mode, bits, FORMATS[mode, bits].group_sizes[0], n=64, k=192)
+    group_size = FORMATS[mode, bits].group_sizes_in("marlin")[0]
+    k = 256 if mode == "k_quant" else 192
+    weight = any_bits(mode, bits, group_size, n=64, k=k)
 
     packed = packed_of(weight)
 

@@ -123,7 +123,8 @@ def _scale_and_bias(blocks: "Bytes") -> "Parameters":
 def _k_parameters(blocks: "Bytes") -> "Parameters":
     """Reads those of Q4_K and Q5_K as `weights.super_blocks` stores them.
 
-    There are 6-bit scales and offsets in 12 bytes. The upper two bits of the first 8 bytes belong to the last 4 scales and offsets.
+    There are 6-bit scales and offsets in 12 bytes. The upper two bits of the first 8
+    bytes belong to the last 4 scales and offsets.
     """
     import numpy as np
 
@@ -142,9 +143,7 @@ def _q6_k_parameters(blocks: "Bytes") -> "Parameters":
     )
 
 
-def _super_blocks(
-    groups: "Bytes", factors: "npt.NDArray[np.float16]"
-) -> "Parameters":
+def _super_blocks(groups: "Bytes", factors: "npt.NDArray[np.float16]") -> "Parameters":
     import numpy as np
 
     return {"scales": np.concatenate([groups.view("<u2"), factors.view("<u2")], 1)}

@@ -16,6 +16,7 @@ from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.native import activation_dtype
+from mlx_marlin.weights.dtypes import floating
 
 Step = Callable[[], Any]
 
@@ -89,8 +90,7 @@ def _layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
         whole = layer.shared.layer if isinstance(layer, MarlinPart) else layer
         if not _is_converted(whole):
             continue
-        dtype = _scales(whole).dtype
-        dtype = dtype if mx.issubdtype(dtype, mx.floating) else activations
+        dtype = floating(_scales(whole).dtype, activations)
         key = _kernel_key(whole), sizes, dtype
         if key not in seen:
             seen.add(key)

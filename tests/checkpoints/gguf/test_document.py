@@ -35,6 +35,6 @@ def test_sizes_and_modes_are_those_of_the_code() -> None:
         weight = read_blocks(memoryview(written.data), block, written.shape)
         wanted = f"{weight.mode}, {weight.bits} bits, group {weight.group_size}"
         assert becomes == wanted, name
-        assert scales.endswith("integers") == (weight.super_scales is not None), name
-        ours = weight.with_float_scales().packed().nbytes / (32 * 256)
+        assert scales.endswith("integers") == (weight.mode == "k_quant"), name
+        ours = weight.packed().nbytes / (32 * 256)
         assert float(packed.split()[0]) == round(ours, 4), name

@@ -119,7 +119,7 @@ def test_rows_of_queries_and_keys_are_in_the_order_of_the_model(
         return
     assert isinstance(in_order, StoredWeight)
     assert isinstance(restored, StoredWeight)
-    for part in ("codes", "scales", "biases", "super_scales"):
+    for part in ("codes", "scales", "biases"):
         wanted = getattr(in_order, part)
         if wanted is not None:
             given = np.array(getattr(restored, part))
@@ -138,8 +138,8 @@ def test_experts_stay_stacked(path: Path) -> None:
     assert isinstance(weight, StoredWeight)
     assert weight.shape == (4, 32, 256)
     assert codes_of_words(weight.codes, 4).shape == (4, 32, 256)
-    assert weight.super_scales is not None
-    assert weight.super_scales.shape == (4, 32, 1, 2)
+    assert weight.mode == "k_quant"
+    assert weight.scales.shape == (4, 32, 10)
 
 
 def scaled(path: Path, scale: np.ndarray, shape: tuple[int, ...]) -> Path:

@@ -26,7 +26,6 @@ def problem_of(
     batch: int = 1,
 ) -> Problem:
     """Returns a problem whose k is so many groups."""
-    floating = format_of(mode, bits).codes == "floating"
     return Problem(
         m=m,
         n=n,
@@ -36,7 +35,7 @@ def problem_of(
         bits=bits,
         mode=mode,
         dtype=dtype,
-        scale_dtype="uint8" if floating else dtype,
+        scale_dtype=format_of(mode, bits).scale_dtype(dtype),
         layout=layout,
         epilogue=epilogue,
         global_scale=global_scale,

@@ -19,7 +19,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import barriers
 from mlx_marlin.planning.work.tiles import FRAGMENT, step_k
-from mlx_marlin.weights.formats import SCALE_BYTES, TILE_K, TILE_N
+from mlx_marlin.weights.formats import TILE_K, TILE_N
 
 GROUP_SLOTS = 48
 """Slots in which a reader sums and scales a row fragment per iteration (estimated from

@@ -82,7 +82,6 @@ def variants(
 def _of_format(
     format: Format, group_size: int, dtype: str, layout: str
 ) -> Iterator[Variant]:
-    floating = format.codes == "floating"
     problem = Problem(
         m=1,
         n=2 * TILE_N,
@@ -91,7 +90,7 @@ def _of_format(
         bits=format.bits,
         mode=format.mode,
         dtype=dtype,
-        scale_dtype=dtype if dtype in format.scale_dtypes else format.scale_dtypes[0],
+        scale_dtype=format.scale_dtype(dtype),
         layout=layout,
     )
     ragged = replace(problem, n=2 * TILE_N - 1)

@@ -1,0 +1,76 @@
+"""Random parameters of super-blocks, as checkpoints store them, and their values."""
+
+import mlx.core as mx
+
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import SUPER_BLOCK, TILE_N
+
+SMALLEST_HALF = 2.0**-24
+"""The smallest subnormal float16."""
+BYTE = 256
+
+
+def rows(
+    problem: Problem, weights: tuple[int, ...], keys: mx.array, small_row: int
+) -> mx.array:
+    """Returns random parameters, uint16, in the order of `weights.super_blocks`.
+
+    Weights are of the size that other formats have: products of normally distributed x
+    fit in a float16. Factors have both signs. Many are subnormal, as they are in files.
+
+    Args:
+        problem: The problem with the format, n and k.
+        weights: Leading dimensions, such as (batch,).
+        keys: Three random keys.
+        small_row: Row of every 32 rows whose factors are the smallest numbers.
+    """
+    blocks = problem.k // SUPER_BLOCK
+    per_block = SUPER_BLOCK // problem.group_size
+    shape = (*weights, problem.n, blocks)
+    size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5 / 32
+    signs = mx.where(mx.random.bernoulli(0.5, shape, key=keys[1]), 1.0, -1.0)
+    row = mx.arange(problem.n)[:, None]
+    tiny = SMALLEST_HALF * (1 + row // TILE_N % 7)
+    factor = mx.where(row % TILE_N == small_row, tiny, size) * signs
+    groups = (*shape, per_block)
+    if problem.format.codes == "k_symmetric":
+        octets = mx.random.randint(0, BYTE, groups, mx.uint8, key=keys[2])
+        return _records([octets], [factor])
+    scales = mx.random.randint(1, 64, groups, mx.uint8, key=keys[2])
+    minima = mx.minimum(scales + mx.arange(per_block).astype(mx.uint8) % 3, 63)
+    return _records([scales, minima], [factor, factor * 2.0 ** (problem.bits - 1)])
+
+
+def _records(groups: list[mx.array], factors: list[mx.array]) -> mx.array:
+    """Returns bytes [..., blocks, groups] and factors [..., blocks] as records."""
+    octets = mx.stack(groups, axis=-1).astype(mx.uint16)
+    *lead, blocks, _, _ = octets.shape
+    pairs = octets.reshape(*lead, blocks, -1, 2)
+    words = pairs[..., 0] + pairs[..., 1] * BYTE
+    halves = mx.stack(factors, axis=-1).astype(mx.float16).view(mx.uint16)
+    return mx.concatenate([words, halves], axis=-1).reshape(*lead, -1)
+
+
+def values(problem: Problem, stored: mx.array) -> tuple[mx.array, mx.array]:
+    """Returns scales and biases of groups, float64 [..., n, groups].
+
+    The biases of codes without minima are -2^(bits - 1) times the scales.
+
+    Args:
+        problem: The problem with the format and k.
+        stored: Parameters as `rows` returns them.
+    """
+    parameters = problem.format.parameters
+    per_block = SUPER_BLOCK // problem.group_size
+    lead = stored.shape[:-1]
+    record = stored.reshape(*lead, problem.k // SUPER_BLOCK, -1)
+    words, halves = record[..., :-parameters], record[..., -parameters:]
+    octets = mx.stack([words % BYTE, words // BYTE], axis=-1).astype(mx.float64)
+    octets = octets.reshape(*words.shape[:-1], per_block, parameters)
+    factors = mx.contiguous(halves).view(mx.float16).astype(mx.float64)
+    if parameters == 1:
+        signed = mx.where(octets < BYTE // 2, octets, octets - BYTE)
+        scales = (signed * factors[..., None, :]).reshape(*lead, -1)
+        return scales, -(2.0 ** (problem.bits - 1)) * scales
+    both = octets * factors[..., None, :]
+    return both[..., 0].reshape(*lead, -1), -both[..., 1].reshape(*lead, -1)

@@ -1,0 +1,178 @@
+"""Products with K-quants: on kernels, on stock MLX, as layers and as experts."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin.backends import planner
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.problem import problem_of
+from support import format_cases, format_oracle, oracles
+from support.format_cases import Weight
+from support.packed_codes import SEEDS, packed_of
+
+GROUP = {4: 32, 5: 32, 6: 16}
+N, K = 45, 512
+DTYPES = ("float16", "bfloat16", "float32")
+widths = pytest.mark.parametrize("bits", GROUP)
+
+
+def weight_of(bits: int, n: int = N, k: int = K, seed: int = 0) -> Weight:
+    return format_cases.any_weight(
+        "k_quant", bits, GROUP[bits], n, k, dtype="float16", seed=seed
+    )
+
+
+def rows(*shape: int, dtype: str = "float16", seed: int = 1) -> mx.array:
+    drawn = mx.random.normal(shape, key=mx.random.key(seed))
+    return drawn.astype(getattr(mx, dtype))
+
+
+@widths
+@given(
+    m=st.integers(1, 20),
+    n=st.integers(1, 70),
+    blocks=st.integers(1, 4),
+    dtype=st.sampled_from(DTYPES),
+    seed=SEEDS,
+)
+@settings(max_examples=8)
+@pytest.mark.usefixtures("kernels")
+def test_products_are_those_of_the_exact_weight(
+    bits: int, m: int, n: int, blocks: int, dtype: str, seed: int
+) -> None:
+    weight = weight_of(bits, n, 256 * blocks, seed)
+    packed, x = packed_of(weight), rows(m, 256 * blocks, dtype=dtype, seed=seed)
+
+    y = mlx_marlin.quantized_matmul(x, packed)
+
+    assert mlx_marlin.why_not(x, packed) is None
+    format_oracle.assert_close(y, x, weight, subtract=False, dtype=dtype)
+
+
+@widths
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stock_mlx_serves_without_kernels_in_the_dtype_of_x(
+    bits: int, dtype: str, transpose: bool, backend: Callable[[str], None]
+) -> None:
+    weight = weight_of(bits)
+    x = rows(3, K if transpose else N, dtype=dtype)
+    backend("stock")
+
+    y = mlx_marlin.quantized_matmul(x, packed_of(weight), transpose=transpose)
+
+    decoded = weight.decoded.T if transpose else weight.decoded
+    expected = oracles.exact(x) @ decoded
+    assert y.dtype == x.dtype
+    limit = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-6}[dtype]
+    assert oracles.error(y, expected) < limit
+
+
+@widths
+@pytest.mark.usefixtures("kernels")
+def test_gradients_of_x_are_exact_and_scales_have_none(bits: int) -> None:
+    weight = weight_of(bits)
+    packed, x = packed_of(weight), rows(2, K, dtype="float32")
+
+    def loss(x: mx.array) -> mx.array:
+        return mlx_marlin.quantized_matmul(x, packed).square().sum()
+
+    dx = mx.grad(loss)(x)
+
+    exact = oracles.exact(x)
+    expected = 2 * exact @ weight.decoded.T @ weight.decoded
+    assert oracles.error(dx, expected) < 1e-5
+
+
+@widths
+@pytest.mark.usefixtures("kernels")
+def test_rows_have_the_same_bits_alone_and_among_others(bits: int) -> None:
+    packed, x = packed_of(weight_of(bits)), rows(9, K)
+
+    whole = mlx_marlin.linear(x, packed, invariant=True)
+
+    for row in range(9):
+        alone = mlx_marlin.linear(x[row : row + 1], packed, invariant=True)
+        assert mx.array_equal(alone, whole[row : row + 1])
+
+
+@widths
+@pytest.mark.usefixtures("kernels")
+def test_layers_and_their_stock_layers_compute_the_same(bits: int) -> None:
+    weight = weight_of(bits)
+    packed, bias = packed_of(weight), rows(N, seed=2)
+    x = rows(5, K)
+    layer = MarlinLinear.from_packed(packed, bias)
+
+    y = layer(x)
+
+    expected = oracles.exact(x) @ weight.decoded.T + oracles.exact(bias)
+    assert y.dtype == mx.float16
+    assert oracles.error(y, expected) < 1e-3
+    assert oracles.error(layer.to_stock()(x), expected) < 1e-3
+
+
+@widths
+@pytest.mark.parametrize("name", ["kernels", "stock"])
+def test_experts(bits: int, name: str, request: pytest.FixtureRequest) -> None:
+    if name == "stock":
+        request.getfixturevalue("backend")("stock")
+    else:
+        request.getfixturevalue("kernels")
+    weight = weight_of(bits, 3 * 40)
+    native = (each.reshape(3, 40, -1) for each in weight.native)
+    packed = mlx_marlin.pack(*native, **weight.options)
+    layer = MarlinSwitchLinear.from_packed(packed)
+    x = rows(4, 1, 1, K)
+    indices = mx.array([[0, 2], [1, 1], [2, 0], [0, 1]], mx.uint32)
+
+    y = layer(x, indices)
+
+    decoded = weight.decoded.reshape(3, 40, K)[np.array(indices)]
+    expected = np.einsum("mk,mcnk->mcn", oracles.exact(x)[:, 0, 0], decoded)
+    assert y.dtype == mx.float16
+    assert oracles.error(y.squeeze(-2), expected) < 1e-3
+
+
+@widths
+@pytest.mark.usefixtures("kernels")
+def test_a_batch_of_weights(bits: int) -> None:
+    weight = weight_of(bits, 3 * 40)
+    native = (each.reshape(3, 40, -1) for each in weight.native)
+    packed = mlx_marlin.pack(*native, **weight.options)
+    x = rows(3, 2, K)
+
+    y = mlx_marlin.quantized_matmul(x, packed)
+
+    decoded = weight.decoded.reshape(3, 40, K)
+    expected = np.einsum("bmk,bnk->bmn", oracles.exact(x), decoded)
+    assert oracles.error(y, expected) < 1e-3
+
+
+@widths
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_are_decoded_and_rounded_once(bits: int, dtype: str) -> None:
+    weight = weight_of(bits)
+
+    w = mlx_marlin.dequantize(packed_of(weight), getattr(mx, dtype))
+
+    wanted = format_cases.rounded(weight.decoded, dtype)
+    # Where both terms of "k_affine" have other signs, float32 rounds their sum.
+    np.testing.assert_allclose(oracles.exact(w), wanted, rtol=2**-7, atol=1e-6)
+    if bits == 6:
+        np.testing.assert_array_equal(oracles.exact(w), wanted)
+
+
+@widths
+def test_other_gpus_say_that_they_have_no_kernel(bits: int) -> None:
+    problem = problem_of(4, 64, 256, mode="k_quant", bits=bits, layout="marlin")
+    assert problem.group_size == GROUP[bits]
+    with pytest.raises(ValueError, match="K-quants"):
+        planner.plan(4, 64, 256, mode="k_quant", bits=bits, chip="NVIDIA H200")
