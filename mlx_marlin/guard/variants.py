@@ -21,7 +21,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
-from mlx_marlin.weights.formats import GROUP_SIZES, TILE_K, TILE_N
+from mlx_marlin.weights.formats import GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
 
 AnyPlan = Plan | DensePlan | GatherPlan
 
@@ -171,15 +171,19 @@ def _least_k(plan: Plan) -> int:
 
 
 def _small_k(problem: Problem, least: int) -> tuple[int, int]:
-    """Returns a group size for the same variant, and a k of at least two groups."""
+    """Returns a group size for the same variant, and a k of at least two groups.
+
+    K-quants get at least two super-blocks.
+    """
     size = problem.group_size
     if size not in GROUP_SIZES:  # a whole row
         k = -(-least // TILE_K) * TILE_K
         k += TILE_K if k in GROUP_SIZES else 0
         return k, k
     unit = problem.format.k_multiple(size)
-    k = max(-(-least // unit), -(-2 * size // unit)) * unit
-    if size == 32 and k % TILE_K == 0:
+    record = SUPER_BLOCK if problem.format.has_super_blocks else size
+    k = max(-(-least // unit), -(-2 * record // unit)) * unit
+    if unit == 32 and k % TILE_K == 0:
         k += 32  # half of a packed tile
     return size, k
 

@@ -175,4 +175,6 @@ def test_other_gpus_say_that_they_have_no_kernel(bits: int) -> None:
     problem = problem_of(4, 64, 256, mode="k_quant", bits=bits, layout="marlin")
     assert problem.group_size == GROUP[bits]
     with pytest.raises(ValueError, match="K-quants"):
-        planner.plan(4, 64, 256, mode="k_quant", bits=bits, chip="NVIDIA H200")
+        planner.plan(
+            4, 64, 256, mode="k_quant", bits=bits, layout="marlin", chip="NVIDIA H200"
+        )
