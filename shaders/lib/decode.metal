@@ -17,6 +17,7 @@ constant constexpr int SUPER_BLOCK = 256;  // values of k
 template <int MODE_, int BITS_, int GROUP_, bool PACKED_>
 struct WeightFormat {
   static constant constexpr const bool GLOBAL = MODE_ == GLOBAL_FLOATING;
+  // mutant: k_modes
   static constant constexpr const bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC;
   static constant constexpr const int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING
                                              : MODE_ == K_AFFINE      ? AFFINE

@@ -37,18 +37,20 @@ template <typename W>
 struct SuperBlock {
   static constant constexpr const int PARAMETERS = W::BIASED ? 2 : 1;
   // Words of a group, and of all groups.
+  // mutant: record
   static constant constexpr const int OF_GROUP = PARAMETERS * TILE_N / 2;
-  static constant constexpr const int OF_GROUPS = SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
-  static constant constexpr const int SIZE = OF_GROUPS + PARAMETERS * TILE_N;  // mutant: record
+  static constant constexpr const int OF_GROUPS =
+      SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
+  static constant constexpr const int SIZE = OF_GROUPS + PARAMETERS * TILE_N;
 };
 
 // Returns the number of scales of 32 packed rows.
 template <typename W>
 METAL_FUNC uint packed_scales(uint k_tiles) {
   if (W::SUPER) {
-    return k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;
+    return k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;  // mutant: super_blocks
   }
-  return packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);
+  return packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);  // mutant: packed_scales
 }
 
 // Returns the number of words and of scales of a weight, which are the strides of the weights
@@ -87,6 +89,7 @@ METAL_FUNC WeightTile<S> weight_tile(
     const uint first_scale = column * packed_scales<W>(k_tiles);
     const uint row = 4 * FACTORS * lane.row;
     if (W::SUPER) {
+      // mutant: super_row
       tile.first_group.x = first_scale + own * SuperBlock<W>::OF_GROUP + row / 2;
       tile.first_group.y = first_scale + SuperBlock<W>::OF_GROUPS + row;
     } else {
@@ -166,13 +169,14 @@ template <typename W>
 METAL_FUNC GroupParams load_super_params(const device ushort* scales, uint group, uint factors) {
   GroupParams params;
   if (W::BIASED) {
-    const ushort4 bytes = load_vec4(scales, group);
+    const uint4 bytes = uint4(load_vec4(scales, group));  // mutant: k_affine
     const half4 low = as_type<half4>(load_vec4(scales, factors));
     const half4 high = as_type<half4>(load_vec4(scales, factors + 4));
-    params.scale = float4(bytes & 0xFF) * float4(low.x, low.z, high.x, high.z);
+    params.scale = float4(bytes & 0xFFu) * float4(low.x, low.z, high.x, high.z);
     params.bias = float4(bytes >> 8) * -float4(low.y, low.w, high.y, high.w);
     return params;
   }
+  // mutant: k_symmetric
   const char4 bytes = as_type<char4>(load_vec2(scales, group));
   params.scale = float4(bytes) * float4(as_type<half4>(load_vec4(scales, factors)));
   params.bias = float4(0.0f);
@@ -189,7 +193,7 @@ template <typename W, typename S>
 METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   GroupParams params;
   if (W::SUPER) {
-    const uint block = k / SUPER_BLOCK * SuperBlock<W>::SIZE;
+    const uint block = k / SUPER_BLOCK * SuperBlock<W>::SIZE;  // mutant: super_block
     const uint group = group_at<W>(k % SUPER_BLOCK) * SuperBlock<W>::OF_GROUP;
     return load_super_params<W>(
         tile.scales, tile.first_group.x + block + group, tile.first_group.y + block);

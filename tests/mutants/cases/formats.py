@@ -22,6 +22,9 @@ LONG_GROUPS = "gemv, packed symmetric codes of 4 bits, groups of 256"
 GLOBAL = "gemm, packed nvfp4 with a global scale, slices"
 GLOBAL_GEMV = "gemv, packed nvfp4 with a global scale, slices"
 GLOBAL_DENSE = "the weight as plain numbers, packed nvfp4 with a global scale"
+K_GEMV = "gemv, packed K-quants of 4 bits"
+K_GEMM = "gemm, packed K-quants of 5 bits, odd offsets"
+K_SIXTEENS = "gemm, packed K-quants of 6 bits, slices"
 DENSE = "the weight as plain numbers, native codes of 3 bits, by rows"
 DENSE_BACK = "the weight as plain numbers, packed nvfp4, by columns"
 
@@ -125,6 +128,26 @@ FORMAT_CASES = {
                 5, 45, 12, 16, "float32", "marlin", mode="nvfp4", global_scale=True
             ),
             chunk=32,
+        )
+    ),
+    K_GEMV: Case(
+        plan=whole_tiles(
+            problem_of(3, 45, 24, 32, "float32", "marlin", mode="k_quant", bits=4)
+        )
+    ),
+    K_GEMM: Case(
+        plan=whole_tiles(
+            problem_of(9, 70, 16, 32, "float32", "marlin", mode="k_quant", bits=5),
+            fragments_m=2,
+        ),
+        offset=3,
+    ),
+    K_SIXTEENS: Case(
+        plan=in_two_slices(
+            whole_tiles(
+                problem_of(9, 45, 32, 16, "float32", "marlin", mode="k_quant", bits=6),
+                fragments_m=1,
+            )
         )
     ),
     DENSE: Case(

@@ -10,6 +10,7 @@ from mutants.metal import (
     lane,
     repack,
     staged,
+    super_blocks,
     work,
 )
 
@@ -21,6 +22,7 @@ MUTANTS = (
     *staged.MUTANTS,
     *gemv.MUTANTS,
     *formats.MUTANTS,
+    *super_blocks.MUTANTS,
     *repack.MUTANTS,
     *gather.MUTANTS,
     *batch.MUTANTS,

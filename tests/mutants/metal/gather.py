@@ -221,9 +221,9 @@ _WEIGHTS = (
     Mutant(
         "packed experts have one value a group",
         _WEIGHT_TILE,
-        "k_tiles",
-        "($1 * $2)",
-        "$2",
+        "packed_scales",
+        "2 * $1",
+        "$1",
         GATHER_PACKED,
         Detector.WRONG_RESULT,
     ),
