@@ -19,7 +19,7 @@ class Skipped:
 
     Attributes:
         problem: The product.
-        kernel: The kernel that was asked for, or "stock".
+        kernel: What was to compute it.
         reason: Why it was not profiled.
     """
 

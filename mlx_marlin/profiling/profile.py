@@ -85,9 +85,9 @@ class Profile:
             return None
         point, roofline = self.point, self.roofline
         excess = {
-            "compute": f"{roofline.compute_utilization(point):.2f} times the peak of "
+            "compute": f"{roofline.compute_utilization(point):.3f} times the peak of "
             f"{roofline.tflops:.2f} TFLOPS",
-            "memory": f"{roofline.memory_utilization(point):.2f} times the bandwidth "
+            "memory": f"{roofline.memory_utilization(point):.3f} times the bandwidth "
             f"of {roofline.bandwidth_gbs:g} GB/s",
         }
         # Cached operands exceed the bandwidth only; what explains both is the rest.

@@ -41,7 +41,7 @@ def add_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     products = parser.add_argument_group(
-        "products", f"default: {subjects.default_set_as_text()}"
+        "products", f"default: {subjects.default_set()}"
     )
     products.add_argument(
         "--single-config",
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     _check_arguments(args)
     device = _device(args.chip)
     is_measured = args.chip is None and args.assume_ms is None and times.on_gpu()
-    found, skipped = subjects.find(args, device, is_measured)
+    why_not = times.why_not_measured if is_measured else None
+    found, skipped = subjects.find(args, device, why_not)
     if args.assume_ms is not None:
         profiles = times.assumed(found, device, args.assume_ms / 1e3)
     elif is_measured:

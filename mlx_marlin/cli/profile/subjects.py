@@ -1,8 +1,8 @@
-"""What to profile: products, and the kernels that compute them."""
+"""What to profile: products, and what computes them."""
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mlx_marlin.backends import planner, registry, selection, tuned_results
@@ -21,6 +21,8 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 SINGLE = re.compile(r"(\d+),(\d+),(\d+)")
 SINGLE_MODE, SINGLE_GROUP = "symmetric", 128
 """Default format of --single-config, as in Marlin."""
+FASTEST, STOCK = "the fastest kernel", "stock MLX"
+"""What computes a product, besides the names of kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,46 +32,55 @@ class Subject:
     problem: Problem
     plan: Plan | None
 
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel, or "stock"."""
-        return "stock" if self.plan is None else self.plan.kernel
+
+WhyNot = Callable[[Subject], str | None]
 
 
-def default_set_as_text() -> str:
+def default_set() -> str:
     """Returns the default set of products as text."""
     shapes = ", ".join(f"{n}x{k}" for n, k in SHAPES)
     return f"weights of {shapes}, with {models.listed(ROWS)} rows"
 
 
 def find(
-    args: argparse.Namespace, device: PlanningDevice, is_measured: bool
+    args: argparse.Namespace, device: PlanningDevice, why_not: WhyNot | None
 ) -> tuple[list[Subject], list[Skipped]]:
     """Returns what the arguments ask for, and what cannot be profiled.
 
     Args:
         args: The arguments of the command.
         device: The device to plan for.
-        is_measured: Whether times are measured, here and now.
+        why_not: Returns why something cannot be measured on this machine, or None; None
+            if nothing is measured.
 
     Raises:
         ValueError: If the arguments are wrong, or nothing can be profiled.
     """
     found: list[Subject] = []
     skipped: list[Skipped] = []
-    for problem in _problems(args, device):
-        for kernel in _kernels(args, device):
-            try:
-                plan = _plan(problem, device, kernel, is_measured)
-                found.append(Subject(problem=problem, plan=plan))
-            except ValueError as error:
-                name = kernel or "any kernel"
-                skipped.append(Skipped(problem=problem, kernel=name, reason=str(error)))
-        if args.compare:
-            _add_stock(problem, device, is_measured, found, skipped)
+    for problem, kernel in _wanted(args, device):
+        try:
+            found.append(_subject(problem, kernel, device, why_not))
+        except ValueError as error:
+            reason = str(error)
+            skipped.append(Skipped(problem=problem, kernel=kernel, reason=reason))
     if not found:
-        raise ValueError("\n".join(row.reason for row in skipped))
+        reasons = dict.fromkeys(row.reason for row in skipped)
+        raise ValueError(f"nothing can be profiled: {'; '.join(reasons)}")
     return found, skipped
+
+
+def _wanted(
+    args: argparse.Namespace, device: PlanningDevice
+) -> Iterator[tuple[Problem, str]]:
+    """Yields products, each with the name of what is to compute it."""
+    kernels: Iterable[str] = [args.kernel or FASTEST]
+    if args.all_kernels:
+        kernels = registry.of_device(device).kernels
+    for problem in _problems(args, device):
+        yield from ((problem, kernel) for kernel in kernels)
+        if args.compare:
+            yield problem, STOCK
 
 
 def _problems(args: argparse.Namespace, device: PlanningDevice) -> list[Problem]:
@@ -132,17 +143,32 @@ def _model_problems(args: argparse.Namespace) -> list[Problem]:
     return models.problems(args.model, ROWS, args.layout)
 
 
-def _kernels(args: argparse.Namespace, device: PlanningDevice) -> Iterable[str | None]:
-    """Returns the kernels to profile; None is the fastest one."""
-    if args.all_kernels:
-        return registry.of_device(device).kernels
-    return [args.kernel]
+def _subject(
+    problem: Problem, kernel: str, device: PlanningDevice, why_not: WhyNot | None
+) -> Subject:
+    """Returns what computes a product.
+
+    Raises:
+        ValueError: If it cannot be profiled.
+    """
+    is_measured = why_not is not None
+    if kernel == STOCK:
+        subject = _of_stock(problem, device, is_measured)
+    else:
+        plan = _plan(problem, device, kernel, is_measured)
+        subject = Subject(problem=problem, plan=plan)
+    reason = why_not(subject) if why_not else None
+    if reason is not None:
+        raise ValueError(reason)
+    return subject
 
 
 def _plan(
-    problem: Problem, device: PlanningDevice, kernel: str | None, is_measured: bool
+    problem: Problem, device: PlanningDevice, kernel: str, is_measured: bool
 ) -> Plan:
-    """Returns the plan of a kernel, or the fastest one; a tuned plan if there is one.
+    """Returns the plan of a kernel, or of the fastest one.
+
+    That is a tuned plan if there is one for this machine.
 
     Raises:
         ValueError: If the kernel cannot compute the product.
@@ -150,36 +176,29 @@ def _plan(
     reason = registry.of_device(device).unsupported(problem, device)
     if reason is not None:
         raise ValueError(reason)
-    if kernel is None and is_measured:
-        tuned = tuned_results.find(problem, device, selection.backend())
-        return planner.make(problem, device=device) if tuned is None else tuned.plan
-    overrides = PlanOverrides()
-    if kernel is not None:
+    if kernel != FASTEST:
+        overrides = PlanOverrides()
         overrides["kernel"] = kernel
-    return planner.make(problem, device=device, **overrides)
+        return planner.make(problem, device=device, **overrides)
+    tuned = None
+    if is_measured:
+        tuned = tuned_results.find(problem, device, selection.backend())
+    return planner.choose(problem, device) if tuned is None else tuned.plan
 
 
-def _add_stock(
-    problem: Problem,
-    device: PlanningDevice,
-    is_measured: bool,
-    found: list[Subject],
-    skipped: list[Skipped],
-) -> None:
-    """Adds stock MLX, or why it cannot be profiled."""
+def _of_stock(problem: Problem, device: PlanningDevice, is_measured: bool) -> Subject:
+    """Returns stock MLX's product.
+
+    Raises:
+        ValueError: If MLX has no such groups, or its time cannot be predicted.
+    """
     native = _native(problem)
-    has_model = registry.of_device(device).predict_stock(problem, device) is not None
-    reason = None
     if native is None:
-        reason = f"stock MLX has no groups of {problem.group_size} in this format"
-    elif not is_measured and not has_model:
-        reason = f"there is no model of stock MLX on {device.name}"
-    if native is None or reason is not None:
-        skipped.append(Skipped(problem=problem, kernel="stock", reason=reason or ""))
-        return
-    subject = Subject(problem=native, plan=None)
-    if subject not in found:
-        found.append(subject)
+        raise ValueError(f"stock MLX has no groups of {problem.group_size}")
+    has_model = registry.of_device(device).predict_stock(native, device) is not None
+    if not (is_measured or has_model):
+        raise ValueError(f"there is no model of stock MLX on {device.name}")
+    return Subject(problem=native, plan=None)
 
 
 def _native(problem: Problem) -> Problem | None:

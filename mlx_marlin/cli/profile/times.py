@@ -56,20 +56,22 @@ def predicted(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profi
     ]
 
 
+def why_not_measured(subject: Subject) -> str | None:
+    """Returns why something cannot be measured, or None if it can."""
+    try:
+        operands.check(subject.problem)
+    except ValueError as error:
+        return str(error)
+    return None if subject.plan is None else guard.why_not(subject.plan)
+
+
 def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profile]:
     """Returns profiles with times measured on this machine.
 
     Whatever computes the same product is measured in turns.
-
-    Raises:
-        ValueError: If random operands cannot be made, or a kernel failed its check.
     """
     arms: dict[Problem, list[Arm]] = {}
     for subject in subjects:
-        operands.check(subject.problem)
-        fault = None if subject.plan is None else guard.why_not(subject.plan)
-        if fault is not None:
-            raise ValueError(f"{subject.kernel} is not measured: {fault}")
         arms.setdefault(subject.problem, []).append(subject.plan)
     clock = tuner.clock(device)
     profiles = []
