@@ -2,10 +2,12 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
@@ -27,6 +29,8 @@ MARK = re.compile(r"\b(measured|predicted|assumed)\b")
 ROW = re.compile(r" *\d+  ")
 """A row of the table."""
 M4_MAX = ["--chip", "Apple M4 Max"]
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "profiling.md"
 
 needs_emulator = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -389,3 +393,45 @@ def test_the_rows_of_a_table_need_a_mark() -> None:
     table = "rows  bottleneck  times\n   1  MEMORY      predicted\n   8  MEMORY"
 
     assert unmarked(table) == ["   8  MEMORY"]
+
+
+def test_the_document_shows_what_is_printed(profile: Profile) -> None:
+    text = DOCUMENT.read_text("utf-8")
+    words, shown = re.search(
+        r"\$ mlx-marlin profile (.*)\n((?s:.*?))```", text
+    ).groups()
+
+    assert profile(*shlex.split(words)) == (0, shown)
+
+
+def test_the_document_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--help"])
+    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    rows = re.findall(r"^\| (`--.*?) \|", DOCUMENT.read_text("utf-8"), re.MULTILINE)
+
+    assert set(re.findall(r"--[a-z-]+", " ".join(rows))) == options
+
+
+@needs_emulator
+def test_the_documents_capture_runs(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metal is absent here: what starts and ends the capture is recorded."""
+    calls: list[tuple[str, ...]] = []
+    backend("emulator")
+    for name in ("start_capture", "stop_capture"):
+        call = partial(lambda *given: calls.append(given), name)
+        monkeypatch.setattr(mx.metal, name, call)
+    monkeypatch.setattr(mx, "synchronize", lambda: calls.append(("synchronize",)))
+    (block,) = re.findall(
+        r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL
+    )
+
+    exec(compile(block, DOCUMENT.name, "exec"), {})
+
+    assert calls == [
+        ("start_capture", "marlin.gputrace"),
+        ("synchronize",),
+        ("stop_capture",),
+    ]
