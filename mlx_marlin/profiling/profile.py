@@ -24,6 +24,7 @@ CAUSES = {
 }
 """Likely cause of a time that exceeds a roof."""
 CAUSE_OF_PREDICTION = "an error of the cost model"
+STAND_IN = "; or the peaks, which are a small device's, because this one is not known"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,9 @@ class Profile:
         if self.origin == "predicted":
             cause = CAUSE_OF_PREDICTION
         exceeded = " and ".join(excess[roof] for roof in roofs)
-        return f"{exceeded}; likely cause: {cause}"
+        known = registry.of_device(self.device).knows_device(self.device.name)
+        stand_in = "" if known else STAND_IN
+        return f"{exceeded}; likely cause: {cause}{stand_in}"
 
     @property
     def low_occupancy(self) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_marlin.backends import devices, planner, registry
-from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -127,6 +127,17 @@ def test_a_refused_prediction_is_an_error_of_the_model() -> None:
 
     assert refused is not None
     assert refused.endswith("likely cause: an error of the cost model")
+
+
+def test_an_unknown_device_has_unknown_peaks() -> None:
+    device = replace(DEFAULT, name="Apple M9", variant="Apple M9, not in the table")
+    plan = planner.choose(PREFILL, device)
+
+    refused = of_plan(plan, device, 1e-3, "measured").refusal
+
+    assert refused is not None
+    assert refused.endswith("a small device's, because this one is not known")
+    assert "because this one" not in (profile(PREFILL, 0.85).refusal or "")
 
 
 def test_stock_mlx_has_no_plan() -> None:

@@ -4,11 +4,9 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.device import Residency
 
-MAX_WARPS = {(8, 0): 64, (9, 0): 64, (10, 0): 64}
-"""Most warps of a multiprocessor by compute capability (NVIDIA, CUDA C++ Programming
-Guide, technical specifications)."""
-FEWEST_MAX_WARPS = 48
-"""Those of every other compute capability from 8.0 on."""
+MANY_WARPS, FEW_WARPS = 64, 48
+"""Most warps of a multiprocessor: of compute capability 8.0, 9 and 10, and of the
+others (NVIDIA, CUDA C++ Programming Guide, technical specifications)."""
 RESERVED_BYTES = 1024
 """Shared memory that the system takes for each block. A multiprocessor has as much more
 than the most that one block may use (likewise)."""
@@ -19,7 +17,8 @@ def residency(plan: CudaPlan, device: CudaDevice) -> Residency:
 
     The compiler decides the registers of a thread, and nothing here asks it.
     """
-    warps = MAX_WARPS.get(device.capability, FEWEST_MAX_WARPS)
+    has_many = device.capability == (8, 0) or device.capability[0] in (9, 10)
+    warps = MANY_WARPS if has_many else FEW_WARPS
     busy = plan.work.threadgroups - plan.work.idle
     shared = device.shared_bytes + RESERVED_BYTES
     return Residency(

@@ -8,6 +8,7 @@ from pathlib import Path
 from mlx_marlin.backends import devices, registry
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.products import eligibility
 from mlx_marlin.profiling.document import document
 from mlx_marlin.weights.formats import LAYOUTS, MODES
 
@@ -96,8 +97,8 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Prints the profiles; returns 1 if a time cannot be right."""
     _check_arguments(args)
-    device = _device(args.chip)
     is_measured = args.chip is None and args.assume_ms is None and times.on_gpu()
+    device = eligibility.target() if is_measured else _device(args.chip)
     why_not = times.why_not_measured if is_measured else None
     found, skipped = subjects.find(args, device, why_not)
     if args.assume_ms is not None:

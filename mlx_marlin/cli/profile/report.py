@@ -11,6 +11,7 @@ from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.profiling.document import Skipped
 from mlx_marlin.profiling.profile import Profile
+from mlx_marlin.profiling.roofline import Roofline
 
 WIDTH = 13
 """Width of the names of details."""
@@ -21,16 +22,21 @@ REASONS = {
     "BALANCED": "within a tenth of the ridge point, both roofs are near",
 }
 HEADS = (
-    *("rows", "k→n", "format", "kernel", "ms", "TFLOPS", "compute %", "GB/s"),
-    *(
-        "memory %",
-        "FLOP/byte",
-        "% of roof",
-        "bottleneck",
-        "simdgroups",
-        "LOW OCCUPANCY",
-        "times",
-    ),
+    "rows",
+    "k→n",
+    "format",
+    "kernel",
+    "ms",
+    "TFLOPS",
+    "compute %",
+    "GB/s",
+    "memory %",
+    "FLOP/byte",
+    "% of roof",
+    "bottleneck",
+    "simdgroups",
+    "LOW OCCUPANCY",
+    "times",
 )
 
 
@@ -62,10 +68,10 @@ def _device(device: PlanningDevice) -> str:
     stock = ""
     if device.stock_tflops != device.tflops:
         stock = f" ({_short(device.stock_tflops)} with the tensor units of stock MLX)"
-    ridge = device.tflops * 1000 / device.bandwidth_gbs
+    roofline = Roofline(tflops=device.tflops, bandwidth_gbs=device.bandwidth_gbs)
     return (
         f"{device.variant}: peaks {device.tflops:.2f} TFLOPS{stock} and "
-        f"{device.bandwidth_gbs:g} GB/s, ridge point {ridge:.1f} FLOP/byte"
+        f"{device.bandwidth_gbs:g} GB/s, ridge point {roofline.ridge:.1f} FLOP/byte"
     )
 
 
@@ -108,7 +114,7 @@ def _of_plan(profile: Profile) -> Iterator[tuple[str, str]]:
     if traffic is not None:
         yield (
             "traffic",
-            f"{_bytes(traffic.total)} requested, most of it of caches: weights "
+            f"{_bytes(traffic.total)} requested of caches and memory: weights "
             f"{traffic.weight_reads}x, x {traffic.activation_reads}x, workspace "
             f"{_bytes(traffic.workspace)} (by the plan)",
         )
@@ -197,4 +203,4 @@ def _percent(share: float) -> str:
 
 
 def _bytes(size: int) -> str:
-    return f"{size / 1e6:.2f} MB"
+    return f"{size / 1e6:.2f} MB" if size >= 1e6 else f"{size / 1e3:.1f} KB"
