@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
@@ -219,6 +220,10 @@ class Backend(Protocol):
 
     def predict(self, plan: Any, device: Any) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
+        ...
+
+    def residency(self, plan: Any, device: Any) -> Residency:
+        """Returns how many threadgroups of a plan are resident on a core."""
         ...
 
     def predict_stock(self, problem: Problem, device: Any) -> StockPrediction | None:

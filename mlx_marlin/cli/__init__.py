@@ -18,6 +18,10 @@ COMMANDS = {
         "import GPTQ, AWQ, GGUF and other checkpoints",
     ),
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
+    "profile": (
+        "mlx_marlin.cli.profile",
+        "compare products with the limits of a device",
+    ),
     "doctor": (
         "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",

@@ -43,12 +43,15 @@ def rows(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def problems(name: str, counts: Sequence[int]) -> list[Problem]:
-    """Returns the problems of a model's layers in the layout that `optimize` uses.
+def problems(
+    name: str, counts: Sequence[int], layout: str | None = None
+) -> list[Problem]:
+    """Returns the problems of a model's layers.
 
     Args:
         name: As for `load`.
         counts: Rows of the activations.
+        layout: Layout of the weights. Default: that which `optimize` uses.
 
     Raises:
         ValueError: If mlx-lm cannot load the model, or no layer has a supported format.
@@ -56,7 +59,7 @@ def problems(name: str, counts: Sequence[int]) -> list[Problem]:
     from mlx_marlin.backends import selection
     from mlx_marlin.tuning import layers
 
-    layouts = [selection.traits().default_layout]
+    layouts = [layout or selection.traits().default_layout]
     found = layers.find(load(name, lazy=True)[0], layouts).problems
     if not found:
         raise ValueError(

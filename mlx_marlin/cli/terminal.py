@@ -1,11 +1,14 @@
-"""Standard output and error: limited encodings and closed pipes."""
+"""Standard output and error: limited encodings, closed pipes and progress bars."""
 
 import codecs
 import contextlib
 import io
 import os
 import sys
-from typing import TextIO
+from collections.abc import Iterator, Sequence
+from typing import TextIO, TypeVar
+
+Item = TypeVar("Item")
 
 ERRORS = "mlx_marlin.replace"
 """Name of the codec error handler that `replace_unknown_characters` installs."""
@@ -53,6 +56,26 @@ def print_error(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     discard()
+
+
+def with_progress(items: Sequence[Item], name: str, unit: str) -> Iterator[Item]:
+    """Yields items and shows a progress bar.
+
+    Args:
+        items: The items.
+        name: Text before the bar.
+        unit: What an item is called.
+
+    Raises:
+        ImportError: If tqdm is not installed.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            f"the progress bar needs pip install 'mlx-marlin[lm]': {error}"
+        ) from error
+    yield from tqdm(items, name, unit=unit)
 
 
 def _streams() -> list[TextIO]:

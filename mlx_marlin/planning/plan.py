@@ -182,6 +182,15 @@ class Plan(ABC):
         """Bytes of the partial sums; 0 if no tile is split."""
         return prod(self.workspace_shape) * 4 if self.is_split else 0
 
+    @property
+    def workspace_traffic(self) -> int:
+        """Bytes of partial sums that are written and read back."""
+        if not self.is_split:
+            return 0
+        problem, work = self.problem, self.work
+        passes = work.pieces / work.tiles + (self.reduction == "atomic")
+        return round(2 * passes * problem.batch * problem.m * problem.n * 4)
+
     def product_of(self, tile: int) -> int:
         """Returns the index in the batch of the product that a tile belongs to."""
         return tile // (self.m_tiles * self.n_tiles)

@@ -16,8 +16,10 @@ from mlx_marlin.backends.cuda import (
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
 from mlx_marlin.backends.cuda.experts.kernels import CudaGather, CudaRouting
 from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.backends.cuda.residency import residency
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
@@ -80,6 +82,10 @@ class CudaBackend:
     def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
         return search.predict(plan, device)
+
+    def residency(self, plan: CudaPlan, device: CudaDevice) -> Residency:
+        """Returns how many blocks of a plan are resident on a multiprocessor."""
+        return residency(plan, device)
 
     def predict_stock(self, problem: Problem, device: CudaDevice) -> None:
         """Returns None: there is no model of stock MLX on CUDA."""

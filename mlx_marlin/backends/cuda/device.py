@@ -54,6 +54,11 @@ class CudaDevice:
         return self.multiprocessors
 
     @property
+    def stock_tflops(self) -> float:
+        """As `tflops`: stock MLX uses the tensor cores too."""
+        return self.tflops
+
+    @property
     def capability(self) -> tuple[int, int]:
         """Compute capability, such as (9, 0)."""
         digits = self.arch.removeprefix("sm_")

@@ -10,6 +10,7 @@ from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
 from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.metal import arguments, cost, source
 from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather
@@ -21,6 +22,7 @@ from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_pr
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
@@ -109,6 +111,10 @@ class MetalBackend:
     def predict(self, plan: MetalPlan, device: Device) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
         return cost.predict(plan, device)
+
+    def residency(self, plan: MetalPlan, device: Device) -> Residency:
+        """Returns how many threadgroups of a plan are resident on a core."""
+        return residency(plan, device)
 
     def predict_stock(self, problem: Problem, device: Device) -> StockPrediction:
         """Returns the time that the model predicts for stock MLX."""

@@ -15,6 +15,9 @@ MOST_CORES = 1024
 """Upper bound of a plausible core count."""
 FIRST_GENERATION = 13
 """Number of the M1's generation in architecture names: applegpu_g13g."""
+ALU_FLOPS = 256
+"""Operations of a core per clock without tensor units, in float16 and in float32: 128
+fused multiply-adds."""
 ARCHITECTURE = re.compile(r".*\d\d[a-z]")
 """Architecture names, of which MLX reads the last two digits and the last letter."""
 
@@ -103,6 +106,20 @@ class Device:
     def has_tensor_units(self) -> bool:
         """Whether MLX uses tensor units (M5 and later), which these kernels do not."""
         return self.arch_gen >= (18 if self.size_letter == "p" else 17)
+
+    @property
+    def tflops(self) -> float:
+        """Peak without tensor units, which our kernels do not use, in 10^12 per second.
+
+        Simdgroup matrices run on the ALUs, in float16 as fast as in float32.
+        """
+        return self.cores * ALU_FLOPS * self.clock_ghz / 1e3
+
+    @property
+    def stock_tflops(self) -> float:
+        """Peak of the units that stock MLX uses for many rows, in 10^12 per second."""
+        tensor = self.core.tensor_flops_per_clock if self.has_tensor_units else 0
+        return self.cores * max(tensor, ALU_FLOPS) * self.clock_ghz / 1e3
 
     @property
     def core(self) -> Core:

@@ -3,7 +3,6 @@
 import argparse
 import re
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mlx_marlin.backends import (
     tuned_results,
 )
 from mlx_marlin.cli import models
+from mlx_marlin.cli.terminal import with_progress
 from mlx_marlin.cli.tune import report
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
@@ -208,7 +208,7 @@ def _tune(
     """Measures the problems, and stores every result immediately."""
     machine = tuned_results.machine(target, selection.backend())
     wrong = kept = 0
-    for problem in _with_progress(found):
+    for problem in with_progress(found, "tune", "problem"):
         outcome = tuner.tune(problem, target, clock)
         _print_above_bar(report.measurements(problem, outcome, clock))
         if outcome.result:
@@ -292,17 +292,6 @@ def _check_writable(folder: Path) -> None:
         raise OSError(
             f"the results cannot be kept in {folder}: {error.strerror or error}"
         ) from error
-
-
-def _with_progress(found: list[Problem]) -> Iterator[Problem]:
-    """Yields the problems and shows a progress bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(
-            f"the progress bar needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
-    yield from tqdm(found, "tune", unit="problem")
 
 
 def _print_above_bar(text: str) -> None:

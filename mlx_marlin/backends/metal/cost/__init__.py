@@ -24,6 +24,7 @@ from mlx_marlin.backends.metal.cost.rates import (
     rates_of,
     slots_per_second,
 )
+from mlx_marlin.backends.metal.cost.residency import resident_threadgroups
 from mlx_marlin.backends.metal.cost.staged import staged_slots_and_bytes
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -50,9 +51,6 @@ __all__ = [
 SIMDGROUPS_TO_FILL = 8
 """Simdgroups that a core needs to hide DRAM latency: 5 to 8 with 1 KB in flight each
 (Little's law, 400 ns)."""
-RANGE_REGISTERS = 14
-"""Additional 16-bit registers if a threadgroup has a range instead of one whole tile
-(counted: 12 to 16)."""
 RANGE_SLOTS = 140
 """Slots in which a simdgroup computes its range of the work (counted)."""
 SPLIT_SLOTS = {0: (53, 28), 1: (84, 0), 2: (148, 0)}
@@ -76,7 +74,7 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
     if plan.buffers:
         slots, lane_bytes = staged_slots_and_bytes(plan, device)
     return Prediction(
-        memory=memory_seconds(loop.bytes + workspace_traffic(plan), device),
+        memory=memory_seconds(loop.bytes + plan.workspace_traffic, device),
         issue=(slots + _other_slots(plan)) / slots_per_second(device),
         loads=lane_bytes / lane_bytes_per_second(device),
         busy=busy(plan, device),
@@ -95,15 +93,6 @@ def least_seconds(plan: MetalPlan, device: Device, is_split: bool) -> float:
     """
     loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
     return loop.seconds + FURTHER_DISPATCH * is_split
-
-
-def workspace_traffic(plan: MetalPlan) -> int:
-    """Returns the bytes of partial sums that are written and read back."""
-    if plan.reduction == "none":
-        return 0
-    problem, work = plan.problem, plan.work
-    passes = work.pieces / work.tiles + (plan.reduction == "atomic")
-    return round(2 * passes * problem.batch * problem.m * problem.n * 4)
 
 
 def busy(plan: MetalPlan, device: Device) -> float:
@@ -128,15 +117,6 @@ def busy(plan: MetalPlan, device: Device) -> float:
     return (work.whole * whole + work.tail * work.k_tiles) / (cores * fullest)
 
 
-def _resident(plan: MetalPlan, device: Device, registers: int) -> int:
-    """Returns the threadgroups that are resident on a core at a time, at least 1."""
-    core = device.core
-    registers += RANGE_REGISTERS * (not plan.is_whole)
-    threads = min(core.register_bytes // (2 * registers), core.max_threads)
-    by_memory = core.threadgroup_bytes // plan.threadgroup_bytes
-    return max(min(threads // plan.threads, by_memory), 1)
-
-
 def _other_slots(plan: MetalPlan) -> float:
     """Returns the slots outside the main loop, including those of the reduce."""
     work = plan.work
@@ -156,6 +136,5 @@ def _other_slots(plan: MetalPlan) -> float:
 
 def _fill(plan: MetalPlan, device: Device, registers: int) -> float:
     """Returns the degree to which a busy core hides latency, 0 to 1."""
-    threadgroups = plan.work.threadgroups - plan.work.idle
-    resident = min(-(-threadgroups // device.cores), _resident(plan, device, registers))
-    return min(1.0, resident * plan.threads / SIMD_WIDTH / SIMDGROUPS_TO_FILL)
+    resident = max(min(resident_threadgroups(plan, device, registers)), 1)
+    return min(1.0, resident * plan.simdgroups / SIMDGROUPS_TO_FILL)

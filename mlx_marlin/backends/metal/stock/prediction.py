@@ -19,7 +19,7 @@ from mlx_marlin.backends.metal.cost import (
     memory_seconds,
     rates_of,
 )
-from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.device import ALU_FLOPS, Device
 from mlx_marlin.backends.metal.stock.kernels import (
     StockCall,
     codes_at_a_time,
@@ -44,10 +44,6 @@ __all__ = [
 
 THIN = 1.5
 """Stretch from which low occupancy is the bottleneck of a product."""
-ALU_FLOPS = 256
-"""Operations of a core per clock without tensor units. MLX can be told to use tensor
-units on such a chip (MLX_METAL_GPU_ARCH)."""
-
 EMULATED_BFLOAT = 352 / 256
 """Factor on the slots of `qmv_fast` if bfloat16 is emulated (counted)."""
 NATIVE_BFLOAT = 15
@@ -158,6 +154,7 @@ def _slots(call: StockCall, problem: Problem, device: Device) -> float:
         return slots.wide[call.rows - FEWEST_WIDE]
     if call.family == "qmm_t_nax":
         # With one buffer, decoding and the tensor units alternate.
+        # MLX can be told to use tensor units that a chip lacks (MLX_METAL_GPU_ARCH).
         rate = device.core.tensor_flops_per_clock or ALU_FLOPS
         return slots.tile + 2 * call.rows * SCHEDULERS_PER_CORE / rate
     if call.family.startswith("qmm"):

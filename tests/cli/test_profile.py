@@ -1,0 +1,437 @@
+"""`mlx-marlin profile`: figures, marks of every time, refusals and arguments."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+
+from mlx_marlin import emulator, guard
+from mlx_marlin.backends import planner, tuned_results
+from mlx_marlin.cli import main
+from mlx_marlin.cli.profile import times
+from mlx_marlin.planning.measurement import Result
+from mlx_marlin.tuning import timing, tuner
+from support.models import tiny_llama
+from support.tune_commands import PROBLEM, on_h200
+
+Choose = Callable[[str | None], None]
+
+DERIVED = re.compile(r"\d ?(ms|us|s|seconds?|TFLOPS|GB/s|%)(?![\w/])")
+"""A time, or a figure that depends on one."""
+MARK = re.compile(r"\b(measured|predicted|assumed)\b")
+ROW = re.compile(r" *\d+  ")
+"""A row of the table."""
+M4_MAX = ["--chip", "Apple M4 Max"]
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "profiling.md"
+
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+
+def unmarked(printed: str) -> list[str]:
+    """Returns lines with a time, or what follows from one, that name no origin.
+
+    The line of the device states peaks, which no time was taken for.
+    """
+    return [
+        line
+        for line in printed.splitlines()
+        if (DERIVED.search(line) or ROW.match(line))
+        and not MARK.search(line)
+        and ": peaks " not in line
+    ]
+
+
+@pytest.fixture
+def profile(
+    backend: Choose,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Runs the command without counters, and checks the marks of what it prints."""
+    monkeypatch.setattr(times, "MOST_COUNTED", 0)
+
+    def run(*words: str) -> tuple[int, str]:
+        status = main(["profile", *words])
+        printed = capsys.readouterr().out
+        assert unmarked(printed) == []
+        return status, printed
+
+    return run
+
+
+Profile = Callable[..., tuple[int, str]]
+
+
+def figures(printed: str) -> dict[str, str]:
+    """Returns the details of the first kernel by name."""
+    first = printed.split("\n\n")[1]
+    return dict(line.split(maxsplit=1) for line in first.splitlines())
+
+
+def test_the_example_of_one_row(profile: Profile) -> None:
+    words = ["--single-config", "1,4096,4096", "--bits", "3", *M4_MAX]
+    status, printed = profile(*words, "--assume-ms", "0.042")
+    found = figures(printed)
+
+    assert status == 0
+    assert "peaks 16.16 TFLOPS and 546 GB/s, ridge point 29.6 FLOP/byte" in printed
+    assert found["time"] == "0.042 ms (assumed)"
+    assert found["throughput"] == "0.80 TFLOPS and 156 GB/s (assumed)"
+    assert found["utilization"] == "compute 4.9 %, memory 28.6 % (assumed)"
+    assert found["operands"] == (
+        "6569984 bytes, each once: codes 6291456, scales 262144, x 8192, result 8192"
+    )
+    assert found["intensity"] == "5.11 FLOP/byte, ridge point 29.6"
+    assert found["bottleneck"].startswith("LATENCY: ")
+    assert found["attained"] == "28.6 % of the memory roof (assumed)"
+    assert found["product"].startswith("1 row of 4096→4096, symmetric 3-bit, group 128")
+    assert "LOW OCCUPANCY: only 40 threadgroups of 8 simdgroups for 40" in printed
+
+
+def test_the_example_of_512_rows_is_impossible(profile: Profile) -> None:
+    words = ["--single-config", "512,4096,4096", "--bits", "3", *M4_MAX]
+    status, printed = profile(*words, "--assume-ms", "0.85")
+    found = figures(printed)
+
+    assert status == 1
+    assert found["throughput"] == "20.2 TFLOPS and 17.6 GB/s (assumed)"
+    assert found["utilization"] == "compute 125.1 %, memory 3.2 % (assumed)"
+    assert found["operands"].startswith("14942208 bytes")
+    assert found["IMPOSSIBLE"].startswith(
+        "20.2 TFLOPS and 17.6 GB/s (assumed): 1.251 times the peak of 16.16 TFLOPS; "
+    )
+    assert not {"bottleneck", "attained"} & found.keys()
+
+
+def test_512_rows_take_longer_by_the_model(profile: Profile) -> None:
+    words = ["--single-config", "512,4096,4096", "--bits", "3", *M4_MAX]
+    status, printed = profile(*words, "--compare", "stock")
+
+    assert status == 0
+    assert figures(printed)["bottleneck"].startswith("COMPUTE: ")
+    assert figures(printed)["time"].endswith("ms (predicted)")
+    # MLX has no symmetric weights; affine ones have offsets besides.
+    assert "affine 3-bit, group 128" in printed
+    assert "kernel       stock MLX, qmm_t\n" in printed
+    assert "offsets 262144" in printed
+
+
+def test_operands_in_a_cache_are_refused(profile: Profile) -> None:
+    words = ["--single-config", "1,4096,4096", "--bits", "3", *M4_MAX]
+    status, printed = profile(*words, "--assume-ms", "0.012")
+
+    assert status == 1
+    assert "likely cause: the operands were in a cache" in printed
+
+
+def test_without_options_the_default_set_is_profiled(profile: Profile) -> None:
+    status, printed = profile(*M4_MAX)
+    rows = [line for line in printed.splitlines() if line.endswith("  predicted")]
+
+    assert status == 0
+    assert len(rows) == 12
+    sizes = {tuple(row.split()[:2]) for row in rows}
+    assert len(sizes) == 12
+    assert {m for m, _ in sizes} == {"1", "8", "32", "512"}
+    assert all("affine 4-bit g64 mlx" in row for row in rows)
+
+
+def test_every_kernel_is_profiled_or_left_out_with_a_reason(
+    profile: Profile, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    words = ["--all-kernels", "--compare", "stock", "--export-json", str(path)]
+    status, printed = profile("--single-config", "8,4096,4096", *M4_MAX, *words)
+    data = json.loads(path.read_text("utf-8"))
+
+    assert status == 0
+    kernels = [row["kernel"].split()[0] for row in data["profiles"]]
+    assert kernels == ["gemm_register", "gemm_staged", "qmv_wide"]
+    assert {row["origin"] for row in data["profiles"]} == {"predicted"}
+    (skipped,) = data["skipped"]
+    assert skipped["kernel"] == "gemv"
+    assert f"no profile of gemv: {skipped['reason']}\n" in printed
+    assert "at most 5 rows" in skipped["reason"]
+
+
+def test_other_kernels_of_the_default_set_are_left_out(profile: Profile) -> None:
+    _, printed = profile("--kernel", "gemv", *M4_MAX)
+
+    assert printed.count("  predicted\n") == 3
+    assert printed.count("no profile of gemv: gemv takes at most 5 rows") == 9
+
+
+def test_a_cuda_device_has_no_model_of_stock_mlx(profile: Profile) -> None:
+    words = ["--single-config", "8,4096,4096", "--chip", "H200", "--compare", "stock"]
+    status, printed = profile(*words)
+
+    assert status == 0
+    assert "mma 8x32x128" in printed
+    said = "no profile of stock MLX: there is no model of stock MLX on NVIDIA H200\n"
+    assert said in printed
+    assert "of 64 simdgroups of a core (predicted)" in printed
+
+
+def test_groups_that_stock_mlx_lacks_are_not_compared(profile: Profile) -> None:
+    words = ["--single-config", "8,4096,4096", "--group-size", "256", *M4_MAX]
+    _, printed = profile(*words, "--mode", "affine", "--compare", "stock")
+
+    assert "group 256" in printed
+    assert "no profile of stock MLX: stock MLX has no groups of 256" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "symmetric 4-bit, group 128, float16 with float16 scales, marlin layout"),
+        (
+            ["--mode", "affine"],
+            "affine 4-bit, group 128, float16 with float16 scales, ",
+        ),
+        (["--mode", "mxfp8"], "mxfp8 8-bit, group 32, float16 with uint8 scales, mlx"),
+        (["--mode", "nvfp4"], "nvfp4 4-bit, group 16, float16 with uint8 scales, mlx"),
+        (["--mode", "affine", "--layout", "marlin"], "float16 scales, marlin layout"),
+        (["--mode", "zero_point", "--group-size", "4096"], "group 4096, "),
+    ],
+)
+def test_the_format_of_a_single_product(
+    profile: Profile, words: list[str], expected: str
+) -> None:
+    _, printed = profile("--single-config", "1,4096,4096", *M4_MAX, *words)
+
+    assert expected in printed
+
+
+@needs_emulator
+def test_the_emulator_counts_what_the_plan_does(
+    backend: Choose, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    backend("emulator")
+    path = tmp_path / "profile.json"
+    words = ["--single-config", "16,64,256", "--export-json", str(path), *M4_MAX]
+
+    assert main(["profile", *words]) == 0
+
+    printed = capsys.readouterr().out
+    assert unmarked(printed) == []
+    (row,) = json.loads(path.read_text("utf-8"))["profiles"]
+    # 16 x 64 x 256 in products of 8 x 8 x 8.
+    assert row["counts"]["matrix_products"] == 2 * 8 * 32
+    assert "512 8x8 products" in printed
+    counted = row["counts"]["read_bytes"] + row["counts"]["written_bytes"]
+    # The plan leaves out the arrays of the schedule, and scales that are read twice.
+    assert row["traffic"]["total"] <= counted <= 1.5 * row["traffic"]["total"]
+
+
+@needs_emulator
+def test_a_device_is_measured(
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The emulator is the device here, and the clock is that of a GPU."""
+    clock = tuner.Clock(
+        name="wall time",
+        measure=partial(tuner.wall_time, seconds=0.01),
+        weights=lambda _: 2,
+        times_stock=True,
+    )
+    monkeypatch.setattr(timing, "LONGEST", 4)
+    monkeypatch.setattr(times, "on_gpu", lambda: True)
+    monkeypatch.setattr(tuner, "clock", lambda _: clock)
+    path = tmp_path / "profile.json"
+    words = ["--single-config", "4,64,256", "--mode", "affine", "--group-size", "64"]
+    words += ["--compare", "stock", "--export-json", str(path)]
+
+    assert main(["profile", *words]) == 0
+
+    printed = capsys.readouterr().out
+    assert unmarked(printed) == []
+    assert printed.count("ms (measured)") == 2
+    rows = json.loads(path.read_text("utf-8"))["profiles"]
+    assert [row["served_by"] for row in rows] == ["ours", "stock"]
+    assert {row["origin"] for row in rows} == {"measured"}
+    assert all(row["point"]["seconds"] > 0 for row in rows)
+    assert all(row["counts"] is None for row in rows)
+
+
+@needs_emulator
+def test_a_measured_plan_is_the_tuned_one(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = planner.make(PROBLEM, strategy="stripe", k_parallel=2)
+    result = Result(
+        plan=tuned,
+        stock=False,
+        medians_us={tuner.name(tuned): 1.0},
+        clock="wall time",
+        date="2026-11-24",
+    )
+    monkeypatch.setattr(times, "on_gpu", lambda: True)
+    monkeypatch.setattr(tuned_results, "find", lambda *_: result)
+    words = ["--single-config", "4,64,256", "--mode", "affine", "--group-size", "64"]
+
+    assert main(["profile", *words]) == 0
+
+    assert tuned.explain() in capsys.readouterr().out
+
+
+@needs_emulator
+def test_what_cannot_be_measured_is_left_out(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(times, "on_gpu", lambda: True)
+    words = ["--single-config", "4,64,256", "--mode", "affine"]
+
+    assert main(["profile", *words, "--group-size", "16"]) == 2
+    assert "group_size=16 is not one of (32, 64, 128)" in capsys.readouterr().err
+
+    monkeypatch.setattr(guard, "why_not", lambda _: "the kernel is wrong")
+    assert main(["profile", *words]) == 2
+    assert "nothing can be profiled: the kernel is wrong" in capsys.readouterr().err
+
+
+def test_a_gpu_of_this_machine_is_measured(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_h200(backend, monkeypatch)
+    assert times.on_gpu()
+    monkeypatch.setenv("MLX_MARLIN_DEVICE", "NVIDIA H100")
+    assert not times.on_gpu()
+
+
+def test_the_layers_of_a_model_are_profiled(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str, *, lazy: bool) -> tuple[nn.Module, None]:
+        return tiny_llama(tied=False), None
+
+    monkeypatch.setattr(mlx_lm, "load", load)
+    status, printed = profile("--model", "some/model", *M4_MAX)
+    rows = [line for line in printed.splitlines() if line.endswith("  predicted")]
+
+    assert status == 0
+    assert rows
+    assert len(rows) % 4 == 0
+    _, packed = profile("--model", "some/model", "--layout", "marlin", *M4_MAX)
+    assert " mlx " in printed
+    assert " mlx " not in packed
+
+
+SINGLE = ["--single-config", "1,64,64"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--single-config", "1,2"], "--single-config '1,2', expected M,N,K such as"),
+        (["--single-config", "1x2x3"], "--single-config '1x2x3', expected M,N,K"),
+        (["--single-config=-1,64,64"], "--single-config '-1,64,64', expected M,N,K"),
+        (["--single-config", "0,64,128"], "at least 1, got m=0, n=64, k=128"),
+        (["--single-config", "1,64,100"], "k=100 is not a multiple of group_size=128"),
+        ([*SINGLE, "--bits", "7"], "mode='symmetric' with bits=7 is not one of"),
+        ([*SINGLE, "--group-size", "48"], "group_size=48 is not one of"),
+        ([*SINGLE, "--layout", "mlx"], "layout='mlx' is not one of ('marlin',)"),
+        ([*SINGLE, "--model", "a"], "--single-config and --model exclude each other"),
+        (["--kernel", "gemv", "--all-kernels"], "--kernel and --all-kernels exclude"),
+        (["--assume-ms", "1"], "--assume-ms 1 is the time of one product"),
+        ([*SINGLE, "--all-kernels", "--assume-ms", "1"], "and no --all-kernels"),
+        ([*SINGLE, "--assume-ms", "0"], "--assume-ms 0, expected a time above 0"),
+        ([*SINGLE, "--assume-ms", "-1"], "--assume-ms -1, expected a time above 0"),
+        ([*SINGLE, "--assume-ms", "nan"], "--assume-ms nan, expected a time above 0"),
+        ([*SINGLE, "--assume-ms", "inf"], "--assume-ms inf, expected a time above 0"),
+        ([*SINGLE, "--chip", "M99"], "device 'M99' is not one of"),
+        (["--model", "a", "--bits", "3"], "--bits 3 is not for a model: 'a' has its"),
+        (["--export-json", "/nowhere/a.json"], "expected a file in an existing folder"),
+        (["--export-json", "."], "--export-json .: expected a file in an existing"),
+        (
+            ["--single-config", "1,64,128", "--kernel", "mma", *M4_MAX],
+            "kernel='mma' is not one of Metal's",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *words]) == 2
+
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert said in error
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("name", ["M1", "M2 Ultra", "M3", "M4 Pro", "M5", "A100"])
+def test_few_rows_on_every_generation(profile: Profile, m: int, name: str) -> None:
+    status, printed = profile("--single-config", f"{m},4096,4096", "--chip", name)
+
+    assert status == 0
+    assert "occupancy" in printed
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["time  0.042 ms", "0.80 TFLOPS and 156 GB/s", "compute 4.9 %", "took 3 s", "1us"],
+)
+def test_a_line_without_a_mark_is_found(line: str) -> None:
+    assert unmarked(line) == [line]
+    assert unmarked(f"{line} (predicted)") == []
+
+
+def test_the_rows_of_a_table_need_a_mark() -> None:
+    table = "rows  bottleneck  times\n   1  MEMORY      predicted\n   8  MEMORY"
+
+    assert unmarked(table) == ["   8  MEMORY"]
+
+
+def test_the_document_shows_what_is_printed(profile: Profile) -> None:
+    text = DOCUMENT.read_text("utf-8")
+    words, shown = re.search(
+        r"\$ mlx-marlin profile (.*)\n((?s:.*?))```", text
+    ).groups()
+
+    assert profile(*shlex.split(words)) == (0, shown)
+
+
+def test_the_document_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["profile", "--help"])
+    options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    rows = re.findall(r"^\| (`--.*?) \|", DOCUMENT.read_text("utf-8"), re.MULTILINE)
+
+    assert set(re.findall(r"--[a-z-]+", " ".join(rows))) == options
+
+
+@needs_emulator
+def test_the_documents_capture_runs(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metal is absent here: what starts and ends the capture is recorded."""
+    calls: list[tuple[str, ...]] = []
+    backend("emulator")
+    for name in ("start_capture", "stop_capture"):
+        call = partial(lambda *given: calls.append(given), name)
+        monkeypatch.setattr(mx.metal, name, call)
+    monkeypatch.setattr(mx, "synchronize", lambda: calls.append(("synchronize",)))
+    (block,) = re.findall(
+        r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), re.DOTALL
+    )
+
+    exec(compile(block, DOCUMENT.name, "exec"), {})
+
+    assert calls == [
+        ("start_capture", "marlin.gputrace"),
+        ("synchronize",),
+        ("stop_capture",),
+    ]
