@@ -57,6 +57,57 @@ def rows_of_tiles(
     return words_of_codes(whole[..., :n, :k], bits)
 
 
+def codes_at(
+    words: mx.array, rows: mx.array, k: int, *, bits: int, group_size: int
+) -> mx.array:
+    """Returns the codes of some rows of one weight, without those of other rows.
+
+    Args:
+        words: Codes of tiles, uint32 [n tiles, k tiles, 64 * bits].
+        rows: Rows of the weight, integers [count].
+        k: Columns of the weight.
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale.
+
+    Returns:
+        uint8 [count, k].
+    """
+    order = layout.order_of_group(group_size)
+    codes = mx.zeros((rows.size, k), mx.uint8)
+    low = first = 0
+    for plane_bits in planes_of(bits):
+        end = first + layout.tile_words(plane_bits)
+        plane = _plane_at(words[..., first:end], rows, plane_bits, order)
+        codes = codes | plane[:, :k] << low
+        low, first = low + plane_bits, end
+    return codes
+
+
+def _plane_at(words: mx.array, rows: mx.array, bits: int, order: str) -> mx.array:
+    """Returns rows [count, padded k] of a plane; a row has whole words of a lane."""
+    radix = layout.sizes(bits, order)
+    of_word = layout.STORED[:-3]
+    stored = words.reshape(*words.shape[:2], *(radix[name] for name in of_word))
+    digit, rest = {}, rows % layout.TILE_N
+    for name in reversed(layout.ROW):
+        digit[name], rest = rest % radix[name], rest // radix[name]
+    at = [digit.get(name, slice(None)) for name in of_word]
+    # [count, k tiles, and the digits of of_word that are not the row's]
+    own = stored[(rows // layout.TILE_N, slice(None), *at)]
+    shared = radix["t_shared"]
+    fragment = digit["fragment_shared"].astype(mx.uint32)[:, None, None]
+    b = mx.arange(2, dtype=mx.uint32)[:, None]
+    t = mx.arange(shared, dtype=mx.uint32)
+    shifts = ((b * radix["fragment_shared"] + fragment) * shared + t) * bits
+    places = shifts.reshape(rows.size, *[1] * (own.ndim - 1), 2, shared)
+    codes = own[..., None, None] >> places & (1 << bits) - 1
+    found = ["tile_k", *(name for name in of_word if name not in digit)]
+    found += ["b", "t_shared"]
+    wanted = ("tile_k", *layout.K_DIGITS)
+    axes = [0, *(1 + found.index(name) for name in wanted)]
+    return codes.transpose(axes).reshape(rows.size, -1).astype(mx.uint8)
+
+
 def interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
     """Returns scales, or scales and biases, in the order of packed tiles.
 

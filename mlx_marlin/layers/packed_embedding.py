@@ -1,0 +1,83 @@
+"""`PackedEmbedding`, an embedding in a format that MLX does not have."""
+
+from typing import Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.products.matmul import quantized_matmul
+from mlx_marlin.products.reference.rows import decoded_rows
+from mlx_marlin.weights.packed_weight import PackedWeight
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that holds a packed weight, such as GGUF's Q6_K.
+
+    Looking up a row decodes that row alone. A tied output head, `as_linear`, runs on
+    our kernels. Its parameters are `words` and `quantizers`.
+
+    Attributes:
+        num_embeddings (int): Rows of the weight.
+        dims (int): Columns of the weight.
+        group_size (int): Weights that share a scale.
+        bits (int): Bits of a code.
+        mode (str): Quantization scheme.
+        dtype (mx.Dtype): Dtype of the rows that are looked up.
+    """
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight, dtype: mx.Dtype) -> Self:
+        """Returns an embedding with a packed weight.
+
+        Args:
+            packed: The weight [n, k], without a global scale.
+            dtype: Dtype of the rows that are looked up; each is rounded once.
+
+        Raises:
+            TypeError: If `packed` is not a `PackedWeight`.
+            ValueError: If it is a batch or has a global scale.
+        """
+        if not isinstance(packed, PackedWeight):
+            raise TypeError(
+                f"packed must be a PackedWeight, got {type(packed).__name__}"
+            )
+        if packed.batch or packed.global_scale is not None:
+            raise ValueError(
+                f"packed has batch={packed.batch} and global_scale="
+                f"{packed.global_scale}, expected one weight without a global scale"
+            )
+        layer = cls()
+        layer.num_embeddings, layer.dims = packed.n, packed.k
+        layer.group_size, layer.bits = packed.group_size, packed.bits
+        layer.mode, layer.dtype = packed.mode, dtype
+        layer.words, layer.quantizers = packed.words, packed.scales
+        layer.freeze()
+        return layer
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight."""
+        return PackedWeight(
+            words=self.words,
+            scales=self.quantizers,
+            n=self.num_embeddings,
+            k=self.dims,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Returns the rows [..., dims] of tokens [...]."""
+        rows = decoded_rows(self.packed, tokens.flatten())
+        return rows.astype(self.dtype).reshape(*tokens.shape, self.dims)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
+        return quantized_matmul(x, self.packed)
+
+    def _extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings}, {self.dims}, group_size={self.group_size}, "
+            f"bits={self.bits}, mode={self.mode}"
+        )
