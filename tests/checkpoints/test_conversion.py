@@ -359,3 +359,15 @@ def test_experts_with_global_scales_stay_in_mlx_layout(tmp_path: Path) -> None:
     )
     for name in ("weight", "scales", "global_scale"):  # MLX computes it on GPUs alone
         assert mx.array_equal(ours[name], theirs[name])
+
+
+def test_parents_are_removed_if_the_conversion_is_given_up(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq")
+    (tmp_path / "kept").mkdir()
+    rows = convert(
+        open_source(tmp_path / "source"), tmp_path / "kept" / "a" / "b" / "c"
+    )
+    next(rows)
+    assert (tmp_path / "kept" / "a" / "b").exists()
+    rows.close()
+    assert not [*(tmp_path / "kept").iterdir()]
