@@ -1,12 +1,17 @@
 """Folders that cannot be read exactly are refused by name."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Lock
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import llama
 
 from mlx_marlin.checkpoints.reading import read_checkpoint
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
+from support.foreign_models import CONFIG, write_llama
 
 
 def saved(path: Path, config: dict, arrays: dict[str, mx.array]) -> Path:
@@ -25,3 +30,81 @@ def test_settings_that_are_no_object_are_refused(
         ValueError, match=rf"config\.json: {key}=.*, expected an object"
     ):
         list(read_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AssertionError,
+        ZeroDivisionError,
+    ],
+)
+def test_an_error_of_mlx_lm_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    saved(tmp_path, CONFIG, {"model.norm.weight": mx.ones(128)})
+
+    def sanitize(*_: object) -> None:
+        raise error("a strange tensor")
+
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+    said = rf"{tmp_path.name}: .* 'llama' model: {error.__name__}.*a strange tensor"
+    with pytest.raises(ValueError, match=said):
+        list(open_source(tmp_path).parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": 0}, {"num_hidden_layers": "x"}, {"rope_scaling": [1]}],
+)
+def test_a_config_that_no_model_takes_is_refused(tmp_path: Path, change: dict) -> None:
+    saved(tmp_path, CONFIG | change, {"model.norm.weight": mx.ones(128)})
+    with pytest.raises(ValueError, match="mlx-lm has no model for it"):
+        list(open_source(tmp_path).parameters())
+
+
+def test_other_threads_dequantize_while_tensors_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(
+        tmp_path,
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        bits=4,
+    )
+    parts = mx.quantize(mx.ones((32, 64)))
+    mx.eval(parts)
+    inside = Barrier(2, timeout=60)
+    original, most, lock = mx.dequantize, [], Lock()
+    running = [0]
+
+    def sanitize(_: object, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        with lock:
+            running[0] += 1
+            most.append(running[0])
+        with ThreadPoolExecutor(1) as other:
+            shape = other.submit(lambda: mx.dequantize(*parts).shape).result()
+        assert shape == (32, 64)
+        with pytest.raises(ValueError, match="quantize a weight again"):
+            mx.dequantize(*parts)
+        with lock:
+            running[0] -= 1
+        return arrays
+
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+
+    def read() -> int:
+        source = open_source(tmp_path)
+        assert source.model is not None
+        inside.wait()
+        return len([*source.stored_parameters()])
+
+    with ThreadPoolExecutor(2) as threads:
+        counts = [future.result() for future in [threads.submit(read) for _ in "ab"]]
+    assert counts == [3 + 2 * 9] * 2
+    assert most == [1, 1]
+    assert mx.dequantize is original

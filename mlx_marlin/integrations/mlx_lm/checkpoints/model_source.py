@@ -1,6 +1,7 @@
 """The parameters of a checkpoint under mlx-lm's names, one at a time."""
 
 import shutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
 """The arrays of a quantized layer while mlx-lm renames and stacks them."""
 WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
 """Files of a folder that a conversion replaces."""
+_replacing = threading.Lock()
+"""Held while `mx.dequantize` is replaced."""
 BYTE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 """(bits, group_size) of the modes whose scales are bytes."""
 
@@ -110,9 +113,9 @@ class ModelSource(ABC):
         try:
             model_class, arguments = utils._get_classes(self.config)
             model: nn.Module = model_class(arguments.from_dict(self.config))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # mlx-lm does not check the values of a config
             raise ValueError(
-                f"{self.path}: mlx-lm has no model for it: {error} "
+                f"{self.path}: mlx-lm has no model for it: {error!r} "
                 f"({describe('mlx-lm')})"
             ) from error
         return model
@@ -180,9 +183,10 @@ class FolderSource(ModelSource):
         try:
             with _no_dequantizing(self._method):
                 renamed: dict[str, mx.array] = sanitize(arrays)
-        except (KeyError, IndexError, ValueError) as error:
+        except Exception as error:  # it expects the tensors of its models
             raise ValueError(
-                f"{self.path}: mlx-lm cannot rename the tensors: {error!r} "
+                f"{self.path}: mlx-lm cannot rename the tensors of a "
+                f"{self.config.get('model_type')!r} model: {error!r} "
                 f"({describe('mlx-lm')})"
             ) from error
         return renamed
@@ -252,19 +256,25 @@ def _no_dequantizing(method: str) -> Iterator[None]:
 
     Some models of mlx-lm divide a quantized weight (DeepSeek's `kv_b_proj`): they
     decode it as MLX's affine mode and quantize it again. Zero points would be taken for
-    biases.
+    biases. Calls of other threads are not affected.
     """
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ValueError("it would quantize a weight again")
-
-    original = mx.dequantize
-    if method not in ("", "mlx"):
-        mx.dequantize = refuse  # type: ignore[assignment]
-    try:
+    if method in ("", "mlx"):
         yield
-    finally:
-        mx.dequantize = original
+        return
+    own = threading.get_ident()
+    with _replacing:
+        original = mx.dequantize
+
+        def refuse(*args: Any, **options: Any) -> mx.array:
+            if threading.get_ident() == own:
+                raise ValueError("it would quantize a weight again")
+            return original(*args, **options)
+
+        mx.dequantize = refuse
+        try:
+            yield
+        finally:
+            mx.dequantize = original
 
 
 def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
