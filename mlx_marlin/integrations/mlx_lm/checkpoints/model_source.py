@@ -147,6 +147,7 @@ class FolderSource(ModelSource):
         self._folder = Folder(path)
         self.config = self._folder.config
         self._method, _ = reading.method_of(self._folder)
+        self._stored_widths: set[tuple[int, int]] = set()
 
     def names(self) -> list[str]:
         """Returns the names of all stored arrays, before they are renamed."""
@@ -176,6 +177,7 @@ class FolderSource(ModelSource):
             if isinstance(value, mx.array):
                 arrays[tensor.name] = value
             elif isinstance(value, StoredWeight):
+                self._stored_widths.add((value.bits, value.group_size))
                 arrays |= _rows(tensor.name.removesuffix(".weight"), value)
         sanitize = getattr(self.model, "sanitize", None)
         if sanitize is None:
@@ -196,8 +198,7 @@ class FolderSource(ModelSource):
         codes, scales = rows["weight"], rows["scales"]
         assert codes is not None
         assert scales is not None
-        k = self._columns(layer)
-        bits, group_size = codes.shape[-1] * 32 // k, k // max(scales.shape[-1], 1)
+        bits, group_size = self._widths(layer, codes, scales)
         weight = StoredWeight(
             codes=codes,
             scales=scales,
@@ -210,6 +211,22 @@ class FolderSource(ModelSource):
         )
         with naming(self.path, f"{layer}.weight"):
             return weight.checked()
+
+    def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:
+        """Returns bits and group size of a layer, which the model's k implies.
+
+        Raises:
+            ValueError: If no layer of the checkpoint is stored so.
+        """
+        k, words, groups = self._columns(layer), codes.shape[-1], scales.shape[-1]
+        for bits, group_size in self._stored_widths:
+            if words * 32 == k * bits and groups * group_size == k:
+                return bits, group_size
+        raise ValueError(
+            f"{self.path}: tensor {layer + '.weight'!r} has {words} words and {groups} "
+            f"scales in a row of k={k}, expected those of (bits, group size) in "
+            f"{sorted(self._stored_widths)}"
+        )
 
     def _mode(
         self, layer: str, rows: dict[str, mx.array | None], bits: int, group_size: int
