@@ -206,10 +206,19 @@ def _read(
 
 def _plain(folder: Folder, name: str) -> Tensor:
     stored = folder.arrays[name]
+
+    def read() -> mx.array:
+        if stored.dtype == "F8_E4M3":  # which MLX reads as uint8
+            raise ValueError(
+                f"{stored.file}: tensor {name!r} is F8_E4M3, expected another dtype: "
+                f"weights of fp8 with scales of their own are not supported"
+            )
+        return folder.read(name)
+
     return Tensor(
         name=name,
         format=stored.dtype,
         shape=stored.shape,
         nbytes=stored.nbytes,
-        read=partial(folder.read, name),
+        read=read,
     )

@@ -1,10 +1,12 @@
 """Folders that cannot be read exactly are refused by name."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Lock
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models import llama
 
@@ -108,3 +110,28 @@ def test_other_threads_dequantize_while_tensors_are_renamed(
     assert counts == [3 + 2 * 9] * 2
     assert most == [1, 1]
     assert mx.dequantize is original
+
+
+def test_a_weight_of_another_k_than_the_model_says_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 128, 256, 64, 4)
+    layer = "model.layers.0.self_attn.q_proj"
+    arrays = foreign.gptq_arrays(layer, weight, 2)  # 8 bits in groups of 32 of k=128
+    config = CONFIG | foreign.gptq_config(4, 2)
+    foreign.Folder(config, arrays).write(tmp_path)
+    said = rf"tensor '{layer}\.weight' has 32 words and 4 scales .* k=128.*\(4, 64\)"
+    with pytest.raises(ValueError, match=said):
+        list(open_source(tmp_path).stored_parameters())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.norm.weight_scale_inv"])
+def test_plain_weights_of_fp8_are_refused(tmp_path: Path, name: str) -> None:
+    foreign.Folder(CONFIG).write(tmp_path)
+    entry = {"dtype": "F8_E4M3", "shape": [128], "data_offsets": [0, 128]}
+    header = json.dumps({name: entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    for read in (read_checkpoint, lambda path: open_source(path).parameters()):
+        said = rf"model\.safetensors: tensor '{name}' is F8_E4M3"
+        with pytest.raises(ValueError, match=said):
+            list(read(tmp_path))
