@@ -15,6 +15,15 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.reordered import ReorderedLinear
 
+CONFIG = "_config_of_checkpoint"
+"""Attribute of a loaded model: the settings that its class does not keep."""
+
+
+def keep_config(model: nn.Module, config: dict[str, Any]) -> None:
+    """Keeps the config of a model's checkpoint, which `save` writes again."""
+    # As an entry of the module, a dict would count as parameters.
+    object.__setattr__(model, CONFIG, config)
+
 
 def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
     """Saves a model of mlx-lm's and its tokenizer as a folder that `load` reads.
@@ -86,11 +95,13 @@ def _end_tokens(tokenizer: Any) -> dict[str, list[int]]:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """Returns what config.json says about the architecture.
+    """Returns the config of the model's checkpoint, or else the model's arguments.
 
     Raises:
         ValueError: If the model does not keep its arguments.
     """
+    if (config := vars(model).get(CONFIG)) is not None:
+        return dict(config)
     arguments = getattr(model, "args", None)
     if not dataclasses.is_dataclass(arguments) or isinstance(arguments, type):
         raise ValueError(
