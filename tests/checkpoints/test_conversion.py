@@ -16,6 +16,7 @@ from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
@@ -361,6 +362,20 @@ def test_experts_with_global_scales_stay_in_mlx_layout(tmp_path: Path) -> None:
     )
     for name in ("weight", "scales", "global_scale"):  # MLX computes it on GPUs alone
         assert mx.array_equal(ours[name], theirs[name])
+
+    save(tmp_path / "saved", load_model(open_source(tmp_path / "source")), Tokenizer())
+    again = load_model(open_source(tmp_path / "saved"))
+    stock = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization"]
+    assert stock[layer]["global_scale"] is True
+    ours = again.model.layers[0].block_sparse_moe.switch_mlp.up_proj
+    assert mx.array_equal(ours["global_scale"], theirs["global_scale"])
+
+
+class Tokenizer:
+    """Stands for a tokenizer."""
+
+    def save_pretrained(self, path: str) -> None:
+        (Path(path) / "tokenizer.json").write_text("{}")
 
 
 def test_parents_are_removed_if_the_conversion_is_given_up(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 )
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, MODE_DEFAULTS, format_of
 
 Convert = Callable[[Any], nn.Module]
@@ -129,7 +130,8 @@ def _is_packed_only(layer: Any) -> bool:
     if getattr(layer, "layout", "mlx") != "marlin":
         return False
     sizes = format_of(layer.mode, layer.bits).group_sizes
-    return layer.mode not in MODE_DEFAULTS or layer.group_size not in sizes
+    known = layer.mode in MODE_DEFAULTS and layer.group_size in sizes
+    return not known or GLOBAL_SCALE in layer
 
 
 def is_marlin_layer(layer: nn.Module) -> bool:
@@ -143,8 +145,8 @@ def inverse(layer: nn.Module) -> Convert:
 
     It refers to the layer itself only if the conversion loses information.
     """
-    if type(layer) is nn.Linear:
-        return lambda _: layer  # quantizing rounds
+    if type(layer) is nn.Linear or _is_packed_only(layer):
+        return lambda _: layer  # the other layer has rounded numbers or another format
     if isinstance(layer, MarlinEmbedding):
         return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
     cls: Any = type(layer)

@@ -148,6 +148,9 @@ def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
     """Returns the layout that keeps a layer as it is, or `layout` if none does."""
     if isinstance(value, PackedLayer):
         return "marlin"
+    is_linear = len(value.shape) == 2
+    if value.global_scale is not None and is_linear:
+        return "marlin"
     return "mlx" if value.mode in MODE_DEFAULTS else layout
 
 
