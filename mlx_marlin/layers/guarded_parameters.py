@@ -12,7 +12,7 @@ from mlx_marlin import state
 from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
 from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
+from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 256
@@ -65,6 +65,15 @@ class GuardedParameters(nn.Module):
             mode=mode,
             global_scale=None if operand is scales else operand[:1],
         )
+
+    @property
+    def is_packed_only(self) -> bool:
+        """Whether the weight is packed, and MLX has no layer in its format."""
+        if self.layout == "mlx":
+            return False
+        sizes = format_of(self.mode, self.bits).group_sizes
+        known = self.mode in MODE_DEFAULTS and self.group_size in sizes
+        return not known or GLOBAL_SCALE in self
 
     def packed_arrays(self) -> PackedArrays:
         """Returns the arrays of the packed weight, which products take unchecked.

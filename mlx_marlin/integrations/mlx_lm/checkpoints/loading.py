@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import naming, read_json
+from mlx_marlin.checkpoints.reading import READERS
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
@@ -52,6 +53,30 @@ def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
     if not lazy:
         mx.eval(model.parameters())
     return model, _tokenizer(source)
+
+
+def needs_import(path: Path) -> bool:
+    """Returns whether `load` has to read a model, because mlx-lm does not or rounds.
+
+    Args:
+        path: A folder or file, or the name of a repository.
+
+    Raises:
+        OSError: If config.json cannot be read.
+        ValueError: If config.json is malformed.
+    """
+    if path.suffix == ".gguf" or (path / "quantize_config.json").exists():
+        return True
+    if not (path / "config.json").exists():
+        return False
+    config = read_json(path / "config.json")
+    if "mlx_marlin" in config:
+        return True
+    if isinstance(settings := config.get("quantization"), dict):
+        return settings.get("mode") == "nvfp4"  # perhaps with global scales
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return isinstance(method, str) and method in READERS
 
 
 def load_model(source: ModelSource) -> nn.Module:
