@@ -147,6 +147,25 @@ def test_a_model_is_optimized_and_restored(served: str) -> None:
     assert oracles.error(model(x), expected) < 1e-2
 
 
+def test_a_model_that_is_not_restored_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Layers(layer_of(n=K), layer_of()), rows(2)
+    before = model(x)
+    own = MarlinLinear.to_stock
+
+    def fail_at_second(layer: MarlinLinear) -> nn.Module:
+        if layer.output_dims == N:
+            raise MemoryError
+        return own(layer)
+
+    monkeypatch.setattr(MarlinLinear, "to_stock", fail_at_second)
+    with pytest.warns(RuntimeWarning, match="restore"), pytest.raises(MemoryError):
+        restore(model)
+    assert all(type(layer) is MarlinLinear for layer in model.layers)
+    assert mx.array_equal(model(x), before)
+
+
 class Tokenizer:
     """Stands for a tokenizer."""
 

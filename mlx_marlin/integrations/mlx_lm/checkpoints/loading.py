@@ -56,7 +56,7 @@ def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
 
 
 def needs_import(path: Path) -> bool:
-    """Returns whether `load` has to read a model, because mlx-lm does not or rounds.
+    """Returns whether mlx-lm cannot read a model exactly, so that `load` has to.
 
     Args:
         path: A folder or file, or the name of a repository.
