@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -12,8 +12,8 @@ from pathlib import Path
 def new_folder(path: Path) -> Iterator[Path]:
     """Makes `.NAME.partial` beside a path, and renames it to NAME after the block.
 
-    If the block raises, the folder is removed. A folder that a killed process left is
-    emptied and used again.
+    If the block raises, the folder is removed, with the parents that were made for it.
+    A folder that a killed process left is emptied and used again.
 
     Args:
         path: The folder to make; it must not exist.
@@ -28,19 +28,34 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise ValueError(f"{path} exists, expected the name of a new folder")
     partial = path.with_name(f".{path.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        _lock(opened, partial)
+    with _parents(partial):
+        partial.mkdir(exist_ok=True)
+        opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            _empty(partial)
-            yield partial
-            partial.rename(path)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    finally:
-        os.close(opened)
+            _lock(opened, partial)
+            try:
+                _empty(partial)
+                yield partial
+                partial.rename(path)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        finally:
+            os.close(opened)
+
+
+@contextmanager
+def _parents(path: Path) -> Iterator[None]:
+    """Makes the parents of a path, and removes those again if the block raises."""
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with suppress(OSError):  # another process may have put a file there
+            for folder in missing:
+                folder.rmdir()
+        raise
 
 
 def _lock(opened: int, partial: Path) -> None:

@@ -10,7 +10,7 @@ from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights import quantizers, scale_search
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
+from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 
 QUANTIZERS = ("nearest", "search")
 """Round to nearest as `mx.quantize` does; search scales for the least squared error."""
@@ -48,6 +48,27 @@ class Quantization:
         sizes = format_of(self.mode, self.bits).group_sizes_in("marlin")
         if self.group_size not in sizes:
             raise ValueError(f"group_size={self.group_size}, expected one of {sizes}")
+
+    def with_format(
+        self,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+    ) -> "Quantization":
+        """Returns the quantization of a layer that has a format of MLX's.
+
+        Args:
+            group_size: Weights along k that share a scale. Default: the mode's.
+            bits: Bits of a code. Default: the mode's.
+            mode: MLX's scheme.
+        """
+        default_size, default_bits = MODE_DEFAULTS[mode]
+        return Quantization(
+            group_size=default_size if group_size is None else group_size,
+            bits=default_bits if bits is None else bits,
+            mode=mode,
+            quantizer=self.quantizer if mode == "affine" else "nearest",
+        )
 
     def applies_to(self, k: int) -> bool:
         """Returns whether a weight of k columns can be quantized so."""

@@ -125,21 +125,16 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
     """Returns how a checkpoint is quantized, and the settings: ("", {}) if it is not.
 
     Raises:
-        ValueError: If the method is not known.
+        ValueError: If the settings are malformed or the method is not known.
     """
-    if isinstance(settings := folder.config.get("quantization"), dict):
+    if (settings := _settings(folder, "quantization")) is not None:
         return "mlx", settings
-    settings = folder.config.get("quantization_config")
+    settings = _settings(folder, "quantization_config")
     legacy = folder.path / "quantize_config.json"  # AutoGPTQ's name for it
     if settings is None and legacy.exists():
         settings = {"quant_method": "gptq", **read_json(legacy)}
     if settings is None:
         return "", {}
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"{folder.path / 'config.json'}: quantization_config={settings!r}, "
-            f"expected an object"
-        )
     method = settings.get("quant_method", "mlx")
     if not isinstance(method, str) or method not in READERS:
         raise ValueError(
@@ -147,6 +142,15 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
             f"{[*READERS]}"
         )
     return method, settings
+
+
+def _settings(folder: Folder, key: str) -> dict[str, Any] | None:
+    settings = folder.config.get(key)
+    if settings is not None and not isinstance(settings, dict):
+        raise ValueError(
+            f"{folder.path / 'config.json'}: {key}={settings!r}, expected an object"
+        )
+    return settings
 
 
 def _quantized_layers(folder: Folder, method: str) -> list[str]:
@@ -202,10 +206,19 @@ def _read(
 
 def _plain(folder: Folder, name: str) -> Tensor:
     stored = folder.arrays[name]
+
+    def read() -> mx.array:
+        if stored.dtype == "F8_E4M3":  # which MLX reads as uint8
+            raise ValueError(
+                f"{stored.file}: tensor {name!r} is F8_E4M3, expected another dtype: "
+                f"weights of fp8 with scales of their own are not supported"
+            )
+        return folder.read(name)
+
     return Tensor(
         name=name,
         format=stored.dtype,
         shape=stored.shape,
         nbytes=stored.nbytes,
-        read=partial(folder.read, name),
+        read=read,
     )

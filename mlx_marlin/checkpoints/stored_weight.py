@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -75,7 +76,7 @@ class StoredWeight:
             ValueError: If a scale, bias or zero point is NaN or infinite.
         """
         if self.global_scale is not None:
-            check_finite(self.global_scale)
+            self._check_global_scale(self.global_scale)
         if self.mode == "k_quant":
             format = format_of(self.mode, self.bits)
             factors = super_blocks.factors_of(self.scales, format, self.group_size)
@@ -94,6 +95,16 @@ class StoredWeight:
         if self.mode == "zero_point" and mx.all(self.biases == middle):
             return replace(self, biases=None, mode="symmetric")
         return self
+
+    def _check_global_scale(self, scale: mx.array) -> None:
+        count = prod(self.shape[:-2])
+        is_float = scale.dtype == mx.float32
+        if self.mode != "nvfp4" or scale.size != count or not is_float:
+            raise ValueError(
+                f"global_scale {scale.dtype} {scale.shape} for mode={self.mode!r}, "
+                f"expected {count} float32 numbers, for nvfp4 only"
+            )
+        check_finite(scale)
 
     def decoded(self) -> mx.array:
         """Returns the values of the weight in float32, columns in the stored order."""

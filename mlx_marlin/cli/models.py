@@ -2,32 +2,37 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mlx_marlin.planning.problem import Problem
 
 
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer with mlx-lm.
+    """Loads a model and its tokenizer, with mlx-lm if it can read the weights.
 
     Args:
-        name: A folder, or a repository on the Hugging Face Hub.
+        name: A folder, a GGUF file, or a repository on the Hugging Face Hub.
         lazy: Whether to read the weights only when they are used.
 
     Raises:
         ImportError: If mlx-lm cannot be imported.
-        ValueError: If mlx-lm cannot load the model.
+        ValueError: If the model cannot be loaded.
     """
     try:
         import mlx_lm  # here, because it takes seconds
+
+        from mlx_marlin.integrations.mlx_lm.checkpoints import loading
     except ImportError as error:
         raise ImportError(
             f"reading a model needs pip install 'mlx-marlin[lm]': {error}"
         ) from error
     try:
+        if loading.needs_import(Path(name)):
+            return loading.load(name, lazy=lazy)
         model, tokenizer = mlx_lm.load(name, lazy=lazy)[:2]
     except (ValueError, OSError) as error:
-        raise ValueError(f"mlx-lm cannot load the model {name!r}: {error}") from error
+        raise ValueError(f"cannot load the model {name!r}: {error}") from error
     return model, tokenizer
 
 
@@ -54,7 +59,7 @@ def problems(
         layout: Layout of the weights. Default: that which `optimize` uses.
 
     Raises:
-        ValueError: If mlx-lm cannot load the model, or no layer has a supported format.
+        ValueError: If the model cannot be loaded, or no layer has a supported format.
     """
     from mlx_marlin.backends import selection
     from mlx_marlin.tuning import layers

@@ -34,7 +34,8 @@ class BatchLayer(GuardedParameters):
         words = self["words"]
         batch = words.shape[:-3]
         format = self._n, self._k, self.group_size, self.bits, self.mode, batch
-        return words, self["quantizers"], format
+        scales = self["quantizers"]
+        return words, scales, scales, format
 
     @property
     def weight(self) -> mx.array:

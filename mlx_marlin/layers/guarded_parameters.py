@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin import state
-from mlx_marlin.layers.native import NATIVE, PACKED
+from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
 from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES, format_of
+from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 256
@@ -53,7 +53,8 @@ class GuardedParameters(nn.Module):
         """The packed weight, or all of them as a batch; None with `layout="mlx"`."""
         if self.layout == "mlx":
             return None
-        words, scales, (n, k, group_size, bits, mode, _) = self.packed_arrays()
+        words, scales, operand, format = self.packed_arrays()
+        n, k, group_size, bits, mode, _ = format
         return PackedWeight(
             words=words,
             scales=scales,
@@ -62,7 +63,17 @@ class GuardedParameters(nn.Module):
             group_size=group_size,
             bits=bits,
             mode=mode,
+            global_scale=None if operand is scales else operand[:1],
         )
+
+    @property
+    def is_packed_only(self) -> bool:
+        """Whether the weight is packed, and MLX has no layer in its format."""
+        if self.layout == "mlx":
+            return False
+        sizes = format_of(self.mode, self.bits).group_sizes
+        known = self.mode in MODE_DEFAULTS and self.group_size in sizes
+        return not known or GLOBAL_SCALE in self
 
     def packed_arrays(self) -> PackedArrays:
         """Returns the arrays of the packed weight, which products take unchecked.
@@ -107,6 +118,8 @@ class GuardedParameters(nn.Module):
         return super().pop(*name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == GLOBAL_SCALE and name in self:
+            self._check(name, value)  # MLX removes an entry that becomes no array
         super().__setattr__(name, value)
         self.forget_stock()
 
@@ -144,12 +157,19 @@ class GuardedParameters(nn.Module):
     def _check(self, name: str, value: Any) -> None:
         """Raises a ValueError if a value does not fit a parameter of a packed layer."""
         packed = self.packed
-        if packed is None or name not in (*PACKED, "bias"):
+        names = (*PACKED, "bias", GLOBAL_SCALE)
+        if packed is None or name not in names:
             return
-        shapes = packed.words.shape, packed.scales.shape, (*packed.batch, packed.n)
-        shape = dict(zip((*PACKED, "bias"), shapes, strict=True))[name]
+        bias = (*packed.batch, packed.n)
+        scale = (2,) if packed.mode == "nvfp4" and not packed.batch else None
+        shapes = packed.words.shape, packed.scales.shape, bias, scale
+        shape = dict(zip(names, shapes, strict=True))[name]
         stored = format_of(packed.mode, packed.bits).scale_dtypes
-        dtypes = {"words": ("uint32",), "quantizers": stored}.get(name, DTYPE_BYTES)
+        dtypes = {
+            "words": ("uint32",),
+            "quantizers": stored,
+            GLOBAL_SCALE: ("float32",),
+        }.get(name, DTYPE_BYTES)
         is_array = isinstance(value, mx.array)
         if is_array and value.shape == shape and dtype_name(value.dtype) in dtypes:
             return

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.native import NATIVE, without_parameters
+from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, without_parameters
 from mlx_marlin.planning.epilogue import MOST_PARTS
 
 Kept = tuple[mx.array | None, list[mx.array], dict[int, mx.array]]
@@ -202,7 +202,8 @@ def _format(layer: nn.Module) -> tuple[object, ...]:
     scales = layer["quantizers" if packed else "scales"]
     columns = layer.input_dims if packed else layer["weight"].shape[-1]
     bias = layer["bias"].dtype if "bias" in layer else None
-    format = layer.mode, layer.bits, layer.group_size
+    scale = layer[GLOBAL_SCALE][0].item() if GLOBAL_SCALE in layer else None
+    format = layer.mode, layer.bits, layer.group_size, scale
     return columns, *format, layer.layout, layer.invariant, scales.dtype, bias
 
 
@@ -221,5 +222,5 @@ def _layer(like: MarlinLinear, rows: dict[str, mx.array]) -> MarlinLinear:
     for name, array in rows.items():
         layer[name] = array
     if like.layout == "marlin":
-        layer.keep_packed()
+        layer.keep_packed(like[GLOBAL_SCALE][:1] if GLOBAL_SCALE in like else None)
     return layer

@@ -8,9 +8,9 @@ import mlx.nn as nn
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
 from mlx_marlin.layers.native import NATIVE, stock_product, without_parameters
+from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.packed import packed_product
-from mlx_marlin.products.reference.weight import as_mlx, plain, stock_group_size
-from mlx_marlin.weights.dtypes import floating
+from mlx_marlin.products.reference.weight import as_mlx, stock_group_size
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -28,7 +28,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
 
     It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters. With
     `layout="marlin"` its parameters are `words` and `quantizers`; reading `weight`,
-    `scales` or `biases` unpacks them.
+    `scales` or `biases` unpacks them. A packed weight may have a global scale, which is
+    the parameter `global_scale`.
 
     Args:
         input_dims (int): Features that go in, k.
@@ -165,24 +166,20 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         """Returns a layer with a packed weight, which may have any of our formats.
 
         Args:
-            packed: The weight [n, k], without a global scale.
+            packed: The weight [n, k].
             bias: Bias [n], or None.
             invariant: Whether a row's bits must not depend on the number of rows.
 
         Raises:
             TypeError: If `packed` is not a `PackedWeight`.
-            ValueError: If it is a batch or has a global scale, or the bias has another
-                shape.
+            ValueError: If it is a batch, or the bias has another shape.
         """
         if not isinstance(packed, PackedWeight):
             raise TypeError(
                 f"packed must be a PackedWeight, got {type(packed).__name__}"
             )
-        if packed.batch or packed.global_scale is not None:
-            raise ValueError(
-                f"packed has batch={packed.batch} and global_scale="
-                f"{packed.global_scale}, expected one weight without a global scale"
-            )
+        if packed.batch:
+            raise ValueError(f"packed has batch={packed.batch}, expected one weight")
         if bias is not None and bias.shape != (packed.n,):
             raise ValueError(f"bias has shape {bias.shape}, expected {(packed.n,)}")
         result = cls.__new__(cls)
@@ -198,18 +195,20 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         """Returns MLX's own layer with the same parameters, in MLX's layout.
 
         Groups that are longer than MLX's are split. MLX does not support groups of 16
-        integers: such a layer becomes an `nn.Linear` with the decoded weight. A zero
-        point becomes a bias, rounded to the scales' dtype. K-quants get float32 scales
-        and biases, and their results become float32.
+        integers and global scales of linear layers: such a layer becomes an `nn.Linear`
+        with the decoded weight, with a global scale in bfloat16. A zero point becomes a
+        bias, rounded to the scales' dtype. K-quants become float32, exactly, and their
+        results are float32.
         """
         layer: nn.QuantizedLinear | nn.Linear
         packed = self.packed
         size = self.group_size if packed is None else stock_group_size(packed)
-        if packed is not None and size is None:
+        if packed is not None and (size is None or packed.global_scale is not None):
             layer = nn.Linear.__new__(nn.Linear)
             nn.Module.__init__(layer)
             layer.train(self.training)
-            layer.weight = plain(packed, floating(packed.dtype, mx.float32))
+            is_k_quant = self.mode == "k_quant"
+            layer.weight = dequantize(packed, mx.float32 if is_k_quant else None)
         else:
             layer = without_parameters(nn.QuantizedLinear, self)
             layer.group_size = size

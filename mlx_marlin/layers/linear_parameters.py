@@ -5,7 +5,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
-from mlx_marlin.layers.native import NATIVE, PACKED
+from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
 from mlx_marlin.products.packing import pack, quantize, unpack
 from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
@@ -15,7 +15,8 @@ class LinearParameters(GuardedParameters):
     """The parameters of an `nn.QuantizedLinear`, in either layout.
 
     With `layout="mlx"` they are MLX's own. With `layout="marlin"` they are `words` and
-    `quantizers`; reading `weight`, `scales` or `biases` unpacks them.
+    `quantizers`, and `global_scale` if the weight has one; reading `weight`, `scales`
+    or `biases` unpacks them.
     """
 
     input_dims: int
@@ -23,9 +24,11 @@ class LinearParameters(GuardedParameters):
 
     def packed_arrays(self) -> PackedArrays:
         """Returns the arrays of the packed weight, which products take unchecked."""
+        scales = self["quantizers"]
         return (
             self["words"],
-            self["quantizers"],
+            scales,
+            self.get(GLOBAL_SCALE, scales),
             (
                 self.output_dims,
                 self.input_dims,
@@ -48,7 +51,16 @@ class LinearParameters(GuardedParameters):
 
     @property
     def scales(self) -> mx.array:
-        """Scales [n, k / group_size]."""
+        """Scales [n, k / group_size].
+
+        Raises:
+            ValueError: If the weight has a global scale, without which they are wrong.
+        """
+        if GLOBAL_SCALE in self:
+            raise ValueError(
+                f"scales of a {type(self).__name__} with a global scale do not give "
+                f"its weight: use mlx_marlin.dequantize(layer.packed)"
+            )
         return self.native()[1]
 
     @scales.deleter
@@ -69,7 +81,10 @@ class LinearParameters(GuardedParameters):
         _refuse_change("biases")
 
     def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Returns codes, scales and biases, or None for biases, in MLX's layout."""
+        """Returns codes, scales and biases, or None for biases, in MLX's layout.
+
+        A global scale is not among them.
+        """
         packed = self.packed
         if packed is not None:
             words, scales, *biases = unpack(packed)
@@ -94,10 +109,18 @@ class LinearParameters(GuardedParameters):
         self.group_size, self.bits, self.mode = packed.group_size, packed.bits, mode
         self._take(packed)
 
-    def keep_packed(self) -> None:
-        """Packs the layer's arrays, which are in MLX's layout, in place."""
+    def keep_packed(self, global_scale: mx.array | None = None) -> None:
+        """Packs the layer's arrays, which are in MLX's layout, in place.
+
+        Args:
+            global_scale: As in `PackedWeight`.
+        """
         packed = pack(
-            *self.native(), group_size=self.group_size, bits=self.bits, mode=self.mode
+            *self.native(),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            global_scale=global_scale,
         )
         for name in NATIVE:
             self.pop(name, None)
@@ -106,8 +129,12 @@ class LinearParameters(GuardedParameters):
     def _take(self, packed: PackedWeight) -> None:
         self.output_dims, self.input_dims = packed.n, packed.k
         self["words"], self["quantizers"] = packed.words, packed.scales
+        names = [*PACKED]
+        if packed.global_scale is not None:
+            self[GLOBAL_SCALE] = packed.biases_or_global_scale
+            names.append(GLOBAL_SCALE)
         self.layout = "marlin"
-        self.freeze(keys=[*PACKED])
+        self.freeze(keys=names)
 
 
 def _refuse_change(name: str) -> NoReturn:

@@ -17,6 +17,11 @@ NATIVE = ("weight", "scales", "biases")
 """A layer's arrays in MLX's layout."""
 PACKED = ("words", "quantizers")
 """A layer's arrays in the packed layout."""
+GLOBAL_SCALE = "global_scale"
+"""An array of a packed linear layer: its global scale, float32 [2].
+
+It occurs twice: MLX passes arrays of less than 8 bytes in another address space.
+"""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -85,7 +90,7 @@ def without_parameters(cls: type[Layer], layer: nn.Module) -> Layer:
         layer.mode,
     )
     result.train(layer.training)
-    result._no_grad = set(layer._no_grad).difference(PACKED)
+    result._no_grad = set(layer._no_grad).difference(PACKED, (GLOBAL_SCALE,))
     return result
 
 

@@ -53,12 +53,13 @@ def packed_product(
     Returns:
         The product [..., n] or [..., k], plus bias and residual.
     """
-    words, scales, format = weight
+    words, scales, operand, format = weight
     key = (
         x.shape,
         x.dtype,
         format,
         scales.dtype,
+        operand is scales,
         transpose,
         mx.default_device() == CPU,
         invariant,
@@ -76,9 +77,9 @@ def packed_product(
         )
         prepared = remembered(_products, key, prepare(request))
     if bias is None and residual is None:
-        return prepared.run(x, words, scales, scales)
+        return prepared.run(x, words, scales, operand)
     operands = [array for array in (bias, residual) if array is not None]
-    return prepared.run(x, words, scales, scales, *operands)
+    return prepared.run(x, words, scales, operand, *operands)
 
 
 def packed_parts(
@@ -101,9 +102,10 @@ def packed_parts(
     Returns:
         A product [..., rows] for each weight.
     """
-    words, scales, format = weight
+    words, scales, operand, format = weight
     on_cpu = mx.default_device() == CPU
-    key = x.shape, x.dtype, format, scales.dtype, on_cpu, invariant, bias is None, parts
+    alone = operand is scales, bias is None
+    key = x.shape, x.dtype, format, scales.dtype, on_cpu, invariant, alone, parts
     prepared = _parts.get(key)
     if prepared is None:
         epilogue = Epilogue(bias=bias is not None, parts=parts)
@@ -114,7 +116,7 @@ def packed_parts(
         y = packed_product(x, weight, bias, invariant=invariant)
         return split_apart(y, parts)
     operands = [] if bias is None else [bias]
-    return as_tuple(prepared.run(x, words, scales, scales, *operands))
+    return as_tuple(prepared.run(x, words, scales, operand, *operands))
 
 
 def packed_gated(x: mx.array, weight: PackedArrays) -> mx.array | None:
@@ -128,13 +130,14 @@ def packed_gated(x: mx.array, weight: PackedArrays) -> mx.array | None:
         `silu(x @ gate.T) * (x @ up.T)`, [..., n / 2], rounded once; None if no kernel
         has this epilogue.
     """
-    words, scales, format = weight
-    key = x.shape, x.dtype, format, scales.dtype, mx.default_device() == CPU
+    words, scales, operand, format = weight
+    on_cpu = mx.default_device() == CPU
+    key = x.shape, x.dtype, format, scales.dtype, operand is scales, on_cpu
     prepared = _gated.get(key)
     if prepared is None:
         request = packed_request(x, packed_kind(weight), GATED)
         prepared = remembered(_gated, key, prepare(request))
-    return prepared.run(x, words, scales, scales) if prepared.reason is None else None
+    return prepared.run(x, words, scales, operand) if prepared.reason is None else None
 
 
 def packed_linear(
@@ -161,13 +164,14 @@ def packed_linear(
         The result, a tuple if the epilogue has parts; None if stock MLX would serve
         the call.
     """
-    words, scales, format = weight
+    words, scales, operand, format = weight
     on_cpu = mx.default_device() == CPU
-    key = x.shape, x.dtype, format, scales.dtype, on_cpu, epilogue, epsilon
+    call = x.shape, x.dtype, on_cpu, epilogue, epsilon
+    key = *call, format, scales.dtype, operand is scales
     prepared = _linears.get(key)
     if prepared is None:
         request = packed_request(x, packed_kind(weight), epilogue, norm=epsilon)
         prepared = remembered(_linears, key, prepare(request))
     if prepared.reason is not None:
         return None
-    return prepared.run(x, words, scales, scales, *operands)
+    return prepared.run(x, words, scales, operand, *operands)

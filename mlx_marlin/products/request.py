@@ -22,8 +22,11 @@ Run = Callable[..., mx.array]
 an epilogue that has parts, the result is a tuple of arrays."""
 PackedFormat = tuple[int, int, int, int, str, Shape]
 """n, k, group_size, bits, mode and the leading axes of a packed weight."""
-PackedArrays = tuple[mx.array, mx.array, PackedFormat]
-"""Words, scales and format of a packed weight, as a layer holds them.
+PackedArrays = tuple[mx.array, mx.array, mx.array, PackedFormat]
+"""Words, scales, operand in the place of biases and format of a packed weight.
+
+The operand is the global scale, as `PackedWeight.biases_or_global_scale`, or the array
+of the scales itself if the weight has no global scale.
 
 A layer builds this value at every call, because `mx.compile` replaces parameters
 unnoticed. `PackedWeight`, which checks its arrays, would cost the host too much there.
@@ -272,9 +275,10 @@ def packed_request(
 
 
 def packed_kind(weight: PackedArrays) -> PackedKind:
-    """Returns the kind of a packed weight without a global scale."""
-    _, scales, (n, k, group_size, bits, mode, batch) = weight
-    return n, k, group_size, bits, mode, scales.dtype, False, batch
+    """Returns the kind of a packed weight."""
+    _, scales, operand, (n, k, group_size, bits, mode, batch) = weight
+    has_global_scale = operand is not scales
+    return n, k, group_size, bits, mode, scales.dtype, has_global_scale, batch
 
 
 def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.nn as nn
 
@@ -57,32 +58,40 @@ def _multiplied(model: nn.Module) -> Iterator[nn.Module]:
             yield layer
 
 
-def _is_supported(layer: nn.Module) -> bool:
+def _is_supported(layer: Any) -> bool:
+    if getattr(layer, "layout", "mlx") == "marlin":
+        return True
     format = FORMATS.get((layer.mode, layer.bits))
+    k = int(layer.scales.shape[1]) * int(layer.group_size)
     return (
         format is not None
         and layer.group_size in format.group_sizes
-        and _columns(layer) % format.k_multiple(layer.group_size) == 0
+        and k % format.k_multiple(layer.group_size) == 0
         and dtype_name(layer.scales.dtype) in format.scale_dtypes
     )
 
 
-def _columns(layer: nn.Module) -> int:
-    return int(layer.scales.shape[1]) * int(layer.group_size)
-
-
-def _problem(layer: nn.Module, layout: str, activations: str) -> Problem:
-    scales = dtype_name(layer.scales.dtype)
-    # The weight of a tied head is not packed, because the embedding reads rows of it.
-    is_table = isinstance(layer, nn.QuantizedEmbedding)
+def _problem(layer: Any, layout: str, activations: str) -> Problem:
+    packed = getattr(layer, "packed", None)
+    if packed is None:
+        n, groups = layer.scales.shape
+        k, scales = groups * layer.group_size, dtype_name(layer.scales.dtype)
+    else:  # reading the layer's scales would unpack the weight
+        n, k, scales = packed.n, packed.k, dtype_name(packed.dtype)
+    if isinstance(layer, nn.QuantizedEmbedding):
+        # The weight of a tied head is not packed: the embedding reads rows of it.
+        layout = "mlx"
+    elif getattr(layer, "is_packed_only", False):
+        layout = "marlin"
     return Problem(
         m=1,
-        n=layer.scales.shape[0],
-        k=_columns(layer),
+        n=n,
+        k=k,
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,
         dtype=scales if scales in DTYPE_BYTES else activations,
         scale_dtype=scales,
-        layout="mlx" if is_table else layout,
+        layout=layout,
+        global_scale=packed is not None and packed.global_scale is not None,
     )

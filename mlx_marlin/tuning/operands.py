@@ -51,11 +51,13 @@ def weight_count(problem: Problem, device: PlanningDevice) -> int:
 
 
 def check(problem: Problem) -> None:
-    """Checks that stock MLX supports a problem's group size.
+    """Checks that stock MLX supports a problem's group size and has its scales.
 
     Raises:
         ValueError: If it does not.
     """
+    if problem.global_scale:
+        raise ValueError("plans are compared with stock MLX, which has no global scale")
     sizes = problem.format.group_sizes
     if problem.group_size not in sizes:
         raise ValueError(
@@ -72,7 +74,7 @@ def operands(problem: Problem, count: int) -> Operands:
         count: Number of weights.
 
     Raises:
-        ValueError: If stock MLX does not support the group size.
+        ValueError: As for `check`.
     """
     check(problem)
     x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))

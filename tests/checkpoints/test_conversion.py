@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm import utils
+from mlx_lm.models import llama
 
 from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
@@ -14,6 +16,7 @@ from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
@@ -359,3 +362,63 @@ def test_experts_with_global_scales_stay_in_mlx_layout(tmp_path: Path) -> None:
     )
     for name in ("weight", "scales", "global_scale"):  # MLX computes it on GPUs alone
         assert mx.array_equal(ours[name], theirs[name])
+
+    save(tmp_path / "saved", load_model(open_source(tmp_path / "source")), Tokenizer())
+    again = load_model(open_source(tmp_path / "saved"))
+    stock = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization"]
+    assert stock[layer]["global_scale"] is True
+    ours = again.model.layers[0].block_sparse_moe.switch_mlp.up_proj
+    assert mx.array_equal(ours["global_scale"], theirs["global_scale"])
+
+
+class Tokenizer:
+    """Stands for a tokenizer."""
+
+    def save_pretrained(self, path: str) -> None:
+        (Path(path) / "tokenizer.json").write_text("{}")
+
+
+def test_parents_are_removed_if_the_conversion_is_given_up(tmp_path: Path) -> None:
+    written(tmp_path / "source", "gptq")
+    (tmp_path / "kept").mkdir()
+    rows = convert(
+        open_source(tmp_path / "source"), tmp_path / "kept" / "a" / "b" / "c"
+    )
+    next(rows)
+    assert (tmp_path / "kept" / "a" / "b").exists()
+    rows.close()
+    assert not [*(tmp_path / "kept").iterdir()]
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_layers_that_mlx_lm_excludes_or_sets_are_quantized_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    plain_llama(tmp_path / "source")
+
+    def predicate(path: str, layer: nn.Module) -> bool | dict:
+        assert isinstance(layer, nn.Linear)
+        if path == "lm_head":
+            return False
+        return {"group_size": 64, "bits": 8} if path.endswith("down_proj") else True
+
+    monkeypatch.setattr(
+        llama.Model, "quant_predicate", property(lambda _: predicate), raising=False
+    )
+    how = Quantization(bits=4, group_size=32, mode=mode)
+    rows = convert(
+        open_source(tmp_path / "source"),
+        tmp_path / "result",
+        layout="mlx",
+        quantization=how,
+    )
+    targets = {row.name: row.target for row in rows}
+    assert targets["lm_head.weight"] == "float16"
+    layer = "model.layers.1.mlp"
+    target = targets[f"{layer}.down_proj.weight"]
+    assert target == "affine 8-bit, group 64, mlx layout"
+    target = targets[f"{layer}.up_proj.weight"]
+    assert target == f"{mode} 4-bit, group 32, mlx layout"
+    assert (
+        "scales" in utils.load_model(tmp_path / "result")[0].model.layers[1].mlp.up_proj
+    )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_marlin.backends import launch
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from support import float64_llama
@@ -168,10 +169,10 @@ def gguf_metadata() -> dict[str, Any]:
     return {"general.architecture": "llama", **named}
 
 
-def generated(model: Any) -> list[int]:
+def generated(model: Any, count: int = COUNT) -> list[int]:
     cache = make_prompt_cache(model)
     tokens, given = [], mx.array(PROMPT)[None]
-    for _ in range(COUNT):
+    for _ in range(count):
         best = int(model(given, cache=cache)[0, -1].argmax().item())
         tokens.append(best)
         given = mx.array([[best]])
@@ -183,7 +184,7 @@ def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
     sequence = np.array([*PROMPT, *tokens])
     logits = float64_llama.logits(CONFIG, exact, sequence)[len(PROMPT) - 1 : -1]
     best = logits.max(-1)
-    behind = best - logits[np.arange(COUNT), tokens]
+    behind = best - logits[np.arange(len(tokens)), tokens]
     ties = [(i, float(lead)) for i, lead in enumerate(behind) if lead > 0]
     assert all(lead < TIE for _, lead in ties), ties
     assert len(ties) <= 1, ties
@@ -202,6 +203,38 @@ def test_a_gguf_file_writes_what_its_weights_say(
     exact = written_gguf(tmp_path / "model.gguf", type_name)
     model = load_model(open_source(tmp_path / "model.gguf"))
     check_tokens(generated(model), exact)
+
+
+AT_ONCE = [("stock", "gptq act-order"), ("stock", "Q4_0"), ("on_cpu", "awq")]
+OTHERS = [
+    (served, name)
+    for served in ("stock", "on_cpu")
+    for name in (*FORMATS, *GGUF_TYPES)
+    if (served, name) not in AT_ONCE
+]
+
+
+@pytest.mark.parametrize(
+    ("served", "name"),
+    [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.grid) for case in OTHERS)],
+)
+def test_other_back_ends_write_it_too(
+    tmp_path: Path,
+    backend: Callable[[str | None], None],
+    request: pytest.FixtureRequest,
+    served: str,
+    name: str,
+) -> None:
+    if served == "stock":
+        backend("stock")
+    else:
+        request.getfixturevalue(served)
+    path = tmp_path / ("model.gguf" if name in GGUF_TYPES else "model")
+    exact = (written_gguf if name in GGUF_TYPES else written)(path, name)
+    check_tokens(generated(load_model(open_source(path)), 3), exact)
+    # Layers in a format of MLX's are MLX's own until they are optimized.
+    is_of_mlx = name in ("Q4_1", "Q5_1")
+    assert bool(launch.plans_built()) is (served != "stock" and not is_of_mlx)
 
 
 def test_another_weight_writes_something_else(tmp_path: Path) -> None:

@@ -192,7 +192,8 @@ def test_loaded_models_are_optimized_and_restored(
     assert all(layer.layout == "marlin" for layer in layers)
     assert all(layer.invariant is ("invariant" in options) for layer in layers)
     assert_same_answers(model, reference(exact))
-    restore(model)
+    with pytest.warns(RuntimeWarning, match="restore rounds weights"):
+        restore(model)
     assert_same_answers(model, reference(exact))
 
 
@@ -277,3 +278,15 @@ def test_nothing_is_left_if_saving_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source exists"):
         save(tmp_path / "source", model, Tokenizer())
     assert {file.name for file in tmp_path.iterdir()} == {"source"}
+
+
+def test_saving_keeps_all_settings_of_the_folder(tmp_path: Path) -> None:
+    arrays, settings, options = FORMATS["gptq"]
+    own = {"torch_dtype": "float16", "architectures": ["X"], "extra": {"a": [1]}}
+    write_llama(tmp_path / "source", arrays, settings | own, **options)
+    model = load_model(open_source(tmp_path / "source"))
+    assert not [name for name, _ in tree_flatten(model.parameters()) if "extra" in name]
+    save(tmp_path / "saved", model, Tokenizer())
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config.items() >= (CONFIG | own).items()
+    assert {*config} == {*CONFIG, *own, "mlx_marlin"}

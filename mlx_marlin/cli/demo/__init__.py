@@ -5,7 +5,8 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,11 +212,30 @@ def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcom
         quantize_model(model, {}, group_size=64, bits=4)
     parameters = model.parameters()
     model.set_dtype(mx.float32)
-    outcomes.append(measure("stock MLX, 4 bits, float32 activations", model, work))
+    bits = ", 4 bits" if outcomes else ""
+    with _stock():  # a loaded model may have packed layers
+        label = f"stock MLX{bits}, float32 activations"
+        outcomes.append(measure(label, model, work))
     model.update(parameters)
     optimize(model, layout=layout)
-    outcomes.append(measure("mlx_marlin, 4 bits", model, work))
+    outcomes.append(measure(f"mlx_marlin{bits}", model, work))
     return outcomes
+
+
+@contextmanager
+def _stock() -> Iterator[None]:
+    """Makes stock MLX serve all products in the block."""
+    before = os.environ.get(selection.ENVIRONMENT)
+    os.environ[selection.ENVIRONMENT] = "stock"
+    state.reset()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[selection.ENVIRONMENT]
+        else:
+            os.environ[selection.ENVIRONMENT] = before
+        state.reset()
 
 
 def measure(label: str, model: nn.Module, work: Work) -> Outcome:

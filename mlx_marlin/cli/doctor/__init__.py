@@ -48,8 +48,8 @@ def add_parser(
     check.add_argument(
         "--model",
         metavar="NAME",
-        help="check the kernels of an mlx-lm model, by name or folder; default: those "
-        "of affine 4-bit weights with groups of 64, in float16 and bfloat16",
+        help="check the kernels of a model: a name, folder or GGUF file; default: "
+        "those of affine 4-bit weights with groups of 64, in float16 and bfloat16",
     )
     check.add_argument(
         "--rows", help=f"rows of activations; default: {models.listed(ROWS)}"

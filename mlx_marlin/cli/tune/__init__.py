@@ -103,10 +103,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes the problems; returns 1 if the result of a plan was wrong."""
     _check_arguments(args)
-    found = problems(args)
-    for problem in found:
-        operands.check(problem)
-    found = _tunable(found)
+    found = _tunable(problems(args))
     if args.dry_run:
         print("\n\n".join(listing(problem, eligibility.target()) for problem in found))
         return 0
@@ -170,9 +167,7 @@ def _tunable(found: list[Problem]) -> list[Problem]:
     Raises:
         ValueError: If there are problems, but none can be tuned.
     """
-    reasons = {
-        problem: tuner.why_not(problem, eligibility.target()) for problem in found
-    }
+    reasons = {problem: _why_not(problem) for problem in found}
     messages = [
         f"{problem.explain()}: not measured, {reason}"
         for problem, reason in reasons.items()
@@ -183,6 +178,14 @@ def _tunable(found: list[Problem]) -> list[Problem]:
     for message in messages:
         print(message)
     return [problem for problem in found if reasons[problem] is None]
+
+
+def _why_not(problem: Problem) -> str | None:
+    try:
+        operands.check(problem)
+    except ValueError as error:
+        return str(error)
+    return tuner.why_not(problem, eligibility.target())
 
 
 def _clock(seconds: float, folder: Path) -> Clock:

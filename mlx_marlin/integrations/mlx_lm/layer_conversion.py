@@ -22,7 +22,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 )
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, MODE_DEFAULTS, format_of
+from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
 
@@ -77,7 +77,7 @@ class LayerConversion:
         return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
 
     def _layout_of(self, layer: nn.Module) -> str:
-        if _is_packed_only(layer):
+        if getattr(layer, "is_packed_only", False):
             return "marlin"
         return self.layout or default_layout(layer)
 
@@ -124,14 +124,6 @@ def default_layout(layer: nn.Module) -> str:
     return "mlx" if scales.dtype == mx.float32 else "marlin"
 
 
-def _is_packed_only(layer: Any) -> bool:
-    """Returns whether MLX has no layer in the format of a packed one."""
-    if getattr(layer, "layout", "mlx") != "marlin":
-        return False
-    sizes = format_of(layer.mode, layer.bits).group_sizes
-    return layer.mode not in MODE_DEFAULTS or layer.group_size not in sizes
-
-
 def is_marlin_layer(layer: nn.Module) -> bool:
     """Returns whether `optimize` has converted a layer."""
     known = type(layer) in (MarlinLinear, MarlinEmbedding)
@@ -143,8 +135,8 @@ def inverse(layer: nn.Module) -> Convert:
 
     It refers to the layer itself only if the conversion loses information.
     """
-    if type(layer) is nn.Linear:
-        return lambda _: layer  # quantizing rounds
+    if type(layer) is nn.Linear or getattr(layer, "is_packed_only", False):
+        return lambda _: layer  # the other layer has rounded numbers or another format
     if isinstance(layer, MarlinEmbedding):
         return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
     cls: Any = type(layer)

@@ -28,6 +28,7 @@ from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers, find_la
 from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
 from mlx_marlin.integrations.mlx_lm.warm_up import check_rows, run_once
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
+from mlx_marlin.products.reference.weight import rounds_biases
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -123,7 +124,9 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         progress: Show a progress bar; needs tqdm.
 
     Returns:
-        The same model, with all codes, scales and biases as before.
+        The same model, with all codes, scales and biases as before. A zero point
+        becomes a bias, and a linear layer with a global scale an `nn.Linear`; if that
+        rounds a weight, a warning is given.
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
@@ -134,11 +137,25 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         _set_tracing(model, False, changes)
         separate_layers(model, changes)
         converted = find_layers(model, is_marlin_layer)
-        _replace(converted, lambda layer: layer.to_stock(), progress, changes)
+        _replace(converted, _to_stock, progress, changes)
     except BaseException:
         changes.undo()
         raise
     return model
+
+
+def _to_stock(layer: Any) -> nn.Module:
+    packed = getattr(layer, "packed", None)
+    if packed is not None and (
+        packed.global_scale is not None or rounds_biases(packed)
+    ):
+        warn_once(
+            "restored with rounding",
+            f"restore rounds weights, such as those of {layer}: MLX has neither "
+            f"integer zero points nor global scales of linear layers",
+        )
+    stock: nn.Module = layer.to_stock()
+    return stock
 
 
 def _check_model(model: object) -> None:

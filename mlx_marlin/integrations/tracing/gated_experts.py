@@ -68,7 +68,7 @@ def _gated(
         return None
     biases = tuple(layer["bias"] for layer in (gate, up) if "bias" in layer)
     weights = gate.packed_arrays(), up.packed_arrays()
-    formats = [(format, scales.dtype) for _, scales, format in weights]
+    formats = [(format, scales.dtype) for _, scales, _, format in weights]
     if formats[0] != formats[1] or len(biases) == 1:
         return None
     return gather_gated(x, *weights, indices, gating, biases)

@@ -96,7 +96,7 @@ def gather_qmm(
         try:
             return gather_packed(
                 x,
-                (w.words, w.scales, format),
+                (w.words, w.scales, w.scales, format),
                 lhs_indices,
                 rhs_indices,
                 transpose=transpose,

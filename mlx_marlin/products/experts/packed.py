@@ -43,7 +43,7 @@ def gather_packed(
     Returns:
         The products [..., m, n], one for each pair of indices, plus their biases.
     """
-    words, scales, format = weight
+    words, scales, _, format = weight
     if rhs_indices is None:
         rhs_indices = mx.arange(words.shape[0], dtype=mx.uint32)
     added = [bias] if bias is not None and _is_fused(bias, x, weight) else []
@@ -90,7 +90,7 @@ def gather_gated(
     """
     if not all(_is_fused(bias, x, gate) for bias in biases):
         return None
-    words, scales, format = gate
+    words, scales, _, format = gate
     rhs = indices.shape, indices.dtype
     on_cpu = mx.default_device() == CPU
     fused = gating, bool(biases)
@@ -110,6 +110,6 @@ def gather_gated(
 
 def _is_fused(bias: mx.array, x: mx.array, weight: PackedArrays) -> bool:
     """Returns whether a kernel adds a bias of each expert, which has x's dtype."""
-    n, *_, batch = weight[2]
+    n, *_, batch = weight[-1]
     fits = bias.dtype == x.dtype and bias.shape == (*batch, n)
     return fits and selection.active().gather.fuses_epilogues

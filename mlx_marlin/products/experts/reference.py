@@ -142,7 +142,7 @@ def _product(
         mode_of_mlx(request.mode),
         sorted_indices=is_sorted,
     )
-    return y.astype(request.dtype)
+    return y.astype(request.dtype)  # `as_mlx` may have made it float32
 
 
 def weight_of_mlx(
@@ -151,7 +151,7 @@ def weight_of_mlx(
     """Returns the same weight as codes, scales and biases that stock MLX reads."""
     if request.layout == "mlx":
         return (w, scales, biases) if request.mode == "affine" else (w, scales)
-    return as_mlx(_packed(request, w, scales))
+    return as_mlx(_packed(request, w, scales), exact=True)
 
 
 def _packed(request: GatherRequest, words: mx.array, scales: mx.array) -> PackedWeight:

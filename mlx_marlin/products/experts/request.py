@@ -82,7 +82,7 @@ def packed_request(
     Raises:
         ValueError: If the arguments do not belong together, in MLX's words.
     """
-    _, own_scales, (n, k, group_size, bits, mode, (experts,)) = weight
+    _, own_scales, _, (n, k, group_size, bits, mode, (experts,)) = weight
     transpose, is_sorted, invariant, biased = options
     scale_dtype = own_scales.dtype
     # MLX does not support every group size that our kernels do. The result and the

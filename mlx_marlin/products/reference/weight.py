@@ -40,12 +40,17 @@ def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
     return next((size for size in reversed(GROUPS) if group_size % size == 0), None)
 
 
-def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
+def as_mlx(packed: PackedWeight, *, exact: bool = False) -> tuple[mx.array, ...]:
     """Returns codes, scales and biases with which stock MLX decodes the same weight.
 
-    The groups have `stock_group_size`, or the weight's own size if that is None. A zero
-    point becomes a bias, rounded to the scales' dtype. Those of "k_quant" become
-    float32. The global scale is not applied.
+    The groups have `stock_group_size`, or the weight's own size if that is None. Those
+    of "k_quant" are float32. The global scale is not applied.
+
+    Args:
+        packed: The weight.
+        exact: Whether the scales and biases of "zero_point" and "symmetric" are
+            float32, in which MLX decodes these weights exactly. Otherwise they have the
+            scales' dtype, to which a bias is rounded.
     """
     words, scales, *rest = unpack(packed)
     if packed.mode == "k_quant":
@@ -55,6 +60,8 @@ def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
         )
         middle = 2.0 ** (packed.bits - 1)
         rest = [-middle * scales if biases is None else biases]
+    elif exact and packed.mode not in MODE_DEFAULTS:
+        scales = scales.astype(mx.float32)
     if packed.mode == "symmetric":
         rest = [-(2 ** (packed.bits - 1)) * scales]
     elif packed.mode == "zero_point":
@@ -63,6 +70,14 @@ def as_mlx(packed: PackedWeight) -> tuple[mx.array, ...]:
     if times > 1:
         scales, *rest = (mx.repeat(array, times, axis=-1) for array in (scales, *rest))
     return words, scales, *rest
+
+
+def rounds_biases(packed: PackedWeight) -> bool:
+    """Returns whether a bias of `as_mlx` is rounded."""
+    if packed.mode != "zero_point":
+        return False
+    exact, rounded = (as_mlx(packed, exact=wide)[2] for wide in (True, False))
+    return not mx.array_equal(exact, rounded.astype(mx.float32))
 
 
 def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.array:
@@ -75,7 +90,7 @@ def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.arra
         dtype = result_dtype(x.dtype, packed.dtype)
         w = plain(packed, dtype)
         return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
-    words, scales, *rest = as_mlx(packed)
+    words, scales, *rest = as_mlx(packed, exact=True)
     scale = packed.global_scale
     mode = packed.mode if packed.mode in MODE_DEFAULTS else "affine"
     y = native_product(

@@ -123,8 +123,8 @@ def _rows(
         stored = _describe(value)
         with naming(source.path, name):
             if isinstance(value, mx.array):
-                own = quantization if matches else None
-                if own is None or not _takes(source, name, own):
+                own = _quantization(source, name, quantization) if matches else None
+                if own is None:
                     yield _unchanged(name, value), {name: value}
                     continue
                 value, error = own.apply(value)
@@ -148,6 +148,9 @@ def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
     """Returns the layout that keeps a layer as it is, or `layout` if none does."""
     if isinstance(value, PackedLayer):
         return "marlin"
+    is_linear = len(value.shape) == 2
+    if value.global_scale is not None and is_linear:
+        return "marlin"
     return "mlx" if value.mode in MODE_DEFAULTS else layout
 
 
@@ -163,14 +166,26 @@ def _can_be_packed(value: StoredWeight | PackedLayer) -> bool:
     return value.global_scale is None or len(value.shape) == 2
 
 
-def _takes(source: ModelSource, name: str, quantization: Quantization) -> bool:
-    """Returns whether a plain parameter is a weight to be quantized."""
-    layer = source.layer(name.removesuffix(".weight"))
-    if not name.endswith(".weight") or not hasattr(layer, "to_quantized"):
-        return False
+def _quantization(
+    source: ModelSource, name: str, wanted: Quantization | None
+) -> Quantization | None:
+    """Returns how a plain parameter is quantized; None if it stays as it is.
+
+    The `quant_predicate` of mlx-lm's model can exclude a layer or set its format, such
+    as 8 bits for a router.
+    """
+    path = name.removesuffix(".weight")
+    layer = source.layer(path)
+    if wanted is None or path == name or not hasattr(layer, "to_quantized"):
+        return None
     # An embedding looks rows up, which our packed layout does not serve.
-    is_embedding = isinstance(layer, nn.Embedding)
-    return not is_embedding and quantization.applies_to(layer.weight.shape[-1])
+    if isinstance(layer, nn.Embedding):
+        return None
+    predicate = getattr(source.model, "quant_predicate", None)
+    own = True if predicate is None else predicate(path, layer)
+    if isinstance(own, dict):
+        wanted = wanted.with_format(**own)
+    return wanted if own and wanted.applies_to(layer.weight.shape[-1]) else None
 
 
 def _describe(value: Value) -> str:

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import naming, read_json
+from mlx_marlin.checkpoints.reading import READERS
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
@@ -16,10 +17,12 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
     open_source,
 )
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
+from mlx_marlin.integrations.mlx_lm.checkpoints.saving import keep_config
 from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 
 Weight = StoredWeight | PackedLayer
@@ -52,6 +55,30 @@ def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
     return model, _tokenizer(source)
 
 
+def needs_import(path: Path) -> bool:
+    """Returns whether mlx-lm cannot read a model exactly, so that `load` has to.
+
+    Args:
+        path: A folder or file, or the name of a repository.
+
+    Raises:
+        OSError: If config.json cannot be read.
+        ValueError: If config.json is malformed.
+    """
+    if path.suffix == ".gguf" or (path / "quantize_config.json").exists():
+        return True
+    if not (path / "config.json").exists():
+        return False
+    config = read_json(path / "config.json")
+    if "mlx_marlin" in config:
+        return True
+    if isinstance(settings := config.get("quantization"), dict):
+        return settings.get("mode") == "nvfp4"  # perhaps with global scales
+    settings = config.get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    return isinstance(method, str) and method in READERS
+
+
 def load_model(source: ModelSource) -> nn.Module:
     """Returns the model of a checkpoint with its parameters, not evaluated.
 
@@ -60,29 +87,43 @@ def load_model(source: ModelSource) -> nn.Module:
     """
     model = source.model
     plain: list[tuple[str, mx.array]] = []
+    embeddings: list[tuple[str, Weight]] = []
     for name, value in source.parameters():
+        path = name.removesuffix(".weight")
+        module = source.layer(path)
         if isinstance(value, mx.array):
             plain.append((name, value))
-            continue
-        path = name.removesuffix(".weight")
-        with naming(source.path, name):
-            layer = _layer(source.layer(path), value, path)
+        elif isinstance(module, nn.Embedding):
+            embeddings.append((path, value))
+        else:
+            with naming(source.path, name):
+                layer = _layer(module, value)
+            model.update_modules(tree_unflatten([(path, layer)]))
+    for path, value in embeddings:
+        with naming(source.path, f"{path}.weight"):
+            layer = _embedding(source.layer(path), value, path, _dtype(plain))
         model.update_modules(tree_unflatten([(path, layer)]))
     # Not strict: `parameters` has compared names, and the others are set already.
     moved = [(_moved(source, name), array) for name, array in plain]
     model.load_weights(moved, strict=False)
     model.eval()
+    keep_config(model, source.config)
     return model
 
 
-def _layer(module: Any, value: Weight, path: str) -> nn.Module:
+def _dtype(plain: list[tuple[str, mx.array]]) -> mx.Dtype:
+    """Returns the dtype of a model: the first of its plain parameters with 16 bits."""
+    narrow = (mx.float16, mx.bfloat16)
+    found = (array.dtype for _, array in plain if array.dtype in narrow)
+    return next(found, mx.float32)
+
+
+def _layer(module: Any, value: Weight) -> nn.Module:
     """Returns the layer that computes with a quantized weight.
 
     Raises:
         ValueError: If the model has no layer for it.
     """
-    if isinstance(module, nn.Embedding):
-        return _embedding(module, value, path)
     if isinstance(value, StoredWeight) and _is_of_mlx(value):
         return _stock_layer(module, value)
     packed = value.packed()
@@ -122,13 +163,20 @@ def _stock_layer(module: Any, value: StoredWeight) -> nn.Module:
     return layer
 
 
-def _embedding(module: nn.Embedding, value: Weight, path: str) -> nn.Module:
+def _embedding(
+    module: nn.Embedding, value: Weight, path: str, dtype: mx.Dtype
+) -> nn.Module:
     """Returns an embedding, which looks up rows that are exactly those of the weight.
 
-    Without such a format of MLX's, the rows are decoded and rounded to float16, with a
-    warning.
+    Without such a format of MLX's, the rows are decoded and rounded to a dtype, with a
+    warning; to float32 if the dtype's range is too small.
+
+    Raises:
+        ValueError: If the columns are not in order.
     """
     stored = value.stored() if isinstance(value, PackedLayer) else value
+    if stored.input_order is not None:
+        raise ValueError("an embedding with act-order, expected columns in order")
     if stored.mode != "k_quant":
         try:
             written = mlx_target(stored)
@@ -139,12 +187,16 @@ def _embedding(module: nn.Embedding, value: Weight, path: str) -> nn.Module:
             for name, array in written.arrays.items():
                 setattr(layer, name, array)
             return layer
+    exact = stored.decoded()
+    rows = exact.astype(dtype)
+    if not mx.all(mx.isfinite(rows)):
+        rows = exact
     warn_once(
         f"{path} decoded",
-        f"{path}: the embedding is decoded and rounded to float16, because MLX has no "
-        f"{stored.mode} weights in groups of {stored.group_size}",
+        f"{path}: the embedding is decoded to {dtype_name(rows.dtype)}, because MLX "
+        f"cannot hold its {stored.mode} weights in groups of {stored.group_size}",
     )
-    module.weight = stored.decoded().astype(mx.float16)
+    module.weight = rows
     return module
 
 

@@ -1,6 +1,7 @@
 """The parameters of a checkpoint under mlx-lm's names, one at a time."""
 
 import shutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
 """The arrays of a quantized layer while mlx-lm renames and stacks them."""
 WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
 """Files of a folder that a conversion replaces."""
+_replacing = threading.Lock()
+"""Held while `mx.dequantize` is replaced."""
 BYTE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 """(bits, group_size) of the modes whose scales are bytes."""
 
@@ -110,9 +113,9 @@ class ModelSource(ABC):
         try:
             model_class, arguments = utils._get_classes(self.config)
             model: nn.Module = model_class(arguments.from_dict(self.config))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # mlx-lm does not check the values of a config
             raise ValueError(
-                f"{self.path}: mlx-lm has no model for it: {error} "
+                f"{self.path}: mlx-lm has no model for it: {error!r} "
                 f"({describe('mlx-lm')})"
             ) from error
         return model
@@ -144,6 +147,7 @@ class FolderSource(ModelSource):
         self._folder = Folder(path)
         self.config = self._folder.config
         self._method, _ = reading.method_of(self._folder)
+        self._stored_widths: set[tuple[int, int]] = set()
 
     def names(self) -> list[str]:
         """Returns the names of all stored arrays, before they are renamed."""
@@ -173,6 +177,7 @@ class FolderSource(ModelSource):
             if isinstance(value, mx.array):
                 arrays[tensor.name] = value
             elif isinstance(value, StoredWeight):
+                self._stored_widths.add((value.bits, value.group_size))
                 arrays |= _rows(tensor.name.removesuffix(".weight"), value)
         sanitize = getattr(self.model, "sanitize", None)
         if sanitize is None:
@@ -180,9 +185,10 @@ class FolderSource(ModelSource):
         try:
             with _no_dequantizing(self._method):
                 renamed: dict[str, mx.array] = sanitize(arrays)
-        except (KeyError, IndexError, ValueError) as error:
+        except Exception as error:  # it expects the tensors of its models
             raise ValueError(
-                f"{self.path}: mlx-lm cannot rename the tensors: {error!r} "
+                f"{self.path}: mlx-lm cannot rename the tensors of a "
+                f"{self.config.get('model_type')!r} model: {error!r} "
                 f"({describe('mlx-lm')})"
             ) from error
         return renamed
@@ -192,8 +198,7 @@ class FolderSource(ModelSource):
         codes, scales = rows["weight"], rows["scales"]
         assert codes is not None
         assert scales is not None
-        k = self._columns(layer)
-        bits, group_size = codes.shape[-1] * 32 // k, k // max(scales.shape[-1], 1)
+        bits, group_size = self._widths(layer, codes, scales)
         weight = StoredWeight(
             codes=codes,
             scales=scales,
@@ -206,6 +211,22 @@ class FolderSource(ModelSource):
         )
         with naming(self.path, f"{layer}.weight"):
             return weight.checked()
+
+    def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:
+        """Returns bits and group size of a layer, which the model's k implies.
+
+        Raises:
+            ValueError: If no layer of the checkpoint is stored so.
+        """
+        k, words, groups = self._columns(layer), codes.shape[-1], scales.shape[-1]
+        for bits, group_size in self._stored_widths:
+            if words * 32 == k * bits and groups * group_size == k:
+                return bits, group_size
+        raise ValueError(
+            f"{self.path}: tensor {layer + '.weight'!r} has {words} words and {groups} "
+            f"scales in a row of k={k}, expected those of (bits, group size) in "
+            f"{sorted(self._stored_widths)}"
+        )
 
     def _mode(
         self, layer: str, rows: dict[str, mx.array | None], bits: int, group_size: int
@@ -252,19 +273,25 @@ def _no_dequantizing(method: str) -> Iterator[None]:
 
     Some models of mlx-lm divide a quantized weight (DeepSeek's `kv_b_proj`): they
     decode it as MLX's affine mode and quantize it again. Zero points would be taken for
-    biases.
+    biases. Calls of other threads are not affected.
     """
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ValueError("it would quantize a weight again")
-
-    original = mx.dequantize
-    if method not in ("", "mlx"):
-        mx.dequantize = refuse  # type: ignore[assignment]
-    try:
+    if method in ("", "mlx"):
         yield
-    finally:
-        mx.dequantize = original
+        return
+    own = threading.get_ident()
+    with _replacing:
+        original = mx.dequantize
+
+        def refuse(*args: Any, **options: Any) -> mx.array:
+            if threading.get_ident() == own:
+                raise ValueError("it would quantize a weight again")
+            return original(*args, **options)
+
+        mx.dequantize = refuse
+        try:
+            yield
+        finally:
+            mx.dequantize = original
 
 
 def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:

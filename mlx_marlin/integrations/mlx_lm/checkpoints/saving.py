@@ -13,7 +13,17 @@ from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.layers.reordered import ReorderedLinear
+
+CONFIG = "_config_of_checkpoint"
+"""Attribute of a loaded model: the settings that its class does not keep."""
+
+
+def keep_config(model: nn.Module, config: dict[str, Any]) -> None:
+    """Keeps the config of a model's checkpoint, which `save` writes again."""
+    # As an entry of the module, a dict would count as parameters.
+    object.__setattr__(model, CONFIG, config)
 
 
 def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
@@ -36,6 +46,9 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     reordered = _reordered(model)
     arrays = {_stored_name(name, reordered): a for name, a in parameters.items()}
+    for layer in records.marlin:
+        if (scale := f"{layer}.{GLOBAL_SCALE}") in arrays:
+            arrays[scale] = arrays[scale][:1]
     with new_folder(path) as folder:
         with Shards(folder, [*arrays], {"format": "mlx"}) as shards:
             for name, array in arrays.items():
@@ -64,6 +77,8 @@ def _records(model: nn.Module) -> Records:
         if hasattr(layer, "bits") and "scales" in layer:
             format = {"group_size": layer.group_size, "bits": layer.bits}
             records.mlx[name] = {**format, "mode": layer.mode}
+            if GLOBAL_SCALE in layer:
+                records.mlx[name][GLOBAL_SCALE] = True
     return records
 
 
@@ -86,11 +101,13 @@ def _end_tokens(tokenizer: Any) -> dict[str, list[int]]:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """Returns what config.json says about the architecture.
+    """Returns the config of the model's checkpoint, or else the model's arguments.
 
     Raises:
         ValueError: If the model does not keep its arguments.
     """
+    if (config := vars(model).get(CONFIG)) is not None:
+        return dict(config)
     arguments = getattr(model, "args", None)
     if not dataclasses.is_dataclass(arguments) or isinstance(arguments, type):
         raise ValueError(

@@ -1,0 +1,137 @@
+"""Folders that cannot be read exactly are refused by name."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Lock
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+
+from mlx_marlin.checkpoints.reading import read_checkpoint
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from support import foreign_checkpoints as foreign
+from support.foreign_models import CONFIG, write_llama
+
+
+def saved(path: Path, config: dict, arrays: dict[str, mx.array]) -> Path:
+    foreign.Folder(config).write(path)
+    mx.save_safetensors(str(path / "model.safetensors"), arrays)
+    return path
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+@pytest.mark.parametrize("value", [5, "4-bit", [], True])
+def test_settings_that_are_no_object_are_refused(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    saved(tmp_path, {key: value}, {"a.weight": mx.ones((2, 2))})
+    with pytest.raises(
+        ValueError, match=rf"config\.json: {key}=.*, expected an object"
+    ):
+        list(read_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AssertionError,
+        ZeroDivisionError,
+    ],
+)
+def test_an_error_of_mlx_lm_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    saved(tmp_path, CONFIG, {"model.norm.weight": mx.ones(128)})
+
+    def sanitize(*_: object) -> None:
+        raise error("a strange tensor")
+
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+    said = rf"{tmp_path.name}: .* 'llama' model: {error.__name__}.*a strange tensor"
+    with pytest.raises(ValueError, match=said):
+        list(open_source(tmp_path).parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"num_attention_heads": 0}, {"num_hidden_layers": "x"}, {"rope_scaling": [1]}],
+)
+def test_a_config_that_no_model_takes_is_refused(tmp_path: Path, change: dict) -> None:
+    saved(tmp_path, CONFIG | change, {"model.norm.weight": mx.ones(128)})
+    with pytest.raises(ValueError, match="mlx-lm has no model for it"):
+        list(open_source(tmp_path).parameters())
+
+
+def test_other_threads_dequantize_while_tensors_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_llama(
+        tmp_path,
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        bits=4,
+    )
+    parts = mx.quantize(mx.ones((32, 64)))
+    mx.eval(parts)
+    inside = Barrier(2, timeout=60)
+    original, most, lock = mx.dequantize, [], Lock()
+    running = [0]
+
+    def sanitize(_: object, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        with lock:
+            running[0] += 1
+            most.append(running[0])
+        with ThreadPoolExecutor(1) as other:
+            shape = other.submit(lambda: mx.dequantize(*parts).shape).result()
+        assert shape == (32, 64)
+        with pytest.raises(ValueError, match="quantize a weight again"):
+            mx.dequantize(*parts)
+        with lock:
+            running[0] -= 1
+        return arrays
+
+    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
+
+    def read() -> int:
+        source = open_source(tmp_path)
+        assert source.model is not None
+        inside.wait()
+        return len([*source.stored_parameters()])
+
+    with ThreadPoolExecutor(2) as threads:
+        counts = [future.result() for future in [threads.submit(read) for _ in "ab"]]
+    assert counts == [3 + 2 * 9] * 2
+    assert most == [1, 1]
+    assert mx.dequantize is original
+
+
+def test_a_weight_of_another_k_than_the_model_says_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    weight = foreign.drawn_weight(rng, 128, 256, 64, 4)
+    layer = "model.layers.0.self_attn.q_proj"
+    arrays = foreign.gptq_arrays(layer, weight, 2)  # 8 bits in groups of 32 of k=128
+    config = CONFIG | foreign.gptq_config(4, 2)
+    foreign.Folder(config, arrays).write(tmp_path)
+    said = rf"tensor '{layer}\.weight' has 32 words and 4 scales .* k=128.*\(4, 64\)"
+    with pytest.raises(ValueError, match=said):
+        list(open_source(tmp_path).stored_parameters())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.norm.weight_scale_inv"])
+def test_plain_weights_of_fp8_are_refused(tmp_path: Path, name: str) -> None:
+    foreign.Folder(CONFIG).write(tmp_path)
+    entry = {"dtype": "F8_E4M3", "shape": [128], "data_offsets": [0, 128]}
+    header = json.dumps({name: entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(128))
+    for read in (read_checkpoint, lambda path: open_source(path).parameters()):
+        said = rf"model\.safetensors: tensor '{name}' is F8_E4M3"
+        with pytest.raises(ValueError, match=said):
+            list(read(tmp_path))

@@ -1,0 +1,91 @@
+"""Stock MLX computes with the exact weights where biases cannot hold a zero point."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_marlin import gather_qmm, linear, optimize, pack, quantized_matmul, restore
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.products.dequantizing import dequantize
+from mlx_marlin.weights.bit_streams import words_of_codes
+from mlx_marlin.weights.packed_weight import PackedWeight
+from support import oracles
+from support.models import Layers
+
+N, K = 64, 256
+CODES = [(251, "zero_point"), (128, "symmetric")]
+
+
+@pytest.fixture(autouse=True)
+def _stock(backend: Callable[[str | None], None]) -> None:
+    backend("stock")
+
+
+def packed_of(
+    dtype: mx.Dtype, *batch: int, zero: int = 251, mode: str = "zero_point"
+) -> PackedWeight:
+    """A weight of -1, 0 and 1 scale: a rounded bias would be off by several percent."""
+    rng = np.random.default_rng(0)
+    codes = zero + rng.integers(-1, 2, (*batch, N, K))
+    groups = (*batch, N, K // 64)
+    scales = mx.array(rng.uniform(0.01, 0.02, groups)).astype(dtype)
+    return pack(
+        words_of_codes(mx.array(codes.astype(np.uint8)), 8),
+        scales,
+        None if mode == "symmetric" else mx.full(groups, zero).astype(dtype),
+        group_size=64,
+        bits=8,
+        mode=mode,
+    )
+
+
+def exact(x: mx.array, packed: PackedWeight) -> np.ndarray:
+    w = np.array(dequantize(packed, mx.float32), np.float64)
+    return np.array(x.astype(mx.float32), np.float64) @ w.swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize(("zero", "mode"), CODES)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_product(dtype: mx.Dtype, zero: int, mode: str) -> None:
+    packed = packed_of(dtype, zero=zero, mode=mode)
+    x = mx.random.normal((3, K), key=mx.random.key(0)).astype(dtype)
+    tolerance = oracles.TOLERANCES[str(dtype).removeprefix("mlx.core.")]
+    for y in (
+        quantized_matmul(x, packed),
+        linear(x, packed, residual=mx.zeros((3, N))),
+    ):
+        assert y.dtype == dtype
+        assert oracles.error(y, exact(x, packed)) < tolerance
+    # dtypes are promoted as elsewhere
+    assert quantized_matmul(x.astype(mx.float32), packed).dtype == mx.float32
+
+
+@pytest.mark.parametrize(("zero", "mode"), CODES)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_experts(dtype: mx.Dtype, zero: int, mode: str) -> None:
+    packed = packed_of(dtype, 2, zero=zero, mode=mode)
+    x = mx.random.normal((3, 1, K), key=mx.random.key(0)).astype(dtype)
+    y = gather_qmm(x, packed, rhs_indices=mx.array([1, 0, 1], mx.uint32))
+    assert y.dtype == dtype
+    w = np.array(dequantize(packed, mx.float32), np.float64)[[1, 0, 1]]
+    expected = np.array(x.astype(mx.float32), np.float64) @ w.swapaxes(-1, -2)
+    tolerance = oracles.TOLERANCES[str(dtype).removeprefix("mlx.core.")]
+    assert oracles.error(y, expected) < tolerance
+
+
+@pytest.mark.parametrize(("zero", "rounds"), [(251, True), (128, False)])
+def test_restoring_warns_if_it_rounds(
+    zero: int, rounds: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    layer = MarlinLinear.from_packed(packed_of(mx.float16, zero=zero))
+    model = optimize(Layers(layer))
+    assert not recwarn
+    restore(model)
+    said = [str(warning.message) for warning in recwarn]
+    assert [("restore rounds weights" in text) for text in said] == [True] * rounds
+    stock = model.layers[0]
+    parts = (array.astype(mx.float32) for array in (stock.scales, stock.biases))
+    back = mx.dequantize(stock.weight, *parts, 64, 8)
+    assert mx.array_equal(back, dequantize(layer.packed, mx.float32)) != rounds
