@@ -1,18 +1,27 @@
-"""Embeddings in formats that MLX lacks are decoded to the model's dtype."""
+"""Embeddings in formats that MLX lacks stay packed, and are saved and loaded so."""
 
+import warnings
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.integrations.mlx_lm import warn_once
+import mlx_marlin
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from support import foreign_checkpoints as foreign
 from support.foreign_models import HIDDEN, VOCABULARY, write_llama
 
 LAYER = "model.embed_tokens"
+
+
+class Tokenizer:
+    """Stands for a tokenizer."""
+
+    def save_pretrained(self, path: str) -> None:
+        (Path(path) / "tokenizer.json").write_text("{}")
 
 
 def written(
@@ -55,14 +64,42 @@ def test_rows_are_rounded_once_to_the_dtype_of_the_model(
     tmp_path: Path, dtype: mx.Dtype, factor: float, expected: mx.Dtype
 ) -> None:
     values = written(tmp_path, dtype, factor)
-    warn_once.forget()
-    name = str(expected).removeprefix("mlx.core.")
-    with pytest.warns(RuntimeWarning, match=f"{LAYER}: .* is decoded to {name}"):
-        model = load_model(open_source(tmp_path))
-    rows = model.model.embed_tokens.weight
+    layer = load_model(open_source(tmp_path)).model.embed_tokens
+    rows = layer(mx.arange(VOCABULARY))
+    assert isinstance(layer, PackedEmbedding)
     assert rows.dtype == expected
     rounded = mx.array(values.astype(np.float32)).astype(expected)
     assert mx.array_equal(rows, rounded)
+
+
+def test_a_packed_embedding_is_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
+    written(tmp_path / "gptq", mx.float16, 1)
+    model = load_model(open_source(tmp_path / "gptq"))
+
+    mlx_marlin.save(tmp_path / "ours", model, Tokenizer())
+    again = load_model(open_source(tmp_path / "ours"))
+
+    for part in ("words", "quantizers"):
+        stored = model.model.embed_tokens[part]
+        assert mx.array_equal(again.model.embed_tokens[part], stored)
+    tokens = mx.array([[0, 5, 9]])
+    assert mx.array_equal(again(tokens), model(tokens))
+
+
+def test_optimize_and_restore_leave_it(tmp_path: Path) -> None:
+    written(tmp_path, mx.float16, 1)
+    model = load_model(open_source(tmp_path))
+    tokens = mx.array([[0, 5, 9]])
+    expected = model(tokens)
+
+    mlx_marlin.optimize(model)
+
+    assert isinstance(model.model.embed_tokens, PackedEmbedding)
+    assert mx.allclose(model(tokens), expected, rtol=1e-2, atol=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zero points are rounded
+        mlx_marlin.restore(model)
+    assert mx.allclose(model(tokens), expected, rtol=1e-2, atol=0.1)
 
 
 def test_act_order_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,10 +19,9 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
 from mlx_marlin.integrations.mlx_lm.checkpoints.saving import keep_config
 from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
-from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
-from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 
 Weight = StoredWeight | PackedLayer
@@ -168,11 +167,11 @@ def _embedding(
 ) -> nn.Module:
     """Returns an embedding, which looks up rows that are exactly those of the weight.
 
-    Without such a format of MLX's, the rows are decoded and rounded to a dtype, with a
-    warning; to float32 if the dtype's range is too small.
+    It is MLX's own if MLX has the format. Rows of other formats are rounded to a dtype
+    as they are looked up, or not at all if its range is too small.
 
     Raises:
-        ValueError: If the columns are not in order.
+        ValueError: If the columns are not in order, or our kernels have no such format.
     """
     stored = value.stored() if isinstance(value, PackedLayer) else value
     if stored.input_order is not None:
@@ -187,17 +186,17 @@ def _embedding(
             for name, array in written.arrays.items():
                 setattr(layer, name, array)
             return layer
-    exact = stored.decoded()
-    rows = exact.astype(dtype)
-    if not mx.all(mx.isfinite(rows)):
-        rows = exact
-    warn_once(
-        f"{path} decoded",
-        f"{path}: the embedding is decoded to {dtype_name(rows.dtype)}, because MLX "
-        f"cannot hold its {stored.mode} weights in groups of {stored.group_size}",
-    )
-    module.weight = rows
-    return module
+    fitting = dtype if _largest(stored) <= mx.finfo(dtype).max else mx.float32
+    return PackedEmbedding.from_packed(value.packed(), fitting)
+
+
+def _largest(stored: StoredWeight) -> float:
+    """Returns a bound of the magnitudes of a weight."""
+    plain = stored.with_float_scales()
+    largest = mx.abs(plain.scales.astype(mx.float32)).max() * 2.0**stored.bits
+    if plain.mode == "affine" and plain.biases is not None:
+        largest = largest + mx.abs(plain.biases.astype(mx.float32)).max()
+    return float(cast(float, largest.item()))
 
 
 def _moved(source: ModelSource, name: str) -> str:

@@ -14,6 +14,7 @@ from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import GLOBAL_SCALE
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 
 CONFIG = "_config_of_checkpoint"
@@ -62,6 +63,9 @@ def _records(model: nn.Module) -> Records:
     reordered = _reordered(model)
     for name, module in model.named_modules():
         layer: Any = module
+        if isinstance(layer, PackedEmbedding):
+            records.marlin[name] = record_of(layer.packed)
+            continue
         if isinstance(layer, GuardedParameters):
             stored = layer.stored()
             packed = layer.packed
