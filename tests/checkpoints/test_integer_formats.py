@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import unpack
+from mlx_marlin.checkpoints.formats import column_order
 from mlx_marlin.checkpoints.reading import read_checkpoint
-from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
 from support import foreign_checkpoints as foreign
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -128,6 +129,24 @@ def test_zero_points_of_version_1_reach_sixteen() -> None:
         foreign.gptq_config(4, 1), foreign.gptq_arrays(LAYER, weight, 1)
     )
     assert_same(read(folder), weight)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_columns_are_reordered_in_chunks_of_rows(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = 70, 96
+    monkeypatch.setattr(column_order, "CHUNK_CODES", 32 * k)
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
+    order = rng.permutation(k).astype(np.int32)
+    words = words_of_codes(mx.array(codes), bits)
+    turned = mx.contiguous(words.T).T  # as in GPTQ's files
+    for given_words in (words, turned):
+        result = column_order.reordered(given_words, mx.array(order), bits)
+        np.testing.assert_array_equal(
+            np.array(codes_of_words(result, bits)), codes[:, order]
+        )
 
 
 def test_groups_of_different_sizes_are_refused() -> None:

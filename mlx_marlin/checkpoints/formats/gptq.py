@@ -42,7 +42,7 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
         zeros = (stored.astype(mx.int32) + _least_zero(settings)).T
     name = f"{layer}.g_idx"
     return integer_weight(
-        mx.contiguous(qweight.view(mx.uint32).T),
+        qweight.view(mx.uint32).T,
         mx.contiguous(scales.T),
         zeros,
         bits=bits,
