@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and compressed-tensors as the packages that define them write and decode."""
+"""GPTQ, AWQ and compressed-tensors against the packages that define them."""
 
 import json
 import subprocess
