@@ -182,6 +182,20 @@ def test_columns_are_reordered_in_chunks_of_rows(
         )
 
 
+def test_chunks_are_reordered_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n, k, bits = 8192, 1024, 4
+    monkeypatch.setattr(column_order, "CHUNK_CODES", 512 * k)
+    words = mx.zeros((n, k * bits // 32), mx.uint32)
+    order = mx.arange(k, dtype=mx.int32)[::-1]
+    mx.eval(words, order)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(column_order.reordered(words, order, bits))
+    assert mx.get_peak_memory() - before < 4 * words.nbytes
+
+
 def test_groups_of_different_sizes_are_refused() -> None:
     rng = np.random.default_rng(0)
     weight = foreign.drawn_weight(rng, 32, 128, 64, 4)

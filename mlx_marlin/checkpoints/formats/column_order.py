@@ -50,9 +50,12 @@ def reordered(words: mx.array, order: mx.array, bits: int) -> mx.array:
         bits: Bits of a code.
     """
     step = max(CHUNK_CODES // order.size, 1)
-    chunks = []
+    chunks: list[mx.array] = []
     for first in range(0, len(words), step):
-        columns = mx.contiguous(words[first : first + step].T)
+        own = words[first : first + step]
+        # Otherwise MLX computes chunks at the same time, which takes the memory of all.
+        own = mx.depends(own, chunks[-1:])
+        columns = mx.contiguous(own.T)
         codes = mx.take(_codes_of_columns(columns, bits), order, axis=0)
         chunks.append(mx.contiguous(_columns_of_codes(codes, bits).T))
     return mx.concatenate(chunks)
