@@ -34,8 +34,21 @@ test: $(VENV)/.dev
 test-all: test
 	$(BIN)/python -m pytest -m grid -n auto
 
+# Packages that define formats of weights, in an environment of their own: they bring
+# PyTorch. AutoGPTQ's last wheels are for Python 3.11; only its Python code is used.
+PEERS := $(VENV)/peers
+WHEEL := --only-binary=:all: --platform manylinux2014_x86_64 --python-version 3.11
+$(VENV)/.peers: pyproject.toml $(VENV)/.dev
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet "pip>=25.1"
+	$(PEERS)/bin/python -m pip install --quiet --group peer
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --group peer-modules
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --upgrade $(WHEEL) \
+		--target $(PEERS)/lib/python3.*/site-packages --group peer-wheels
+	touch $@
+
 # MLX's own Metal kernels, out of its macOS wheel, on the emulator: docs/testing.md.
-test-peers: $(VENV)/.dev
+test-peers: $(VENV)/.dev $(VENV)/.peers
 	$(BIN)/python -m pytest -m peer -n auto tests/peers
 
 # Plants bugs in the shaders and prints which were noticed, and by what.

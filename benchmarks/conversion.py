@@ -1,9 +1,10 @@
 """How fast `mlx-marlin convert` is: MB/s of checkpoints with random weights.
 
-    python benchmarks/conversion.py --gigabytes 1 gptq awq
+    python benchmarks/conversion.py --gigabytes 1 gptq awq Q4_K
 
 A model with the sizes of Llama 3 8B's layers, as many layers as fill the size, is
 written in each format and converted to the packed layout. No time of writing counts.
+Beside the time that passed, the seconds that all cores together computed are printed.
 """
 
 import argparse
@@ -11,10 +12,14 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import gguf_model
 import mlx.core as mx
 
+from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
@@ -42,10 +47,10 @@ def scales(*shape: int) -> mx.array:
     return mx.random.uniform(0.01, 0.02, shape).astype(mx.float16)
 
 
-def gptq(n: int, k: int) -> Arrays:
+def gptq(n: int, k: int, bits: int = 4) -> Arrays:
     return {
-        "qweight": words(k // 8, n),
-        "qzeros": words(k // GROUP, n // 8),
+        "qweight": words(k * bits // 32, n),
+        "qzeros": words(k // GROUP, n * bits // 32),
         "scales": scales(k // GROUP, n),
     }
 
@@ -71,6 +76,18 @@ def compressed(n: int, k: int) -> Arrays:
     }
 
 
+def nvfp4(n: int, k: int) -> Arrays:
+    return {
+        "weight_packed": words(n, k // 8).view(mx.uint8),
+        "weight_scale": mx.random.randint(1, 64, (n, k // 16)).astype(mx.uint8),
+        "weight_global_scale": mx.array([1000.0]),
+    }
+
+
+def plain(n: int, k: int) -> Arrays:
+    return {"weight": mx.random.normal((n, k), mx.float16)}
+
+
 def stock(n: int, k: int) -> Arrays:
     return {
         "weight": words(n, k // 8).view(mx.uint32),
@@ -79,27 +96,56 @@ def stock(n: int, k: int) -> Arrays:
     }
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
 }
 FORMATS: dict[str, tuple[Callable[[int, int], Arrays], dict]] = {
-    "gptq": (gptq, {"quantization_config": GPTQ}),
-    "act-order": (act_order, {"quantization_config": GPTQ}),
+    **{
+        f"gptq-{bits}": (
+            partial(gptq, bits=bits),
+            {"quantization_config": GPTQ | {"bits": bits}},
+        )
+        for bits in (2, 3, 4, 8)
+    },
+    "act-order": (act_order, {"quantization_config": GPTQ | {"bits": 4}}),
     "awq": (awq, {"quantization_config": AWQ}),
     "compressed-tensors": (compressed, {"quantization_config": COMPRESSED}),
+    "nvfp4-pack-quantized": (nvfp4, {"quantization_config": COMPRESSED}),
     "mlx": (stock, {"quantization": {"bits": 4, "group_size": GROUP}}),
+    "float16-nearest": (plain, {}),
+    "float16-search": (plain, {}),
 }
+GGUF = [*LAYOUTS]
+"""Types of GGUF's blocks."""
+PLAIN = {
+    f"float16-{quantizer}": Quantization(group_size=GROUP, quantizer=quantizer)
+    for quantizer in ("nearest", "search")
+}
+"""How plain weights are quantized."""
 
 
-def write(path: Path, name: str, nbytes: float) -> float:
-    """Writes a checkpoint of about so many bytes; returns its bytes."""
-    arrays_of, settings = FORMATS[name]
-    layers = max(1, round(nbytes / (sum(n * k for n, k in LINEAR.values()) / 2)))
+def write(path: Path, name: str, nbytes: float) -> Path:
+    """Writes a checkpoint of about so many bytes; returns its file or folder."""
     path.mkdir()
+    if name in GGUF:
+        file = path / "model.gguf"
+        weights = sum(n * k for n, k in LINEAR.values())
+        layers = round(nbytes / weights / gguf_model.bytes_per_weight(name))
+        gguf_model.write(file, name, LINEAR, max(1, layers))
+        return file
+    write_folder(path, *FORMATS[name], nbytes)
+    return path
+
+
+def write_folder(
+    path: Path, arrays_of: Callable[[int, int], Arrays], settings: dict, nbytes: float
+) -> None:
+    # Arrays that are not evaluated have sizes.
+    each = sum(a.nbytes for s in LINEAR.values() for a in arrays_of(*s).values())
+    layers = max(1, round(nbytes / each))
     config = {
         "model_type": "llama",
         "hidden_size": HIDDEN,
@@ -123,26 +169,32 @@ def write(path: Path, name: str, nbytes: float) -> float:
                 shards.add(f"{start}.{norm}.weight", scales(HIDDEN))
         shards.add("model.norm.weight", scales(HIDDEN))
         shards.add("model.embed_tokens.weight", scales(VOCABULARY, HIDDEN))
-    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=0.2)
-    parser.add_argument("formats", nargs="*", default=[*FORMATS], metavar="FORMAT")
+    parser.add_argument(
+        "formats", nargs="*", default=[*FORMATS, *GGUF], metavar="FORMAT"
+    )
     arguments = parser.parse_args()
     for name in arguments.formats:
         with tempfile.TemporaryDirectory() as folder:
-            source, result = Path(folder) / "source", Path(folder) / "result"
-            nbytes = write(source, name, arguments.gigabytes * 1e9)
-            start = time.perf_counter()
-            for _ in convert(open_source(source), result):
+            source = write(Path(folder) / "source", name, arguments.gigabytes * 1e9)
+            nbytes = sum(f.stat().st_size for f in (Path(folder) / "source").iterdir())
+            opened = open_source(source)
+            _ = opened.model  # imports mlx-lm
+            start, busy = time.perf_counter(), time.process_time()
+            how = PLAIN.get(name)
+            for _ in convert(opened, Path(folder) / "result", quantization=how):
                 pass
             seconds = time.perf_counter() - start
+            busy = time.process_time() - busy
         megabytes = nbytes / 1e6
         print(
-            f"{name:<20}{megabytes:8.0f} MB {seconds:6.1f} s "
-            f"{megabytes / seconds:6.0f} MB/s"
+            f"{name:<22}{megabytes:6.0f} MB {seconds:6.1f} s {busy:6.1f} s of cores "
+            f"{megabytes / seconds:6.0f} MB/s",
+            flush=True,
         )
 
 

@@ -14,8 +14,8 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 
 QUANTIZERS = ("nearest", "search")
 """Round to nearest as `mx.quantize` does; search scales for the least squared error."""
-CHUNK_BYTES = 32_000_000
-"""Bytes in float32 of the rows that are quantized at a time."""
+CHUNK_BYTES = 4_000_000
+"""Bytes in float32 of the rows that are quantized at a time, which caches hold."""
 
 Parts = tuple[mx.array, mx.array, mx.array | None]
 """Codes in words, scales, biases or zero points."""

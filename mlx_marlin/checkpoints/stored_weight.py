@@ -73,7 +73,8 @@ class StoredWeight:
         before the first of them is used: evaluated scales would stay in memory.
 
         Raises:
-            ValueError: If a scale, bias or zero point is NaN or infinite.
+            ValueError: If a scale, bias or zero point is NaN or infinite, or a zero
+                point is no code.
         """
         if self.global_scale is not None:
             self._check_global_scale(self.global_scale)
@@ -91,8 +92,16 @@ class StoredWeight:
         if self.biases is None:
             return self
         check_finite(self.biases)
-        middle = 2 ** (self.bits - 1)
-        if self.mode == "zero_point" and mx.all(self.biases == middle):
+        if self.mode != "zero_point":
+            return self
+        largest = 2**self.bits - 1
+        if mx.any(self.biases > largest):
+            raise ValueError(
+                f"a zero point is {largest + 1}, expected at most {largest}: tools "
+                f"disagree on one that GPTQ's version 1 stores as {largest}; write the "
+                f"checkpoint as gptq_v2"
+            )
+        if mx.all(self.biases == 2 ** (self.bits - 1)):
             return replace(self, biases=None, mode="symmetric")
         return self
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import unpack
+from mlx_marlin.checkpoints.formats import column_order
 from mlx_marlin.checkpoints.reading import read_checkpoint
-from mlx_marlin.weights.bit_streams import codes_of_words
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
 from support import foreign_checkpoints as foreign
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -120,14 +121,79 @@ def test_codes_of_seven_bits_keep_their_values_in_eight(symmetric: bool) -> None
     np.testing.assert_array_equal(np.array(zeros), weight.zeros)
 
 
-def test_zero_points_of_version_1_reach_sixteen() -> None:
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_zero_point_that_tools_read_differently_is_refused(bits: int) -> None:
     rng = np.random.default_rng(0)
-    weight = foreign.drawn_weight(rng, 32, 128, 128, 4, least_zero=1)
-    weight.zeros[:] = 16
+    weight = foreign.drawn_weight(rng, 32, 128, 128, bits, least_zero=1)
+    weight.zeros[5] = 2**bits  # stored as 2^bits - 1
     folder = foreign.Folder(
-        foreign.gptq_config(4, 1), foreign.gptq_arrays(LAYER, weight, 1)
+        foreign.gptq_config(bits, 1), foreign.gptq_arrays(LAYER, weight, 1)
     )
-    assert_same(read(folder), weight)
+    with pytest.raises(ValueError, match=rf"up_proj.*a zero point is {2**bits}, expec"):
+        read(folder)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("tools", "is_read"),
+    [
+        (["gptqmodel:7.7.0"], True),
+        ("GPTQModel:0.9.1", True),
+        (["autogptq:1.0", "gptqmodel:1.0.0-dev"], True),
+        (["gptqmodel:0.8.3"], False),
+        ({"gptqmodel": 7}, False),
+        (None, False),
+    ],
+)
+def test_zero_points_of_zero_are_read_from_what_gptqmodel_wrote(
+    bits: int, tools: object, is_read: bool
+) -> None:
+    weight = foreign.drawn_weight(np.random.default_rng(bits), 64, 512, 64, bits)
+    weight.zeros[::3] = 0
+    arrays = foreign.gptq_arrays(LAYER, weight, 2)
+    words = arrays[f"{LAYER}.qzeros"].view(np.uint32)
+    ones = np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+    arrays[f"{LAYER}.qzeros"] = (words - ones).view(np.int32)  # borrows
+    config = foreign.gptq_config(bits, 1)
+    config["quantization_config"]["meta"] = {"quantizer": tools}
+    folder = foreign.Folder(config, arrays)
+    if is_read:
+        assert_same(read(folder), weight)
+    else:
+        with pytest.raises(ValueError, match="a zero point is"):
+            read(folder)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_columns_are_reordered_in_chunks_of_rows(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = 70, 96
+    monkeypatch.setattr(column_order, "CHUNK_CODES", 32 * k)
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
+    order = rng.permutation(k).astype(np.int32)
+    words = words_of_codes(mx.array(codes), bits)
+    turned = mx.contiguous(words.T).T  # as in GPTQ's files
+    for given_words in (words, turned):
+        result = column_order.reordered(given_words, mx.array(order), bits)
+        np.testing.assert_array_equal(
+            np.array(codes_of_words(result, bits)), codes[:, order]
+        )
+
+
+def test_chunks_are_reordered_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n, k, bits = 8192, 1024, 4
+    monkeypatch.setattr(column_order, "CHUNK_CODES", 512 * k)
+    words = mx.zeros((n, k * bits // 32), mx.uint32)
+    order = mx.arange(k, dtype=mx.int32)[::-1]
+    mx.eval(words, order)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(column_order.reordered(words, order, bits))
+    assert mx.get_peak_memory() - before < 4 * words.nbytes
 
 
 def test_groups_of_different_sizes_are_refused() -> None:

@@ -3,8 +3,13 @@
 Layout (AutoGPTQ, GPTQModel): `qweight` int32 [k * bits / 32, n], `qzeros` int32
 [groups, n * bits / 32], `scales` [groups, n], `g_idx` int32 [k]; integers are streams
 of bits, low bits first, along k and n. Version 1 stores zero points minus one.
+
+Tools read a zero point that version 1 stores as 2^bits - 1 as 2^bits, as 0, or as 0
+with a carry into its neighbour. It is only read if GPTQModel wrote the file, whose
+subtraction is known; otherwise it becomes 2^bits, which `StoredWeight.checked` refuses.
 """
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +19,8 @@ from mlx_marlin.checkpoints.formats.integers import columns_of_words, integer_we
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 
 WIDTHS = (2, 3, 4, 8)
+WHOLE_WIDTHS = (2, 4, 8)
+"""Widths of which a word holds whole numbers."""
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
@@ -38,17 +45,32 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
     n = scales.shape[1]
     zeros = None
     if f"{layer}.qzeros" in folder.arrays:
-        stored = columns_of_words(folder.read(f"{layer}.qzeros"), bits, n)
-        zeros = (stored.astype(mx.int32) + _least_zero(settings)).T
+        zeros = _zero_points(folder.read(f"{layer}.qzeros"), bits, n, settings).T
     name = f"{layer}.g_idx"
     return integer_weight(
-        mx.contiguous(qweight.view(mx.uint32).T),
+        qweight.view(mx.uint32).T,
         mx.contiguous(scales.T),
         zeros,
         bits=bits,
         k=k,
         group_of_column=folder.read(name) if name in folder.arrays else None,
     )
+
+
+def _zero_points(
+    words: mx.array, bits: int, n: int, settings: dict[str, Any]
+) -> mx.array:
+    """Returns the zero points of packed ones, int32 [groups, n]."""
+    stored = columns_of_words(words, bits, n)
+    if _least_zero(settings) == 0:
+        return stored.astype(mx.int32)
+    if bits in WHOLE_WIDTHS and _is_from_gptqmodel(settings):
+        # It subtracts from whole words, so that a zero point of 0 borrows from the next
+        # one. The sum wraps around, which undoes that.
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        restored = columns_of_words(words.view(mx.uint32) + ones, bits, n)
+        return restored.astype(mx.int32)
+    return stored.astype(mx.int32) + 1
 
 
 def _least_zero(settings: dict[str, Any]) -> int:
@@ -58,6 +80,17 @@ def _least_zero(settings: dict[str, Any]) -> int:
     if not isinstance(version, str) or version not in known:
         raise ValueError(f"checkpoint_format={version!r}, expected one of {[*known]}")
     return known[version]
+
+
+def _is_from_gptqmodel(settings: dict[str, Any]) -> bool:
+    """Returns whether GPTQModel 0.9 or later wrote the checkpoint."""
+    meta = settings.get("meta")
+    tools = meta.get("quantizer") if isinstance(meta, dict) else None
+    for tool in tools if isinstance(tools, list) else [tools]:
+        found = re.match(r"gptqmodel:(\d+)\.(\d+)", str(tool).lower())
+        if found and (int(found[1]), int(found[2])) >= (0, 9):
+            return True
+    return False
 
 
 def _size(

@@ -1,11 +1,10 @@
 """Integer codes of foreign formats, brought into rows of codes without rounding."""
 
-from typing import cast
-
 import mlx.core as mx
 
+from mlx_marlin.checkpoints.formats.column_order import order_of_columns, reordered
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.bit_streams import codes_of_words
 
 
 def integer_weight(
@@ -20,7 +19,7 @@ def integer_weight(
     """Returns the weight `scales * (codes - zeros)`, which `checked` has to check.
 
     Args:
-        words: Codes, uint32 [n, k * bits / 32], low code first.
+        words: Codes, uint32 [n, k * bits / 32], low code first, contiguous or not.
         scales: [n, groups], any float dtype.
         zeros: Zero points, integers [n, groups]; None for 2^(bits - 1) throughout.
         bits: Bits of a code.
@@ -44,11 +43,8 @@ def integer_weight(
     order = None
     if group_of_column is not None:
         order = order_of_columns(group_of_column, groups, k)
-    if order is not None:
-        codes = mx.take(codes_of_words(words, bits), order, axis=1)
-        words = words_of_codes(codes, bits)
     return StoredWeight(
-        codes=words,
+        codes=mx.contiguous(words) if order is None else reordered(words, order, bits),
         scales=scales,
         biases=None if zeros is None else zeros.astype(scales.dtype),
         group_size=k // groups,
@@ -56,34 +52,6 @@ def integer_weight(
         mode="symmetric" if zeros is None else "zero_point",
         input_order=order,
     )
-
-
-def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array | None:
-    """Returns the columns sorted by group, int32 [k]; None if they are in order.
-
-    Raises:
-        ValueError: If a group does not exist, or has not k / groups columns.
-    """
-    dtype = group_of_column.dtype
-    if group_of_column.shape != (k,) or not mx.issubdtype(dtype, mx.integer):
-        raise ValueError(
-            f"g_idx {dtype} {group_of_column.shape}, expected integers {(k,)}"
-        )
-    low, high = (cast(int, f(group_of_column).item()) for f in (mx.min, mx.max))
-    if low < 0 or high >= groups:
-        raise ValueError(f"g_idx from {low} to {high}, expected 0 to {groups - 1}")
-    members = mx.zeros((groups,), mx.int32).at[group_of_column].add(1)
-    if not mx.all(members == k // groups):
-        raise ValueError(
-            f"g_idx has groups of {members.min().item()} to {members.max().item()} "
-            f"columns, expected {k // groups} in each"
-        )
-    in_order = mx.repeat(mx.arange(groups, dtype=mx.int32), k // groups)
-    if mx.array_equal(group_of_column, in_order):
-        return None
-    # MLX's sort is not documented to be stable: ties are broken by the column.
-    key = group_of_column.astype(mx.int64) * k + mx.arange(k, dtype=mx.int64)
-    return mx.argsort(key).astype(mx.int32)
 
 
 def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:

@@ -136,7 +136,7 @@ def _rows(
         row = Row(
             name=name,
             source=stored,
-            target=f"{_describe(value)}, {target} layout",
+            target=f"{_describe(value)}, {target} layout{_order(source, layer, value)}",
             nbytes=sum(array.nbytes for array in written.arrays.values()),
             error=math.hypot(error, written.error),
         )
@@ -193,6 +193,13 @@ def _describe(value: Value) -> str:
         return dtype_name(value.dtype)
     weight = value.weight if isinstance(value, PackedLayer) else value
     return f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
+
+
+def _order(source: ModelSource, layer: str, value: StoredWeight | PackedLayer) -> str:
+    """Returns what becomes of the order of columns that act-order gave a layer."""
+    if value.input_order is not None:
+        return ", x gathered"
+    return ", order folded" if layer in source.folded else ""
 
 
 def _write(

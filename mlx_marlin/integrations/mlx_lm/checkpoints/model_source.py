@@ -3,7 +3,7 @@
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.integrations.mlx_lm.checkpoints.folding import fold_orders
 from mlx_marlin.integrations.mlx_lm.versions import describe
 
 Value = StoredWeight | PackedLayer | mx.array
@@ -37,10 +38,13 @@ class ModelSource(ABC):
     Attributes:
         path: The folder or file.
         config: What mlx-lm's config.json holds.
+        folded: Layers whose column order became the row order of others, once the
+            first parameter was read.
     """
 
     path: Path
     config: dict[str, Any]
+    folded: Set[str] = frozenset()
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -67,10 +71,15 @@ class ModelSource(ABC):
         return chain(known, self._completed(missing))
 
     def _completed(self, missing: set[str]) -> Iterator[tuple[str, Value]]:
-        """Yields nothing, and raises a ValueError if parameters are missing."""
-        if missing:
+        """Yields nothing, and raises a ValueError if parameters are missing.
+
+        `sanitize` removes layers from some models, such as the output of a tied one.
+        """
+        layers = {name: self.layer(name.rpartition(".")[0]) for name in missing}
+        absent = sorted(name for name, layer in layers.items() if layer is not None)
+        if absent:
             raise ValueError(
-                f"{self.path}: tensors {sorted(missing)[:3]} are missing, expected in "
+                f"{self.path}: tensors {absent[:3]} are missing, expected in "
                 f"mlx-lm's {type(self.model).__module__} ({describe('mlx-lm')})"
             )
         yield from ()
@@ -160,6 +169,9 @@ class FolderSource(ModelSource):
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
         arrays = self._renamed(reading.folder_tensors(self._folder, check=False))
+        # Not the config's model_type: mlx-lm has one module for several of them.
+        module = type(self.model).__module__.rpartition(".")[2]
+        self.folded = fold_orders(arrays, module)
         for name in [*arrays]:
             layer, _, part = name.rpartition(".")
             if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
