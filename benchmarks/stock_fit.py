@@ -2,9 +2,9 @@
 
 Each constant is fitted to the rows of `tests/data/published_times.json` that it bounds
 and that no note rules out: the value with the least sum of squared logarithms of model
-over published. Each is fitted again to a part of these rows and judged by the others, which
-shows whether it says something about times that it was not fitted to. The constants in
-use are in `mlx_marlin/backends/metal/cost/rates.py`; nothing is written.
+over published. Each is fitted again to a part of these rows and judged by the others,
+which shows whether it says something about times that it was not fitted to. The
+constants in use are in `mlx_marlin/backends/metal/cost/rates.py`; nothing is written.
 
 Usage: python benchmarks/stock_fit.py
 """
@@ -98,9 +98,7 @@ CONSTANTS = (
         values=tuple(value / 100 for value in range(75, 101)),
         use=_use_m5_bandwidth,
         current=rates.M5_MAX.bandwidth,
-        rows=lambda row: (
-            not _is_chain(row) and row.m <= 2 and _chip(row, "M5 Max")
-        ),
+        rows=lambda row: not _is_chain(row) and row.m <= 2 and _chip(row, "M5 Max"),
         parts={
             "one row": lambda row: row.m == 1,
             "two rows": lambda row: row.m == 2,

@@ -14,13 +14,15 @@ SCHEDULERS_PER_CORE = 4
 ULTRA_LANES = 0.85
 """Share of `Rates.lane_bytes` that an Ultra reaches (fit: M3 Ultra, chains)."""
 LEVELS = {"M1": 9e-6, "M2": 5e-6}
-"""Seconds of a dispatch that waits for the one before it: launch, barrier, and the time
-in which the first loads arrive, by generation (published: M1 Max 10 us, M1 Ultra 7 to
-10, M2 Pro 5.2)."""
+"""Seconds of a dispatch that waits for the one before it, by generation: launch,
+barrier, and the time in which the first loads arrive. From published decoding rates, as
+time of a token over its dependent dispatches: M1 Max 10 us, M1 Ultra 7 to 10. M2 Pro is
+stated as 5.2 (ferrox#149)."""
 LEVEL = 3e-6
-"""The same from M3 on (published: M4 Pro 2.1 us, M4 Max 2.7 to 4.3, M5 Max 3 to 4)."""
+"""The same from M3 on: M4 Pro 2.1 us, M4 Max 2.7 to 4.3; M5 Max is stated as 3 to 4
+(rltakashige/mlx-lm)."""
 ULTRA_LEVEL = 5.5e-6
-"""The same on Ultra chips from M2 on (published: M3 Ultra 5.3 to 5.6 us)."""
+"""The same on Ultra chips from M2 on: M3 Ultra 5.3 to 5.6 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
