@@ -13,11 +13,11 @@ SCHEDULERS_PER_CORE = 4
 """Simdgroup instructions that a core can issue per clock (metal-benchmarks)."""
 ULTRA_LANES = 0.85
 """Share of `Rates.lane_bytes` that an Ultra reaches (fit: M3 Ultra, chains)."""
-LEVELS = {"M1": 9e-6, "M2": 5e-6}
+LEVELS = {"unknown": 9e-6, "M1": 9e-6, "M2": 5e-6}
 """Seconds of a dispatch that waits for the one before it, by generation: launch,
 barrier, and the time in which the first loads arrive. From published decoding rates, as
 time of a token over its dependent dispatches: M1 Max 10 us, M1 Ultra 7 to 10. M2 Pro is
-stated as 5.2 (ferrox#149)."""
+stated as 5.2 (ferrox#149). Unknown chips have the slowest."""
 LEVEL = 3e-6
 """The same from M3 on: M4 Pro 2.1 us, M4 Max 2.7 to 4.3; M5 Max is stated as 3 to 4
 (rltakashige/mlx-lm)."""
@@ -65,8 +65,7 @@ def level_seconds(device: Device) -> float:
     """Returns the seconds that a dependent dispatch takes besides its work."""
     if device.tier == "ultra" and device.generation != "M1":
         return ULTRA_LEVEL
-    oldest = LEVELS["M1"] if device.generation == "unknown" else LEVEL
-    return LEVELS.get(device.generation, oldest)
+    return LEVELS.get(device.generation, LEVEL)
 
 
 def memory_seconds(size: int, device: Device) -> float:

@@ -52,8 +52,8 @@ def handover(problem: Problem, device: Device, prediction: Prediction) -> str | 
         return None
     return (
         f"{problem.m} rows on {device.variant}: the model gives our kernels "
-        f"{ratio:.2f} times the speed of stock MLX's {stock.call.kernel}, bound by "
-        f"{_bound(stock)}, and leaving it takes {margin:.2f}"
+        f"{ratio:.2f} times the speed of stock MLX's {stock.call.kernel} in a chain, "
+        f"bound by {_bound(stock)}, and leaving it takes {margin:.2f}"
     )
 
 
