@@ -77,7 +77,12 @@ class Choice:
             "splits": work.slots,
             "busy": round(self.prediction.busy, 4),
             "predicted_us": round(self.prediction.seconds * 1e6, 2),
+            "independent_us": round(self.prediction.independent_seconds * 1e6, 2)
+            if self.prediction.launch
+            else None,
             "stock_us": self.stock and round(self.stock.seconds * 1e6, 2),
+            "stock_independent_us": self.stock
+            and round(self.stock.independent_seconds * 1e6, 2),
             "bytes": plan.problem.bytes,
             "workspace_bytes": plan.workspace_bytes,
             "dispatches": plan.dispatches,

@@ -8,6 +8,10 @@ from typing import Protocol
 class Prediction:
     """Predicted times of one plan on one device, in seconds.
 
+    There are two clocks. In a chain each product waits for the one before it, as in a
+    model's forward pass: `seconds`, by which plans are chosen. Independent launches
+    overlap: `independent_seconds`.
+
     Attributes:
         memory: Memory traffic of the operands and the workspace.
         issue: Instruction issue, if all cores are equally loaded.
@@ -17,6 +21,8 @@ class Prediction:
         dispatch: Dispatches after the first, 0 if there are none; on CUDA also the
             start and end of pieces of work.
         matrix: Matrix units that run concurrently with the others; 0 without them.
+        launch: The first dispatch, if it waits for the product before it; 0 if the
+            model has one clock.
     """
 
     memory: float
@@ -26,6 +32,7 @@ class Prediction:
     fill: float
     dispatch: float
     matrix: float = 0.0
+    launch: float = 0.0
 
     @property
     def stretch(self) -> float:
@@ -34,8 +41,14 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Time of the whole product."""
-        return self.longest * self.stretch + self.dispatch
+        """Time of the whole product in a chain."""
+        return self.longest * self.stretch + self.dispatch + self.launch
+
+    @property
+    def independent_seconds(self) -> float:
+        """Time among launches that hide the dispatches, if the model has two clocks."""
+        hidden = self.dispatch + self.launch if self.launch else 0.0
+        return self.seconds - hidden
 
     @property
     def longest(self) -> float:
@@ -50,13 +63,22 @@ class Prediction:
 
     def explain(self) -> str:
         """Returns the prediction as one line that says that nothing was measured."""
+        times = clocks_text(self.seconds, self.independent_seconds)
         text = (
-            f"predicted {self.seconds * 1e6:.1f} us (model, not measured): bound by "
+            f"predicted {times} (model, not measured): bound by "
             f"{self.bound}, x{self.stretch:.2f} for uneven or thinly filled cores"
         )
         if self.dispatch:
             text += f", {self.dispatch * 1e6:.1f} us of it for further dispatches"
         return text
+
+
+def clocks_text(seconds: float, independent: float) -> str:
+    """Returns the times of a chain and of independent launches as text."""
+    text = f"{seconds * 1e6:.1f} us"
+    if independent == seconds:
+        return text
+    return f"{text} in a chain, {independent * 1e6:.1f} us independently"
 
 
 class StockCall(Protocol):
@@ -83,7 +105,12 @@ class StockPrediction(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Time of the whole product."""
+        """Time of the whole product in a chain."""
+        ...
+
+    @property
+    def independent_seconds(self) -> float:
+        """Time of the whole product among independent launches."""
         ...
 
     @property

@@ -14,6 +14,8 @@ from mlx_marlin.backends.metal.device import Device
 if TYPE_CHECKING:
     from mlx_marlin.emulator import Counters
 
+FURTHER_DISPATCH = 1.6e-6
+"""Seconds for each launch after the first; part of this clock only."""
 OTHER = ("simd", "shuffle", "simdgroup barrier", "matrix memory", "barrier")
 """Operations that take one issue slot each. Matrix products take more."""
 
@@ -38,7 +40,7 @@ def counted_seconds(launches: Sequence["Counters"], device: Device) -> float:
     clocks = device.cores * device.clock_ghz * 1e9
     memory = cost.memory_seconds(sum(map(_device_bytes, launches)), device)
     issue = slots / (cost.SCHEDULERS_PER_CORE * clocks)
-    return max(memory, issue) + cost.FURTHER_DISPATCH * (len(launches) - 1)
+    return max(memory, issue) + FURTHER_DISPATCH * (len(launches) - 1)
 
 
 def _accesses(counters: "Counters") -> int:

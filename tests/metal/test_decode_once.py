@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends import arguments, devices, launch, planner, selection
+from mlx_marlin.backends.metal import dense
 from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.handover import stock_seconds
@@ -205,6 +206,17 @@ def test_matrix_units_and_many_rows_decide(
     problem = asked(layout, m, 4096, 4096)
 
     assert bool(planner.choose_dense(problem, Device.named(chip))) == expected
+
+
+def test_decoding_and_multiplying_are_two_levels_of_a_chain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem, chip = Problem(m=512, n=4096, k=4096), Device.named("M3 Max")
+    monkeypatch.setattr(dense, "level_seconds", lambda _: 0.0)
+    without = dense_seconds(problem, chip)
+    monkeypatch.setattr(dense, "level_seconds", lambda _: 1.0)
+
+    assert dense_seconds(problem, chip) - without == pytest.approx(2.0)
 
 
 @given(

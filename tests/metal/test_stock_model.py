@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.cost import level_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock import kernels
 from mlx_marlin.backends.metal.stock.prediction import (
@@ -19,15 +20,17 @@ from mlx_marlin.backends.metal.stock.prediction import (
     stock_split,
 )
 from mlx_marlin.planning.problem import Problem
-from stock_times import NOTES, ROWS, Row, table
+from stock_times import NOTES, ROWS, Row, notes, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "stock_model.md"
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
-CLOSE = 0.10
+CLOSE = 0.15
 """How near the model must be to a published time that it can be held to."""
+CLOSER = 0.10
+"""The same for independent launches on the chips with most of the published rows."""
 
 
-HELD = [row for row in ROWS if not row.why]
+HELD = [row for row in ROWS if not row.why and not row.is_reference]
 
 
 def product(m: int, n: int, k: int, group_size: int = 64, **fields: str) -> Problem:
@@ -58,20 +61,50 @@ def chip(name: str, arch: str = "") -> Device:
 
 @pytest.mark.parametrize("row", HELD, ids=Row.cells)
 def test_a_published_time_is_met(row: Row) -> None:
-    assert abs(row.error()) <= CLOSE
-    assert row.device.generation in ("M3", "M4")
+    first_fitted = row.series.clock == "independent" and row.series.device.name in (
+        "Apple M3 Max",
+        "Apple M4 Pro",
+    )
+
+    assert abs(row.error()) <= (CLOSER if first_fitted else CLOSE)
 
 
-def test_both_fitted_chips_are_held_to_their_rows() -> None:
-    held = [row.chip for row in HELD]
+def test_fitted_chips_are_held_to_their_rows() -> None:
+    held = [(row.series.clock, row.series.chip) for row in HELD]
 
-    assert held.count("M3 Max, 40") >= 14
-    assert held.count("M4 Pro, 20") >= 14
+    assert held.count(("independent", "M3 Max, 40")) >= 14
+    assert held.count(("independent", "M4 Pro, 20")) >= 14
+    assert held.count(("independent", "M5 Max, 40")) >= 24
+    assert held.count(("chain", "M3 Ultra, 80")) >= 10
+    assert held.count(("chain", "M5 Max, 40")) >= 9
+    assert held.count(("chain", "M4 Max, 40")) >= 7
     assert {row.why for row in ROWS if row.why} == NOTES.keys()
 
 
+def test_a_chain_is_left_out_only_because_its_weight_stays_in_cache() -> None:
+    left_out = {row for row in ROWS if row.series.clock == "chain" and row.why}
+
+    assert {row.series.source for row in left_out} == {"#4265"}
+
+
 def test_the_page_states_the_error_of_every_row() -> None:
-    assert table() in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+
+    for text in (table("chain"), table("independent"), notes()):
+        assert text in page
+
+
+@pytest.mark.parametrize(("rows", "least", "most"), [(8, 1.3, 1.6), (11, 1.8, 2.2)])
+def test_rows_of_a_chain_on_an_ultra_cost_what_was_published(
+    rows: int, least: float, most: float
+) -> None:
+    chain = next(
+        row.series
+        for row in ROWS
+        if row.series.clock == "chain" and row.series.link_us and row.m == rows
+    )
+
+    assert least < chain.model_ms(rows) / chain.model_ms(1) < most
 
 
 def test_the_page_s_example_prints_what_is_said(
@@ -89,8 +122,8 @@ def test_the_page_s_example_prints_what_is_said(
 @pytest.mark.parametrize(
     ("k", "n", "published", "model"),
     [
-        (2048, 2048, 17, 13),
-        (2048, 4096, 16, 13),
+        (2048, 2048, 17, 16),
+        (2048, 4096, 16, 16),
         (3072, 4096, 13, 13),
         (4096, 4096, 13, 13),
         (3072, 8192, 13, 13),
@@ -103,7 +136,7 @@ def test_the_page_s_example_prints_what_is_said(
 def test_the_matrix_kernel_wins_from_the_rows_that_were_measured(
     monkeypatch: pytest.MonkeyPatch, k: int, n: int, published: int, model: int
 ) -> None:
-    """MLX #3987, M3 Max: both kernels forced. Small products come too early."""
+    """MLX #3987, M3 Max: both kernels forced. No constant was fitted to these."""
 
     def seconds(m: int, limit: int) -> float:
         monkeypatch.setattr(kernels, "_vector_limit", lambda *_: limit)
@@ -113,7 +146,7 @@ def test_the_matrix_kernel_wins_from_the_rows_that_were_measured(
     first = next(m for m in range(2, 33) if seconds(m, 0) < seconds(m, m + 1))
 
     assert first == model
-    assert first == published or k * n <= 2048 * 4096
+    assert abs(first - published) <= 1
 
 
 @pytest.mark.parametrize(
@@ -389,7 +422,8 @@ def test_a_line_says_what_is_launched_and_whose_figure_it_is() -> None:
     assert line.startswith(
         "stock MLX: qmm_t_splitk, 320 threadgroups in 2 splits of k, w read 1x; "
     )
-    assert "us (model, not measured, uncalibrated)" in line
+    assert "us in a chain, " in line
+    assert "us independently (model, not measured, uncalibrated)" in line
 
 
 @pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
@@ -400,8 +434,45 @@ def test_no_chip_is_faster_than_its_stated_bandwidth(known: Device, m: int) -> N
 
     assert prediction.seconds > problem.bytes / (known.bandwidth_gbs * 1e9)
     assert prediction.stretch >= 1
-    fitted = known.generation in ("M3", "M4") and known.tier != "ultra"
-    assert prediction.calibrated == fitted
+    vector = prediction.call.family.startswith("qmv")
+    fitted = known.generation in ("M3", "M4") or (known.generation == "M5" and vector)
+    assert prediction.calibrated == (fitted and known.tier != "ultra")
+
+
+@pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
+def test_a_chain_pays_for_each_dispatch(known: Device) -> None:
+    split = stock_prediction(product(16, 4096, 4096, 64), known)
+    whole = stock_prediction(product(1, 4096, 4096, 64), known)
+
+    assert whole.seconds - whole.independent_seconds == pytest.approx(
+        level_seconds(known)
+    )
+    assert split.dispatch == pytest.approx(split.call.dispatches * level_seconds(known))
+    assert split.seconds >= split.independent_seconds * split.waves >= 0
+
+
+def test_only_matrix_kernels_end_in_whole_waves_of_a_chain() -> None:
+    ultra = Device.named("M3 Ultra")
+    tiles = stock_prediction(product(12, 24896, 4096), ultra)
+    rows = stock_prediction(product(11, 24896, 4096), ultra)
+
+    # 778 threadgroups are 10 on the fullest of 80 cores, in waves of 3.
+    assert (tiles.call.threadgroups, tiles.waves) == (778, 12 / 10)
+    assert rows.waves == 1
+
+
+def test_a_last_wave_costs_no_more_than_published_chains_show() -> None:
+    prediction = stock_prediction(product(16, 9728, 2560), Device.named("M5 Max"))
+
+    # 152 threadgroups are 4 on the fullest of 40 cores, which would be 2 waves of 3.
+    assert (prediction.call.threadgroups, prediction.waves) == (152, 1.3)
+
+
+def test_a_launch_that_does_not_fill_a_core_is_one_wave() -> None:
+    prediction = stock_prediction(product(16, 896, 4864, 128), Device.named("M3 Max"))
+
+    assert prediction.stretch > 1.5
+    assert prediction.waves == 1
 
 
 def test_what_was_not_counted_is_not_called_calibrated() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.cost import level_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.planning import search
@@ -105,7 +106,7 @@ def test_cores_are_no_less_busy_than_predicted(plan: Plan, chip: Device) -> None
     assert predicted <= sum(loads) / chip.cores / max(dealt) + 1e-9
 
 
-SHAPES = [(17408, 5120), (9728, 2560), (11008, 2048), (4864, 896), (11008, 4096)]
+SHAPES = [(17408, 5120), (9728, 2560), (11008, 2048), (11008, 4096)]
 """k, n of layers whose tiles do not divide by the cores of most chips."""
 
 
@@ -125,6 +126,28 @@ def test_awkward_shapes_keep_nine_tenths_of_the_cores_busy(
         lengths = [end - begin for begin, end in ranges]
         dealt = [sum(lengths[core :: device.cores]) for core in range(device.cores)]
         assert sum(dealt) / len(dealt) / max(dealt) >= 0.9
+
+
+def test_a_small_product_is_not_split_for_less_than_the_error_of_the_model() -> None:
+    choice = planner.compare(Problem(m=16, n=896, k=4864, group_size=64), device=M3_MAX)
+    split = min(choice.candidates, key=lambda candidate: candidate.seconds)
+
+    # 28 tiles leave 12 of 40 cores idle; a second dispatch takes as long as they save.
+    assert (choice.plan.dispatches, choice.prediction.busy) == (1, 0.7)
+    assert split.plan.dispatches == 2
+    assert split.prediction.busy > 0.9
+    assert split.seconds > choice.prediction.seconds / (1 + search.MODEL_ERROR)
+
+
+@given(plans(of=problems(formats=ANY_FORMAT)), devices())
+def test_independent_launches_hide_the_dispatches(plan: Plan, chip: Device) -> None:
+    prediction = planner.predict(plan, chip)
+
+    each = level_seconds(chip)
+    hidden = prediction.seconds - prediction.independent_seconds
+    assert hidden == pytest.approx(plan.dispatches * each)
+    assert f"{prediction.seconds * 1e6:.1f} us in a chain" in prediction.explain()
+    assert "us independently (model, not measured)" in prediction.explain()
 
 
 @given(plans(of=problems(formats=ANY_FORMAT)), devices())
@@ -389,6 +412,37 @@ def test_stock_serves_where_the_model_sees_no_gain(rows: int, ours: bool) -> Non
 
     assert (reason is None) == ours
     assert ours or "the model gives our kernels" in (reason or "")
+
+
+@pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
+@pytest.mark.parametrize(("rows", "least"), [(5, 1.2), (6, 1.6), (8, 2.0), (12, 1.5)])
+def test_rows_that_stock_has_no_tensor_kernel_for_are_served_on_m5(
+    name: str, rows: int, least: float
+) -> None:
+    choice = planner.compare(
+        Problem(m=rows, n=17408, k=5120), device=Device.named(name)
+    )
+
+    assert choice.reason is None
+    assert choice.stock is not None
+    assert least < choice.stock.seconds / choice.prediction.seconds < 2.4
+
+
+def test_a_larger_margin_holds_on_m5_where_stock_uses_matrices() -> None:
+    problem, chip = Problem(m=13, n=151936, k=5120), Device.named("M5 Max")
+
+    assert "leaving it takes 1.30" in str(planner.stock_reason(problem, chip))
+
+
+@pytest.mark.parametrize(("rows", "ours"), [(4, False), (5, False), (8, True)])
+def test_an_ultra_needs_the_gain_that_its_contradicting_chain_leaves(
+    rows: int, ours: bool
+) -> None:
+    problem, chip = Problem(m=rows, n=17408, k=5120), Device.named("M3 Ultra")
+    reason = planner.stock_reason(problem, chip)
+
+    assert (reason is None) == ours
+    assert ours or "leaving it takes 1.70" in str(reason)
 
 
 @given(problems(layouts=st.just("marlin"), formats=ANY_FORMAT), devices())

@@ -52,7 +52,7 @@ def test_without_handing_over_some_products_would_be_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner, "stock_reason", lambda *_: None)
-    slower = PREDICTED["slower_products"](Device.named("Apple M3 Max"), [32])
+    slower = PREDICTED["slower_products"](Device.named("Apple M5 Max"), [32])
 
-    problem = problem_of(32, 1024, 4096)
-    assert f"{problem.explain()} on Apple M3 Max 40-core GPU" in slower
+    problem = problem_of(32, 17408, 5120)
+    assert f"{problem.explain()} on Apple M5 Max 40-core GPU" in slower

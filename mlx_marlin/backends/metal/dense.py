@@ -1,8 +1,8 @@
 """Prediction and choice of dense plans: decode the weight once, then `mx.matmul`."""
 
 from mlx_marlin.backends.metal.cost import (
-    FURTHER_DISPATCH,
     SCHEDULERS_PER_CORE,
+    level_seconds,
     memory_seconds,
     rates_of,
 )
@@ -21,14 +21,17 @@ over the quantized product that were reported for an M4 Max."""
 
 
 def dense_seconds(problem: Problem, device: Device) -> float:
-    """Returns the predicted seconds of decoding the weight and multiplying it."""
+    """Returns the predicted seconds of decoding the weight and multiplying it.
+
+    These are two dispatches, the second of which waits for the first.
+    """
     weight = problem.n * problem.k * DTYPE_BYTES[problem.dtype]
     operands = problem.activation_bytes + problem.output_bytes
     decode = memory_seconds(problem.weight_bytes + weight, device)
     multiply = max(
         memory_seconds(weight + operands, device), _arithmetic(problem, device)
     )
-    return decode + FURTHER_DISPATCH + multiply
+    return decode + multiply + 2 * level_seconds(device)
 
 
 def _arithmetic(problem: Problem, device: Device) -> float:

@@ -1,8 +1,9 @@
 """Cost model of the Metal kernels: predicted times, never measurements.
 
 A plan takes the longest of three times (memory traffic, issue slots, bytes that loads
-return to lanes), multiplied by a factor for load imbalance and low occupancy, plus the
-time of further dispatches.
+return to lanes), multiplied by a factor for load imbalance and low occupancy. In a
+chain, where each product waits for the one before it, each dispatch also takes
+`level_seconds`. Among independent launches that time is hidden.
 
 A *slot* is one instruction of one simdgroup on one of a core's four schedulers. Slots
 were counted with an open compiler for the first Apple generation, and the rates fitted
@@ -16,10 +17,9 @@ from mlx_marlin.backends.metal.cost.main_loop import (
     loop_slots,
 )
 from mlx_marlin.backends.metal.cost.rates import (
-    FURTHER_DISPATCH,
-    LANE_BYTES_PER_CLOCK,
     SCHEDULERS_PER_CORE,
     lane_bytes_per_second,
+    level_seconds,
     memory_seconds,
     rates_of,
     slots_per_second,
@@ -32,15 +32,15 @@ from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 __all__ = [
-    "FURTHER_DISPATCH",
-    "LANE_BYTES_PER_CLOCK",
     "SCHEDULERS_PER_CORE",
     "SIMDGROUPS_TO_FILL",
     "STORE_SLOTS",
     "WEIGHTS_PER_TRIP",
     "WHOLE_SLOTS",
     "busy",
+    "lane_bytes_per_second",
     "least_seconds",
+    "level_seconds",
     "loop_of",
     "loop_slots",
     "memory_seconds",
@@ -79,7 +79,8 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
         loads=lane_bytes / lane_bytes_per_second(device),
         busy=busy(plan, device),
         fill=_fill(plan, device, loop.registers),
-        dispatch=FURTHER_DISPATCH * (plan.dispatches - 1),
+        dispatch=level_seconds(device) * (plan.dispatches - 1),
+        launch=level_seconds(device),
     )
 
 
@@ -92,7 +93,7 @@ def least_seconds(plan: MetalPlan, device: Device, is_split: bool) -> float:
         is_split: Whether the work splits tiles.
     """
     loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
-    return loop.seconds + FURTHER_DISPATCH * is_split
+    return loop.seconds + level_seconds(device) * (1 + is_split)
 
 
 def busy(plan: MetalPlan, device: Device) -> float:

@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.cost.main_loop import (
     padded_weights,
     readers,
 )
-from mlx_marlin.backends.metal.cost.rates import LANE_BYTES_PER_CLOCK, rates_of
+from mlx_marlin.backends.metal.cost.rates import rates_of
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import barriers
@@ -56,7 +56,7 @@ def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, floa
     loop = _staged_loop(plan, counts, held)
     products = sum(count * MATRIX_OPS[held_m] for held_m, count in held.items())
     slots = rates.matrix_slots * products + rates.exposed * loop.other
-    staged = loop.staged_bytes * LANE_BYTES_PER_CLOCK / THREADGROUP_BYTES_PER_CLOCK
+    staged = loop.staged_bytes * rates.lane_bytes / THREADGROUP_BYTES_PER_CLOCK
     weights = padded_weights(problem)
     return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights
 

@@ -16,7 +16,7 @@ from mlx_marlin.backends.metal.cost import (
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, MAX_SIMDGROUPS
-from mlx_marlin.backends.metal.stock.margin import MARGIN, UNCALIBRATED_MARGIN
+from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.backends.metal.stock.slots import stock_slots
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -116,7 +116,7 @@ def _margin(gather: GatherProblem, device: Device) -> float:
     memory, issue = _own_times(gather, device)
     one_row = stock_prediction(replace(gather.problem, m=1), device)
     fitted = one_row.calibrated and not _shares_tiles(gather)
-    return MARGIN if fitted and issue <= memory else UNCALIBRATED_MARGIN
+    return ONE_ROW_MARGIN if fitted and issue <= memory else UNCALIBRATED_MARGIN
 
 
 def gather_seconds(gather: GatherProblem, device: Device) -> tuple[float, float]:

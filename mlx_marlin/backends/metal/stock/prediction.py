@@ -2,10 +2,11 @@
 
 The kernel that MLX chooses (`kernels`) is priced like the plans of this package: the
 longest of memory traffic, issue slots and bytes that loads return to lanes, multiplied
-by a factor for load imbalance and low occupancy. Slots were counted with an open
-compiler for the first Apple generation (`slots`). The rates are fitted to published
-times of 4-bit affine products; there are none of other formats. docs/stock_model.md
-lists the published times.
+by a factor for load imbalance and low occupancy. In a chain, where each product waits
+for the one before it, each dispatch takes `level_seconds` more, and a matrix kernel
+ends in a whole wave of threadgroups. Slots were counted with an open compiler for the
+first Apple generation (`slots`). docs/stock_model.md lists the published times that the
+rates (`cost.rates`) are fitted to.
 """
 
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from functools import lru_cache
 from math import ceil
 
 from mlx_marlin.backends.metal.cost import (
-    FURTHER_DISPATCH,
-    LANE_BYTES_PER_CLOCK,
     SCHEDULERS_PER_CORE,
+    lane_bytes_per_second,
+    level_seconds,
     memory_seconds,
     rates_of,
 )
@@ -31,6 +32,7 @@ from mlx_marlin.backends.metal.stock.slots import (
     TILE_WEIGHTS,
     stock_slots,
 )
+from mlx_marlin.planning.prediction import clocks_text
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, SCALE_BYTES
 
@@ -53,6 +55,9 @@ FEWEST_WIDE = 2
 TILE_PRODUCTS = TILE_SIMDGROUPS * 16 / TILE_WEIGHTS
 """8x8 products of `qmm_t` per weight, for 32 rows and four simdgroups."""
 
+MOST_WAVES = 1.3
+"""Largest factor for the last wave; published chains show up to 1.29."""
+
 # 0.83, and 14 threadgroups on the most loaded of 40 cores, give the published 0.508 ms
 # of 544 tiles. Without rounding up to 14 the factor would be 0.855.
 OVERLAP = {"M3": 0.83, "M4": 0.83, "M5": 0.83}
@@ -70,7 +75,9 @@ class StockPrediction:
         issue: Instruction issue, if all cores are equally loaded.
         loads: Loaded bytes returned to lanes, if all cores are equally loaded.
         stretch: Factor of at least 1 for load imbalance and low occupancy.
-        reduce: The second dispatch, 0 without one.
+        waves: Factor of at least 1 in a chain, where no other launch fills the last
+            wave of threadgroups.
+        dispatch: Dispatches in a chain, besides their work.
         calibrated: Whether published times of such chips and formats were fitted.
     """
 
@@ -79,13 +86,19 @@ class StockPrediction:
     issue: float
     loads: float
     stretch: float
-    reduce: float
+    waves: float
+    dispatch: float
     calibrated: bool
 
     @property
     def seconds(self) -> float:
-        """Time of the whole product."""
-        return max(self.memory, self.issue, self.loads) * self.stretch + self.reduce
+        """Time of the whole product in a chain."""
+        return self.independent_seconds * self.waves + self.dispatch
+
+    @property
+    def independent_seconds(self) -> float:
+        """Time of the whole product among launches that overlap."""
+        return max(self.memory, self.issue, self.loads) * self.stretch
 
     @property
     def bound(self) -> str:
@@ -106,7 +119,8 @@ class StockPrediction:
         split = f" in {call.split_k} splits of k" if call.split_k > 1 else ""
         return (
             f"stock MLX: {call.kernel}, {call.threadgroups} threadgroups{split}, "
-            f"w read {call.passes}x; predicted {self.seconds * 1e6:.1f} us ({model}), "
+            f"w read {call.passes}x; predicted "
+            f"{clocks_text(self.seconds, self.independent_seconds)} ({model}), "
             f"bound by {self.bound}"
         )
 
@@ -133,16 +147,21 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
         call=call,
         memory=memory_seconds(_traffic(call, problem), device),
         issue=slots / (SCHEDULERS_PER_CORE * clocks),
-        loads=lane_bytes / (LANE_BYTES_PER_CLOCK * clocks),
+        loads=lane_bytes / lane_bytes_per_second(device),
         stretch=_stretch(call, device),
-        reduce=FURTHER_DISPATCH if call.split_k > 1 else 0.0,
-        calibrated=_is_calibrated(problem, device),
+        waves=_waves(call, device),
+        dispatch=call.dispatches * level_seconds(device),
+        calibrated=_is_calibrated(call, problem, device),
     )
 
 
-def _is_calibrated(problem: Problem, device: Device) -> bool:
-    """Returns whether published times were fitted; those of Ultra chips disagree."""
-    chip = device.generation in ("M3", "M4") and device.tier != "ultra"
+def _is_calibrated(call: StockCall, problem: Problem, device: Device) -> bool:
+    """Returns whether published times were fitted; those of Ultra chips disagree.
+
+    Of M5 these are times of the vector kernels.
+    """
+    generations = ("M3", "M4") if call.family.startswith("qmm") else ("M3", "M4", "M5")
+    chip = device.generation in generations and device.tier != "ultra"
     known = (problem.mode, problem.bits) == ("affine", 4)
     return chip and known and DTYPE_BYTES[problem.dtype] == 2 and problem.batch == 1
 
@@ -197,3 +216,17 @@ def _stretch(call: StockCall, device: Device) -> float:
     imbalance = per_core * device.cores / call.threadgroups
     simdgroups = per_core * call.geometry.simdgroups
     return imbalance * max(1.0, call.geometry.to_fill / simdgroups)
+
+
+def _waves(call: StockCall, device: Device) -> float:
+    """Returns the threadgroups of whole waves over those of the most loaded core.
+
+    Barriers separate loads from products in the matrix kernels, so a core with less
+    than a wave of them takes as long as with a whole one. A wave is `to_fill`
+    simdgroups. The vector kernels have no barriers.
+    """
+    if not call.family.startswith("qmm"):
+        return 1.0
+    wave = call.geometry.to_fill // call.geometry.simdgroups
+    per_core = ceil(call.threadgroups / device.cores)
+    return min(ceil(per_core / wave) * wave / max(per_core, wave), MOST_WAVES)
