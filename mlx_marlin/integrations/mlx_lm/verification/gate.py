@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from mlx_marlin.argument_types import is_integer
 from mlx_marlin.backends import selection
+from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load, load_model
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
@@ -157,16 +158,26 @@ class _Comparer:
         """
         for name, value in source.parameters():
             path, _, part = name.rpartition(".")
-            is_plain = isinstance(value, mx.array) and path not in quantized
-            if part != "weight" or is_plain:
-                continue
-            weight = ExactWeight(value)
-            for layer in self._layers:
-                if layer.name == path:
-                    yield self._report(layer, _of_same_shape(layer, weight, source))
+            if part == "weight":
+                weight = ExactWeight(value)
+                if weight.is_quantized or path in quantized:
+                    with naming(source.path, name):
+                        yield from self._reports_of(path, weight)
+                del weight
+            del value  # before the next one is read
+
+    def _reports_of(self, name: str, source: ExactWeight) -> Iterator[LayerReport]:
+        for layer in self._layers:
+            if layer.name == name:
+                yield self._report(layer, source)
 
     def _report(self, layer: CheckedLayer, source: ExactWeight | None) -> LayerReport:
         weight = layer.weight()
+        if source is not None and source.shape != weight.shape:
+            raise ValueError(
+                f"shape {source.shape} (matrices, n, k), expected {weight.shape} as in "
+                f"the model"
+            )
         rows = max(self._rows)
         drawn = random_activations(layer, weight, rows, self._dtype, self._seed)
         captured = self._capture.of(layer)
@@ -220,19 +231,6 @@ def _opened(model: str | Path | nn.Module, tokenizer: Any) -> tuple[nn.Module, A
 
 def _shown(model: object) -> str:
     return type(model).__name__ if isinstance(model, nn.Module) else f"{model}"
-
-
-def _of_same_shape(
-    layer: CheckedLayer, source: ExactWeight, checkpoint: ModelSource
-) -> ExactWeight:
-    """Returns a layer's weight in the source, if it has the layer's shape."""
-    expected = layer.weight().shape
-    if source.shape != expected:
-        raise ValueError(
-            f"{checkpoint.path}: tensor '{layer.name}.weight' has shape "
-            f"{source.shape}, expected {expected} as in the model (matrices, n, k)"
-        )
-    return source
 
 
 def _missing(quantized: Iterable[str], found: Sequence[LayerReport]) -> tuple[str, ...]:

@@ -112,19 +112,27 @@ class LayerReport:
         of_products = [text for each in self.products for text in each.failures]
         return [*of_products, *(self.weights.failures if self.weights else ())]
 
-    @property
-    def worst(self) -> ProductReport:
-        """The product whose error is the largest part of its limit."""
-        return max(self.products, key=lambda p: _part(p.errors.relative, p.limit))
+    def worst(self, reference: str) -> ProductReport:
+        """Returns the product whose error is the largest part of its limit.
+
+        Args:
+            reference: "weights" or "source".
+        """
+        products = [each for each in self.products if each.reference == reference]
+        return max(products, key=lambda each: _part(each.errors.relative, each.limit))
 
     def __str__(self) -> str:
-        worst = self.worst
+        own = self.worst("weights")
+        shown = own if self.weights is None else self.worst("source")
         title = f"{self.name} ({self.operation})"
-        return (
-            f"{title:<44} {self.format:<26} {worst.errors} "
-            f"relative {worst.errors.relative:.2e} of {worst.limit:.2e}, NMSE "
-            f"{worst.errors.nmse:.1e}  {'FAILED' if self.failures else 'ok'}"
+        line = (
+            f"{title:<44} {self.format:<26} {shown.errors}, relative "
+            f"{shown.errors.relative:.1e} of {shown.limit:.1e}, NMSE "
+            f"{shown.errors.nmse:.1e}"
         )
+        if self.weights is not None:
+            line += f", kernels {own.errors.relative:.1e} of {own.limit:.1e}"
+        return f"{line}  {'FAILED' if self.failures else 'ok'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
