@@ -127,11 +127,9 @@ def checked_layers(model: nn.Module) -> Iterator[CheckedLayer]:
     named = [(name, module) for name, module in model.named_modules()]
     inner = {id(m.linear) for _, m in named if isinstance(m, ReorderedLinear)}
     is_tied = not any(name.endswith("lm_head") for name, _ in named)
-    seen: set[int] = set()
     for name, module in sorted(named, key=lambda pair: _natural(pair[0])):
-        if id(module) in inner or id(module) in seen:
+        if id(module) in inner:
             continue
-        seen.add(id(module))
         for operation in _operations(module, is_tied):
             yield CheckedLayer(name, module, operation)
 
