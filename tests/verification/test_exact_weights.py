@@ -1,14 +1,21 @@
 """Weights are decoded in float64 without rounding, in every format."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
+from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.integrations.mlx_lm.verification import exact_weights
 from mlx_marlin.integrations.mlx_lm.verification.exact_weights import ExactWeight
 from support import format_cases
 from support.format_cases import Weight, any_weight
+from support.gguf_files import random_tensor, write_gguf
+from support.gguf_models import CASES
 
 
 def stored(weight: Weight, order: np.ndarray | None = None) -> StoredWeight:
@@ -95,3 +102,23 @@ def test_plain_weights_are_what_they_are(dtype: str) -> None:
     assert np.array_equal(values[0], np.array(w.astype(mx.float32)).astype(float))
     assert np.array_equal(terms, values**2)
     assert not ExactWeight(w).is_quantized
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q5_1"])
+def test_weights_of_gguf_are_those_of_its_own_package(
+    tmp_path: Path, kind: str
+) -> None:
+    random = np.random.default_rng(1)
+    tensor = random_tensor("blk.0.attn_v.weight", kind, (24, 512), random)
+    write_gguf(tmp_path / "a.gguf", CASES["llama"].metadata, [tensor])
+    ((_, read),) = [(each.name, each.read()) for each in gguf.read(tmp_path / "a.gguf")]
+    assert not isinstance(read, mx.array)
+    expected = dequantize(
+        np.frombuffer(tensor.data, np.uint8).reshape(24, -1),
+        GGMLQuantizationType[kind],
+    )
+
+    for weight in (read, PackedLayer(read.packed())):
+        values, terms = whole(ExactWeight(weight))
+        error = np.abs(values[0] - expected)
+        assert np.all(error <= 2.0**-23 * np.sqrt(terms[0]))

@@ -8,9 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear
+from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
@@ -18,6 +21,8 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from mlx_marlin.products.packing import pack, unpack
 from support.foreign_models import CONFIG, LINEAR
 from support.format_cases import read_codes, write_codes
+from support.gguf_files import Written, write_gguf
+from support.gguf_models import CASES, random_model, written_model
 
 NAME = "model.layers.1.mlp.up_proj"
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -148,6 +153,37 @@ def test_a_wrong_layer_is_found_next_to_quantization_errors(
     assert "2 rows are too far from the source's, first at matrix 0, row 8" in str(
         report
     )
+
+
+def in_blocks(tensor: Written) -> Written:
+    """Quantizes experts to Q5_0 and other weights of blocks to Q4_1."""
+    if "norm" in tensor.name or "blk" not in tensor.name or "_inp" in tensor.name:
+        return tensor
+    kind = "Q5_0" if "exps" in tensor.name else "Q4_1"
+    values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+    data = quantize(values, GGMLQuantizationType[kind]).tobytes()
+    return tensor._replace(type=kind, data=data)
+
+
+@pytest.mark.usefixtures("tokenizer")
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_a_gguf_file_is_verified_and_is_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(gguf, "tokenizer_files", lambda _: {})
+    case = CASES[name]
+    tensors = [in_blocks(each) for each in written_model(case, random_model(case))]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, case.metadata, tensors)
+
+    report = mlx_marlin.verify(path, path, rows=(1, 8))
+
+    assert report.passed, str(report)
+    operations = {each.operation for each in report.layers}
+    assert operations == ({"linear", "experts"} if "moe" in name else {"linear"})
+    formats = {each.format for each in report.layers}
+    assert "affine 4-bit, group 32" in formats
+    assert ("symmetric 5-bit, group 32" in formats) is ("moe" in name)
 
 
 def test_layers_without_a_source_are_named(plain: Path, tmp_path: Path) -> None:
