@@ -38,6 +38,7 @@ def whole(weight: ExactWeight) -> tuple[np.ndarray, np.ndarray]:
     return values, terms
 
 
+@pytest.mark.thinned(40)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.GROUPED)
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_format_is_decoded_exactly(

@@ -42,7 +42,7 @@ def model_of(layer: nn.Module, k: int, dtype: str) -> nn.Module:
     return model
 
 
-@pytest.mark.thinned(16)
+@pytest.mark.thinned(10)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.GROUPED)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -61,6 +61,7 @@ def test_a_packed_layer_passes_in_every_format_and_dtype(
     assert eight.limit < 4 * max(oracles.TOLERANCES[dtype], 2e-6)
 
 
+@pytest.mark.thinned(12)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.OF_MLX)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_layer_of_mlx_passes_on_stock_mlx(

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.integrations.mlx_lm.verification.thresholds import (
@@ -14,6 +13,7 @@ from mlx_marlin.integrations.mlx_lm.verification.thresholds import (
     quantization_limit,
 )
 from support import format_cases, oracles
+from support.grids import drawn
 
 ROWS, FEATURES = 8, 32
 
@@ -64,7 +64,9 @@ class Product:
         return np.asarray(feature_limit(sizes, self.dtype, self.k))
 
 
-@given(
+@drawn(
+    25,
+    300,
     seed=st.integers(0, 2**20),
     k=st.sampled_from([32, 64, 96, 320, 1024, 4128, 16384]),
     bits=st.sampled_from([1, 2, 4, 8]),
@@ -83,7 +85,9 @@ def test_a_sequential_sum_is_within_the_limit_and_ten_times_its_error_is_not(
         assert np.linalg.norm(10 * error) > product.limit()
 
 
-@given(
+@drawn(
+    25,
+    300,
     seed=st.integers(0, 2**20),
     k=st.integers(1, 512).map(lambda count: 32 * count),
     dtype=st.sampled_from([*ROUNDING]),
