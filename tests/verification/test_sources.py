@@ -1,5 +1,6 @@
 """Layers are compared with the weights of the checkpoint that they were made from."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,11 @@ import mlx_marlin
 from mlx_marlin import MarlinLinear
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import FolderSource
 from mlx_marlin.products.packing import pack, unpack
 from support.foreign_models import CONFIG, LINEAR
 from support.format_cases import read_codes, write_codes
@@ -220,22 +223,14 @@ def test_a_source_of_another_model_is_refused(packed: Path, plain: Path) -> None
 def test_a_weight_of_the_source_is_dropped_before_the_next_is_read(
     packed: Path, gptq: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gc
-    import weakref
-
-    from mlx_marlin.integrations.mlx_lm.verification import gate
-
-    alive: list[Any] = []
-    own = gate.ExactWeight
-
-    def watched(stored: Any) -> Any:
-        gc.collect()
-        assert not any(each() is not None for each in alive)
-        weight = own(stored)
-        alive.append(weakref.ref(weight))
-        return weight
-
-    monkeypatch.setattr(gate, "ExactWeight", watched)
     model = load_model(open_source(packed))
+    own, read = FolderSource._stored_weight, []
+
+    def watched(source: FolderSource, layer: str, arrays: dict[str, mx.array]) -> Any:
+        assert not [o for o in gc.get_objects() if isinstance(o, StoredWeight)]
+        read.append(layer)
+        return own(source, layer, arrays)
+
+    monkeypatch.setattr(FolderSource, "_stored_weight", watched)
     assert mlx_marlin.verify(model, gptq, rows=(1,)).passed
-    assert len(alive) > 14
+    assert len(read) == 14

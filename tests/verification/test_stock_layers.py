@@ -16,8 +16,11 @@ from mlx_marlin.integrations.mlx_lm import stock_layers
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
-from support.models import TOKENS, tiny_llama
+from mlx_marlin.products.packing import pack
+from support.format_cases import any_weight
+from support.models import TOKENS, Layers, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -166,3 +169,25 @@ def test_a_model_is_left_as_it_was_if_a_name_is_wrong() -> None:
         stock_layers.keep_on_stock(model, [DOWN[0], "model.norm"])
     assert type(model.model.layers[0].mlp.down_proj) is MarlinLinear
     assert stock_layers.stock_layers(model) == []
+
+
+def test_experts_that_mlx_lacks_stay_on_our_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = any_weight("symmetric", 6, 16, 8, 64, dtype="float32", seed=1)
+    batch = [mx.stack([array] * 3) for array in weight.native]
+    layer = MarlinSwitchLinear.from_packed(pack(*batch, **weight.options))
+    own = MarlinSwitchLinear.__call__
+    monkeypatch.setattr(
+        MarlinSwitchLinear, "__call__", lambda *args: own(*args) + mx.array(1.0)
+    )
+    model = Layers(layer)
+
+    report = mlx_marlin.verify(model, rows=(4,), apply=True)
+
+    assert report.failed == ("layers.0",)
+    assert report.moved == ()
+    reason = "layers.0: MLX has no experts in groups of 16"
+    assert report.not_moved == (reason,)
+    assert f"{reason}, so it stays on our kernels" in str(report)
+    assert model.layers[0] is layer

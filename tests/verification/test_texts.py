@@ -11,9 +11,10 @@ from mlx_lm.models import qwen2_moe
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 import mlx_marlin
+from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
-from mlx_marlin.integrations.mlx_lm.verification import texts
+from mlx_marlin.integrations.mlx_lm.verification import gate, texts
 from mlx_marlin.integrations.mlx_lm.verification.activations import Capture
 from mlx_marlin.integrations.mlx_lm.verification.checked_layers import checked_layers
 from mlx_marlin.integrations.mlx_lm.verification.perplexity import perplexity
@@ -98,10 +99,16 @@ def test_heads_are_kept_together(shared: bool) -> None:
 
 
 def test_a_model_passes_on_a_text_and_both_perplexities_are_right(
-    tokenizer: Any,
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlx_marlin.optimize(tiny_llama(), layout="marlin")
+    backends = []
 
+    def observed(*args: Any) -> float:
+        backends.append(selection.backend())
+        return perplexity(*args)
+
+    monkeypatch.setattr(gate, "perplexity", observed)
     report = mlx_marlin.verify(model, text=TEXT, tokenizer=tokenizer, rows=(1, 8))
 
     assert report.passed, str(report)
@@ -116,6 +123,8 @@ def test_a_model_passes_on_a_text_and_both_perplexities_are_right(
     assert np.isclose(report.perplexity.after, expected, rtol=1e-4)
     assert np.isclose(report.perplexity.before, expected, rtol=1e-4)
     assert "perplexity" in str(report)
+    assert backends == [report.backend, "stock"]
+    assert selection.backend() == report.backend
 
 
 def test_the_perplexity_before_is_the_sources(plain: Path, tokenizer: Any) -> None:

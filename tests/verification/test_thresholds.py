@@ -15,7 +15,7 @@ from mlx_marlin.integrations.mlx_lm.verification.thresholds import (
 from support import format_cases, oracles
 from support.grids import drawn
 
-ROWS, FEATURES = 8, 32
+FEATURES = 32
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -30,11 +30,31 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Product:
-    """A product with affine weights: exactly, and as float32 adds it one by one."""
+    """A product with affine weights: exactly, and as float32 adds it one by one.
 
-    def __init__(self, seed: int, k: int, bits: int, dtype: str, shift: float) -> None:
+    Args:
+        seed: Seed of weights and activations.
+        k: Columns of the weight.
+        bits: Bits of a code.
+        dtype: Dtype of activations and result.
+        shift: Mean of the activations.
+        rows: Rows of the activations.
+        decoding: Dtype that decoded weights are rounded to.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        k: int,
+        bits: int,
+        dtype: str,
+        shift: float = 0.0,
+        *,
+        rows: int = 8,
+        decoding: str = "float32",
+    ) -> None:
         draw = np.random.default_rng(seed)
-        x = draw.standard_normal((ROWS, k)) + shift
+        x = draw.standard_normal((rows, k)) + shift
         self.x = rounded(x.astype(np.float32), dtype)
         codes = draw.integers(0, 2**bits, (FEATURES, k)).astype(float)
         scale = (draw.uniform(0.5, 1, (FEATURES, 1)) / 2**bits).astype(np.float32)
@@ -42,7 +62,8 @@ class Product:
         scaled = scale.astype(float) * codes
         self.exact = self.x @ (scaled + bias).T
         self.terms = (self.x**2) @ (scaled**2 + bias.astype(float) ** 2).T
-        w = (scale * codes.astype(np.float32) + bias).astype(np.float32)
+        w = rounded(scale * codes.astype(np.float32), decoding) + bias
+        w = rounded(w.astype(np.float32), decoding).astype(np.float32)
         steps = self.x.astype(np.float32)[:, None] * w
         self.result = rounded(np.add.accumulate(steps, axis=-1)[..., -1], dtype)
         self.dtype, self.k = dtype, k
@@ -59,13 +80,13 @@ class Product:
         sizes = Sizes(
             result=np.linalg.norm(self.exact, axis=0),
             terms=np.sqrt(self.terms.sum(0)),
-            count=ROWS,
+            count=len(self.x),
         )
         return np.asarray(feature_limit(sizes, self.dtype, self.k))
 
 
 @drawn(
-    25,
+    15,
     300,
     seed=st.integers(0, 2**20),
     k=st.sampled_from([32, 64, 96, 320, 1024, 4128, 16384]),
@@ -86,7 +107,24 @@ def test_a_sequential_sum_is_within_the_limit_and_ten_times_its_error_is_not(
 
 
 @drawn(
-    25,
+    15,
+    300,
+    seed=st.integers(0, 2**20),
+    k=st.sampled_from([64, 512, 4096]),
+    dtype=st.sampled_from([*ROUNDING]),
+)
+def test_weights_that_stock_mlx_rounds_are_within_the_limits(
+    seed: int, k: int, dtype: str
+) -> None:
+    product = Product(seed, k, 4, dtype, rows=1, decoding=dtype)
+    error = product.result - product.exact
+
+    assert np.all(np.abs(error[0]) <= product.feature_limits())
+    assert np.linalg.norm(error) <= product.limit()
+
+
+@drawn(
+    15,
     300,
     seed=st.integers(0, 2**20),
     k=st.integers(1, 512).map(lambda count: 32 * count),
@@ -96,7 +134,7 @@ def test_a_feature_that_is_a_percent_off_is_found_in_few_rows(
     seed: int, k: int, dtype: str
 ) -> None:
     """In bfloat16 it has to be five percent off."""
-    product = Product(seed, k, 4, dtype, 0.0)
+    product = Product(seed, k, 4, dtype)
     factor = 1.05 if dtype == "bfloat16" else 1.01
     wrong = np.abs(product.result * factor - product.exact)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,11 @@ from mlx_marlin.integrations.mlx_lm.verification.checked_layers import (
 )
 from mlx_marlin.integrations.mlx_lm.verification.comparison import compare
 from mlx_marlin.integrations.mlx_lm.verification.exact_weights import ExactWeight
-from mlx_marlin.integrations.mlx_lm.verification.perplexity import perplexity
+from mlx_marlin.integrations.mlx_lm.verification.perplexity import (
+    Tick,
+    passes,
+    perplexity,
+)
 from mlx_marlin.integrations.mlx_lm.verification.report import (
     LayerReport,
     Perplexities,
@@ -101,7 +106,7 @@ def verify(
         if source is None
         else comparer.reports_against(source, {*quantized})
     )
-    found = [*_with_progress(reports, len(quantized) if progress else None)]
+    found = [*_with_progress(reports, len(quantized), progress)]
     order = {(each.name, each.operation): i for i, each in enumerate(layers)}
     found.sort(key=lambda report: order[report.name, report.operation])
     report = Report(
@@ -109,7 +114,9 @@ def verify(
         seed=seed,
         layers=tuple(found),
         without_source=_missing(quantized, found),
-        perplexity=None if tokens is None else _perplexities(subject, source, tokens),
+        perplexity=None
+        if tokens is None
+        else _perplexities(subject, source, tokens, progress),
     )
     return _applied(report, subject, model) if apply else report
 
@@ -246,42 +253,57 @@ def _missing(quantized: Iterable[str], found: Sequence[LayerReport]) -> tuple[st
 
 
 def _with_progress(
-    reports: Iterator[LayerReport], total: int | None
+    reports: Iterator[LayerReport], total: int, progress: bool
 ) -> Iterator[LayerReport]:
-    """Yields reports, with a progress bar of so many layers unless `total` is None."""
-    if total is None:
-        yield from reports
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="verify", unit="layer") as bar:
+    """Yields reports, with a progress bar of so many layers if `progress` is true."""
+    with _bar("verify", total, "layer", progress) as tick:
         last = ""
         for report in reports:
-            bar.update(report.name != last)
+            if report.name != last:
+                tick()
             last = report.name
             yield report
 
 
+@contextmanager
+def _bar(label: str, total: int, unit: str, shown: bool) -> Iterator[Tick]:
+    """Yields a function that moves a progress bar on by one, if it is shown."""
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit=unit) as bar:
+        yield bar.update
+
+
 def _perplexities(
-    model: nn.Module, source: ModelSource | None, tokens: mx.array
+    model: nn.Module, source: ModelSource | None, tokens: mx.array, progress: bool
 ) -> Perplexities:
-    after = perplexity(model, tokens)
-    if source is not None:
-        before = perplexity(load_model(source), tokens)
-    else:
-        with on_stock():
-            before = perplexity(model, tokens)
+    with _bar("perplexity", 2 * passes(tokens[:, 1:]), "pass", progress) as tick:
+        after = perplexity(model, tokens, tick)
+        if source is not None:
+            before = perplexity(load_model(source), tokens, tick)
+        else:
+            with on_stock():
+                before = perplexity(model, tokens, tick)
     count = tokens.shape[0] * (tokens.shape[1] - 1)
     return Perplexities(before=before, after=after, tokens=count)
 
 
 def _applied(report: Report, model: nn.Module, given: object) -> Report:
-    """Moves the layers that failed to stock MLX, if they are ours."""
+    """Moves the layers that failed to stock MLX, if they are ours and MLX has them."""
     ours = {layer.name for layer in report.layers if layer.is_ours}
-    moved = tuple(name for name in report.failed if name in ours)
-    if not moved:
-        return report
-    keep_on_stock(model, moved)
-    if isinstance(given, str | Path):
+    moved, not_moved = [], []
+    for name in report.failed:
+        if name not in ours:
+            continue
+        try:
+            keep_on_stock(model, [name])
+        except ValueError as error:
+            not_moved.append(f"{name}: {error}")
+        else:
+            moved.append(name)
+    if moved and isinstance(given, str | Path):
         record_stock_layers(Path(given), moved)
-    return replace(report, moved=moved)
+    return replace(report, moved=tuple(moved), not_moved=tuple(not_moved))

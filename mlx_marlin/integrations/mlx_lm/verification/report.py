@@ -160,6 +160,7 @@ class Report:
         layers: A report for each operation of each layer.
         without_source: Quantized layers that the source has no weight for.
         moved: Layers that `apply` put on stock MLX.
+        not_moved: Layers that it could not, each with the reason.
         perplexity: Perplexity before and after; None without a text.
     """
 
@@ -168,6 +169,7 @@ class Report:
     layers: tuple[LayerReport, ...]
     without_source: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
+    not_moved: tuple[str, ...] = ()
     perplexity: Perplexities | None = None
 
     @property
@@ -193,6 +195,7 @@ class Report:
             f"{name}: the source has no such weight" for name in self.without_source
         ]
         lines += [f"{name}: stays on stock MLX from now on" for name in self.moved]
+        lines += [f"{text}, so it stays on our kernels" for text in self.not_moved]
         if self.perplexity is not None:
             before, after = self.perplexity.before, self.perplexity.after
             lines.append(
