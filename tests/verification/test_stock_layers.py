@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear
@@ -17,6 +18,7 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.products.packing import pack
 from support.format_cases import any_weight
@@ -51,12 +53,30 @@ def test_layers_of_a_model_are_converted_and_stay_so(join: bool) -> None:
     assert report.failed == report.moved == DOWN
     assert f"{DOWN[0]}: stays on stock MLX from now on" in str(report)
     assert mx.allclose(model(TOKENS), expected, 1e-4, 1e-4)
+    query = model.model.layers[0].self_attn.q_proj
+    assert type(query) is (MarlinPart if join else MarlinLinear)
     mlx_marlin.optimize(model, layout="marlin", join=join)
     assert mx.allclose(model(TOKENS), expected, 1e-4, 1e-4)
     layers = model.model.layers
     assert [type(each.mlp.down_proj) for each in layers] == [nn.QuantizedLinear] * 2
     assert isinstance(layers[0].mlp.up_proj, MarlinLinear) is not join
     assert mlx_marlin.verify(model, rows=(1, 8)).passed
+
+
+def test_traced_blocks_run_the_layers_of_stock_mlx() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout="marlin", trace=True)
+    tokens = TOKENS[:1, :1]
+    model(tokens, cache=make_prompt_cache(model))
+
+    stock_layers.keep_on_stock(model, DOWN)
+
+    stock = tiny_llama()
+    for each in (model, stock):  # which only the new layer has
+        layer = each.model.layers[0].mlp.down_proj
+        layer.scales = 2 * layer.scales
+    y = model(tokens, cache=make_prompt_cache(model))
+    assert mx.allclose(y, stock(tokens), 1e-4, 1e-4)
+    assert not mx.allclose(y, tiny_llama()(tokens), 1e-4, 1e-4)
 
 
 def test_without_apply_and_without_failures_nothing_changes() -> None:

@@ -20,7 +20,6 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.mlx_lm.module_tree import find_layers
 from mlx_marlin.integrations.mlx_lm.optimize import replace_layers
-from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
 
@@ -49,9 +48,6 @@ def keep_on_stock(model: nn.Module, names: Collection[str]) -> None:
         replace_layers(found, lambda layer: layer.to_stock(), False, changes)
         if is_joined:
             join_layers(model, changes)
-        code: Any = loaded_code()
-        if any(isinstance(m, code.TracedBlock) for m in model.modules() if code):
-            code.trace_blocks(model, changes)  # which inspects them again
     except BaseException:
         changes.undo()
         raise
