@@ -1,7 +1,7 @@
 """Errors of a result compared with float64."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,3 @@ class Errors:
 
     def __str__(self) -> str:
         return f"max_error={self.max_error:.6f}, rms_error={self.rms_error:.6f}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the numbers by name."""
-        return {name: getattr(self, name) for name in self.__slots__}

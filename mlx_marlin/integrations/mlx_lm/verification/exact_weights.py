@@ -63,9 +63,9 @@ class ExactWeight:
         """The format, such as "affine 4-bit, group 64"."""
         if isinstance(self.stored, mx.array):
             return dtype_name(self.stored.dtype)
-        weight = self.stored
-        packed = weight.weight if isinstance(weight, PackedLayer) else weight
-        return f"{packed.mode} {packed.bits}-bit, group {packed.group_size}"
+        assert self.format is not None
+        mode, bits, group_size = self.format
+        return f"{mode} {bits}-bit, group {group_size}"
 
     @property
     def format(self) -> tuple[str, int, int] | None:
