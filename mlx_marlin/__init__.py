@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load
     from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
     from mlx_marlin.integrations.mlx_lm.optimize import optimize, restore
+    from mlx_marlin.integrations.mlx_lm.verification.gate import verify
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.products.dequantizing import dequantize
     from mlx_marlin.products.experts.matmul import gather_qmm
@@ -39,6 +40,7 @@ __all__ = [
     "save",
     "unpack",
     "variants",
+    "verify",
     "why_not",
 ]
 
@@ -60,6 +62,7 @@ _MODULES = {
     "save": "integrations.mlx_lm.checkpoints.saving",
     "unpack": "products.packing",
     "variants": "backends.metal.source.instances",
+    "verify": "integrations.mlx_lm.verification.gate",
     "why_not": "products.matmul",
 }
 

@@ -26,6 +26,7 @@ NAMES = [
     "save",
     "unpack",
     "variants",
+    "verify",
     "why_not",
 ]
 

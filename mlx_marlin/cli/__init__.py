@@ -17,6 +17,10 @@ COMMANDS = {
         "mlx_marlin.cli.convert",
         "import GPTQ, AWQ, GGUF and other checkpoints",
     ),
+    "verify": (
+        "mlx_marlin.cli.verify",
+        "compare a model's layers with exact results",
+    ),
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
     "profile": (
         "mlx_marlin.cli.profile",

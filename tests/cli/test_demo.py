@@ -21,9 +21,8 @@ from mlx_marlin.cli.demo.generation import (
     Generation,
     compare_tokens,
     generate,
-    passes,
-    perplexity,
 )
+from mlx_marlin.integrations.mlx_lm.verification.perplexity import passes, perplexity
 
 SHORT = ["demo", "--batch", "2", "--tokens", "2"]
 

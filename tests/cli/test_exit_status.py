@@ -23,6 +23,7 @@ PLAN = ["plan", "8", "64", "128"]
 NEEDED = {
     "plan": PLAN[1:],
     "convert": ["source", "result"],
+    "verify": ["model"],
     "emulate": ["kernel.metal", "--grid", "32"],
 }
 """Arguments that a command cannot do without."""

@@ -2,9 +2,11 @@
 
 `config["mlx_marlin"]` is {"version": 1, "layers": {LAYER: RECORD}}. A record has the
 layout's tag, n, k, group_size, bits and mode; the arrays are LAYER.words,
-LAYER.quantizers and perhaps LAYER.global_scale and LAYER.input_order.
+LAYER.quantizers and perhaps LAYER.global_scale and LAYER.input_order. The key
+"stock_layers" may list layers, packed or not, that are loaded as layers of stock MLX.
 """
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +39,26 @@ def layers_of(folder: Folder) -> dict[str, dict[str, Any]]:
     for layer, record in layers.items():
         _check_record(f"{where}: layer {layer!r}", record)
     return layers
+
+
+def stock_layers_of(config: dict[str, Any], path: Path) -> list[str]:
+    """Returns the layers that stay on stock MLX.
+
+    Args:
+        config: Contents of config.json.
+        path: The checkpoint, for the message of an error.
+
+    Raises:
+        ValueError: If it is not a list of names.
+    """
+    ours = config.get("mlx_marlin")
+    names = ours.get("stock_layers", []) if isinstance(ours, dict) else []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"{path / 'config.json'}: mlx_marlin: stock_layers={names!r}, expected a "
+            f"list of names"
+        )
+    return names
 
 
 def _check_record(where: str, record: object) -> None:

@@ -242,7 +242,11 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
     """Generates text for each batch and computes the perplexity."""
     from tqdm import tqdm
 
-    from mlx_marlin.cli.demo.generation import generate, passes, perplexity
+    from mlx_marlin.cli.demo.generation import generate
+    from mlx_marlin.integrations.mlx_lm.verification.perplexity import (
+        passes,
+        perplexity,
+    )
 
     total = passes(work.text[:, 1:]) + sum(
         passes(prompts) + work.count - 1 for prompts in work.batches

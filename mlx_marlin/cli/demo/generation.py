@@ -1,9 +1,8 @@
-"""Greedy generation and perplexity, for the models of the demo."""
+"""Greedy generation, for the models of the demo."""
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-ROWS = 64
-"""Maximum rows of a product. Prompts are read in chunks of this size, so that prefill
-uses the kernels for few rows as well."""
-
-Tick = Callable[[], object]
-"""A callback that is called after every forward pass."""
+from mlx_marlin.integrations.mlx_lm.verification.perplexity import Tick, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +45,7 @@ def generate(
     """
     cache = make_prompt_cache(model)
     tokens, margins, times = [], [], []
-    for logits in _read(model, prompts, cache, tick):
+    for logits in read(model, prompts, cache, tick):
         last = logits[:, -1]
     for step in range(count):
         best, lead = _best(last)
@@ -59,7 +53,7 @@ def generate(
         margins.append(lead)
         if step + 1 < count:
             start = time.perf_counter()
-            (last,) = _read(model, best[:, None], cache, tick)
+            (last,) = read(model, best[:, None], cache, tick)
             last = last[:, -1]
             times.append(time.perf_counter() - start)
     return Generation(
@@ -67,28 +61,6 @@ def generate(
         margins=_rows(margins),
         step_ms=1e3 * statistics.median(times),
     )
-
-
-def perplexity(model: nn.Module, tokens: mx.array, tick: Tick = lambda: None) -> float:
-    """Returns the perplexity of a model on a text.
-
-    Args:
-        model: An mlx-lm model.
-        tokens: Windows of text, shape `(batch, length + 1)`.
-        tick: Called after every forward pass, `passes(tokens[:, 1:])` times.
-
-    Returns:
-        The exponential of the mean cross entropy of the last `length` tokens.
-    """
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    total, begin = 0.0, 0
-    for logits in _read(model, inputs, make_prompt_cache(model), tick):
-        end = begin + logits.shape[1]
-        losses = nn.losses.cross_entropy(
-            logits.astype(mx.float32), targets[:, begin:end], reduction="sum"
-        )
-        total, begin = total + float(losses), end
-    return math.exp(total / targets.size)
 
 
 def compare_tokens(
@@ -107,29 +79,6 @@ def compare_tokens(
         next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
         for pair in zip(tokens, expected, strict=True)
     ]
-
-
-def passes(tokens: mx.array) -> int:
-    """Returns the forward passes that read tokens of shape `(batch, length)`."""
-    batch, length = tokens.shape
-    return math.ceil(length / _chunk(batch))
-
-
-def _chunk(batch: int) -> int:
-    """Returns the tokens of each sequence that one forward pass reads."""
-    return max(1, ROWS // batch)
-
-
-def _read(
-    model: nn.Module, tokens: mx.array, cache: list[Any], tick: Tick
-) -> Iterator[mx.array]:
-    """Yields the logits `(batch, chunk, vocabulary)` of each chunk of the tokens."""
-    batch, length = tokens.shape
-    for begin in range(0, length, _chunk(batch)):
-        logits = model(tokens[:, begin : begin + _chunk(batch)], cache=cache)
-        mx.eval(logits, [layer.state for layer in cache])
-        tick()
-        yield logits
 
 
 def _best(logits: mx.array) -> tuple[mx.array, mx.array]:

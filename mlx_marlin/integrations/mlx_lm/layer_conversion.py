@@ -25,6 +25,8 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
+STAYS_STOCK = "stays_stock"
+"""Attribute of layers that stay on stock MLX, see `stock_layers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class LayerConversion:
 
     def applies_to(self, layer: nn.Module) -> bool:
         """Returns whether a layer is to be converted."""
+        if getattr(layer, STAYS_STOCK, False):
+            return False
         if type(layer) is nn.Linear:
             return self.quantize and self._can_quantize(layer)
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):

@@ -105,7 +105,7 @@ def optimize(
     try:
         separate_layers(model, changes)
         wanted = find_layers(model, conversion.applies_to)
-        _replace(wanted, conversion.convert, progress, changes)
+        replace_layers(wanted, conversion.convert, progress, changes)
         if join:
             join_layers(model, changes)
         _set_tracing(model, trace, changes)
@@ -137,7 +137,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         _set_tracing(model, False, changes)
         separate_layers(model, changes)
         converted = find_layers(model, is_marlin_layer)
-        _replace(converted, _to_stock, progress, changes)
+        replace_layers(converted, _to_stock, progress, changes)
     except BaseException:
         changes.undo()
         raise
@@ -156,6 +156,21 @@ def _to_stock(layer: Any) -> nn.Module:
         )
     stock: nn.Module = layer.to_stock()
     return stock
+
+
+def replace_layers(
+    found: Sequence[Positions], convert: Convert, progress: bool, changes: Changes
+) -> None:
+    """Converts layers one by one, with a progress bar if `progress` is true.
+
+    It holds no reference to a layer, so that a large model needs memory for one
+    additional layer only.
+    """
+    for positions in _with_progress(found, progress):
+        layer = module_at(positions)
+        new = convert(layer)
+        mx.eval(new.parameters())
+        changes.replace([positions], [new], _rebuilding(inverse(layer)))
 
 
 def _check_model(model: object) -> None:
@@ -220,21 +235,6 @@ def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:
     code: Any = tracing_code() if trace else loaded_code()
     if code is not None:
         (code.trace_blocks if trace else code.untrace_blocks)(model, changes)
-
-
-def _replace(
-    found: Sequence[Positions], convert: Convert, progress: bool, changes: Changes
-) -> None:
-    """Converts layers one by one.
-
-    It holds no reference to a layer, so that a large model needs memory for one
-    additional layer only.
-    """
-    for positions in _with_progress(found, progress):
-        layer = module_at(positions)
-        new = convert(layer)
-        mx.eval(new.parameters())
-        changes.replace([positions], [new], _rebuilding(inverse(layer)))
 
 
 def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:

@@ -51,10 +51,17 @@ class Row:
 
 @dataclass
 class Records:
-    """Values of config.json that describe quantized layers, by target layout."""
+    """Values of config.json that describe quantized layers.
+
+    Attributes:
+        marlin: Records of layers in our layout.
+        mlx: Records of layers in MLX's layout.
+        stock_layers: Layers that stay on stock MLX.
+    """
 
     marlin: dict[str, dict[str, Any]] = field(default_factory=dict)
     mlx: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stock_layers: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -221,8 +228,10 @@ def write_config(config: dict[str, Any], records: Records, folder: Path) -> None
     written = {key: value for key, value in config.items() if key not in settings}
     if records.mlx:
         written["quantization"] = _mlx_settings(records.mlx)
-    if records.marlin:
+    if records.marlin or records.stock_layers:
         written["mlx_marlin"] = {"version": VERSION, "layers": records.marlin}
+    if records.stock_layers:
+        written["mlx_marlin"]["stock_layers"] = records.stock_layers
     (folder / "config.json").write_text(json.dumps(written, indent=1, sort_keys=True))
 
 

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import naming, read_json
+from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.reading import READERS
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
@@ -19,6 +20,7 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
 from mlx_marlin.integrations.mlx_lm.checkpoints.saving import keep_config
 from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
+from mlx_marlin.integrations.mlx_lm.stock_layers import keep_on_stock
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
@@ -107,6 +109,10 @@ def load_model(source: ModelSource) -> nn.Module:
     model.load_weights(moved, strict=False)
     model.eval()
     keep_config(model, source.config)
+    stays = marlin_folder.stock_layers_of(source.config, source.path)
+    if stays:
+        with naming(source.path, "config.json: stock_layers"):
+            keep_on_stock(model, stays)
     return model
 
 

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
+from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.integrations.mlx_lm.checkpoints.folding import fold_orders
 from mlx_marlin.integrations.mlx_lm.versions import describe
@@ -164,7 +165,7 @@ class FolderSource(ModelSource):
 
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
-        if "mlx_marlin" in self.config:  # written under mlx-lm's names
+        if marlin_folder.layers_of(self._folder):  # written under mlx-lm's names
             tensors = reading.folder_tensors(self._folder)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return

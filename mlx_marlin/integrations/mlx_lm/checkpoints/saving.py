@@ -12,6 +12,7 @@ from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write_config
+from mlx_marlin.integrations.mlx_lm.stock_layers import stock_layers
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
@@ -59,13 +60,18 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
 
 
 def _records(model: nn.Module) -> Records:
-    records = Records()
+    records = Records(stock_layers=stock_layers(model))
     reordered = _reordered(model)
     for name, module in model.named_modules():
         layer: Any = module
         if isinstance(layer, PackedEmbedding):
             records.marlin[name] = record_of(layer.packed)
             continue
+        if name in reordered and not isinstance(layer, GuardedParameters):
+            raise ValueError(
+                f"{name} is a layer of MLX with columns in another order than x "
+                f"(act-order), which no checkpoint can hold"
+            )
         if isinstance(layer, GuardedParameters):
             stored = layer.stored()
             packed = layer.packed

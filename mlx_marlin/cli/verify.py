@@ -1,0 +1,119 @@
+"""`mlx-marlin verify`: compares a model's layers with float64 and with its source."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin.cli import models
+
+EPILOG = """
+MODEL is a checkpoint that mlx_marlin.load reads: a GGUF file, or a folder in the format
+of mlx-marlin convert, MLX, GPTQ, AWQ or compressed-tensors. Its layers are converted as
+mlx_marlin.optimize does. Each is compared with the product of its decoded weights in
+float64, and with the weights of SOURCE. The exit status is 1 if a layer is above a
+limit or has no weight in SOURCE.
+
+examples:
+  mlx-marlin verify qwen3-packed
+  mlx-marlin verify qwen3-packed --against Qwen3-8B-GPTQ-Int4 --text sample.txt
+  mlx-marlin verify qwen3-4bit --against Qwen3-8B --apply --json report.json
+"""
+ROWS = [1, 8, 32]
+"""Rows of activations: those of decoding, of small batches and of short prompts."""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the command's arguments."""
+    parser = subparsers.add_parser(
+        "verify",
+        description="Compare a model's quantized layers with exact results.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or GGUF file")
+    parser.add_argument(
+        "--against",
+        metavar="SOURCE",
+        help="checkpoint that MODEL was made from, plain or quantized",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="text whose activations are used too, and whose perplexity is computed",
+    )
+    parser.add_argument(
+        "--apply",
+        action="store_true",
+        help="record in MODEL/config.json that layers above a limit stay on stock MLX",
+    )
+    parser.add_argument(
+        "--rows",
+        default=models.listed(ROWS),
+        help=f"rows of activations (default: {models.listed(ROWS)})",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of random activations (default: 0)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="write the report to a file"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verifies a model and prints a line for each layer.
+
+    Raises:
+        ImportError: If mlx-lm cannot be imported.
+        OSError: If a file cannot be read or written.
+        ValueError: If an argument is not valid, or a file is malformed.
+    """
+    rows = models.rows(args.rows)
+    text = None if args.text is None else _text(args.text)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ValueError(f"--json {args.json}: no folder {args.json.parent}")
+    report = _verify()(
+        args.model,
+        args.against,
+        text=text,
+        rows=rows,
+        seed=args.seed,
+        apply=args.apply,
+        progress=True,
+    )
+    print(report)
+    if args.json is not None:
+        args.json.write_text(json.dumps(_finite(report.as_dict()), indent=1))
+    return 0 if report.passed else 1
+
+
+def _verify() -> Any:
+    """Returns the function, whose module imports mlx-lm."""
+    try:
+        from mlx_marlin.integrations.mlx_lm.verification.gate import verify
+    except ImportError as error:
+        raise ImportError(
+            f"verifying a model needs pip install 'mlx-marlin[lm]': {error}"
+        ) from error
+    return verify
+
+
+def _finite(value: Any) -> Any:
+    """Returns a value for JSON, which has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {file} is not UTF-8: {error}") from None

@@ -1,0 +1,147 @@
+"""`mlx-marlin verify` prints a line for each layer, and fails if one is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mlx_marlin.cli import main
+from support import foreign_checkpoints as foreign
+from support.foreign_models import write_llama
+
+pytestmark = pytest.mark.usefixtures("kernels", "tokenizer")
+
+
+class Tokenizer:
+    """Tells characters apart, and nothing else."""
+
+    eos_token_ids = (7,)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) % 64 for character in text]
+
+
+@pytest.fixture
+def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_lm.utils.load_tokenizer", lambda *_, **__: Tokenizer())
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_llama(
+        tmp_path / "source",
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        foreign.gptq_config(4, 2),
+        bits=4,
+    )
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def model(source: Path, tmp_path: Path) -> Path:
+    """The source in MLX's layout, whose biases are rounded."""
+    path = tmp_path / "model"
+    assert main(["convert", str(source), str(path), "--layout", "mlx"]) == 0
+    return path
+
+
+def test_a_conversion_passes(
+    source: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox. " * 3)
+    capsys.readouterr()
+
+    options = ["--against", str(source), "--text", str(tmp_path / "text.txt")]
+    command = ["verify", str(model), *options, "--rows", "1,4", "--seed", "7"]
+    status = main([*command, "--json", str(tmp_path / "report.json")])
+
+    out, err = capsys.readouterr()
+    assert status == 0, out
+    (line,) = [each for each in out.splitlines() if "layers.1.mlp.down_proj" in each]
+    assert "affine 4-bit, group 64" in line
+    assert "max_error=0." in line
+    assert ", rms_error=0." in line
+    assert line.endswith("ok")
+    *_, perplexity, last = out.splitlines()
+    assert perplexity.startswith("perplexity ")
+    assert last.startswith("14 of 14 layers passed, 0 failed, 0 without a source (")
+    assert last.endswith(", seed 7)")
+    assert "verify: 100%" in err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["passed"] is True
+    assert len(report["layers"]) == 14
+    assert {p["rows"] for p in report["layers"][0]["products"]} == {1, 4}
+    assert report["perplexity"]["tokens"] == 62
+
+
+def test_one_wrong_code_fails(
+    source: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.v_proj"
+    arrays[f"{name}.weight"][5, 3] ^= np.uint32(1 << 8)
+    save_file(arrays, model / "model.safetensors", {"format": "mlx"})
+    capsys.readouterr()
+
+    assert main(["verify", str(model), "--against", str(source), "--apply"]) == 1
+
+    out = capsys.readouterr().out
+    assert f"{name}: weights: 1 codes or scales are not the source's" in out
+    assert "first at matrix 0, row 5, column 26" in out
+    assert f"{name}: stays on stock MLX from now on" in out
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    assert config["mlx_marlin"]["stock_layers"] == [name]
+
+
+def test_numbers_that_json_lacks_are_null(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_marlin import MarlinLinear
+
+    own = MarlinLinear.__call__
+    monkeypatch.setattr(
+        MarlinLinear, "__call__", lambda layer, x: own(layer, x) * float("nan")
+    )
+    file = tmp_path / "report.json"
+    command = ["verify", str(model), "--rows", "1", "--json", str(file)]
+
+    assert main(command) == 1
+
+    errors = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert errors["layers"][0]["products"][0]["errors"]["relative"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "0"], "--rows '0', expected numbers such as 1,2,4,8"),
+        (["--rows", "5000"], "rows=[5000], expected integers from 1 to 4096"),
+        (["--seed", "-1"], "seed=-1, expected an integer from 0"),
+        (["--text", "none.txt"], "none.txt"),
+        (["--against", "none"], "none: no such folder"),
+        (["--json", "none/report.json"], "--json none/report.json: no folder none"),
+    ],
+)
+def test_wrong_options_are_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["verify", str(model), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_text_has_to_be_utf_8(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_bytes(b"\xff")
+    assert main(["verify", str(model), "--text", str(tmp_path / "text.txt")]) == 2
+    assert "text.txt is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_gguf_file_has_no_place_for_the_decision(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "model.gguf", "--apply"]) == 2
+    assert "model.gguf is a GGUF file" in capsys.readouterr().err

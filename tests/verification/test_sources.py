@@ -1,0 +1,236 @@
+"""Layers are compared with the weights of the checkpoint that they were made from."""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+
+import mlx_marlin
+from mlx_marlin import MarlinLinear
+from mlx_marlin.checkpoints import gguf
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import FolderSource
+from mlx_marlin.products.packing import pack, unpack
+from support.foreign_models import CONFIG, LINEAR
+from support.format_cases import read_codes, write_codes
+from support.gguf_files import Written, write_gguf
+from support.gguf_models import CASES, random_model, written_model
+
+NAME = "model.layers.1.mlp.up_proj"
+pytestmark = pytest.mark.usefixtures("kernels")
+
+Change = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
+
+
+def one_code(codes: np.ndarray, *_: np.ndarray) -> None:
+    codes[17, 45] ^= 1
+
+
+def one_scale(_: np.ndarray, scales: np.ndarray, __: np.ndarray) -> None:
+    scales[3, 1] *= np.float16(1.01)
+
+
+def one_zero_point(_: np.ndarray, __: np.ndarray, zeros: np.ndarray) -> None:
+    zeros[255, 0] = (zeros[255, 0] + 1) % 16
+
+
+def two_rows(*arrays: np.ndarray) -> None:
+    for array in arrays:
+        array[[8, 9]] = array[[9, 8]]
+
+
+def planted(model: Any, change: Change) -> None:
+    """Changes the numbers of a layer with columns in another order than x."""
+    layer = model.model.layers[1].mlp.up_proj.linear
+    words, scales, zeros = unpack(layer.packed)
+    codes, arrays = read_codes(words, 4), [np.array(scales), np.array(zeros)]
+    change(codes, *arrays)
+    native = write_codes(codes, 4), *map(mx.array, arrays)
+    packed = pack(*native, group_size=64, bits=4, mode="zero_point")
+    model.model.layers[1].mlp.up_proj.linear = MarlinLinear.from_packed(packed)
+
+
+def test_a_conversion_of_gptq_is_exact(packed: Path, gptq: Path) -> None:
+    model = load_model(open_source(packed))
+
+    report = mlx_marlin.verify(model, gptq, rows=(1, 8))
+
+    assert report.passed, str(report)
+    assert [each.name for each in report.layers] == [
+        f"model.layers.{i}.{name}" for i in range(2) for name in sorted(LINEAR)
+    ]
+    for layer in report.layers:
+        assert layer.weights is not None
+        assert (layer.weights.relative, layer.weights.limit) == (0, 0)
+        errors = {each.reference: each.errors for each in layer.products[2:]}
+        assert errors["weights"] == errors["source"]
+    assert "of 14 layers passed, 0 failed, 0 without a source" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (one_code, "1 codes or scales are not the source's, first at matrix 0, row 17"),
+        (one_scale, "codes or scales are not the source's, first at matrix 0, row 3"),
+        (one_zero_point, "64 codes or scales are not the source's, first at matrix 0"),
+        (two_rows, "codes or scales are not the source's, first at matrix 0, row 8"),
+    ],
+)
+def test_a_change_of_one_layer_is_found_and_named(
+    packed: Path, gptq: Path, change: Change, where: str
+) -> None:
+    model = load_model(open_source(packed))
+    planted(model, change)
+
+    report = mlx_marlin.verify(model, gptq, rows=(1, 8))
+
+    assert report.failed == (NAME,)
+    assert where in str(report)
+    # Its kernels are right, and nothing is wrong without the source.
+    assert mlx_marlin.verify(model, rows=(1,)).passed
+
+
+def test_biases_that_mlxs_layout_rounds_pass(plain: Path, tmp_path: Path) -> None:
+    zero_point = Quantization(mode="zero_point", bits=4, group_size=64)
+    paths = tmp_path / "ours", tmp_path / "mlx"
+    [*convert(open_source(plain), paths[0], quantization=zero_point)]
+    rows = [*convert(open_source(paths[0]), paths[1], layout="mlx")]
+    assert any(row.error for row in rows)
+
+    report = mlx_marlin.verify(load_model(open_source(paths[1])), paths[0], rows=(8,))
+
+    assert report.passed, str(report)
+    relative = [each.weights.relative for each in report.layers if each.weights]
+    assert 0 < max(relative) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [("affine", 4, 64), ("symmetric", 3, 32), ("mxfp4", 4, 32), ("affine", 8, 128)],
+)
+def test_quantized_weights_are_within_the_limit_of_their_format(
+    plain: Path, tmp_path: Path, mode: str, bits: int, group_size: int
+) -> None:
+    how = Quantization(mode=mode, bits=bits, group_size=group_size)
+    [*convert(open_source(plain), tmp_path / "small", quantization=how)]
+    model = load_model(open_source(tmp_path / "small"))
+
+    report = mlx_marlin.verify(model, plain, rows=(1, 8))
+
+    assert report.passed, str(report)
+    assert len(report.layers) == 15  # and lm_head
+    for layer in report.layers:
+        assert layer.weights is not None
+        assert 0 < layer.weights.relative < layer.weights.limit
+        assert "kernels" in str(layer)
+
+
+def test_a_wrong_layer_is_found_next_to_quantization_errors(
+    plain: Path, tmp_path: Path
+) -> None:
+    how = Quantization(bits=4)
+    [*convert(open_source(plain), tmp_path / "small", quantization=how)]
+    model = load_model(open_source(tmp_path / "small"))
+    layer = model.model.layers[1].mlp.up_proj
+    words, scales, biases = unpack(layer.packed)
+    codes = read_codes(words, 4)
+    codes[[8, 9]] = codes[[9, 8]]
+    native = write_codes(codes, 4), scales, biases
+    changed = MarlinLinear.from_packed(pack(*native, group_size=64, bits=4))
+    model.model.layers[1].mlp.up_proj = changed
+
+    report = mlx_marlin.verify(model, plain, rows=(1, 8))
+
+    assert report.failed == (NAME,)
+    assert "2 rows are too far from the source's, first at matrix 0, row 8" in str(
+        report
+    )
+
+
+def in_blocks(tensor: Written) -> Written:
+    """Quantizes experts to Q5_0 and other weights of blocks to Q4_1."""
+    if "norm" in tensor.name or "blk" not in tensor.name or "_inp" in tensor.name:
+        return tensor
+    kind = "Q5_0" if "exps" in tensor.name else "Q4_1"
+    values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+    data = quantize(values, GGMLQuantizationType[kind]).tobytes()
+    return tensor._replace(type=kind, data=data)
+
+
+@pytest.mark.usefixtures("tokenizer")
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_a_gguf_file_is_verified_and_is_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(gguf, "tokenizer_files", lambda _: {})
+    case = CASES[name]
+    tensors = [in_blocks(each) for each in written_model(case, random_model(case))]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, case.metadata, tensors)
+
+    report = mlx_marlin.verify(path, path, rows=(1, 8))
+
+    assert report.passed, str(report)
+    operations = {each.operation for each in report.layers}
+    assert operations == ({"linear", "experts"} if "moe" in name else {"linear"})
+    formats = {each.format for each in report.layers}
+    assert "affine 4-bit, group 32" in formats
+    assert ("symmetric 5-bit, group 32" in formats) is ("moe" in name)
+
+
+def test_layers_without_a_source_are_named(plain: Path, tmp_path: Path) -> None:
+    how = Quantization(bits=4)
+    [*convert(open_source(plain), tmp_path / "small", quantization=how)]
+    model = load_model(open_source(tmp_path / "small"))
+    model.model.layers.append(
+        load_model(open_source(tmp_path / "small")).model.layers[0]
+    )
+
+    report = mlx_marlin.verify(model, plain, rows=(1,))
+
+    assert not report.failed
+    assert not report.passed
+    assert [*report.without_source] == [
+        f"model.layers.2.{name}" for name in sorted(LINEAR)
+    ]
+    assert "15 of 22 layers passed, 0 failed, 7 without a source" in str(report)
+
+
+def test_a_source_of_another_model_is_refused(packed: Path, plain: Path) -> None:
+    model = load_model(open_source(packed))
+    config = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
+    with pytest.raises(ValueError, match=r"'lm_head.weight' of shape \(64, 128\)"):
+        mlx_marlin.verify(model, plain)
+    model.model.layers[0].mlp.up_proj = model.model.layers[0].mlp.down_proj
+    (plain / "config.json").write_text(json.dumps(CONFIG))
+    message = r"up_proj.weight': shape \(1, 256, 128\) .*, expected \(1, 128, 256\)"
+    with pytest.raises(ValueError, match=message):
+        mlx_marlin.verify(model, plain)
+
+
+def test_a_weight_of_the_source_is_dropped_before_the_next_is_read(
+    packed: Path, gptq: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(open_source(packed))
+    own, read = FolderSource._stored_weight, []
+
+    def watched(source: FolderSource, layer: str, arrays: dict[str, mx.array]) -> Any:
+        assert not [o for o in gc.get_objects() if isinstance(o, StoredWeight)]
+        read.append(layer)
+        return own(source, layer, arrays)
+
+    monkeypatch.setattr(FolderSource, "_stored_weight", watched)
+    assert mlx_marlin.verify(model, gptq, rows=(1,)).passed
+    assert len(read) == 14
