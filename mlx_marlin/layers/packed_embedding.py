@@ -5,6 +5,7 @@ from typing import Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.matmul import quantized_matmul
 from mlx_marlin.products.reference.rows import decoded_rows
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -24,6 +25,9 @@ class PackedEmbedding(nn.Module):
         mode (str): Quantization scheme.
         dtype (mx.Dtype): Dtype of the rows that are looked up.
     """
+
+    is_packed_only = True
+    """MLX's layout does not have the format."""
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, dtype: mx.Dtype) -> Self:
@@ -75,6 +79,14 @@ class PackedEmbedding(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
         return quantized_matmul(x, self.packed)
+
+    def to_stock(self) -> nn.Embedding:
+        """Returns MLX's layer with the decoded weight, rounded to `dtype`."""
+        layer = nn.Embedding.__new__(nn.Embedding)
+        nn.Module.__init__(layer)
+        layer.train(self.training)
+        layer.weight = dequantize(self.packed, self.dtype)
+        return layer
 
     def _extra_repr(self) -> str:
         return (

@@ -86,7 +86,7 @@ def test_a_packed_embedding_is_saved_and_loaded_bit_for_bit(tmp_path: Path) -> N
     assert mx.array_equal(again(tokens), model(tokens))
 
 
-def test_optimize_and_restore_leave_it(tmp_path: Path) -> None:
+def test_optimize_keeps_it_and_restore_decodes_it(tmp_path: Path) -> None:
     written(tmp_path, mx.float16, 1)
     model = load_model(open_source(tmp_path))
     tokens = mx.array([[0, 5, 9]])

@@ -115,3 +115,14 @@ def test_logits_are_those_of_a_float64_evaluation(
     assert logits.dtype == mx.float16  # as the activations: nothing became float32
     expected = float64_llama.logits(CONFIG, exact, TOKENS)
     assert oracles.error(logits, expected) < 5e-3
+
+
+def test_verify_checks_the_embedding_and_its_head(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", "Q6_K")
+
+    model = load_model(open_source(tmp_path / "model.gguf"))
+    report = mlx_marlin.verify(model, rows=(2,))
+
+    assert report.passed, str(report)
+    operations = {layer.operation for layer in report.layers}
+    assert {"linear", "lookup", "head"} <= operations

@@ -22,6 +22,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 )
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
@@ -93,6 +94,8 @@ class LayerConversion:
 
     def _changes(self, layer: Any) -> bool:
         """Returns whether a converted layer has other options."""
+        if isinstance(layer, PackedEmbedding):
+            return False
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not self.invariant
         if is_marlin_heads(layer):
@@ -129,8 +132,8 @@ def default_layout(layer: nn.Module) -> str:
 
 
 def is_marlin_layer(layer: nn.Module) -> bool:
-    """Returns whether `optimize` has converted a layer."""
-    known = type(layer) in (MarlinLinear, MarlinEmbedding)
+    """Returns whether `optimize` or `load` has made a layer ours."""
+    known = type(layer) in (MarlinLinear, MarlinEmbedding, PackedEmbedding)
     return known or is_marlin_experts(layer) or is_marlin_heads(layer)
 
 

@@ -28,6 +28,7 @@ from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers, find_la
 from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
 from mlx_marlin.integrations.mlx_lm.warm_up import check_rows, run_once
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.products.reference.weight import rounds_biases
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -147,12 +148,15 @@ def restore(model: Model, *, progress: bool = False) -> Model:
 def _to_stock(layer: Any) -> nn.Module:
     packed = getattr(layer, "packed", None)
     if packed is not None and (
-        packed.global_scale is not None or rounds_biases(packed)
+        packed.global_scale is not None
+        or rounds_biases(packed)
+        or isinstance(layer, PackedEmbedding)
     ):
         warn_once(
             "restored with rounding",
             f"restore rounds weights, such as those of {layer}: MLX has neither "
-            f"integer zero points nor global scales of linear layers",
+            f"integer zero points, nor global scales of linear layers, nor embeddings "
+            f"in some formats",
         )
     stock: nn.Module = layer.to_stock()
     return stock

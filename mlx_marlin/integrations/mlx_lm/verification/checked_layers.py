@@ -24,6 +24,7 @@ from mlx_marlin.integrations.mlx_lm.optimize import optimize
 from mlx_marlin.integrations.mlx_lm.verification.exact_weights import ExactWeight
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.native import activation_dtype
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.products import eligibility
 from mlx_marlin.weights.dtypes import dtype_name
@@ -164,7 +165,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _operations(module: nn.Module, is_tied: bool) -> tuple[str, ...]:
-    if isinstance(module, nn.QuantizedEmbedding | nn.Embedding):
+    if isinstance(module, nn.QuantizedEmbedding | nn.Embedding | PackedEmbedding):
         return ("lookup", "head") if is_tied else ("lookup",)
     if is_experts(module) or is_marlin_experts(module):
         return ("experts",)
