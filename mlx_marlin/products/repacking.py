@@ -4,6 +4,8 @@ The kernels of a GPU's back end do it, after their known-answer check, if it has
 otherwise MLX's own operations do.
 """
 
+from math import prod
+
 import mlx.core as mx
 
 from mlx_marlin import guard
@@ -11,8 +13,8 @@ from mlx_marlin.backends import selection
 from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.weights import layout, tile_conversion
 
-CHECKED_CODES = 2**24
-"""Codes that are compared at a time, which bounds the memory of the comparison."""
+CODES_AT_ONCE = 2**20
+"""Codes that are converted or compared at a time: intermediate arrays stay in a cache."""
 
 
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
@@ -31,13 +33,30 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
             return tiles
         order = layout.order_of_group(group_size)
         guard.condemn_repack("marlin", bits, order, f"wrong codes for {k}→{n}")
-    tiles = tile_conversion.tiles_of_rows(w, n, k, **form)
+    tiles = _tiles_in_pieces(w, n, k, **form)
     if not _is_same(w, tiles, n, k, **form):
         raise RuntimeError(
             f"packing {k}→{n} of {bits} bits in groups of {group_size} changed its "
             f"codes; the weight was left as it was"
         )
     return tiles
+
+
+def _tiles_in_pieces(
+    w: mx.array, n: int, k: int, *, bits: int, group_size: int
+) -> mx.array:
+    """Converts so many rows at a time that intermediate arrays stay small."""
+    weights = prod(w.shape[:-2])
+    at_once = max(CODES_AT_ONCE // (weights * k * layout.TILE_N), 1) * layout.TILE_N
+    pieces: list[mx.array] = []
+    for first in range(0, n, at_once):
+        own = w[..., first : first + at_once, :]
+        if pieces:  # one after the other: MLX would allocate for all of them at once
+            own = mx.depends(own, pieces[-1:])
+        rows = own.shape[-2]
+        form = {"bits": bits, "group_size": group_size}
+        pieces.append(tile_conversion.tiles_of_rows(own, rows, k, **form))
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=-3)
 
 
 def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
@@ -71,7 +90,7 @@ def _is_same(
         return True  # graphs can be built here, but not evaluated
     rows = w.reshape(-1, n, w.shape[-1])
     stored = tiles.reshape(-1, *tiles.shape[-3:])
-    at_once = max(CHECKED_CODES // (k * layout.TILE_N), 1)  # tiles along n
+    at_once = max(CODES_AT_ONCE // (k * layout.TILE_N), 1)  # tiles along n
     try:
         for own, packed in zip(rows, stored, strict=True):
             for first in range(0, len(packed), at_once):

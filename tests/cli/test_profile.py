@@ -95,7 +95,7 @@ def test_the_example_of_one_row(profile: Profile) -> None:
     assert found["bottleneck"].startswith("LATENCY: ")
     assert found["attained"] == "28.6 % of the memory roof (assumed)"
     assert found["product"].startswith("1 row of 4096→4096, symmetric 3-bit, group 128")
-    assert "LOW OCCUPANCY: only 40 threadgroups of 8 simdgroups for 40" in printed
+    assert "LOW OCCUPANCY: only 128 threadgroups of 2 simdgroups for 40" in printed
 
 
 def test_the_example_of_512_rows_is_impossible(profile: Profile) -> None:
