@@ -137,9 +137,9 @@ def predict(
     """
     predictions: dict[str, Callable[[Problem], float]] = {
         STOCK_MODEL: lambda problem: counting.stock_seconds(problem, device),
-        OURS: lambda problem: planner.predict(
-            planner.choose(problem, device), device
-        ).seconds,
+        OURS: lambda problem: (
+            planner.predict(planner.choose(problem, device), device).seconds
+        ),
     }
 
     def of_pass(predicted: Callable[[Problem], float], rows: int) -> Timing:

@@ -42,7 +42,7 @@ class Arm:
     Attributes:
         name: As in `ProductRow.arm`.
         problem: The product, with the layout of the arm's weight.
-        product: Takes x, the weight in MLX's layout, and the packed one if there is one.
+        product: Takes x, the weight in MLX's layout, and a packed one if there is one.
         plan: The plan of a kernel of ours, or None.
         handover: Why stock MLX would serve the call, or None.
     """
@@ -150,7 +150,9 @@ def _experiments(problem: Problem, device: PlanningDevice) -> list[Arm]:
 def _staging(plan: Plan) -> str:
     if not plan.buffers:
         return plan.kernel
-    return f"{plan.kernel}, {plan.buffers} buffers, {plan.loaders} loaders"
+    buffers = f"{plan.buffers} buffer{'s' * (plan.buffers > 1)}"
+    loaders = f", {plan.loaders} loaders" if plan.loaders else ""
+    return f"{plan.kernel}, {buffers}{loaders}"
 
 
 def _of_plan(name: str, plan: Plan, handover: str | None = None) -> Arm:

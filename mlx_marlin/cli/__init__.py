@@ -18,6 +18,10 @@ COMMANDS = {
         "import GPTQ, AWQ, GGUF and other checkpoints",
     ),
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
+    "bench": (
+        "mlx_marlin.cli.bench",
+        "time our kernels and stock MLX on this machine",
+    ),
     "doctor": (
         "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",

@@ -1,7 +1,6 @@
 """`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
 
 import argparse
-import re
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -10,7 +9,6 @@ from typing import Any
 
 from mlx_marlin import state
 from mlx_marlin.backends import (
-    devices,
     planner,
     registry,
     selection,
@@ -32,7 +30,6 @@ MAX_SECONDS = 86400.0
 """Upper limit of --seconds: a day."""
 BOTH = "both"
 """Value of `--layout` for all layouts."""
-SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
 
 DESCRIPTION = """
 Measure the plans of this package and stock MLX on this machine, and keep the fastest.
@@ -137,13 +134,13 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     rows = models.rows(args.rows) if args.rows else None
     found: list[Problem] = []
     for target in args.targets:
-        shape = SHAPE.fullmatch(target)
+        shape = models.shape(target)
         if shape is None:
             found += layers.with_rows(_model_problems(target, args), rows or ROWS)
             continue
-        m, n, k = shape.groups()
-        in_layouts = _shape_problems(int(n), int(k), args)
-        found += layers.with_rows(in_layouts, rows or ([int(m)] if m else ROWS))
+        m, n, k = shape
+        in_layouts = _shape_problems(n, k, args)
+        found += layers.with_rows(in_layouts, rows or (ROWS if m is None else [m]))
     return [*dict.fromkeys(found)]
 
 
@@ -192,12 +189,7 @@ def _clock(seconds: float, folder: Path) -> Clock:
         ValueError: If this machine cannot measure.
         OSError: If the folder cannot be written to.
     """
-    if tuned_results.stands_for_another(selection.backend()):
-        raise ValueError(
-            f"{devices.ENVIRONMENT} selects a device to plan for, but tuning measures "
-            f"this machine: unset it"
-        )
-    clock = tuner.clock(eligibility.target(), seconds)
+    clock = models.clock(seconds)
     _check_writable(folder)  # before the measurements, which take minutes
     return clock
 
