@@ -18,6 +18,8 @@ METHODS = {
 OURS = "ours"
 STOCK = "mx.quantized_matmul"
 DEQUANTIZED = "dequantize + matmul"
+CANDIDATE = "candidate plan"
+"""A plan that tuning compared with others."""
 STOCK_MODEL = "stock MLX"
 """The model without our kernels, in rows of generation."""
 
@@ -53,8 +55,8 @@ class ProductRow:
 
     Attributes:
         problem: The product, with the layout of the arm's weight.
-        arm: "ours", "mx.quantized_matmul", "dequantize + matmul", or a name of a plan
-            of ours that was asked for, such as "gemm_staged, 2 buffers".
+        arm: "ours", "mx.quantized_matmul", "dequantize + matmul", "candidate plan", or
+            the kernel of a plan that was asked for, such as "gemm_staged, 2 buffers".
         clock: One of `CLOCKS`.
         timing: The time.
         plan: The plan of an arm of ours; None for the others, and if the weight is
