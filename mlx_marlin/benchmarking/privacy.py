@@ -7,7 +7,7 @@ from pathlib import Path
 
 LONGEST = 300
 """Characters of a text that are kept."""
-PATH = re.compile(r"(?<![\w.])[~.]*/[^\s'\"`,;:()<>|]*")
+PATH = re.compile(r"(?<![\w.])[~.]*/[^\s'\"`,;:()<>|]+")
 """Paths, absolute or from the home folder."""
 UNPRINTABLE = re.compile(r"[^ -~→]|[<>|`]")
 SHORTEST_NAME = 3
@@ -20,7 +20,8 @@ def redacted(text: str) -> str:
     Args:
         text: Any text, such as the message of an error.
     """
-    kept = PATH.sub("PATH", " ".join(text.split()))
+    at_home = text.replace(str(Path.home()), "/home")  # it may have a space
+    kept = PATH.sub("PATH", " ".join(at_home.split()))
     for name, replacement in _names().items():
         kept = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", replacement, kept, flags=re.I)
     return UNPRINTABLE.sub("?", kept)[:LONGEST]
