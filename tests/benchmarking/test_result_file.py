@@ -1,4 +1,4 @@
-"""Result files: what is written is read, hostile files are refused, nothing personal."""
+"""Result files are read as written; hostile ones are refused; nothing is personal."""
 
 import getpass
 import json
@@ -151,7 +151,7 @@ def test_a_hostile_field_is_refused(change: Change, tmp_path: Path) -> None:
     data = json.loads(result_file.text(mac_file()))
     change(data)
 
-    with pytest.raises(ValueError, match="is not a result file: .+"):
+    with pytest.raises(ValueError, match="is not a result file"):
         read_text(json.dumps(data), tmp_path)
 
 
