@@ -123,8 +123,8 @@ def first_token_of(data: Fields) -> FirstTokenRow:
 
 def _timing(timing: Timing) -> dict[str, Any]:
     return {
-        "milliseconds": round(timing.seconds * 1e3, 7),
-        "range_ms": round(timing.range * 1e3, 7),
+        "milliseconds": float(f"{timing.seconds * 1e3:.6g}"),
+        "range_ms": float(f"{timing.range * 1e3:.6g}"),
         "samples": timing.samples,
         "drift": round(timing.drift, 4),
         "source": timing.source,

@@ -65,11 +65,14 @@ def mac_file() -> ResultFile:
         machine=FACTS,
         date="2026-11-24",
         products=[
-            row(product, OURS, 0.125),
-            row(product, STOCK, 0.25),
-            row(product, DEQUANTIZED, 0.5),
-            row(product, OURS, 0.12, "independent"),
-            row(replace(product, layout="marlin"), OURS, 0.1),
+            row(of, arm, milliseconds * factor, clock)
+            for of, arm, milliseconds in (
+                (product, OURS, 0.125),
+                (product, STOCK, 0.25),
+                (product, DEQUANTIZED, 0.5),
+                (replace(product, layout="marlin"), OURS, 0.1),
+            )
+            for clock, factor in zip(CLOCKS, (1, 0.9), strict=True)
         ],
         generation=[
             GenerationRow(
