@@ -86,12 +86,13 @@ def _pumping(
 
     def pump() -> None:
         assert source is not None
-        while chunk := os.read(source.fileno(), CHUNK):
-            target.write(chunk.decode("utf-8", "replace"))
-            target.flush()
-            if tail is not None:
-                tail.extend(chunk)
-                del tail[:-TAIL]
+        with source:
+            while chunk := os.read(source.fileno(), CHUNK):
+                target.write(chunk.decode("utf-8", "replace"))
+                target.flush()
+                if tail is not None:
+                    tail.extend(chunk)
+                    del tail[:-TAIL]
 
     thread = threading.Thread(target=pump, daemon=True)
     thread.start()

@@ -48,7 +48,7 @@ def test_what_is_written_is_read(
     for actual, expected in zip(read.products, result.products, strict=True):
         assert actual.problem == expected.problem
         assert actual.plan == expected.plan
-        assert actual.timing.seconds == pytest.approx(expected.timing.seconds)
+        assert actual.timing.seconds == pytest.approx(expected.timing.seconds, rel=1e-5)
 
 
 def test_rows_of_models_are_read(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 import re
 
 TIME = re.compile(
-    r"(?<![\w.])\d[\d.,]*\s?(us|µs|ns|ms|s|seconds?|tokens/s|tok/s|GB/s|TFLOPS)\b"
+    r"(?<![\w.])\d[\d.,]*\s?(us|µs|ns|ms|s|seconds?|tokens/s|tok/s)\b"
     r"|(?<!\w)(us|ms)(?!\w)"
 )
-"""A number with a unit of time or speed, or the unit in the head of a table."""
+"""A number with a unit of time or of tokens, or the unit in the head of a table. A chip
+has a stated bandwidth, which is no measurement."""
 MARK = re.compile(r"predicted|emulator counters|model, not measured|by the model")
 
 
