@@ -3,8 +3,9 @@
 Fitted are the rates of the chip's generation (`backends.metal.cost.rates`), the overlap
 in stock's matrix kernels (`backends.metal.stock.prediction`), and what a chain adds to
 each product, which the model does not have. The sum of squared logarithms of measured
-over predicted times is minimized, with large errors weighted less. Rows of
-`gemm_staged`, whose cost is a guess, and independent launches are not used.
+over predicted times is minimized, with large errors weighted less. What a file does not
+determine, alone or in combination, stays near its present value. Rows of `gemm_staged`,
+whose cost is a guess, and independent launches are not used.
 
 Nothing is written: what should change is printed.
 
@@ -44,8 +45,12 @@ ITERATIONS = 60
 OUTLIER = 0.1
 """Logarithmic error from which a row counts less."""
 CONVERGED = 1e-9
-UNSEEN = 1e-5
-"""Sensitivity of the errors below which a constant is not determined by a file."""
+NOISE, PRIOR = 0.01, 0.5
+"""Standard deviations that are expected of the logarithms of times and of constants.
+The second keeps constants that a file does not determine where they are."""
+RIDGE = (NOISE / PRIOR) ** 2
+UNCERTAIN = 0.2
+"""Relative standard error above which a constant is not determined by a file."""
 STARTS = (0.75, 1.0, 1.25)
 """Factors on the bandwidth to start from: far off, no row may depend on it."""
 
@@ -82,14 +87,17 @@ class Fit:
     """Constants that fit a file.
 
     Attributes:
-        constants: The constants; those that are not determined are the present ones.
-        determined: Names of the others.
-        errors: Relative standard errors of the determined constants, by name.
+        constants: The constants.
+        errors: Their relative standard errors, by name.
     """
 
     constants: Constants
-    determined: tuple[str, ...]
     errors: dict[str, float]
+
+    @property
+    def determined(self) -> tuple[str, ...]:
+        """Names of the constants that the file determines by themselves."""
+        return tuple(name for name in NAMES if self.errors[name] < UNCERTAIN)
 
 
 def device_of(result: ResultFile) -> Device:
@@ -184,22 +192,17 @@ def fit(rows: Sequence[ProductRow], device: Device) -> Fit:
         return np.log(seconds) - measured
 
     bandwidth = np.array([name == "bandwidth" for name in NAMES])
-    fits = [_least(errors, start + np.log(factor) * bandwidth) for factor in STARTS]
-    best = min(fits, key=lambda found: _loss(errors(found)))
+    fits = [
+        _least(errors, start + np.log(factor) * bandwidth, start) for factor in STARTS
+    ]
+    best = min(fits, key=lambda found: _loss(errors(found), found - start))
     slopes = _slopes(errors, best)
-    seen = np.linalg.norm(slopes, axis=0) / np.sqrt(len(rows)) > UNSEEN
-    best = np.where(seen, best, start)
-    variance = float(np.mean(errors(best) ** 2))
-    spread = np.sqrt(np.diag(np.linalg.pinv(slopes[:, seen].T @ slopes[:, seen])))
-    determined = tuple(
-        name for name, is_seen in zip(NAMES, seen, strict=True) if is_seen
-    )
+    variance = max(float(np.mean(errors(best) ** 2)), NOISE**2)
+    square = slopes.T @ slopes / variance + np.eye(len(best)) / PRIOR**2
+    spread = np.sqrt(np.diag(np.linalg.inv(square)))
     return Fit(
         constants=_constants(best),
-        determined=determined,
-        errors=dict(
-            zip(determined, (np.sqrt(variance) * spread).tolist(), strict=True)
-        ),
+        errors=dict(zip(NAMES, spread.tolist(), strict=True)),
     )
 
 
@@ -207,19 +210,25 @@ def _constants(logarithms: Vector) -> Constants:
     return Constants(*np.exp(logarithms).tolist())
 
 
-def _least(errors: Callable[[Vector], Vector], start: Vector) -> Vector:
-    """Returns a local minimum of the loss (Levenberg-Marquardt, reweighted)."""
+def _least(errors: Callable[[Vector], Vector], start: Vector, usual: Vector) -> Vector:
+    """Returns a local minimum of the loss (Levenberg-Marquardt, reweighted).
+
+    Args:
+        errors: The errors of all rows at some logarithms of constants.
+        start: Where to start.
+        usual: What constants that no row determines should be.
+    """
     at, damping = start, 1e-2
-    loss = _loss(errors(at))
+    loss = _loss(errors(at), at - usual)
     for _ in range(ITERATIONS):
         found, slopes = errors(at), _slopes(errors, at)
         weights = _weights(found)[:, None]
-        square = slopes.T @ (weights * slopes)
-        gradient = slopes.T @ (weights[:, 0] * found)
+        square = slopes.T @ (weights * slopes) + RIDGE * np.eye(len(at))
+        gradient = slopes.T @ (weights[:, 0] * found) + RIDGE * (at - usual)
         scale = np.diag(np.diag(square) + 1e-9)
         step = np.linalg.solve(square + damping * scale, -gradient)
         candidate = at + np.clip(step, -0.5, 0.5)
-        better = _loss(errors(candidate))
+        better = _loss(errors(candidate), candidate - usual)
         if better < loss:
             gain, at, loss = loss - better, candidate, better
             damping /= 5
@@ -242,11 +251,12 @@ def _weights(errors: Vector) -> Vector:
     return np.minimum(1, OUTLIER / np.maximum(np.abs(errors), 1e-12))
 
 
-def _loss(errors: Vector) -> float:
-    """Huber's loss: squares of small errors, absolute values of large ones."""
+def _loss(errors: Vector, change: Vector) -> float:
+    """Returns Huber's loss of errors, and the price of a change of the constants."""
     size = np.abs(errors)
     large = OUTLIER * (2 * size - OUTLIER)
-    return float(np.where(size <= OUTLIER, size**2, large).sum())
+    loss = np.where(size <= OUTLIER, size**2, large).sum()
+    return float(loss + RIDGE * (change**2).sum())
 
 
 def _forget() -> None:
@@ -270,17 +280,15 @@ def _caches() -> list[Any]:
 
 def changes(found: Fit, before: Constants) -> str:
     """Returns a table of the constants before and after."""
-    table = [["constant", "now", "fitted", "+-"]]
+    table = [["constant", "now", "fitted", "+-", ""]]
     for name in NAMES:
         now, after = getattr(before, name), getattr(found.constants, name)
         if name == "overhead":
             cells = ["not in the model", f"{after * 1e6:.2f} us a product (fitted)"]
         else:
             cells = [f"{now:.4g}", f"{after:.4g}"]
-        if name not in found.determined:
-            cells[1] = "not determined by this file"
-        error = f"{found.errors[name]:.1%}" if name in found.errors else ""
-        table.append([name, *cells, error])
+        note = "" if name in found.determined else "not determined by this file alone"
+        table.append([name, *cells, f"{found.errors[name]:.1%}", note])
     return aligned(table)
 
 

@@ -38,6 +38,8 @@ class Work:
         tests: Files of tests.
         tuned: Shapes to tune.
         timed: Arguments of `bench`.
+        formats: Arguments of `bench` for another format: one format alone does not
+            tell the cost of 8x8 products from that of decoding (`calibrate`).
         staged: Arguments of `bench` that compare `gemm_staged` with `gemm_register`.
     """
 
@@ -45,6 +47,7 @@ class Work:
     tests: Sequence[str]
     tuned: Sequence[str]
     timed: Sequence[str]
+    formats: Sequence[str]
     staged: Sequence[str]
 
 
@@ -55,25 +58,35 @@ WHOLE = Work(
         "tests/metal/test_epilogue.py",
         "tests/metal/test_invariance.py",
         "tests/metal/test_order_of_addition.py",
-        "tests/metal/test_launch.py",
     ),
     tuned=("4x4096x4096", "8x14336x4096", "16x4096x14336"),
     timed=(
-        *("4096x4096", "14336x4096", "4096x14336"),
+        *("4096x4096", "14336x4096", "4096x14336", "2048x1024"),
         *("--rows", "1,2,4,8,12,16,32,64,512"),
         *("--layout", "both", "--seconds", "0.5"),
     ),
-    staged=("14336x4096", "--rows", "16,32,64", "--seconds", "1"),
+    formats=("14336x4096", "--bits", "8", "--rows", "1,8,16,32,64"),
+    staged=("14336x4096", "--rows", "16,32,64"),
 )
 QUICK = Work(
     doctor=("--rows", "8"),
     tests=("tests/metal/test_launch.py",),
     tuned=("8x64x256", "8x96x256", "8x64x512"),
     timed=("64x256", "--rows", "8"),
+    formats=("64x256", "--bits", "8", "--rows", "8"),
     staged=("64x256", "--rows", "8"),
 )
-LIMITS = {"doctor": 90.0, "tests": 150.0, "tune": 90.0, "bench": 210.0, "staged": 90.0}
+LIMITS = {
+    "doctor": 90.0,
+    "tests": 120.0,
+    "tune": 90.0,
+    "bench": 180.0,
+    "formats": 60.0,
+    "staged": 90.0,
+}
 """Seconds of each stage."""
+BENCHES = ("bench", "formats", "staged")
+"""Stages that write a result file."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -130,14 +143,10 @@ def commands(work: Work, scratch: Path) -> Iterator[tuple[str, list[str]]]:
         ],
     )
     yield "tune", [*ours, "tune", *work.tuned]
-    yield "bench", [*ours, "bench", *work.timed, "--json", str(scratch / "bench.json")]
-    yield (
-        "staged",
-        [
-            *(*ours, "bench", *work.staged, "--staged"),
-            *("--json", str(scratch / "staged.json")),
-        ],
-    )
+    arguments = (work.timed, work.formats, (*work.staged, "--staged"))
+    for name, given in zip(BENCHES, arguments, strict=True):
+        json_file = str(scratch / f"{name}.json")
+        yield name, [*ours, "bench", *given, "--json", json_file]
 
 
 def _add_findings(stage: Stage, scratch: Path, result: ResultFile) -> Stage:
@@ -147,7 +156,7 @@ def _add_findings(stage: Stage, scratch: Path, result: ResultFile) -> Stage:
             return replace(stage, detail=_tests(scratch / "tests.xml"))
         if stage.name == "tune":
             result.products.extend(tuned_rows.rows(eligibility.target(), result.date))
-        if stage.name in ("bench", "staged"):
+        if stage.name in BENCHES:
             found = result_file.read(scratch / f"{stage.name}.json")
             known = {(row.problem, row.arm, row.clock) for row in result.products}
             result.products.extend(

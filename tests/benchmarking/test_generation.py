@@ -127,6 +127,7 @@ def test_the_first_token_is_timed_cold_and_warm(backend: Choose) -> None:
     assert warm > 0
 
 
+@pytest.mark.grid
 def test_each_arm_has_a_process_of_its_own_for_the_first_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,7 +24,7 @@ from support.benchmark_rows import mac_file
 from support.marked_times import unmarked_times
 
 ROOT = Path(mac.__file__).parents[1]
-STAGES = ["doctor", "tests", "tune", "bench", "staged"]
+STAGES = ["doctor", "tests", "tune", "bench", "formats", "staged"]
 needs_emulator = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
@@ -63,6 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 @needs_emulator
+@pytest.mark.grid
 def test_all_stages_run_in_the_emulator(run: tuple[str, Path]) -> None:
     said, path = run
     result = result_file.read(path)
@@ -87,6 +88,7 @@ def test_all_stages_run_in_the_emulator(run: tuple[str, Path]) -> None:
 
 
 @needs_emulator
+@pytest.mark.grid
 def test_nothing_can_be_mistaken_for_a_measurement(run: tuple[str, Path]) -> None:
     said, path = run
     result = result_file.read(path)
@@ -99,6 +101,7 @@ def test_nothing_can_be_mistaken_for_a_measurement(run: tuple[str, Path]) -> Non
 
 
 @needs_emulator
+@pytest.mark.grid
 def test_the_file_has_no_personal_data(run: tuple[str, Path]) -> None:
     said, path = run
     text = path.read_text()

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.benchmarking import privacy, result_file
 from mlx_marlin.benchmarking.result_file import ResultFile, Stage
 from support.benchmark_rows import mac_file, result_files
+from support.grids import drawn
 
 Change = Callable[[Any], object]
 
@@ -34,7 +34,7 @@ def read_text(text: str, folder: Path) -> ResultFile:
     return result_file.read(path)
 
 
-@given(result=result_files())
+@drawn(15, 300, result=result_files())
 def test_what_is_written_is_read(
     result: ResultFile, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -190,7 +190,9 @@ def test_a_huge_file_is_not_parsed(
         read_text(" " * 101, tmp_path)
 
 
-@given(
+@drawn(
+    15,
+    300,
     data=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: (
