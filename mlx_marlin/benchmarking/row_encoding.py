@@ -170,8 +170,13 @@ def _problem(data: Fields) -> Problem:
 def _plan(problem: Problem, plan: Any) -> Plan:
     if not isinstance(plan, dict) or not isinstance(plan.get("kernel"), str):
         raise ValueError("plan is not the object of a plan")
+    if "problem" in plan:
+        raise ValueError("plan has a problem of its own")
     whole = {"problem": encoded(problem), **plan}
     found: Plan = decoded(registry.plan_type(plan["kernel"]), whole)
-    if found.problem != problem or found.work.threadgroups > found.work.total:
-        raise ValueError("plan is not one of its problem")
+    if found.work.threadgroups > found.work.total:
+        raise ValueError(
+            f"threadgroups={found.work.threadgroups} is more than {found.work.total}, "
+            f"the k tiles of all tiles"
+        )
     return found

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from mlx_marlin.backends import planner
 from mlx_marlin.benchmarking import privacy, result_file
 from mlx_marlin.benchmarking.result_file import ResultFile, Stage
-from support.benchmark_rows import mac_file, result_files
+from mlx_marlin.planning.measurement import encoded
+from mlx_marlin.planning.problem import problem_of
+from support.benchmark_rows import M3_MAX, mac_file, result_files
 from support.grids import drawn
 
 Change = Callable[[Any], object]
@@ -82,6 +85,16 @@ def test_a_file_is_named_by_chip_and_day() -> None:
     assert mac_file().file_name == "mlx-marlin-apple-m3-max-2026-11-24.json"
 
 
+def test_a_plan_with_fewer_threadgroups_is_read(tmp_path: Path) -> None:
+    data = json.loads(result_file.text(mac_file()))
+    data["products"][0]["plan"] = stripe_with(40)
+
+    read = read_text(json.dumps(data), tmp_path).products[0].plan
+
+    assert read is not None
+    assert read.work.threadgroups == 40
+
+
 def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +110,14 @@ def test_a_failed_write_leaves_the_old_file(
         result_file.write(path, replace(mac_file(), date="2026-11-25"))
 
     assert path.read_text() == before
+
+
+def stripe_with(threadgroups: int) -> dict[str, Any]:
+    """Returns the object of a plan for 8 rows of 4096→14336."""
+    problem = problem_of(8, 14336, 4096)
+    plan = encoded(planner.make(problem, device=M3_MAX, strategy="stripe"))
+    plan["work"]["threadgroups"] = threadgroups
+    return {name: plan[name] for name in plan if name != "problem"}
 
 
 HOSTILE: dict[str, Change] = {
@@ -126,7 +147,10 @@ HOSTILE: dict[str, Change] = {
     "an impossible k": lambda data: data["products"][0]["problem"].update(k=7),
     "a huge m": lambda data: data["products"][0]["problem"].update(m=2**40),
     "a plan of another problem": lambda data: data["products"][0]["plan"].update(
-        problem=data["products"][0]["problem"]
+        problem=encoded(problem_of(8, 14336, 4096))
+    ),
+    "more threadgroups than k tiles": lambda data: data["products"][0].update(
+        plan=stripe_with(28_673)
     ),
     "a plan that is a list": lambda data: data["products"][0].update(plan=[]),
     "a plan without a kernel": lambda data: data["products"][0].update(plan={}),
