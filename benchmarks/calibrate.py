@@ -14,17 +14,17 @@ Usage: python -m benchmarks.calibrate FILE
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from benchmarks.log_fit import Vector, fitted
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.cost.rates import Rates
@@ -39,16 +39,6 @@ from mlx_marlin.planning.problem import Problem, problem_of
 LEAST_ROWS = 8
 OVERHEAD = 2e-6
 """Seconds that a chain adds to a product, at the start of the fit."""
-STEP = 1e-4
-"""Relative step of the numerical derivatives."""
-ITERATIONS = 60
-OUTLIER = 0.1
-"""Logarithmic error from which a row counts less."""
-CONVERGED = 1e-9
-NOISE, PRIOR = 0.01, 0.5
-"""Standard deviations that are expected of the logarithms of times and of constants.
-The second keeps constants that a file does not determine where they are."""
-RIDGE = (NOISE / PRIOR) ** 2
 UNCERTAIN = 0.2
 """Relative standard error above which a constant is not determined by a file."""
 STARTS = (0.75, 1.0, 1.25)
@@ -57,29 +47,28 @@ STARTS = (0.75, 1.0, 1.25)
 PLANNING = ("mlx_marlin.backends", "mlx_marlin.planning")
 """Packages whose caches depend on the constants."""
 
-Vector = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Constants:
     """What is fitted.
 
     Attributes:
-        matrix_slots: As in `Rates`.
-        exposed: As in `Rates`.
-        bandwidth: As in `Rates`.
+        rates: The rates of the chip's generation.
         overlap: Factor on the slots of stock's matrix kernels.
         overhead: Seconds that a chain adds to each product.
     """
 
-    matrix_slots: float
-    exposed: float
-    bandwidth: float
+    rates: Rates
     overlap: float
     overhead: float
 
+    def values(self) -> dict[str, float]:
+        """Returns all numbers by name, as `NAMES` has them."""
+        further = {"overlap": self.overlap, "overhead": self.overhead}
+        return asdict(self.rates) | further
 
-NAMES = tuple(Constants.__dataclass_fields__)
+
+NAMES = (*(field.name for field in fields(Rates)), "overlap", "overhead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +131,7 @@ def rows_of(result: ResultFile) -> list[ProductRow]:
 def present(device: Device) -> Constants:
     """Returns the model's present constants for a device."""
     overlap = prediction.OVERLAP.get(device.generation, 1.0)
-    return Constants(
-        **asdict(rates.rates_of(device)), overlap=overlap, overhead=OVERHEAD
-    )
+    return Constants(rates.rates_of(device), overlap, OVERHEAD)
 
 
 @contextmanager
@@ -152,11 +139,7 @@ def assumed(constants: Constants, device: Device) -> Iterator[None]:
     """Replaces the model's constants of a device's generation for a while."""
     generation, tables = device.generation, (rates.RATES, prediction.OVERLAP)
     before = [dict(table) for table in tables]
-    rates.RATES[generation] = Rates(
-        matrix_slots=constants.matrix_slots,
-        exposed=constants.exposed,
-        bandwidth=constants.bandwidth,
-    )
+    rates.RATES[generation] = constants.rates
     prediction.OVERLAP[generation] = constants.overlap
     _forget()
     try:
@@ -182,7 +165,7 @@ def fit(rows: Sequence[ProductRow], device: Device) -> Fit:
         rows: Rows of `rows_of`.
         device: The chip that they were measured on.
     """
-    start = np.log([*asdict(present(device)).values()])
+    start = np.log([*present(device).values().values()])
     measured = np.log([row.timing.seconds for row in rows])
 
     def errors(logarithms: Vector) -> Vector:
@@ -192,14 +175,8 @@ def fit(rows: Sequence[ProductRow], device: Device) -> Fit:
         return np.log(seconds) - measured
 
     bandwidth = np.array([name == "bandwidth" for name in NAMES])
-    fits = [
-        _least(errors, start + np.log(factor) * bandwidth, start) for factor in STARTS
-    ]
-    best = min(fits, key=lambda found: _loss(errors(found), found - start))
-    slopes = _slopes(errors, best)
-    variance = max(float(np.mean(errors(best) ** 2)), NOISE**2)
-    square = slopes.T @ slopes / variance + np.eye(len(best)) / PRIOR**2
-    spread = np.sqrt(np.diag(np.linalg.inv(square)))
+    starts = [start + np.log(factor) * bandwidth for factor in STARTS]
+    best, spread = fitted(errors, starts, start)
     return Fit(
         constants=_constants(best),
         errors=dict(zip(NAMES, spread.tolist(), strict=True)),
@@ -207,56 +184,9 @@ def fit(rows: Sequence[ProductRow], device: Device) -> Fit:
 
 
 def _constants(logarithms: Vector) -> Constants:
-    return Constants(*np.exp(logarithms).tolist())
-
-
-def _least(errors: Callable[[Vector], Vector], start: Vector, usual: Vector) -> Vector:
-    """Returns a local minimum of the loss (Levenberg-Marquardt, reweighted).
-
-    Args:
-        errors: The errors of all rows at some logarithms of constants.
-        start: Where to start.
-        usual: What constants that no row determines should be.
-    """
-    at, damping = start, 1e-2
-    loss = _loss(errors(at), at - usual)
-    for _ in range(ITERATIONS):
-        found, slopes = errors(at), _slopes(errors, at)
-        weights = _weights(found)[:, None]
-        square = slopes.T @ (weights * slopes) + RIDGE * np.eye(len(at))
-        gradient = slopes.T @ (weights[:, 0] * found) + RIDGE * (at - usual)
-        scale = np.diag(np.diag(square) + 1e-9)
-        step = np.linalg.solve(square + damping * scale, -gradient)
-        candidate = at + np.clip(step, -0.5, 0.5)
-        better = _loss(errors(candidate), candidate - usual)
-        if better < loss:
-            gain, at, loss = loss - better, candidate, better
-            damping /= 5
-            if gain < CONVERGED * loss:
-                break
-        elif damping > 1e8:
-            break
-        else:
-            damping *= 5
-    return at
-
-
-def _slopes(errors: Callable[[Vector], Vector], at: Vector) -> Vector:
-    steps = STEP * np.eye(len(at))
-    columns = [(errors(at + step) - errors(at - step)) / (2 * STEP) for step in steps]
-    return np.stack(columns, axis=1)
-
-
-def _weights(errors: Vector) -> Vector:
-    return np.minimum(1, OUTLIER / np.maximum(np.abs(errors), 1e-12))
-
-
-def _loss(errors: Vector, change: Vector) -> float:
-    """Returns Huber's loss of errors, and the price of a change of the constants."""
-    size = np.abs(errors)
-    large = OUTLIER * (2 * size - OUTLIER)
-    loss = np.where(size <= OUTLIER, size**2, large).sum()
-    return float(loss + RIDGE * (change**2).sum())
+    *numbers, overlap, overhead = np.exp(logarithms).tolist()
+    named = dict(zip(NAMES, numbers, strict=False))  # the last two are not rates
+    return Constants(Rates(**named), overlap, overhead)
 
 
 def _forget() -> None:
@@ -281,8 +211,9 @@ def _caches() -> list[Any]:
 def changes(found: Fit, before: Constants) -> str:
     """Returns a table of the constants before and after."""
     table = [["constant", "now", "fitted", "+-", ""]]
-    for name in NAMES:
-        now, after = getattr(before, name), getattr(found.constants, name)
+    fitted_values = found.constants.values()
+    for name, now in before.values().items():
+        after = fitted_values[name]
         if name == "overhead":
             cells = ["not in the model", f"{after * 1e6:.2f} us a product (fitted)"]
         else:
