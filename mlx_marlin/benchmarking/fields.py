@@ -4,10 +4,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-NAME = re.compile(r"[A-Za-z0-9 ._,()+:/#~-]{0,120}")
-"""Names of chips, systems and versions: nothing that Markdown or HTML interprets."""
+LONGEST_NAME = 120
+NAME = re.compile(rf"[A-Za-z0-9 ._,()+:/#~-]{{0,{LONGEST_NAME}}}")
+"""Names of chips, systems, versions and models, without characters of markup."""
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9 ._,()+:/#~-]")
 TEXT = re.compile(r"[ -~→]{0,600}")
 MARKUP = re.compile(r"[<>|`]")
+
+
+def as_name(text: str) -> str:
+    """Returns a text as a name that `Fields.name` reads."""
+    return NOT_IN_NAMES.sub("-", text)[:LONGEST_NAME]
 
 
 class Fields:

@@ -7,13 +7,13 @@ only what `text` can have written, of limited size, and raises ValueError otherw
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_marlin.benchmarking import row_encoding
-from mlx_marlin.benchmarking.fields import Fields
+from mlx_marlin.benchmarking.fields import Fields, as_name
 from mlx_marlin.benchmarking.machine import MachineFacts
 from mlx_marlin.benchmarking.privacy import redacted
 from mlx_marlin.benchmarking.rows import FirstTokenRow, GenerationRow, ProductRow
@@ -88,16 +88,18 @@ class ResultFile:
 
 def text(result: ResultFile) -> str:
     """Returns the JSON of a result; free texts are redacted."""
-    machine = {f.name: getattr(result.machine, f.name) for f in fields(MachineFacts)}
     data = {
         "schema": SCHEMA,
         "version": VERSION,
         "date": result.date,
         "source": "measured" if result.is_measured else "predicted",
-        "machine": machine,
+        "machine": {
+            name: as_name(value) if isinstance(value, str) else value
+            for name, value in asdict(result.machine).items()
+        },
         "stages": [
             {
-                "name": stage.name,
+                "name": as_name(stage.name),
                 "status": stage.status,
                 "host_seconds": round(stage.host_seconds, 1),
                 "detail": redacted(stage.detail),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mlx_marlin.backends import registry
-from mlx_marlin.benchmarking.fields import Fields
+from mlx_marlin.benchmarking.fields import Fields, as_name
 from mlx_marlin.benchmarking.privacy import redacted
 from mlx_marlin.benchmarking.rows import (
     CLOCKS,
@@ -35,7 +35,7 @@ def product(row: ProductRow) -> dict[str, Any]:
         del plan["problem"]
     return {
         "problem": {name: getattr(row.problem, name) for name in PROBLEM},
-        "arm": row.arm,
+        "arm": as_name(row.arm),
         "clock": row.clock,
         **_timing(row.timing),
         "handover": None if row.handover is None else redacted(row.handover),
@@ -64,7 +64,7 @@ def product_of(data: Fields) -> ProductRow:
 def generation(row: GenerationRow) -> dict[str, Any]:
     """Returns the object of a model's speed."""
     return {
-        "model": row.model,
+        "model": as_name(row.model),
         "arm": row.arm,
         "streams": row.streams,
         "prompt_tokens": row.prompt_tokens,
@@ -98,7 +98,7 @@ def generation_of(data: Fields) -> GenerationRow:
 def first_token(row: FirstTokenRow) -> dict[str, Any]:
     """Returns the object of a time to the first token."""
     return {
-        "model": row.model,
+        "model": as_name(row.model),
         "arm": row.arm,
         "prompt_tokens": row.prompt_tokens,
         "cold": _timing(row.cold),

@@ -66,6 +66,19 @@ def test_rows_of_models_are_read(tmp_path: Path) -> None:
     assert read.generation[0].prompt_rate == pytest.approx(2 * 128 / 0.4)
 
 
+def test_unusual_names_are_written_so_that_they_are_read(tmp_path: Path) -> None:
+    result = mac_file()
+    model = replace(result.generation[0], model="Käse & <Co> 4-bit")
+    facts = replace(result.machine, system="Linux 6.1@home|x", chip="x" * 500)
+
+    text = result_file.text(replace(result, machine=facts, generation=[model]))
+    read = read_text(text, tmp_path)
+
+    assert read.generation[0].model == "K-se - -Co- 4-bit"
+    assert read.machine.system == "Linux 6.1-home-x"
+    assert read.machine.chip == "x" * 120
+
+
 def test_a_file_says_whether_it_was_measured() -> None:
     measured = mac_file()
     guessed = replace(

@@ -234,6 +234,7 @@ def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) ->
         )
         result.generation.extend(rows)
         print(report.generation(result.generation))
+        print("The time to the first token is not predicted.")
         return
     layout = None if args.layout in (None, BOTH) else args.layout
     load = partial(_load, args.model)
