@@ -21,15 +21,12 @@ from mlx_marlin.benchmarking.rows import (
     GenerationRow,
     Timing,
 )
+from mlx_marlin.benchmarking.shapes import NEW, PROMPT
 from mlx_marlin.integrations.mlx_lm.optimize import optimize
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.tuning import counting, timing
 
-STREAMS = (1, 2, 4, 8, 16, 32)
-"""Default numbers of streams."""
-PROMPT, NEW = 128, 64
-"""Default tokens of a prompt, and tokens generated for each."""
 ROUNDS = 3
 """Runs of each arm and number of streams, of which the medians are reported."""
 WARM = PREPARED + 2

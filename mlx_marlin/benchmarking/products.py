@@ -56,9 +56,16 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Times of a product, and notes on what was left out or is doubtful."""
+    """Times of a product.
+
+    Attributes:
+        rows: The times.
+        faults: What was left out because it is wrong or failed its check.
+        notes: What is doubtful.
+    """
 
     rows: list[ProductRow]
+    faults: list[str]
     notes: list[str]
 
 
@@ -108,11 +115,10 @@ def measure(
     if staged:
         arms += _experiments(replace(problem, layout=layouts[0]), device)
     inputs = _operands(native, clock, "marlin" in layouts)
-    notes, usable = [], []
-    for arm in arms:
-        fault = _fault(arm, inputs)
-        notes += [f"{_label(arm)} is left out: {fault}"] if fault else []
-        usable += [] if fault else [arm]
+    reasons = [_fault(arm, inputs) for arm in arms]
+    checked = [*zip(arms, reasons, strict=True)]
+    usable = [arm for arm, reason in checked if reason is None]
+    faults = [f"{_label(arm)} is left out: {why}" for arm, why in checked if why]
     stock = [_quantized(native), _dequantized(native)]
     timed = [*usable, *stock] if clock.times_stock else usable
     products = {_key(arm): arm.product for arm in timed}
@@ -123,7 +129,7 @@ def measure(
         rows += [_row(arm, name, _timing(spreads[_key(arm)], clock)) for arm in timed]
         if not clock.times_stock:
             rows += [_row(arm, name, _predicted(arm, device)) for arm in stock]
-    return Measured(rows=rows, notes=[*notes, *_drifts(rows)])
+    return Measured(rows=rows, faults=faults, notes=_drifts(rows))
 
 
 def _ours(problem: Problem, device: PlanningDevice) -> Arm:

@@ -1,10 +1,14 @@
-"""Products of real models that `mlx-marlin bench` times by default."""
+"""What `mlx-marlin bench` times by default: products of real models, and streams."""
 
 from dataclasses import dataclass
 
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)
 """Default rows."""
 QUICK_ROWS = (1, 8)
+STREAMS = (1, 2, 4, 8, 16, 32)
+"""Default numbers of prompts at a time."""
+PROMPT, NEW = 128, 64
+"""Default tokens of a prompt, and tokens generated for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def test_in_the_emulator_ours_is_counted_and_stock_predicted(
 ) -> None:
     measured = measure(SMALL, "mlx", "marlin")
 
-    assert measured.notes == []
+    assert (measured.faults, measured.notes) == ([], [])
     found = {(row.arm, row.problem.layout, row.clock): row for row in measured.rows}
     arms = [(OURS, "mlx"), (OURS, "marlin"), (STOCK, "mlx"), (DEQUANTIZED, "mlx")]
     assert {*found} == {(*arm, clock) for arm in arms for clock in CLOCKS}
@@ -82,7 +82,7 @@ def test_formats_of_floats_are_compared_too(
 ) -> None:
     measured = measure(problem_of(4, 64, 256, mode=mode), "marlin")
 
-    assert measured.notes == []
+    assert (measured.faults, measured.notes) == ([], [])
     assert {row.arm for row in measured.rows} == {OURS, STOCK, DEQUANTIZED}
 
 
@@ -92,7 +92,7 @@ def test_stagings_are_compared_with_gemm_register(
     measured = measure(problem_of(8, 64, 256), staged=True)
 
     arms = {row.arm: row.plan for row in measured.rows if row.arm.startswith("gemm")}
-    assert measured.notes == []
+    assert (measured.faults, measured.notes) == ([], [])
     assert {
         name: (plan.kernel, plan.buffers, plan.loaders)
         for name, plan in arms.items()
@@ -157,9 +157,9 @@ def test_a_wrong_product_is_left_out_with_a_note(
     measured = measure()
 
     assert {row.arm for row in measured.rows} == {STOCK, DEQUANTIZED}
-    (note,) = measured.notes
-    assert "ours (mlx layout)" in note
-    assert "is left out: its product is wrong" in note
+    (fault,) = measured.faults
+    assert "ours (mlx layout)" in fault
+    assert "is left out: its product is wrong" in fault
 
 
 def test_a_kernel_that_fails_its_check_is_left_out(
@@ -170,7 +170,7 @@ def test_a_kernel_that_fails_its_check_is_left_out(
     measured = measure()
 
     assert {row.arm for row in measured.rows} == {STOCK, DEQUANTIZED}
-    assert "is left out: it does not compile" in measured.notes[0]
+    assert "is left out: it does not compile" in measured.faults[0]
 
 
 def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
@@ -192,7 +192,7 @@ def test_a_weight_that_is_decoded_once_is_timed_that_way(
     measured = measure(SMALL, "marlin")
 
     ours = [row for row in measured.rows if row.arm == OURS]
-    assert measured.notes == []
+    assert (measured.faults, measured.notes) == ([], [])
     assert {row.plan for row in ours} == {None}
 
 

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def timed_problems(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def measure(problem: Any, *_: Any, **__: Any) -> products.Measured:
         seen.append(problem)
-        return products.Measured(rows=mac_file().products, notes=[])
+        return products.Measured(rows=mac_file().products, faults=[], notes=[])
 
     monkeypatch.setattr(products, "measure", measure)
     return seen
@@ -158,6 +158,27 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert main(["bench", "4x64x256", "8x64x256", "--json", str(path)]) == 130
 
     assert {row.problem.m for row in result_file.read(path).products} == {4}
+
+
+def test_an_interrupted_generation_keeps_the_streams_before_it(
+    on_metal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+    monkeypatch.setattr(generation, "models", lambda *_: {})
+    monkeypatch.setattr(generation, "first_tokens", lambda *_: mac_file().first_tokens)
+
+    def measure(*_: Any) -> Iterator[GenerationRow]:
+        yield from mac_file().generation
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "measure", measure)
+    path = tmp_path / "out.json"
+
+    assert main(["bench", "--model", "a/model", "--json", str(path)]) == 130
+
+    kept = result_file.read(path)
+    assert kept.generation == mac_file().generation
+    assert kept.first_tokens == mac_file().first_tokens
 
 
 def test_a_wrong_product_fails_the_command(

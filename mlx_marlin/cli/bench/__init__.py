@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin.backends import selection
 from mlx_marlin.benchmarking import machine, products, result_file, shapes
 from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.cli import models
+from mlx_marlin.cli import models, progress
 from mlx_marlin.cli.bench import report
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import eligibility
@@ -18,6 +18,8 @@ from mlx_marlin.tuning import layers
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from mlx_marlin.tuning.tuner import Clock
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
@@ -25,8 +27,6 @@ MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 BOTH = "both"
 """Value of `--layout` for all layouts."""
 SECONDS, MAX_SECONDS = 1.0, 3600.0
-STREAMS = (1, 2, 4, 8, 16, 32)
-PROMPT, NEW = 128, 64
 MAX_TOKENS, MAX_STREAMS = 2**20, 1024
 
 DESCRIPTION = """
@@ -112,13 +112,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME", help="name or folder of a quantized mlx-lm model"
     )
     group.add_argument(
-        "--streams", help=f"prompts at once; default: {models.listed(STREAMS)}"
+        "--streams", help=f"prompts at once; default: {models.listed(shapes.STREAMS)}"
     )
     group.add_argument(
-        "--prompt", type=int, default=PROMPT, help=f"default: {PROMPT} tokens"
+        "--prompt",
+        type=int,
+        default=shapes.PROMPT,
+        help=f"default: {shapes.PROMPT} tokens",
     )
     group.add_argument(
-        "--new", type=int, default=NEW, help=f"tokens to generate; default: {NEW}"
+        "--new",
+        type=int,
+        default=shapes.NEW,
+        help=f"tokens to generate; default: {shapes.NEW}",
     )
 
 
@@ -133,13 +139,16 @@ def run(args: argparse.Namespace) -> int:
         machine=machine.facts(eligibility.target()), date=date.today().isoformat()
     )
     print(report.heading(result.machine, clock.times_stock))
-    for problem in _with_progress(problems):
-        _time_products(problem, args, clock, result)
-        _write(args, result)
-    if args.model:
-        _time_model(args, clock, result)
-        _write(args, result)
-    return 1 if any("is left out" in note for note in result.notes) else 0
+    faults: list[str] = []
+    try:
+        for problem in progress.shown(problems, "bench", "product"):
+            faults += _time_products(problem, args, clock, result)
+            _write(args, result)
+        if args.model:
+            _time_model(args, clock, result)
+    finally:
+        _write(args, result)  # so that an interrupted run keeps what it has
+    return 1 if faults else 0
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -162,7 +171,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _streams(args: argparse.Namespace) -> list[int]:
-    return models.rows(args.streams, "--streams") if args.streams else [*STREAMS]
+    return models.rows(args.streams or models.listed(shapes.STREAMS), "--streams")
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
@@ -208,44 +217,58 @@ def _layouts(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _time_products(
     problem: Problem, args: argparse.Namespace, clock: "Clock", result: ResultFile
-) -> None:
+) -> list[str]:
+    """Adds the times of a product to the result, and returns what failed."""
     measured = products.measure(
         problem, eligibility.target(), clock, _layouts(args), staged=args.staged
     )
     result.products.extend(measured.rows)
-    result.notes.extend(measured.notes)
-    _print_above_bar(report.product(measured.rows, measured.notes))
+    notes = [*measured.faults, *measured.notes]
+    result.notes.extend(notes)
+    progress.print_above(report.product(measured.rows, notes))
+    return measured.faults
 
 
 def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) -> None:
-    from mlx_marlin.benchmarking import generation  # it imports mlx-lm
-
-    name = generation.name_of(args.model)
-    streams = _streams(args)
     found = layers.find(_load(args.model), [_layouts(args)[0]])
     if not found.counts:
         raise ValueError(
             f"the model {args.model!r} has no quantized linear layer in a format that "
             f"our kernels read; mlx_lm.convert -q makes them"
         )
-    if not clock.times_stock:
-        rows = generation.predict(
-            name, found.counts, eligibility.target(), streams, args.prompt, args.new
-        )
-        result.generation.extend(rows)
-        print(report.generation(result.generation))
-        print("The time to the first token is not predicted.")
-        return
+    if clock.times_stock:
+        _measure_model(args, result)
+    else:
+        _predict_model(args, found.counts, result)
+    print(report.generation(result.generation))
+
+
+def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
+    from mlx_marlin.benchmarking import generation  # it imports mlx-lm
+
+    name, streams = generation.name_of(args.model), _streams(args)
     layout = None if args.layout in (None, BOTH) else args.layout
     load = partial(_load, args.model)
-    result.first_tokens.extend(
-        _with_progress(generation.first_tokens(name, load, layout, args.prompt), 2)
-    )
+    first = generation.first_tokens(name, load, layout, args.prompt)
+    result.first_tokens.extend(progress.shown(first, "first token", "model", 2))
     print(report.first_tokens(result.first_tokens))
     arms = generation.models(load, layout)
     rows = generation.measure(name, arms, streams, args.prompt, args.new)
-    result.generation.extend(_with_progress(rows, len(streams) * len(arms)))
-    print(report.generation(result.generation))
+    total = len(streams) * len(arms)
+    result.generation.extend(progress.shown(rows, "generation", "model", total))
+
+
+def _predict_model(
+    args: argparse.Namespace, counts: "Counter[Problem]", result: ResultFile
+) -> None:
+    from mlx_marlin.benchmarking import generation  # it imports mlx-lm
+
+    name, device = generation.name_of(args.model), eligibility.target()
+    streams = _streams(args)
+    result.generation.extend(
+        generation.predict(name, counts, device, streams, args.prompt, args.new)
+    )
+    print("The time to the first token is not predicted.")
 
 
 def _load(name: str) -> Any:
@@ -253,25 +276,8 @@ def _load(name: str) -> Any:
 
 
 def _write(args: argparse.Namespace, result: ResultFile) -> None:
-    """Writes the files asked for, so that an interrupted run keeps what it has."""
+    """Writes the files asked for."""
     if args.json:
         result_file.write(args.json, result)
     if args.csv:
         args.csv.write_text(report.csv_text(result), encoding="utf-8")
-
-
-def _with_progress(found: Any, total: int | None = None) -> Iterator[Any]:
-    """Yields values and shows a progress bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(
-            f"the progress bar needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
-    yield from tqdm(found, "bench", total=total, unit="result")
-
-
-def _print_above_bar(text: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(f"{text}\n")

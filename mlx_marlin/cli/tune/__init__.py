@@ -2,7 +2,6 @@
 
 import argparse
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import models
+from mlx_marlin.cli import models, progress
 from mlx_marlin.cli.tune import report
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
@@ -200,9 +199,9 @@ def _tune(
     """Measures the problems, and stores every result immediately."""
     machine = tuned_results.machine(target, selection.backend())
     wrong = kept = 0
-    for problem in _with_progress(found):
+    for problem in progress.shown(found, "tune", "problem"):
         outcome = tuner.tune(problem, target, clock)
-        _print_above_bar(report.measurements(problem, outcome, clock))
+        progress.print_above(report.measurements(problem, outcome, clock))
         if outcome.result:
             tuned_results.write(folder, machine, [outcome.result])
             kept += 1
@@ -284,20 +283,3 @@ def _check_writable(folder: Path) -> None:
         raise OSError(
             f"the results cannot be kept in {folder}: {error.strerror or error}"
         ) from error
-
-
-def _with_progress(found: list[Problem]) -> Iterator[Problem]:
-    """Yields the problems and shows a progress bar."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(
-            f"the progress bar needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
-    yield from tqdm(found, "tune", unit="problem")
-
-
-def _print_above_bar(text: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(f"{text}\n")
