@@ -32,7 +32,7 @@ from mlx_marlin.backends.metal.device import Device, chips, key
 from mlx_marlin.backends.metal.stock import prediction
 from mlx_marlin.benchmarking import result_file, shapes
 from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.benchmarking.rows import STOCK, ProductRow
+from mlx_marlin.benchmarking.rows import CHAIN, STOCK, ProductRow
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem, problem_of
 
@@ -116,7 +116,7 @@ def rows_of(result: ResultFile) -> list[ProductRow]:
     found = [
         row
         for row in result.products
-        if row.clock == "chain"
+        if row.clock == CHAIN
         and row.timing.source == "measured"
         and (row.arm == STOCK or (row.plan is not None and not row.plan.buffers))
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlx_marlin.benchmarking import result_file
 from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.benchmarking.rows import OURS, STOCK
+from mlx_marlin.benchmarking.rows import CHAIN, OURS, STOCK
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
@@ -77,7 +77,7 @@ def _products(result: ResultFile) -> list[list[str]]:
     times: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for row in result.products:
         problem = row.problem
-        if row.clock != "chain" or problem.layout != LAYOUT:
+        if row.clock != CHAIN or problem.layout != LAYOUT:
             continue
         format = f"{problem.mode} {problem.bits}-bit g{problem.group_size}"
         weight = f"{problem.k}→{problem.n}", f"{format} {problem.dtype}"

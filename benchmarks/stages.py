@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from typing import IO
 from mlx_marlin.benchmarking.result_file import Stage
 
 TAIL = 4096
-"""Bytes of standard error that are kept for the reason of a failure."""
+"""Bytes of each stream that are kept for the reason of a failure."""
+LAST_LINES = 3
+"""Lines of standard output that stand for the reason if standard error has none."""
+BAR = re.compile(r"\d%\|")
+"""A part of each progress bar."""
 CHUNK = 1024
 
 
@@ -45,10 +50,10 @@ def run(
         )
     except OSError as error:
         return Stage(name=name, status="failed", detail=f"cannot start: {error}")
-    tail = bytearray()
+    output, errors = bytearray(), bytearray()
     pumps = [
-        _pumping(process.stdout, sys.stdout, None),
-        _pumping(process.stderr, sys.stderr, tail),
+        _pumping(process.stdout, sys.stdout, output),
+        _pumping(process.stderr, sys.stderr, errors),
     ]
     status = _status(process, limit)
     for pump in pumps:
@@ -57,7 +62,9 @@ def run(
         name=name,
         status=status,
         host_seconds=time.monotonic() - begun,
-        detail="" if status == "passed" else _reason(process.returncode, tail),
+        detail=""
+        if status == "passed"
+        else _reason(process.returncode, output, errors),
     )
 
 
@@ -80,7 +87,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _pumping(
-    source: IO[bytes] | None, target: IO[str], tail: bytearray | None
+    source: IO[bytes] | None, target: IO[str], tail: bytearray
 ) -> threading.Thread:
     """Starts a thread that copies a stream and keeps its end."""
 
@@ -90,16 +97,21 @@ def _pumping(
             while chunk := os.read(source.fileno(), CHUNK):
                 target.write(chunk.decode("utf-8", "replace"))
                 target.flush()
-                if tail is not None:
-                    tail.extend(chunk)
-                    del tail[:-TAIL]
+                tail.extend(chunk)
+                del tail[:-TAIL]
 
     thread = threading.Thread(target=pump, daemon=True)
     thread.start()
     return thread
 
 
-def _reason(status: int, tail: bytearray) -> str:
+def _reason(status: int, output: bytearray, errors: bytearray) -> str:
+    lines = _lines(errors)[-1:] or _lines(output)[-LAST_LINES:] or ["no message"]
+    return f"exit status {status}: {'; '.join(lines)}"
+
+
+def _lines(tail: bytearray) -> list[str]:
+    """Returns the lines of a stream's end that are no progress bars."""
     text = tail.decode("utf-8", "replace").replace("\r", "\n")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"exit status {status}: {lines[-1] if lines else 'no message'}"
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not BAR.search(line)]

@@ -16,7 +16,12 @@ from mlx_marlin.benchmarking import row_encoding
 from mlx_marlin.benchmarking.fields import Fields, as_name
 from mlx_marlin.benchmarking.machine import MachineFacts
 from mlx_marlin.benchmarking.privacy import redacted
-from mlx_marlin.benchmarking.rows import FirstTokenRow, GenerationRow, ProductRow
+from mlx_marlin.benchmarking.rows import (
+    SOURCES,
+    FirstTokenRow,
+    GenerationRow,
+    ProductRow,
+)
 from mlx_marlin.planning.measurement import DECODE_ERRORS
 
 SCHEMA = "mlx-marlin result"
@@ -169,7 +174,7 @@ def _result(data: Fields) -> ResultFile:
         stages=_rows(data, "stages", _stage),
         notes=_notes(data),
     )
-    source = data.choice("source", ("measured", "predicted"))
+    source = data.choice("source", SOURCES)
     if (source == "measured") != result.is_measured:
         raise ValueError(f"source={source!r} is not that of its rows")
     data.done()

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 
-CLOCKS = ("chain", "independent")
+CHAIN = "chain"
+CLOCKS = (CHAIN, "independent")
 """Dependent products one after the other, as in decoding, and products that the GPU may
 overlap."""
 SOURCES = ("measured", "predicted")

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 
 from mlx_marlin.backends import selection, tuned_results
-from mlx_marlin.benchmarking.rows import CANDIDATE, METHODS, STOCK, ProductRow, Timing
+from mlx_marlin.benchmarking.rows import (
+    CANDIDATE,
+    CHAIN,
+    METHODS,
+    STOCK,
+    ProductRow,
+    Timing,
+)
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import Result
@@ -33,7 +40,7 @@ def _of_result(result: Result, device: PlanningDevice) -> Iterator[ProductRow]:
             yield ProductRow(
                 problem=problem,
                 arm=STOCK if is_stock else CANDIDATE,
-                clock="chain",
+                clock=CHAIN,
                 timing=Timing(seconds=microseconds * 1e-6, method=result.clock),
                 plan=None if is_stock else plans[name],
             )

@@ -197,6 +197,18 @@ def test_output_of_a_stage_is_passed_on(capsys: pytest.CaptureFixture[str]) -> N
     assert "why" in captured.err
 
 
+def test_without_an_error_the_last_output_is_the_reason() -> None:
+    text = (
+        "import sys; print('\\n'.join('abcde')); "
+        "print('check:  50%|##  | 1/2\\rcheck: 100%|####| 2/2', file=sys.stderr); "
+        "sys.exit(1)"
+    )
+
+    assert stages.run("some", program(text), 60).detail == "exit status 1: c; d; e"
+    silent = stages.run("some", program("raise SystemExit(4)"), 60)
+    assert silent.detail == "exit status 4: no message"
+
+
 def test_a_failed_test_is_named(tmp_path: Path) -> None:
     report = tmp_path / "tests.xml"
     report.write_text(
