@@ -11,7 +11,7 @@ else
 EXTRAS := $(BACKEND),lm,emulator,cli
 endif
 
-.PHONY: demo test test-all test-peers mutants lint clean
+.PHONY: demo mac test test-all test-peers mutants lint clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
@@ -26,6 +26,11 @@ $(VENV)/.dev: $(VENV)/.demo
 
 demo: $(VENV)/.demo
 	$(BIN)/mlx-marlin demo
+
+# Ten minutes that check, tune and time this machine: docs/first-mac.md. QUICK=1 takes
+# small shapes. Without a GPU it runs in the emulator and measures nothing.
+mac: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.mac $(if $(QUICK),--quick)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto

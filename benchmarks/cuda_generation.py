@@ -30,7 +30,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from cuda_compiling import Task, compile_ahead
-from cuda_decoding import PREPARED, Tokens, decode, random_prompts
 from cuda_models import (
     LLAMA_8B,
     MODELS,
@@ -52,6 +51,12 @@ from cuda_weights import Format, zero_native
 
 import mlx_marlin
 from mlx_marlin.backends import selection
+from mlx_marlin.benchmarking.decoding import (
+    PREPARED,
+    Tokens,
+    decode,
+    random_prompts,
+)
 
 STREAMS = (1, 4, 8, 16, 32)
 PROMPT, NEW, REPEATS = 64, 64, 3
@@ -101,9 +106,10 @@ def measure(
     for _ in range(asked.repeats):
         for name, model in models.items():
             host.append(host_milliseconds())
-            rate, tokens[name] = decode(model, prompts, asked.new)
+            decoded = decode(model, prompts, asked.new)
+            tokens[name] = decoded.tokens
             progress.step(f"{streams} streams, {name}")
-            rates[name].append(rate)
+            rates[name].append(decoded.rate)
     medians = {name: statistics.median(of) for name, of in rates.items()}
     result: dict[str, Any] = {
         "streams": streams,

@@ -26,6 +26,10 @@ COMMANDS = {
         "mlx_marlin.cli.profile",
         "compare products with the limits of a device",
     ),
+    "bench": (
+        "mlx_marlin.cli.bench",
+        "time our kernels and stock MLX on this machine",
+    ),
     "doctor": (
         "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",

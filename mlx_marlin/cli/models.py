@@ -1,11 +1,18 @@
-"""Arguments that several commands share: mlx-lm models and numbers of rows."""
+"""Arguments that several commands share: mlx-lm models, shapes, numbers of rows."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.planning.problem import Problem
+
+if TYPE_CHECKING:
+    from mlx_marlin.tuning.tuner import Clock
+
+SHAPE = re.compile(r"(?:(\d{1,10})[x,])?(\d{1,10})[x,](\d{1,10})")
+"""MxNxK or M,N,K; NxK or N,K for several M."""
 
 
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
@@ -36,16 +43,50 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def rows(text: str) -> list[int]:
+def shape(text: str) -> tuple[int | None, int, int] | None:
+    """Returns m, if it is given, n and k of a shape, or None if it is not a shape."""
+    found = SHAPE.fullmatch(text)
+    if found is None:
+        return None
+    m, n, k = found.groups()
+    return (int(m) if m else None), int(n), int(k)
+
+
+def rows(text: str, option: str = "--rows") -> list[int]:
     """Parses numbers of rows, such as "1,4,8".
+
+    Args:
+        text: The numbers.
+        option: The option that has them, for messages.
 
     Raises:
         ValueError: If a number is not a positive decimal integer.
     """
     parts = text.split(",")
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--rows {text!r}, expected numbers such as 1,2,4,8")
+        raise ValueError(f"{option} {text!r}, expected numbers such as 1,2,4,8")
     return [int(part) for part in parts]
+
+
+def clock(seconds: float) -> "Clock":
+    """Returns the clock of this machine.
+
+    Args:
+        seconds: Measuring time of a problem.
+
+    Raises:
+        ValueError: If this machine cannot measure.
+    """
+    from mlx_marlin.backends import devices, selection, tuned_results
+    from mlx_marlin.products import eligibility
+    from mlx_marlin.tuning import tuner
+
+    if tuned_results.stands_for_another(selection.backend()):
+        raise ValueError(
+            f"{devices.ENVIRONMENT} selects a device to plan for, but this command "
+            f"measures this machine: unset it"
+        )
+    return tuner.clock(eligibility.target(), seconds)
 
 
 def problems(
@@ -77,11 +118,9 @@ def problems(
 def with_dtype(problem: Problem, dtype: str) -> Problem:
     """Returns a problem with another dtype of activations.
 
-    Scales have the dtype of the activations, except those of floating-point codes,
-    which are bytes.
+    Scales have the dtype of the activations, except those that are integers.
     """
-    is_floating = problem.format.codes == "floating"
-    scales = problem.scale_dtype if is_floating else dtype
+    scales = problem.format.scale_dtype(dtype)
     return replace(problem, dtype=dtype, scale_dtype=scales)
 
 

@@ -5,7 +5,6 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
 from typing import TextIO, TypeVar
 
 Item = TypeVar("Item")
@@ -56,26 +55,6 @@ def print_error(text: str) -> None:
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     discard()
-
-
-def with_progress(items: Sequence[Item], name: str, unit: str) -> Iterator[Item]:
-    """Yields items and shows a progress bar.
-
-    Args:
-        items: The items.
-        name: Text before the bar.
-        unit: What an item is called.
-
-    Raises:
-        ImportError: If tqdm is not installed.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(
-            f"the progress bar needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
-    yield from tqdm(items, name, unit=unit)
 
 
 def _streams() -> list[TextIO]:

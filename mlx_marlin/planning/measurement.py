@@ -132,7 +132,7 @@ def label(plan: Plan) -> str:
 
 def row(result: Result) -> dict[str, Any]:
     """Returns a result as JSON-serializable values."""
-    plan = _encoded(result.plan)
+    plan = encoded(result.plan)
     return {
         "problem": plan.pop("problem"),
         "served_by": SERVED_BY[result.stock],
@@ -154,7 +154,7 @@ def result(row: Any, plan_type: Callable[[str], type[Plan]]) -> Result:
         DECODE_ERRORS: If the row does not encode a result.
     """
     type_ = plan_type(row["plan"]["kernel"])
-    plan = _decoded(type_, {"problem": row["problem"], **row["plan"]})
+    plan = decoded(type_, {"problem": row["problem"], **row["plan"]})
     times, served_by = row["medians_us"], row["served_by"]
     if served_by not in SERVED_BY or not isinstance(times, dict):
         raise ValueError(f"served_by={served_by!r} or medians_us={times!r} is not one")
@@ -162,8 +162,8 @@ def result(row: Any, plan_type: Callable[[str], type[Plan]]) -> Result:
         plan=plan,
         stock=served_by == "stock",
         medians_us=times,
-        clock=_decoded(str, row["clock"]),
-        date=_decoded(str, row["date"]),
+        clock=decoded(str, row["clock"]),
+        date=decoded(str, row["date"]),
     )
 
 
@@ -178,33 +178,45 @@ def machine_of(row: Any) -> Machine:
     Raises:
         DECODE_ERRORS: If the row does not encode a machine.
     """
-    found: Machine = _decoded(Machine, row)
+    found: Machine = decoded(Machine, row)
     return found
 
 
-def _encoded(value: Any) -> Any:
-    """Returns a dataclass as a dict of its init fields, a tuple as a list."""
+def encoded(value: Any) -> Any:
+    """Returns a dataclass as a dict of its init fields, a tuple as a list.
+
+    Args:
+        value: A dataclass, or a value of a field.
+    """
     if isinstance(value, tuple):
-        return [*map(_encoded, value)]
+        return [*map(encoded, value)]
     if not is_dataclass(value):
         return value
     names = [field.name for field in fields(value) if field.init]
-    return {name: _encoded(getattr(value, name)) for name in names}
+    return {name: encoded(getattr(value, name)) for name in names}
 
 
-def _decoded(type_: Any, data: Any) -> Any:
-    """Returns the value of a dataclass, or of a field's type, that `data` encodes."""
+def decoded(type_: Any, data: Any) -> Any:
+    """Returns the value of a dataclass, or of a field's type, that `data` encodes.
+
+    Args:
+        type_: A dataclass, or the type of a field.
+        data: A value of `encoded`, read from JSON.
+
+    Raises:
+        DECODE_ERRORS: If `data` does not encode such a value.
+    """
     if is_dataclass(type_):
         types = {field.name: field.type for field in fields(type_) if field.init}
         if not isinstance(data, dict) or data.keys() != types.keys():
             raise ValueError(f"{data!r} has not the fields {', '.join(types)}")
         build: Any = type_
-        return build(**{name: _decoded(types[name], data[name]) for name in types})
+        return build(**{name: decoded(types[name], data[name]) for name in types})
     if get_origin(type_) is tuple and isinstance(data, list):
-        return tuple(_decoded(get_args(type_)[0], item) for item in data)
+        return tuple(decoded(get_args(type_)[0], item) for item in data)
     if NoneType in get_args(type_):
         (type_,) = {*get_args(type_)} - {NoneType}
-        return None if data is None else _decoded(type_, data)
+        return None if data is None else decoded(type_, data)
     # All other types are literal strings, which the dataclass checks.
     expected = type_ if type_ in (int, bool, float) else str
     if type(data) is not expected:

@@ -1,5 +1,6 @@
 """Finds the problems that a model's quantized layers pose."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +18,17 @@ class Found:
     """The quantized layers of a model.
 
     Attributes:
-        problems: The distinct products in supported formats, with one row.
+        counts: How often each product in a supported format occurs, with one row.
         others: Number of quantized layers in unsupported formats.
     """
 
-    problems: tuple[Problem, ...]
+    counts: Counter[Problem]
     others: int
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The distinct products in supported formats, with one row."""
+        return tuple(self.counts)
 
 
 def find(model: nn.Module, layouts: Sequence[str] = ("mlx",)) -> Found:
@@ -37,10 +43,10 @@ def find(model: nn.Module, layouts: Sequence[str] = ("mlx",)) -> Found:
     layers = [*_multiplied(model)]
     supported = [layer for layer in layers if _is_supported(layer)]
     dtype = dtype_name(activation_dtype(model))
-    problems = dict.fromkeys(
+    counts = Counter(
         _problem(layer, layout, dtype) for layer in supported for layout in layouts
     )
-    return Found(problems=tuple(problems), others=len(layers) - len(supported))
+    return Found(counts=counts, others=len(layers) - len(supported))
 
 
 def with_rows(problems: Iterable[Problem], rows: Iterable[int]) -> list[Problem]:

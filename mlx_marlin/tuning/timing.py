@@ -1,4 +1,4 @@
-"""Measures chains of dependent products, and compares their medians.
+"""Measures chains of dependent products and independent ones, and compares medians.
 
 Samples of all arms are interleaved, in a random order for each round, so that drift of
 the clock rate or the temperature affects all arms alike.
@@ -7,7 +7,7 @@ the clock rate or the temperature affects all arms alike.
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
 from typing import TypeVar
@@ -20,7 +20,7 @@ Key = TypeVar("Key")
 Sample = Callable[[], float]
 """Measures one sample: seconds of one product."""
 Now = Callable[[], float]
-Weight = tuple[mx.array, mx.array, mx.array]
+Weight = tuple[mx.array, ...]
 """Codes, scales and biases, as `launch.product` expects them."""
 
 ROUNDS = 7
@@ -33,19 +33,32 @@ most as many as MLX keeps in flight."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median and interquartile range of samples."""
+    """Median and interquartile range of samples.
+
+    Attributes:
+        median: Their median.
+        range: Their interquartile range.
+        samples: Their number.
+        drift: Median of the second half over that of the first, minus 1: a chip that
+            slows down as it warms up has a positive drift.
+    """
 
     median: float
     range: float = 0.0
     samples: int = 1
+    drift: float = field(default=0.0, compare=False)
 
     @staticmethod
     def of(samples: Sequence[float]) -> "Spread":
-        """Returns the spread of at least one sample."""
+        """Returns the spread of at least one sample, in the order of their time."""
         if len(samples) == 1:
             return Spread(median=samples[0])
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return Spread(median=median, range=high - low, samples=len(samples))
+        half = len(samples) // 2
+        drift = statistics.median(samples[-half:]) / statistics.median(samples[:half])
+        return Spread(
+            median=median, range=high - low, samples=len(samples), drift=drift - 1
+        )
 
     def beats(self, other: "Spread") -> bool:
         """Returns whether this median is smaller by more than both ranges."""
@@ -69,6 +82,7 @@ def interleaved(
     arms: Mapping[Key, Sample],
     *,
     seconds: float,
+    least: int = ROUNDS,
     seed: int = 0,
     now: Now = perf_counter,
 ) -> dict[Key, Spread]:
@@ -76,7 +90,8 @@ def interleaved(
 
     Args:
         arms: The arms to compare.
-        seconds: Time for all rounds. At least `ROUNDS` rounds are made.
+        seconds: Time for all rounds.
+        least: Rounds that are made however long they take.
         seed: Seed of the order in each round.
         now: Clock that limits the rounds.
     """
@@ -84,7 +99,7 @@ def interleaved(
     samples: dict[Key, list[float]] = {key: [] for key in arms}
     started = now()
     for rounds in range(MOST_ROUNDS):
-        if rounds >= ROUNDS and now() - started >= seconds:
+        if rounds >= least and now() - started >= seconds:
             break
         for key in draw.sample([*arms], len(arms)):
             samples[key].append(arms[key]())
@@ -119,6 +134,25 @@ def chain(
         latest = x + product(latest, *weight)[..., :1]
     started = now()
     mx.eval(latest)
+    return (now() - started) / length
+
+
+def independent(
+    product: Product,
+    x: mx.array,
+    weights: Iterator[Weight],
+    length: int,
+    now: Now = perf_counter,
+) -> float:
+    """Measures products that do not depend on each other, evaluated together.
+
+    The GPU may run several of them at a time, which hides further dispatches and idle
+    cores. The arguments and the result are those of `chain`; the addition of `chain` is
+    part of each product here too.
+    """
+    results = [x + product(x, *weight)[..., :1] for weight in islice(weights, length)]
+    started = now()
+    mx.eval(results)
     return (now() - started) / length
 
 

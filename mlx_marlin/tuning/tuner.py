@@ -1,10 +1,14 @@
 """Tunes a problem: chooses the arms and the clock, measures, and picks a plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from itertools import cycle
+from typing import Any, TypeVar
+
+import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends import launch, planner, selection
@@ -18,11 +22,15 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import counting, operands, timing
 from mlx_marlin.tuning.operands import Operands
-from mlx_marlin.tuning.timing import Spread
+from mlx_marlin.tuning.timing import Spread, Weight
 
 Arm = Plan | None
 """One of our plans, or None for stock MLX."""
-Measure = Callable[[Mapping[Arm, Product], Operands], dict[Arm, Spread]]
+Key = TypeVar("Key")
+Measure = Callable[[Mapping[Any, Product], Operands], dict[Any, Spread]]
+"""Measures the products of arms, which may have any keys."""
+Sampler = Callable[[Product, mx.array, Iterator[Weight], int], float]
+"""`timing.chain` or `timing.independent`."""
 
 BEST = 6
 """Number of the cost model's best plans that are measured."""
@@ -36,13 +44,15 @@ class Clock:
 
     Attributes:
         name: Name of the clock in results.
-        measure: Measures all arms.
+        measure: Measures all arms in chains of dependent products.
+        measure_independent: Measures all arms in products that may overlap.
         weights: Returns the number of weights to measure a problem with.
         times_stock: Whether it can measure stock MLX.
     """
 
     name: str
     measure: Measure
+    measure_independent: Measure
     weights: Callable[[Problem], int]
     times_stock: bool
 
@@ -83,6 +93,9 @@ def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
         return Clock(
             name="wall time",
             measure=partial(wall_time, seconds=seconds),
+            measure_independent=partial(
+                wall_time, seconds=seconds, sampler=timing.independent
+            ),
             weights=lambda problem: operands.weight_count(problem, device),
             times_stock=True,
         )
@@ -90,6 +103,9 @@ def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
         return Clock(
             name="emulator counters",
             measure=partial(emulator_counters, device=device),
+            measure_independent=partial(
+                emulator_counters, device=device, overlapped=True
+            ),
             weights=lambda _: 1,
             times_stock=False,
         )
@@ -200,48 +216,59 @@ def name(arm: Arm) -> str:
 
 
 def wall_time(
-    products: Mapping[Arm, Product], inputs: Operands, seconds: float
-) -> dict[Arm, Spread]:
-    """Measures the wall time of chains of products.
+    products: Mapping[Key, Product],
+    inputs: Operands,
+    seconds: float,
+    sampler: Sampler = timing.chain,
+) -> dict[Key, Spread]:
+    """Measures the wall time of products in chains, or of independent ones.
 
     Args:
         products: The product of each arm.
         inputs: The operands.
         seconds: Measuring time of all arms together.
+        sampler: What measures a sample.
     """
     weights = cycle(inputs.weights)
     x = inputs.x
-    # Compiles the kernels, and determines the length of the chains.
+    # Compiles the kernels, and determines the length of the samples.
     short = [
-        timing.chain(product, x, weights, timing.SHORTEST)
+        sampler(product, x, weights, timing.SHORTEST)
         for product in products.values()
         for _ in range(2)
     ]
-    seconds_of_chain = seconds / (timing.ROUNDS * len(products))
-    length = timing.chain_length(min(short), seconds_of_chain)
+    seconds_of_sample = seconds / (timing.ROUNDS * len(products))
+    length = timing.chain_length(min(short), seconds_of_sample)
 
     def sampled(product: Product) -> timing.Sample:
-        return lambda: timing.chain(product, x, weights, length)
+        return lambda: sampler(product, x, weights, length)
 
     samples = {arm: sampled(product) for arm, product in products.items()}
     return timing.interleaved(samples, seconds=seconds)
 
 
 def emulator_counters(
-    products: Mapping[Arm, Product], inputs: Operands, device: Device
-) -> dict[Arm, Spread]:
+    products: Mapping[Key, Product],
+    inputs: Operands,
+    device: Device,
+    overlapped: bool = False,
+) -> dict[Key, Spread]:
     """Estimates the time of one product of each arm from the emulator's counters.
 
     Args:
         products: The product of each arm.
         inputs: The operands.
         device: The device whose rates to use.
+        overlapped: Whether other products run at the same time.
     """
     from mlx_marlin import emulator
 
     def seconds(product: Product) -> float:
-        launches = emulator.trace(product, inputs.x, *inputs.weights[0])
-        return counting.counted_seconds(launches, device)
+        with warnings.catch_warnings():
+            # Where tiles are split, another kernel completes the output.
+            warnings.simplefilter("ignore", emulator.EmulatorWarning)
+            launches = emulator.trace(product, inputs.x, *inputs.weights[0])
+        return counting.counted_seconds(launches, device, overlapped)
 
     return {arm: Spread(median=seconds(product)) for arm, product in products.items()}
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_marlin.benchmarking import decoding
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 COMPARED = ("ours", "stock", "matmul")
@@ -119,7 +121,7 @@ MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
 def test_variants_share_the_arrays_that_they_do_not_change(
     load: Any, model: str
 ) -> None:
-    generation, decoding = load("cuda_generation"), load("cuda_decoding")
+    generation = load("cuda_generation")
     variants = ["--variants", "stock", "mlx", "marlin"]
     asked = generation.arguments(["--smoke", "--model", model, *variants])
     format = load("cuda_weights").Format("affine", 4, asked.group_size)
@@ -127,7 +129,7 @@ def test_variants_share_the_arrays_that_they_do_not_change(
     models = dict(generation.built(asked, format))
 
     prompts = decoding.random_prompts(2, 5, asked.sizes["vocab_size"])
-    tokens = [decoding.decode(model, prompts, 4)[1] for model in models.values()]
+    tokens = [decoding.decode(model, prompts, 4).tokens for model in models.values()]
     assert tokens[0] == tokens[1] == tokens[2]
     stock, mlx, _ = (dict(tree_flatten(each.parameters())) for each in models.values())
     assert stock.keys() == mlx.keys()

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends import launch, planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.device import DEFAULT
@@ -16,8 +16,9 @@ from mlx_marlin.tuning import counting, operands, timing, tuner
 from support.timed_products import LARGE, M3_MAX, SMALL
 
 
+@pytest.mark.parametrize("sampler", [timing.chain, timing.independent])
 def test_wall_time_measures_every_arm_on_all_weights(
-    monkeypatch: pytest.MonkeyPatch,
+    sampler: tuner.Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "LONGEST", 4)
     given = operands.operands(SMALL, 3)
@@ -28,7 +29,9 @@ def test_wall_time_measures_every_arm_on_all_weights(
         return stock(x, w, *rest)
 
     plan = planner.choose(SMALL, M3_MAX)
-    measured = tuner.wall_time({None: stock, plan: counted}, given, seconds=0.01)
+    measured = tuner.wall_time(
+        {None: stock, plan: counted}, given, seconds=0.01, sampler=sampler
+    )
 
     assert [*measured] == [None, plan]
     assert all(each.median > 0 for each in measured.values())
@@ -61,9 +64,12 @@ def test_the_emulators_clock_is_a_function_of_counters() -> None:
     few = [launched("few", 40, 1000)]
     many = [launched("many", 2**20, 2**22), launched("reduce", 2**20, 0)]
 
-    assert counting.counted_seconds(few, DEFAULT) == pytest.approx(issue)
-    expected = 2 * (2**20 + 60) / bandwidth + 1.6e-6
+    level = cost.level_seconds(DEFAULT)
+    assert counting.counted_seconds(few, DEFAULT) == pytest.approx(issue + level)
+    expected = 2 * (2**20 + 60) / bandwidth + 2 * level
     assert counting.counted_seconds(many, DEFAULT) == pytest.approx(expected)
+    overlapped = counting.counted_seconds(many, DEFAULT, overlapped=True)
+    assert overlapped == pytest.approx(expected - 2 * level)
 
 
 @pytest.mark.skipif(
@@ -83,6 +89,12 @@ def test_the_emulator_counts_the_same_every_time(
     # Splitting a product this small takes a second launch, by any account.
     medians = {arm: each.median for arm, each in first.arms.items() if arm is not None}
     split = [median for arm, median in medians.items() if arm.is_split]
+    plan = next(arm for arm in medians if arm.is_split)
+    inputs = operands.operands(SMALL, 1)
+    independent = clock.measure_independent({plan: launch.product(plan)}, inputs)
+    assert medians[plan] - independent[plan].median == pytest.approx(
+        2 * cost.level_seconds(DEFAULT)
+    )
     whole = [median for arm, median in medians.items() if not arm.is_split]
     assert min(split) - max(whole) > 1e-6
 

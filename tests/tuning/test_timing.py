@@ -86,17 +86,26 @@ def test_every_round_samples_each_arm_once_in_an_order_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "rounds"),
-    [(0.0, timing.ROUNDS), (40.0, 20), (1e9, timing.MOST_ROUNDS)],
+    ("seconds", "rounds", "least"),
+    [
+        (0.0, timing.ROUNDS, timing.ROUNDS),
+        (0.0, 3, 3),
+        (40.0, 20, 3),
+        (1e9, timing.MOST_ROUNDS, 3),
+    ],
 )
-def test_rounds_fill_the_time_that_is_given(seconds: float, rounds: int) -> None:
+def test_rounds_fill_the_time_that_is_given(
+    seconds: float, rounds: int, least: int
+) -> None:
     now = Stopwatch()
 
     def sample() -> float:
         now.time += 1.0
         return 1.0
 
-    measured = timing.interleaved({"a": sample, "b": sample}, seconds=seconds, now=now)
+    measured = timing.interleaved(
+        {"a": sample, "b": sample}, seconds=seconds, least=least, now=now
+    )
 
     assert {each.samples for each in measured.values()} == {rounds}
 
@@ -131,6 +140,34 @@ def test_each_product_of_a_chain_needs_the_result_before_it() -> None:
     # Not a sum that grows: result i, added to the same x each time.
     expected = [x, x + 1, x + 2, x + 3]
     assert [each.tolist() for each in given] == [each.tolist() for each in expected]
+
+
+def test_independent_products_have_the_same_x_and_all_are_computed() -> None:
+    x, weights = mx.array([[1.0, 2.0]]), [mx.array([float(i)]) for i in range(3)]
+    given: list[tuple[mx.array, mx.array]] = []
+    results: list[mx.array] = []
+
+    def product(x: mx.array, w: mx.array) -> mx.array:
+        given.append((x, w))
+        results.append(mx.full((1, 2), 1.0) * w)
+        return results[-1]
+
+    times = iter([10.0, 18.0])
+    seconds = timing.independent(
+        product, x, cycle([(w,) for w in weights]), 4, lambda: next(times)
+    )
+
+    assert seconds == 2.0
+    assert all(latest is x for latest, _ in given)
+    assert [w.item() for _, w in given] == [0, 1, 2, 0]
+
+
+def test_drift_compares_the_later_samples_with_the_earlier() -> None:
+    warmer = Spread.of([1.0, 1.0, 1.0, 5.0, 1.2, 1.2, 1.2])
+
+    assert warmer.drift == pytest.approx(0.2)
+    assert Spread.of([2.0, 2.0, 1.0, 1.0]).drift == pytest.approx(-0.5)
+    assert Spread.of([3.0]).drift == 0.0
 
 
 def test_mlx_cannot_drop_a_product_of_a_chain() -> None:

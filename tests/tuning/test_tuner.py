@@ -1,6 +1,6 @@
 """Which plan the tuner keeps, and which plans it measures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -70,13 +70,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
     monkeypatch.setattr(launch, "product", product)
 
     def clock(time: Callable[[Arm], float], noise: float = 0.1e-6) -> Clock:
+        def measure(products: Mapping[Arm, object], _: object) -> dict[Arm, Spread]:
+            # Not in the order in which they are given.
+            return {
+                arm: Spread(median=time(arm), range=noise)
+                for arm in reversed([*products])
+            }
+
         return Clock(
             name="fake",
-            measure=lambda products, _: {
-                arm: Spread(median=time(arm), range=noise)
-                # Not in the order in which they are given.
-                for arm in reversed([*products])
-            },
+            measure=measure,
+            measure_independent=measure,
             weights=lambda _: 1,
             times_stock=True,
         )

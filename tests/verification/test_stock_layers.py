@@ -145,9 +145,7 @@ def test_a_layer_in_another_order_than_x_cannot_be_saved_on_stock(
     model = load_model(open_source(packed))
     # The order of `down_proj` is folded into `gate_proj` and `up_proj`.
     stock_layers.keep_on_stock(model, ["model.layers.0.self_attn.o_proj"])
-    with pytest.raises(
-        ValueError, match=r"o_proj\.linear is a layer of MLX with col"
-    ):
+    with pytest.raises(ValueError, match=r"o_proj\.linear is a layer of MLX with col"):
         mlx_marlin.save(tmp_path / "saved", model, tokenizer)
 
 

@@ -7,8 +7,8 @@ from typing import TypeVar
 from mlx_marlin import emulator, guard
 from mlx_marlin.backends import launch, planner, registry, selection, tuned_results
 from mlx_marlin.backends.launch import Product
+from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
-from mlx_marlin.cli.terminal import with_progress
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -88,7 +88,7 @@ def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profil
 
 def _with_progress(items: Sequence[Item]) -> Iterable[Item]:
     """Returns items that are profiled one by one; several show a progress bar."""
-    return with_progress(items, "profile", "product") if len(items) > 1 else items
+    return progress.shown(items, "profile", "product") if len(items) > 1 else items
 
 
 def _product(arm: Arm, problem: Problem) -> Product:

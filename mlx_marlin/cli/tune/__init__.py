@@ -1,7 +1,6 @@
 """`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
 
 import argparse
-import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -9,14 +8,12 @@ from typing import Any
 
 from mlx_marlin import state
 from mlx_marlin.backends import (
-    devices,
     planner,
     registry,
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import models
-from mlx_marlin.cli.terminal import with_progress
+from mlx_marlin.cli import models, progress
 from mlx_marlin.cli.tune import report
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
@@ -32,7 +29,6 @@ MAX_SECONDS = 86400.0
 """Upper limit of --seconds: a day."""
 BOTH = "both"
 """Value of `--layout` for all layouts."""
-SHAPE = re.compile(r"(?:(\d+)[x,])?(\d+)[x,](\d+)")
 
 DESCRIPTION = """
 Measure the plans of this package and stock MLX on this machine, and keep the fastest.
@@ -134,13 +130,13 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     rows = models.rows(args.rows) if args.rows else None
     found: list[Problem] = []
     for target in args.targets:
-        shape = SHAPE.fullmatch(target)
+        shape = models.shape(target)
         if shape is None:
             found += layers.with_rows(_model_problems(target, args), rows or ROWS)
             continue
-        m, n, k = shape.groups()
-        in_layouts = _shape_problems(int(n), int(k), args)
-        found += layers.with_rows(in_layouts, rows or ([int(m)] if m else ROWS))
+        m, n, k = shape
+        in_layouts = _shape_problems(n, k, args)
+        found += layers.with_rows(in_layouts, rows or (ROWS if m is None else [m]))
     return [*dict.fromkeys(found)]
 
 
@@ -195,12 +191,7 @@ def _clock(seconds: float, folder: Path) -> Clock:
         ValueError: If this machine cannot measure.
         OSError: If the folder cannot be written to.
     """
-    if tuned_results.stands_for_another(selection.backend()):
-        raise ValueError(
-            f"{devices.ENVIRONMENT} selects a device to plan for, but tuning measures "
-            f"this machine: unset it"
-        )
-    clock = tuner.clock(eligibility.target(), seconds)
+    clock = models.clock(seconds)
     _check_writable(folder)  # before the measurements, which take minutes
     return clock
 
@@ -211,9 +202,9 @@ def _tune(
     """Measures the problems, and stores every result immediately."""
     machine = tuned_results.machine(target, selection.backend())
     wrong = kept = 0
-    for problem in with_progress(found, "tune", "problem"):
+    for problem in progress.shown(found, "tune", "problem"):
         outcome = tuner.tune(problem, target, clock)
-        _print_above_bar(report.measurements(problem, outcome, clock))
+        progress.print_above(report.measurements(problem, outcome, clock))
         if outcome.result:
             tuned_results.write(folder, machine, [outcome.result])
             kept += 1
@@ -295,9 +286,3 @@ def _check_writable(folder: Path) -> None:
         raise OSError(
             f"the results cannot be kept in {folder}: {error.strerror or error}"
         ) from error
-
-
-def _print_above_bar(text: str) -> None:
-    from tqdm import tqdm
-
-    tqdm.write(f"{text}\n")

@@ -1,0 +1,44 @@
+"""Removes what identifies a person or a machine from texts of a result file."""
+
+import getpass
+import platform
+import re
+from pathlib import Path
+
+LONGEST = 300
+"""Characters of a text that are kept."""
+PATH = re.compile(r"(?<![\w.])[~.]*/[^\s'\"`,;:()<>|]+")
+"""Paths, absolute or from the home folder."""
+UNPRINTABLE = re.compile(r"[^ -~→]|[<>|`]")
+SHORTEST_NAME = 3
+"""Shorter names of users and hosts are parts of ordinary words."""
+
+
+def redacted(text: str) -> str:
+    """Returns a text without paths, user name and host name, in printable characters.
+
+    Args:
+        text: Any text, such as the message of an error.
+    """
+    at_home = text.replace(str(Path.home()), "/home")  # it may have a space
+    kept = PATH.sub("PATH", " ".join(at_home.split()))
+    for name, replacement in _names().items():
+        kept = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", replacement, kept, flags=re.I)
+    return UNPRINTABLE.sub("?", kept)[:LONGEST]
+
+
+def _names() -> dict[str, str]:
+    """Returns names of the user and the host, the longest first."""
+    host = platform.node()
+    names = {host: "HOST", host.split(".")[0]: "HOST"}
+    for user in (_user(), Path.home().name):
+        names[user] = "USER"
+    known = {name: names[name] for name in names if len(name) >= SHORTEST_NAME}
+    return dict(sorted(known.items(), key=lambda item: -len(item[0])))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no such name, as in some containers
+        return ""

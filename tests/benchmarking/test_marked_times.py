@@ -1,0 +1,26 @@
+"""The check that tests of commands use finds what it should."""
+
+import pytest
+
+from support.marked_times import unmarked_times
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["took 3.5 us", "12ms", "1.25 s", "ours 33.1 tokens/s", "  us  +-"],
+)
+def test_a_time_without_a_mark_is_found(line: str) -> None:
+    assert unmarked_times(f"before\n{line}\nafter") == [line]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "3.5 us predicted (cost model)",
+        "us (emulator counters)  +-",
+        "12 rows of 4096→4096, 4 buffers",
+        "8 cores, 4-bit, 68.3 GB/s",
+    ],
+)
+def test_marked_times_and_other_numbers_are_not(line: str) -> None:
+    assert unmarked_times(line) == []

@@ -1,0 +1,220 @@
+"""What `bench` times of a product: arms, layouts, clocks and their checks."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import emulator, guard
+from mlx_marlin.backends import devices, launch, planner, selection
+from mlx_marlin.backends.metal.device import DEFAULT
+from mlx_marlin.benchmarking import products
+from mlx_marlin.benchmarking.products import Measured
+from mlx_marlin.benchmarking.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
+from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import dispatch
+from mlx_marlin.tuning import counting, operands, timing, tuner
+from support.timed_products import M3_MAX, SMALL
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+Choose = Callable[[str | None], None]
+
+
+@pytest.fixture
+def measure(backend: Choose) -> Callable[..., Measured]:
+    """Measures in the emulator."""
+    backend("emulator")
+    clock = tuner.clock(DEFAULT)
+
+    def measured(problem: Problem = SMALL, *layouts: str, **options: bool) -> Measured:
+        return products.measure(problem, DEFAULT, clock, layouts or ("mlx",), **options)
+
+    return measured
+
+
+@pytest.fixture
+def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> tuner.Clock:
+    """Pretends that there is a GPU, where stock MLX's product stands in for ours."""
+    backend("metal")
+    monkeypatch.setattr(selection, "missing", lambda: None)
+    monkeypatch.setattr(devices, "current", lambda: M3_MAX)
+    monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
+    monkeypatch.setattr(timing, "LONGEST", 4)
+    monkeypatch.setattr(
+        launch, "product", lambda plan: operands.stock_product(plan.problem)
+    )
+    return tuner.clock(M3_MAX, seconds=0.001)
+
+
+def test_in_the_emulator_ours_is_counted_and_stock_predicted(
+    measure: Callable[..., Measured],
+) -> None:
+    measured = measure(SMALL, "mlx", "marlin")
+
+    assert (measured.faults, measured.notes) == ([], [])
+    found = {(row.arm, row.problem.layout, row.clock): row for row in measured.rows}
+    arms = [(OURS, "mlx"), (OURS, "marlin"), (STOCK, "mlx"), (DEQUANTIZED, "mlx")]
+    assert {*found} == {(*arm, clock) for arm in arms for clock in CLOCKS}
+    assert len(found) == len(measured.rows)
+    for (arm, layout, _), row in found.items():
+        assert row.timing.source == "predicted"
+        assert row.problem == replace(SMALL, layout=layout)
+        if arm == OURS:
+            assert row.timing.method == "emulator counters"
+            assert row.plan == planner.choose(row.problem, DEFAULT)
+        else:
+            assert (row.timing.method, row.plan) == ("cost model", None)
+    stock = found[STOCK, "mlx", "chain"].timing.seconds
+    assert stock == counting.stock_seconds(SMALL, DEFAULT)
+    dense = found[DEQUANTIZED, "mlx", "chain"].timing.seconds
+    assert dense == counting.dequantized_seconds(SMALL, DEFAULT)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_formats_of_floats_are_compared_too(
+    measure: Callable[..., Measured], mode: str
+) -> None:
+    measured = measure(problem_of(4, 64, 256, mode=mode), "marlin")
+
+    assert (measured.faults, measured.notes) == ([], [])
+    assert {row.arm for row in measured.rows} == {OURS, STOCK, DEQUANTIZED}
+
+
+def test_stagings_are_compared_with_gemm_register(
+    measure: Callable[..., Measured],
+) -> None:
+    measured = measure(problem_of(8, 64, 256), staged=True)
+
+    arms = {row.arm: row.plan for row in measured.rows if row.arm.startswith("gemm")}
+    assert (measured.faults, measured.notes) == ([], [])
+    assert {
+        name: (plan.kernel, plan.buffers, plan.loaders)
+        for name, plan in arms.items()
+        if plan
+    } == {
+        "gemm_register": ("gemm_register", 0, 0),
+        "gemm_staged, 1 buffer": ("gemm_staged", 1, 0),
+        "gemm_staged, 2 buffers": ("gemm_staged", 2, 0),
+        "gemm_staged, 3 buffers": ("gemm_staged", 3, 0),
+        "gemm_staged, 2 buffers, 2 loaders": ("gemm_staged", 2, 2),
+        "gemm_staged, 3 buffers, 2 loaders": ("gemm_staged", 3, 2),
+    }
+
+
+def test_on_a_gpu_every_arm_is_measured_on_all_weights(
+    on_metal: tuner.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = Counter[int]()
+    stock = operands.stock_product
+
+    def counted(problem: Problem) -> launch.Product:
+        def product(x: mx.array, w: mx.array, *rest: mx.array) -> mx.array:
+            used[id(w)] += 1
+            return stock(problem)(x, w, *rest)
+
+        return product
+
+    monkeypatch.setattr(operands, "stock_product", counted)
+    measured = products.measure(SMALL, M3_MAX, on_metal, ("mlx",))
+
+    assert len(measured.rows) == 3 * 2
+    for row in measured.rows:
+        assert row.timing.source == "measured"
+        assert row.timing.seconds > 0
+        assert row.timing.samples >= timing.ROUNDS
+    # Both of ours and `mx.quantized_matmul` go through `counted`.
+    assert len(used) == operands.weight_count(SMALL, M3_MAX) > 2
+
+
+def test_both_clocks_are_used(
+    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        counting,
+        "counted_seconds",
+        lambda launches, device, overlapped=False: 1e-6 if overlapped else 2e-6,
+    )
+
+    ours = {row.clock: row.timing.seconds for row in measure().rows if row.arm == OURS}
+
+    assert ours == {"chain": 2e-6, "independent": 1e-6}
+
+
+def test_a_wrong_product_is_left_out_with_a_note(
+    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = launch.product
+    monkeypatch.setattr(
+        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+    )
+
+    measured = measure()
+
+    assert {row.arm for row in measured.rows} == {STOCK, DEQUANTIZED}
+    (fault,) = measured.faults
+    assert "ours (mlx layout)" in fault
+    assert "is left out: its product is wrong" in fault
+
+
+def test_a_kernel_that_fails_its_check_is_left_out(
+    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_not", lambda plan: "it does not compile")
+
+    measured = measure()
+
+    assert {row.arm for row in measured.rows} == {STOCK, DEQUANTIZED}
+    assert "is left out: it does not compile" in measured.faults[0]
+
+
+def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
+    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "plan_of", lambda _: "stock MLX is faster")
+
+    ours = [row for row in measure().rows if row.arm == OURS]
+
+    assert {row.handover for row in ours} == {"stock MLX is faster"}
+    assert {row.plan for row in ours} == {planner.choose(SMALL, DEFAULT)}
+
+
+def test_a_weight_that_is_decoded_once_is_timed_that_way(
+    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "plan_of", dense_plan)
+
+    measured = measure(SMALL, "marlin")
+
+    ours = [row for row in measured.rows if row.arm == OURS]
+    assert (measured.faults, measured.notes) == ([], [])
+    assert {row.plan for row in ours} == {None}
+
+
+def test_drift_is_noted(on_metal: tuner.Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warming(products: Any, _: object) -> dict[Any, timing.Spread]:
+        return {key: timing.Spread.of([1e-6, 1e-6, 1.2e-6, 1.2e-6]) for key in products}
+
+    clock = replace(on_metal, measure=warming)
+    notes = products.measure(SMALL, M3_MAX, clock, ("mlx",)).notes
+
+    drifted = [note for note in notes if "(chain)" in note]
+    assert len(drifted) == 3
+    assert "ours drifted by +20%" in drifted[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (problem_of(4, 64, 256, mode="symmetric", layout="marlin"), "'symmetric'"),
+        (problem_of(4, 64, 256, group_size=256, layout="marlin"), "group_size=256"),
+    ],
+)
+def test_what_stock_does_not_have_is_refused(problem: Problem, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        products.check(problem)

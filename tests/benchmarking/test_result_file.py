@@ -1,0 +1,316 @@
+"""Result files are read as written; hostile ones are refused; nothing is personal."""
+
+import getpass
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import planner
+from mlx_marlin.benchmarking import privacy, result_file
+from mlx_marlin.benchmarking.result_file import ResultFile, Stage
+from mlx_marlin.planning.measurement import encoded
+from mlx_marlin.planning.problem import problem_of
+from support.benchmark_rows import M3_MAX, mac_file, result_files
+from support.grids import drawn
+
+Change = Callable[[Any], object]
+
+
+def refused(text: str, folder: Path) -> str | None:
+    """Returns the message of the ValueError that reading raises, or None."""
+    try:
+        read_text(text, folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def read_text(text: str, folder: Path) -> ResultFile:
+    path = folder / "given.json"
+    path.write_text(text, encoding="utf-8")
+    return result_file.read(path)
+
+
+@drawn(15, 300, result=result_files())
+def test_what_is_written_is_read(
+    result: ResultFile, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("results") / "file.json"
+
+    result_file.write(path, result)
+
+    read = result_file.read(path)
+    assert result_file.text(read) == result_file.text(result)
+    assert read.machine == result.machine
+    for actual, expected in zip(read.products, result.products, strict=True):
+        assert actual.problem == expected.problem
+        assert actual.plan == expected.plan
+        assert actual.timing.seconds == pytest.approx(expected.timing.seconds, rel=1e-5)
+
+
+def test_rows_of_models_are_read(tmp_path: Path) -> None:
+    result = mac_file()
+
+    read = read_text(result_file.text(result), tmp_path)
+
+    assert read.generation == result.generation
+    assert read.first_tokens == result.first_tokens
+    assert (read.stages, read.notes) == (result.stages, result.notes)
+    assert read.generation[0].generation_rate == pytest.approx(2 / 0.02)
+    assert read.generation[0].prompt_rate == pytest.approx(2 * 128 / 0.4)
+
+
+def test_unusual_names_are_written_so_that_they_are_read(tmp_path: Path) -> None:
+    result = mac_file()
+    model = replace(result.generation[0], model="Käse & <Co> 4-bit")
+    facts = replace(result.machine, system="Linux 6.1@home|x", chip="x" * 500)
+
+    text = result_file.text(replace(result, machine=facts, generation=[model]))
+    read = read_text(text, tmp_path)
+
+    assert read.generation[0].model == "K-se - -Co- 4-bit"
+    assert read.machine.system == "Linux 6.1-home-x"
+    assert read.machine.chip == "x" * 120
+
+
+def test_a_file_says_whether_it_was_measured() -> None:
+    measured = mac_file()
+    guessed = replace(
+        measured.products[0],
+        timing=replace(measured.products[0].timing, method="cost model"),
+    )
+
+    assert measured.is_measured
+    assert json.loads(result_file.text(measured))["source"] == "measured"
+    mixed = replace(measured, products=[*measured.products, guessed])
+    assert not mixed.is_measured
+    assert json.loads(result_file.text(mixed))["source"] == "predicted"
+    assert not ResultFile(machine=measured.machine, date="2026-11-24").is_measured
+
+
+def test_a_file_is_named_by_chip_and_day() -> None:
+    assert mac_file().file_name == "mlx-marlin-apple-m3-max-2026-11-24.json"
+
+
+def test_a_plan_with_fewer_threadgroups_is_read(tmp_path: Path) -> None:
+    data = json.loads(result_file.text(mac_file()))
+    data["products"][0]["plan"] = stripe_with(40)
+
+    read = read_text(json.dumps(data), tmp_path).products[0].plan
+
+    assert read is not None
+    assert read.work.threadgroups == 40
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.json"
+    result_file.write(path, mac_file())
+    before = path.read_text()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        result_file.write(path, replace(mac_file(), date="2026-11-25"))
+
+    assert path.read_text() == before
+
+
+def stripe_with(threadgroups: int) -> dict[str, Any]:
+    """Returns the object of a plan for 8 rows of 4096→14336."""
+    problem = problem_of(8, 14336, 4096)
+    plan = encoded(planner.make(problem, device=M3_MAX, strategy="stripe"))
+    plan["work"]["threadgroups"] = threadgroups
+    return {name: plan[name] for name in plan if name != "problem"}
+
+
+HOSTILE: dict[str, Change] = {
+    "another schema": lambda data: data.update(schema="other"),
+    "a later version": lambda data: data.update(version=2),
+    "no machine": lambda data: data.pop("machine"),
+    "an unknown field": lambda data: data.update(extra=1),
+    "an unknown field of the machine": lambda data: data["machine"].update(user="me"),
+    "a chip with markup": lambda data: data["machine"].update(chip="<script>"),
+    "a chip with a pipe": lambda data: data["machine"].update(chip="M3 | M4"),
+    "a chip with an escape": lambda data: data["machine"].update(chip="\x1b[31m"),
+    "a chip with a link": lambda data: data["machine"].update(chip="[M3](http://x)"),
+    "cores as text": lambda data: data["machine"].update(cores="40"),
+    "cores as a truth value": lambda data: data["machine"].update(cores=True),
+    "a day that is none": lambda data: data.update(date="2026-13-01"),
+    "a day in another form": lambda data: data.update(date="20261124"),
+    "rows that are no list": lambda data: data.update(products={}),
+    "a row that is no object": lambda data: data["products"].append(3),
+    "a negative time": lambda data: data["products"][0].update(milliseconds=-1),
+    "a time of zero": lambda data: data["products"][0].update(milliseconds=0),
+    "an endless time": lambda data: data["products"][0].update(milliseconds=1e300),
+    "a time as text": lambda data: data["products"][0].update(milliseconds="1"),
+    "a huge integer": lambda data: data["products"][0].update(milliseconds=10**400),
+    "a false source": lambda data: data["products"][0].update(source="predicted"),
+    "a source of the whole": lambda data: data.update(source="predicted"),
+    "an unknown clock": lambda data: data["products"][0].update(clock="wall"),
+    "an impossible k": lambda data: data["products"][0]["problem"].update(k=7),
+    "a huge m": lambda data: data["products"][0]["problem"].update(m=2**40),
+    "a plan of another problem": lambda data: data["products"][0]["plan"].update(
+        problem=encoded(problem_of(8, 14336, 4096))
+    ),
+    "more threadgroups than k tiles": lambda data: data["products"][0].update(
+        plan=stripe_with(28_673)
+    ),
+    "a plan that is a list": lambda data: data["products"][0].update(plan=[]),
+    "a plan without a kernel": lambda data: data["products"][0].update(plan={}),
+    "a kernel that is none": lambda data: data["products"][0]["plan"].update(
+        kernel="nothing"
+    ),
+    "a work that does not fit": lambda data: data["products"][0]["plan"]["work"].update(
+        threadgroups=10**9
+    ),
+    "a handover with markup": lambda data: data["products"][0].update(handover="<b>"),
+    "streams of zero": lambda data: data["generation"][0].update(streams=0),
+    "another arm of a model": lambda data: data["generation"][0].update(arm="theirs"),
+    "a nested unknown field": lambda data: data["generation"][0]["step"].update(x=1),
+    "another status": lambda data: data["stages"][0].update(status="fine"),
+    "a detail of several lines": lambda data: data["stages"][0].update(detail="a\nb"),
+    "a note that is none": lambda data: data["notes"].append(None),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=[*HOSTILE])
+def test_a_hostile_field_is_refused(change: Change, tmp_path: Path) -> None:
+    data = json.loads(result_file.text(mac_file()))
+    change(data)
+
+    with pytest.raises(ValueError, match="is not a result file"):
+        read_text(json.dumps(data), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, '{"a": NaN}', "\ufeff{}"],
+    ids=lambda text: text[:5],
+)
+def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a result file"):
+        read_text(text, tmp_path)
+
+
+def test_not_a_number_is_refused(tmp_path: Path) -> None:
+    text = result_file.text(mac_file()).replace('"drift": 0.0', '"drift": NaN', 1)
+
+    with pytest.raises(ValueError, match="NaN is not a number"):
+        read_text(text, tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "given.json"
+    path.write_bytes(b"\xff\xfe\x00")
+
+    with pytest.raises(ValueError, match="is not a result file"):
+        result_file.read(path)
+
+
+def test_a_huge_file_is_not_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_file, "MOST_BYTES", 100)
+    monkeypatch.setattr(json, "loads", None)
+
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        read_text(" " * 101, tmp_path)
+
+
+@drawn(
+    15,
+    300,
+    data=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(
+                    ["schema", "version", "machine", "products", "problem"]
+                ),
+                inner,
+                max_size=3,
+            )
+        ),
+        max_leaves=8,
+    ),
+    key=st.sampled_from(
+        ["machine", "date", "stages", "products", "generation", "first_tokens", "notes"]
+    ),
+)
+def test_any_value_of_a_field_is_read_or_refused(
+    data: Any, key: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = json.loads(result_file.text(mac_file())) | {key: data}
+    folder = tmp_path_factory.mktemp("results")
+
+    refusal = refused(json.dumps(whole), folder)
+
+    if refusal is None:
+        assert not getattr(result_file.read(folder / "given.json"), key)
+    else:
+        assert "is not a result file" in refusal
+
+
+PERSONAL = ("sally", "sallys-mac-studio", "/Users/sally", "Projects")
+
+
+@pytest.fixture
+def sally(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes this the computer of a person with a name."""
+    monkeypatch.setattr(getpass, "getuser", lambda: "sally")
+    monkeypatch.setattr(platform, "node", lambda: "sallys-mac-studio.local")
+    monkeypatch.setenv("HOME", "/Users/sally")
+
+
+def test_failures_are_kept_without_names_and_paths(sally: None) -> None:
+    detail = (
+        "exit status 2: mlx-marlin: error: /Users/sally/Projects/x.json: Permission "
+        "denied for Sally on sallys-mac-studio (see ~/Projects/log, host "
+        "sallys-mac-studio.local)\x1b[0m <b>"
+    )
+    result = replace(
+        mac_file(),
+        stages=[Stage(name="bench", status="failed", detail=detail)],
+        notes=[detail],
+    )
+
+    text = result_file.text(result)
+
+    for name in PERSONAL:
+        assert name.lower() not in text.lower()
+    for kept in json.loads(text)["stages"][0]["detail"], json.loads(text)["notes"][0]:
+        assert kept.startswith("exit status 2: mlx-marlin: error: PATH: Permission")
+        assert "denied for USER on HOST (see PATH, host HOST)" in kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12.5 us / 30.1 us, 300 GB/s",
+        "8 rows of 4096→14336, affine 4-bit, group 64",
+        "35 passed, 0 failed: test_a[gemv-1]",
+    ],
+)
+def test_other_text_is_kept(sally: None, text: str) -> None:
+    assert privacy.redacted(text) == text
+
+
+def test_a_home_folder_with_a_space_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/Users/Sally Smith")
+
+    assert privacy.redacted("no /Users/Sally Smith/a.json here") == "no PATH here"
+
+
+def test_a_long_message_is_cut() -> None:
+    assert len(privacy.redacted("word " * 1000)) == privacy.LONGEST

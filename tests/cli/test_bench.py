@@ -1,0 +1,338 @@
+"""`mlx-marlin bench` from its arguments to its files; without a GPU all is marked."""
+
+import csv
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.backends import devices, launch, selection
+from mlx_marlin.benchmarking import generation, products, result_file
+from mlx_marlin.benchmarking.rows import (
+    CLOCKS,
+    OURS,
+    STOCK,
+    STOCK_MODEL,
+    FirstTokenRow,
+    GenerationRow,
+)
+from mlx_marlin.cli import main
+from mlx_marlin.cli.bench import report
+from mlx_marlin.tuning import operands, timing
+from support.benchmark_rows import FACTS, mac_file, measured
+from support.marked_times import TIME, unmarked_times
+from support.models import Layers, tiny_llama
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+Choose = Callable[[str | None], None]
+
+
+@pytest.fixture
+def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that there is a GPU, where stock MLX's product stands in for ours."""
+    backend("metal")
+    monkeypatch.setattr(selection, "missing", lambda: None)
+    monkeypatch.setattr(devices, "current", lambda: devices.named("Apple M3 Max"))
+    monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
+    monkeypatch.setattr(timing, "LONGEST", 4)
+    monkeypatch.setattr(
+        launch, "product", lambda plan: operands.stock_product(plan.problem)
+    )
+
+
+def test_without_a_gpu_every_time_is_predicted(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_file, csv_file = tmp_path / "out.json", tmp_path / "out.csv"
+    files = ["--json", str(json_file), "--csv", str(csv_file)]
+
+    assert main(["bench", "8x64x256", "64x256", "--rows", "4", *files]) == 0
+
+    said = capsys.readouterr().out
+    assert unmarked_times(said) == []
+    assert len([line for line in said.splitlines() if TIME.search(line)]) == 3
+    assert "Nothing was measured" in said
+    result = result_file.read(json_file)
+    assert not result.is_measured
+    assert result.machine.chip.startswith("emulator for")
+    assert {row.problem.m for row in result.products} == {4}
+    assert {row.clock for row in result.products} == {*CLOCKS}
+    rows = [*csv.DictReader(io.StringIO(csv_file.read_text()))]
+    assert len(rows) == len(result.products)
+    assert {row["source"] for row in rows} == {"predicted"}
+    assert {row["mlx"] for row in rows} == {result.machine.mlx}
+    for row, expected in zip(rows, result.products, strict=True):
+        assert int(row["m"]) == expected.problem.m
+        assert row["arm"] == expected.arm
+        milliseconds = expected.timing.seconds * 1e3
+        assert float(row["milliseconds"]) == pytest.approx(milliseconds, rel=1e-4)
+
+
+def test_without_shapes_the_emulator_takes_a_small_one(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = timed_problems(monkeypatch)
+
+    assert main(["bench"]) == 0
+
+    assert {(each.m, each.n, each.k) for each in seen} == {(1, 256, 512), (8, 256, 512)}
+
+
+def test_on_a_gpu_layers_of_real_models_are_timed(
+    on_metal: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = timed_problems(monkeypatch)
+
+    assert main(["bench"]) == 0
+
+    assert {each.m for each in seen} >= {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
+    assert {(each.k, each.n) for each in seen} >= {(4096, 14336), (17408, 5120)}
+
+
+def test_a_shape_has_its_own_rows_unless_others_are_given(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = timed_problems(monkeypatch)
+
+    main(["bench", "3x64x256", "96,256"])
+    assert [(each.m, each.n) for each in seen] == [(3, 64), (1, 96), (8, 96)]
+
+    seen.clear()
+    main(["bench", "3x64x256", "64x256", "--rows", "2,5", "--mode", "mxfp4"])
+    assert [(each.m, each.mode) for each in seen] == [(2, "mxfp4"), (5, "mxfp4")]
+
+
+def timed_problems(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for measuring, and lists what would be measured."""
+    seen: list[Any] = []
+
+    def measure(problem: Any, *_: Any, **__: Any) -> products.Measured:
+        seen.append(problem)
+        return products.Measured(rows=mac_file().products, faults=[], notes=[])
+
+    monkeypatch.setattr(products, "measure", measure)
+    return seen
+
+
+def test_on_a_gpu_times_are_measured_by_both_clocks(
+    on_metal: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.json"
+    words = ["4x64x256", "--seconds", "0.01", "--json", str(path)]
+
+    assert main(["bench", *words]) == 0
+
+    said = capsys.readouterr().out
+    assert "predicted" not in said.replace("is predicted", "")
+    lines = [line for line in said.splitlines() if " us +- " in line]
+    assert len(lines) == 3
+    assert all(line.rstrip().endswith("measured") for line in lines)
+    assert all(line.count(" us +- ") == 2 for line in lines)
+    result = result_file.read(path)
+    assert result.is_measured
+    assert {row.arm for row in result.products} >= {OURS, STOCK}
+    assert result.machine.chip == "Apple M3 Max"
+
+
+def test_an_interrupted_run_keeps_what_it_has(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, path = products.measure, tmp_path / "out.json"
+    problems: list[Any] = []
+
+    def measure(problem: Any, *rest: Any, **options: Any) -> products.Measured:
+        problems.append(problem)
+        if len(problems) > 1:
+            raise KeyboardInterrupt
+        return right(problem, *rest, **options)
+
+    monkeypatch.setattr(products, "measure", measure)
+
+    assert main(["bench", "4x64x256", "8x64x256", "--json", str(path)]) == 130
+
+    assert {row.problem.m for row in result_file.read(path).products} == {4}
+
+
+def test_an_interrupted_generation_keeps_the_streams_before_it(
+    on_metal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+    monkeypatch.setattr(generation, "models", lambda *_: {})
+    monkeypatch.setattr(generation, "first_tokens", lambda *_: mac_file().first_tokens)
+
+    def measure(*_: Any) -> Iterator[GenerationRow]:
+        yield from mac_file().generation
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "measure", measure)
+    path = tmp_path / "out.json"
+
+    assert main(["bench", "--model", "a/model", "--json", str(path)]) == 130
+
+    kept = result_file.read(path)
+    assert kept.generation == mac_file().generation
+    assert kept.first_tokens == mac_file().first_tokens
+
+
+def test_a_wrong_product_fails_the_command(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = launch.product
+    monkeypatch.setattr(
+        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+    )
+
+    assert main(["bench", "4x64x256"]) == 1
+
+    said = capsys.readouterr().out
+    assert "ours (mlx layout)" in said
+    assert "its product is wrong; please report it" in said
+
+
+def test_a_models_speed_is_predicted_without_a_gpu(
+    kept: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+    path = tmp_path / "out.json"
+    words = ["--model", "a/model", "--streams", "1,8", "--json", str(path)]
+
+    assert main(["bench", *words]) == 0
+
+    said = capsys.readouterr().out
+    assert unmarked_times(said) == []
+    assert "of the products of quantized layers" in said
+    assert len([line for line in said.splitlines() if "tokens/s" in line]) == 4
+    result = result_file.read(path)
+    assert result.products == []
+    assert {(row.model, row.streams) for row in result.generation} == {
+        ("a/model", 1),
+        ("a/model", 8),
+    }
+
+
+def test_a_models_speed_is_measured_on_a_gpu(
+    on_metal: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+    monkeypatch.setattr(generation, "models", lambda *_: {STOCK_MODEL: 1, OURS: 2})
+    monkeypatch.setattr(
+        generation,
+        "first_tokens",
+        lambda name, *_: [
+            FirstTokenRow(
+                model=name,
+                arm=OURS,
+                prompt_tokens=9,
+                cold=measured(1200),
+                warm=measured(30),
+            )
+        ],
+    )
+
+    def measure(
+        name: str, arms: dict[str, int], streams: list[int], prompt: int, new: int
+    ) -> list[GenerationRow]:
+        return [
+            GenerationRow(
+                model=name,
+                arm=arm,
+                streams=count,
+                prompt_tokens=prompt,
+                new_tokens=new,
+                prompt=measured(100),
+                step=measured(20 / speed),
+            )
+            for count in streams
+            for arm, speed in arms.items()
+        ]
+
+    monkeypatch.setattr(generation, "measure", measure)
+    csv_file = tmp_path / "out.csv"
+    words = ["--model", "a/model", "--streams", "4", "--csv", str(csv_file)]
+
+    assert main(["bench", *words, "--prompt", "9", "--new", "7"]) == 0
+
+    said = capsys.readouterr().out
+    assert "1200.0 ms" in said
+    assert "30.0 ms" in said
+    assert "200.0 tokens/s" in said  # 4 streams, 20 ms a step
+    assert "400.0 tokens/s" in said
+    assert "2.00" in said
+    rows = [*csv.DictReader(io.StringIO(csv_file.read_text()))]
+    kinds = ["prompt", "step"] * 2 + ["first token, cold", "first token, warm"]
+    assert [row["kind"] for row in rows] == kinds
+
+
+def test_a_model_without_quantized_layers_is_refused(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Layers(nn.Linear(8, 8))
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (model, None))
+
+    assert main(["bench", "--model", "a/model"]) == 2
+
+    assert "has no quantized linear layer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a/model"], "'a/model' is not a shape such as 8x4096x11008"),
+        (["0x64x256"], "m=0"),
+        (["4x64x256", "--rows", "0"], "--rows '0'"),
+        (["4x64x256", "--seconds", "0"], "--seconds 0"),
+        (["4x64x256", "--seconds", "nan"], "--seconds nan"),
+        (["4x64x256", "--seconds", "1e9"], "--seconds 1e+09"),
+        (["--model", "x", "--streams", "1,x"], "--streams '1,x'"),
+        (["--model", "x", "--streams", "9999"], "--streams 9999"),
+        (["--model", "x", "--prompt", "0"], "--prompt 0"),
+        (["--model", "x", "--new", "3"], "--new 3"),
+        (["4x64x256", "--json", "/no/such/folder/x"], "its folder does not exist"),
+        (["4x64x250"], "k=250"),
+        (["4x64x256", "--group-size", "256"], "group_size=256"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(
+    words: list[str],
+    message: str,
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(products, "measure", None)
+    monkeypatch.setattr(mlx_lm, "load", None)
+
+    assert main(["bench", *words]) == 2
+
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_is_only_planned_for_is_not_measured(
+    on_metal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(devices.ENVIRONMENT, "Apple M1")
+
+    assert main(["bench", "4x64x256"]) == 2
+
+    assert "measures this machine: unset it" in capsys.readouterr().err
+
+
+def test_the_heading_names_what_times_depend_on() -> None:
+    said = report.heading(FACTS, True)
+
+    for part in ("Apple M3 Max", "40 cores", "Darwin 26.1", "MLX 0.32.4", "abc1234"):
+        assert part in said
+    assert report.PREDICTED not in said
