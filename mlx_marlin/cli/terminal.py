@@ -5,9 +5,8 @@ import contextlib
 import io
 import os
 import sys
-from typing import TextIO, TypeVar
+from typing import TextIO
 
-Item = TypeVar("Item")
 
 ERRORS = "mlx_marlin.replace"
 """Name of the codec error handler that `replace_unknown_characters` installs."""

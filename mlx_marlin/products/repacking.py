@@ -14,7 +14,8 @@ from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.weights import layout, tile_conversion
 
 CODES_AT_ONCE = 2**20
-"""Codes that are converted or compared at a time: intermediate arrays stay in a cache."""
+"""Codes that are converted or compared at a time, so that intermediate arrays stay in
+a cache."""
 
 
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
