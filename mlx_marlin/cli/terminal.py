@@ -1,4 +1,4 @@
-"""Standard output and error: limited encodings, closed pipes and progress bars."""
+"""Standard output and error: limited encodings and closed pipes."""
 
 import codecs
 import contextlib
@@ -6,7 +6,6 @@ import io
 import os
 import sys
 from typing import TextIO
-
 
 ERRORS = "mlx_marlin.replace"
 """Name of the codec error handler that `replace_unknown_characters` installs."""
