@@ -60,7 +60,6 @@ struct Warps {
       Work work,
       Split split,
       int slice,
-      int,
       int lane_index) {
     constexpr int PRODUCTS = TILE_K / 16;
     constexpr int STEPS = TILE_K / W::STEP;

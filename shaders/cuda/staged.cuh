@@ -156,10 +156,10 @@ METAL_FUNC void staged(
       }
     } else if (aligned) {
       MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, true, T>(
-          totals, ring, first, tile, has_columns, work, split, slice, warp / TOGETHER, lane_index);
+          totals, ring, first, tile, has_columns, work, split, slice, lane_index);
     } else {
       MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, false, T>(
-          totals, ring, first, tile, has_columns, work, split, slice, warp / TOGETHER, lane_index);
+          totals, ring, first, tile, has_columns, work, split, slice, lane_index);
     }
     first += ceil_div(split.k_stop - split.k_start, STAGE_K);  // mutant: next_split
     __syncthreads();

@@ -78,15 +78,6 @@ METAL_FUNC void stores_visible() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Named barriers of two warpgroups: one arrives, the other one waits.
-METAL_FUNC void named_barrier_arrive(int barrier) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(barrier) : "memory");
-}
-
-METAL_FUNC void named_barrier_wait(int barrier) {
-  asm volatile("bar.sync %0, 256;" ::"r"(barrier) : "memory");
-}
-
 METAL_FUNC void products_begin() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

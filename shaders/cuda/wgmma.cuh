@@ -7,64 +7,6 @@ METAL_FUNC constexpr int fragment_sets() {
   return THREADS > 512 ? 1 : 2;
 }
 
-// Whether a block has two warpgroups, which take turns to start products. Otherwise both would
-// decode at the same time, and then wait for each other's products.
-METAL_FUNC constexpr bool take_turns() {
-  return THREADS == (2 * 4 + LOADERS) * 32;
-}
-
-// Number of halves of a stage that a slice multiplies.
-template <int SLICES>
-METAL_FUNC int halves_of_slice(Split split, int slice) {
-  const int halves = ceil_div(split.k_stop - split.k_start, TILE_K);
-  const int rounds = halves / (HALVES * SLICES);
-  const int rest = halves - rounds * (HALVES * SLICES) - HALVES * slice;
-  return HALVES * rounds + min(max(rest, 0), HALVES);
-}
-
-// The turns of two warpgroups: a named barrier for each, at which it waits for the other.
-template <int SLICES>
-struct Turns {
-  int own;
-  int other;
-  int missing;  // turns of the other warpgroup that this one has not
-
-  // The first turn is that of warpgroup 0.
-  METAL_FUNC Turns(Split split, int warpgroup) : own(1 + warpgroup), other(2 - warpgroup) {
-    missing = 0;
-    if (take_turns()) {
-      if (SLICES > 1) {
-        missing = halves_of_slice<SLICES>(split, 1 - warpgroup) -
-            halves_of_slice<SLICES>(split, warpgroup);
-        missing *= TILE_K / 32;
-      }
-      if (warpgroup == 1) {
-        named_barrier_arrive(other);
-      }
-    }
-  }
-  METAL_FUNC void wait() const {
-    if (take_turns()) {
-      named_barrier_wait(own);
-    }
-  }
-  METAL_FUNC void pass() const {
-    if (take_turns()) {
-      named_barrier_arrive(other);
-    }
-  }
-  // Takes the missing turns, and completes the barrier at which warpgroup 1 arrived last.
-  METAL_FUNC void end() const {
-    for (int i = 0; i < missing; ++i) {
-      wait();
-      pass();
-    }
-    if (take_turns() && own == 1) {
-      named_barrier_wait(own);
-    }
-  }
-};
-
 struct Warpgroups {
   static constexpr int TOGETHER = 4;  // warps
 
@@ -95,7 +37,6 @@ struct Warpgroups {
       Work work,
       Split split,
       int slice,
-      int warpgroup,
       int lane_index) {
     constexpr int SETS = fragment_sets();
     constexpr int PRODUCTS = TILE_K / 16;
@@ -107,7 +48,6 @@ struct Warpgroups {
     int k = split.k_start + slice * STAGE_K;  // mutant: start
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);
     Turn<STAGES> turn(first + slice);
-    const Turns<SLICES> turns(split, warpgroup);
     int read = -1;  // a stage whose last products may be incomplete
     while (k < split.k_stop) {
       UNROLL for (int ahead = 0; ahead < incoming.AHEAD; ++ahead) {
@@ -135,8 +75,7 @@ struct Warpgroups {
             if (j + 2 == PRODUCTS) {
               incoming.load(ahead, half, work);
             }
-            products_begin();  // before the turn: the compiler moves no decoding past it
-            turns.wait();
+            products_begin();
             UNROLL for (int i = 0; i < 4; ++i) {
               const int matrix = 2 * (half * PRODUCTS + j + i / 2) * FRAGMENTS;  // mutant: fragment
               multiply_by_shared(
@@ -147,7 +86,6 @@ struct Warpgroups {
                   Fragments<FRAGMENTS>());
             }
             products_commit();
-            turns.pass();
             products_wait<SETS - 1>();
             if (SETS > 1 && half == 0 && j == 0 && read >= 0 && lane_index == 0) {
               barrier_arrive(ring.empty(read));  // mutant: release
@@ -164,7 +102,6 @@ struct Warpgroups {
         turn.advance(SLICES);
       }
     }
-    turns.end();
     products_wait<0>();
     if (SETS > 1 && read >= 0 && lane_index == 0) {
       barrier_arrive(ring.empty(read));
