@@ -10,7 +10,6 @@ from hypothesis import settings
 
 from mlx_marlin import guard, state
 from mlx_marlin.backends import launch, selection, tuned_results
-from mlx_marlin.backends.cuda.compiling import preparation
 from mlx_marlin.integrations.mlx_lm import warn_once
 from mlx_marlin.integrations.tracing import attention
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -28,9 +27,6 @@ settings.load_profile("mlx_marlin")
 
 # What somebody has measured here must not decide what a test sees.
 os.environ[tuned_results.ENVIRONMENT] = "0"
-# Tests without a CUDA device replace MLX's kernels, which are not to be compiled.
-if not mx.cuda.is_available():
-    os.environ[preparation.ENVIRONMENT] = "0"
 # Tests of kernels want a fault to raise; those of the guard switch it on.
 os.environ[guard.ENVIRONMENT] = "0"
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import cache, state
-from mlx_marlin.backends import launch, planner
-from mlx_marlin.backends.cuda.compiling import mlx_folder, preparation, toolchain
+from mlx_marlin.backends import devices, launch, planner
+from mlx_marlin.backends.cuda.compiling import mlx_folder, toolchain
 from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.problem import problem_of
@@ -60,6 +60,7 @@ def test_mlx_takes_the_kernel_from_its_folder(keep: bool) -> None:
     )
     text = instance.text()
     chain = toolchain.here()
+    assert chain is not None
     name = mlx_folder.kernel_name(instance, text)
     folder = mlx_folder.folder(chain.mlx)
     if keep:
@@ -87,10 +88,12 @@ def test_products_have_the_bits_of_mlxs_machine_code(
     words = mx.random.randint(0, 2**31 - 1, (n // 32, k // 64, 256)).astype(mx.uint32)
     scales = mx.random.normal((n // 32, k // 128, 64)).astype(mx.float16)
     results = []
-    for setting in ("0", "1", "1"):  # MLX's, compiled and kept, found again
-        monkeypatch.setenv(preparation.ENVIRONMENT, setting)
+    here = toolchain.here
+    for chain in (lambda: None, here, here):  # MLX's, compiled and kept, found again
+        monkeypatch.setattr(toolchain, "here", chain)
         state.reset()
-        product = launch.unrecorded_product(planner.make(problem))
+        plan = planner.make(problem, device=devices.current())
+        product = launch.unrecorded_product(plan)
         results.append(product(x, words, scales, scales))
         mx.eval(results[-1])
     monkeypatch.undo()

@@ -1,9 +1,5 @@
-"""Prepares kernels before MLX looks for them: compiled once per machine, then kept.
+"""Prepares kernels before MLX looks for them: compiled once per machine, then kept."""
 
-`MLX_MARLIN_KERNELS=0` leaves compiling to MLX, in each process again.
-"""
-
-import os
 import warnings
 from dataclasses import dataclass, replace
 
@@ -14,9 +10,6 @@ from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
 from mlx_marlin.backends.cuda.compiling.nvrtc import CompileError, MachineCode
 from mlx_marlin.backends.cuda.compiling.toolchain import Toolchain, UnavailableError
 from mlx_marlin.backends.source import Source
-
-ENVIRONMENT = "MLX_MARLIN_KERNELS"
-"""If it is 0, no compiled kernels are kept."""
 
 _placed: set[str] = state.register(set())
 """Names of the kernels that are in MLX's folder."""
@@ -117,8 +110,6 @@ def _with_compiler(instance: KernelInstance, chain: Toolchain) -> Source:
 
 @state.cache(maxsize=1)
 def _toolchain() -> Toolchain | None:
-    if os.environ.get(ENVIRONMENT) == "0":
-        return None
     try:
         return toolchain.here()
     except UnavailableError as error:

@@ -59,15 +59,15 @@ class Toolchain:
         return self.compiler.compile_apart(text, function, self.options, HEADERS)
 
 
-def here() -> Toolchain:
-    """Returns the tool chain of this process, in which MLX has a CUDA device.
+def here() -> Toolchain | None:
+    """Returns the tool chain of this process; None if MLX has no CUDA device.
 
     Raises:
         UnavailableError: If something is missing.
     """
     device = detection.here()
     if device is None:
-        raise UnavailableError("MLX has no CUDA device here")
+        return None
     import mlx.core as mx
 
     library, major = _library()
