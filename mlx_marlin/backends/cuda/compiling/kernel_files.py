@@ -6,6 +6,8 @@ that is not valid is ignored, and replaced when the kernel has been compiled aga
 
 import hashlib
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from mlx_marlin import cache
@@ -17,7 +19,7 @@ MAGIC = b"mlx_marlin kernel 1\n"
 """First line of a file. The second is JSON, and the rest is the machine code."""
 ELF = b"\x7fELF"
 MOST_BYTES = 16 * 2**20
-"""Largest file that is read; the kernels have 0.2 MB."""
+"""Most bytes that are read of a file; the kernels have 0.2 MB."""
 
 
 def file_name(text: str, function: str, identity: str) -> str:
@@ -44,7 +46,7 @@ def read(name: str) -> MachineCode | None:
         if reason := cache.why_untrusted(path):
             raise PermissionError(reason)
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MOST_BYTES)
     except FileNotFoundError:
         return None
     _set_time(path)
@@ -68,7 +70,7 @@ def _content(compiled: MachineCode) -> bytes:
 def _parsed(path: Path, content: bytes) -> MachineCode:
     line, _, code = content.removeprefix(MAGIC).partition(b"\n")
     try:
-        if len(content) > MOST_BYTES or not content.startswith(MAGIC):
+        if not content.startswith(MAGIC):
             raise ValueError("not a file of this version")
         head = json.loads(line)
         symbol, digest = head["symbol"], head["sha256"]
@@ -87,8 +89,5 @@ def _digest(code: bytes) -> str:
 
 def _set_time(path: Path) -> None:
     """Marks a file as used, for `mlx-marlin cache --limit`."""
-    import os
-    from contextlib import suppress
-
     with suppress(OSError):
         os.utime(path)
