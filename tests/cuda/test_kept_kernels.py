@@ -319,6 +319,19 @@ def test_without_a_compiler_mlx_compiles_after_one_message(
     assert preparation.prepare(INSTANCE) == Prepared(SOURCE)  # without a message
 
 
+@pytest.mark.parametrize("error", [OSError("no library"), AttributeError("no hash")])
+def test_without_mlxs_hash_mlx_compiles(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def missing() -> None:
+        raise error
+
+    monkeypatch.setattr(mlx_folder, "_hash", missing)
+
+    with pytest.warns(RuntimeWarning, match=f"cannot be kept: {error}"):
+        assert preparation.prepare(INSTANCE) == Prepared(SOURCE)
+
+
 def test_without_a_device_nothing_is_kept(root: Path) -> None:
     if mx.cuda.is_available():
         pytest.skip("there is a CUDA device here")

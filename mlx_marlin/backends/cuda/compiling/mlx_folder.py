@@ -48,6 +48,7 @@ def kernel_name(instance: KernelInstance, text: str) -> str:
 
     Raises:
         OSError: If GNU's library of C++ cannot be loaded.
+        AttributeError: If it has no such function.
         ValueError: If MLX distributes such a long name to several folders.
     """
     content = text.encode()

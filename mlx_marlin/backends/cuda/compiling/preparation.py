@@ -32,7 +32,7 @@ def prepare(instance: KernelInstance) -> Prepared:
     named = replace(instance, source=_with_compiler(instance, chain))
     try:
         task = _Task.of(named, chain)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, AttributeError) as error:
         _warn_unkept(str(error))
         return Prepared(instance.source)
     if task.name in _placed:
