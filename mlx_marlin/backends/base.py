@@ -5,7 +5,7 @@ A third back end is a class with the members of `Backend`, added to `registry.BA
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.source import Source
@@ -41,6 +41,20 @@ class KernelCall(Protocol):
         ...
 
 
+class Prepared(NamedTuple):
+    """A kernel that a back end has prepared, or can compile.
+
+    Attributes:
+        source: The text to launch.
+        name: A name of the compiled kernel; empty if there is nothing to compile.
+        compile: Compiles and keeps the kernel, or None if that is done.
+    """
+
+    source: Source
+    name: str = ""
+    compile: Callable[[], None] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """What the code outside a back end has to know about it and its GPU.
@@ -62,6 +76,8 @@ class Traits:
             takes a mask.
         stock_attends_by_capacity: Whether stock MLX chooses its attention kernel by the
             capacity of the KV cache.
+        compiles_ahead: Whether kernels can be compiled before they are launched, and
+            several at a time.
     """
 
     default_layout: str = "mlx"
@@ -72,6 +88,7 @@ class Traits:
     stock_multiplies_float32: bool = True
     stock_masks_attention: bool = True
     stock_attends_by_capacity: bool = False
+    compiles_ahead: bool = False
 
 
 class Gather(Protocol):

@@ -1,7 +1,8 @@
 """Makes kernels: the only module that asks MLX, or the emulator, for one."""
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import itemgetter
 from typing import Any, cast
 
@@ -10,24 +11,60 @@ import mlx.core as mx
 from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.base import KernelCall
+from mlx_marlin.backends.base import KernelCall, Prepared
 from mlx_marlin.backends.source import Source
-from mlx_marlin.weights.dtypes import dtype
+from mlx_marlin.weights.dtypes import dtype, dtype_name
 
 IN_CONSTANT = 8
 """MLX passes Metal inputs of fewer elements in the `constant` address space, which the
 `device` pointers of our kernels cannot read."""
 
 
-def lazily(text: Source, shared_memory: int) -> KernelCall:
-    """Returns a CUDA kernel that is built by its first call.
+Template = tuple[tuple[str, TemplateValue], ...]
+Dtypes = tuple[str, ...]
+Compilations = dict[str, Callable[[], None]]
+"""What compiles kernels, by their names. Threads may run them at the same time."""
+Prepare = Callable[[Source, Template, Dtypes, Dtypes], Prepared]
+"""Prepares a kernel with template arguments and the dtypes of inputs and outputs."""
+
+_deferred: ContextVar[Compilations | None] = ContextVar("deferred", default=None)
+
+
+@contextmanager
+def deferred() -> Iterator[Compilations]:
+    """Collects the kernels of calls instead of compiling them.
+
+    Graphs that are built in this context must not be evaluated.
+    """
+    compilations: Compilations = {}
+    token = _deferred.set(compilations)
+    try:
+        yield compilations
+    finally:
+        _deferred.reset(token)
+
+
+def are_deferred() -> bool:
+    """Returns whether calls are made only to collect their kernels."""
+    return _deferred.get() is not None
+
+
+def lazily(text: Source, shared_memory: int, prepare: Prepare) -> KernelCall:
+    """Returns a CUDA kernel that is prepared and built by its first call.
 
     Plans are made on any machine; kernels can be built only where MLX has CUDA.
+
+    Args:
+        text: The kernel.
+        shared_memory: Bytes of dynamic shared memory.
+        prepare: Prepares the kernel with the arguments of its first call.
     """
-    built = cache(partial(_cuda_kernel, text, shared_memory))
+    built: list[KernelCall] = []
 
     def call(**arguments: Any) -> list[mx.array]:
-        return built()(**arguments)
+        if not built:
+            built.append(_prepared(text, shared_memory, prepare, arguments))
+        return built[0](**arguments)
 
     return call
 
@@ -100,11 +137,34 @@ def template(
     ]
 
 
-@state.cache()
-def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
+def _prepared(
+    text: Source, shared_memory: int, prepare: Prepare, arguments: dict[str, Any]
+) -> KernelCall:
     if not mx.cuda.is_available():
         reason = selection.missing() or "MLX has no CUDA device here"
         raise ValueError(f"the kernel {text.name} cannot run: {reason}")
+    prepared = prepare(
+        text,
+        tuple((name, _plain(value)) for name, value in arguments["template"]),
+        tuple(dtype_name(array.dtype) for array in arguments["inputs"]),
+        tuple(map(dtype_name, arguments["output_dtypes"])),
+    )
+    if prepared.compile is not None:
+        compilations = _deferred.get()
+        if compilations is None:
+            prepared.compile()
+        else:
+            compilations[prepared.name] = prepared.compile
+    return _cuda_kernel(prepared.source, shared_memory)
+
+
+def _plain(value: mx.Dtype | int | bool) -> TemplateValue:
+    """Returns a template argument with the name of a dtype instead of the dtype."""
+    return dtype_name(value) if isinstance(value, mx.Dtype) else value
+
+
+@state.cache()
+def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
     return cast(
         KernelCall,
         mx.fast.cuda_kernel(

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from mlx_marlin import cache
 
-KERNELS = "emulator"
-"""Name of the folder that `--limit` applies to."""
+KERNELS = {"emulator": "*.so", "kernels": "*.cubin"}
+"""Names of the folders that `--limit` applies to, and pattern of their files."""
 CONTENTS = {
-    KERNELS: "kernels compiled for the emulator",
+    "emulator": "kernels compiled for the emulator",
     "gpus": "measured figures of CUDA devices",
+    "kernels": "compiled CUDA kernels",
     "tuned": "results of mlx-marlin tune",
     "verdicts": "checks of kernels on this machine",
 }
@@ -115,7 +116,7 @@ def _remove_files(args: argparse.Namespace) -> int | None:
     if args.clear is not None:
         return clear(args.clear)
     if args.limit is not None:
-        return shrink(cache.folder(KERNELS), size(args.limit))
+        return shrink(size(args.limit))
     return None
 
 
@@ -184,16 +185,22 @@ def clear(name: str) -> int:
     return removed
 
 
-def shrink(folder: Path, limit: int) -> int:
-    """Removes the least recently used libraries and returns their number.
+def shrink(limit: int) -> int:
+    """Removes the least recently used compiled kernels and returns their number.
+
+    The modification time of a kernel's file is that of its last use.
 
     Args:
-        folder: A folder of libraries whose modification time is that of the last use.
-        limit: Maximum bytes of the remaining libraries.
+        limit: Maximum bytes of the remaining kernels.
     """
+    files = [
+        file
+        for name, pattern in KERNELS.items()
+        for file in _files(cache.folder(name), pattern)
+    ]
     removed = 0
     total = 0
-    for status, path in sorted(_files(folder, "*.so"), key=_last_use, reverse=True):
+    for status, path in sorted(files, key=_last_use, reverse=True):
         total += status.st_size
         if total > limit:
             path.unlink(missing_ok=True)

@@ -17,7 +17,13 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_marlin import state
-from mlx_marlin.backends import experts_launch, repack_launch, selection, source
+from mlx_marlin.backends import (
+    experts_launch,
+    kernels,
+    repack_launch,
+    selection,
+    source,
+)
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.guard import checks, known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
@@ -59,6 +65,8 @@ def is_on() -> bool:
     if setting not in ("", "0", "1"):
         raise ValueError(f"{ENVIRONMENT}={setting!r}, expected 0, 1 or nothing")
     backend = selection.backend()
+    if kernels.are_deferred():
+        return False  # nothing is evaluated, and decisions are dropped afterwards
     if setting == "0" or backend == "stock" or selection.missing() is not None:
         return False
     return setting == "1" or backend in selection.ON_GPU
@@ -185,11 +193,11 @@ def verdicts_so_far() -> list[Verdict]:
 
 
 def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...]:
-    kernels = repack_launch.repack_kernels()
-    template = kernels.template(bits, order)
+    repack = repack_launch.repack_kernels()
+    template = repack.template(bits, order)
     return (
         KernelVariant(
-            source=kernels.source(to),
+            source=repack.source(to),
             template=(*template.items(),),
             dtypes=("uint32", "uint32"),
         ),

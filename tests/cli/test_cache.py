@@ -106,7 +106,7 @@ def test_a_limit_removes_the_kernels_that_were_not_used_for_longest(
 ) -> None:
     old = keep("emulator", "a.so", 400, hours=3)
     recent = keep("emulator", "b.so", 300, hours=1)
-    older = keep("emulator", "c.so", 100, hours=4)
+    older = keep("kernels", "c.cubin", 100, hours=4)
     used = keep("emulator", "d.so", 600, hours=0)
     results = keep("tuned", "a.json", 5000, hours=9)
 

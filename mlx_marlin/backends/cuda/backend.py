@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.base import KernelCall, Traits
+from mlx_marlin.backends.base import KernelCall, Prepared, Traits
 from mlx_marlin.backends.cuda import (
     arguments,
     handover,
@@ -48,6 +48,7 @@ class CudaBackend:
         stock_multiplies_float32=False,
         stock_masks_attention=False,
         stock_attends_by_capacity=True,
+        compiles_ahead=True,
     )
     gather = CudaGather()
     routing = CudaRouting()
@@ -175,4 +176,19 @@ class CudaBackend:
         """Returns a call that launches a kernel; the first call builds it."""
         from mlx_marlin.backends import kernels
 
-        return kernels.lazily(source, shared_bytes)
+        return kernels.lazily(source, shared_bytes, _prepare)
+
+
+def _prepare(
+    text: Source,
+    template: tuple[tuple[str, TemplateValue], ...],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+) -> Prepared:
+    """Prepares a kernel with template arguments and dtypes."""
+    from mlx_marlin.backends.cuda.compiling import preparation
+    from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
+
+    return preparation.prepare(
+        KernelInstance(source=text, template=template, inputs=inputs, outputs=outputs)
+    )

@@ -28,11 +28,11 @@ STEP_SECONDS = (450e-9, 860e-9, 1040e-9, 1225e-9)
 the latency of its products. Measured (docs/lab, step 29): 20.2 us for 16 rows of
 5120→17408 with 20 warps; 13.7 and 19.6 us for 16 and 32 rows of 14336→4096 with 16. The
 first value is a guess, because memory takes longer; the third is interpolated."""
-TILE_SECONDS = (58e-9, 78e-9, 97e-9, 117e-9)
+TILE_SECONDS = (58e-9, 78e-9, 105e-9, 117e-9)
 """Time of a multiprocessor in "mma_staged" for a packed tile and 128 of k, by
 fragments_m: instruction issue and products. Measured (docs/lab, step 29): 8192→28672,
-5120→17408 and 4096→14336 agree within 5 %, except 24 rows of the first, which take 12 %
-longer."""
+5120→17408 and 4096→14336 agree within 5 %. For 24 rows, 97 ns with 4 tiles side by side
+and 110 with 7 (2026-11-24)."""
 FILL_SECONDS = (105e-9, 130e-9, 212e-9, 295e-9)
 """Time in which four warps fill a stage, by fragments_m; it dominates if few tiles are
 side by side. Measured (docs/lab): 14336→4096 in step 29; in step 44 two shapes with 24

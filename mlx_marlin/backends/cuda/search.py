@@ -82,14 +82,16 @@ def _rank(
 ) -> tuple[float, ...]:
     """Returns the sort key of a candidate: its time, then its simplicity.
 
-    Independent products, such as those of q, k and v, use multiprocessors that a
-    product leaves idle. Therefore half of the time counts in full, and half in
-    proportion to the share of the device that is used.
+    The time is that of the product alone, as in a chain: what a joined model computes
+    next waits for it. Of plans whose times differ by less than `MODEL_ERROR`, the one
+    that leaves more multiprocessors to other work may be preferred.
     """
     busy = config.work.threadgroups - config.work.idle
     share = min(busy / device.multiprocessors, 1.0)
     return (
-        found.seconds * (1 + share) / 2 * search.split_factor(config.work.is_split),
+        found.seconds
+        * (1 + search.MODEL_ERROR * share)
+        * search.split_factor(config.work.is_split),
         found.memory,
         OF_CUDA.index(config.kernel),
         STRATEGIES.index(config.work.strategy),

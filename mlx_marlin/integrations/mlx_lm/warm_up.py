@@ -1,13 +1,17 @@
 """Compiles and checks the kernels of a model before its first call."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import state
+from mlx_marlin.backends import kernels, selection
 from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
@@ -19,6 +23,9 @@ from mlx_marlin.layers.native import activation_dtype
 from mlx_marlin.weights.dtypes import floating
 
 Step = Callable[[], Any]
+
+COMPILED_AT_A_TIME = 16
+"""Most kernels that are compiled at a time."""
 
 
 def check_rows(rows: Sequence[int]) -> None:
@@ -43,10 +50,33 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
         return
     from tqdm import tqdm
 
+    if selection.traits().compiles_ahead:
+        _compile_ahead(model, rows)
     with tqdm(total=len(rows), desc="warm up", unit="row count") as bar:
         for m in rows:
             for step in _steps(model, m):
                 mx.eval(step())
+            bar.update()
+
+
+def _compile_ahead(model: nn.Module, rows: Sequence[int]) -> None:
+    """Compiles kernels that are not stored yet, several at a time."""
+    with kernels.deferred() as compilations:
+        for m in rows:
+            for step in _steps(model, m):
+                step()
+    state.reset()  # what was decided in that context was not checked
+    if not compilations:
+        return
+    from tqdm import tqdm
+
+    workers = min(len(compilations), os.cpu_count() or 1, COMPILED_AT_A_TIME)
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        tqdm(total=len(compilations), desc="compile", unit="kernel") as bar,
+    ):
+        for done in as_completed([pool.submit(task) for task in compilations.values()]):
+            done.result()
             bar.update()
 
 

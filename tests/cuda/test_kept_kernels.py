@@ -1,0 +1,427 @@
+"""Compiled CUDA kernels that are kept: names, files and fallbacks, without a GPU."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin import cache, guard, state
+from mlx_marlin.backends import kernels, planner, registry
+from mlx_marlin.backends.base import Prepared
+from mlx_marlin.backends.cuda import arguments, detection
+from mlx_marlin.backends.cuda.compiling import (
+    kernel_files,
+    mlx_folder,
+    nvrtc,
+    preparation,
+    toolchain,
+)
+from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
+from mlx_marlin.backends.cuda.compiling.nvrtc import CompileError, MachineCode, Nvrtc
+from mlx_marlin.backends.cuda.compiling.toolchain import Toolchain, UnavailableError
+from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.problem import problem_of
+from support.cuda_launches import H200, Model
+from support.recorder import Recorder
+
+CODE = kernel_files.ELF + bytes(range(256))
+SOURCE = Source(
+    name="twice",
+    input_names=("x", "numbers"),
+    output_names=("out",),
+    header="#define THREADS 32\n",
+    source="out[0] = T(2) * x[0];",
+)
+INSTANCE = KernelInstance(
+    source=SOURCE,
+    template=(("M", 8), ("WHOLE", True), ("SPLIT", False), ("T", "bfloat16")),
+    inputs=("float16", "int32"),
+    outputs=("float32",),
+)
+TEXT = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+#define THREADS 32
+namespace mlx::core::cu {
+
+namespace cg = cooperative_groups;
+
+__global__ void custom_kernel_twice_8_t_f_bfloat16_t(
+    const __half* x,
+    const int32_t* numbers,
+    float* out) {
+  constexpr int M = 8;
+  constexpr bool WHOLE = true;
+  constexpr bool SPLIT = false;
+  using T = __nv_bfloat16;
+
+out[0] = T(2) * x[0];
+}
+
+} // namespace mlx::core::cu
+"""
+"""What MLX 0.32.4 compiles; test_kept_kernels_on_gpu.py compares with MLX."""
+
+
+class Compiler(Nvrtc):
+    """Compiles nothing: the machine code is a digest of what it would compile."""
+
+    def __init__(self) -> None:
+        self.version = "13.0"
+        self.compiled: list[str] = []
+        self.fault: str | None = None
+
+    def compile_apart(
+        self, text: str, function: str, options: Any, headers: Any
+    ) -> MachineCode:
+        if self.fault is not None:
+            raise CompileError(self.fault)
+        self.compiled.append(text)
+        return MachineCode(f"_Z{len(text)}", CODE)
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Gives the test a cache and an MLX folder of its own."""
+    place = tmp_path / "mlx_marlin"
+    monkeypatch.setattr(cache, "root", lambda: place)
+    monkeypatch.setenv(mlx_folder.ENVIRONMENT, str(tmp_path / "ptx"))
+    state.reset()
+    yield tmp_path
+    state.reset()
+
+
+@pytest.fixture
+def compiler(root: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Makes a machine with a compiler, which is faked."""
+    fake = Compiler()
+    chain = Toolchain(fake, "sm_90a", ("--option",), "0.32.4", "one")
+    monkeypatch.setattr(toolchain, "here", lambda: chain)
+    return fake
+
+
+def compiled(prepared: Prepared) -> Source:
+    assert prepared.compile is not None
+    prepared.compile()
+    return prepared.source
+
+
+def test_the_text_is_the_one_that_mlx_compiles() -> None:
+    assert INSTANCE.text() == TEXT
+    assert INSTANCE.qualified == "mlx::core::cu::custom_kernel_twice_8_t_f_bfloat16_t"
+
+
+def test_a_name_ends_with_the_hash_of_gnus_library() -> None:
+    assert mlx_folder.kernel_name(INSTANCE, "abc") == (
+        "custom_kernel_twice_8_t_f_bfloat16_t_32d82bf8ed3dba39"
+    )
+    long = replace(INSTANCE, template=tuple((f"A{i}", 10**9) for i in range(25)))
+    with pytest.raises(ValueError, match="more than 245 characters"):
+        mlx_folder.kernel_name(long, "abc")
+
+
+def test_a_kernel_that_reads_shapes_is_not_kept() -> None:
+    reading = replace(SOURCE, source="out[0] = x_shape[0];")
+    with pytest.raises(ValueError, match="reads x_shape"):
+        replace(INSTANCE, source=reading).text()
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_our_kernels_read_no_shapes_and_have_short_names(m: int) -> None:
+    problem = problem_of(m=m, n=5120, k=17408, layout="marlin")
+    plan = planner.make(problem, device=H200)
+    backend: Any = registry.of_plan(plan)
+    text = backend.product_source(plan)
+    instance = KernelInstance(
+        source=text,
+        template=(*arguments.product_template(plan).items(),),
+        inputs=("float16",) * len(text.input_names),
+        outputs=("float16",) * len(text.output_names),
+    )
+    assert "_shape" not in mlx_folder.kernel_name(instance, instance.text())
+
+
+def test_a_kernel_is_compiled_once_and_found_in_the_next_process(
+    compiler: Compiler, root: Path
+) -> None:
+    source = compiled(preparation.prepare(INSTANCE))
+    assert preparation.prepare(INSTANCE) == Prepared(source)
+
+    state.reset()  # another process
+    again = preparation.prepare(INSTANCE)
+
+    assert again == Prepared(source)
+    assert source.header == SOURCE.header + "// NVRTC 13.0, sm_90a\n"
+    assert len(compiler.compiled) == 1
+    (text,) = compiler.compiled
+    name = mlx_folder.kernel_name(replace(INSTANCE, source=source), text)
+    assert (root / "ptx" / f"{name}.ptx").read_bytes() == CODE
+    names = f"{INSTANCE.qualified}\t_Z{len(text)}\n"
+    assert (root / "ptx" / f"{name}.txt").read_text() == names
+
+
+def test_mlxs_folder_is_filled_from_the_cache(compiler: Compiler, root: Path) -> None:
+    compiled(preparation.prepare(INSTANCE))
+    files = sorted((root / "ptx").iterdir())
+    contents = [file.read_bytes() for file in files]
+    files[0].write_bytes(CODE[:9])  # left by a process that was killed
+    files[1].unlink()
+
+    state.reset()
+    assert preparation.prepare(INSTANCE).compile is None
+
+    assert [file.read_bytes() for file in files] == contents
+    assert sorted((root / "ptx").iterdir()) == files
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda instance, chain: (replace(instance, template=(("M", 16),)), chain),
+        lambda instance, chain: (replace(instance, inputs=("float32", "int32")), chain),
+        lambda instance, chain: (instance, replace(chain, identity="another NVRTC")),
+        lambda instance, chain: (
+            replace(instance, source=replace(SOURCE, source="out[0] = T(3);")),
+            chain,
+        ),
+    ],
+    ids=["template", "dtypes", "compiler", "text"],
+)
+def test_another_kernel_or_compiler_has_another_file(
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[KernelInstance, Toolchain], tuple[KernelInstance, Toolchain]],
+) -> None:
+    compiled(preparation.prepare(INSTANCE))
+    here = toolchain.here()
+    assert here is not None
+    other, chain = change(INSTANCE, here)
+    monkeypatch.setattr(toolchain, "here", lambda: chain)
+    state.reset()
+
+    assert preparation.prepare(other).compile is not None
+
+
+def _truncated(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def _longer(content: bytes) -> bytes:
+    code = CODE + bytes(kernel_files.MOST_BYTES)
+    return kernel_files._content(MachineCode("a", code))
+
+
+def _of_another_version(content: bytes) -> bytes:
+    return content.replace(b"kernel 1", b"kernel 2")
+
+
+def _with_head(head: object) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        return kernel_files.MAGIC + json.dumps(head).encode() + b"\n" + CODE
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _truncated,
+        _longer,
+        _of_another_version,
+        _with_head([]),
+        _with_head({"symbol": "a"}),
+        _with_head({"symbol": "../a\tb", "sha256": kernel_files._digest(CODE)}),
+        _with_head({"symbol": 7, "sha256": kernel_files._digest(CODE)}),
+        lambda content: b"",
+        lambda content: kernel_files.MAGIC + b"[" * 100_000,
+    ],
+)
+def test_a_file_that_is_not_valid_is_ignored_with_one_message(
+    compiler: Compiler, root: Path, change: Callable[[bytes], bytes]
+) -> None:
+    compiled(preparation.prepare(INSTANCE))
+    (file,) = (root / "mlx_marlin" / "kernels").iterdir()
+    file.write_bytes(change(file.read_bytes()))
+    state.reset()
+
+    with pytest.warns(RuntimeWarning, match="a compiled kernel is ignored") as warned:
+        first = preparation.prepare(INSTANCE)
+    assert preparation.prepare(INSTANCE).compile is not None  # without a message
+    compiled(first)
+
+    assert len(warned) == 1
+    state.reset()
+    assert preparation.prepare(INSTANCE).compile is None
+
+
+def test_a_file_that_others_may_have_written_is_ignored(
+    compiler: Compiler, root: Path
+) -> None:
+    compiled(preparation.prepare(INSTANCE))
+    (file,) = (root / "mlx_marlin" / "kernels").iterdir()
+    file.chmod(0o666)
+    state.reset()
+
+    with pytest.warns(RuntimeWarning, match="can be written by other users"):
+        assert preparation.prepare(INSTANCE).compile is not None
+
+
+def test_a_folder_of_mlx_that_is_not_ours_is_not_written_to(
+    compiler: Compiler, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_folder.os, "geteuid", lambda: 4_000_000)
+
+    with pytest.raises(PermissionError, match="ptx belongs to the user"):
+        mlx_folder.place(root / "ptx", "a", INSTANCE, MachineCode("a", CODE))
+
+    assert [*(root / "ptx").iterdir()] == []
+
+
+def test_a_folder_of_mlx_that_cannot_be_written_to_is_one_message(
+    compiler: Compiler, root: Path
+) -> None:
+    (root / "ptx").write_text("a file")
+
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        compiled(preparation.prepare(INSTANCE))
+    compiled(preparation.prepare(replace(INSTANCE, template=(("M", 1),))))
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_mlx(
+    compiler: Compiler, root: Path
+) -> None:
+    compiler.fault = "kernel.cu(3): error: expected a ;\nand more"
+
+    with pytest.warns(RuntimeWarning, match=r"expected a ;. MLX compiles them in each"):
+        compiled(preparation.prepare(INSTANCE))
+
+    assert not (root / "ptx").exists()
+
+
+def test_without_a_compiler_mlx_compiles_after_one_message(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Toolchain:
+        raise UnavailableError("MLX has not loaded NVRTC in this process")
+
+    monkeypatch.setattr(toolchain, "here", missing)
+
+    with pytest.warns(RuntimeWarning, match="has not loaded NVRTC"):
+        assert preparation.prepare(INSTANCE) == Prepared(SOURCE)
+    assert preparation.prepare(INSTANCE) == Prepared(SOURCE)  # without a message
+
+
+@pytest.mark.parametrize("error", [OSError("no library"), AttributeError("no hash")])
+def test_without_mlxs_hash_mlx_compiles(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def missing() -> None:
+        raise error
+
+    monkeypatch.setattr(mlx_folder, "_hash", missing)
+
+    with pytest.warns(RuntimeWarning, match=f"cannot be kept: {error}"):
+        assert preparation.prepare(INSTANCE) == Prepared(SOURCE)
+
+
+def test_without_a_device_nothing_is_kept(root: Path) -> None:
+    if mx.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    assert preparation.prepare(INSTANCE) == Prepared(SOURCE)  # without a message
+
+
+def test_the_tool_chain_is_that_of_the_loaded_library(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = root / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"seven b")
+    include = root / "nvidia" / "cu13" / "include"
+    include.mkdir()
+    (include / "cuda_fp16.h").touch()
+    maps = root / "maps"
+    monkeypatch.setattr(toolchain, "MAPPED", maps)
+    monkeypatch.setattr(toolchain, "Nvrtc", lambda path: Compiler())
+    monkeypatch.setattr(detection, "here", lambda: H200)
+    monkeypatch.setattr(mx, "__file__", str(root / "mlx" / "core.so"))
+    maps.write_text("7f00-7f01 r--p 0 fe:00 1 /usr/lib/libc.so.6\n")
+    with pytest.raises(UnavailableError, match="has not loaded NVRTC"):
+        toolchain.here()
+    maps.write_text(f"7f00-7f01 r--p 0 fe:00 1 {library}\n")
+
+    chain = toolchain.here()
+
+    assert chain is not None
+    assert chain.options == (
+        "--device-as-default-execution-space",
+        "--gpu-architecture=sm_90a",
+        f"--include-path={root}/mlx/include/cccl",
+        f"--include-path={include}",
+    )
+    assert "(7 bytes)" in chain.identity
+    (include / "cuda_fp16.h").unlink()
+    monkeypatch.setenv("CUDA_HOME", str(root / "none"))
+    with pytest.raises(UnavailableError, match=r"no cuda_fp16\.h in"):
+        toolchain.here()
+
+
+def test_a_library_that_is_not_nvrtc_is_refused() -> None:
+    with pytest.raises(CompileError, match="nvrtc"):
+        Nvrtc(Path("libc.so.6"))
+
+
+def test_another_process_that_fails_is_replaced_by_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = object.__new__(Nvrtc)
+    fake._path = Path("libnvrtc.so")
+    monkeypatch.setattr(nvrtc.sys, "executable", "/bin/false")
+    monkeypatch.setattr(Nvrtc, "compile", lambda *_: MachineCode("here", CODE))
+
+    assert fake.compile_apart("text", "f", (), {}) == MachineCode("here", CODE)
+
+
+def test_a_deferred_call_compiles_nothing(
+    compiler: Compiler, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlx_marlin.optimize(Model())
+    compiler.compiled.clear()
+    monkeypatch.setenv(guard.ENVIRONMENT, "1")
+    assert guard.is_on()
+
+    with kernels.deferred() as compilations:
+        assert not guard.is_on()  # a check would evaluate the kernel
+        model.linear(mx.zeros((3, model.linear.packed.k), mx.float16))
+
+    assert compiler.compiled == []
+    assert [*compilations]
+    for task in compilations.values():
+        task()
+    assert len(compiler.compiled) == len(compilations)
+    assert not kernels.are_deferred()
+
+
+def test_warm_up_compiles_ahead_several_at_a_time(
+    compiler: Compiler, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+
+    def compile_apart(*arguments: Any) -> MachineCode:
+        threads.add(threading.current_thread().name)
+        return Compiler.compile_apart(compiler, *arguments)
+
+    monkeypatch.setattr(compiler, "compile_apart", compile_apart)
+
+    mlx_marlin.optimize(Model(), warm_up=(1, 64))
+
+    assert compiler.compiled
+    assert threading.main_thread().name not in threads
+    assert len(set(compiler.compiled)) == len(compiler.compiled)
