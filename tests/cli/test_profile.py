@@ -244,6 +244,7 @@ def test_a_device_is_measured(
     clock = tuner.Clock(
         name="wall time",
         measure=partial(tuner.wall_time, seconds=0.01),
+        measure_independent=partial(tuner.wall_time, seconds=0.01),
         weights=lambda _: 2,
         times_stock=True,
     )

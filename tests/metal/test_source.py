@@ -14,7 +14,7 @@ from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.reduce_launch import REDUCE_ROWS
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
-from mlx_marlin.weights.formats import CODES, GROUP_SIZES, TILE_K, TILE_N
+from mlx_marlin.weights.formats import CODES, GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
 from support import strategies
 
 KERNELS = ("gemv", "gemm_register", "gemm_staged")
@@ -219,7 +219,11 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
     text = (source.shader_folder() / "lib" / "decode.metal").read_text()
 
     codes = {name.upper(): i for i, name in enumerate(CODES)}
-    assert numbers_of(text) == codes | {"GLOBAL_FLOATING": arguments.GLOBAL_FLOATING}
+    others = {
+        "GLOBAL_FLOATING": arguments.GLOBAL_FLOATING,
+        "SUPER_BLOCK": SUPER_BLOCK,
+    }
+    assert numbers_of(text) == codes | others
 
 
 def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
@@ -292,6 +296,7 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
         "TILE_N": TILE_N,
         "TILE_K": TILE_K,
         "SCRATCH_ROW": PADDED_COLUMNS,
+        "SUPER_BLOCK": SUPER_BLOCK,
     }
 
 

@@ -57,7 +57,7 @@ def test_low_occupancy_names_its_cause() -> None:
     few = profile(DECODE, 0.042)
     assert few.residency is not None
     assert few.residency.limit == "launched threadgroups"
-    assert few.low_occupancy == "only 40 threadgroups of 8 simdgroups for 40 cores"
+    assert few.low_occupancy == "only 128 threadgroups of 2 simdgroups for 40 cores"
 
     staged = planner.make(
         replace(PREFILL, m=64, n=65536), device=M1, kernel="gemm_staged", buffers=3

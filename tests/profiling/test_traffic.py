@@ -19,6 +19,8 @@ from support.format_cases import GROUPED, layouts_of, step_of
 M3_MAX = devices.named("M3 Max")
 FORMATS = [(*row, layout) for row in GROUPED for layout in layouts_of(*row)]
 PARAMETERS = {"affine": (2, 2), "symmetric": (2, 0), "zero_point": (2, 2)}
+PARAMETERS |= {"k_quant 4": (1.25, 1.25), "k_quant 5": (1.25, 1.25)}
+PARAMETERS |= {"k_quant 6": (1.125, 0)}
 """Bytes of a scale and of an offset by mode; the other modes have a byte and none."""
 
 
@@ -35,7 +37,8 @@ def test_each_operand_counts_once_in_every_format(
     k = step_of(mode, bits, group_size) * (1 if group_size == CHANNEL else steps)
     group = group_size or k
     problem = problem_of(m, n, k, mode=mode, bits=bits, group_size=group, layout=layout)
-    scale, offset = PARAMETERS.get(mode, (1, 0))
+    kind = f"{mode} {bits}" if mode == "k_quant" else mode
+    scale, offset = PARAMETERS.get(kind, (1, 0))
 
     found = OperandBytes.of(problem)
 
