@@ -18,6 +18,7 @@ COMMANDS = {
         "import GPTQ, AWQ, GGUF and other checkpoints",
     ),
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
+    "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
     "profile": (
         "mlx_marlin.cli.profile",
         "compare products with the limits of a device",
@@ -32,12 +33,27 @@ COMMANDS = {
 }
 """Command name -> (module, help), in the order of the help."""
 
-EPILOG = """
-Run `mlx-marlin COMMAND --help` for the options of a command.
-
-example:
-  mlx-marlin plan 8 4096 11008 --chip "M3 Max"
-"""
+GUIDE = {
+    "Can our kernels run on this machine?": "mlx-marlin doctor",
+    "See a model write text with them": "mlx-marlin demo",
+    "Use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
+    "Which layers of a model do they serve?": "mlx-marlin report MODEL",
+    "Why does a product get its kernel?": 'mlx-marlin plan 8 4096 4096 --chip "M3 Max"',
+    "How near are products to the limits?": "mlx-marlin profile",
+    "Measure and keep the fastest plans": "mlx-marlin tune MODEL",
+    "Run my own Metal kernel without a GPU": "mlx-marlin emulate FILE --grid 32",
+    "Free disk space": "mlx-marlin cache",
+}
+"""What a newcomer wants, and the command for it, in the order of need."""
+_WIDTH = max(map(len, GUIDE))
+EPILOG = "\n".join(
+    [
+        "what you want:",
+        *(f"  {wish:{_WIDTH}}  {command}" for wish, command in GUIDE.items()),
+        "",
+        "Run `mlx-marlin COMMAND --help` for the options of a command.",
+    ]
+)
 
 WRONG_INPUT = 2
 """Exit status for invalid input or a missing dependency."""

@@ -23,6 +23,7 @@ PLAN = ["plan", "8", "64", "128"]
 NEEDED = {
     "plan": PLAN[1:],
     "convert": ["source", "result"],
+    "report": ["model"],
     "emulate": ["kernel.metal", "--grid", "32"],
 }
 """Arguments that a command cannot do without."""

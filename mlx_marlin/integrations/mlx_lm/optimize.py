@@ -86,7 +86,7 @@ def optimize(
             model has no layer to convert, or if `invariant` is true and some quantized
             layers would remain stock MLX's.
     """
-    _check_model(model)
+    check_model(model)
     conversion = LayerConversion(
         layout=layout,
         quantize=quantize,
@@ -128,7 +128,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     Raises:
         TypeError: If `model` is not an `nn.Module`.
     """
-    _check_model(model)
+    check_model(model)
     changes = Changes()
     try:
         _set_tracing(model, False, changes)
@@ -141,7 +141,8 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     return model
 
 
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
+    """Raises a TypeError if an argument is not an `nn.Module`."""
     if isinstance(model, nn.Module):
         return
     hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"

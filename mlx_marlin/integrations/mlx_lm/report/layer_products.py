@@ -1,0 +1,330 @@
+"""The products that a model's layers compute."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_marlin.integrations.mlx_lm.known_layers import (
+    is_experts,
+    is_heads,
+    is_marlin_experts,
+    is_marlin_heads,
+)
+from mlx_marlin.integrations.mlx_lm.layer_conversion import is_marlin_layer
+from mlx_marlin.integrations.mlx_lm.report.target import Target
+from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.native import activation_dtype
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.products.experts.request import GatherRequest
+from mlx_marlin.products.request import MatmulRequest
+from mlx_marlin.weights import dtypes
+
+CHOICES = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+)
+"""Names of mlx-lm's settings for the experts that a row chooses."""
+SORTED_PAIRS = 64
+"""Pairs from which mlx-lm sorts the experts."""
+NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear layers"
+LOOK_UP = "only looked up: the output head is another layer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A quantized weight, or several of one shape.
+
+    Attributes:
+        n: Rows of the weight.
+        k: Columns of the weight.
+        mode: The quantization scheme.
+        bits: Bits of a code.
+        group_size: Weights that share a scale.
+        scale_dtype: Dtype of the scales.
+        layout: "mlx" or "marlin".
+        batch: Number of heads or experts; () for one weight.
+        global_scale: Whether there is a global scale.
+    """
+
+    n: int
+    k: int
+    mode: str
+    bits: int
+    group_size: int
+    scale_dtype: str
+    layout: str
+    batch: tuple[int, ...] = ()
+    global_scale: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProduct:
+    """What a layer computes.
+
+    Attributes:
+        layer: The class of the layer.
+        operation: "linear", "as_linear", "heads", "heads, not transposed" or "experts".
+        weight: The weight, in the layout that it has after `optimize`; None if the
+            layer multiplies by none that is quantized.
+        dtype: Dtype of the activations.
+        is_converted: Whether the layer is one of ours already.
+        stays: Why `optimize` leaves the layer to stock MLX; None if it does not.
+        bias: Whether the product adds a bias.
+        parts: Rows of the layers that are joined.
+        invariant: Whether a row's bits must not depend on the other rows.
+        choices: Experts that a row chooses; 0 if the weights are not experts.
+    """
+
+    layer: str
+    operation: str
+    weight: Weight | None
+    dtype: str
+    is_converted: bool
+    stays: str | None = None
+    bias: bool = False
+    parts: tuple[int, ...] = ()
+    invariant: bool = False
+    choices: int = 0
+
+    def request(self, m: int, on_cpu: bool) -> MatmulRequest:
+        """Returns the call of a layer that is not one of experts.
+
+        Args:
+            m: Rows of the activations, of each head if there are several.
+            on_cpu: Whether the call runs on the CPU.
+        """
+        w, transpose = self.weight, "not transposed" not in self.operation
+        assert w is not None
+        x_dtype, scale_dtype = dtypes.dtype(self.dtype), dtypes.dtype(w.scale_dtype)
+        inner, outer = (w.k, w.n) if transpose else (w.n, w.k)
+        return MatmulRequest(
+            x_shape=(*w.batch, m, inner),
+            x_dtype=x_dtype,
+            shape=(*w.batch, m, outer),
+            dtype=dtypes.result_dtype(x_dtype, scale_dtype),
+            n=w.n,
+            k=w.k,
+            w_batch=w.batch,
+            scale_dtype=scale_dtype,
+            scales_alike=True,
+            mode=w.mode,
+            bits=w.bits,
+            group_size=w.group_size,
+            transpose=transpose,
+            layout=w.layout,
+            on_cpu=on_cpu,
+            epilogue=Epilogue(bias=self.bias, parts=self.parts),
+            invariant=self.invariant,
+            global_scale=w.global_scale,
+        )
+
+    def gather_request(self, m: int, on_cpu: bool, biased: bool) -> GatherRequest:
+        """Returns the call of a layer of experts, as mlx-lm makes it.
+
+        Args:
+            m: Rows, each of which chooses experts.
+            on_cpu: Whether the call runs on the CPU.
+            biased: Whether kernels add the biases of experts.
+        """
+        w, pairs = self.weight, m * self.choices
+        assert w is not None
+        is_sorted = pairs >= SORTED_PAIRS
+        x_dtype, scale_dtype = dtypes.dtype(self.dtype), dtypes.dtype(w.scale_dtype)
+        return GatherRequest(
+            x_shape=(pairs, 1, w.k) if is_sorted else (m, 1, 1, w.k),
+            dtype=dtypes.result_dtype(x_dtype, scale_dtype),
+            experts=w.batch[0],
+            n=w.n,
+            k=w.k,
+            scale_dtype=scale_dtype,
+            pairs=(pairs,) if is_sorted else (m, self.choices),
+            rows_are_named=False,
+            transpose=True,
+            group_size=w.group_size,
+            bits=w.bits,
+            mode=w.mode,
+            layout=w.layout,
+            is_sorted=is_sorted,
+            invariant=self.invariant,
+            has_global_scale=w.global_scale,
+            on_cpu=on_cpu,
+            biased=biased and self.bias,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that compute the same product, at corresponding positions of a model.
+
+    Attributes:
+        name: The path of the layers, with "*" in place of numbers that differ.
+        count: Number of layers.
+        product: What each of them computes.
+    """
+
+    name: str
+    count: int
+    product: LayerProduct
+
+
+def groups_of(model: nn.Module, target: Target) -> list[LayerGroup]:
+    """Returns the groups of a model's layers, in the model's order.
+
+    Args:
+        model: Any module. Its weights need not be loaded.
+        target: What the report decides for.
+    """
+    describe = _Describer(model, target)
+    found: dict[tuple[str, LayerProduct], list[str]] = {}
+    for path, layer in _leaves(model):
+        for product in describe(layer):
+            found.setdefault((_pattern(path), product), []).append(path)
+    return [
+        LayerGroup(name=_common(paths), count=len(paths), product=product)
+        for (_, product), paths in found.items()
+    ]
+
+
+def setting(model: nn.Module, names: Iterable[str]) -> Any:
+    """Returns the first setting of a model with one of some names, or None.
+
+    mlx-lm keeps settings as the attribute `args` or `config` of modules.
+    """
+    for module in model.modules():
+        for holder in (getattr(module, "args", None), getattr(module, "config", None)):
+            for name in names:
+                value = getattr(holder, name, None)
+                if value is not None:
+                    return value
+    return None
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the distinct layers with their paths; joined layers as one."""
+    tree = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    leaves = cast("list[tuple[str, nn.Module]]", tree)
+    named: dict[int, tuple[list[str], nn.Module]] = {}
+    for path, layer in leaves:
+        whole = layer.shared if isinstance(layer, MarlinPart) else layer
+        paths, _ = named.setdefault(id(whole), ([], layer))
+        paths.append(path)
+    for paths, layer in named.values():
+        is_joined = isinstance(layer, MarlinPart)
+        yield (_joined_path(paths) if is_joined else paths[0]), layer
+
+
+def _joined_path(paths: list[str]) -> str:
+    before, dot, _ = paths[0].rpartition(".")
+    return before + dot + "+".join(path.rpartition(".")[2] for path in paths)
+
+
+class _Describer:
+    """Describes the products of a layer."""
+
+    def __init__(self, model: nn.Module, target: Target) -> None:
+        self._target = target
+        self._activations = activation_dtype(model)
+        self._choices = setting(model, CHOICES)
+        self._is_tied = setting(model, ["tie_word_embeddings"])
+
+    def __call__(self, layer: Any) -> list[LayerProduct]:
+        if isinstance(layer, MarlinPart):
+            (whole,) = self._quantized(layer.shared.layer, "linear")
+            return [replace(whole, layer="MarlinPart", parts=layer.shared.sizes)]
+        if isinstance(layer, nn.QuantizedEmbedding):
+            if self._is_tied is False:
+                return [self._plain(layer, LOOK_UP)]
+            return self._quantized(layer, "as_linear")
+        if is_experts(layer) or is_marlin_experts(layer):
+            return self._quantized(layer, "experts")
+        if is_heads(layer) or is_marlin_heads(layer):
+            return self._quantized(layer, "heads", "heads, not transposed")
+        if "scales" in layer or "quantizers" in layer:
+            return self._quantized(layer, "linear")
+        is_plain = isinstance(layer, nn.Linear | nn.Embedding)
+        return [self._plain(layer, NOT_QUANTIZED)] if is_plain else []
+
+    def _plain(self, layer: nn.Module, reason: str) -> LayerProduct:
+        return LayerProduct(
+            layer=type(layer).__name__,
+            operation="look-up" if reason is LOOK_UP else "not quantized",
+            weight=None,
+            dtype=dtypes.dtype_name(self._activations),
+            is_converted=is_marlin_layer(layer),
+            stays=reason,
+        )
+
+    def _quantized(self, layer: Any, *operations: str) -> list[LayerProduct]:
+        ours = is_marlin_layer(layer)
+        layout = _layout(layer) if ours else self._target.layout_after(layer)
+        stays = self._target.why_not_converted(layer) if layout is None else None
+        scales = layer["quantizers" if "quantizers" in layer else "scales"].dtype
+        dtype = dtypes.floating(scales, self._activations)
+        weight = _weight(layer, layout or "mlx")
+        # A bias of another dtype would promote the result, and is added afterwards.
+        bias = "bias" in layer and layer["bias"].dtype in (scales, dtype)
+        return [
+            LayerProduct(
+                layer=type(layer).__name__,
+                operation=operation,
+                weight=weight,
+                dtype=dtypes.dtype_name(dtype),
+                is_converted=ours,
+                stays=stays,
+                bias=bias,
+                invariant=getattr(layer, "invariant", False),
+                choices=(self._choices or 1) if operation == "experts" else 0,
+            )
+            for operation in operations
+        ]
+
+
+def _layout(layer: Any) -> str:
+    layout: str = getattr(layer, "layout", "mlx")
+    return layout
+
+
+def _weight(layer: Any, layout: str) -> Weight:
+    """Returns a layer's weight, as if it had a layout."""
+    if "quantizers" in layer:
+        _, scales, (n, k, group_size, bits, mode, batch) = layer.packed_arrays()
+    else:
+        scales = layer["scales"]
+        group_size, bits, mode = layer.group_size, layer.bits, layer.mode
+        *before, n, groups = scales.shape
+        k, batch = groups * group_size, tuple(before)
+    return Weight(
+        n=n,
+        k=k,
+        mode=mode,
+        bits=bits,
+        group_size=group_size,
+        scale_dtype=dtypes.dtype_name(scales.dtype),
+        layout=layout,
+        batch=batch,
+        global_scale=layer.get("global_scale") is not None,
+    )
+
+
+def _pattern(path: str) -> str:
+    """Returns a path with "*" in place of numbers between dots."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def _common(paths: list[str]) -> str:
+    """Returns the path of layers that differ in numbers only.
+
+    Numbers that are the same in all of them are kept.
+    """
+    columns = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(_one(set(column)) for column in columns)
+
+
+def _one(parts: set[str]) -> str:
+    return "*" if len(parts) > 1 else next(iter(parts))
