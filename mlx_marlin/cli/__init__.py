@@ -34,17 +34,17 @@ COMMANDS = {
 """Command name -> (module, help), in the order of the help."""
 
 GUIDE = {
-    "Can our kernels run on this machine?": "mlx-marlin doctor",
-    "See a model write text with them": "mlx-marlin demo",
-    "Use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
-    "Which layers of a model do they serve?": "mlx-marlin report MODEL",
-    "Why does a product get its kernel?": 'mlx-marlin plan 8 4096 4096 --chip "M3 Max"',
-    "How near are products to the limits?": "mlx-marlin profile",
-    "Measure and keep the fastest plans": "mlx-marlin tune MODEL",
-    "Run my own Metal kernel without a GPU": "mlx-marlin emulate FILE --grid 32",
-    "Free disk space": "mlx-marlin cache",
+    "check that kernels run here": "mlx-marlin doctor",
+    "see a model write text": "mlx-marlin demo",
+    "use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
+    "see who serves a model's layers": "mlx-marlin report MODEL",
+    "see why a kernel is chosen": 'mlx-marlin plan 8 4096 4096 --chip "M3 Max"',
+    "compare times with the limits": "mlx-marlin profile",
+    "measure and keep faster plans": "mlx-marlin tune MODEL",
+    "run a Metal kernel without a GPU": "mlx-marlin emulate FILE --grid 32",
+    "see and free disk space": "mlx-marlin cache",
 }
-"""What a newcomer wants, and the command for it, in the order of need."""
+"""What a newcomer wants -> the command for it, in the order of need."""
 _WIDTH = max(map(len, GUIDE))
 EPILOG = "\n".join(
     [

@@ -48,6 +48,15 @@ def is_heads(layer: nn.Module) -> bool:
     return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Returns whether a layer of MLX or mlx-lm multiplies by plain weights."""
+    return (
+        isinstance(layer, nn.Linear | nn.Embedding)
+        or _is_of_mlx_lm(layer, "switch_layers", "SwitchLinear")
+        or _is_of_mlx_lm(layer, "mla", "MultiLinear")
+    )
+
+
 def is_sharded(layer: nn.Module) -> bool:
     """Returns whether a quantized layer is one of MLX's sharded layers."""
     sharded = nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear

@@ -12,6 +12,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_heads,
     is_marlin_experts,
     is_marlin_heads,
+    is_plain,
 )
 from mlx_marlin.integrations.mlx_lm.layer_conversion import is_marlin_layer
 from mlx_marlin.integrations.mlx_lm.report.target import Target
@@ -247,8 +248,7 @@ class _Describer:
             return self._quantized(layer, "heads", "heads, not transposed")
         if "scales" in layer or "quantizers" in layer:
             return self._quantized(layer, "linear")
-        is_plain = isinstance(layer, nn.Linear | nn.Embedding)
-        return [self._plain(layer, NOT_QUANTIZED)] if is_plain else []
+        return [self._plain(layer, NOT_QUANTIZED)] if is_plain(layer) else []
 
     def _plain(self, layer: nn.Module, reason: str) -> LayerProduct:
         return LayerProduct(

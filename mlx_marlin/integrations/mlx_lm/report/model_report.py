@@ -98,8 +98,7 @@ def report(
         ValueError: If `rows` are not positive integers, or the chip is not known.
     """
     check_model(model)
-    counts = _checked_rows(rows)
-    target = Target.of(chip)
+    counts, target = check(rows, chip)
     layers = [
         LayerReport(group=group, decisions=_decisions(group.product, counts, target))
         for group in groups_of(model, target)
@@ -108,11 +107,20 @@ def report(
     return Report(target=target, backend=backend, rows=counts, layers=(*layers,))
 
 
-def _checked_rows(rows: Sequence[int]) -> tuple[int, ...]:
+def check(rows: Sequence[int], chip: str | None) -> tuple[tuple[int, ...], Target]:
+    """Returns the distinct numbers of rows and the target, both checked.
+
+    Args:
+        rows: As for `report`.
+        chip: As for `report`.
+
+    Raises:
+        ValueError: As for `report`.
+    """
     is_valid = not isinstance(rows, str) and isinstance(rows, Sequence)
     if not (is_valid and rows and all(type(m) is int and m > 0 for m in rows)):
         raise ValueError(f"rows={rows!r}, expected numbers of rows such as (1, 4, 8)")
-    return (*dict.fromkeys(rows),)
+    return (*dict.fromkeys(rows),), Target.of(chip)
 
 
 def _decisions(

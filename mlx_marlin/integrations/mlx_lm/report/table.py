@@ -61,7 +61,7 @@ def _heading(target: Target, backend: str | None) -> str:
     device = target.device.variant
     if backend is None:
         return f"on a machine with {device}, as the cost model decides"
-    return f"in this process, back end {backend}, planned for {device}"
+    return f"in this process, with the back end {backend} (device: {device})"
 
 
 def _notes(
