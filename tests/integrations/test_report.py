@@ -17,6 +17,7 @@ from mlx_marlin.integrations.mlx_lm.report.decisions import Decision
 from mlx_marlin.integrations.mlx_lm.report.model_report import LayerReport, Report
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.products import eligibility
 from mlx_marlin.products.packing import pack
 from support.decided_calls import decided, on_a_mac, with_a_gpu
 from support.format_cases import GROUPED, any_weight, layouts_of, step_of
@@ -179,6 +180,25 @@ def test_joined_layers_do_what_their_report_says(backend: Choose) -> None:
     assert answer(joined.decisions[0]) == decided(lambda: part(mx.zeros((3, 64))))
 
 
+@pytest.mark.parametrize(("layout", "server"), [("mlx", "stock"), ("marlin", "ours")])
+def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str, server: str
+) -> None:
+    backend("emulator")
+    model = tiny_llama()
+    mlx_marlin.optimize(model, join=True, layout=layout)
+    monkeypatch.setattr(
+        eligibility,
+        "unsupported",
+        lambda problem: "no kernel splits" if problem.epilogue.parts else None,
+    )
+
+    layers = mlx_marlin.report(model, [3]).layers
+
+    joined = next(each for each in layers if "+" in each.group.name)
+    assert joined.decisions[0].served_by == server
+
+
 @pytest.mark.parametrize("on", ["emulator", "H200"])
 def test_the_report_before_optimize_is_that_after_it(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, on: str
@@ -226,10 +246,17 @@ def test_layers_that_stay_have_a_reason(backend: Choose) -> None:
         nn.RMSNorm(64),
     )
 
+    layers = mlx_marlin.report(model).layers
+
     reasons = {
         layer.group.product.layer + layer.group.name[-1]: layer.group.product.stays
-        for layer in mlx_marlin.report(model).layers
+        for layer in layers
     }
+    for layer in layers:
+        stays = layer.group.product.stays
+        served = {(call.served_by, call.reason) for call in layer.decisions}
+        if layer.decisions:
+            assert served == {("ours", None) if stays is None else ("stock", stays)}
 
     assert reasons["QuantizedLinear0"] is None
     assert reasons["Own1"] == "optimize does not convert a Own"
@@ -312,6 +339,20 @@ def test_no_weight_is_read(backend: Choose, tmp_path: Path) -> None:
     assert "model.layers.*.mlp.down_proj" in text
     with pytest.raises(RuntimeError, match="read"):
         mx.eval(model.parameters())
+
+
+def test_only_times_of_a_model_are_called_predicted(backend: Choose) -> None:
+    backend("emulator")
+    model = tiny_llama()
+    model.set_dtype(mx.float16)
+
+    head, *_ = mlx_marlin.report(model, (8,), chip="H200").layers
+    here = str(mlx_marlin.report(model))
+
+    assert "our CUDA kernels serve up to 5" in str(head.decisions[0].reason)
+    assert head.decisions[0].reason_origin is None
+    assert "never falls back to stock MLX for performance" in here
+    assert "never falls" not in str(mlx_marlin.report(model, chip="M3 Max"))
 
 
 @pytest.mark.parametrize("rows", [(), (0,), (1, -2), (1.0,), (True,), "1,4", 8, [None]])

@@ -84,8 +84,8 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
         return _of_experts(product, rows, target)
     request = product.request(rows, target.on_cpu)
     answer = _answer(request, product, target)
-    if isinstance(answer, str) and product.parts:
-        # As `linears` does, whose parts are then columns of one product.
+    if isinstance(answer, str) and product.parts and request.layout == "marlin":
+        # As `packed_parts` does: the parts are then columns of one product.
         whole = replace(product, parts=())
         request = whole.request(rows, target.on_cpu)
         answer = _answer(request, whole, target)
@@ -114,6 +114,8 @@ def _origin(
         return "tuned"
     if problem is None or not isinstance(answer, str):
         return None
+    if target.backend.stock_seconds(problem, target.device) is None:
+        return None  # without a model of stock MLX, rules without times decide
     return "predicted" if answer == _handover(problem, target) else None
 
 

@@ -3,8 +3,9 @@
 Every time says in its own cell or line where it comes from: "predicted" or "tuned".
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.report.decisions import Decision, Time
 from mlx_marlin.integrations.mlx_lm.report.layer_products import (
     LayerGroup,
@@ -61,28 +62,32 @@ def _heading(target: Target, backend: str | None) -> str:
     device = target.device.variant
     if backend is None:
         return f"on a machine with {device}, as the cost model decides"
-    return f"in this process, with the back end {backend} (device: {device})"
+    heading = f"in this process, with the back end {backend} (device: {device})"
+    if backend == "stock" or selection.may_hand_over():
+        return heading
+    return (
+        f"{heading}, which never falls back to stock MLX for performance; name a chip "
+        f"to see what such a GPU would do"
+    )
 
 
 def _notes(
     target: Target, layers: Sequence[tuple[LayerGroup, Sequence[Decision]]]
-) -> list[str]:
-    """Returns the lines between the heading and the table."""
+) -> Iterator[str]:
+    """Yields the lines between the heading and the table."""
     quantized = [group.product for group, _ in layers if group.product.weight]
-    notes = []
     if any(not (product.is_converted or product.stays) for product in quantized):
-        notes.append(
+        yield (
             "layers marked with * are MLX's now: stock MLX serves them until "
             "optimize(model) converts them, and the line is what they do then"
         )
         if target.backend.traits.replays_graphs:
-            notes.append(
+            yield (
                 "optimize(model) also joins layers that share x here; a report on the "
                 "converted model shows them joined"
             )
     if any(product.choices for product in quantized):
-        notes.append("experts: rows are tokens, and each token chooses several experts")
-    return notes
+        yield "experts: rows are tokens, and each token chooses several experts"
 
 
 def _rows(
@@ -145,7 +150,10 @@ def _stock(decision: Decision) -> str:
 
 
 def _time(time: Time | None) -> str:
-    return "" if time is None else f"{time.us:.1f} us {time.mark}"
+    if time is None:
+        return ""
+    us = f"{time.us:.1f}" if time.us >= 1 else f"{time.us:.2g}"
+    return f"{us} us {time.mark}"
 
 
 def _reason(decision: Decision, reasons: dict[str, int]) -> str:
