@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
-from mlx_marlin.backends import planner, tuned_results
+from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.cli import main, models
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.products import eligibility
@@ -26,8 +26,10 @@ MARKED = re.compile(r"\b(?:predicted|tuned|measured)\b")
 
 
 @pytest.fixture
-def tuned(kept: Path) -> Path:
+def tuned(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps results for a layer of 64→96: our plan for 3 rows, stock for 8."""
+    here = devices.named("Apple M3 Max")
+    monkeypatch.setattr(devices, "current", lambda: here)
     target = eligibility.target()
     results = []
     for m, stock in ((3, False), (8, True)):
@@ -59,7 +61,7 @@ def test_tuned_times_are_marked(tuned: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert others.time is not None
     assert others.time.origin == "predicted"
     assert "12.5 us tuned, wall time" in str(report)
-    # Another chip's report uses no times of this machine.
+    # The report on a chip, even on this one, uses no times of this machine.
     assert "tuned" not in str(mlx_marlin.report(Layers(layer), [3, 8], chip="M3 Max"))
 
 

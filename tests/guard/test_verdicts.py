@@ -284,3 +284,20 @@ def test_a_check_in_progress_is_no_verdict_yet(
     assert guard.why_not(plan) is None
 
     assert seen == [None]
+
+
+def test_a_check_without_memory_is_known_in_its_process(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> str:
+        raise MemoryError
+
+    plan = planner.choose(problem_of(3, N, K), DEVICE)
+    monkeypatch.setattr(known_answers, "fault_of", fails)
+
+    with pytest.warns(RuntimeWarning, match="could not be checked"):
+        fault = guard.why_not(plan)
+
+    assert guard.known_fault(plan) == fault
+    state.reset()  # as in another process, which checks again
+    assert guard.known_fault(plan) is None

@@ -75,9 +75,7 @@ class Target:
             return DEFAULTS.layout_of(layer) if applies else None
         if not self._converts(layer):
             return None
-        backend = self.backend
-        packs = backend.traits.default_layout == "marlin"
-        packs = packs and backend.unsupported_device(self.device) is None
+        packs = self.backend.traits.default_layout == "marlin"
         return layout_where_packed(layer) if packs else "mlx"
 
     def _converts(self, layer: nn.Module) -> bool:
