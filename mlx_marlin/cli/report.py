@@ -34,7 +34,11 @@ def add_parser(
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="name or folder of a model")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="name, folder or file of a model, in any format of mlx_marlin.load",
+    )
     parser.add_argument(
         "--rows",
         default=models.listed(ROWS),

@@ -325,6 +325,7 @@ def test_stock_mlx_serves_kernels_that_failed_their_check(
     calls = [call for layer in report.layers for call in layer.decisions]
     # Nobody has modelled how long stock MLX takes to decode packed weights.
     assert {call.time is None for call in calls} == {layout == "marlin"}
+    assert {call.kernel is None for call in calls} == {layout == "marlin"}
     assert not any(call.stock_time is None for call in calls)
     assert {call.reason for call in calls} == {"it failed its check"}
     assert {call.served_by for call in calls} == {"stock"}

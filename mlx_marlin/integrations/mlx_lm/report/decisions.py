@@ -5,7 +5,7 @@ from typing import Literal
 
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, selection, tuned_results
-from mlx_marlin.integrations.mlx_lm.report.layer_products import LayerProduct
+from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct
 from mlx_marlin.integrations.mlx_lm.report.target import Target
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
@@ -206,7 +206,8 @@ def _decision(
         return Decision(
             rows=rows,
             served_by="nobody" if invariant else "stock",
-            kernel=None if invariant else kernel,
+            # The kernel of a call whose time is not known is not known either.
+            kernel=None if invariant or time is None else kernel,
             plan=None,
             time=None if invariant else time,
             stock_kernel=kernel,

@@ -10,11 +10,8 @@ from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.optimize import check_model
 from mlx_marlin.integrations.mlx_lm.report import table
 from mlx_marlin.integrations.mlx_lm.report.decisions import Decision, decide
-from mlx_marlin.integrations.mlx_lm.report.layer_products import (
-    LayerGroup,
-    LayerProduct,
-    groups_of,
-)
+from mlx_marlin.integrations.mlx_lm.report.layer_groups import LayerGroup, groups_of
+from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct
 from mlx_marlin.integrations.mlx_lm.report.target import Target
 
 SCHEMA = "mlx_marlin.report"

@@ -7,11 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.report.decisions import Decision, Time
-from mlx_marlin.integrations.mlx_lm.report.layer_products import (
-    LayerGroup,
-    LayerProduct,
-    Weight,
-)
+from mlx_marlin.integrations.mlx_lm.report.layer_groups import LayerGroup
+from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct, Weight
 from mlx_marlin.integrations.mlx_lm.report.target import Target
 from mlx_marlin.planning.choice import aligned
 
