@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load
     from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
     from mlx_marlin.integrations.mlx_lm.optimize import optimize, restore
+    from mlx_marlin.integrations.mlx_lm.report.model_report import report
     from mlx_marlin.integrations.mlx_lm.verification.gate import verify
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.products.dequantizing import dequantize
@@ -36,6 +37,7 @@ __all__ = [
     "quantize",
     "quantized_matmul",
     "read_checkpoint",
+    "report",
     "restore",
     "save",
     "unpack",
@@ -58,6 +60,7 @@ _MODULES = {
     "quantize": "products.packing",
     "quantized_matmul": "products.matmul",
     "read_checkpoint": "checkpoints.reading",
+    "report": "integrations.mlx_lm.report.model_report",
     "restore": "integrations.mlx_lm.optimize",
     "save": "integrations.mlx_lm.checkpoints.saving",
     "unpack": "products.packing",

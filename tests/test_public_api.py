@@ -22,6 +22,7 @@ NAMES = [
     "quantize",
     "quantized_matmul",
     "read_checkpoint",
+    "report",
     "restore",
     "save",
     "unpack",

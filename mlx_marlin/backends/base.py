@@ -120,6 +120,13 @@ class Gather(Protocol):
         """Returns why stock MLX should serve experts' products for speed, or None."""
         ...
 
+    def seconds(self, gather: GatherProblem, device: Any) -> tuple[float, float] | None:
+        """Returns the predicted times of stock MLX and of the kernel.
+
+        None if there is no model of experts' products.
+        """
+        ...
+
     def source(self, plan: Any) -> Source:
         """Returns the text of the kernel.
 
@@ -261,6 +268,13 @@ class Backend(Protocol):
         self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
     ) -> DensePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
+        ...
+
+    def dense_seconds(self, problem: Problem, device: Any) -> float | None:
+        """Returns the predicted time of decoding a weight and multiplying by it.
+
+        None if there is no model of it.
+        """
         ...
 
     def experiments(self, problem: Problem, device: Any) -> Sequence[Plan]:

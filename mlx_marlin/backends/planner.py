@@ -29,6 +29,7 @@ __all__ = [
     "make",
     "plan",
     "predict",
+    "serve",
     "stock_reason",
 ]
 
@@ -88,6 +89,26 @@ def gather_handover(gather: GatherProblem, device: PlanningDevice) -> str | None
         device: The chip to plan for.
     """
     return registry.of_device(device).gather.handover(gather, device)
+
+
+def serve(problem: Problem, device: PlanningDevice) -> Plan | DensePlan | str:
+    """Returns the plan for a product on a GPU, or why stock MLX would serve it there.
+
+    It is the model's decision: tuned results and the back end of this process do not
+    matter.
+
+    Args:
+        problem: The product to compute.
+        device: The chip to plan for.
+    """
+    reason = registry.of_device(device).unsupported(problem, device)
+    if reason is not None:
+        return reason
+    dense = choose_dense(problem, device)
+    if dense is not None:
+        return dense
+    reason = stock_reason(problem, device)
+    return choose(problem, device) if reason is None else reason
 
 
 def predict(plan: Plan, device: PlanningDevice) -> Prediction:

@@ -22,6 +22,7 @@ COMMANDS = {
         "compare a model's layers with exact results",
     ),
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
+    "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
     "profile": (
         "mlx_marlin.cli.profile",
         "compare products with the limits of a device",
@@ -40,12 +41,29 @@ COMMANDS = {
 }
 """Command name -> (module, help), in the order of the help."""
 
-EPILOG = """
-Run `mlx-marlin COMMAND --help` for the options of a command.
-
-example:
-  mlx-marlin plan 8 4096 11008 --chip "M3 Max"
-"""
+GUIDE = {
+    "check that kernels run here": "mlx-marlin doctor",
+    "see a model write text": "mlx-marlin demo",
+    "use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
+    "check a converted model": "mlx-marlin verify MODEL",
+    "see who serves a model's layers": "mlx-marlin report MODEL",
+    "see why a kernel is chosen": 'mlx-marlin plan 8 4096 4096 --chip "M3 Max"',
+    "compare times with the limits": "mlx-marlin profile",
+    "measure and keep faster plans": "mlx-marlin tune MODEL",
+    "measure against stock MLX": "mlx-marlin bench",
+    "run a Metal kernel without a GPU": "mlx-marlin emulate FILE --grid 32",
+    "see and free disk space": "mlx-marlin cache",
+}
+"""What a newcomer wants -> the command for it, in the order of need."""
+_WIDTH = max(map(len, GUIDE))
+EPILOG = "\n".join(
+    [
+        "what you want:",
+        *(f"  {wish:{_WIDTH}}  {command}" for wish, command in GUIDE.items()),
+        "",
+        "Run `mlx-marlin COMMAND --help` for the options of a command.",
+    ]
+)
 
 WRONG_INPUT = 2
 """Exit status for invalid input or a missing dependency."""

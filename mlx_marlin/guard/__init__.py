@@ -41,6 +41,7 @@ __all__ = [
     "digest",
     "is_on",
     "known_answers",
+    "known_fault",
     "repack_fault",
     "route_fault",
     "variants_of",
@@ -80,6 +81,17 @@ def why_not(plan: AnyPlan) -> str | None:
     if not is_on():
         return None
     return checks.reason(verdict_of(plan))
+
+
+def known_fault(plan: AnyPlan) -> str | None:
+    """Returns what an earlier check found wrong with a plan's kernels, or None.
+
+    Unlike `why_not`, it runs nothing: kernels that nobody has checked have no fault.
+    """
+    if not is_on():
+        return None
+    known = checks.known(variants_of(plan))
+    return None if known is None else checks.reason(known)
 
 
 def verdict_of(plan: AnyPlan) -> Verdict:

@@ -63,6 +63,20 @@ def verdict(
     return _verdicts[key]
 
 
+def known(variants: tuple[KernelVariant, ...]) -> Verdict | None:
+    """Returns the verdict on kernel variants; None if they have not been checked.
+
+    Args:
+        variants: The variants that are checked together.
+    """
+    key = digest(variants)
+    if key in _verdicts:
+        return _verdicts[key]
+    stored = verdicts.read(verdicts.machine_folder(selection.backend()) / f"{key}.json")
+    # "started" may be a check in progress in another process.
+    return stored if stored is not None and stored.state != "started" else None
+
+
 def _state_and_fault(check: Callable[[], str | None]) -> tuple[str, str]:
     try:
         with mx.stream(_device()):

@@ -4,13 +4,14 @@
 x and a W each. In messages a shape is written k→n, after the number of rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
+    MODE_DEFAULTS,
     MODES,
     SCALE_BYTES,
     TILE_K,
@@ -212,6 +213,24 @@ class Problem:
             "the same bits for any m" if self.invariant else "",
         ]
         return ", ".join(filter(None, parts))
+
+
+def in_stock_mlx(problem: Problem) -> Problem | None:
+    """Returns the closest product that stock MLX has, or None if it has no such groups.
+
+    Integers without biases become affine ones of as many bits.
+
+    Args:
+        problem: A product in any format and layout.
+    """
+    mode = problem.mode if problem.mode in MODE_DEFAULTS else "affine"
+    if problem.group_size not in format_of(mode, problem.bits).group_sizes:
+        return None
+    scales = format_of(mode, problem.bits).scale_dtypes
+    scale_dtype = problem.scale_dtype
+    if scale_dtype not in scales:  # of super-blocks
+        scale_dtype = problem.dtype
+    return replace(problem, mode=mode, layout="mlx", scale_dtype=scale_dtype)
 
 
 def problem_of(

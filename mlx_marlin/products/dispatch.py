@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_marlin import guard, state
+from mlx_marlin import decision_log, guard, state
 from mlx_marlin.backends import launch, planner, selection, tuned_results
 from mlx_marlin.backends.launch import Product
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
@@ -34,6 +34,8 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 4096
 """Prepared calls that a memory keeps."""
+NOTHING = "there is nothing to add up"
+"""Why no kernel runs if x or the result is empty."""
 
 
 @dataclass(slots=True)
@@ -88,7 +90,8 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     """
     epilogue = request.epilogue
     if not prod(request.shape) or not prod(request.x_shape):
-        return PreparedCall(_zeros(request), "there is nothing to add up")
+        decision_log.stock(request, NOTHING)
+        return PreparedCall(_zeros(request), NOTHING)
     stock = _stock(request)
     if epilogue != PLAIN:
         stock = with_epilogue(stock, epilogue)
@@ -103,17 +106,17 @@ def prepare(request: MatmulRequest) -> PreparedCall:
         return _prepare_not_transposed(request, problem, stock)
     plan = plan_of(problem)
     reason = plan if isinstance(plan, str) else _fault_of(plan)
-    if isinstance(plan, str) or reason:
-        return _by_stock(request, stock, reason)
+    if isinstance(plan, str) or reason is not None:
+        return _by_stock(request, stock, str(reason))
+    decision_log.ours(request, plan)
     product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
     of_x = partial(_backward, problem) if request.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), request)
     return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
 
 
-def _by_stock(
-    request: MatmulRequest, stock: Product, reason: str | None
-) -> PreparedCall:
+def _by_stock(request: MatmulRequest, stock: Product, reason: str) -> PreparedCall:
+    decision_log.stock(request, reason)
     return PreparedCall(stock, reason, is_stock=request.layout == "mlx")
 
 
@@ -186,6 +189,7 @@ def _prepare_not_transposed(
     reason = _fault_of(plan)
     if reason:
         return _by_stock(request, stock, reason)
+    decision_log.ours(request, plan)
     product = differentiable(launch.dense_product(plan), stock)
     # MLX broadcasts plain products itself, without copies of x.
     return PreparedCall(product if problem.batch > 1 else as_called(product, request))

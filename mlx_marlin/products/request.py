@@ -149,6 +149,23 @@ class MatmulRequest:
             norm=self.norm,
         )
 
+    def explain(self) -> str:
+        """Returns a one-line description of the call, which need not be a problem."""
+        batch, m, n = self.sizes if prod(self.w_batch) else (0, 0, self.n)
+        parts = [
+            f"{m} {'row' if m == 1 else 'rows'} of {self.k}→{n}",
+            f"each of {batch} weights" if batch != 1 else "",
+            "" if self.transpose else "not transposed",
+            f"{self.mode} {self.bits}-bit",
+            f"group {self.group_size}",
+            f"{dtype_name(self.dtype)} with {dtype_name(self.scale_dtype)} scales",
+            f"{self.layout} layout",
+            "" if self.norm is None else "normalized rows",
+            self.epilogue.explain(),
+            "the same bits for any m" if self.invariant else "",
+        ]
+        return ", ".join(filter(None, parts))
+
 
 def native_request(
     x: mx.array,

@@ -24,6 +24,7 @@ NEEDED = {
     "plan": PLAN[1:],
     "convert": ["source", "result"],
     "verify": ["model"],
+    "report": ["model"],
     "emulate": ["kernel.metal", "--grid", "32"],
 }
 """Arguments that a command cannot do without."""

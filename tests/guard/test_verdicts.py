@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import cache, emulator, guard
+from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import planner, source
 from mlx_marlin.guard import known_answers, verdicts
 from mlx_marlin.planning.problem import problem_of
@@ -251,3 +251,53 @@ def test_an_undecided_check_leaves_the_file_that_others_lock(tmp_path: Path) -> 
     passed = verdict(state="passed")
     assert verdicts.checked(file, verdict(state="started"), lambda: passed) == passed
     assert verdicts.read(file) == passed
+
+
+def test_what_is_known_of_a_kernel_is_found_without_running_it(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planner.choose(problem_of(3, N, K), DEVICE)
+    fault = Fault("gemv", "factory raises").plant(monkeypatch)
+    assert guard.known_fault(plan) is None
+    assert fault.built == 0
+
+    with pytest.warns(RuntimeWarning, match="failed its check"):
+        expected = guard.why_not(plan)
+    checked = fault.built
+
+    assert expected is not None
+    assert guard.known_fault(plan) == expected
+    state.reset()  # as in another process
+    assert guard.known_fault(plan) == expected
+    assert fault.built == checked > 0
+
+
+def test_a_check_in_progress_is_no_verdict_yet(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planner.choose(problem_of(3, N, K), DEVICE)
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        known_answers, "fault_of", lambda plan: seen.append(guard.known_fault(plan))
+    )
+
+    assert guard.why_not(plan) is None
+
+    assert seen == [None]
+
+
+def test_a_check_without_memory_is_known_in_its_process(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> str:
+        raise MemoryError
+
+    plan = planner.choose(problem_of(3, N, K), DEVICE)
+    monkeypatch.setattr(known_answers, "fault_of", fails)
+
+    with pytest.warns(RuntimeWarning, match="could not be checked"):
+        fault = guard.why_not(plan)
+
+    assert guard.known_fault(plan) == fault
+    state.reset()  # as in another process, which checks again
+    assert guard.known_fault(plan) is None

@@ -9,8 +9,8 @@ from hypothesis import given
 
 import mlx_marlin
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.planning.problem import Problem
-from mlx_marlin.weights.formats import FORMATS, format_of
+from mlx_marlin.planning.problem import Problem, in_stock_mlx, problem_of
+from mlx_marlin.weights.formats import FORMATS, MODE_DEFAULTS, format_of
 from support.strategies import ANY_FORMAT, problems
 
 
@@ -201,3 +201,32 @@ def test_numpys_integers_are_sizes() -> None:
     made = mlx_marlin.plan(np.int64(8), np.uint16(64), 64).plan.problem
 
     assert (type(made.m), made.m, made.n) == (int, 8, 64)
+
+
+@given(problems(formats=ANY_FORMAT))
+def test_stock_mlx_has_the_same_product_in_its_own_layout(problem: Problem) -> None:
+    native = in_stock_mlx(problem)
+
+    if native is None:
+        sizes = format_of("affine", problem.bits).group_sizes
+        assert problem.group_size not in sizes
+        return
+    assert native.mode in MODE_DEFAULTS
+    assert (native.mode == problem.mode) == (problem.mode in MODE_DEFAULTS)
+    same = ("m", "n", "k", "batch", "group_size", "bits", "dtype", "epilogue")
+    assert all(getattr(native, name) == getattr(problem, name) for name in same)
+    assert native.layout == "mlx"
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (5, 32), (6, 16)])
+def test_super_blocks_are_compared_with_groups(bits: int, group_size: int) -> None:
+    problem = problem_of(4, 64, 512, mode="k_quant", bits=bits, layout="marlin")
+
+    native = in_stock_mlx(problem)
+
+    assert problem.group_size == group_size
+    if group_size == 16:
+        assert native is None
+        return
+    assert native is not None
+    assert (native.mode, native.scale_dtype) == ("affine", problem.dtype)

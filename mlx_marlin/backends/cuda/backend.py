@@ -106,6 +106,9 @@ class CudaBackend:
         """Returns the plan that decodes the weight first, if it is faster."""
         return handover.dense(problem)
 
+    def dense_seconds(self, problem: Problem, device: CudaDevice) -> None:
+        """Returns None: there is no model of MLX's product with plain weights."""
+
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
         """Returns no plans: all kernels are among the candidates."""
         return []

@@ -11,7 +11,7 @@ from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.metal import arguments, cost, source
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.cost.residency import residency
-from mlx_marlin.backends.metal.dense import dense_if_faster
+from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.limits import KERNELS
@@ -142,6 +142,10 @@ class MetalBackend:
             margin = margin_over_stock(problem, device)
             others = min(others, stock_seconds(problem, device)) / margin
         return dense_if_faster(problem, device, others)
+
+    def dense_seconds(self, problem: Problem, device: Device) -> float:
+        """Returns the predicted time of decoding a weight and multiplying by it."""
+        return dense_seconds(problem, device)
 
     def experiments(self, problem: Problem, device: Device) -> list[Plan]:
         """Returns plans of `gemm_staged`, which is never among the candidates.

@@ -3,16 +3,16 @@
 import argparse
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlx_marlin.backends import planner, registry, selection, tuned_results
 from mlx_marlin.cli import models
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.problem import Problem, in_stock_mlx, problem_of
 from mlx_marlin.profiling.document import Skipped
-from mlx_marlin.weights.formats import LAYOUTS, MODE_DEFAULTS, format_of
+from mlx_marlin.weights.formats import LAYOUTS, MODE_DEFAULTS
 
 ROWS = (1, 8, 32, 512)
 """Rows of the default set and of models."""
@@ -192,21 +192,10 @@ def _of_stock(problem: Problem, device: PlanningDevice, is_measured: bool) -> Su
     Raises:
         ValueError: If MLX has no such groups, or its time cannot be predicted.
     """
-    native = _native(problem)
+    native = in_stock_mlx(problem)
     if native is None:
         raise ValueError(f"stock MLX has no groups of {problem.group_size}")
     has_model = registry.of_device(device).predict_stock(native, device) is not None
     if not (is_measured or has_model):
         raise ValueError(f"there is no model of stock MLX on {device.name}")
     return Subject(problem=native, plan=None)
-
-
-def _native(problem: Problem) -> Problem | None:
-    """Returns a problem as stock MLX has it, or None if it has no such groups.
-
-    Integers without biases are compared with affine ones of as many bits.
-    """
-    mode = problem.mode if problem.mode in MODE_DEFAULTS else "affine"
-    if problem.group_size not in format_of(mode, problem.bits).group_sizes:
-        return None
-    return replace(problem, mode=mode, layout="mlx")

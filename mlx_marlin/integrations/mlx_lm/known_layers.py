@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
+from mlx_marlin.backends.base import Traits
 from mlx_marlin.products import eligibility
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -47,6 +48,15 @@ def is_heads(layer: nn.Module) -> bool:
     return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Returns whether a layer of MLX or mlx-lm multiplies by plain weights."""
+    return (
+        isinstance(layer, nn.Linear | nn.Embedding)
+        or _is_of_mlx_lm(layer, "switch_layers", "SwitchLinear")
+        or _is_of_mlx_lm(layer, "mla", "MultiLinear")
+    )
+
+
 def is_sharded(layer: nn.Module) -> bool:
     """Returns whether a quantized layer is one of MLX's sharded layers."""
     sharded = nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear
@@ -55,14 +65,18 @@ def is_sharded(layer: nn.Module) -> bool:
 
 def are_supported_experts(layer: Any, invariant: bool) -> bool:
     """Returns whether the back end has kernels for a layer of experts."""
+    return has_expert_kernels(layer, selection.traits()) and supports_experts(invariant)
+
+
+def has_expert_kernels(layer: Any, traits: Traits) -> bool:
+    """Returns whether a back end with such traits reads a layer of experts."""
     if (
         not is_supported_format(layer)
         or getattr(layer, "global_scale", None) is not None
     ):
         return False
     scales = dtype_name(layer.scales.dtype)
-    known = scales not in DTYPE_BYTES or scales in selection.traits().dtypes
-    return known and supports_experts(invariant)
+    return scales not in DTYPE_BYTES or scales in traits.dtypes
 
 
 def supports_experts(invariant: bool) -> bool:

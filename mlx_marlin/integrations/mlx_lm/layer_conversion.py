@@ -64,7 +64,7 @@ class LayerConversion:
 
     def convert(self, layer: Any) -> nn.Module:
         """Returns the converted layer of a layer that `applies_to` accepts."""
-        layout, invariant = self._layout_of(layer), self.invariant
+        layout, invariant = self.layout_of(layer), self.invariant
         if is_experts(layer) or is_marlin_experts(layer):
             experts: nn.Module = marlin_experts().from_quantized(
                 layer, layout=layout, invariant=invariant
@@ -81,7 +81,8 @@ class LayerConversion:
             )
         return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
 
-    def _layout_of(self, layer: nn.Module) -> str:
+    def layout_of(self, layer: nn.Module) -> str:
+        """Returns the layout that the converted layer has."""
         if getattr(layer, "is_packed_only", False):
             return "marlin"
         return self.layout or default_layout(layer)
@@ -99,10 +100,10 @@ class LayerConversion:
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not self.invariant
         if is_marlin_heads(layer):
-            return bool(layer.layout != self._layout_of(layer))
+            return bool(layer.layout != self.layout_of(layer))
         if is_marlin_experts(layer) and not supports_experts(self.invariant):
             return False
-        changed = layer.layout != self._layout_of(layer)
+        changed = layer.layout != self.layout_of(layer)
         return changed or layer.invariant is not self.invariant
 
 
@@ -115,8 +116,11 @@ def default_layout(layer: nn.Module) -> str:
     are bytes, the dtype of activations is unknown and the layer is packed: give a model
     in float32 with such scales `layout="mlx"`.
     """
-    if not is_packed_faster():
-        return "mlx"
+    return layout_where_packed(layer) if is_packed_faster() else "mlx"
+
+
+def layout_where_packed(layer: nn.Module) -> str:
+    """Returns the default layout of a layer where packed weights are faster."""
     if type(layer) is nn.Linear:
         scales = layer.weight
     elif (

@@ -88,7 +88,7 @@ def optimize(
             model has no layer to convert, or if `invariant` is true and some quantized
             layers would remain stock MLX's.
     """
-    _check_model(model)
+    check_model(model)
     conversion = LayerConversion(
         layout=layout,
         quantize=quantize,
@@ -132,7 +132,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     Raises:
         TypeError: If `model` is not an `nn.Module`.
     """
-    _check_model(model)
+    check_model(model)
     changes = Changes()
     try:
         _set_tracing(model, False, changes)
@@ -177,7 +177,8 @@ def replace_layers(
         changes.replace([positions], [new], _rebuilding(inverse(layer)))
 
 
-def _check_model(model: object) -> None:
+def check_model(model: object) -> None:
+    """Raises a TypeError if an argument is not an `nn.Module`."""
     if isinstance(model, nn.Module):
         return
     hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"

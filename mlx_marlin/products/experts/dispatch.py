@@ -4,7 +4,7 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin import guard, state
+from mlx_marlin import decision_log, guard, state
 from mlx_marlin.backends import experts_launch, planner, selection
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
@@ -36,19 +36,28 @@ def product_of(request: GatherRequest) -> PreparedCall | None:
     Raises:
         ValueError: If the request is invariant and stock MLX would have to serve it.
     """
-    reason = why_not_gather(request)
-    if reason:
-        refuse_variance(request.invariant, reason)
+    plan = plan_of(request)
+    reason = plan if isinstance(plan, str) else guard.why_not(plan)
+    if isinstance(plan, str) or reason is not None:
+        refuse_variance(request.invariant, str(reason))
+        decision_log.stock(request, str(reason))
         return None
-    gather = gather_problem(request)
-    if selection.may_hand_over() and planner.gather_handover(gather, target()):
-        return None
-    plan = planner.choose_gather(gather, target())
-    fault = guard.why_not(plan)
-    if fault:
-        refuse_variance(request.invariant, fault)
-        return None
+    decision_log.ours(request, plan)
     return _prepared(_single_weight_call(request, plan))
+
+
+def plan_of(request: GatherRequest) -> GatherPlan | str:
+    """Returns the plan of a request, or the reason why stock MLX serves it.
+
+    The plan's kernel may still fail its check.
+    """
+    reason = why_not_gather(request)
+    if reason is not None:
+        return reason
+    gather = gather_problem(request)
+    if selection.may_hand_over():
+        reason = planner.gather_handover(gather, target())
+    return planner.choose_gather(gather, target()) if reason is None else reason
 
 
 @state.cache(maxsize=4096)
@@ -71,6 +80,7 @@ def serve_gated(request: GatherRequest, gate: str) -> PreparedCall | None:
     plan = planner.choose_gather(gather_problem(request, gate), target())
     if guard.why_not(plan):
         return None
+    decision_log.ours(request, plan)
     return _prepared(_gated_call(request, plan, gate))
 
 
@@ -80,6 +90,21 @@ def why_not_gather(request: GatherRequest, gate: str | None = None) -> str | Non
     Args:
         request: The request.
         gate: As for `serve_gated`; None for one weight.
+    """
+    reason = not_ours(request, gate) or not_here(request.on_cpu)
+    if reason:
+        return reason
+    return selection.active().gather.unsupported(
+        gather_problem(request, gate), target()
+    )
+
+
+def not_ours(request: GatherRequest, gate: str | None = None) -> str | None:
+    """Returns what part of a request no kernel computes, or None.
+
+    Args:
+        request: The request.
+        gate: As for `why_not_gather`.
     """
     known = FORMATS.get((request.mode, request.bits))
     if known is None:
@@ -101,12 +126,7 @@ def why_not_gather(request: GatherRequest, gate: str | None = None) -> str | Non
     columns = request.n * (2 if gate else 1)
     if largest_array(rows, columns, request.k, request.bits) >= MOST_ELEMENTS:
         return "our kernels count in 32 bits, and an array is too large for that"
-    reason = not_here(request.on_cpu)
-    if reason:
-        return reason
-    return selection.active().gather.unsupported(
-        gather_problem(request, gate), target()
-    )
+    return None
 
 
 def gather_problem(request: GatherRequest, gate: str | None = None) -> GatherProblem:

@@ -62,6 +62,23 @@ class GatherRequest:
     on_cpu: bool
     biased: bool = False
 
+    def explain(self) -> str:
+        """Returns a one-line description of the call."""
+        pairs = prod(self.pairs)
+        parts = [
+            f"{pairs} {'pair' if pairs == 1 else 'pairs'} of a row and one of "
+            f"{self.experts} experts {self.k}→{self.n}",
+            "" if self.transpose else "not transposed",
+            f"{self.mode} {self.bits}-bit",
+            f"group {self.group_size}",
+            f"{dtype_name(self.dtype)} with {dtype_name(self.scale_dtype)} scales",
+            f"{self.layout} layout",
+            "sorted" if self.is_sorted else "",
+            "biases" if self.biased else "",
+            "the same bits for any rows" if self.invariant else "",
+        ]
+        return ", ".join(filter(None, parts))
+
 
 def packed_request(
     x: ArrayType,

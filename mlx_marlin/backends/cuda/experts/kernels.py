@@ -31,6 +31,9 @@ class CudaGather:
     def handover(self, gather: GatherProblem, device: CudaDevice) -> None:
         """Returns None: stock MLX is not faster."""
 
+    def seconds(self, gather: GatherProblem, device: CudaDevice) -> None:
+        """Returns None: there is no model of experts' products."""
+
     def source(self, plan: CudaGatherPlan) -> Source:
         """Returns the text of the kernel."""
         return source.gather_source(plan)

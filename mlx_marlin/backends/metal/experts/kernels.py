@@ -30,6 +30,10 @@ class MetalGather:
         """Returns why stock MLX should serve experts' products for speed, or None."""
         return search.gather_handover(gather, device)
 
+    def seconds(self, gather: GatherProblem, device: Device) -> tuple[float, float]:
+        """Returns the predicted times of stock MLX and of the kernel."""
+        return search.gather_seconds(gather, device)
+
     def source(self, plan: MetalGatherPlan) -> Source:
         """Returns the text of the kernel."""
         return source.gather_source()

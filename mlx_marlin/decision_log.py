@@ -1,0 +1,50 @@
+"""`MLX_MARLIN_LOG=1`: a line on standard error for each decision of who serves a call.
+
+Decisions are remembered, so a warm call writes nothing and does not ask.
+"""
+
+import os
+import sys
+from typing import Protocol
+
+from mlx_marlin import state
+
+ENVIRONMENT = "MLX_MARLIN_LOG"
+
+
+class Explained(Protocol):
+    """A call or a plan that describes itself."""
+
+    def explain(self) -> str:
+        """Returns a one-line description."""
+        ...
+
+
+@state.cache()
+def is_on() -> bool:
+    """Returns whether decisions are logged.
+
+    Raises:
+        ValueError: If `MLX_MARLIN_LOG` is neither 0 nor 1.
+    """
+    setting = os.environ.get(ENVIRONMENT, "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"{ENVIRONMENT}={setting!r}, expected 0, 1 or nothing")
+    return setting == "1"
+
+
+def ours(call: Explained, plan: Explained) -> None:
+    """Logs that our kernels serve a call with a plan."""
+    if is_on():
+        _write(call, f"our kernels: {plan.explain()}")
+
+
+def stock(call: Explained, reason: str) -> None:
+    """Logs that stock MLX serves a call, and the reason."""
+    if is_on():
+        _write(call, f"stock MLX: {reason}")
+
+
+def _write(call: Explained, served_by: str) -> None:
+    if sys.stderr is not None:  # as for a process without a console
+        print(f"mlx_marlin: {call.explain()}: {served_by}", file=sys.stderr, flush=True)

@@ -1,0 +1,287 @@
+"""Who serves a product of a layer, and how long it takes."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mlx_marlin import guard
+from mlx_marlin.backends import planner, selection, tuned_results
+from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct
+from mlx_marlin.integrations.mlx_lm.report.target import Target
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.measurement import STOCK, Result, label
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, in_stock_mlx
+from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products.experts import dispatch as experts
+from mlx_marlin.products.experts.request import GatherRequest
+from mlx_marlin.products.request import MatmulRequest
+
+Server = Literal["ours", "decoded", "stock", "nobody"]
+"""Our kernels; `mx.matmul` after our kernel has decoded the weight; stock MLX; or
+nobody, because the call raises an error."""
+AnyPlan = Plan | DensePlan | GatherPlan
+Origin = Literal["predicted", "tuned"]
+"""Where a time comes from: the cost model, or `mlx-marlin tune` on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """The time of a product.
+
+    Attributes:
+        us: Microseconds.
+        origin: Where it comes from.
+        clock: What `tune` measured with; None for predictions.
+    """
+
+    us: float
+    origin: Origin
+    clock: str | None = None
+
+    @property
+    def mark(self) -> str:
+        """Where the time comes from."""
+        return self.origin if self.clock is None else f"{self.origin}, {self.clock}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Who serves a product with some rows.
+
+    Attributes:
+        rows: Rows of the activations.
+        served_by: Who serves the call.
+        kernel: The kernel that serves it; None if its name is not known.
+        plan: The plan of our kernels; None if they do not serve.
+        time: The time of whoever serves; None without a model of it.
+        stock_kernel: Stock MLX's kernel for the weight in MLX's layout, or None.
+        stock_time: The time of stock MLX for that, or None.
+        reason: Why our kernels do not serve; None if they do.
+        reason_origin: Where times in the reason come from; None if it has none.
+    """
+
+    rows: int
+    served_by: Server
+    kernel: str | None
+    plan: str | None
+    time: Time | None
+    stock_kernel: str | None
+    stock_time: Time | None
+    reason: str | None
+    reason_origin: Origin | None = None
+
+
+def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
+    """Returns who serves a product; its layer must have a quantized weight.
+
+    Args:
+        product: The product of a layer.
+        rows: Rows of the activations.
+        target: What to decide for.
+    """
+    if product.choices:
+        return _of_experts(product, rows, target)
+    request = product.request(rows, target.on_cpu)
+    answer = _answer(request, product, target)
+    if isinstance(answer, str) and product.parts and request.layout == "marlin":
+        # As `packed_parts` does: the parts are then columns of one product.
+        whole = replace(product, parts=())
+        request = whole.request(rows, target.on_cpu)
+        answer = _answer(request, whole, target)
+    problem = _problem(request)
+    tuned = _tuned(problem, target) if request.transpose else None
+    # There is no model of products with weights that are not transposed.
+    known = problem if request.transpose else None
+    kernel, stock = _stock(known, tuned, target)
+    if isinstance(answer, str):
+        # Stock MLX has to decode packed weights, for which there is no model.
+        time = stock if request.layout == "mlx" else None
+    else:
+        time = _time(answer, tuned, target)
+    origin = _origin(answer, known, tuned, target)
+    return _decision(rows, answer, request.invariant, time, (kernel, stock), origin)
+
+
+def _origin(
+    answer: Plan | DensePlan | str,
+    problem: Problem | None,
+    tuned: Result | None,
+    target: Target,
+) -> Origin | None:
+    """Returns where the times in a reason come from; None if it has none."""
+    if tuned is not None and answer == tuned.reason:
+        return "tuned"
+    if problem is None or not isinstance(answer, str):
+        return None
+    if target.backend.stock_seconds(problem, target.device) is None:
+        return None  # without a model of stock MLX, rules without times decide
+    return "predicted" if answer == _handover(problem, target) else None
+
+
+def _answer(
+    request: MatmulRequest, product: LayerProduct, target: Target
+) -> Plan | DensePlan | str:
+    """Returns the plan for a product, or the reason why there is none."""
+    reason = eligibility.not_here(request.on_cpu) if target.is_here else None
+    reason = product.stays or reason or eligibility.not_ours(request)
+    if reason is not None:
+        return reason
+    problem = request.problem
+    if not request.transpose:
+        backend = target.backend
+        reason = backend.unsupported(problem, target.device, transpose=False)
+        return reason or _checked(dense_plan(problem, transposed=False), target)
+    if not target.is_here:
+        return planner.serve(problem, target.device)
+    try:
+        plan = dispatch.plan_of(problem)
+    except ValueError as error:  # of an invariant product
+        return str(error)
+    return plan if isinstance(plan, str) else _checked(plan, target)
+
+
+def _checked(plan: Plan | DensePlan, target: Target) -> Plan | DensePlan | str:
+    """Returns a plan, or what an earlier check on this machine found wrong with it."""
+    return (guard.known_fault(plan) if target.is_here else None) or plan
+
+
+def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
+    gather = target.backend.gather
+    packed = product.weight is not None and product.weight.layout == "marlin"
+    biased = packed and gather.fuses_epilogues
+    request = product.gather_request(rows, target.on_cpu, biased)
+    answer = product.stays or _gather_answer(request, target)
+    origin: Origin | None = None
+    stock = ours = None
+    if experts.not_ours(request) is None:
+        problem = experts.gather_problem(request)
+        if answer == gather.handover(problem, target.device):
+            origin = "predicted"
+        ours, stock = _gather_times(problem, target)
+    served = isinstance(answer, GatherPlan)
+    time = ours if served else (None if packed else stock)
+    return _decision(rows, answer, request.invariant, time, (None, stock), origin)
+
+
+def _gather_answer(request: GatherRequest, target: Target) -> GatherPlan | str:
+    if target.is_here:
+        answer = experts.plan_of(request)
+        fault = None if isinstance(answer, str) else guard.known_fault(answer)
+        return fault or answer
+    reason = experts.not_ours(request)
+    if reason is not None:
+        return reason
+    problem, gather = experts.gather_problem(request), target.backend.gather
+    reason = gather.unsupported(problem, target.device)
+    reason = reason or gather.handover(problem, target.device)
+    return reason or gather.choose(problem, target.device)
+
+
+def _gather_times(
+    problem: GatherProblem, target: Target
+) -> tuple[Time | None, Time | None]:
+    """Returns the predicted times of our kernel and of stock MLX."""
+    gather = target.backend.gather
+    times = gather.seconds(problem, target.device)
+    if times is None:
+        return None, None
+    native = in_stock_mlx(problem.problem)
+    if native is None:
+        return _predicted(times[1]), None
+    of_stock = gather.seconds(replace(problem, problem=native), target.device)
+    return _predicted(times[1]), None if of_stock is None else _predicted(of_stock[0])
+
+
+def _decision(
+    rows: int,
+    answer: AnyPlan | str,
+    invariant: bool,
+    time: Time | None,
+    stock: tuple[str | None, Time | None],
+    origin: Origin | None,
+) -> Decision:
+    kernel, stock_time = stock
+    if isinstance(answer, str):
+        return Decision(
+            rows=rows,
+            served_by="nobody" if invariant else "stock",
+            # The kernel of a call whose time is not known is not known either.
+            kernel=None if invariant or time is None else kernel,
+            plan=None,
+            time=None if invariant else time,
+            stock_kernel=kernel,
+            stock_time=stock_time,
+            reason=answer,
+            reason_origin=origin,
+        )
+    return Decision(
+        rows=rows,
+        served_by="decoded" if isinstance(answer, DensePlan) else "ours",
+        kernel=_kernel(answer),
+        plan=answer.explain(),
+        time=time,
+        stock_kernel=kernel,
+        stock_time=stock_time,
+        reason=None,
+    )
+
+
+def _kernel(plan: AnyPlan) -> str:
+    if isinstance(plan, DensePlan):
+        return "dequantize"
+    return "gather" if isinstance(plan, GatherPlan) else plan.kernel
+
+
+def _problem(request: MatmulRequest) -> Problem | None:
+    """Returns the problem of a request; None if it has a format of MLX's only."""
+    return request.problem if eligibility.not_ours(request) is None else None
+
+
+def _tuned(problem: Problem | None, target: Target) -> Result | None:
+    """Returns the tuned result of a problem on this machine, or None."""
+    if problem is None or not target.is_here:
+        return None
+    return tuned_results.find(problem, target.device, selection.backend())
+
+
+def _stock(
+    problem: Problem | None, tuned: Result | None, target: Target
+) -> tuple[str | None, Time | None]:
+    """Returns stock MLX's kernel and its time for a product in MLX's layout."""
+    native = None if problem is None else in_stock_mlx(problem)
+    if native is None:
+        return None, None
+    predicted = target.backend.predict_stock(native, target.device)
+    kernel = None if predicted is None else predicted.call.kernel
+    if tuned is not None and STOCK in tuned.medians_us:
+        return kernel, _measured(tuned, STOCK)
+    seconds = target.backend.stock_seconds(native, target.device)
+    return kernel, None if seconds is None else _predicted(seconds)
+
+
+def _time(plan: Plan | DensePlan, tuned: Result | None, target: Target) -> Time | None:
+    """Returns the time of a plan of ours."""
+    if isinstance(plan, DensePlan):
+        if not plan.transposed:
+            return None
+        seconds = target.backend.dense_seconds(plan.problem, target.device)
+        return None if seconds is None else _predicted(seconds)
+    if tuned is not None and plan == tuned.plan:
+        return _measured(tuned, label(plan))
+    return _predicted(planner.predict(plan, target.device).seconds)
+
+
+def _handover(problem: Problem, target: Target) -> str | None:
+    """Returns the reason with which the cost model would hand a product over."""
+    if target.backend.unsupported(problem, target.device) is not None:
+        return None
+    return planner.stock_reason(problem, target.device)
+
+
+def _predicted(seconds: float) -> Time:
+    return Time(us=seconds * 1e6, origin="predicted")
+
+
+def _measured(tuned: Result, name: str) -> Time:
+    return Time(us=tuned.medians_us[name], origin="tuned", clock=tuned.clock)

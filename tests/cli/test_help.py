@@ -1,0 +1,42 @@
+"""`mlx-marlin --help` leads to every command."""
+
+import shlex
+
+import pytest
+
+from mlx_marlin.cli import COMMANDS, GUIDE, main
+
+
+def guided(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Returns the command lines that the guide of `--help` shows, as words."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    _, guide = capsys.readouterr().out.split("what you want:\n")
+    lines = guide.split("\n\n")[0].splitlines()
+    return [shlex.split(line[line.index("mlx-marlin ") :])[1:] for line in lines]
+
+
+def test_the_guide_names_every_command_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sorted(words[0] for words in guided(capsys)) == sorted(COMMANDS)
+
+
+def test_the_help_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("wish", GUIDE)
+def test_a_command_of_the_guide_takes_its_arguments(
+    wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = shlex.split(GUIDE[wish])[1:]
+    seen: list[object] = []
+    module = COMMANDS[words[0]][0]
+    monkeypatch.setattr(f"{module}.run", lambda args: seen.append(args) or 0)
+
+    assert main(words) == 0
+    assert len(seen) == 1

@@ -1,0 +1,376 @@
+"""The per-model report says what calls do, without evaluating a weight."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import strategies as st
+from mlx_lm.models.mla import MultiLinear
+from mlx_lm.models.switch_layers import SwitchGLU
+
+import mlx_marlin
+from mlx_marlin import guard
+from mlx_marlin.integrations.mlx_lm.report.decisions import Decision
+from mlx_marlin.integrations.mlx_lm.report.model_report import LayerReport, Report
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.products import eligibility
+from mlx_marlin.products.packing import pack
+from support.decided_calls import decided, on_a_mac, with_a_gpu
+from support.format_cases import GROUPED, any_weight, layouts_of, step_of
+from support.grids import drawn
+from support.models import Layers, tiny_llama
+from support.tune_commands import on_h200
+
+Choose = Callable[[str | None], None]
+
+ROWS = (1, 2, 5, 6, 8, 9, 33, 64, 65, 200, 513)
+
+
+def only(report: Report) -> LayerReport:
+    (layer,) = report.layers
+    return layer
+
+
+def answer(decision: Decision) -> str | None:
+    return decision.reason or decision.plan
+
+
+def linear(
+    form: tuple[str, int, int], layout: str, n: int, dtype: str, bias: bool
+) -> MarlinLinear:
+    """Returns a converted layer of two groups along k, or one of a whole row."""
+    mode, bits, _ = form
+    weight = any_weight(*form, n, 2 * step_of(*form), dtype=dtype, seed=1)
+    added = mx.zeros(n, getattr(mx, dtype)) if bias else None
+    if layout == "marlin":
+        packed = pack(*weight.native, **weight.options)  # type: ignore[arg-type]
+        return MarlinLinear.from_packed(packed, added)
+    k = 2 * step_of(*form)
+    stock = nn.QuantizedLinear(k, n, bias, weight.group_size, bits, mode)
+    stock.weight, stock.scales, *biases = weight.native
+    stock.biases = biases[0] if biases else None
+    if added is not None:
+        stock.bias = added
+    return MarlinLinear.from_quantized(stock)
+
+
+@drawn(
+    20,
+    400,
+    form=st.sampled_from(GROUPED),
+    packed=st.booleans(),
+    n=st.sampled_from([8, 40, 96]),
+    rows=st.sampled_from(ROWS),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    bias=st.booleans(),
+)
+@pytest.mark.parametrize("chip", [None, "Apple M3 Max", "Apple M1"])
+def test_a_layer_does_what_its_report_says(
+    chip: str | None,
+    backend: Choose,
+    form: tuple[str, int, int],
+    packed: bool,
+    n: int,
+    rows: int,
+    dtype: str,
+    bias: bool,
+) -> None:
+    backend("emulator")
+    layouts = layouts_of(*form)
+    layout = "marlin" if packed or "mlx" not in layouts else "mlx"
+    layer = linear(form, layout, n, dtype, bias)
+    k = 2 * step_of(*form)
+    model = Layers(nn.RMSNorm(k), layer)
+    model.layers[0].weight = mx.ones(k, getattr(mx, dtype))
+    x = mx.zeros((rows, k), getattr(mx, dtype))
+    with pytest.MonkeyPatch.context() as patch:
+        if chip is not None:
+            on_a_mac(patch, chip)
+
+        expected = decided(lambda: layer(x))
+        (found,) = only(mlx_marlin.report(model, [rows])).decisions
+
+        assert answer(found) == expected
+        assert (found.served_by == "stock") == (found.reason is not None)
+        assert (found.time is None) == (found.reason is not None and layout != "mlx")
+        if chip is not None:
+            (by_name,) = only(mlx_marlin.report(model, [rows], chip=chip)).decisions
+            assert by_name == found
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("chip", [None, "Apple M3 Max"])
+def test_experts_do_what_their_report_says(
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    chip: str | None,
+    rows: int,
+    layout: str,
+) -> None:
+    backend("emulator")
+    if chip is not None:
+        on_a_mac(monkeypatch, chip)
+    model = SwitchGLU(64, 96, 6, bias=False)
+    nn.quantize(model, group_size=32, bits=4)
+    mlx_marlin.optimize(model, layout=layout)
+    model.args = type("Args", (), {"num_experts_per_tok": 2})()
+    x = mx.zeros((rows, 64))
+
+    expected = decided(lambda: model(x, mx.zeros((rows, 2), mx.uint32)))
+
+    layers = mlx_marlin.report(model, [rows]).layers
+    by_name = {layer.group.name: layer for layer in layers}
+    assert [*by_name] == ["gate_proj", "up_proj", "down_proj"]
+    up = by_name["up_proj"]  # the first that mlx-lm calls
+    assert up.group.product.choices == 2
+    assert answer(up.decisions[0]) == expected
+    named = mlx_marlin.report(model, [rows], chip="Apple M3 Max")
+    if chip is not None:
+        assert named.layers == layers
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("transpose", [True, False])
+def test_heads_do_what_their_report_says(
+    backend: Choose, transpose: bool, layout: str
+) -> None:
+    backend("emulator")
+    model = Layers(MultiLinear(64, 40, 4).to_quantized(32, 4))
+    mlx_marlin.optimize(model, layout=layout)
+    x = mx.zeros((1, 4, 3, 64 if transpose else 40))
+
+    expected = decided(lambda: model.layers[0](x, transpose))
+
+    plain, not_transposed = mlx_marlin.report(model, [3]).layers
+    found = plain if transpose else not_transposed
+    assert answer(found.decisions[0]) == expected
+    assert not_transposed.group.product.operation == "heads, not transposed"
+
+
+def test_a_tied_head_does_what_its_report_says(backend: Choose) -> None:
+    backend("emulator")
+    model = tiny_llama(tied=True)
+    mlx_marlin.optimize(model)
+
+    head = mlx_marlin.report(model, [3]).layers[0]
+
+    embedding = model.model.embed_tokens
+    expected = decided(lambda: embedding.as_linear(mx.zeros((3, 64))))
+    assert head.group.product.operation == "as_linear"
+    assert answer(head.decisions[0]) == expected
+
+
+def test_joined_layers_do_what_their_report_says(backend: Choose) -> None:
+    backend("emulator")
+    model = tiny_llama()
+    mlx_marlin.optimize(model, join=True, layout="marlin")
+
+    layers = mlx_marlin.report(model, [3]).layers
+
+    joined = next(each for each in layers if "+" in each.group.name)
+    assert joined.group.name == "model.layers.*.self_attn.q_proj+k_proj+v_proj"
+    assert joined.group.count == 2
+    assert joined.group.product.parts == (64, 32, 32)
+    part = model.model.layers[0].self_attn.q_proj
+    assert answer(joined.decisions[0]) == decided(lambda: part(mx.zeros((3, 64))))
+
+
+@pytest.mark.parametrize(("layout", "server"), [("mlx", "stock"), ("marlin", "ours")])
+def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str, server: str
+) -> None:
+    backend("emulator")
+    model = tiny_llama()
+    mlx_marlin.optimize(model, join=True, layout=layout)
+    monkeypatch.setattr(
+        eligibility,
+        "unsupported",
+        lambda problem: "no kernel splits" if problem.epilogue.parts else None,
+    )
+
+    layers = mlx_marlin.report(model, [3]).layers
+
+    joined = next(each for each in layers if "+" in each.group.name)
+    assert joined.decisions[0].served_by == server
+
+
+@pytest.mark.parametrize("on", ["emulator", "H200"])
+def test_the_report_before_optimize_is_that_after_it(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, on: str
+) -> None:
+    backend("emulator")
+    if on == "H200":
+        on_h200(backend, monkeypatch)
+        with_a_gpu(monkeypatch)
+    model = tiny_llama(tied=False)
+    model.set_dtype(mx.float16)
+    before = mlx_marlin.report(model)
+    named = mlx_marlin.report(model, chip="H200")
+    mlx_marlin.optimize(model, join=False, trace=False)
+    after = mlx_marlin.report(model)
+
+    quantized = [layer.group.product for layer in before.layers if layer.decisions]
+    assert not any(product.is_converted for product in quantized)
+    assert all(layer.group.product.is_converted for layer in after.layers)
+    for old, new in zip(before.layers, after.layers, strict=True):
+        assert old.group.name == new.group.name
+        assert old.group.product.weight == new.group.product.weight
+        assert old.decisions == new.decisions
+    if on == "H200":
+        assert named.layers == before.layers
+        layouts = {product.weight.layout for product in quantized if product.weight}
+        assert layouts == {"marlin"}
+
+
+class Own(nn.QuantizedLinear):
+    """A subclass, which `optimize` does not convert."""
+
+
+def test_layers_that_stay_have_a_reason(backend: Choose) -> None:
+    backend("emulator")
+    group = mx.distributed.init()
+    linear = nn.QuantizedLinear(64, 64)
+    sharded = nn.QuantizedAllToShardedLinear.from_quantized_linear(linear, group=group)
+    model = Layers(
+        linear,
+        Own(64, 64),
+        nn.QuantizedLinear(96, 64, mode="nvfp4"),
+        nn.Linear(64, 64),
+        sharded,
+        MultiLinear(64, 40, 4),
+        nn.RMSNorm(64),
+    )
+
+    layers = mlx_marlin.report(model).layers
+
+    reasons = {
+        layer.group.product.layer + layer.group.name[-1]: layer.group.product.stays
+        for layer in layers
+    }
+    for layer in layers:
+        stays = layer.group.product.stays
+        served = {(call.served_by, call.reason) for call in layer.decisions}
+        if layer.decisions:
+            assert served == {("ours", None) if stays is None else ("stock", stays)}
+
+    assert reasons["QuantizedLinear0"] is None
+    assert reasons["Own1"] == "optimize does not convert a Own"
+    assert "multiple of 64" in str(reasons["QuantizedLinear2"])
+    assert str(reasons["Linear3"]).startswith("not quantized")
+    assert "sharded" in str(reasons["QuantizedAllToShardedLinear4"])
+    assert str(reasons["MultiLinear5"]).startswith("not quantized")
+    assert len(reasons) == 6
+
+
+def test_an_embedding_that_is_no_head_has_no_product(backend: Choose) -> None:
+    backend("emulator")
+
+    layers = mlx_marlin.report(tiny_llama(tied=False)).layers
+
+    embedding = next(each for each in layers if "embed" in each.group.name)
+    assert embedding.group.product.operation == "look-up"
+    assert not embedding.decisions
+
+
+def test_equal_layers_are_one_group_and_shared_ones_count_once(
+    backend: Choose,
+) -> None:
+    backend("emulator")
+    one, other = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 96)
+    model = Layers(one, nn.QuantizedLinear(64, 64), one, other)
+
+    layers = mlx_marlin.report(model).layers
+
+    named = {(each.group.name, each.group.count) for each in layers}
+    assert named == {("layers.*", 2), ("layers.3", 1)}
+
+
+def test_a_layer_inside_another_is_found(backend: Choose) -> None:
+    backend("emulator")
+    inner = linear(("affine", 4, 32), "marlin", 40, "float16", False)
+    order = mx.arange(inner.input_dims)[::-1].astype(mx.int32)
+
+    layer = only(mlx_marlin.report(Layers(ReorderedLinear(inner, order))))
+
+    assert layer.group.name == "layers.0.linear"
+
+
+def test_nobody_serves_invariant_rows_without_kernels(backend: Choose) -> None:
+    backend("emulator")
+    model = mlx_marlin.optimize(tiny_llama(tied=False), invariant=True)
+    backend("stock")
+
+    report = mlx_marlin.report(model)
+
+    served = {call.served_by for layer in report.layers for call in layer.decisions}
+    assert served == {"nobody"}
+    assert "nobody: raises" in str(report)
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_stock_mlx_serves_kernels_that_failed_their_check(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    backend("emulator")
+    model = mlx_marlin.optimize(tiny_llama(tied=False), layout=layout)
+    monkeypatch.setattr(guard, "known_fault", lambda _: "it failed its check")
+
+    report = mlx_marlin.report(model)
+
+    calls = [call for layer in report.layers for call in layer.decisions]
+    # Nobody has modelled how long stock MLX takes to decode packed weights.
+    assert {call.time is None for call in calls} == {layout == "marlin"}
+    assert {call.kernel is None for call in calls} == {layout == "marlin"}
+    assert not any(call.stock_time is None for call in calls)
+    assert {call.reason for call in calls} == {"it failed its check"}
+    assert {call.served_by for call in calls} == {"stock"}
+
+
+def test_no_weight_is_read(backend: Choose, tmp_path: Path) -> None:
+    backend("emulator")
+    file = tmp_path / "weights.safetensors"
+    model = tiny_llama()
+    model.save_weights(str(file))
+    model.load_weights(str(file))
+    file.write_bytes(b"")  # what is read from now on raises
+
+    text = str(mlx_marlin.report(model, rows=(1, 8, 100)))
+    mlx_marlin.report(model, chip="H200").document()
+
+    assert "model.layers.*.mlp.down_proj" in text
+    with pytest.raises(RuntimeError, match="read"):
+        mx.eval(model.parameters())
+
+
+def test_only_times_of_a_model_are_called_predicted(backend: Choose) -> None:
+    backend("emulator")
+    model = tiny_llama()
+    model.set_dtype(mx.float16)
+
+    head, *_ = mlx_marlin.report(model, (8,), chip="H200").layers
+    here = str(mlx_marlin.report(model))
+
+    assert "our CUDA kernels serve up to 5" in str(head.decisions[0].reason)
+    assert head.decisions[0].reason_origin is None
+    assert "never falls back to stock MLX for performance" in here
+    assert "never falls" not in str(mlx_marlin.report(model, chip="M3 Max"))
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (1, -2), (1.0,), (True,), "1,4", 8, [None]])
+def test_wrong_rows_are_named(rows: Any) -> None:
+    with pytest.raises(ValueError, match=r"rows=.*, expected numbers of rows such as"):
+        mlx_marlin.report(tiny_llama(), rows)
+
+
+def test_wrong_chips_and_models_are_named() -> None:
+    with pytest.raises(ValueError, match="device 'M77' is not one of"):
+        mlx_marlin.report(tiny_llama(), chip="M77")
+    with pytest.raises(ValueError, match="chip=3, expected a name"):
+        mlx_marlin.report(tiny_llama(), chip=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, got tuple"):
+        mlx_marlin.report((tiny_llama(), None))  # type: ignore[arg-type]
