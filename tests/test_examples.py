@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-import printed_examples
 import pytest
 
+import printed_examples
 from mlx_marlin.backends import selection
 
 pytestmark = pytest.mark.skipif(
