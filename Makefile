@@ -63,7 +63,7 @@ mutants: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'shaders/*.metal' 'shaders/*.cu*')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.metal' 'shaders/*.cu*')
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
