@@ -6,8 +6,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.products.dequantizing import dequantize
-from mlx_marlin.products.matmul import quantized_matmul
+from mlx_marlin.products.packed import packed_product
 from mlx_marlin.products.reference.rows import decoded_rows
+from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
@@ -26,6 +27,7 @@ class PackedEmbedding(nn.Module):
         dtype (mx.Dtype): Dtype of the rows that are looked up.
     """
 
+    layout = "marlin"
     is_packed_only = True
     """MLX's layout does not have the format."""
 
@@ -71,6 +73,12 @@ class PackedEmbedding(nn.Module):
             mode=self.mode,
         )
 
+    def packed_arrays(self) -> PackedArrays:
+        """Returns the arrays of the weight, which products take unchecked."""
+        sizes = self.num_embeddings, self.dims, self.group_size, self.bits
+        scales = self["quantizers"]
+        return self["words"], scales, scales, (*sizes, self.mode, ())
+
     def __call__(self, tokens: mx.array) -> mx.array:
         """Returns the rows [..., dims] of tokens [...]."""
         rows = decoded_rows(self.packed, tokens.flatten())
@@ -78,7 +86,7 @@ class PackedEmbedding(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return quantized_matmul(x, self.packed)
+        return packed_product(x, self.packed_arrays())
 
     def to_stock(self) -> nn.Embedding:
         """Returns MLX's layer with the decoded weight, rounded to `dtype`."""

@@ -19,6 +19,7 @@ from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct, We
 from mlx_marlin.integrations.mlx_lm.report.target import Target
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.native import activation_dtype
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.weights import dtypes
 
 CHOICES = (
@@ -112,7 +113,7 @@ class _Describer:
         if isinstance(layer, MarlinPart):
             (whole,) = self._quantized(layer.shared.layer, "linear")
             return [replace(whole, layer="MarlinPart", parts=layer.shared.sizes)]
-        if isinstance(layer, nn.QuantizedEmbedding):
+        if isinstance(layer, nn.QuantizedEmbedding | PackedEmbedding):
             if self._is_tied is False:
                 return [self._plain(layer, LOOK_UP)]
             return self._quantized(layer, "as_linear")
@@ -167,7 +168,7 @@ def _layout(layer: Any) -> str:
 def _weight(layer: Any, layout: str) -> Weight:
     """Returns a layer's weight, as if it had a layout."""
     if "quantizers" in layer:
-        _, scales, (n, k, group_size, bits, mode, batch) = layer.packed_arrays()
+        _, scales, _, (n, k, group_size, bits, mode, batch) = layer.packed_arrays()
     else:
         scales = layer["scales"]
         group_size, bits, mode = layer.group_size, layer.bits, layer.mode
