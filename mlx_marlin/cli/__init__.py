@@ -22,6 +22,7 @@ COMMANDS = {
         "mlx_marlin.cli.profile",
         "compare products with the limits of a device",
     ),
+    "render": ("mlx_marlin.cli.render", "show results as an HTML page or a picture"),
     "doctor": (
         "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",
