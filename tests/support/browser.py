@@ -67,7 +67,9 @@ class Browser:
             else:
                 return answer["result"]
 
-    def open(self, path: Path, *, width: int, scheme: str, scripts: bool = True) -> None:
+    def open(
+        self, path: Path, *, width: int, scheme: str, scripts: bool = True
+    ) -> None:
         """Opens a file and waits until it is loaded.
 
         Args:

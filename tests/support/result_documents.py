@@ -80,9 +80,7 @@ def result(method: str = "wall time", most: int = 512) -> dict[str, Any]:
         "products": [
             product(
                 *(m, n, k, arm, layout, clock),
-                timing(
-                    n * k / 1e9 * factor * (5 + -(-m // 8)) * clock_factor, method
-                ),
+                timing(n * k / 1e9 * factor * (5 + -(-m // 8)) * clock_factor, method),
             )
             for n, k in SHAPES
             for m in rows

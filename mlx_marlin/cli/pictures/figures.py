@@ -43,6 +43,7 @@ def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:
         "svg.hashsalt": "mlx-marlin",
         "svg.fonttype": "none",
         "font.sans-serif": ["DejaVu Sans"],
+        "text.parse_math": False,
     }
     with matplotlib.style.context(["default", style]):
         draw().savefig(

@@ -29,10 +29,15 @@ DENSE = 32
 """Points of a series from which its markers are small."""
 ROOFS = ("black", "#777777")
 """Colours of roofs."""
-WIDTH, HEIGHT, AREA = 8.0, 4.4, 1.5
-"""Inches: width of the picture, height of a chart, and of one with an area."""
-LEGEND = 0.2
-"""Inches of a line of a legend."""
+
+# Inches. The layout is fixed, because matplotlib's own differs between runs.
+WIDTH, LEFT, RIGHT = 8.0, 0.75, 0.3
+HEIGHT, AREA = 3.7, 0.75
+"""Height of the axes of a chart, and of one with an area."""
+ABOVE, BELOW = 0.35, 0.45
+"""Space for the title, and for ticks and their label."""
+LEGEND, BETWEEN = 0.19, 0.2
+"""Height of a line of a legend, and space after a chart."""
 
 
 def save(path: Path, option: str, charts: Sequence[Chart]) -> None:
@@ -53,21 +58,37 @@ def save(path: Path, option: str, charts: Sequence[Chart]) -> None:
 def _figure(charts: Sequence[Chart]) -> "Figure":
     from matplotlib.figure import Figure
 
-    heights = [
-        HEIGHT + LEGEND * len(chart.series) if _has_legend(chart) else AREA
-        for chart in charts
-    ]
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-    panels = figure.subplots(
-        len(charts), squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
-    for axes, chart in zip(panels[:, 0], charts, strict=True):
+    heights = [_height(chart) for chart in charts]
+    total = sum(heights)
+    figure = Figure(figsize=(WIDTH, total))
+    top = total
+    for chart, height in zip(charts, heights, strict=True):
+        size = _axes_height(chart)
+        axes = figure.add_axes(
+            (
+                LEFT / WIDTH,
+                (top - ABOVE - size) / total,
+                (WIDTH - LEFT - RIGHT) / WIDTH,
+                size / total,
+            )
+        )
         _draw(axes, chart)
+        top -= height
     return figure
 
 
+def _height(chart: Chart) -> float:
+    """Returns the height of a chart with its texts."""
+    legend = LEGEND * len(chart.series) if _has_legend(chart) else 0
+    return ABOVE + _axes_height(chart) + BELOW + legend + BETWEEN
+
+
+def _axes_height(chart: Chart) -> float:
+    return HEIGHT if _has_legend(chart) else AREA
+
+
 def _draw(axes: "Axes", chart: Chart) -> None:
-    axes.set_title(_plain(chart.title), size=10, loc="left")
+    axes.set_title(chart.title, size=10, loc="left")
     _set_axis(axes, "x", chart.x)
     _set_axis(axes, "y", chart.y)
     axes.grid(color="#DDDDDD", lw=0.6)
@@ -78,7 +99,7 @@ def _draw(axes: "Axes", chart: Chart) -> None:
     if _has_legend(chart):
         axes.legend(
             loc="upper left",
-            bbox_to_anchor=(0, -0.14),
+            bbox_to_anchor=(0, -BELOW / HEIGHT),
             fontsize=8,
             frameon=False,
             borderaxespad=0,
@@ -128,19 +149,14 @@ def _draw_series(axes: "Axes", series: Series) -> None:
         "points": {**marker, "ls": "none"},
         "line": {**line, **marker, "ls": "-" if series.is_measured else "--"},
     }
-    axes.plot(xs, ys, label=_plain(series.name), **styles[series.style])
+    axes.plot(xs, ys, label=series.name, **styles[series.style])
     for mark in series.marks:
         if mark.label:
             axes.annotate(
-                _plain(mark.label),
+                mark.label,
                 (mark.x, mark.y),
                 (0, -13),
                 textcoords="offset points",
                 size=7,
                 ha="center",
             )
-
-
-def _plain(text: str) -> str:
-    """Returns a text in which matplotlib finds no formula."""
-    return text.replace("$", r"\$")

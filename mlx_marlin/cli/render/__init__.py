@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from mlx_marlin.cli.pictures import files
-from mlx_marlin.cli.render import profile_document, result_document
 from mlx_marlin.cli.render import page as pages
+from mlx_marlin.cli.render import profile_document, result_document
 from mlx_marlin.cli.render.fields import shown
 from mlx_marlin.profiling import document
 

@@ -1,5 +1,6 @@
 "use strict";
-// Adds a filter and sorting to each table; without this script the page is complete too.
+// Adds a filter and sorting to tables. The page is complete without this script.
+const FEW = 3; // Rows of a table that needs neither.
 const make = (tag, parent, properties) =>
   parent.appendChild(Object.assign(document.createElement(tag), properties));
 
@@ -28,7 +29,7 @@ function control(section, body) {
   const bar = document.createElement("div");
   bar.className = "controls";
   section.querySelector(".table").before(bar);
-  const filter = make("input", bar, { type: "search", placeholder: "Filter, such as: 8 gemv" });
+  const filter = make("input", bar, { type: "search", placeholder: "Filter rows" });
   filter.setAttribute("aria-label", "Filter rows");
   const label = make("label", bar, { textContent: "Sort by" });
   const select = make("select", label);
@@ -57,10 +58,8 @@ function control(section, body) {
     count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
   }
   heads.forEach((head, index) => {
-    const button = document.createElement("button");
-    button.append(...head.childNodes);
-    make("span", head).replaceWith(button);
-    button.type = "button";
+    head.textContent = "";
+    const button = make("button", head, { type: "button", textContent: names[index] });
     button.addEventListener("click", () => {
       descending = column === index && !descending;
       column = index;
@@ -75,5 +74,5 @@ function control(section, body) {
 
 for (const section of document.querySelectorAll("section")) {
   const body = section.querySelector("tbody");
-  if (body && body.rows.length > 1) control(section, body);
+  if (body && body.rows.length > FEW) control(section, body);
 }

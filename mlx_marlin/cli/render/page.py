@@ -17,7 +17,7 @@ MARKS = (
     "All others are italic, with hollow markers and dashed lines."
 )
 NOTICES = {
-    "measured": "Every time on this page was measured.",
+    "measured": "Every time on this page is marked as measured.",
     "predicted": "Predicted: nothing on this page was measured. Its times are those of "
     "a model.",
     "assumed": "Assumed: nothing on this page was measured. Its times were given by "

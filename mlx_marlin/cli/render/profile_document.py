@@ -19,11 +19,11 @@ from mlx_marlin.cli.render.tables import (
 from mlx_marlin.profiling.roofline import Point, Roofline
 
 HEADS = (
-    *("rows", "k→n", "format", "kernel", "ms", "TFLOPS", "compute %", "GB/s"),
-    *("memory %", "FLOP/byte", "% of roof", "bottleneck", "simdgroups"),
-    *("low occupancy", "times"),
+    *("rows", "k→n", "format", "layout", "kernel", "times", "ms", "TFLOPS"),
+    *("compute %", "GB/s", "memory %", "FLOP/byte", "% of roof", "bottleneck"),
+    *("simdgroups", "low occupancy"),
 )
-SKIPPED = ("rows", "k→n", "format", "kernel", "reason")
+SKIPPED = ("rows", "k→n", "format", "layout", "kernel", "reason")
 
 
 def charts(data: Mapping[str, Any]) -> list[Chart]:
@@ -87,11 +87,12 @@ def page(data: Mapping[str, Any], origin: str) -> Page:
 
 
 def problem_cells(problem: Fields) -> list[Cell]:
-    """Returns the cells with rows, shape and format of a product."""
+    """Returns the cells with rows, shape, format and layout of a product."""
     return [
         number_cell(problem.number("m")),
         text_cell(shape(problem)),
         text_cell(format_name(problem)),
+        text_cell(problem.text("layout")),
     ]
 
 
@@ -102,13 +103,12 @@ def shape(problem: Fields) -> str:
 
 
 def format_name(problem: Fields) -> str:
-    """Returns the format of a weight, as far as it is known."""
+    """Returns the format of a weight's codes, as far as it is known."""
     bits, group = problem.integer("bits"), problem.integer("group_size")
     parts = [
         problem.text("mode"),
         "" if bits is None else f"{bits}-bit",
         "" if group is None else f"g{group}",
-        problem.text("layout"),
     ]
     return " ".join(filter(None, parts))
 
@@ -125,7 +125,9 @@ def _facts(device: Fields) -> Iterator[tuple[str, str]]:
         ("peak of stock MLX", "stock_tflops", " TFLOPS"),
         ("memory bandwidth", "bandwidth_gbs", " GB/s"),
     ):
-        if (value := device.number(key)) is not None:
+        value = device.number(key)
+        is_repeated = key == "stock_tflops" and value == device.number("tflops")
+        if value is not None and not is_repeated:
             yield label, number(value, 4) + unit
     if roofs := _roofs(device):
         ridge = next(iter(roofs.values())).ridge
@@ -184,6 +186,7 @@ def _row(profile: Fields) -> list[Cell]:
     return [
         *problem_cells(profile.fields("problem")),
         text_cell(_kernel(profile)),
+        source_cell(source(profile.text("origin"))),
         number_cell(None if seconds is None else seconds * 1e3, is_figure=True),
         figure("tflops"),
         figure("compute_utilization", 100),
@@ -196,7 +199,6 @@ def _row(profile: Fields) -> list[Cell]:
         else text_cell(profile.text("bottleneck")),
         number_cell(occupancy.number("resident")),
         text_cell(occupancy.text("limit") if occupancy.text("low") else ""),
-        source_cell(source(profile.text("origin"))),
     ]
 
 

@@ -27,14 +27,14 @@ STOCK = "mx.quantized_matmul"
 MEASURED = "wall time"
 """The only method of a measurement."""
 PRODUCTS = (
-    *("rows", "k→n", "format", "arm", "clock", "ms", "range, ms", "x stock"),
-    *("samples", "drift, %", "times", "method", "stock MLX would serve"),
+    *("rows", "k→n", "format", "layout", "arm", "clock", "times", "ms", "range, ms"),
+    *("x stock", "samples", "drift, %", "method", "stock MLX would serve"),
 )
 GENERATION = (
-    *("model", "arm", "streams", "prompt tokens", "new tokens", "ms to first token"),
-    *("ms a step", "prompt tokens/s", "generated tokens/s", "times"),
+    *("model", "arm", "streams", "prompt tokens", "new tokens", "times"),
+    *("ms to first token", "ms a step", "prompt tokens/s", "generated tokens/s"),
 )
-FIRST_TOKENS = ("model", "arm", "prompt tokens", "cold, ms", "warm, ms", "times")
+FIRST_TOKENS = ("model", "arm", "prompt tokens", "times", "cold, ms", "warm, ms")
 STAGES = ("stage", "status", "seconds on the host", "detail")
 STATUSES = ("passed", "failed")
 """Statuses of a stage that are highlighted."""
@@ -106,7 +106,7 @@ def _charts(products: Sequence[Fields]) -> list[Chart]:
     groups: dict[str, dict[str, list[staircase.Sample]]] = {}
     for row in products:
         problem = row.fields("problem")
-        title = f"{shape(problem)}, {_format(problem)}"
+        title = f"{shape(problem)}, {format_name(problem)}"
         sample = _sample(row, problem)
         if sample is not None:
             clocks = groups.setdefault(title, {})
@@ -118,11 +118,6 @@ def _charts(products: Sequence[Fields]) -> list[Chart]:
         name = f"{title}, {clock} clock ({', '.join(sources)})"
         found.append(staircase.chart(name, clocks[clock]))
     return [*filter(None, found)]
-
-
-def _format(problem: Fields) -> str:
-    """Returns the format of the codes, without the layout that an arm has."""
-    return format_name(problem).removesuffix(problem.text("layout")).strip()
 
 
 def _sample(row: Fields, problem: Fields) -> staircase.Sample | None:
@@ -164,7 +159,7 @@ def _key(row: Fields) -> tuple[object, ...]:
     """Returns what rows have in common whose times can be compared."""
     problem = row.fields("problem")
     sizes = (problem.integer(name) for name in "mnk")
-    names = (_format(problem), problem.text("dtype"), row.text("clock"))
+    names = (format_name(problem), problem.text("dtype"), row.text("clock"))
     return (*sizes, *names, _source(row))
 
 
@@ -175,12 +170,12 @@ def _product(row: Fields, stock: float | None) -> list[Cell]:
         *problem_cells(row.fields("problem")),
         text_cell(row.text("arm")),
         text_cell(row.text("clock")),
+        source_cell(_source(row)),
         number_cell(time, is_figure=True),
         number_cell(row.number("range_ms"), 2, is_figure=True),
         number_cell(ratio, 3, is_figure=True),
         number_cell(row.number("samples")),
         number_cell(None if drift is None else 100 * drift, 2),
-        source_cell(_source(row)),
         text_cell(row.text("method")),
         text_cell(row.text("handover")),
     ]
@@ -198,11 +193,11 @@ def _generation(rows: Sequence[Fields]) -> Table:
                 number_cell(row.number("streams")),
                 number_cell(row.number("prompt_tokens")),
                 number_cell(row.number("new_tokens")),
+                source_cell(found),
                 _milliseconds(row.fields("prompt")),
                 _milliseconds(row.fields("step")),
                 number_cell(row.number("prompt_tokens_per_second"), is_figure=True),
                 number_cell(row.number("generated_tokens_per_second"), is_figure=True),
-                source_cell(found),
             ]
             for row, found in zip(rows, sources, strict=True)
         ],
@@ -220,9 +215,9 @@ def _first_tokens(rows: Sequence[Fields]) -> Table:
                 text_cell(row.text("model")),
                 text_cell(row.text("arm")),
                 number_cell(row.number("prompt_tokens")),
+                source_cell(found),
                 _milliseconds(row.fields("cold")),
                 _milliseconds(row.fields("warm")),
-                source_cell(found),
             ]
             for row, found in zip(rows, sources, strict=True)
         ],

@@ -4,7 +4,7 @@ from mlx_marlin.cli.pictures.charts import Axis, Chart, Mark, Series, tick_label
 from mlx_marlin.cli.render.html import Markup, element, joined
 
 WIDTH, HEIGHT = 420.0, 300.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 14.0, 12.0, 38.0
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 14.0, 26.0, 38.0
 """Space around the axes."""
 COLORS = 8
 """Colours of series in the style sheet."""
@@ -48,9 +48,7 @@ def _grid(chart: Chart) -> Markup:
         parts.append(_line("grid", (LEFT, y), (right, y)))
         parts.append(_text(tick_label(tick), LEFT - 5, y + 3.5, "end"))
     parts.append(_text(chart.x.label, (LEFT + right) / 2, HEIGHT - 6, "middle"))
-    middle = (TOP + bottom) / 2
-    turned = f"rotate(-90 11 {middle:g})"
-    parts.append(_text(chart.y.label, 11, middle, "middle", turned))
+    parts.append(_text(chart.y.label, 0, 12, "start"))
     return element("g", *parts, class_="axes")
 
 
@@ -58,10 +56,8 @@ def _line(name: str, start: tuple[float, float], end: tuple[float, float]) -> Ma
     return element("line", x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=name)
 
 
-def _text(
-    text: str, x: float, y: float, anchor: str, transform: str | None = None
-) -> Markup:
-    return element("text", text, x=x, y=y, text_anchor=anchor, transform=transform)
+def _text(text: str, x: float, y: float, anchor: str) -> Markup:
+    return element("text", text, x=x, y=round(y, 2), text_anchor=anchor)
 
 
 def _series(chart: Chart, series: Series) -> Markup:

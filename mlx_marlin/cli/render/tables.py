@@ -6,6 +6,10 @@ from decimal import Decimal
 
 from mlx_marlin.cli.render.html import Markup, element
 
+LONG = 18
+"""Characters from which the text of a cell is broken into lines."""
+MANY = 4
+"""Rows from which a column with one text is left out of a table."""
 MISSING = "\N{EN DASH}"
 SOURCES = ("measured", "predicted", "assumed")
 UNKNOWN = "unknown"
@@ -89,59 +93,70 @@ def source(text: str) -> str:
 def section(table: Table) -> Markup:
     """Returns a table with its heading; nothing without rows.
 
-    Columns without any text are left out.
+    Columns without any text are left out, and those with the same text in many rows are
+    a line above the table, but for the sources.
     """
-    kept = [
-        index
-        for index in range(len(table.heads))
-        if any(row[index].text for row in table.rows)
-    ]
-    if not kept:
+    if not table.rows:
         return Markup("")
-    heads = [table.heads[index] for index in kept]
-    numeric = [
-        any(row[index].value is not None for row in table.rows) for index in kept
+    columns = [
+        _Column(head=head, cells=tuple(cells))
+        for head, *cells in zip(table.heads, *table.rows, strict=True)
     ]
-    head = element(
-        "tr",
-        *(
-            element("th", name, scope="col", class_="number" if right else None)
-            for name, right in zip(heads, numeric, strict=True)
-        ),
-    )
+    columns = [column for column in columns if any(cell.text for cell in column.cells)]
+    same = [column for column in columns if column.is_same]
+    kept = [column for column in columns if not column.is_same]
+    heads = [
+        element("th", column.head, scope="col", class_=column.classes)
+        for column in kept
+    ]
     rows = [
-        _row([row[index] for index in kept], heads, numeric, source)
-        for row, source in zip(table.rows, table.sources, strict=True)
+        element("tr", *(_cell(column, index) for column in kept), class_=source or None)
+        for index, source in enumerate(table.sources)
     ]
-    drawn = element("table", element("thead", head), element("tbody", *rows))
-    return element(
-        "section", element("h2", table.title), element("div", drawn, class_="table")
+    parts = [element("h2", table.title)]
+    if same:
+        listed = "; ".join(f"{column.head}: {column.cells[0].text}" for column in same)
+        parts.append(element("p", f"In all rows: {listed}.", class_="same"))
+    drawn = element(
+        "table", element("thead", element("tr", *heads)), element("tbody", *rows)
     )
+    return element("section", *parts, element("div", drawn, class_="table"))
 
 
-def _row(
-    cells: Sequence[Cell], heads: Sequence[str], numeric: Sequence[bool], source: str
-) -> Markup:
-    """Returns a row.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A column of a table."""
 
-    Args:
-        cells: Its cells.
-        heads: The names of their columns, which a phone shows beside them.
-        numeric: Which columns have numbers.
-        source: Where its figures come from.
-    """
-    drawn = [
-        _cell(cell, head, right)
-        for cell, head, right in zip(cells, heads, numeric, strict=True)
-    ]
-    return element("tr", *drawn, class_=source or None)
+    head: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether one text above the table can replace the column."""
+        first = self.cells[0]
+        if len(self.cells) < MANY or first.is_figure or first.badge:
+            return False
+        return all(cell == first for cell in self.cells)
+
+    @property
+    def classes(self) -> str | None:
+        """Class of the cells: those of numbers are aligned to the right."""
+        is_number = any(cell.value is not None for cell in self.cells)
+        return "number" if is_number else None
 
 
-def _cell(cell: Cell, head: str, is_number: bool) -> Markup:
+def _cell(column: _Column, index: int) -> Markup:
+    """Returns a cell; a phone shows the name of the column beside it."""
+    cell = column.cells[index]
     classes = [
         name
-        for name, applies in (("number", is_number), ("figure", cell.is_figure))
-        if applies
+        for name, applies in (
+            (column.classes or "", True),
+            ("figure", cell.is_figure),
+            ("long", len(cell.text) > LONG),
+            ("missing", not cell.text),
+        )
+        if applies and name
     ]
     text: str = cell.text or MISSING
     if cell.badge:
@@ -150,6 +165,6 @@ def _cell(cell: Cell, head: str, is_number: bool) -> Markup:
         "td",
         text,
         class_=" ".join(classes) or None,
-        data_head=head,
+        data_head=column.head,
         data_value=None if cell.value is None else repr(cell.value),
     )
