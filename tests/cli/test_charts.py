@@ -272,6 +272,7 @@ def test_profile_plots_the_roofline(
     assert "8 rows" in texts
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_same_chart_gives_the_same_bytes(suffix: str, tmp_path: Path) -> None:
     first, second = tmp_path / f"1.{suffix}", tmp_path / f"2.{suffix}"

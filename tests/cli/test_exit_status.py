@@ -24,6 +24,7 @@ NEEDED = {
     "plan": PLAN[1:],
     "convert": ["source", "result"],
     "emulate": ["kernel.metal", "--grid", "32"],
+    "render": ["result.json", "-o", "result.html"],
 }
 """Arguments that a command cannot do without."""
 

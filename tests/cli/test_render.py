@@ -1,6 +1,7 @@
 """`mlx-marlin render`: pages of valid documents, of incomplete and of hostile ones."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,6 +180,43 @@ def with_every_text(value: Any, text: str) -> Any:
     if isinstance(value, list):
         return [with_every_text(each, text) for each in value]
     return text if isinstance(value, str) else value
+
+
+def with_every_number(value: Any, other: object) -> Any:
+    """Returns a document in which a value replaces all numbers."""
+    if isinstance(value, dict):
+        return {
+            key: each if key == "version" else with_every_number(each, other)
+            for key, each in value.items()
+        }
+    if isinstance(value, list):
+        return [with_every_number(each, other) for each in value]
+    return other if isinstance(value, int | float) else value
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize(
+    "number",
+    [math.nan, math.inf, -math.inf, 10**400, None, True, "1"],
+    ids=lambda number: f"{number}"[:5],
+)
+def test_what_is_no_number_is_missing(name: str, number: object) -> None:
+    text = json.dumps(with_every_number(DOCUMENTS[name], number))
+    found = Checker(page_of(json.loads(text)))
+
+    assert not {"ms", "TFLOPS", "rows"} & {*found.cells}
+    assert "svg" not in found.seen
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("number", [0, -1, 0.5, 5e-324, 1.7e308])
+def test_extreme_numbers_are_listed_and_may_not_be_drawn(
+    name: str, number: float
+) -> None:
+    found = Checker(page_of(with_every_number(DOCUMENTS[name], number)))
+
+    assert "table" in found.seen
+    assert "polyline" not in found.seen or number == 0.5
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -1,5 +1,6 @@
 """Tables of the page: columns of texts and numbers, and where they come from."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -62,12 +63,12 @@ def number_cell(
     """Returns a cell with a number.
 
     Args:
-        value: The number; None if it is missing.
+        value: The number; None or infinity if it is missing.
         digits: Digits that are shown.
         is_figure: Whether it depends on a time.
         unit: Text behind the number.
     """
-    if value is None:
+    if value is None or not math.isfinite(value):
         return Cell(text="")
     return Cell(text=number(value, digits) + unit, value=value, is_figure=is_figure)
 
