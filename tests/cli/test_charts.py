@@ -18,6 +18,7 @@ from mlx_marlin.cli.pictures import busy_cores, charts, roofline, staircase
 from mlx_marlin.cli.pictures.charts import LEAST, MOST, Axis, Mark
 from mlx_marlin.cli.pictures.staircase import Sample
 from mlx_marlin.cli.pictures.text import schedule
+from mlx_marlin.cli.profile import times
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.profiling.roofline import Point, Roofline
@@ -315,12 +316,17 @@ def test_json_of_a_plan_stays_alone_when_it_is_plotted(
     assert json.loads(capsys.readouterr().out)["threadgroups"] > 0
 
 
+@pytest.mark.parametrize("command", [PLAN, "profile --chip M4"])
 def test_without_matplotlib_the_remedy_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(times, "predicted", None)  # it would take long
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.style", raising=False)
 
-    assert main([*PLAN.split(), "--plot", str(tmp_path / "a.svg")]) == 2
+    assert main([*command.split(), "--plot", str(tmp_path / "a.svg")]) == 2
     assert "--plot draws with matplotlib: pip install" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

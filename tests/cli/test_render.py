@@ -252,7 +252,11 @@ def test_text_is_escaped_and_elements_are_not() -> None:
     [
         (result(), "Every time on this page is marked as measured.", "measured"),
         (result("cost model"), "Predicted: nothing on this page", "predicted"),
-        (profiles(), "Some times on this page were measured", "predicted"),
+        (
+            profiles(),
+            "Some times on this page are marked as measured, others",
+            "predicted",
+        ),
         (
             {**profiles(), "profiles": profiles()["profiles"][:3]},
             "Nothing on this page was measured: its times are assumed or predicted",
@@ -323,7 +327,10 @@ def test_times_are_compared_with_stock_of_the_same_clock_and_source() -> None:
 def test_columns_with_one_text_are_a_line_above_the_table() -> None:
     found = Checker(page_of(result()))
 
-    assert any("format: affine 4-bit g64; samples: 7" in text for text in found.texts)
+    assert any(
+        "format: affine 4-bit g64; dtype: float16; samples: 7" in text
+        for text in found.texts
+    )
     assert "format" not in found.cells
     assert {*found.cells["times"]} == {"measured"}
 

@@ -17,6 +17,24 @@ METADATA = {
 """Metadata to omit, by suffix, so that the same pictures give the same bytes."""
 
 
+def require(option: str) -> None:
+    """Checks that matplotlib is installed.
+
+    Args:
+        option: The option that needs it, for messages.
+
+    Raises:
+        ImportError: If it is missing.
+    """
+    try:
+        import matplotlib.style  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"{option} draws with matplotlib: pip install 'mlx-marlin[plot]', or pip "
+            f"install matplotlib ({error})"
+        ) from None
+
+
 def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:
     """Draws a figure to a file. The same figure gives the same bytes.
 
@@ -29,13 +47,9 @@ def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:
         ImportError: If matplotlib is missing.
         OSError: If the file cannot be written.
     """
-    try:
-        import matplotlib.style
-    except ImportError as error:
-        raise ImportError(
-            f"{option} draws with matplotlib: pip install 'mlx-marlin[plot]', or pip "
-            f"install matplotlib ({error})"
-        ) from None
+    require(option)
+    import matplotlib.style
+
     suffix = path.suffix.lower()
     output = BytesIO()
     # Text is not converted to paths: files are small and can be searched.

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.cli.pictures import files
+from mlx_marlin.cli.pictures import figures, files
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
 from mlx_marlin.planning.device import PlanningDevice
@@ -142,6 +142,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         _check_assumption(args)
     if args.plot:
         files.check(args.plot, "--plot")
+        figures.require("--plot")  # before measuring
     path = args.export_json
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ValueError(f"--export-json {path}: expected a file in an existing folder")

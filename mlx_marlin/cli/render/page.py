@@ -97,7 +97,7 @@ def _notice(sources: set[str]) -> Markup:
     elif len(found) == 1:
         text = NOTICES[next(iter(found))]
     elif "measured" in found:
-        text = "Some times on this page were measured, others were not."
+        text = "Some times on this page are marked as measured, others are not."
     else:
         text = f"Nothing on this page was measured: its times are {_listed(found)}."
     kind = "measured" if found == {"measured"} else "predicted"

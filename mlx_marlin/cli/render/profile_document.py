@@ -19,11 +19,19 @@ from mlx_marlin.cli.render.tables import (
 from mlx_marlin.profiling.roofline import Point, Roofline
 
 HEADS = (
-    *("rows", "k→n", "format", "layout", "kernel", "times", "ms", "TFLOPS"),
-    *("compute %", "GB/s", "memory %", "FLOP/byte", "% of roof", "bottleneck"),
+    *("rows", "k→n", "format", "dtype", "layout", "kernel", "times", "ms"),
+    *(
+        "TFLOPS",
+        "compute %",
+        "GB/s",
+        "memory %",
+        "FLOP/byte",
+        "% of roof",
+        "bottleneck",
+    ),
     *("simdgroups", "low occupancy"),
 )
-SKIPPED = ("rows", "k→n", "format", "layout", "kernel", "reason")
+SKIPPED = ("rows", "k→n", "format", "dtype", "layout", "kernel", "reason")
 
 
 def charts(data: Mapping[str, Any]) -> list[Chart]:
@@ -87,11 +95,12 @@ def page(data: Mapping[str, Any], origin: str) -> Page:
 
 
 def problem_cells(problem: Fields) -> list[Cell]:
-    """Returns the cells with rows, shape, format and layout of a product."""
+    """Returns the cells with rows, shape, format, dtype and layout of a product."""
     return [
         number_cell(problem.number("m")),
         text_cell(shape(problem)),
         text_cell(format_name(problem)),
+        text_cell(problem.text("dtype")),
         text_cell(problem.text("layout")),
     ]
 

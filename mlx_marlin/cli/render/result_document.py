@@ -27,8 +27,8 @@ STOCK = "mx.quantized_matmul"
 MEASURED = "wall time"
 """The only method of a measurement."""
 PRODUCTS = (
-    *("rows", "k→n", "format", "layout", "arm", "clock", "times", "ms", "range, ms"),
-    *("x stock", "samples", "drift, %", "method", "stock MLX would serve"),
+    *("rows", "k→n", "format", "dtype", "layout", "arm", "clock", "times", "ms"),
+    *("range, ms", "x stock", "samples", "drift, %", "method", "stock MLX would serve"),
 )
 GENERATION = (
     *("model", "arm", "streams", "prompt tokens", "new tokens", "times"),
@@ -106,7 +106,7 @@ def _charts(products: Sequence[Fields]) -> list[Chart]:
     groups: dict[str, dict[str, list[staircase.Sample]]] = {}
     for row in products:
         problem = row.fields("problem")
-        title = f"{shape(problem)}, {format_name(problem)}"
+        title = f"{shape(problem)}, {format_name(problem)} {problem.text('dtype')}"
         sample = _sample(row, problem)
         if sample is not None:
             clocks = groups.setdefault(title, {})

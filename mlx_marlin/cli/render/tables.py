@@ -57,20 +57,17 @@ def text_cell(text: str, badge: str | None = None) -> Cell:
     return Cell(text=text, badge=badge)
 
 
-def number_cell(
-    value: float | None, digits: int = 4, is_figure: bool = False, unit: str = ""
-) -> Cell:
+def number_cell(value: float | None, digits: int = 4, is_figure: bool = False) -> Cell:
     """Returns a cell with a number.
 
     Args:
         value: The number; None or infinity if it is missing.
         digits: Digits that are shown.
         is_figure: Whether it depends on a time.
-        unit: Text behind the number.
     """
     if value is None or not math.isfinite(value):
         return Cell(text="")
-    return Cell(text=number(value, digits) + unit, value=value, is_figure=is_figure)
+    return Cell(text=number(value, digits), value=value, is_figure=is_figure)
 
 
 def number(value: float, digits: int) -> str:
