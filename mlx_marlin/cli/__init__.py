@@ -31,6 +31,7 @@ COMMANDS = {
         "mlx_marlin.cli.bench",
         "time our kernels and stock MLX on this machine",
     ),
+    "render": ("mlx_marlin.cli.render", "show results as an HTML page or a picture"),
     "doctor": (
         "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",
@@ -51,6 +52,7 @@ GUIDE = {
     "compare times with the limits": "mlx-marlin profile",
     "measure and keep faster plans": "mlx-marlin tune MODEL",
     "measure against stock MLX": "mlx-marlin bench",
+    "see a result in a browser": "mlx-marlin render RESULT.json -o result.html",
     "run a Metal kernel without a GPU": "mlx-marlin emulate FILE --grid 32",
     "see and free disk space": "mlx-marlin cache",
 }

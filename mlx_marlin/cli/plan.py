@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin.backends import devices, planner, registry
-from mlx_marlin.cli.pictures import text
+from mlx_marlin.cli.pictures import busy_cores, files, staircase, text
 from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
@@ -26,6 +26,7 @@ examples:
   mlx-marlin plan 8 4096 11008
   mlx-marlin plan 8 4096 11008 --chip "M3 Max" --all
   mlx-marlin plan 1 4096 4096 --mode mxfp4 --layout marlin --save plan.svg
+  mlx-marlin plan 8 4096 11008 --chip "M3 Max" --plot rows.png
 """
 
 
@@ -62,14 +63,20 @@ def add_parser(
     output.add_argument(
         "--save", type=Path, metavar="FILE", help="save the diagrams as .svg or .png"
     )
+    output.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="save charts as .svg or .png: time against rows, and busy cores of the "
+        "best plan of each strategy",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan and returns 0."""
-    if args.save:
-        from mlx_marlin.cli.pictures import drawing
-
-        drawing.check(args.save)  # before planning
+    for path, option in ((args.save, "--save"), (args.plot, "--plot")):
+        if path:
+            files.check(path, option)  # before planning
     overrides = _overrides(args)
     choice = planner.compare(
         _problem(args), device=_device(args.chip, args.cores), **overrides
@@ -78,7 +85,11 @@ def run(args: argparse.Namespace) -> int:
     drawn = args.all and (args.save or not args.json)
     shown, missing = _each_strategy(choice, overrides) if drawn else ([choice], [])
     if args.save:
+        from mlx_marlin.cli.pictures import drawing
+
         drawing.save(args.save, shown)
+    if args.plot:
+        _plot(args.plot, choice, overrides)
     if args.json:
         print(json.dumps(_figures(choice, args.all), indent=2))
         return 0
@@ -91,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{_pictures(drawn_choice)}")
     for line in missing:
         print(f"\n{line}")
-    if args.save:
-        print(f"\nsaved {args.save}")
+    for path in (args.save, args.plot):
+        if path:
+            print(f"\nsaved {path}")
     return 0
 
 
@@ -245,6 +257,24 @@ def _figures(choice: Choice, with_candidates: bool) -> dict[str, Any]:
             _as_chosen(choice, candidate).figures() for candidate in choice.candidates
         ]
     return figures
+
+
+def _plot(path: Path, choice: Choice, overrides: PlanOverrides) -> None:
+    """Saves the time against rows, and the busy cores of each strategy."""
+    from mlx_marlin.cli.pictures import plots
+
+    shown, _ = _each_strategy(choice, overrides)
+    for each in shown:
+        if too_large := text.why_not_drawn(each.plan):
+            raise ValueError(f"--plot {path}: {too_large}")
+    problem = choice.plan.problem
+    shape = f"{problem.k}→{problem.n}, {problem.mode} {problem.bits}-bit"
+    times = staircase.chart(
+        f"time against rows, {shape}, {choice.device.variant} (predicted)",
+        [*staircase.predicted(problem, choice.device, **overrides)],
+    )
+    charts = [*filter(None, [times]), *busy_cores.charts(shown)]
+    plots.save(path, "--plot", charts)
 
 
 def _explanation(choice: Choice) -> str:

@@ -26,6 +26,7 @@ NEEDED = {
     "verify": ["model"],
     "report": ["model"],
     "emulate": ["kernel.metal", "--grid", "32"],
+    "render": ["result.json", "-o", "result.html"],
 }
 """Arguments that a command cannot do without."""
 

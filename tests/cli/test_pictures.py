@@ -7,22 +7,19 @@ import sys
 from collections import Counter, defaultdict
 from itertools import repeat
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.device import DEFAULT, Device
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
-from mlx_marlin.backends.planner import predict
+from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import main
 from mlx_marlin.cli.pictures import axes
 from mlx_marlin.cli.pictures import text as pictures
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from support.pictures import chosen, svg_texts
 from support.strategies import devices, plans, problems
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "seven_tiles"
@@ -55,18 +52,6 @@ def wide_plans(draw: st.DrawFn) -> Plan:
 
 ANY = plans() | plans(of=problems(max_m=300, max_n=2000, max_k=256)) | wide_plans()
 """Plans of few tiles, all of which are shown, of many, and of wide ones."""
-
-
-def chosen(plan: Plan, device: Device = DEFAULT) -> Choice:
-    """Returns a plan as if it had been chosen."""
-    return Choice(
-        plan=plan,
-        device=device,
-        prediction=predict(plan, device),
-        stock=stock_prediction(plan.problem, device),
-        reason=None,
-        candidates=(),
-    )
 
 
 def owners(plan: Plan) -> dict[int, set[int]]:
@@ -241,11 +226,6 @@ def test_few_threadgroups_are_named_one_and_all(threadgroups: set[int]) -> None:
         assert {min(threadgroups), max(threadgroups)} <= named(name)
     else:
         assert named(name) == threadgroups
-
-
-def svg_texts(path: Path) -> list[str]:
-    tree = ElementTree.parse(path)
-    return [each.text or "" for each in tree.iter("{http://www.w3.org/2000/svg}text")]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

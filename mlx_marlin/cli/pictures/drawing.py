@@ -1,11 +1,10 @@
 """SVG and PNG pictures of plans, drawn with matplotlib."""
 
-import os
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_marlin.cli.pictures import figures, files
 from mlx_marlin.cli.pictures.axes import draw_map, draw_timeline
 from mlx_marlin.cli.pictures.text import why_not_drawn
 from mlx_marlin.planning.choice import Choice
@@ -13,12 +12,6 @@ from mlx_marlin.planning.choice import Choice
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-METADATA = {
-    ".svg": {"Date": None, "Creator": None},
-    ".png": {"Software": None},
-}
-"""Metadata to omit, by suffix, so that the same plans give the same bytes."""
 
 PER_LINE = 3
 """Plans in a line of the picture."""
@@ -51,66 +44,11 @@ def save(path: Path, choices: Sequence[Choice]) -> None:
         ImportError: If matplotlib is missing.
         OSError: If the file cannot be written.
     """
-    check(path)
+    files.check(path, "--save")
     for choice in choices:
         if too_large := why_not_drawn(choice.plan):
             raise ValueError(f"--save {path}: {too_large}")
-    content = _rendered(choices, path.suffix.lower())
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        raise OSError(
-            f"--save {path}: cannot be written ({error.strerror}), expected a file in "
-            f"a folder that you may write to"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def check(path: Path) -> None:
-    """Checks that a picture can be saved to a file.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: If the suffix is neither .svg nor .png, or the folder does not
-            exist.
-    """
-    if path.suffix.lower() not in METADATA:
-        raise ValueError(f"--save {path}: expected a name that ends in .svg or .png")
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"--save {path}: the folder {path.parent} does not exist, expected a file "
-            f"in an existing folder"
-        )
-    if path.is_dir():
-        raise ValueError(f"--save {path}: is a folder, expected a file")
-
-
-def _rendered(choices: Sequence[Choice], suffix: str) -> bytes:
-    try:
-        import matplotlib.style
-    except ImportError as error:
-        raise ImportError(
-            "--save draws with matplotlib: pip install 'mlx-marlin[plot]', or pip "
-            f"install matplotlib ({error})"
-        ) from None
-    output = BytesIO()
-    # Text is not converted to paths: files are small and can be searched.
-    style = {
-        "svg.hashsalt": "mlx-marlin",
-        "svg.fonttype": "none",
-        "font.sans-serif": ["DejaVu Sans"],
-    }
-    with matplotlib.style.context(["default", style]):
-        figure = _figure(choices)
-        figure.savefig(
-            output, format=suffix[1:], dpi=150, metadata=METADATA[suffix], pad_inches=0
-        )
-    return output.getvalue()
+    figures.save(path, "--save", lambda: _figure(choices))
 
 
 def _figure(choices: Sequence[Choice]) -> "Figure":

@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 
 from mlx_marlin.backends import devices, registry
+from mlx_marlin.cli.pictures import figures, files
 from mlx_marlin.cli.profile import report, subjects, times
+from mlx_marlin.cli.render import profile_document
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
 from mlx_marlin.profiling.document import document
@@ -27,6 +29,7 @@ examples:
   mlx-marlin profile --single-config 1,4096,4096 --bits 3 --all-kernels
   mlx-marlin profile --single-config 8,4096,4096 --mode affine --compare stock
   mlx-marlin profile --model mlx-community/Qwen3-4B-4bit --export-json profile.json
+  mlx-marlin profile --compare stock --plot roofline.svg
   mlx-marlin profile --single-config 1,4096,4096 --chip "M4 Max" --assume-ms 0.042
 """
 
@@ -92,6 +95,12 @@ def add_parser(
     parser.add_argument(
         "--export-json", type=Path, metavar="PATH", help="write the profiles to a file"
     )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="save the roofline with all profiles as .svg or .png",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,15 +116,22 @@ def run(args: argparse.Namespace) -> int:
         profiles = times.measured(found, device)
     else:
         profiles = times.predicted(found, device)
+    exported = document(device, profiles, skipped)
     if args.export_json:
-        text = json.dumps(document(device, profiles, skipped), indent=2)
+        text = json.dumps(exported, indent=2)
         args.export_json.write_text(f"{text}\n", "utf-8")
+    if args.plot:
+        from mlx_marlin.cli.pictures import plots
+
+        plots.save(args.plot, "--plot", profile_document.charts(exported))
     if args.single_config:
         print(report.details(device, profiles))
     else:
         print(report.table(device, profiles))
     for line in report.skipped(skipped):
         print(line)
+    if args.plot:
+        print(f"saved {args.plot}")
     return 1 if any(profile.refusal for profile in profiles) else 0
 
 
@@ -124,6 +140,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
     _check_exclusive(args, "kernel", "all_kernels")
     if args.assume_ms is not None:
         _check_assumption(args)
+    if args.plot:
+        files.check(args.plot, "--plot")
+        figures.require("--plot")  # before measuring
     path = args.export_json
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise ValueError(f"--export-json {path}: expected a file in an existing folder")

@@ -1,0 +1,120 @@
+"""The staircase: the time of a product against the number of rows.
+
+A kernel computes rows in fragments, so its time rises in steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+from mlx_marlin.backends import planner
+from mlx_marlin.cli.pictures.charts import (
+    Chart,
+    Mark,
+    Series,
+    axis_from_zero,
+    can_draw,
+    log_axis,
+    rows_axis,
+)
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.problem import Problem
+
+MOST_ROWS = 64
+"""Rows of a chart that the model draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The time of a product with some rows.
+
+    Attributes:
+        rows: Rows of x.
+        seconds: The time.
+        name: What computes it.
+        source: "measured", "predicted" or another word for where the time comes from.
+    """
+
+    rows: int
+    seconds: float
+    name: str
+    source: str
+
+
+def predicted(
+    problem: Problem, device: PlanningDevice, **overrides: Unpack[PlanOverrides]
+) -> Iterator[Sample]:
+    """Yields the times of the cost model for 1 to `MOST_ROWS` rows.
+
+    Args:
+        problem: The product, with any number of rows.
+        device: The device.
+        **overrides: Fields of our plans; rows for which there is no such plan are left
+            out.
+    """
+    for rows in range(1, MOST_ROWS + 1):
+        try:
+            choice = planner.compare(
+                replace(problem, m=rows), device=device, **overrides
+            )
+        except ValueError:
+            continue
+        times = {"ours": choice.prediction.seconds}
+        if choice.stock is not None:
+            times["stock MLX"] = choice.stock.seconds
+        for name, seconds in times.items():
+            yield Sample(rows=rows, seconds=seconds, name=name, source="predicted")
+
+
+def chart(title: str, samples: Sequence[Sample]) -> Chart | None:
+    """Returns the chart of times of one product.
+
+    Args:
+        title: What the chart shows.
+        samples: The times. Of several with the same rows, name and source, the shortest
+            is drawn.
+
+    Returns:
+        The chart; None if no two of the times have different rows.
+    """
+    drawn = [
+        sample
+        for sample in samples
+        if can_draw(sample.rows, _microseconds(sample)) and sample.rows >= 1
+    ]
+    rows = sorted({sample.rows for sample in drawn})
+    if len(rows) < 2:
+        return None
+    x = rows_axis(rows)
+    scale = log_axis if x.is_log else axis_from_zero
+    y = scale("time of the product, us", map(_microseconds, drawn))
+    return Chart(title=title, x=x, y=y, series=tuple(_series(drawn)))
+
+
+def _microseconds(sample: Sample) -> float:
+    return sample.seconds * 1e6
+
+
+def _series(samples: Sequence[Sample]) -> Iterator[Series]:
+    names = list(dict.fromkeys(sample.name for sample in samples))
+    groups: dict[tuple[str, str], dict[int, Sample]] = {}
+    for sample in samples:
+        group = groups.setdefault((sample.name, sample.source), {})
+        known = group.get(sample.rows, sample)
+        group[sample.rows] = min(known, sample, key=_microseconds)
+    for (name, source), group in groups.items():
+        yield Series(
+            name=f"{name} ({source})",
+            marks=tuple(_mark(group[rows]) for rows in sorted(group)),
+            style="line",
+            is_measured=source == "measured",
+            color=names.index(name),
+        )
+
+
+def _mark(sample: Sample) -> Mark:
+    time = _microseconds(sample)
+    rows = f"{sample.rows} {'row' if sample.rows == 1 else 'rows'}"
+    text = f"{sample.name}, {rows}: {time:.4g} us ({sample.source})"
+    return Mark(x=float(sample.rows), y=time, text=text)

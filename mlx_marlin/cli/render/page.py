@@ -1,0 +1,118 @@
+"""The HTML page: one file without external resources."""
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from mlx_marlin.cli.pictures.charts import Chart
+from mlx_marlin.cli.render import svg, tables
+from mlx_marlin.cli.render.html import Markup, element, joined
+from mlx_marlin.cli.render.tables import Table
+
+FOLDER = Path(__file__).parent
+MARKS = (
+    "Measured figures are upright, their markers are filled and their lines solid. "
+    "All others are italic, with hollow markers and dashed lines."
+)
+NOTICES = {
+    "measured": "Every time on this page is marked as measured.",
+    "predicted": "Predicted: nothing on this page was measured. Its times are those of "
+    "a model.",
+    "assumed": "Assumed: nothing on this page was measured. Its times were given by "
+    "hand.",
+    "unknown": "Nothing on this page is marked as measured.",
+}
+"""What the page says at the top if all times come from one source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What a page shows.
+
+    Attributes:
+        title: Its title.
+        subtitle: A line below the title.
+        facts: What is known of the machine: names and values; those without a value
+            are left out.
+        charts: The charts.
+        tables: The tables; those without rows are left out.
+        notes: Further lines of text.
+        origin: What the page was made from.
+    """
+
+    title: str
+    subtitle: str
+    facts: Sequence[tuple[str, str]]
+    charts: Sequence[Chart]
+    tables: Sequence[Table]
+    notes: Sequence[str]
+    origin: str
+
+
+def html(page: Page) -> str:
+    """Returns a page as HTML. The same page gives the same text."""
+    style, script = (FOLDER / name for name in ("page.css", "page.js"))
+    css, code = (Markup(file.read_text("utf-8")) for file in (style, script))
+    policy = (
+        f"default-src 'none'; style-src '{_digest(css)}'; script-src '{_digest(code)}'"
+    )
+    head = joined(
+        Markup('<meta charset="utf-8">'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        element("title", page.title),
+        element("style", css),
+    )
+    body = joined(element("main", *_content(page)), element("script", code))
+    document = element("html", element("head", head), element("body", body), lang="en")
+    return f"<!doctype html>\n{document}\n"
+
+
+def _digest(text: str) -> str:
+    """Returns what names a text in a content security policy."""
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def _content(page: Page) -> Iterable[Markup]:
+    yield element("h1", page.title)
+    yield element("p", page.subtitle, class_="subtitle")
+    yield _notice({source for table in page.tables for source in table.sources})
+    yield _facts(page.facts)
+    if page.charts:
+        yield element("div", *map(svg.figure, page.charts), class_="figures")
+    yield from map(tables.section, page.tables)
+    if page.notes:
+        notes = element("ul", *(element("li", note) for note in page.notes))
+        yield element("section", element("h2", "Notes"), notes)
+    yield element("footer", f"Made by mlx-marlin render from {page.origin}.")
+
+
+def _notice(sources: set[str]) -> Markup:
+    """Returns what a reader has to know of the times of the page."""
+    found = sources - {""}
+    if not found:
+        text = "The document has no times."
+    elif len(found) == 1:
+        text = NOTICES[next(iter(found))]
+    elif "measured" in found:
+        text = "Some times on this page are marked as measured, others are not."
+    else:
+        text = f"Nothing on this page was measured: its times are {_listed(found)}."
+    kind = "measured" if found == {"measured"} else "predicted"
+    lines = [element("p", element("strong", text)), element("p", MARKS)]
+    return element("div", *lines, class_=f"notice {kind}")
+
+
+def _listed(sources: set[str]) -> str:
+    return " or ".join(sorted(sources))
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Markup:
+    entries = [
+        element("div", element("dt", name), element("dd", value))
+        for name, value in facts
+        if value
+    ]
+    return element("dl", *entries) if entries else Markup("")

@@ -1,0 +1,214 @@
+"""Pages of `mlx-marlin render` in Chromium: clicked through and photographed."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from mlx_marlin.cli import main
+from support import browser
+from support.browser import Browser
+from support.result_documents import result
+
+CHROMIUM = browser.executable()
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="there is no Chromium to open the page: install Debian's package chromium",
+)
+PHONE, DESKTOP = 390, 1200
+VISIBLE = "[...document.querySelectorAll('section')][0].querySelectorAll('tbody tr')"
+ROWS = f"[...{VISIBLE}].filter(row => row.offsetHeight > 0)"
+"""Rows of the first table that can be seen."""
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM
+    with browser.browser(CHROMIUM, tmp_path_factory.mktemp("chromium")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a page with measured and predicted times."""
+    folder = tmp_path_factory.mktemp("page")
+    both = result(most=4)
+    both["products"] += result("cost model", most=2)["products"][:16]
+    source, target = folder / "result.json", folder / "result.html"
+    source.write_text(json.dumps(both))
+    assert main(["render", str(source), "-o", str(target)]) == 0
+    return target
+
+
+def column(tab: Browser, name: str) -> list[str]:
+    """Returns the texts of a column of the first table, in the order that is seen."""
+    return tab.evaluate(
+        f"{ROWS}.map(row => row.querySelector('[data-head=\"{name}\"]').textContent)"
+    )
+
+
+def photograph(tab: Browser, path: Path) -> np.ndarray:
+    tab.photograph(path)
+    return imread(path)[..., :3]
+
+
+def head(name: str) -> str:
+    """Returns JavaScript for the button of a column of the first table."""
+    return (
+        "[...document.querySelector('table').querySelectorAll('th button')]"
+        f".find(button => button.textContent === '{name}')"
+    )
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESKTOP])
+def test_a_page_fits_and_shows_something_in_both_schemes(
+    tab: Browser, page: Path, tmp_path: Path, width: int, scheme: str
+) -> None:
+    tab.open(page, width=width, scheme=scheme)
+    picture = photograph(tab, tmp_path / f"{width}_{scheme}.png")
+
+    assert tab.complaints() == [page.as_uri()]  # the only request
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert picture.shape[1] == width
+    assert picture.shape[0] > 2000
+    assert (picture.mean() > 0.8) == (scheme == "light")
+    assert (picture.mean() < 0.2) == (scheme == "dark")
+    # The charts are in the upper part: their lines have the colours of the series.
+    upper = picture[:1500:2]
+    assert len(np.unique(upper)) > 20
+    assert (upper.max(axis=2) - upper.min(axis=2) > 0.4).any()
+    # Nothing is wider than its box, but for tables on a desktop, which scroll.
+    boxes = "h1, h2, p, dd, figcaption, li, td, figure"
+    if width == PHONE:
+        boxes += ", .table, tr"
+    wide = tab.evaluate(
+        f"[...document.querySelectorAll('{boxes}')]"
+        ".filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
+        ".map(e => e.outerHTML)"
+    )
+    assert wide == []
+
+
+def test_clicks_sort_a_table(tab: Browser, page: Path, tmp_path: Path) -> None:
+    tab.open(page, width=DESKTOP, scheme="light")
+    before = photograph(tab, tmp_path / "before.png")
+    unsorted = column(tab, "ms")
+    tab.click(head("ms"))
+    ascending = column(tab, "ms")
+    tab.click(head("ms"))
+    descending = column(tab, "ms")
+    after = photograph(tab, tmp_path / "after.png")
+
+    assert ascending == sorted(unsorted, key=float) != unsorted
+    assert descending == sorted(unsorted, key=float, reverse=True)
+    assert tab.evaluate("document.querySelector('th[aria-sort]').ariaSort") == (
+        "descending"
+    )
+    tab.click(head("arm"))
+    assert column(tab, "arm") == sorted(column(tab, "arm"))
+    assert tab.evaluate("document.querySelectorAll('th[aria-sort]').length") == 1
+    assert before.shape == after.shape
+    assert (before != after).any()
+    assert tab.complaints() == [page.as_uri()]
+
+
+def test_rows_without_a_number_come_last(tab: Browser, page: Path) -> None:
+    text = page.read_text("utf-8")
+    value = text.split('data-head="ms" data-value="', 1)[1].split('"', 1)[0]
+    changed = page.with_name("missing.html")
+    changed.write_text(text.replace(f' data-value="{value}"', "", 1), "utf-8")
+    tab.open(changed, width=DESKTOP, scheme="light")
+    without = (
+        f"{ROWS}.map(row => row.querySelector('[data-head=ms]').dataset.value)"
+        ".findIndex(value => value === undefined)"
+    )
+    assert tab.evaluate(without) == 0
+
+    for _ in range(2):
+        tab.click(head("ms"))
+        assert tab.evaluate(without) == tab.evaluate(f"{ROWS}.length") - 1
+
+
+def test_typing_filters_a_table(tab: Browser, page: Path, tmp_path: Path) -> None:
+    tab.open(page, width=DESKTOP, scheme="dark")
+    before = photograph(tab, tmp_path / "before.png")
+    arms = column(tab, "arm")
+    tab.click("document.querySelector('input')")
+    tab.type("Quantized  predicted")
+    after = photograph(tab, tmp_path / "after.png")
+
+    assert 0 < len(column(tab, "arm")) < len(arms)
+    assert {*column(tab, "arm")} == {"mx.quantized_matmul"}
+    assert {*column(tab, "times")} == {"predicted"}
+    count = tab.evaluate("document.querySelector('.count').textContent")
+    assert count == f"{len(column(tab, 'arm'))} of {len(arms)} rows"
+    assert after.shape[0] < before.shape[0]
+
+    tab.type(" nothing has this")
+    assert column(tab, "arm") == []
+    tab.evaluate(
+        "(() => { const e = document.querySelector('input'); e.value = '';"
+        "e.dispatchEvent(new Event('input')); })()"
+    )
+    assert column(tab, "arm") == arms
+    assert tab.complaints() == [page.as_uri()]
+
+
+def test_a_phone_sorts_by_a_list(tab: Browser, page: Path, tmp_path: Path) -> None:
+    tab.open(page, width=PHONE, scheme="dark")
+    unsorted = column(tab, "ms")
+    tab.evaluate(
+        "(() => { const e = document.querySelector('select');"
+        "e.value = [...e.options].find(o => o.textContent === 'ms').value;"
+        "e.dispatchEvent(new Event('change')); })()"
+    )
+    assert column(tab, "ms") == sorted(unsorted, key=float)
+    tab.click("document.querySelector('.controls button')")
+    assert column(tab, "ms") == sorted(unsorted, key=float, reverse=True)
+    photograph(tab, tmp_path / "sorted.png")
+
+    assert tab.evaluate("document.querySelector('thead').offsetHeight") == 0
+    assert tab.evaluate("document.querySelector('select').offsetHeight") >= 30
+    assert tab.evaluate("document.documentElement.scrollWidth") == PHONE
+    assert tab.complaints() == [page.as_uri()]
+
+
+def test_a_page_is_complete_without_scripts(tab: Browser, page: Path) -> None:
+    tab.open(page, width=DESKTOP, scheme="light")
+    rows = len(column(tab, "ms"))
+    tab.open(page, width=DESKTOP, scheme="light", scripts=False)
+    found = tab.call("DOM.getDocument", depth=-1)["root"]["nodeId"]
+
+    def count(selector: str) -> int:
+        nodes = tab.call("DOM.querySelectorAll", nodeId=found, selector=selector)
+        return len(nodes["nodeIds"])
+
+    assert count("section:first-of-type tbody tr") == rows
+    assert count("figure svg polyline") > 4
+    assert count("input, select, button") == 0
+    assert tab.complaints() == [page.as_uri()]
+
+
+def test_the_policy_of_a_page_stops_other_scripts(tab: Browser, page: Path) -> None:
+    changed = page.with_name("changed.html")
+    script = "<script>document.title = 'changed'</script></body>"
+    changed.write_text(page.read_text("utf-8").replace("</body>", script), "utf-8")
+    tab.open(changed, width=DESKTOP, scheme="light")
+
+    assert tab.evaluate("document.title") == "Results on Apple M3 Max"
+    assert any("Content Security Policy" in text for text in tab.complaints())
+
+
+def test_a_script_that_fails_is_noticed(tab: Browser, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.html"
+    wrong.write_text("<script>absent()</script><img src='http://localhost:9/a.png'>")
+    tab.open(wrong, width=DESKTOP, scheme="light")
+
+    complaints = tab.complaints()
+    assert any("absent is not defined" in text for text in complaints)
+    assert "http://localhost:9/a.png" in complaints
