@@ -300,7 +300,17 @@ def test_a_kernel_that_does_not_compile_is_left_to_mlx(
 ) -> None:
     compiler.fault = "kernel.cu(3): error: expected a ;\nand more"
 
-    with pytest.warns(RuntimeWarning, match=r"expected a ;. MLX compiles them in each"):
+    compiled(preparation.prepare(INSTANCE))  # without a message: MLX raises the error
+
+    assert not (root / "ptx").exists()
+
+
+def test_a_compiler_that_finds_no_headers_is_one_message(
+    compiler: Compiler, root: Path
+) -> None:
+    compiler.fault = "kernel.cu(3): catastrophic error: cannot open cuda_fp16.h\nmore"
+
+    with pytest.warns(RuntimeWarning, match=r"cuda_fp16.h. MLX compiles them in each"):
         compiled(preparation.prepare(INSTANCE))
 
     assert not (root / "ptx").exists()

@@ -14,6 +14,9 @@ from mlx_marlin.backends.source import Source
 _placed: set[str] = state.register(set())
 """Names of the kernels that are in MLX's folder."""
 _warned: set[str] = state.register(set())
+_OF_THE_TEXT = ": error: "
+"""In NVRTC's message if the text is at fault. A header that is missing is a
+"catastrophic error"."""
 
 
 def prepare(instance: KernelInstance) -> Prepared:
@@ -78,12 +81,17 @@ class _Task:
             return None
 
     def compile(self) -> None:
-        """Compiles, stores and places the kernel; warns if that fails."""
+        """Compiles, stores and places the kernel; warns if that fails.
+
+        It does not warn of an error in the text: MLX compiles the same text next and
+        raises the error, which the guard reports.
+        """
         try:
             compiled = self.chain.compile(self.text, self.instance.qualified)
         except CompileError as error:
             line = next(iter(str(error).splitlines()), "no message")
-            _warn_unkept(f"{self.instance.function}: {line}")
+            if _OF_THE_TEXT not in line:
+                _warn_unkept(f"{self.instance.function}: {line}")
             return
         try:
             kernel_files.write(self.file, compiled)
