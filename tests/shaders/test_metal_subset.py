@@ -25,6 +25,7 @@ PACKED = (
 )
 OCTET = "Metal's own name of uint8_t, which MLX spells out (MSL specification, 2.1)"
 REVIEWED = {
+    "char4": ALIAS,
     "half2": ALIAS,
     "half4": ALIAS,
     "uchar4": ALIAS,
@@ -37,6 +38,7 @@ REVIEWED = {
     "packed_uint2": PACKED,
     "packed_uint3": PACKED,
     "packed_uint4": PACKED,
+    "packed_ushort2": PACKED,
     "packed_ushort4": PACKED,
     "uchar": OCTET,
 }

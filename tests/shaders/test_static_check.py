@@ -38,7 +38,7 @@ KERNELS = (
     "marlin_pack",
     "marlin_unpack",
 )
-MOST = 300
+MOST = 320
 """Instances that an ordinary run checks."""
 
 

@@ -152,9 +152,9 @@ def test_functions_of_other_kernels_are_gone(kernel: str) -> None:
 def test_the_texts_stay_small() -> None:
     sizes = {text.name: len(text.header) + len(text.source) for text in KERNELS}
 
-    assert sizes["marlin_gemv"] < 25_000
-    assert sizes["marlin_gemm_register"] < 28_000
-    assert sizes["marlin_gather"] < 30_000
+    assert sizes["marlin_gemv"] < 26_500
+    assert sizes["marlin_gemm_register"] < 29_500
+    assert sizes["marlin_gather"] < 31_000
 
 
 @pytest.mark.parametrize(
