@@ -26,6 +26,7 @@ def test_these_examples_show_their_output() -> None:
     }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("readme", SHOWN.values(), ids=SHOWN)
 def test_an_example_prints_what_its_readme_shows(readme: Path) -> None:
     text = readme.read_text(encoding="utf-8")

@@ -71,6 +71,7 @@ def test_every_public_name_is_documented(name: str) -> None:
             assert getdoc(getattr(value, member)), f"{name}.{member}"
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_can_be_imported_first(name: str) -> None:
     # Also after the submodule of the same name, which would take its place.

@@ -86,6 +86,7 @@ def test_formats_of_floats_are_compared_too(
     assert {row.arm for row in measured.rows} == {OURS, STOCK, DEQUANTIZED}
 
 
+@pytest.mark.grid
 def test_stagings_are_compared_with_gemm_register(
     measure: Callable[..., Measured],
 ) -> None:

@@ -99,6 +99,7 @@ def write(path: Path, kind: str) -> dict[str, np.ndarray]:
     return exact
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("optimized", [False, True])
 def test_logits_are_those_of_a_float64_evaluation(

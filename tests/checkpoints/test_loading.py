@@ -179,6 +179,7 @@ def test_a_parameter_without_a_place_is_named(tmp_path: Path) -> None:
         load_model(open_source(path))
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("options", [{}, {"layout": "mlx"}, {"invariant": True}])
 def test_loaded_models_are_optimized_and_restored(

@@ -82,6 +82,7 @@ quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
     assert answer.stdout.strip() == result.plan.explain(), answer.stderr
 
 
+@pytest.mark.grid
 def test_counters_give_the_same_file_every_time(kept: Path) -> None:
     shapes = ["4x64x256", "8,96,512"]
     main(["tune", *shapes])

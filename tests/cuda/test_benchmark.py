@@ -94,6 +94,7 @@ def test_a_time_limit_may_end_within_a_shape(
     assert "NOT COMPLETE" in said
 
 
+@pytest.mark.grid
 def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     text, report = run("cuda_generation.py", tmp_path / "out.json", "--layers", "1")
 

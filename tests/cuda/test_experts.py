@@ -66,7 +66,7 @@ def test_every_pair_is_the_product_that_it_names(
     assert_right(call.run(), call)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", cuda_experts.CALLS)
@@ -126,6 +126,7 @@ def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
     assert pairs_of_row(kind(**changes)) == each
 
 
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("packed", [False, True])
@@ -235,7 +236,7 @@ def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
     return x, mx.argsort(drawn, axis=-1)[..., :2]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts
@@ -280,6 +281,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
     return plans
 
 
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -360,6 +362,7 @@ def test_experts_that_must_not_vary_are_refused() -> None:
         ours(*chosen_by(3))
 
 
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("bias", [False, True])

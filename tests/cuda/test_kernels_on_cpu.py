@@ -90,7 +90,7 @@ def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
     assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
@@ -102,7 +102,7 @@ def test_every_format(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(("dtype", "m"), [("float16", 7), ("bfloat16", 40)])
 def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
@@ -208,7 +208,7 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
     check_batch(case)
 
 
-@pytest.mark.thinned(14)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize(
     ("layout", "moved"),
@@ -256,6 +256,7 @@ def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
     check_decoded(("nvfp4", 4, 16, layout, "float16", 10, WHOLE), transposed)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
 def test_no_race_and_nothing_read_that_is_not_there(

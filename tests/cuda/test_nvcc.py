@@ -126,7 +126,7 @@ def compiled(
     return done.stdout + done.stderr
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) -> None:
     device_name, asked = PLANS[name]

@@ -53,7 +53,7 @@ def test_rows_of_ones_are_exact(m: int, way: dict[str, Any], dtype: str) -> None
     assert np.array_equal(exact(y), rounded(expected, dtype))
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -62,6 +62,7 @@ def test_every_kind_of_weight(format: tuple[str, int, int, str], dtype: str) -> 
     cuda_on_cpu.check_normed((*format, dtype, *NORMED_WAYS[1]))
 
 
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("epilogue", cuda_cases.EPILOGUES, ids=str)
@@ -100,7 +101,7 @@ def test_arrays_may_begin_anywhere() -> None:
 RESULTS: tuple[dict[str, Any], ...] = ({}, {"gated": True}, {"parts": (64, 128)})
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 4), (3, 3), (0,)], ids=str)

@@ -71,7 +71,7 @@ NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
 """Of heads with norms: kernels, and tiles that have one head or several."""
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_integers_are_exact_at_the_first_place(
     assert np.array_equal(y, expected)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "bias"), EACH_HEADS, ids=str)
@@ -106,7 +106,7 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
     )
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "overrides"), NORMED_ROTATIONS, ids=str)
@@ -146,7 +146,7 @@ def test_rows_may_be_normalized_before(bias: bool) -> None:
     cuda_on_cpu.check_rotated(case, epilogue, ROTATED_N, norm=EPSILON)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("streams", [1, 3, 12])

@@ -148,7 +148,7 @@ def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -
     assert any(first % plan.buffers for first, *rest in stages_of(plan) if rest)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
@@ -160,7 +160,7 @@ def test_every_format(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("way", "dtype", "m"),
     [
@@ -177,6 +177,7 @@ def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
     assert np.array_equal(exact(y), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("way", "dtype", "m"),
     [
@@ -195,7 +196,7 @@ def test_integers_of_other_tiles_are_exact(
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 @pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
 def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
@@ -209,13 +210,13 @@ def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 def test_batches(way: dict[str, Any]) -> None:
     check_batch(("affine", 4, 64, "marlin", "float16", 10, way))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("moved", [OPERANDS, ("x",), ("w",), ("scales",)], ids=str)
 @pytest.mark.parametrize(
     ("bits", "m", "way"),
@@ -247,7 +248,7 @@ def test_few_rows_are_served_too(m: int) -> None:
     check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLES[0]))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("way", "bits", "group_size", "m"),
     [
@@ -266,6 +267,7 @@ def test_no_race_and_nothing_read_that_is_not_there(
         check(case)
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("group_size", [32, 128])
 def test_no_race_where_loaders_bring_halves(group_size: int) -> None:
     case: Case = ("affine", 4, group_size, "marlin", "bfloat16", 40, SPLITS[0])

@@ -44,6 +44,7 @@ def test_a_right_kernel_serves_after_its_check(
     assert kernel in verdict.kernels
 
 
+@pytest.mark.thinned(24)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_a_kernel_with_a_fault_never_serves(

@@ -164,7 +164,7 @@ def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
     "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4", "k_quant"]
 )
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
     """No known answer is tighter than what a right kernel gives."""
     backend("emulator")
@@ -186,7 +186,7 @@ def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> Non
         assert known_answers.fault_of(draw.choice(candidates).plan) is None
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
@@ -205,7 +205,7 @@ def test_right_kernels_of_experts_and_decoding_pass(
         assert known_answers.fault_of(dense_plan(problem)) is None
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(4)
 @needs_emulator
 @pytest.mark.parametrize(
     ("m", "epilogue", "norm"),
@@ -254,7 +254,7 @@ def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
     return mx.where(subnormal, mx.zeros_like(codes), codes)
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(3)
 @needs_emulator
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])

@@ -135,6 +135,7 @@ def test_each_dtype_of_scales_is_warmed_up(checked: list[Any]) -> None:
     assert {plan.problem.dtype for plan in checked} == {"float32", "float16"}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32, mx.bfloat16])
 def test_scales_that_are_bytes_meet_the_dtype_of_the_model(

@@ -43,6 +43,7 @@ def exact(x: mx.array, w: mx.array) -> np.ndarray:
     return np.array(x, np.float64) @ np.array(w, np.float64).T
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
 @pytest.mark.parametrize("group_size", [16, 64, 256])
 @pytest.mark.parametrize("m", [1, 5])

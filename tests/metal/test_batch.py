@@ -58,7 +58,7 @@ def plans(**options: Any) -> st.SearchStrategy[Plan]:
 
 
 @needs_kernels
-@drawn(10, 40, plan=plans(), seed=st.integers(0, 99))
+@drawn(6, 40, plan=plans(), seed=st.integers(0, 99))
 def test_every_plan_computes_every_product(plan: Plan, seed: int) -> None:
     problem = plan.problem
     x, native = drawn_arrays.arrays(problem, seed=seed)
@@ -103,7 +103,7 @@ def _one_by_one(draw: st.DrawFn) -> tuple[Plan, Plan]:
 
 
 @needs_kernels
-@drawn(5, 30, both=_one_by_one())
+@drawn(3, 30, both=_one_by_one())
 def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> None:
     together, alone = both
     problem = together.problem

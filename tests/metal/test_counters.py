@@ -110,7 +110,7 @@ def ragged(
     return plan
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
 def test_packed_weights_are_read_once_in_whole_lines(
@@ -144,7 +144,7 @@ def test_native_weights_are_read_once(
     assert found.repeated_read_bytes == 0
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("m", [8, 13])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),

@@ -59,7 +59,7 @@ def variants() -> Iterator[tuple[Variant, int, int, int]]:
             yield variant, *next(ways)
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("variant", "buffers", "loaders", "rows"), [*variants()], ids=str
 )

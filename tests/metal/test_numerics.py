@@ -140,6 +140,7 @@ def assert_within(
     assert (np.abs(y - expected) <= sums + rounding + smallest).all()
 
 
+@pytest.mark.thinned(8)
 @all_families
 def test_one_large_column_does_not_drown_the_others(variant: Variant) -> None:
     x = normal(variant)

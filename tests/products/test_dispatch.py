@@ -167,7 +167,7 @@ def on_a_mac(
     return pretend
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("chip", "rows", "words"),
     [

@@ -23,7 +23,7 @@ from support.grids import drawn
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(16, 80, call=calls(), invariant=st.booleans())
+@drawn(10, 80, call=calls(), invariant=st.booleans())
 def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) -> None:
     is_sorted = call.chosen == sorted(call.chosen)
 

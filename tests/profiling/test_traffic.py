@@ -60,6 +60,7 @@ def test_operands_of_an_epilogue_count_too() -> None:
     assert found.total == problem.bytes
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("m", "n", "k", "kernel"),
     [

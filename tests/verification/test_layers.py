@@ -42,7 +42,7 @@ def model_of(layer: nn.Module, k: int, dtype: str) -> nn.Module:
     return model
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(6)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.GROUPED)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -48,7 +48,7 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
     assert_close(y, x, weight, subtract=variant.subtract, dtype=variant.dtype)
 
 
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(7)
 @kernels
 @variants
 @given(data=st.data())
@@ -61,7 +61,7 @@ def test_a_product_is_as_exact_as_promised(
     check_product(variant, shape, data.draw(st.integers(0, 99)))
 
 
-@pytest.mark.thinned(27)
+@pytest.mark.thinned(12)
 @kernels
 @variants
 def test_a_large_product_is_as_exact_as_promised(variant: Variant) -> None:
@@ -121,7 +121,7 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
     return replace(weight, native=(words, *fitting))
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(7)
 @kernels
 @variants
 @given(data=st.data())
@@ -188,6 +188,7 @@ def check_decoding(variant: Variant) -> None:
     np.testing.assert_array_equal(oracles.exact(w), expected)
 
 
+@pytest.mark.thinned(8)
 @kernels
 @pytest.mark.parametrize("variant", DECODED, ids=str)
 def test_a_weight_as_plain_numbers_is_rounded_once(variant: Variant) -> None:
