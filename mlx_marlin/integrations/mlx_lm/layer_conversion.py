@@ -15,6 +15,8 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
     is_packed_faster,
+    is_plain,
+    is_sharded,
     is_supported_format,
     marlin_experts,
     marlin_heads,
@@ -23,11 +25,12 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
-from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
+from mlx_marlin.weights.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
 STAYS_STOCK = "stays_stock"
 """Attribute of layers that stay on stock MLX, see `stock_layers`."""
+NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,24 @@ class LayerConversion:
             return not self.invariant and is_supported_format(layer)
         return is_marlin_layer(layer) and self._changes(layer)
 
+    def why_not(self, layer: Any) -> str:
+        """Returns why a layer that `applies_to` refuses stays as it is."""
+        if getattr(layer, STAYS_STOCK, False):
+            return "its error was above the limit of mlx-marlin verify"
+        if is_plain(layer):
+            return self._why_not_quantized(layer)
+        if is_sharded(layer):
+            return "optimize does not convert sharded layers"
+        known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
+        if not (known or is_experts(layer) or is_heads(layer)):
+            return f"optimize does not convert a {type(layer).__name__}"
+        return _why_not_supported(layer) or (
+            "heads have no invariant kernel"
+            if is_heads(layer)
+            else "our kernels for experts do not run here, or do not take such scales, "
+            "a global scale, or invariant=True"
+        )
+
     def convert(self, layer: Any) -> nn.Module:
         """Returns the converted layer of a layer that `applies_to` accepts."""
         layout, invariant = self.layout_of(layer), self.invariant
@@ -85,13 +106,24 @@ class LayerConversion:
         """Returns the layout that the converted layer has."""
         if getattr(layer, "is_packed_only", False):
             return "marlin"
+        if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
+            return "mlx"
         return self.layout or default_layout(layer)
 
     def _can_quantize(self, layer: nn.Linear) -> bool:
+        return self._wrong_size(layer) is None
+
+    def _wrong_size(self, layer: nn.Linear) -> str | None:
         k = layer.weight.shape[1]
         size = k if self.group_size == "channel" else self.group_size
         format = format_of("affine", self.bits)
-        return format.why_not(size, k, self.layout or "mlx") is None
+        return format.why_not(size, k, self.layout or "mlx")
+
+    def _why_not_quantized(self, layer: nn.Module) -> str:
+        if not self.quantize:
+            return NOT_QUANTIZED
+        wrong = self._wrong_size(layer) if type(layer) is nn.Linear else None
+        return wrong or "quantize=True quantizes nn.Linear layers only"
 
     def _changes(self, layer: Any) -> bool:
         """Returns whether a converted layer has other options."""
@@ -105,6 +137,15 @@ class LayerConversion:
             return False
         changed = layer.layout != self.layout_of(layer)
         return changed or layer.invariant is not self.invariant
+
+
+def _why_not_supported(layer: Any) -> str | None:
+    """Returns why our kernels do not read the format of a quantized layer."""
+    format = FORMATS.get((layer.mode, layer.bits))
+    if format is None:
+        return f"{layer.mode} {layer.bits}-bit is not one of our formats"
+    k = layer.weight.shape[-1] * 32 // layer.bits
+    return format.why_not(layer.group_size, k, "mlx")
 
 
 def default_layout(layer: nn.Module) -> str:

@@ -1,9 +1,10 @@
 """Finds modules in a model, and their positions."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_marlin.integrations.mlx_lm.module_changes import Position
 from mlx_marlin.layers.joined import MarlinPart
@@ -28,6 +29,34 @@ def computing_layers(model: nn.Module) -> list[nn.Module]:
         layer = layer.shared.layer if isinstance(layer, MarlinPart) else layer
         found[id(layer)] = layer
     return [*found.values()]
+
+
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the distinct layers with their paths; joined layers as one."""
+    tree = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    leaves = cast("list[tuple[str, nn.Module]]", tree)
+    named: dict[int, tuple[list[str], nn.Module]] = {}
+    for path, layer in leaves:
+        whole = layer.shared if isinstance(layer, MarlinPart) else layer
+        paths, _ = named.setdefault(id(whole), ([], layer))
+        paths.append(path)
+    for paths, layer in named.values():
+        is_joined = isinstance(layer, MarlinPart)
+        yield (_joined_path(paths) if is_joined else paths[0]), layer
+
+
+def pattern(path: str) -> str:
+    """Returns a path with "*" in place of numbers between dots."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+def common_path(paths: list[str]) -> str:
+    """Returns the path of layers that differ in numbers only.
+
+    Numbers that are the same in all of them are kept.
+    """
+    columns = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(_one(set(column)) for column in columns)
 
 
 def containers(tree: Any) -> Iterator[Any]:
@@ -66,3 +95,12 @@ def _layer_positions(tree: Any) -> Iterator[Position]:
             yield tree, key
         elif isinstance(child, dict | list):
             yield from _layer_positions(child)
+
+
+def _joined_path(paths: list[str]) -> str:
+    before, dot, _ = paths[0].rpartition(".")
+    return before + dot + "+".join(path.rpartition(".")[2] for path in paths)
+
+
+def _one(parts: set[str]) -> str:
+    return "*" if len(parts) > 1 else next(iter(parts))

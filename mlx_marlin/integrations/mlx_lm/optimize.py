@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.mlx_lm.dry_run import DryRun
+from mlx_marlin.integrations.mlx_lm.dry_run import dry_run as _dry_run
 from mlx_marlin.integrations.mlx_lm.joining import join_layers, separate_layers
 from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_experts,
@@ -34,8 +36,34 @@ from mlx_marlin.products.reference.weight import rounds_biases
 Model = TypeVar("Model", bound=nn.Module)
 
 
+class Options(TypedDict, total=False):
+    """The options of `optimize`."""
+
+    layout: str | None
+    quantize: bool
+    group_size: int | Literal["channel"]
+    bits: int
+    invariant: bool
+    join: bool | None
+    trace: bool | None
+    warm_up: Sequence[int]
+    progress: bool
+
+
+@overload
 def optimize(
-    model: Model,
+    model: Model, *, dry_run: Literal[False] = False, **options: Unpack[Options]
+) -> Model: ...
+
+
+@overload
+def optimize(
+    model: nn.Module, *, dry_run: Literal[True], **options: Unpack[Options]
+) -> DryRun: ...
+
+
+def optimize(
+    model: Any,
     *,
     layout: str | None = None,
     quantize: bool = False,
@@ -46,7 +74,8 @@ def optimize(
     trace: bool | None = None,
     warm_up: Sequence[int] = (),
     progress: bool = False,
-) -> Model:
+    dry_run: bool = False,
+) -> Any:
     """Converts a model's quantized layers to layers that run on our kernels, in place.
 
     Converts `nn.QuantizedLinear` layers in a supported format, mlx-lm's layers of
@@ -78,9 +107,11 @@ def optimize(
             compiled and checked before this function returns, with a progress bar.
             Later calls with as many rows compile nothing.
         progress: Show a progress bar; needs tqdm.
+        dry_run: Change nothing, and return what would become of each layer.
 
     Returns:
-        The same model.
+        The same model. With `dry_run=True` a `DryRun`: the layers that would be
+        converted and, with reasons, those that would stay; `str` returns a table.
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
@@ -101,6 +132,8 @@ def optimize(
     join = faster and layout != "mlx" if join is None else join
     trace = faster if trace is None else trace
     _check_layers(model, conversion)
+    if dry_run:
+        return _dry_run(model, conversion)
     _report_sharded(model)
     changes = Changes()
     try:

@@ -1,11 +1,10 @@
 """Finds the products that a model's layers compute, and groups equal layers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_experts,
@@ -14,9 +13,17 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_marlin_heads,
     is_plain,
 )
-from mlx_marlin.integrations.mlx_lm.layer_conversion import is_marlin_layer
+from mlx_marlin.integrations.mlx_lm.layer_conversion import (
+    NOT_QUANTIZED,
+    is_marlin_layer,
+)
+from mlx_marlin.integrations.mlx_lm.module_tree import (
+    common_path,
+    named_layers,
+    pattern,
+)
 from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct, Weight
-from mlx_marlin.integrations.mlx_lm.report.target import Target
+from mlx_marlin.integrations.mlx_lm.report.target import DEFAULTS, Target
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.native import activation_dtype
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
@@ -30,7 +37,6 @@ CHOICES = (
     "top_k_experts",
 )
 """Names of mlx-lm's settings for the experts that a row chooses."""
-NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear layers"
 LOOK_UP = "only looked up: the output head is another layer"
 
 
@@ -58,11 +64,11 @@ def groups_of(model: nn.Module, target: Target) -> list[LayerGroup]:
     """
     describe = _Describer(model, target)
     found: dict[tuple[str, LayerProduct], list[str]] = {}
-    for path, layer in _leaves(model):
+    for path, layer in named_layers(model):
         for product in describe(layer):
-            found.setdefault((_pattern(path), product), []).append(path)
+            found.setdefault((pattern(path), product), []).append(path)
     return [
-        LayerGroup(name=_common(paths), count=len(paths), product=product)
+        LayerGroup(name=common_path(paths), count=len(paths), product=product)
         for (_, product), paths in found.items()
     ]
 
@@ -79,25 +85,6 @@ def setting(model: nn.Module, names: Iterable[str]) -> Any:
                 if value is not None:
                     return value
     return None
-
-
-def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the distinct layers with their paths; joined layers as one."""
-    tree = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    leaves = cast("list[tuple[str, nn.Module]]", tree)
-    named: dict[int, tuple[list[str], nn.Module]] = {}
-    for path, layer in leaves:
-        whole = layer.shared if isinstance(layer, MarlinPart) else layer
-        paths, _ = named.setdefault(id(whole), ([], layer))
-        paths.append(path)
-    for paths, layer in named.values():
-        is_joined = isinstance(layer, MarlinPart)
-        yield (_joined_path(paths) if is_joined else paths[0]), layer
-
-
-def _joined_path(paths: list[str]) -> str:
-    before, dot, _ = paths[0].rpartition(".")
-    return before + dot + "+".join(path.rpartition(".")[2] for path in paths)
 
 
 class _Describer:
@@ -138,7 +125,7 @@ class _Describer:
     def _quantized(self, layer: Any, *operations: str) -> list[LayerProduct]:
         ours = is_marlin_layer(layer)
         layout = _layout(layer) if ours else self._target.layout_after(layer)
-        stays = self._target.why_not_converted(layer) if layout is None else None
+        stays = DEFAULTS.why_not(layer) if layout is None else None
         scales = layer["quantizers" if "quantizers" in layer else "scales"].dtype
         dtype = dtypes.floating(scales, self._activations)
         weight = _weight(layer, layout or "mlx")
@@ -185,21 +172,3 @@ def _weight(layer: Any, layout: str) -> Weight:
         batch=batch,
         global_scale=layer.get("global_scale") is not None,
     )
-
-
-def _pattern(path: str) -> str:
-    """Returns a path with "*" in place of numbers between dots."""
-    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
-
-
-def _common(paths: list[str]) -> str:
-    """Returns the path of layers that differ in numbers only.
-
-    Numbers that are the same in all of them are kept.
-    """
-    columns = zip(*(path.split(".") for path in paths), strict=True)
-    return ".".join(_one(set(column)) for column in columns)
-
-
-def _one(parts: set[str]) -> str:
-    return "*" if len(parts) > 1 else next(iter(parts))

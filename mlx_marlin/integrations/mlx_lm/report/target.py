@@ -1,7 +1,6 @@
 """What a report decides for: this process, or a chip."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +11,6 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     has_expert_kernels,
     is_experts,
     is_heads,
-    is_sharded,
     is_supported_format,
 )
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
@@ -21,7 +19,6 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
 )
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
-from mlx_marlin.weights.formats import FORMATS
 
 DEFAULTS = LayerConversion(
     layout=None, quantize=False, group_size=64, bits=4, invariant=False
@@ -83,22 +80,3 @@ class Target:
             return has_expert_kernels(layer, self.backend.traits)
         known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
         return (known or is_heads(layer)) and is_supported_format(layer)
-
-    def why_not_converted(self, layer: Any) -> str:
-        """Returns why `optimize` does not convert a quantized layer."""
-        known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
-        if is_sharded(layer):
-            return "optimize does not convert sharded layers"
-        if not (known or is_experts(layer) or is_heads(layer)):
-            return f"optimize does not convert a {type(layer).__name__}"
-        format = FORMATS.get((layer.mode, layer.bits))
-        if format is None:
-            return f"{layer.mode} {layer.bits}-bit is not one of our formats"
-        k = layer.weight.shape[-1] * 32 // layer.bits
-        wrong = format.why_not(layer.group_size, k, "mlx")
-        if wrong is not None:
-            return wrong
-        return (
-            "our kernels for experts do not run here, or do not take such scales or a "
-            "global scale"
-        )

@@ -1,0 +1,105 @@
+"""What `optimize(model, dry_run=True)` returns: what becomes of each layer."""
+
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from mlx_marlin.integrations.mlx_lm.known_layers import is_plain
+from mlx_marlin.integrations.mlx_lm.layer_conversion import (
+    LayerConversion,
+    is_marlin_layer,
+)
+from mlx_marlin.integrations.mlx_lm.module_tree import (
+    common_path,
+    named_layers,
+    pattern,
+)
+from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.planning.choice import aligned
+
+HEADS = ("layer", "count", "is", "optimize", "layout", "why not")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOutcome:
+    """What `optimize` does with a layer.
+
+    Attributes:
+        name: The path of the layer.
+        layer: The name of its class.
+        is_converted: Whether `optimize` converts it, or has done so.
+        layout: The layout that the weight has then; None if it is not converted.
+        reason: Why it stays as it is; None if it is converted.
+    """
+
+    name: str
+    layer: str
+    is_converted: bool
+    layout: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What `optimize` does with a model. `str` returns a table.
+
+    Attributes:
+        layers: Each layer that has a weight to multiply by, in the model's order.
+    """
+
+    layers: tuple[LayerOutcome, ...]
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """The paths of the layers that `optimize` converts, or has converted."""
+        return tuple(each.name for each in self.layers if each.is_converted)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The reason of each layer that stays as it is, by the layer's path."""
+        return {each.name: each.reason for each in self.layers if each.reason}
+
+    def __str__(self) -> str:
+        """Returns a table in which equal layers at corresponding paths are one line."""
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for each in self.layers:
+            key = (pattern(each.name), each.layer, each.layout, each.reason)
+            groups.setdefault(key, []).append(each.name)
+        rows = [[*HEADS]]
+        for (_, layer, layout, reason), names in groups.items():
+            action = "converts" if reason is None else "keeps"
+            cells = (common_path(names), len(names), layer, action, layout, reason)
+            rows.append(["-" if cell is None else str(cell) for cell in cells])
+        return aligned(rows)
+
+
+def dry_run(model: nn.Module, conversion: LayerConversion) -> DryRun:
+    """Returns what a conversion does with each layer of a model. Changes nothing."""
+    layers = ((name, _whole(layer)) for name, layer in named_layers(model))
+    return DryRun(
+        tuple(
+            _outcome(name, layer, conversion)
+            for name, layer in layers
+            if is_plain(layer) or "scales" in layer or "quantizers" in layer
+        )
+    )
+
+
+def _whole(layer: nn.Module) -> nn.Module:
+    return layer.shared.layer if isinstance(layer, MarlinPart) else layer
+
+
+def _outcome(name: str, layer: nn.Module, conversion: LayerConversion) -> LayerOutcome:
+    if conversion.applies_to(layer):
+        layout: str | None = conversion.layout_of(layer)
+    elif is_marlin_layer(layer):
+        layout = getattr(layer, "layout", "mlx")
+    else:
+        layout = None
+    return LayerOutcome(
+        name=name,
+        layer=type(layer).__name__,
+        is_converted=layout is not None,
+        layout=layout,
+        reason=conversion.why_not(layer) if layout is None else None,
+    )

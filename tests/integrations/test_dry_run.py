@@ -1,0 +1,119 @@
+"""`optimize(model, dry_run=True)` tells what becomes of each layer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin.integrations.mlx_lm.stock_layers import keep_on_stock
+from support.models import arrays, tiny_llama, types
+
+pytestmark = pytest.mark.usefixtures("_stock")
+
+
+@pytest.fixture
+def _stock(backend: Callable[[str], None]) -> None:
+    backend("stock")
+
+
+class Layers(nn.Module):
+    """Layers that `optimize` treats differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.converted = nn.QuantizedLinear(128, 64)
+        self.plain = nn.Linear(128, 64)
+        self.narrow = nn.Linear(48, 64)
+        self.norm = nn.RMSNorm(64)
+        self.other = type("Other", (nn.QuantizedLinear,), {})(128, 64)
+        self.sharded = nn.QuantizedAllToShardedLinear(128, 64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "marlin"},
+        {"layout": "marlin", "join": True},
+        {"quantize": True, "group_size": 32},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*sharded layers")
+def test_it_tells_what_optimize_does(options: dict[str, Any]) -> None:
+    for model in (tiny_llama(tied=True), Layers()):
+        before = types(model)
+
+        told = mlx_marlin.optimize(model, dry_run=True, **options)
+
+        assert types(model) == before
+        mlx_marlin.optimize(model, **{**options, "join": False})
+        after = types(model)
+        assert {*told.converted} == {
+            name for name in after if after[name] is not before[name]
+        }
+        layouts = {each.name: each.layout for each in told.layers if each.layout}
+        modules: dict[str, Any] = dict(model.named_modules())
+        assert layouts == {
+            name: getattr(modules[name], "layout", "mlx") for name in told.converted
+        }
+
+
+def test_each_layer_that_stays_has_its_reason() -> None:
+    told = mlx_marlin.optimize(Layers(), dry_run=True)
+
+    assert told.converted == ("converted",)
+    assert told.kept["plain"].startswith(
+        "not quantized; optimize(model, quantize=True)"
+    )
+    assert told.kept["other"] == "optimize does not convert a Other"
+    assert told.kept["sharded"] == "optimize does not convert sharded layers"
+    assert "norm" not in told.kept
+    quantized = mlx_marlin.optimize(Layers(), dry_run=True, quantize=True)
+    assert quantized.converted == ("converted", "plain")
+    assert quantized.kept["narrow"] == "k=48 is not a multiple of group_size=64"
+
+
+def test_a_layer_above_the_limit_of_verify_has_this_reason() -> None:
+    model = Layers()
+    keep_on_stock(model, ["converted"])
+
+    told = mlx_marlin.optimize(model, dry_run=True, quantize=True)
+
+    assert (
+        told.kept["converted"] == "its error was above the limit of mlx-marlin verify"
+    )
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_a_converted_model_stays_converted(join: bool) -> None:
+    model = mlx_marlin.optimize(tiny_llama(tied=True), layout="marlin", join=join)
+
+    told = mlx_marlin.optimize(model, dry_run=True, layout="marlin")
+
+    assert told.kept == {}
+    assert len(told.layers) == (1 + 2 * 4 if join else 1 + 2 * 7)
+    assert ("model.layers.0.self_attn.q_proj+k_proj+v_proj" in told.converted) is join
+
+
+def test_the_table_has_a_line_for_equal_layers() -> None:
+    lines = str(mlx_marlin.optimize(tiny_llama(tied=True), dry_run=True)).splitlines()
+
+    assert lines[0].startswith("layer ")
+    (line,) = (line.split() for line in lines if "down_proj" in line)
+    name = "model.layers.*.mlp.down_proj"
+    assert line == [name, "2", "QuantizedLinear", "converts", "mlx", "-"]
+    assert len(lines) == 1 + 7 + 1
+
+
+def test_it_refuses_what_optimize_refuses() -> None:
+    model = Layers()
+    before = arrays(model)
+
+    with pytest.raises(ValueError, match="would stay MLX's"):
+        mlx_marlin.optimize(model, dry_run=True, invariant=True)
+    with pytest.raises(ValueError, match="no layer to convert"):
+        mlx_marlin.optimize(nn.Linear(64, 64), dry_run=True)
+    assert arrays(model).keys() == before.keys()
