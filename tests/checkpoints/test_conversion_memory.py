@@ -67,9 +67,8 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "quantizer", [None, pytest.param("nearest", marks=pytest.mark.grid)]
-)
+@pytest.mark.grid
+@pytest.mark.parametrize("quantizer", [None, "nearest"])
 def test_memory_is_that_of_few_tensors(
     large_llama: Path, tmp_path: Path, quantizer: str | None
 ) -> None:

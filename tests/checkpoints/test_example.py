@@ -9,6 +9,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples/import_weights"
 
 
+@pytest.mark.grid
 @pytest.mark.usefixtures("kernels")
 def test_both_checkpoints_write_python(
     tmp_path: Path,

@@ -272,7 +272,7 @@ def test_a_drawn_idle_threadgroup_is_called_so(
     assert any("1 idle" in text for text in svg_texts(path))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("suffix", ["svg", "png", "PNG"])
 def test_the_same_plan_gives_the_same_bytes_and_replaces_what_was_there(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

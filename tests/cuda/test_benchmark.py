@@ -117,6 +117,7 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
 MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
 
 
+@pytest.mark.grid
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_variants_share_the_arrays_that_they_do_not_change(

@@ -36,7 +36,7 @@ FORMATS = (
 )
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)
@@ -52,7 +52,7 @@ def test_integers_are_exact(m: int, way: dict[str, Any], dtype: str) -> None:
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_approx"])

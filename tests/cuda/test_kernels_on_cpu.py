@@ -172,6 +172,7 @@ def test_results_of_several_weights_are_apart(m: int) -> None:
         assert oracles.error(y, own) < oracles.TOLERANCES["float16"]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 @pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
 def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
@@ -200,6 +201,7 @@ def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
     assert mx.array_equal(y.reshape(expected.shape), expected)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 def test_batches(layout: str, way: dict[str, Any]) -> None:
@@ -239,7 +241,7 @@ def decoding_facts(case: Case) -> set[object]:
     return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
 def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)

@@ -36,7 +36,7 @@ FORMATS = (
 )
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), NORMED_WAYS, ids=str)

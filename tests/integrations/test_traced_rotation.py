@@ -40,7 +40,7 @@ LLAMA3 = {
 }
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [

@@ -113,7 +113,7 @@ def test_a_saved_layer_is_loaded_again(
     assert mx.array_equal(again(X), ours(X))
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @of_mlx
 def test_the_gradient_of_x_is_mlxs(mode: str, bits: int, group_size: int) -> None:
     options = options_of(mode, bits, group_size)
@@ -304,6 +304,7 @@ def test_layers_are_quantized_to_any_width(layout: str) -> None:
         assert_close(model(x), stock(x), rtol=1e-3)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("group_size", [16, 256, "channel"])
 def test_a_layer_may_have_a_group_size_of_ours(group_size: int | str) -> None:
     k = 320 if group_size == "channel" else 256

@@ -62,7 +62,7 @@ def test_each_activation_on_each_way_to_the_result(
     assert_finished(plan, seed=1)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(

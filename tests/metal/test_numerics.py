@@ -152,6 +152,7 @@ def test_one_large_column_does_not_drown_the_others(variant: Variant) -> None:
     assert_within(variant, y, x, weight)
 
 
+@pytest.mark.thinned(8)
 @all_families
 def test_sums_of_a_group_may_leave_halfs_range(variant: Variant) -> None:
     x = np.abs(normal(variant)) + 6000  # 32 of them: 192000

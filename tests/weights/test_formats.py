@@ -79,7 +79,7 @@ def exact_in_float32(weight: Weight) -> Weight:
     return replace(weight, native=(words, *stored))
 
 
-@pytest.mark.thinned(10)
+@pytest.mark.thinned(6)
 @kernels
 @variants
 def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:

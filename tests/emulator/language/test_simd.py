@@ -20,6 +20,7 @@ QUADS = LANES.reshape(8, 4)
 QUAD_PRODUCTS = np.hstack([np.ones((8, 1)), (QUADS + 1).cumprod(1)[:, :3]])
 
 
+@pytest.mark.thinned(16)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 halves = hnp.arrays(np.float16, 64, elements=st.floats(-100, 100, width=16))
 
 
+@pytest.mark.thinned(13)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
@@ -56,6 +57,7 @@ def test_vectors_are_built_and_converted_as_in_metal(
     assert each_thread(expression)[0] == expected
 
 
+@pytest.mark.thinned(14)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
