@@ -28,7 +28,7 @@ class Layers(nn.Module):
         self.narrow = nn.Linear(48, 64)
         self.norm = nn.RMSNorm(64)
         self.other = type("Other", (nn.QuantizedLinear,), {})(128, 64)
-        self.sharded = nn.QuantizedAllToShardedLinear(128, 64)
+        self.sharded = nn.QuantizedShardedToAllLinear(128, 64)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,6 @@ class Layers(nn.Module):
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:.*sharded layers")
 def test_it_tells_what_optimize_does(options: dict[str, Any]) -> None:
     for model in (tiny_llama(tied=True), Layers()):
         before = types(model)
@@ -64,15 +63,14 @@ def test_it_tells_what_optimize_does(options: dict[str, Any]) -> None:
 def test_each_layer_that_stays_has_its_reason() -> None:
     told = mlx_marlin.optimize(Layers(), dry_run=True)
 
-    assert told.converted == ("converted",)
+    assert told.converted == ("converted", "sharded")
     assert told.kept["plain"].startswith(
         "not quantized; optimize(model, quantize=True)"
     )
     assert told.kept["other"] == "optimize does not convert a Other"
-    assert told.kept["sharded"] == "optimize does not convert sharded layers"
     assert "norm" not in told.kept
     quantized = mlx_marlin.optimize(Layers(), dry_run=True, quantize=True)
-    assert quantized.converted == ("converted", "plain")
+    assert quantized.converted == ("converted", "plain", "sharded")
     assert quantized.kept["narrow"] == "k=48 is not a multiple of group_size=64"
 
 

@@ -359,6 +359,7 @@ def test_weights_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:
 
 
 def sharded_layers() -> Layers:
+    mx.random.seed(7)
     whole = nn.QuantizedLinear(64, 64)
     return Layers(
         nn.QuantizedLinear(64, 64),
@@ -378,19 +379,20 @@ def test_sharded_layers_are_not_invariant(index: int) -> None:
     assert all(a is b for a, b in zip(model.layers, before, strict=True))
 
 
-def test_sharded_layers_stay_with_one_warning() -> None:
-    model = sharded_layers()
-    before = [*model.layers]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_layers_are_converted_and_restored(layout: str) -> None:
+    model, x = sharded_layers(), mx.random.normal((3, 64), key=mx.random.key(3))
+    expected = [layer(x) for layer in model.layers]
 
-    with pytest.warns(RuntimeWarning, match="2 sharded layers") as given:
-        mlx_marlin.optimize(model)
+    mlx_marlin.optimize(model, layout=layout)
 
-    assert [each.filename for each in given] == [__file__]
-    mlx_marlin.optimize(sharded_layers())  # a second warning would be an error
-    assert type(model.layers[0]) is MarlinLinear
-    assert all(a is b for a, b in zip(model.layers[1:], before[1:], strict=True))
-
-
-def test_a_model_of_sharded_layers_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no layer to convert.* not sharded"):
-        mlx_marlin.optimize(Layers(*sharded_layers().layers[1:]))
+    assert [type(layer).__name__ for layer in model.layers] == [
+        "MarlinLinear",
+        "MarlinAllToShardedLinear",
+        "MarlinShardedToAllLinear",
+    ]
+    for layer, y in zip(model.layers, expected, strict=True):
+        assert mx.allclose(layer(x), y, atol=1e-4)
+    mlx_marlin.optimize(model, layout="mlx")
+    assert {layer.layout for layer in model.layers} == {"mlx"}
+    assert_same_model(mlx_marlin.restore(model), sharded_layers())

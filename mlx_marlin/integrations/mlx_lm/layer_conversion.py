@@ -25,6 +25,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.sharded.linear import SHARDED, class_for
 from mlx_marlin.weights.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
@@ -61,7 +62,7 @@ class LayerConversion:
             return is_supported_format(layer)
         if is_experts(layer):
             return are_supported_experts(layer, self.invariant)
-        if is_heads(layer):
+        if is_heads(layer) or is_sharded(layer):
             return not self.invariant and is_supported_format(layer)
         return is_marlin_layer(layer) and self._changes(layer)
 
@@ -71,14 +72,12 @@ class LayerConversion:
             return "its error was above the limit of mlx-marlin verify"
         if is_plain(layer):
             return self._why_not_quantized(layer)
-        if is_sharded(layer):
-            return "optimize does not convert sharded layers"
         known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
-        if not (known or is_experts(layer) or is_heads(layer)):
+        if not (known or is_experts(layer) or is_heads(layer) or is_sharded(layer)):
             return f"optimize does not convert a {type(layer).__name__}"
         return _why_not_supported(layer) or (
-            "heads have no invariant kernel"
-            if is_heads(layer)
+            "our kernels for heads and sums of machines are not invariant"
+            if is_heads(layer) or is_sharded(layer)
             else "our kernels for experts do not run here, or do not take such scales, "
             "a global scale, or invariant=True"
         )
@@ -94,6 +93,10 @@ class LayerConversion:
         if is_heads(layer) or is_marlin_heads(layer):
             heads: nn.Module = marlin_heads().from_quantized(layer, layout=layout)
             return heads
+        if is_sharded(layer) or type(layer) in SHARDED:
+            return class_for(layer).from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
         if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
         if type(layer) is nn.Linear:
@@ -165,7 +168,8 @@ def layout_where_packed(layer: nn.Module) -> str:
     if type(layer) is nn.Linear:
         scales = layer.weight
     elif (
-        type(layer) in (nn.QuantizedLinear, MarlinLinear)
+        type(layer) in (nn.QuantizedLinear, MarlinLinear, *SHARDED)
+        or is_sharded(layer)
         or is_experts(layer)
         or is_marlin_experts(layer)
     ):
@@ -178,7 +182,8 @@ def layout_where_packed(layer: nn.Module) -> str:
 
 def is_marlin_layer(layer: nn.Module) -> bool:
     """Returns whether `optimize` or `load` has made a layer ours."""
-    known = type(layer) in (MarlinLinear, MarlinEmbedding, PackedEmbedding)
+    ours = (MarlinLinear, MarlinEmbedding, PackedEmbedding, *SHARDED)
+    known = type(layer) in ours
     return known or is_marlin_experts(layer) or is_marlin_heads(layer)
 
 

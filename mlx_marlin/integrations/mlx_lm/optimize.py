@@ -80,9 +80,9 @@ def optimize(
 
     Converts `nn.QuantizedLinear` layers in a supported format, mlx-lm's layers of
     several experts or heads, and `nn.QuantizedEmbedding` layers for tied output heads.
-    Does not convert subclasses of these, other formats, experts that stock MLX would
-    serve, and, with a warning, sharded layers. If an error occurs, the model is left
-    unchanged.
+    Also converts sharded layers of MLX's. Does not convert subclasses of these, other
+    formats, and experts that stock MLX would serve. If an error occurs, the model is
+    left unchanged.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
@@ -134,7 +134,6 @@ def optimize(
     _check_layers(model, conversion)
     if dry_run:
         return _dry_run(model, conversion)
-    _report_sharded(model)
     changes = Changes()
     try:
         separate_layers(model, changes)
@@ -229,7 +228,7 @@ def _check_layers(model: nn.Module, conversion: LayerConversion) -> None:
     ):
         raise ValueError(
             "model has no layer to convert: expected nn.QuantizedLinear in a supported "
-            "format, not sharded, or quantize=True for nn.Linear"
+            "format, or quantize=True for nn.Linear"
         )
     if not conversion.invariant:
         return
@@ -246,25 +245,13 @@ def _remains_stock(layer: nn.Module, conversion: LayerConversion) -> bool:
 
     Layers that are not quantized are MLX's responsibility, as attention is.
     """
-    if is_sharded(layer):
-        return True
     quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
+    quantized = quantized or is_sharded(layer)
     if quantized or is_experts(layer) or is_heads(layer):
         return not is_marlin_layer(layer) and not conversion.applies_to(layer)
     if is_marlin_experts(layer):
         return not supports_experts(invariant=True)
     return is_marlin_heads(layer)
-
-
-def _report_sharded(model: nn.Module) -> None:
-    """Warns once per process that sharded layers are not converted."""
-    sharded = find_layers(model, is_sharded)
-    if sharded:
-        warn_once(
-            "sharded layers",
-            f"{len(sharded)} sharded layers, such as {module_at(sharded[0])}, are not "
-            f"converted: stock MLX computes them",
-        )
 
 
 def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:

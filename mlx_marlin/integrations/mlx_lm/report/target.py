@@ -11,6 +11,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     has_expert_kernels,
     is_experts,
     is_heads,
+    is_sharded,
     is_supported_format,
 )
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
@@ -79,4 +80,5 @@ class Target:
         if is_experts(layer):
             return has_expert_kernels(layer, self.backend.traits)
         known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
-        return (known or is_heads(layer)) and is_supported_format(layer)
+        known = known or is_heads(layer) or is_sharded(layer)
+        return known and is_supported_format(layer)

@@ -1,0 +1,1 @@
+"""Layers of which each machine of a group holds a part."""
