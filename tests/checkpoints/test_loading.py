@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import llama
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_marlin import optimize, restore
 from mlx_marlin.integrations.mlx_lm.checkpoints import loading
@@ -279,6 +282,27 @@ def test_nothing_is_left_if_saving_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="source exists"):
         save(tmp_path / "source", model, Tokenizer())
     assert {file.name for file in tmp_path.iterdir()} == {"source"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_model_with_adapters_is_not_saved(
+    tmp_path: Path, name: str, use_dora: bool
+) -> None:
+    arrays, settings, options = FORMATS[name]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    model = load_model(open_source(tmp_path / "source"))
+    model.model.layers[0].mlp.up_proj = _adapter(use_dora)
+
+    with pytest.raises(ValueError, match=r"up_proj is an adapter, \w+.*fuse it"):
+        save(tmp_path / "saved", model, Tokenizer())
+
+    assert {file.name for file in tmp_path.iterdir()} == {"source"}
+
+
+def _adapter(use_dora: bool) -> Any:
+    layer = nn.Linear(64, 64)
+    return (DoRALinear if use_dora else LoRALinear).from_base(layer, r=2)
 
 
 def test_saving_keeps_all_settings_of_the_folder(tmp_path: Path) -> None:

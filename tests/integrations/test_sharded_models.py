@@ -94,6 +94,7 @@ def test_a_sharded_model_answers_as_the_whole_one(
         assert each["served_by"] == ["ours"]
         assert each["error"] < 1e-5
         assert each["restored"]
+        assert f"is one of {machines} machines' parts of a layer" in each["saving"]
 
 
 def test_no_machine_outlives_one_that_dies(launched: Any) -> None:

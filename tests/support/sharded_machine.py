@@ -45,6 +45,14 @@ def relative_error(y: mx.array, expected: mx.array) -> float:
     return (mx.linalg.norm(y - expected) / mx.linalg.norm(expected)).item()
 
 
+def _refusal(model: Layers) -> str:
+    try:
+        mlx_marlin.save("saved", model, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main(layout: str, fault: str = "") -> None:
     rank = int(os.environ["MLX_RANK"])
     if fault == "starts late" and rank == 1:
@@ -61,6 +69,7 @@ def main(layout: str, fault: str = "") -> None:
         "rank": rank,
         "classes": [type(layer).__name__ for layer in model.layers],
         "error": relative_error(run(model, x), expected),
+        "saving": _refusal(model),
         "served_by": sorted(
             {
                 call.served_by

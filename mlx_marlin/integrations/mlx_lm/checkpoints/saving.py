@@ -41,9 +41,11 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
 
     Raises:
         OSError: If a file cannot be written.
-        ValueError: If the folder exists, or the model has joined layers.
+        ValueError: If the folder exists, or the model has joined layers, adapters, or
+            parts of layers that other machines share.
     """
     path = Path(path)
+    _check_layers(model)
     records = _records(model)
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     reordered = _reordered(model)
@@ -57,6 +59,23 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
                 shards.add(name, array)
         write_config(_config(model) | _end_tokens(tokenizer), records, folder)
         tokenizer.save_pretrained(str(folder))
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Checks that a model has no layers whose parameters `load` has no place for."""
+    for name, layer in model.named_modules():
+        if "lora_a" in layer:  # LoRA's and DoRA's layers
+            raise ValueError(
+                f"{name} is an adapter, {type(layer).__name__}, which the model's "
+                f"class does not have: fuse it (`mlx_lm.fuse`), or save the adapters "
+                f"alone and call mlx_lm.tuner.utils.remove_lora_layers(model) first"
+            )
+        group = getattr(layer, "group", None)
+        if isinstance(group, mx.distributed.Group) and group.size() > 1:
+            raise ValueError(
+                f"{name} is one of {group.size()} machines' parts of a layer, expected "
+                f"a model that is not sharded"
+            )
 
 
 def _records(model: nn.Module) -> Records:
