@@ -89,7 +89,7 @@ def test_known_constants_are_recovered(chip: str) -> None:
 
     assert {*found.determined} == {*calibrate.NAMES}
     for name, value in found.constants.values().items():
-        assert value == pytest.approx(TRUE.values()[name], rel=0.03), name
+        assert value == pytest.approx(TRUE.values()[name], rel=0.05), name
     assert largest_error(found, rows, device) < 0.003
 
 

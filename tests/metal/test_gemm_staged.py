@@ -73,7 +73,8 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     overrides = PlanOverrides(kernel="gemm_staged", buffers=buffers, loaders=loaders)
     overrides["fragments_m"] = fragments
     if variant.dtype == "float16":
-        overrides["simdgroups_m"] = rows
+        fits = buffers < 3 or variant.group_size != 16  # three buffers with scales
+        overrides["simdgroups_m"] = rows if fits else 1
     overrides["strategy"] = "stream_k" if variant.split else "data_parallel"
     if variant.split:
         overrides |= {"num_threadgroups": 7, "minimum": 1}

@@ -58,20 +58,22 @@ def test_a_product_is_mlxs(mode: str, bits: int, group_size: int) -> None:
 def test_a_packed_weight_knows_its_format(
     mode: str, bits: int, group_size: int
 ) -> None:
+    k = max(K, format_cases.step_of(mode, bits, group_size))
     weight = format_cases.any_weight(
-        mode, bits, group_size, N, K, dtype="float16", seed=4
+        mode, bits, group_size, N, k, dtype="float16", seed=4
     )
     packed = mlx_marlin.pack(*weight.native, **weight.options)
+    x = mx.tile(X, (1, 1, k // K))
 
-    y = mlx_marlin.quantized_matmul(X, packed)
+    y = mlx_marlin.quantized_matmul(x, packed)
 
-    expected = oracles.exact(X) @ weight.decoded.T
+    expected = oracles.exact(x) @ weight.decoded.T
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
     wrong = "mxfp4" if mode != "mxfp4" else "nvfp4"
     with pytest.raises(ValueError, match=f"do not fit the packed weight.*{mode}"):
-        mlx_marlin.quantized_matmul(X, packed, mode=wrong)
+        mlx_marlin.quantized_matmul(x, packed, mode=wrong)
     with pytest.raises(ValueError, match="do not fit the packed weight"):
-        mlx_marlin.quantized_matmul(X, packed, bits=7)
+        mlx_marlin.quantized_matmul(x, packed, bits=7)
 
 
 @pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 64), *FLOATING])
