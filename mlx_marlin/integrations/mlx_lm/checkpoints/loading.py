@@ -1,6 +1,8 @@
 """Loads a model from any checkpoint that this package reads."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -215,15 +217,23 @@ def _moved(source: ModelSource, name: str) -> str:
 def _tokenizer(source: ModelSource) -> Any:
     from mlx_lm.utils import load_tokenizer
 
-    ends = _end_tokens(source)
+    ends = end_tokens(source)
+    with tokenizer_folder(source) as folder:
+        return load_tokenizer(folder, eos_token_ids=ends)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def tokenizer_folder(source: ModelSource) -> Iterator[Path]:
+    """Yields the folder of a model's tokenizer, which is temporary for a GGUF file."""
     if not isinstance(source, GgufSource):
-        return load_tokenizer(source.path, eos_token_ids=ends)  # type: ignore[no-untyped-call]
+        yield source.path
+        return
     with tempfile.TemporaryDirectory() as folder:
         source.copy_other_files(Path(folder))
-        return load_tokenizer(Path(folder), eos_token_ids=ends)  # type: ignore[no-untyped-call]
+        yield Path(folder)
 
 
-def _end_tokens(source: ModelSource) -> Any:
+def end_tokens(source: ModelSource) -> Any:
     """Returns the tokens that end a text, as mlx-lm does: generation_config.json wins.
 
     Raises:

@@ -1,0 +1,14 @@
+"""Converts every model that mlx-lm loads from now on, with `mlx_marlin.optimize`.
+
+Importing this module is enough. mlx-lm's loading functions then also read the
+checkpoints that `mlx_marlin.load` reads. `MLX_MARLIN_OPTIONS`, such as
+"layout=marlin,join=true", sets options of `optimize`.
+
+Raises:
+    ImportError: If mlx-lm is not installed.
+    ValueError: If `MLX_MARLIN_OPTIONS` is malformed.
+"""
+
+from mlx_marlin.integrations.auto.hook import install
+
+install()
