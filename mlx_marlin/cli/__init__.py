@@ -36,6 +36,7 @@ COMMANDS = {
         "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",
     ),
+    "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
     "demo": ("mlx_marlin.cli.demo", "generate text with quantized kernels"),
     "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
     "emulate": ("mlx_marlin.cli.emulate", "run a Metal kernel on the CPU"),
@@ -45,6 +46,7 @@ COMMANDS = {
 GUIDE = {
     "check that kernels run here": "mlx-marlin doctor",
     "see a model write text": "mlx-marlin demo",
+    "serve a model with mlx-lm": "mlx-marlin lm server --model MODEL",
     "use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
     "check a converted model": "mlx-marlin verify MODEL",
     "see who serves a model's layers": "mlx-marlin report MODEL",

@@ -25,6 +25,7 @@ NEEDED = {
     "convert": ["source", "result"],
     "verify": ["model"],
     "report": ["model"],
+    "lm": ["generate"],
     "emulate": ["kernel.metal", "--grid", "32"],
     "render": ["result.json", "-o", "result.html"],
 }

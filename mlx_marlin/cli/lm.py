@@ -1,0 +1,112 @@
+"""`mlx-marlin lm`: mlx-lm's own commands, with models that `optimize` converted."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+from mlx_marlin.weights.formats import LAYOUTS
+
+_NAMES = (
+    "benchmark",
+    "cache_prompt",
+    "chat",
+    "convert",
+    "evaluate",
+    "fuse",
+    "generate",
+    "lora",
+    "manage",
+    "perplexity",
+    "awq",
+    "dwq",
+    "dynamic_quant",
+    "gptq",
+    "server",
+    "upload",
+    "share",
+)
+_PACKAGES = dict.fromkeys(("awq", "dwq", "dynamic_quant", "gptq"), "mlx_lm.quant")
+COMMANDS = {name: f"{_PACKAGES.get(name, 'mlx_lm')}.{name}" for name in _NAMES}
+"""mlx-lm's commands -> the modules whose `main` they call, as in `mlx_lm.cli`."""
+OPTIONS = ("layout", "join", "trace")
+FAILED = 1
+"""Exit status of Python for an error that mlx-lm does not catch."""
+
+EPILOG = f"""
+COMMAND is one of mlx-lm's: {", ".join(_NAMES[:9])},
+{", ".join(_NAMES[9:])}. Its arguments follow it unchanged, and its
+exit status is returned. MODEL may also be what mlx_marlin.load reads, such as a GGUF
+file. Commands that write weights get MLX's layers. MLX_MARLIN_OPTIONS sets further
+options of mlx_marlin.optimize.
+
+examples:
+  mlx-marlin lm generate --model mlx-community/Qwen3-4B-4bit --prompt hello
+  mlx-marlin lm --layout marlin --join server --model qwen3.gguf --port 8080
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the arguments of the command."""
+    parser = subparsers.add_parser(
+        "lm",
+        description="Run a command of mlx-lm on our kernels.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # arguments of mlx-lm are not ours to complete
+    )
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="layout of the weights; default: the default of `optimize`",
+    )
+    parser.add_argument(
+        "--join",
+        action=argparse.BooleanOptionalAction,
+        help="compute layers with the same input in one launch",
+    )
+    parser.add_argument(
+        "--trace",
+        action=argparse.BooleanOptionalAction,
+        help="compile each decoder block into cached graphs",
+    )
+    parser.add_argument("lm_command", metavar="COMMAND", nargs="?")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a command of mlx-lm, and returns its exit status.
+
+    Raises:
+        ImportError: If mlx-lm cannot be imported.
+        SystemExit: If the command ends so; its status is unchanged.
+        ValueError: If mlx-lm has no such command, or `MLX_MARLIN_OPTIONS` is malformed.
+    """
+    module = COMMANDS.get(args.lm_command)
+    if module is None:
+        given = "no command" if args.lm_command is None else repr(args.lm_command)
+        raise ValueError(f"lm: {given}, expected one of {', '.join(COMMANDS)}")
+
+    from mlx_marlin.integrations.auto import hook  # here, because it takes seconds
+
+    values = {name: getattr(args, name) for name in OPTIONS}
+    hook.install({name: v for name, v in values.items() if v is not None})
+    return _called(module, args.arguments)
+
+
+def _called(module: str, arguments: Sequence[str]) -> int:
+    """Calls the `main` of a module as `python -m` does, and returns the exit status."""
+    before, sys.argv = sys.argv, [module, *arguments]
+    try:
+        import_module(module).main()
+    except BrokenPipeError:
+        raise
+    except Exception:  # it is mlx-lm's; our caller would take it for wrong input
+        traceback.print_exc()
+        return FAILED
+    finally:
+        sys.argv = before
+    return 0

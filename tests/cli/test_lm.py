@@ -1,0 +1,149 @@
+"""`mlx-marlin lm`: mlx-lm's commands, their arguments, output and exit status."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.cli
+import mlx_lm.generate
+import mlx_lm.utils
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.cli import lm, main
+from mlx_marlin.integrations.auto import hook, settings
+from mlx_marlin.layers.linear import MarlinLinear
+from support import quantized_folder
+
+Choose = Callable[[str | None], None]
+GENERATE = sys.modules["mlx_lm.generate"]  # `mlx_lm.generate` is a function too
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(settings.ENVIRONMENT, raising=False)
+    yield
+    hook.remove()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quantized_folder.write(
+        tmp_path_factory.mktemp("models") / "quantized", mx.float32
+    )
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Lists the arguments of mlx-lm's `generate`, which does nothing."""
+    found: list[list[str]] = []
+    monkeypatch.setattr(GENERATE, "main", lambda: found.append(sys.argv))
+    return found
+
+
+def test_the_commands_are_those_of_mlx_lm() -> None:
+    code: CodeType = mlx_lm.cli.main.__code__
+
+    assert tuple(lm.COMMANDS) in code.co_consts
+
+
+def test_the_text_is_that_of_mlx_lm(
+    folder: Path,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    backend("stock" if emulator.unavailable() else "emulator")
+    words = ["--model", str(folder), "--prompt", "def main():", "--max-tokens", "8"]
+    words += ["--verbose", "F", "--ignore-chat-template"]
+    monkeypatch.setattr(sys, "argv", ["mlx_lm.generate", *words])
+    GENERATE.main()
+    expected = capsys.readouterr().out
+    models = []
+    own = GENERATE.load
+    monkeypatch.setattr(
+        GENERATE, "load", lambda *a, **k: models.append(own(*a, **k)) or models[0]
+    )
+
+    assert main(["lm", "--layout", "marlin", "--join", "generate", *words]) == 0
+
+    assert capsys.readouterr().out == expected != ""
+    (layer,) = {type(m) for m in models[0][0].modules() if isinstance(m, MarlinLinear)}
+    assert layer is MarlinLinear
+    assert "joined" in models[0][0].layers[0].self_attn.q_proj
+
+
+def test_arguments_are_passed_on_unchanged(called: list[list[str]]) -> None:
+    words = ["--trace", "--lay", "mlx", "-m", "--help", "--", "x y", "-", "--version"]
+    before = sys.argv
+
+    assert main(["lm", "generate", *words]) == 0
+
+    assert called == [["mlx_lm.generate", *words]]
+    assert sys.argv is before
+
+
+def test_our_options_win_over_the_environment(
+    called: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    backend: Choose,
+) -> None:
+    backend("stock")
+    monkeypatch.setenv(settings.ENVIRONMENT, "layout=marlin,join=true")
+
+    assert main(["lm", "--no-join", "generate"]) == 0
+
+    layer = mlx_lm.utils.load_model(folder)[0].layers[0].self_attn.q_proj
+    assert "joined" not in layer
+    assert layer.packed is not None
+
+
+@pytest.mark.parametrize("words", [["compile", "--model", "x"], []], ids=str)
+def test_an_unknown_command_is_one_line_with_the_commands(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lm", *words]) == 2
+
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert all(name in said for name in lm.COMMANDS)
+
+
+@pytest.mark.parametrize("status", [0, 2, 7])
+def test_the_exit_status_is_that_of_mlx_lm(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> Any:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(GENERATE, "main", end)
+
+    with pytest.raises(SystemExit) as ended:
+        main(["lm", "generate"])
+
+    assert ended.value.code == status
+
+
+def test_an_error_of_mlx_lm_is_shown_as_python_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lm", "generate", "--model", str(tmp_path)]) == 1
+
+    assert "FileNotFoundError" in capsys.readouterr().err
+
+
+def test_a_bad_variable_is_one_line(
+    called: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(settings.ENVIRONMENT, "join=maybe")
+
+    assert main(["lm", "generate"]) == 2
+
+    assert "expected join=true or false" in capsys.readouterr().err
+    assert not called
