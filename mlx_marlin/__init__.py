@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mlx_marlin.backends.metal.source.instances import variants
     from mlx_marlin.backends.planner import plan
     from mlx_marlin.checkpoints.reading import read_checkpoint
+    from mlx_marlin.integrations.export.context import exporting
     from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load
     from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
     from mlx_marlin.integrations.mlx_lm.optimize import optimize, restore
@@ -27,6 +28,7 @@ __all__ = [
     "MarlinLinear",
     "PackedWeight",
     "dequantize",
+    "exporting",
     "gather_qmm",
     "linear",
     "linears",
@@ -50,6 +52,7 @@ _MODULES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
     "dequantize": "products.dequantizing",
+    "exporting": "integrations.export.context",
     "gather_qmm": "products.experts.matmul",
     "linear": "products.linear",
     "linears": "products.linear",

@@ -12,6 +12,7 @@ NAMES = [
     "MarlinLinear",
     "PackedWeight",
     "dequantize",
+    "exporting",
     "gather_qmm",
     "linear",
     "linears",
@@ -31,7 +32,7 @@ NAMES = [
     "why_not",
 ]
 
-ONE_ARGUMENT = ("read_checkpoint", "restore")
+ONE_ARGUMENT = ("exporting", "read_checkpoint", "restore")
 """Names with one argument that needs a description."""
 
 

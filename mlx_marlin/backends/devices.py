@@ -26,7 +26,7 @@ def current() -> PlanningDevice:
         ValueError: If a variable does not name a device or an architecture.
     """
     wish = os.environ.get(ENVIRONMENT)
-    device = _parse(wish) if wish else _detected()
+    device = _named_by_environment(wish) if wish else _detected()
     found: PlanningDevice = registry.of_device(device).as_in_mlx(device)
     return found
 
@@ -47,17 +47,25 @@ def named(name: str, cores: int | None = None) -> PlanningDevice:
     return found
 
 
-def _parse(wish: str) -> PlanningDevice:
-    """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names."""
-    found = WISH.fullmatch(wish.strip())
+def parse(text: str) -> PlanningDevice:
+    """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names.
+
+    Raises:
+        ValueError: If the text does not name a device.
+    """
+    found = WISH.fullmatch(text.strip())
     if found is None:
         raise ValueError(
-            f"{ENVIRONMENT}={wish!r}: expected a chip, and its core count if need be, "
-            "as in 'Apple M3 Max' or 'Apple M3 Max, 30 cores'"
+            "expected a chip, and its core count if need be, as in 'Apple M3 Max' or "
+            "'Apple M3 Max, 30 cores'"
         )
     cores = found["cores"]
+    return named(found["name"], int(cores) if cores else None)
+
+
+def _named_by_environment(wish: str) -> PlanningDevice:
     try:
-        return named(found["name"], int(cores) if cores else None)
+        return parse(wish)
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 

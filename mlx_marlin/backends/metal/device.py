@@ -139,15 +139,16 @@ class Device:
         """Returns a chip of the table.
 
         Args:
-            name: "Apple M3 Max" or "M3 Max".
+            name: "Apple M3 Max" or "M3 Max"; or an architecture, "applegpu_g15s", for
+                the chips that have it.
             cores: Selects the variant with this number of GPU cores; if there is none,
                 the largest variant with this core count. Default: the largest variant.
 
         Raises:
             ValueError: If the table does not have the chip.
         """
-        variants = chips().get(key(name))
-        if variants is None:
+        variants = chips().get(key(name)) or _of_architecture(name)
+        if not variants:
             raise ValueError(_unknown(name))
         if cores is None:
             return variants[-1]
@@ -189,6 +190,13 @@ def key(name: str) -> str:
     """Returns the key of a name in the table; "M3 Max" means "Apple M3 Max"."""
     words = name.lower().replace("(virtual)", "").removesuffix(" gpu").split()
     return " ".join(words if words[:1] == ["apple"] else ["apple", *words])
+
+
+def _of_architecture(name: str) -> tuple[Device, ...]:
+    """Returns the chips of an architecture, from few to many cores."""
+    wanted = name.strip().lower()
+    found = [chip for same in chips().values() for chip in same if chip.arch == wanted]
+    return tuple(sorted(found, key=lambda chip: chip.cores)) if wanted else ()
 
 
 def _unknown(name: str) -> str:

@@ -1,0 +1,1 @@
+"""Files of MLX's graphs with our kernels, for another GPU: `exporting`."""
