@@ -32,7 +32,7 @@ MUTANTS = (
         "* TILE_N / 2",
         "* TILE_N",
         K_GEMM,
-        Detector.WRONG_RESULT,
+        Detector.OUTSIDE,
     ),
     Mutant(
         "a super-block ends before its factors",
