@@ -155,7 +155,7 @@ def test_packed_layers_that_do_not_match_stay_packed(tmp_path: Path) -> None:
     [*convert(open_source(tmp_path / "source"), packed, quantization=how)]
     before = json.loads((packed / "config.json").read_text())["mlx_marlin"]
 
-    [*convert(open_source(packed), tmp_path / "result", layout="mlx", only="nothing")]
+    [*convert(open_source(packed), tmp_path / "result", layout="mlx", only="norm")]
 
     after = json.loads((tmp_path / "result" / "config.json").read_text())
     assert len(before["layers"]) == 2
@@ -238,6 +238,7 @@ def test_several_files_are_written_and_read(
     [
         ({"layout": "other"}, "layout='other', expected one of"),
         ({"only": "("}, r"only='\(' is not a pattern"),
+        ({"only": "mpl"}, r"only='mpl' matches no parameter of .*such as 'model\."),
     ],
 )
 def test_wrong_options_are_refused(

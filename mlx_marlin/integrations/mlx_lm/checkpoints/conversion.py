@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION
@@ -98,6 +99,7 @@ def convert(
     pattern = _pattern(only)
     if destination.exists():
         raise ValueError(f"{destination} exists, expected the name of a new folder")
+    _check_matches(source, pattern)
     records = Records()
     rows = _rows(source, layout, quantization, pattern, records)
     if dry_run:
@@ -114,6 +116,17 @@ def _pattern(only: str | None) -> re.Pattern[str] | None:
         return None if only is None else re.compile(only)
     except re.error as error:
         raise ValueError(f"only={only!r} is not a pattern: {error}") from None
+
+
+def _check_matches(source: ModelSource, pattern: re.Pattern[str] | None) -> None:
+    """Raises a ValueError if a pattern matches no parameter of the model."""
+    parameters: Any = tree_flatten(source.model.parameters())
+    names = [name for name, _ in parameters]
+    if pattern is not None and not any(map(pattern.search, names)):
+        raise ValueError(
+            f"only={pattern.pattern!r} matches no parameter of {source.path}, expected "
+            f"a pattern of names such as {names[0]!r}"
+        )
 
 
 def _rows(
