@@ -78,6 +78,8 @@ class Traits:
             capacity of the KV cache.
         compiles_ahead: Whether kernels can be compiled before they are launched, and
             several at a time.
+        fusions: The fusions of a traced decoder block that are on by default
+            (`integrations.fusions`).
     """
 
     default_layout: str = "mlx"
@@ -89,6 +91,7 @@ class Traits:
     stock_masks_attention: bool = True
     stock_attends_by_capacity: bool = False
     compiles_ahead: bool = False
+    fusions: frozenset[str] = frozenset({"residual"})
 
 
 class Gather(Protocol):

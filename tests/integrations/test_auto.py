@@ -117,7 +117,7 @@ def test_a_bad_option_names_variable_value_and_expectation(
 def test_every_option_of_optimize_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (
         "layout=marlin,join=true,trace=false,invariant=0,quantize=1,group_size=channel,"
-        "bits=8,warm_up=1+4,progress=false"
+        "bits=8,warm_up=1+4,progress=false,fuse=gate+norm"
     )
     monkeypatch.setenv(settings.ENVIRONMENT, given)
 
@@ -125,6 +125,7 @@ def test_every_option_of_optimize_can_be_set(monkeypatch: pytest.MonkeyPatch) ->
 
     assert {*options} == {*mlx_marlin.optimize.__kwdefaults__} - {"dry_run"}
     assert (options["warm_up"], options["group_size"]) == ((1, 4), "channel")
+    assert {*options["fuse"]} == {"gate", "norm"}
 
 
 def load_other(path: Path, lazy: bool = False) -> Any:

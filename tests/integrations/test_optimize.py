@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_marlin
 from mlx_marlin.layers.embedding import MarlinEmbedding
@@ -396,3 +397,22 @@ def test_sharded_layers_are_converted_and_restored(layout: str) -> None:
     mlx_marlin.optimize(model, layout="mlx")
     assert {layer.layout for layer in model.layers} == {"mlx"}
     assert_same_model(mlx_marlin.restore(model), sharded_layers())
+
+
+@pytest.mark.parametrize("fuse", ["gate", ("gates",), ("gate", 3)])
+def test_an_unknown_fusion_is_refused(fuse: Any) -> None:
+    with pytest.raises(ValueError, match=r"fuse=.*expected some of \('residual'"):
+        mlx_marlin.optimize(tiny_llama(), trace=True, fuse=fuse)
+
+
+def test_fusions_need_traced_blocks() -> None:
+    with pytest.raises(ValueError, match=r"fuse=.*expected trace=True"):
+        mlx_marlin.optimize(tiny_llama(), fuse=("gate",))
+
+
+def test_a_residual_is_not_fused_if_that_is_not_wanted(ran: list[Plan]) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), trace=True, fuse=())
+
+    model(TOKENS[:, :1], cache=make_prompt_cache(model))
+
+    assert not any(plan.problem.epilogue.residual for plan in ran)

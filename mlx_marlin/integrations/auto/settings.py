@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from mlx_marlin.integrations.fusions import FUSIONS, fusions
 from mlx_marlin.weights.formats import LAYOUTS
 
 ENVIRONMENT = "MLX_MARLIN_OPTIONS"
@@ -57,6 +58,10 @@ def _bits(value: str) -> int:
     return BITS[BITS.index(_number(value))]
 
 
+def _fusions(value: str) -> tuple[str, ...]:
+    return (*fusions(filter(None, value.split("+"))),)
+
+
 def _rows(value: str) -> tuple[int, ...]:
     return tuple(map(_number, value.split("+")))
 
@@ -66,6 +71,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "layout": (_layout, " or ".join(LAYOUTS)),
     "join": _FLAG,
     "trace": _FLAG,
+    "fuse": (_fusions, f"some of {'+'.join(FUSIONS)}, or nothing"),
     "invariant": _FLAG,
     "quantize": _FLAG,
     "group_size": (_group_size, "a number or channel"),

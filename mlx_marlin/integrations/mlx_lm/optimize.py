@@ -7,6 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.fusions import fusions
 from mlx_marlin.integrations.mlx_lm.dry_run import DryRun
 from mlx_marlin.integrations.mlx_lm.dry_run import dry_run as _dry_run
 from mlx_marlin.integrations.mlx_lm.joining import join_layers, separate_layers
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     invariant: bool
     join: bool | None
     trace: bool | None
+    fuse: Iterable[str] | None
     warm_up: Sequence[int]
     progress: bool
 
@@ -72,6 +74,7 @@ def optimize(
     invariant: bool = False,
     join: bool | None = None,
     trace: bool | None = None,
+    fuse: Iterable[str] | None = None,
     warm_up: Sequence[int] = (),
     progress: bool = False,
     dry_run: bool = False,
@@ -103,6 +106,10 @@ def optimize(
             calls with few rows and a cache, which reduces host overhead during
             decoding. Residual sums and, on CUDA, gatings are then rounded once.
             Default: False; on CUDA True.
+        fuse: Names of the operations that traced blocks fuse into one kernel, from
+            "residual", "gate", "norm" and "rope". Metal has a kernel for "residual"
+            only; the others run as separate operations there. Default: "residual"; on
+            CUDA all.
         warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are
             compiled and checked before this function returns, with a progress bar.
             Later calls with as many rows compile nothing.
@@ -115,9 +122,10 @@ def optimize(
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
-        ValueError: If `layout`, `group_size`, `bits` or `warm_up` is invalid, if the
-            model has no layer to convert, or if `invariant` is true and some quantized
-            layers would remain stock MLX's.
+        ValueError: If `layout`, `group_size`, `bits`, `fuse` or `warm_up` is invalid,
+            if fusions are named and blocks are not traced, if the model has no layer to
+            convert, or if `invariant` is true and some quantized layers would remain
+            stock MLX's.
     """
     check_model(model)
     conversion = LayerConversion(
@@ -131,6 +139,7 @@ def optimize(
     faster = is_tracing_faster()
     join = faster and layout != "mlx" if join is None else join
     trace = faster if trace is None else trace
+    fused = fusions(fuse, trace)
     _check_layers(model, conversion)
     if dry_run:
         return _dry_run(model, conversion)
@@ -141,7 +150,7 @@ def optimize(
         replace_layers(wanted, conversion.convert, progress, changes)
         if join:
             join_layers(model, changes)
-        _set_tracing(model, trace, changes)
+        _set_tracing(model, trace, changes, fused)
         run_once(model, warm_up)
     except BaseException:
         changes.undo()
@@ -254,12 +263,18 @@ def _remains_stock(layer: nn.Module, conversion: LayerConversion) -> bool:
     return is_marlin_heads(layer)
 
 
-def _set_tracing(model: nn.Module, trace: bool, changes: Changes) -> None:
+def _set_tracing(
+    model: nn.Module, trace: bool, changes: Changes, fuse: Iterable[str] = ()
+) -> None:
     if "mlx_lm.models.base" not in sys.modules:
         return  # no module of mlx-lm has been imported, so no block can be traced
     code: Any = tracing_code() if trace else loaded_code()
-    if code is not None:
-        (code.trace_blocks if trace else code.untrace_blocks)(model, changes)
+    if code is None:
+        return
+    if trace:
+        code.trace_blocks(model, changes, frozenset(fuse))
+    else:
+        code.untrace_blocks(model, changes)
 
 
 def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:

@@ -9,7 +9,7 @@ used.
 import threading
 from functools import cache
 from operator import getitem
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,6 +37,8 @@ class TracedBlock(nn.Module):
     Each class of mlx-lm has a subclass of this class and of that one.
     """
 
+    fuse: ClassVar[frozenset[str]] = frozenset()
+    """The fusions of `integrations.fusions` that are on."""
     _inspection: Inspection | None = None
 
     def __call__(
@@ -88,7 +90,7 @@ class TracedBlock(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is not an attribute of a module, so it is made from mlx-lm's again.
         reduced: Any = super().__reduce_ex__(protocol)
-        return _blank, (type(self).__bases__[1],), *reduced[2:]
+        return _blank, (type(self).__bases__[1], self.fuse), *reduced[2:]
 
     def _own(self, x: mx.array, mask: Any, cache: Any | None) -> mx.array:
         y: mx.array = super().__call__(x, mask, cache)
@@ -104,7 +106,7 @@ def check() -> None:
     check_caches()
 
 
-def trace_blocks(model: nn.Module, changes: Changes) -> None:
+def trace_blocks(model: nn.Module, changes: Changes, fuse: frozenset[str]) -> None:
     """Changes the class of a model's known decoder blocks to `TracedBlock`.
 
     Blocks that are traced already are inspected again at their next call.
@@ -112,14 +114,16 @@ def trace_blocks(model: nn.Module, changes: Changes) -> None:
     Args:
         model: The model.
         changes: Records the changes.
+        fuse: The fusions that are on.
     """
     classes = block_classes()
     for block in model.modules():
+        cls: Any = type(block)
         if isinstance(block, TracedBlock):
             vars(block).pop("_inspection", None)
-        cls: Any = type(block)
+            cls = cls.__bases__[1]
         if cls in classes:
-            changes.set_class(block, _traced(cls))
+            changes.set_class(block, _traced(cls, fuse))
 
 
 def untrace_blocks(model: nn.Module, changes: Changes) -> None:
@@ -162,11 +166,11 @@ def _has_few_rows(shape: Shape) -> bool:
 
 
 @cache
-def _traced(cls: type[nn.Module]) -> type[TracedBlock]:
-    return type(f"Traced{cls.__name__}", (TracedBlock, cls), {})
+def _traced(cls: type[nn.Module], fuse: frozenset[str]) -> type[TracedBlock]:
+    return type(f"Traced{cls.__name__}", (TracedBlock, cls), {"fuse": fuse})
 
 
-def _blank(cls: type[nn.Module]) -> TracedBlock:
+def _blank(cls: type[nn.Module], fuse: frozenset[str]) -> TracedBlock:
     """Returns an empty traced block of one of mlx-lm's classes, for unpickling."""
-    traced = _traced(cls)
+    traced = _traced(cls, fuse)
     return traced.__new__(traced)

@@ -77,6 +77,7 @@ class BlockSpec:
         qkv: Features of q, k and v if one joined layer computes them, else empty.
         add: How results are added to the residual. None for a plain sum.
         gating: Combines gate and up. None for swiglu.
+        fuse: The fusions that are on.
         graphs: Both graphs, by the shapes of a call.
         runs: How often Python has run the code of a graph: once for each trace, and
             once for each call that MLX transforms or does not compile.
@@ -89,6 +90,7 @@ class BlockSpec:
     qkv: Shape
     add: Merge | None = None
     gating: Merge | None = None
+    fuse: frozenset[str] = frozenset()
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
     )

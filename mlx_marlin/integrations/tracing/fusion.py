@@ -29,7 +29,6 @@ from mlx_marlin.integrations.tracing.block_spec import (
     build,
 )
 from mlx_marlin.integrations.tracing.fused_rope import rotated_heads
-from mlx_marlin.integrations.tracing.model_families import Merge
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.autodiff import without_vjp
 
@@ -86,7 +85,7 @@ def _before(
     """
     spec.runs["before"] += 1
     modules = build(spec.before, arrays)
-    if spec.qkv:
+    if spec.qkv and "rope" in spec.fuse:
         features, per_stream = spec.qkv[0] // spec.heads, offset.size > 1
         rotated = rotated_heads(modules, spec.qkv, features, x, positions, per_stream)
         if rotated is not None:
@@ -103,7 +102,7 @@ def _heads_of_row(
     rope = modules["rope"]
     norms = modules.get("q_norm"), modules.get("k_norm")
     heads, last = spec.heads, spec.heads + spec.kv_heads
-    y = modules["joined"].normed(x, modules["norm"])
+    y = _normed(spec, modules["joined"], x, modules["norm"])
     joined = y.reshape(1, last + spec.kv_heads, 1, -1)
     if norms == (None, None):  # one rope for q and k
         q_and_k, v = mx.split(joined, [last], axis=1)
@@ -119,11 +118,33 @@ def _heads(
     """Does what `_before` does for any number of rows."""
     norm = modules["norm"]
     if spec.qkv:
-        qkv = modules["joined"].normed(x, norm, parts=spec.qkv)
+        qkv = _normed(spec, modules["joined"], x, norm, spec.qkv)
     else:
         y = norm(x)
         qkv = tuple(modules[name](y) for name in ("q_proj", "k_proj", "v_proj"))
     return _rotated(spec, modules, qkv, x.shape, offset)
+
+
+def _normed(
+    spec: BlockSpec,
+    layer: MarlinLinear,
+    x: mx.array,
+    norm: Any,
+    parts: Shape = (),
+) -> Any:
+    """Returns the product of a joined layer with normalized x, in parts if there are.
+
+    Args:
+        spec: The block's spec.
+        layer: The layer.
+        x: Activations [..., features].
+        norm: The norm before the layer.
+        parts: Features of each part.
+    """
+    if "norm" in spec.fuse:
+        return layer.normed(x, norm, parts)
+    x = norm(x)
+    return layer.parts(x, parts) if parts else layer(x)
 
 
 def _rotated(
@@ -175,20 +196,20 @@ def _after(
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     attended = attended.reshape(*x.shape[:-1], -1)
-    h = _added(modules, "o", attended, x, spec.add)
+    h = _added(spec, modules, "o", attended, x)
     if "experts" in modules:
         y: mx.array = modules["experts"].added(modules["norm"](h), h)
         return y
-    return _added(modules, "down", _gated(modules, h, spec.gating), h, spec.add)
+    return _added(spec, modules, "down", _gated(spec, modules, h), h)
 
 
-def _gated(modules: dict[str, Any], x: mx.array, gating: Merge | None) -> mx.array:
+def _gated(spec: BlockSpec, modules: dict[str, Any], x: mx.array) -> mx.array:
     """Returns the gated product of gate and up with normalized x.
 
     One joined layer takes the norm into its product, and also the gating if that is
     swiglu.
     """
-    norm = modules["norm"]
+    norm, gating = modules["norm"], spec.gating
     if "joined" not in modules:
         x = norm(x)
         gate_and_up = modules["gate_proj"](x), modules["up_proj"](x)
@@ -196,6 +217,12 @@ def _gated(modules: dict[str, Any], x: mx.array, gating: Merge | None) -> mx.arr
     layer: MarlinLinear = modules["joined"]
     if gating is not None:
         return gating(*layer.halves(norm(x)))
+    if "gate" not in spec.fuse:
+        gate, up = layer.halves(norm(x))
+        plain: mx.array = swiglu(gate, up)
+        return plain
+    if "norm" not in spec.fuse:
+        return layer.gated(norm(x))
     y: mx.array = layer.normed(x, norm, gated=True)
     return y
 
@@ -209,11 +236,11 @@ def _is_one_row(x: mx.array, layer: MarlinLinear) -> bool:
 
 
 def _added(
+    spec: BlockSpec,
     modules: dict[str, Any],
     name: str,
     x: mx.array,
     residual: mx.array,
-    add: Merge | None,
 ) -> mx.array:
     """Returns the residual plus the product of a layer and its norm, if any.
 
@@ -222,14 +249,15 @@ def _added(
     traced.
 
     Args:
+        spec: The block's spec.
         modules: Has the layer as `name` + "_proj" and its norm as `name` + "_norm".
         name: "o" or "down".
         x: Input of the layer.
         residual: The residual.
-        add: How the result is added to the residual. None for a plain sum.
     """
     layer, norm = modules[f"{name}_proj"], modules.get(f"{name}_norm")
-    is_plain = norm is None and add is None
+    add = spec.add
+    is_plain = norm is None and add is None and "residual" in spec.fuse
     if is_plain and type(layer) is MarlinLinear and not layer.invariant:
         return layer.added(x, residual)
     y: mx.array = layer(x)

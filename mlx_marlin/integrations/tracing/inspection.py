@@ -172,6 +172,7 @@ def _spec(
         qkv=qkv,
         add=_residual_sum(block, family, own),
         gating=family.gating,
+        fuse=getattr(type(block), "fuse", frozenset()),
     )
     return spec, before_slots, after_slots
 

@@ -1,0 +1,34 @@
+"""The fusions of a traced decoder block that `optimize(fuse=...)` switches on."""
+
+from collections.abc import Iterable
+
+from mlx_marlin.backends import selection
+
+FUSIONS = {
+    "residual": "the residual sum into the output and down projections",
+    "gate": "gate, up and their activation into one product",
+    "norm": "the RMSNorm into the product that follows, for few rows",
+    "rope": "the norms of q's and k's heads, and rope, into their joined product",
+}
+"""Fusion -> what it fuses."""
+
+
+def fusions(fuse: Iterable[str] | None, trace: bool = True) -> frozenset[str]:
+    """Returns fusions by their names; None for those that a back end has by default.
+
+    Args:
+        fuse: Names in `FUSIONS`.
+        trace: Whether blocks are traced.
+
+    Raises:
+        ValueError: If `fuse` is a string or has another name, or if fusions are named
+            and blocks are not traced.
+    """
+    if fuse is None:
+        return selection.traits().fusions
+    names = None if isinstance(fuse, str) else frozenset(fuse)
+    if names is None or not names <= FUSIONS.keys():
+        raise ValueError(f"fuse={fuse!r}: expected some of {(*FUSIONS,)}, as a tuple")
+    if names and not trace:
+        raise ValueError(f"fuse={fuse!r}: expected trace=True, got trace=False")
+    return names
