@@ -1,5 +1,6 @@
 """A device is a row of the chip table, a wish of the user, or a safe default."""
 
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -184,6 +185,31 @@ def test_tensor_units_come_with_the_fifth_generation() -> None:
 )
 def test_phones_are_a_number_ahead(arch: str, units: bool) -> None:
     assert replace(DEFAULT, arch=arch).has_tensor_units == units
+
+
+@pytest.mark.parametrize(
+    ("version", "units"),
+    [
+        ("", True),
+        ("15.7.1", False),
+        ("16.0", False),
+        ("26", False),
+        ("26.1.2", False),
+        ("26.2", True),
+        ("27.0", True),
+    ],
+)
+def test_tensor_units_need_macos_26_2(
+    mac: Tools, monkeypatch: pytest.MonkeyPatch, version: str, units: bool
+) -> None:
+    monkeypatch.setattr(platform, "mac_ver", lambda: (version, ("", "", ""), "arm64"))
+    mac("Apple M5 Max", "applegpu_g17s", ioreg=ioreg(40))
+
+    chip = devices.current()
+
+    assert isinstance(chip, Device)
+    assert chip.has_tensor_units == units
+    assert (chip.stock_tflops > chip.tflops) == units
 
 
 @pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)

@@ -24,6 +24,8 @@ SYSTEM_BUILD = ("sysctl", "-n", "kern.osversion")
 REGISTRY_CORES = ("ioreg", "-rc", "AGXAccelerator", "-d1")
 PROFILER_CORES = ("system_profiler", "SPDisplaysDataType", "-json")
 
+TENSOR_SYSTEM = (26, 2)
+"""First version of macOS with Metal's tensor operations for all operands."""
 QUICK = 2.0
 """Timeout in seconds for tools that query the kernel."""
 SLOW = 5.0
@@ -39,7 +41,14 @@ def here() -> Device:
         device = Device.named(name, gpu_cores())
     else:
         device = _newer(name) if name else DEFAULT
+    device = replace(device, has_tensor_system=has_tensor_system())
     return replace(device, arch=arch) if ARCHITECTURE.fullmatch(arch) else device
+
+
+def has_tensor_system() -> bool:
+    """Returns whether this macOS has tensor operations; True if it is not known."""
+    version = [int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])]
+    return not version or (*version, 0)[:2] >= TENSOR_SYSTEM
 
 
 def chip_name() -> str | None:

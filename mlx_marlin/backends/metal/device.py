@@ -58,6 +58,7 @@ class Device:
         clock_ghz: GPU clock in GHz.
         arch: Architecture by which MLX chooses kernels, such as "applegpu_g15s"; empty
             if only generation and tier are known.
+        has_tensor_system: Whether macOS has Metal's tensor operations, as from 26.2 on.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Device:
     bandwidth_gbs: float
     clock_ghz: float
     arch: str = ""
+    has_tensor_system: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.cores <= MOST_CORES:
@@ -104,12 +106,16 @@ class Device:
 
     @property
     def has_tensor_units(self) -> bool:
-        """Whether MLX uses tensor units (M5 and later), which these kernels do not."""
-        return self.arch_gen >= (18 if self.size_letter == "p" else 17)
+        """Whether there are tensor operations, by MLX's rule: M5 and later, on 26.2.
+
+        Stock MLX uses them. A phone has them one generation later.
+        """
+        first = 18 if self.size_letter == "p" else 17
+        return self.has_tensor_system and self.arch_gen >= first
 
     @property
     def tflops(self) -> float:
-        """Peak without tensor units, which our kernels do not use, in 10^12 per second.
+        """Peak without tensor units, in 10^12 operations per second.
 
         Simdgroup matrices run on the ALUs, in float16 as fast as in float32.
         """
@@ -118,8 +124,13 @@ class Device:
     @property
     def stock_tflops(self) -> float:
         """Peak of the units that stock MLX uses for many rows, in 10^12 per second."""
+        return self.cores * self.matrix_flops * self.clock_ghz / 1e3
+
+    @property
+    def matrix_flops(self) -> int:
+        """Operations of a core per clock in the units that are best at matrices."""
         tensor = self.core.tensor_flops_per_clock if self.has_tensor_units else 0
-        return self.cores * max(tensor, ALU_FLOPS) * self.clock_ghz / 1e3
+        return max(tensor, ALU_FLOPS)
 
     @property
     def core(self) -> Core:
