@@ -8,6 +8,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 
 from mlx_marlin.layers.batch import BatchLayer, converted
 from mlx_marlin.layers.native import PACKED
+from mlx_marlin.products.linear import linear
 from mlx_marlin.products.matmul import quantized_matmul
 from mlx_marlin.products.packed import packed_product
 
@@ -22,29 +23,48 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
     `quantizers`; for products that are not transposed, our kernel decodes the weights
     and MLX multiplies by them.
 
+    Products that are not transposed make keys of latents: they are part of attention,
+    which is MLX's also in an invariant model.
+
     Attributes:
         layout: "mlx" or "marlin".
+        invariant: Whether a row's bits, in a transposed product, must not depend on the
+            other rows.
     """
+
+    invariant: bool = False
 
     @classmethod
     def from_quantized(
-        cls, layer: QuantizedMultiLinear, *, layout: str = "mlx"
+        cls,
+        layer: QuantizedMultiLinear,
+        *,
+        layout: str = "mlx",
+        invariant: bool = False,
     ) -> Self:
         """Returns a layer with the parameters of mlx-lm's.
 
         Args:
             layer: The layer, which is not changed.
             layout: "mlx" shares the layer's arrays; "marlin" packs them.
+            invariant: Whether a row's bits must not depend on the other rows.
         """
         is_marlin = isinstance(layer, MarlinMultiLinear)
+        if is_marlin and layout == layer.layout == "marlin":
+            result = converted(cls, layer)
+            result.invariant = invariant
+            return result
         result = converted(cls, layer.to_stock() if is_marlin else layer)
+        result.invariant = invariant
         if layout == "marlin":
             result.keep_packed()
         return result
 
     def to_stock(self) -> QuantizedMultiLinear:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
-        return self.to_stock_layer(QuantizedMultiLinear)
+        layer = self.to_stock_layer(QuantizedMultiLinear)
+        vars(layer).pop("invariant", None)
+        return layer
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """Returns the products of the heads' rows.
@@ -53,11 +73,21 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             x: Rows [..., heads or 1, rows, k], or [..., n] if not transposed.
             transpose: Whether the product is x @ w.T or x @ w.
         """
-        if self.layout == "mlx":
-            return quantized_matmul(
-                x, *self.native(), transpose, self.group_size, self.bits, self.mode
-            )
-        return packed_product(x, self.packed_arrays(), transpose=transpose)
+        invariant = self.invariant and transpose
+        if self.layout == "marlin":
+            weight = self.packed_arrays()
+            return packed_product(x, weight, transpose=transpose, invariant=invariant)
+        if not invariant:
+            format = self.group_size, self.bits, self.mode
+            return quantized_matmul(x, *self.native(), transpose, *format)
+        return linear(
+            x,
+            *self.native(),
+            invariant=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
 
     # nn.Module overrides dict.update with another signature.
     def update(  # type: ignore[override]

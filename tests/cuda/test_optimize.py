@@ -5,6 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
@@ -42,6 +43,19 @@ def test_optimize_keeps_float32_in_mlxs_layout_and_any_layout_asked_for(
     assert mlx_marlin.optimize(Model(), layout="mlx").linear.layout == "mlx"
     asked = mlx_marlin.optimize(Model(mx.float32), layout="marlin")
     assert asked.linear.layout == "marlin"
+
+
+def test_optimize_refuses_invariance_of_heads(recorder: Recorder) -> None:
+    model = nn.Sequential(MultiLinear(64, 64, 2).to_quantized(64, 4, "affine"))
+    stock = model.layers[0]
+
+    with pytest.raises(ValueError, match="1 quantized layers have no invariant kernel"):
+        mlx_marlin.optimize(
+            nn.Sequential(nn.QuantizedLinear(64, 64), stock), invariant=True
+        )
+    mlx_marlin.optimize(model)
+    with pytest.raises(ValueError, match="1 quantized layers have no invariant kernel"):
+        mlx_marlin.optimize(model, invariant=True)
 
 
 def test_optimize_refuses_invariance_of_experts(recorder: Recorder) -> None:

@@ -1,6 +1,7 @@
 """An invariant model generates the same tokens alone and in a batch."""
 
 from importlib import import_module
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,6 +11,7 @@ import mlx_marlin
 from mlx_marlin.backends import launch
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
+from support.decoder_models import tiny
 from support.models import Layers, tiny_llama
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
@@ -19,6 +21,21 @@ COUNT = 24
 TIE = 1e-4
 """Least lead of a token, in logits: attention, which stays MLX's, may turn a nearer
 one, since its sums depend on the rows."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3_moe": {},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
+}
+"""Model families and the sizes that they have besides `SIZES`: plain layers, experts,
+and latent attention."""
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -34,29 +51,38 @@ def plain(model: nn.Module) -> tuple[list[int], list[float]]:
     return tokens, leads
 
 
-def speculative(model: nn.Module, draft: nn.Module) -> tuple[list[int], int]:
+def speculative(
+    model: nn.Module, draft: nn.Module, drafted: int
+) -> tuple[list[int], int]:
     """Returns the tokens, and how many of them came from the draft model."""
     steps = generate.speculative_generate_step(
-        PROMPT, model, draft, num_draft_tokens=3, max_tokens=COUNT
+        PROMPT, model, draft, num_draft_tokens=drafted, max_tokens=COUNT
     )
     taken = [(int(token), guessed) for token, _, guessed in steps]
     return [token for token, _ in taken], sum(guessed for _, guessed in taken)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("drafted", [1, 3, 7, 15])
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(layout: str) -> None:
-    model = mlx_marlin.optimize(tiny_llama(), layout=layout, invariant=True)
-    draft = tiny_llama()
-    draft.model.layers[1].mlp.down_proj.scales *= 1.2
+@pytest.mark.parametrize("family", FAMILIES)
+def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(
+    family: str, layout: str, drafted: int
+) -> None:
+    model, draft = (tiny(family, **FAMILIES[family]) for _ in range(2))
+    draft.model.layers[1].self_attn.o_proj.scales *= 1.2
+    mlx_marlin.optimize(model, layout=layout, invariant=True)
 
     expected, leads = plain(model)
-    tokens, guessed = speculative(model, draft)
+    tokens, guessed = speculative(model, draft, drafted)
 
     assert len(tokens) == COUNT
     assert 0 < guessed < COUNT  # verified in batches, and not only those
-    rows = {plan.problem.m for plan in launch.plans_built() if plan.problem.invariant}
-    assert {1, 4} <= rows
+    problems = [plan.problem for plan in launch.plans_built()]
+    rows = {problem.m for problem in problems if problem.invariant}
+    assert {1, 1 + drafted} <= rows
+    heads = {problem.batch for problem in problems if problem.invariant}
+    assert heads == ({1, 4} if family == "deepseek_v3" else {1})
     parted = next((i for i in range(COUNT) if tokens[i] != expected[i]), COUNT)
     assert parted == COUNT or leads[parted] < TIE, (parted, leads)
 

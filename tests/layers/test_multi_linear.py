@@ -204,10 +204,66 @@ def test_packed_heads_are_divided_alike() -> None:
     assert layer["quantizers"] is scales
 
 
-def test_heads_stand_in_the_way_of_invariance() -> None:
-    model = nn.Sequential(nn.QuantizedLinear(64, 64), heads())
+@pytest.mark.thinned(2)
+@pytest.mark.usefixtures("kernels")
+@LAYOUTS
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_a_row_of_invariant_heads_has_the_same_bits_in_any_batch(
+    dtype: mx.Dtype, mode: str, layout: str
+) -> None:
+    model = nn.Sequential(heads(mode))
+    stock = heads_in(dtype, model)
+    mlx_marlin.optimize(model, layout=layout, invariant=True)
+    (layer,) = model.layers
+    x = mx.random.normal((2, HEADS, 16, 64), dtype, key=mx.random.key(1))
 
-    with pytest.raises(ValueError, match=r"1 quantized layers .* would stay MLX's"):
-        mlx_marlin.optimize(model, invariant=True)
+    whole = layer(x)
 
-    assert type(model.layers[0]) is nn.QuantizedLinear
+    assert mx.allclose(whole, stock(x.astype(mx.float32)), rtol=1e-2, atol=1e-2)
+    for rows in (1, 2, 5, 15):
+        for first in (0, 16 - rows):
+            some = slice(first, first + rows)
+            assert mx.array_equal(layer(x[:1, :, some]), whole[:1, :, some])
+    assert mx.array_equal(layer(x[1:]), whole[1:])
+
+
+def heads_in(dtype: mx.Dtype, model: nn.Module) -> QuantizedMultiLinear:
+    """Returns the model's only layer, after its scales have been converted."""
+    stock: QuantizedMultiLinear = model.layers[0]
+    if stock.mode == "affine":
+        stock.scales, stock.biases = (
+            array.astype(dtype) for array in (stock.scales, stock.biases)
+        )
+    return stock
+
+
+@pytest.mark.usefixtures("kernels")
+@LAYOUTS
+def test_products_that_are_not_transposed_stay_mlxs_in_an_invariant_model(
+    layout: str,
+) -> None:
+    model = mlx_marlin.optimize(nn.Sequential(heads()), layout=layout)
+    back = mx.random.normal((2, HEADS, 3, 40))
+    expected = model.layers[0](back, transpose=False)
+
+    mlx_marlin.optimize(model, layout=layout, invariant=True)
+
+    assert model.layers[0].invariant
+    assert mx.array_equal(model.layers[0](back, transpose=False), expected)
+
+
+def test_invariance_of_heads_can_be_changed_and_undone() -> None:
+    model = nn.Sequential(heads())
+    stock = model.layers[0]
+    before = dict(vars(stock))
+
+    for layout, invariant in (("mlx", True), ("marlin", True), ("marlin", False)):
+        mlx_marlin.optimize(model, layout=layout, invariant=invariant)
+        layer = model.layers[0]
+        assert (layer.layout, layer.invariant) == (layout, invariant)
+    mlx_marlin.optimize(model, invariant=True)
+    mlx_marlin.restore(model)
+
+    assert type(model.layers[0]) is QuantizedMultiLinear
+    assert vars(model.layers[0]) == before

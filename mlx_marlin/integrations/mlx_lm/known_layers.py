@@ -87,6 +87,12 @@ def supports_experts(invariant: bool) -> bool:
     return selection.traits().default_layout == "mlx" or are_kernels_active()
 
 
+def supports_heads(invariant: bool) -> bool:
+    """Returns whether the back end has kernels for layers of several heads."""
+    # Heads keep MLX's layout by default, which only such a back end reads.
+    return not invariant or selection.traits().default_layout == "mlx"
+
+
 def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:
     cls = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
     return cls is not None and type(layer) is cls

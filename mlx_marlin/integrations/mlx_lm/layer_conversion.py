@@ -21,6 +21,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     marlin_experts,
     marlin_heads,
     supports_experts,
+    supports_heads,
 )
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
@@ -62,7 +63,9 @@ class LayerConversion:
             return is_supported_format(layer)
         if is_experts(layer):
             return are_supported_experts(layer, self.invariant)
-        if is_heads(layer) or is_sharded(layer):
+        if is_heads(layer):
+            return supports_heads(self.invariant) and is_supported_format(layer)
+        if is_sharded(layer):
             return not self.invariant and is_supported_format(layer)
         return is_marlin_layer(layer) and self._changes(layer)
 
@@ -76,7 +79,7 @@ class LayerConversion:
         if not (known or is_experts(layer) or is_heads(layer) or is_sharded(layer)):
             return f"optimize does not convert a {type(layer).__name__}"
         return _why_not_supported(layer) or (
-            "our kernels for heads and sums of machines are not invariant"
+            "sums of machines, and heads on CUDA, are not invariant"
             if is_heads(layer) or is_sharded(layer)
             else "our kernels for experts do not run here, or do not take such scales, "
             "a global scale, or invariant=True"
@@ -91,7 +94,9 @@ class LayerConversion:
             )
             return experts
         if is_heads(layer) or is_marlin_heads(layer):
-            heads: nn.Module = marlin_heads().from_quantized(layer, layout=layout)
+            heads: nn.Module = marlin_heads().from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
             return heads
         if is_sharded(layer) or type(layer) in SHARDED:
             return class_for(layer).from_quantized(
@@ -134,8 +139,8 @@ class LayerConversion:
             return False
         if isinstance(layer, MarlinEmbedding):
             return layer.invariant is not self.invariant
-        if is_marlin_heads(layer):
-            return bool(layer.layout != self.layout_of(layer))
+        if is_marlin_heads(layer) and not supports_heads(self.invariant):
+            return False
         if is_marlin_experts(layer) and not supports_experts(self.invariant):
             return False
         changed = layer.layout != self.layout_of(layer)
@@ -197,10 +202,8 @@ def inverse(layer: nn.Module) -> Convert:
     if isinstance(layer, MarlinEmbedding):
         return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
     cls: Any = type(layer)
-    if isinstance(layer, MarlinLinear) or is_marlin_experts(layer):
+    if isinstance(layer, MarlinLinear) or is_marlin_layer(layer):
         return partial(
             cls.from_quantized, layout=layer.layout, invariant=layer.invariant
         )
-    if is_marlin_heads(layer):
-        return partial(cls.from_quantized, layout=layer.layout)
     return lambda new: new.to_stock()

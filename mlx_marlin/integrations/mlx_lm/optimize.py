@@ -19,6 +19,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     is_sharded,
     is_tracing_faster,
     supports_experts,
+    supports_heads,
 )
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     Convert,
@@ -260,7 +261,7 @@ def _remains_stock(layer: nn.Module, conversion: LayerConversion) -> bool:
         return not is_marlin_layer(layer) and not conversion.applies_to(layer)
     if is_marlin_experts(layer):
         return not supports_experts(invariant=True)
-    return is_marlin_heads(layer)
+    return is_marlin_heads(layer) and not supports_heads(invariant=True)
 
 
 def _set_tracing(

@@ -140,7 +140,8 @@ class _Describer:
                 is_converted=ours,
                 stays=stays,
                 bias=bias,
-                invariant=getattr(layer, "invariant", False),
+                invariant=getattr(layer, "invariant", False)
+                and "not transposed" not in operation,
                 choices=(self._choices or 1) if operation == "experts" else 0,
             )
             for operation in operations
