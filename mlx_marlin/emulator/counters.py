@@ -60,8 +60,9 @@ class Operation:
     """The number of executions of a collective operation on one line.
 
     Attributes:
-        kind: "matrix" (multiply-accumulate), "matrix memory" (load and store), "simd"
-            (sums, scans, votes), "shuffle", "simdgroup barrier" or "barrier".
+        kind: "matrix" (multiply-accumulate), "matrix memory" (load and store),
+            "tensor" (matmul2d), "simd" (sums, scans, votes), "shuffle",
+            "simdgroup barrier" or "barrier".
         name: The Metal function.
         line: Name of the line.
         count: Executions by simdgroups, or by threadgroups for "barrier".

@@ -48,7 +48,9 @@ class _Program:
     traced: bool
 
 
-def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Program:
+def _compiled(
+    name: str, header: str, dispatch: Dispatch, options: modes.Options
+) -> _Program:
     translation = frontend.translate(dispatch.kernel, dispatch.text)
     source = SourceMap(dispatch.text, header, translation.body_line)
     found = compiler.find()
@@ -57,7 +59,12 @@ def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Prog
             f"no Metal kernel can be compiled: {compiler.unavailable()}"
         )
     try:
-        path = build.kernel_library(found, translation.text, traced)
+        path = build.kernel_library(
+            found,
+            translation.text,
+            options.trace,
+            tensor_layout=options.tensor_layout,
+        )
     except build.RefusedError as refused:
         message = compile_message(name, source, str(refused))
         raise CompileError(message) from None
@@ -65,7 +72,7 @@ def _compiled(name: str, header: str, dispatch: Dispatch, traced: bool) -> _Prog
         kernel = engine.Kernel.load(path)
     except OSError as error:  # a function that is declared, but has no body
         raise CompileError(f"kernel {name} does not link: {error}") from None
-    return _Program(name, source, dispatch, translation.buffers, kernel, traced)
+    return _Program(name, source, dispatch, translation.buffers, kernel, options.trace)
 
 
 class MetalKernel:
@@ -116,14 +123,14 @@ class MetalKernel:
         return _execute(program, arrays, output_shapes, output_dtypes, init_value)
 
     def _program(self, arrays: list[Any], call: dict[str, Any]) -> _Program:
-        traced = modes.options.get().trace
-        key = (traced, *_key(arrays, call))
+        options = modes.options.get()
+        key = (options.trace, options.tensor_layout, *_key(arrays, call))
         program = self._programs.pop(key, None)
         if program is None:
             dispatch = record(
                 lambda *blanks: self._stock(inputs=list(blanks), **call), arrays
             )
-            program = _compiled(self._name, self._header, dispatch, traced)
+            program = _compiled(self._name, self._header, dispatch, options)
         self._programs[key] = program  # in order of last use
         while len(self._programs) > PROGRAMS:
             self._programs.pop(next(iter(self._programs)), None)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mlx_marlin.emulator.counters import Counters
 
 MAX_RESIDENT = 256
+TENSOR_LAYOUTS = ("m5", "g16", "scrambled")
+"""Orders of the elements of cooperative tensors, as in include/tensor/layout.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,7 @@ class Options:
         trace: Whether to check every memory access.
         resident: Threadgroups that one host thread interleaves.
         time_limit: Maximum seconds per threadgroup.
+        tensor_layout: Order of the elements of cooperative tensors.
     """
 
     seed: int = 0
@@ -28,6 +31,7 @@ class Options:
     trace: bool = False
     resident: int = 1
     time_limit: float = 60.0
+    tensor_layout: str = "m5"
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -38,6 +42,10 @@ class Options:
             )
         if not self.time_limit > 0:
             raise ValueError(f"time_limit={self.time_limit} is not positive")
+        if self.tensor_layout not in TENSOR_LAYOUTS:
+            raise ValueError(
+                f"tensor_layout={self.tensor_layout!r} is not one of {TENSOR_LAYOUTS}"
+            )
 
 
 DEFAULT = Options()

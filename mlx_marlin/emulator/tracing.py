@@ -24,6 +24,7 @@ OPERATIONS = {
     2: "simdgroup barrier",
     3: "matrix",
     4: "matrix memory",
+    5: "tensor",
     16: "barrier",
 }
 

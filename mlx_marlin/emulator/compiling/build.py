@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from mlx_marlin.emulator.compiling.clangs import Compiler
 
 HERE = Path(__file__).parents[1]
 INCLUDE = HERE / "include"
+TENSOR = "tensor"
+"""Folders of the headers of tensor operations, which few kernels include."""
 FOLDER = "emulator"
 """Name of the folder in the cache."""
 LIBRARY = "built.so"
@@ -110,18 +113,33 @@ def machine_flags() -> tuple[str, ...]:
     return ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
+_TENSOR_INCLUDE = re.compile(
+    r"^[ \t]*#[ \t]*include[ \t]*<(MetalPerformancePrimitives/|metal_tensor>)", re.M
+)
+_TENSOR_FLAGS = (
+    # A descriptor is a template argument.
+    "-std=c++20",
+    "-D__HAVE_TENSOR__",
+)
+
+
+def uses_tensors(text: str) -> bool:
+    """Returns whether a text includes the headers of Metal 4's tensor operations."""
+    return _TENSOR_INCLUDE.search(text) is not None
+
+
 @functools.cache
-def _shim_digest() -> bytes:
+def _shim_digest(with_tensors: bool) -> bytes:
     digest = hashlib.sha256()
     for folder in ("include", "runtime"):
         for path in sorted((HERE / folder).rglob("*")):
-            if path.is_file():
+            if path.is_file() and (with_tensors or TENSOR not in path.parts):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.digest()
 
 
-def _key(parts: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(_shim_digest())
+def _key(parts: tuple[str, ...], with_tensors: bool = False) -> str:
+    digest = hashlib.sha256(_shim_digest(with_tensors))
     for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:40]
@@ -211,7 +229,11 @@ def runtime_library(found: Compiler) -> Path:
 
 
 def kernel_library(
-    found: Compiler, text: str, traced: bool = False, folder: Path | None = None
+    found: Compiler,
+    text: str,
+    traced: bool = False,
+    folder: Path | None = None,
+    tensor_layout: str = "m5",
 ) -> Path:
     """Returns the library of a kernel, after building it if the cache has none.
 
@@ -220,6 +242,8 @@ def kernel_library(
         text: A C++ translation unit.
         traced: Whether it calls the runtime at every memory access.
         folder: The cache, if not the user's.
+        tensor_layout: Order of the elements of cooperative tensors, one of
+            `modes.TENSOR_LAYOUTS`.
 
     Raises:
         RefusedError: If the text does not compile; the message is clang's.
@@ -227,8 +251,13 @@ def kernel_library(
     flags = (*FLAGS, *METAL_FLAGS, *found.separate_traps, *machine_flags())
     if traced:
         flags = (*flags, *TRACE_FLAGS)
+    with_tensors = uses_tensors(text)
+    if with_tensors:
+        layout = f"-DMSLEMU_TENSOR_LAYOUT={tensor_layout}"
+        flags = (*flags, *_TENSOR_FLAGS, layout)
     include = (
         *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
+        *("-I", str(INCLUDE / TENSOR)),
         # Installations share the cache, so debug lines must not contain their paths.
         f"-ffile-prefix-map={INCLUDE}={SHIM}",
     )
@@ -238,5 +267,5 @@ def kernel_library(
         source.write_text(text, encoding="utf-8")
         return [source]
 
-    key = _key((found.identity, *flags, SHIM, text))
+    key = _key((found.identity, *flags, SHIM, text), with_tensors)
     return _cached(found, (*flags, *include), f"{key}.so", write, folder)

@@ -23,6 +23,7 @@ def emulated(
     trace: bool | None = None,
     resident: int | None = None,
     time_limit: float | None = None,
+    tensor_layout: str | None = None,
 ) -> Iterator[Options]:
     """Runs every custom Metal kernel of MLX on the CPU inside the block.
 
@@ -41,9 +42,12 @@ def emulated(
             atomics; default 1, because Metal guarantees no progress of other
             threadgroups.
         time_limit: Maximum seconds per threadgroup; default 60.
+        tensor_layout: Order of the elements of cooperative tensors in the lanes of a
+            simdgroup: "m5" (default), "g16", or "scrambled", which is no GPU's.
 
     Raises:
-        ValueError: If a number is not positive, or `resident` exceeds 256.
+        ValueError: If a number is not positive, `resident` exceeds 256, or there is no
+            such layout.
     """
     overrides = {
         "seed": seed,
@@ -51,6 +55,7 @@ def emulated(
         "trace": trace,
         "resident": resident,
         "time_limit": time_limit,
+        "tensor_layout": tensor_layout,
     }
     changed: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
     inner = replace(modes.options.get(), **changed)

@@ -78,6 +78,8 @@ def _trap_number(fault: FaultContext) -> int:
 
 def _no_lane(fault: FaultContext) -> str:
     name, lane = fault.text, fault.report.amount
+    if " " in name:  # a sentence about an element of a cooperative tensor
+        return f"{name} {lane}"
     if name.startswith("quad"):
         return f"{name} asks for lane {lane - LANES}, a quad has 4 lanes"
     return f"{name} asks for lane {lane}, a simdgroup has {LANES} lanes"
