@@ -1,0 +1,71 @@
+"""Dispatches and dependent levels of a decoder block on Metal, from exported graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from support.block_graphs import encoding_of_block
+from support.decoder_models import tiny
+from support.metal_encoder import encoding_of
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_hidden_layers": 1,
+    "attention_bias": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "counts"), [("llama", (17, 12)), ("qwen3", (19, 13))]
+)
+def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> None:
+    assert encoding_of_block(tiny(family, mx.float16, **SIZES)).counts == counts
+
+
+@pytest.mark.parametrize(
+    ("family", "fuse", "counts"),
+    [
+        ("llama", (), (13, 12)),
+        ("llama", ("residual",), (11, 10)),
+        ("qwen3", (), (16, 14)),
+        ("qwen3", ("residual",), (14, 12)),
+    ],
+)
+def test_levels_of_a_traced_block(
+    family: str, fuse: tuple[str, ...], counts: tuple[int, int]
+) -> None:
+    model = tiny(family, mx.float16, **SIZES)
+    mlx_marlin.optimize(model, layout="marlin", join=True, trace=True, fuse=fuse)
+    assert encoding_of_block(model).counts == counts
+
+
+@pytest.mark.parametrize(
+    ("function", "counts"),
+    [
+        (lambda x: x.T.reshape(-1) + 1, (2, 2)),  # a copy
+        (lambda x: x.reshape(2, 2, 8)[:, 1].sum(), (1, 1)),
+        (lambda x: x[:1].T.reshape(-1) + 1, (1, 1)),
+        (lambda x: mx.broadcast_to(x[:, None], (4, 3, 8)).reshape(12, 8) + 1, (2, 2)),
+        (lambda x: [mx.sin(x), mx.cos(x)], (2, 1)),
+        (lambda x: mx.sin(mx.cos(x)) + mx.exp(x), (4, 3)),
+    ],
+)
+def test_views_and_barriers(
+    function: Callable[[mx.array], Any], counts: tuple[int, int]
+) -> None:
+    assert encoding_of(function, mx.zeros((4, 8))).counts == counts
+
+
+def test_a_wide_graph_goes_down_before_it_is_finished() -> None:
+    def independent(x: mx.array) -> list[mx.array]:
+        return [mx.sin(x + i) for i in range(30)]
+
+    levels = encoding_of(independent, mx.zeros(8)).levels
+    assert levels == (("Add",) * 10, ("Sin",) * 10 + ("Add",) * 20, ("Sin",) * 20)
