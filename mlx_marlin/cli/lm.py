@@ -30,7 +30,7 @@ _NAMES = (
 _PACKAGES = dict.fromkeys(("awq", "dwq", "dynamic_quant", "gptq"), "mlx_lm.quant")
 COMMANDS = {name: f"{_PACKAGES.get(name, 'mlx_lm')}.{name}" for name in _NAMES}
 """mlx-lm's commands -> the modules whose `main` they call, as in `mlx_lm.cli`."""
-OPTIONS = ("layout", "join", "trace")
+OPTIONS = ("layout", "join", "trace", "compute")
 FAILED = 1
 """Exit status of Python for an error that mlx-lm does not catch."""
 
@@ -72,6 +72,11 @@ def add_parser(
         "--trace",
         action=argparse.BooleanOptionalAction,
         help="compile each decoder block into cached graphs",
+    )
+    parser.add_argument(
+        "--compute",
+        choices=("float16",),
+        help="compute models in bfloat16 in float16, for GPUs that emulate bfloat16",
     )
     parser.add_argument("lm_command", metavar="COMMAND", nargs="?")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)

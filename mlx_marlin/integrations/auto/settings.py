@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from mlx_marlin.integrations.float16 import COMPUTE
 from mlx_marlin.integrations.fusions import FUSIONS, fusions
 from mlx_marlin.weights.formats import LAYOUTS
 
@@ -62,6 +63,10 @@ def _fusions(value: str) -> tuple[str, ...]:
     return (*fusions(filter(None, value.split("+"))),)
 
 
+def _compute(value: str) -> str:
+    return COMPUTE[COMPUTE.index(value)]
+
+
 def _rows(value: str) -> tuple[int, ...]:
     return tuple(map(_number, value.split("+")))
 
@@ -72,6 +77,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "join": _FLAG,
     "trace": _FLAG,
     "fuse": (_fusions, f"some of {'+'.join(FUSIONS)}, or nothing"),
+    "compute": (_compute, " or ".join(COMPUTE)),
     "invariant": _FLAG,
     "quantize": _FLAG,
     "group_size": (_group_size, "a number or channel"),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import mlx.nn as nn
 
+from mlx_marlin.integrations.float16 import Float16Outcome
 from mlx_marlin.integrations.mlx_lm.known_layers import is_plain
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     LayerConversion,
@@ -45,9 +46,11 @@ class DryRun:
 
     Attributes:
         layers: Each layer that has a weight to multiply by, in the model's order.
+        float16: What `compute="float16"` converts; None without it.
     """
 
     layers: tuple[LayerOutcome, ...]
+    float16: Float16Outcome | None = None
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -70,10 +73,15 @@ class DryRun:
             action = "converts" if reason is None else "keeps"
             cells = (common_path(names), len(names), layer, action, layout, reason)
             rows.append(["-" if cell is None else str(cell) for cell in cells])
-        return aligned(rows)
+        table = aligned(rows)
+        return table if self.float16 is None else f"{table}\n{self.float16}"
 
 
-def dry_run(model: nn.Module, conversion: LayerConversion) -> DryRun:
+def dry_run(
+    model: nn.Module,
+    conversion: LayerConversion,
+    float16: Float16Outcome | None = None,
+) -> DryRun:
     """Returns what a conversion does with each layer of a model. Changes nothing."""
     layers = ((name, _whole(layer)) for name, layer in named_layers(model))
     return DryRun(
@@ -81,7 +89,8 @@ def dry_run(model: nn.Module, conversion: LayerConversion) -> DryRun:
             _outcome(name, layer, conversion)
             for name, layer in layers
             if is_plain(layer) or "scales" in layer or "quantizers" in layer
-        )
+        ),
+        float16,
     )
 
 

@@ -60,6 +60,10 @@ class Changes:
         self._undo.append(undo)
         module.__class__ = cls
 
+    def record(self, undo: Callable[[], None]) -> None:
+        """Records a change by the function that undoes it."""
+        self._undo.append(undo)
+
     def undo(self) -> None:
         """Undoes all changes in reverse order."""
         while self._undo:

@@ -7,6 +7,11 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.float16 import (
+    check_compute,
+    give_back_bfloat16,
+    use_float16,
+)
 from mlx_marlin.integrations.fusions import fusions
 from mlx_marlin.integrations.mlx_lm.dry_run import DryRun
 from mlx_marlin.integrations.mlx_lm.dry_run import dry_run as _dry_run
@@ -49,6 +54,7 @@ class Options(TypedDict, total=False):
     join: bool | None
     trace: bool | None
     fuse: Iterable[str] | None
+    compute: str | None
     warm_up: Sequence[int]
     progress: bool
 
@@ -76,6 +82,7 @@ def optimize(
     join: bool | None = None,
     trace: bool | None = None,
     fuse: Iterable[str] | None = None,
+    compute: str | None = None,
     warm_up: Sequence[int] = (),
     progress: bool = False,
     dry_run: bool = False,
@@ -111,6 +118,9 @@ def optimize(
             "residual", "gate", "norm" and "rope". Metal has a kernel for "residual"
             only; the others run as separate operations there. Default: "residual"; on
             CUDA all.
+        compute: "float16" converts bfloat16 parameters, and so activations, to float16,
+            for GPUs that emulate bfloat16 (M1 and M2). A prompt of 16 tokens is run to
+            see that nothing overflows; longer ones may. Default: the dtype stays.
         warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are
             compiled and checked before this function returns, with a progress bar.
             Later calls with as many rows compile nothing.
@@ -123,10 +133,10 @@ def optimize(
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
-        ValueError: If `layout`, `group_size`, `bits`, `fuse` or `warm_up` is invalid,
-            if fusions are named and blocks are not traced, if the model has no layer to
-            convert, or if `invariant` is true and some quantized layers would remain
-            stock MLX's.
+        ValueError: If `layout`, `group_size`, `bits`, `fuse`, `compute` or `warm_up` is
+            invalid, if fusions are named and blocks are not traced, if the model has no
+            layer to convert or does not fit float16, or if `invariant` is true and some
+            quantized layers would remain stock MLX's.
     """
     check_model(model)
     conversion = LayerConversion(
@@ -142,11 +152,14 @@ def optimize(
     trace = faster if trace is None else trace
     fused = fusions(fuse, trace)
     _check_layers(model, conversion)
+    half = check_compute(model, compute)
     if dry_run:
-        return _dry_run(model, conversion)
+        return _dry_run(model, conversion, half)
     changes = Changes()
     try:
         separate_layers(model, changes)
+        if half is not None:
+            use_float16(model, changes)
         wanted = find_layers(model, conversion.applies_to)
         replace_layers(wanted, conversion.convert, progress, changes)
         if join:
@@ -167,9 +180,9 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         progress: Show a progress bar; needs tqdm.
 
     Returns:
-        The same model, with all codes, scales and biases as before. A zero point
-        becomes a bias, and a linear layer with a global scale an `nn.Linear`; if that
-        rounds a weight, a warning is given.
+        The same model, with all codes, scales, biases and dtypes as before. A zero
+        point becomes a bias, and a linear layer with a global scale an `nn.Linear`; if
+        that rounds a weight, a warning is given.
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
@@ -179,8 +192,10 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     try:
         _set_tracing(model, False, changes)
         separate_layers(model, changes)
+        give_back_bfloat16(model, changes)
         converted = find_layers(model, is_marlin_layer)
         replace_layers(converted, _to_stock, progress, changes)
+        give_back_bfloat16(model, changes)
     except BaseException:
         changes.undo()
         raise

@@ -82,7 +82,7 @@ def _compile_ahead(model: nn.Module, rows: Sequence[int]) -> None:
 
 def _steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields the calls for m rows."""
-    make_cache = _cache_factory(model)
+    make_cache = cache_factory(model)
     if make_cache is None:
         yield from _layer_steps(model, m)
         return
@@ -98,7 +98,7 @@ def _run_model(
     return y
 
 
-def _cache_factory(model: nn.Module) -> Callable[[], Any] | None:
+def cache_factory(model: nn.Module) -> Callable[[], Any] | None:
     """Returns a function that makes a model's cache, or None if it has none."""
     if "cache" not in inspect.signature(type(model).__call__).parameters:
         return None

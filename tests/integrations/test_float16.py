@@ -1,0 +1,339 @@
+"""`optimize(compute="float16")` converts bfloat16 models, and `restore` gives back."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as caches
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import mlx_marlin
+from mlx_marlin.integrations import float16
+from mlx_marlin.integrations.auto import settings
+from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from support.decoder_models import (
+    ALL_CACHES,
+    Caches,
+    decoded,
+    one_stream,
+    tiny,
+    with_left_padding,
+)
+from support.models import Layers, arrays, assert_same_model
+
+pytestmark = pytest.mark.usefixtures("stock")
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"layout": "marlin"},
+    {"layout": "marlin", "join": True, "trace": True},
+]
+SMALL = [0.0, -0.0, 1e-7, 3e-6, -5e-5, 6.2e-5]
+
+
+def in_bfloat16(family: str = "llama", **options: Any) -> nn.Module:
+    """Returns a small model with a few elements that float16 rounds."""
+    model = tiny(family, mx.bfloat16, **options)
+    norm = model.layers[0].input_layernorm
+    norm.weight[: len(SMALL)] = mx.array(SMALL, mx.bfloat16)
+    scales = model.layers[1].self_attn.o_proj.scales
+    scales[0, :2] = mx.array(SMALL[2:4], mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    return {path: array.view(mx.uint8) for path, array in arrays(model).items()}
+
+
+def assert_same_bits(actual: nn.Module, expected: nn.Module) -> None:
+    assert_same_model(actual, expected)
+    for path, own in bits(expected).items():
+        assert mx.array_equal(bits(actual)[path], own), path
+
+
+def error(outputs: list[mx.array], exact: list[mx.array]) -> float:
+    total = [mx.concatenate([y.flatten() for y in of]) for of in (outputs, exact)]
+    ours, own = (y.astype(mx.float32) for y in total)
+    return float(mx.linalg.norm(ours - own) / mx.linalg.norm(own))
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        ("llama", one_stream),
+        ("llama", with_left_padding),
+        ("qwen3_moe", one_stream),
+        ("gpt_oss", one_stream),
+    ],
+)
+def test_logits_are_nearer_to_those_of_float32(
+    family: str, make: Callable[[nn.Module], Caches]
+) -> None:
+    own, exact = in_bfloat16(family), in_bfloat16(family)
+    exact.set_dtype(mx.float32)
+    expected = decoded(exact, make)
+
+    model = mlx_marlin.optimize(in_bfloat16(family), compute="float16")
+    outputs = decoded(model, make)
+
+    assert all(y.dtype == mx.float16 for y in outputs)
+    assert error(outputs, expected) < 0.4 * error(decoded(own, make), expected)
+    assert error(outputs, expected) < 2**-7
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_restore_gives_back_each_bit(way: dict[str, Any]) -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16", **way)
+    mx.eval(model(mx.array([[1]]), cache=one_stream(model)))
+    assert not any(array.dtype == mx.bfloat16 for array in arrays(model).values())
+
+    mlx_marlin.restore(model)
+
+    assert_same_bits(model, in_bfloat16())
+    assert vars(model).keys() == vars(in_bfloat16()).keys()
+
+
+def test_optimizing_again_keeps_the_dtype_and_restore_still_gives_back() -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16")
+
+    mlx_marlin.optimize(model, layout="marlin")
+    mlx_marlin.optimize(copy.deepcopy(model), compute="float16", join=True)
+
+    assert {y.dtype for y in decoded(model, one_stream)} == {mx.float16}
+    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
+
+
+def test_by_default_and_in_other_dtypes_nothing_is_converted() -> None:
+    assert_same_bits(
+        mlx_marlin.restore(mlx_marlin.optimize(in_bfloat16())), in_bfloat16()
+    )
+    for dtype in (mx.float16, mx.float32):
+        model = mlx_marlin.optimize(tiny("llama", dtype), compute="float16")
+        assert decoded(model, one_stream)[0].dtype == dtype
+        assert_same_bits(mlx_marlin.restore(model), tiny("llama", dtype))
+
+
+def test_a_changed_parameter_keeps_its_change() -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16")
+    weight = model.layers[0].input_layernorm.weight
+    weight[2] = 0.5
+
+    mlx_marlin.restore(model)
+
+    found = model.layers[0].input_layernorm.weight
+    expected = in_bfloat16().layers[0].input_layernorm.weight
+    expected[2] = 0.5
+    assert mx.array_equal(found.view(mx.uint16), expected.view(mx.uint16))
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+def test_adapters_are_trained_and_the_layers_in_them_restored(
+    way: dict[str, Any],
+) -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16", **way)
+    model.freeze()
+    config = {"rank": 4, "scale": 1.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    linear_to_lora_layers(model, 2, config)
+    loss = nn.value_and_grad(model, lambda t: model(t).astype(mx.float32).sum())
+    _, gradients = loss(mx.array([[1, 2, 3]]))
+    assert "lora_b" in gradients["model"]["layers"][1]["self_attn"]["q_proj"]
+
+    mlx_marlin.restore(model)
+
+    own = in_bfloat16().layers[1].self_attn.q_proj.scales
+    found = model.layers[1].self_attn.q_proj.linear.scales
+    assert found.dtype == mx.bfloat16
+    assert mx.array_equal(found, own)
+
+
+@pytest.mark.parametrize("make", ALL_CACHES, ids=lambda make: make.__name__)
+def test_caches_hold_float16(make: Callable[[nn.Module], Caches]) -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16", trace=True)
+    made: list[Caches] = []
+
+    def making(model: nn.Module) -> Caches:
+        made.append(make(model))
+        return made[-1]
+
+    outputs = decoded(model, making)
+
+    assert {y.dtype for y in outputs} == {mx.float16}
+    keys = made[0][0].keys
+    assert (keys[1] if isinstance(keys, tuple | list) else keys).dtype == mx.float16
+
+
+def test_a_cache_filled_before_is_used_with_the_models_error() -> None:
+    model, cache = in_bfloat16(), [caches.KVCache() for _ in range(2)]
+    tokens = mx.array([[5, 6, 7, 8, 9]])
+    expected = model(tokens)[:, -1]
+    model(tokens[:, :4], cache=cache)
+
+    mlx_marlin.optimize(model, compute="float16")
+    logits = model(tokens[:, 4:], cache=cache)[:, -1]
+
+    # MLX computes float16 queries and bfloat16 keys in float32.
+    assert logits.dtype == mx.float32
+    assert error([logits], [expected]) < 0.03
+
+
+def overflowing() -> nn.Module:
+    model = in_bfloat16()
+    for layer in model.layers:
+        layer.post_attention_layernorm.weight *= 3e4
+    return model
+
+
+def with_element(path: str, value: float) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = in_bfloat16()
+        array = arrays(model)[path]
+        array[:] = value
+        model.load_weights([(path, array)], strict=False)
+        return model
+
+    return make
+
+
+def with_byte_scales() -> nn.Module:
+    model = in_bfloat16(tie_word_embeddings=True)
+    model.model.embed_tokens = nn.QuantizedEmbedding(100, 128, 32, 4, "mxfp4")
+    return model
+
+
+def with_a_constant() -> nn.Module:
+    model = in_bfloat16()
+    own = type(model.model.norm)
+
+    class Norm(own):  # type: ignore[misc, valid-type]
+        def __call__(self, x: mx.array) -> mx.array:
+            return super().__call__(x) * mx.array([2], mx.bfloat16)
+
+    model.model.norm.__class__ = Norm
+    return model
+
+
+SCALES, NORM = "model.layers.0.mlp.up_proj.scales", "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (with_element(NORM, 7e4), f"{NORM} has an element of .*, above 65504"),
+        (with_element(SCALES, 2e-5), f"{SCALES} is too small"),
+        (with_byte_scales, "scales are bytes"),
+        (overflowing, "activations of a short prompt exceed 65504"),
+        (with_a_constant, "has bfloat16 numbers that are no parameters"),
+        (lambda: tiny("gemma3_text", mx.bfloat16), "gemma3_text scales its emb"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_and_unchanged(
+    make: Callable[[], nn.Module], said: str
+) -> None:
+    model = make()
+    before, keys = bits(model), vars(model).keys()
+
+    with pytest.raises(ValueError, match=f"compute='float16': .*{said}"):
+        mlx_marlin.optimize(model, compute="float16")
+
+    after = bits(model)
+    assert [*after] == [*before]
+    assert all(mx.array_equal(after[path], own) for path, own in before.items())
+    assert vars(model).keys() == keys
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="compute='half': expected None or one of"):
+        mlx_marlin.optimize(in_bfloat16(), compute="half")
+
+
+class PlantedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("failing", [True, False], ids=["optimize", "restore"])
+def test_an_error_afterwards_changes_nothing(
+    failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = in_bfloat16()
+    if not failing:
+        mlx_marlin.optimize(model, compute="float16", layout="marlin")
+    before = bits(model)
+    module = "mlx_marlin.integrations.mlx_lm.optimize"
+
+    def fail(*given: Any) -> None:
+        if not failing:
+            float16.give_back_bfloat16(*given)
+            if vars(model).get("_float16_record"):
+                return  # the first of two calls
+        raise PlantedError
+
+    name = "run_once" if failing else "give_back_bfloat16"
+    monkeypatch.setattr(f"{module}.{name}", fail)
+
+    with pytest.raises(PlantedError):
+        (mlx_marlin.optimize if failing else mlx_marlin.restore)(
+            model, **({"compute": "float16"} if failing else {})
+        )
+
+    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
+    monkeypatch.undo()
+    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
+
+
+def test_dry_run_counts_what_would_be_rounded() -> None:
+    model = in_bfloat16()
+
+    told = mlx_marlin.optimize(model, compute="float16", dry_run=True)
+
+    assert_same_bits(model, in_bfloat16())
+    found = [a for a in arrays(model).values() if a.dtype == mx.bfloat16]
+    assert told.float16 is not None
+    assert told.float16.arrays == len(found)
+    assert told.float16.elements == sum(array.size for array in found)
+    # 1e-7 and 3e-6, each in a norm and in the scales of a layer
+    changed = [a != a.astype(mx.float16).astype(mx.bfloat16) for a in found]
+    assert told.float16.rounded == sum(int(mx.sum(each)) for each in changed) >= 4
+    assert str(told).splitlines()[-1].startswith("compute=float16: ")
+    assert mlx_marlin.optimize(model, dry_run=True).float16 is None
+
+
+def test_any_module_is_converted_without_a_prompt() -> None:
+    model = Layers(nn.QuantizedLinear(64, 64), nn.RMSNorm(64))
+    model.set_dtype(mx.bfloat16)
+    x = mx.ones((1, 64), mx.float16)
+
+    mlx_marlin.optimize(model, compute="float16")
+
+    assert model(x).dtype == mx.float16
+    mlx_marlin.restore(model)
+    assert model(x.astype(mx.bfloat16)).dtype == mx.bfloat16
+
+
+def test_the_error_of_an_element_is_the_documented_one() -> None:
+    every = mx.arange(2**16, dtype=mx.uint32).astype(mx.uint16).view(mx.bfloat16)
+    held = mx.where(mx.abs(every.astype(mx.float32)) <= 65504, every, 0)
+    model = Layers(nn.QuantizedLinear(64, 64))
+    model.layers[0].bias = held
+    small = mx.abs(held.astype(mx.float32)) < 2.0**-17
+
+    float16.use_float16(model, Changes())
+
+    half = model.layers[0].bias
+    off = mx.abs(half.astype(mx.float32) - held.astype(mx.float32))
+    assert mx.max(off) == 2.0**-25
+    assert mx.max(mx.where(small, 0, off)) == 0
+    float16.give_back_bfloat16(model, Changes())
+    assert mx.array_equal(model.layers[0].bias.view(mx.uint16), held.view(mx.uint16))
+
+
+def test_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ENVIRONMENT, "compute=float16")
+    assert settings.from_environment() == {"compute": "float16"}
+
+    monkeypatch.setenv(settings.ENVIRONMENT, "compute=half")
+    with pytest.raises(ValueError, match="'compute=half', expected compute=float16"):
+        settings.from_environment()
