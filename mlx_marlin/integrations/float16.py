@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.mlx_lm.module_tree import entries
@@ -37,12 +36,12 @@ class Rounded:
     """Elements of a parameter that bfloat16 cannot regain from float16.
 
     Attributes:
-        positions: Their positions in the flat array.
-        values: Their bfloat16 bits, uint16.
+        positions: Their positions in the flat array, of NumPy.
+        values: Their bfloat16 bits, of NumPy, uint16.
     """
 
-    positions: np.ndarray
-    values: np.ndarray
+    positions: Any
+    values: Any
 
 
 @dataclass(slots=True)
@@ -121,8 +120,12 @@ def use_float16(model: nn.Module, changes: Changes) -> None:
     dtype = _logits_dtype(model)
     record = vars(model).get(_RECORD) or Record()
     known = {*record.rounded}
-    # The undone change is exact, so that no parameter has to be kept twice.
-    changes.record(lambda: _give_back(model, record, {*record.rounded} - known))
+
+    # Undoing is exact, so that no parameter is held twice.
+    def undo() -> None:
+        _give_back(model, record, {*record.rounded} - known)
+
+    changes.record(undo)
     vars(model)[_RECORD] = record
     for container, key, path in _arrays(model, mx.bfloat16):
         array = container[key]
@@ -195,6 +198,8 @@ def _to_half(array: mx.array) -> mx.array:
 
 
 def _rounded(array: mx.array, half: mx.array) -> Rounded:
+    import numpy as np  # here, because serving does not need it
+
     own = _bits(array)
     positions = np.flatnonzero(own != _bits(half.astype(mx.bfloat16, stream=mx.cpu)))
     return Rounded(positions, own[positions])
@@ -212,8 +217,10 @@ def _to_bfloat16(half: mx.array, rounded: Rounded) -> mx.array:
     return array
 
 
-def _bits(array: mx.array) -> np.ndarray:
-    """Returns the bits of a bfloat16 array, uint16 [size]."""
+def _bits(array: mx.array) -> Any:
+    """Returns the bits of a bfloat16 array, uint16 [size] of NumPy."""
+    import numpy as np
+
     return np.array(array.flatten().view(mx.uint16))
 
 

@@ -102,6 +102,18 @@ def test_our_options_win_over_the_environment(
     assert layer.packed is not None
 
 
+def test_compute_converts_what_is_loaded(
+    called: list[list[str]], tmp_path: Path, backend: Choose
+) -> None:
+    backend("stock")
+    folder = quantized_folder.write(tmp_path / "bfloat16", mx.bfloat16)
+
+    assert main(["lm", "--compute", "float16", "generate"]) == 0
+
+    model = mlx_lm.utils.load_model(folder)[0]
+    assert model.layers[0].self_attn.q_proj.scales.dtype == mx.float16
+
+
 @pytest.mark.parametrize("words", [["compile", "--model", "x"], []], ids=str)
 def test_an_unknown_command_is_one_line_with_the_commands(
     words: list[str], capsys: pytest.CaptureFixture[str]
