@@ -29,6 +29,26 @@ def fp_header() -> str:
 
 
 @pytest.fixture(scope="session")
+def affine_nax_header() -> str:
+    return mlx_headers.flattened(
+        mlx_headers.downloaded(),
+        "steel/gemm/gemm_nax.h",
+        "quantized_utils.h",
+        "quantized_nax.h",
+    )
+
+
+@pytest.fixture(scope="session")
+def fp_nax_header() -> str:
+    return mlx_headers.flattened(
+        mlx_headers.downloaded(),
+        "steel/gemm/gemm_nax.h",
+        "quantized_utils.h",
+        "fp_quantized_nax.h",
+    )
+
+
+@pytest.fixture(scope="session")
 def gemm_header() -> str:
     return mlx_headers.flattened(
         mlx_headers.downloaded(),

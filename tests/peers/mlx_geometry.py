@@ -10,7 +10,9 @@ from peers.mlx_products import LHS, RHS, Operands, Product
 
 ROW_THREADS = (32, 2, 1)
 TILE_THREADS = (32, 2, 2)
-TILE = 32
+SPLIT_STEP = 32
+NAX_TILE = (64, 64, 2, 2)
+"""BK, BN, WM, WN of the kernels for tensor units, as MLX launches them."""
 QVM_SPLITS = 8
 """Parts of k in `qvm_split_k`, below 8,192."""
 
@@ -63,7 +65,8 @@ def _lanes(product: Product) -> int:
 def _groups(product: Product) -> tuple[int, int]:
     m, n, kernel = product.m, product.n, product.kernel
     if _is_matrix(kernel):
-        return math.ceil(n / TILE), math.ceil(m / TILE)
+        tile_m, tile_n = product.tile
+        return math.ceil(n / tile_n), math.ceil(m / tile_m)
     if kernel == "qmv_wide":
         rows = 2 * 32 // _lanes(product)
         return math.ceil(m / vectors(m)), math.ceil(n / rows)
@@ -79,7 +82,7 @@ def _splits(product: Product) -> int:
         return QVM_SPLITS
     if product.kernel != "qmm_t_splitk":
         return 1
-    step = max(product.format[0], TILE)
+    step = max(product.format[0], SPLIT_STEP)
     splits = min(512 // math.prod(_groups(product)), product.k // step)
     while product.k % (splits * step):
         splits -= 1
@@ -88,7 +91,7 @@ def _splits(product: Product) -> int:
 
 def _template(product: Product) -> Sequence[object]:
     batched = product.batch > 1
-    aligned = product.n % TILE == 0
+    aligned = product.n % product.tile[1] == 0
     match product.kernel:
         case "qmv_quad":
             return product.k, batched
@@ -104,6 +107,14 @@ def _template(product: Product) -> Sequence[object]:
             return (aligned,)
         case "qmv" | "qvm" | "qmm_n":
             return (batched,)
+        case "qmm_t_nax":
+            return aligned, batched, product.bm, *NAX_TILE
+        case "qmm_n_nax":
+            return batched, product.bm, *NAX_TILE
+        case "gather_qmm_t_nax":
+            return aligned, product.bm, *NAX_TILE
+        case "gather_qmm_n_nax":
+            return product.bm, *NAX_TILE
         case _:
             return ()
 

@@ -27,6 +27,7 @@ class Product:
         group: Group size; 0 for the mode's own.
         bits: 0 for the mode's own.
         batch: Number of products with a weight each; gathers have their own.
+        bm: Rows of a tile of the kernels for tensor units.
     """
 
     kernel: str
@@ -38,6 +39,7 @@ class Product:
     group: int = 0
     bits: int = 0
     batch: int = 1
+    bm: int = 64
 
     @property
     def family(self) -> str:
@@ -61,6 +63,11 @@ class Product:
         return self.kernel.startswith("gather")
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of the result that a threadgroup of a qmm computes."""
+        return (self.bm, 64) if self.kernel.endswith("_nax") else (32, 32)
+
+    @property
     def matrices(self) -> int:
         """Of x and of w."""
         return 3 if self.gathered else self.batch
@@ -73,7 +80,9 @@ class Product:
     def __str__(self) -> str:
         group, bits = self.format
         name = f"{self.mode}_{self.kernel}-{str(self.dtype).split('.')[-1]}"
-        return f"{name}-g{group}b{bits}-{self.batch}x{self.m}x{self.n}x{self.k}"
+        tile = f"-bm{self.bm}" if self.kernel.endswith("_nax") else ""
+        sizes = f"{self.batch}x{self.m}x{self.n}x{self.k}"
+        return f"{name}-g{group}b{bits}-{sizes}{tile}"
 
 
 @dataclass(frozen=True)

@@ -1,110 +1,17 @@
 """MLX's gathered products of sorted rows, unmodified: a run of rows for each weight."""
 
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlx_marlin import emulator
-from peers import mlx_headers
-from peers.foreign import Dispatch
+from peers.mlx_gathers import RUNS, Gather, error_of
 from peers.mlx_products import FORMATS, TOLERANCE
 
 pytestmark = pytest.mark.peer
 
-BM, BN, BK, WM, WN = 16, 32, 32, 1, 2
-"""The tile that MLX takes without tensor units."""
-RUNS = {"aligned": (16, 0, 32, 16), "ragged": (5, 17, 0, 1, 0, 33)}
-"""Rows of x that belong to each weight."""
 MODES = pytest.mark.parametrize("mode", FORMATS)
-
-
-@dataclass(frozen=True)
-class Gather:
-    """x [sum(runs), k], each run of rows by a quantized weight of its own."""
-
-    mode: str
-    dtype: mx.Dtype
-    runs: Sequence[int]
-    n: int
-    k: int
-    transposed: bool
-
-    @property
-    def m(self) -> int:
-        return sum(self.runs)
-
-    @property
-    def family(self) -> str:
-        return "affine" if self.mode == "affine" else "fp"
-
-    def x(self) -> mx.array:
-        mx.random.seed(self.m + self.n)
-        return mx.random.normal((self.m, self.k)).astype(self.dtype)
-
-    def weight(self) -> dict[str, mx.array]:
-        mx.random.seed(self.k)
-        shape = (self.n, self.k) if self.transposed else (self.k, self.n)
-        w = mx.random.normal((len(self.runs), *shape)).astype(self.dtype)
-        group, bits = FORMATS[self.mode]
-        parts = mx.quantize(w, group_size=group, bits=bits, mode=self.mode)
-        return dict(zip(("w", "scales", "biases"), parts, strict=False))
-
-    def expected(self, x: mx.array, weight: dict[str, mx.array]) -> np.ndarray:
-        group, bits = FORMATS[self.mode]
-        parts = [
-            p.astype(mx.float32) if p.dtype == x.dtype else p for p in weight.values()
-        ]
-        dense = mx.dequantize(
-            *parts, group_size=group, bits=bits, mode=self.mode, dtype=mx.float32
-        )
-        rows = np.array(x.astype(mx.float32)).astype(np.float64)
-        owner = np.repeat(np.arange(len(self.runs)), self.runs)
-        each = np.array(dense).astype(np.float64)[owner]
-        return np.einsum("mk,mnk->mn" if self.transposed else "mk,mkn->mn", rows, each)
-
-    def dispatch(self, x: mx.array, weight: dict[str, mx.array]) -> Dispatch:
-        """MLX's own call: enough tiles of rows for every run to end in the middle."""
-        starts = [0, *itertools.accumulate(self.runs)][:-1]
-        tiles_m = math.ceil(self.m / BM) + len(self.runs)
-        sizes = {"M": self.m, "N": self.n, "K": self.k, "num_groups": len(self.runs)}
-        return Dispatch(
-            kernel=f"{self.family}_gather_qmm_rhs",
-            template=(
-                self.dtype,
-                *FORMATS[self.mode],
-                *(BM, BN, BK, WM, WN),
-                self.transposed,
-            ),
-            groups=(math.ceil(self.n / BN), tiles_m, 1),
-            threads=(32, WN, WM),
-            inputs={"x": x, **weight, "offsets": mx.array(starts, mx.int32), **sizes},
-            output="y",
-            shape=(self.m, self.n),
-            dtype=self.dtype,
-            constants={
-                "align_M": self.m % BM == 0,
-                "align_N": self.n % BN == 0,
-                "align_K": self.k % BK == 0,
-            },
-        )
-
-
-def error_of(gather: Gather, request: pytest.FixtureRequest) -> float:
-    """Of the kernel's result, relative to its largest element."""
-    headers = mlx_headers.downloaded()
-    schedule = mlx_headers.function(headers, "utils.h", "schedule_row_tile")
-    header = schedule + request.getfixturevalue(f"{gather.family}_header")
-    x, weight = gather.x(), gather.weight()
-    y = gather.dispatch(x, weight).run(header)
-    expected = gather.expected(x, weight)
-    return float(
-        np.abs(np.array(y.astype(mx.float32)) - expected).max() / np.abs(expected).max()
-    )
 
 
 @MODES
@@ -123,7 +30,8 @@ def test_runs_of_rows_meet_their_weights(
     n = 64 if runs == "aligned" else ragged_n
     gather = Gather(mode, dtype, RUNS[runs], n, 128, letter == "t")
 
-    error = error_of(gather, request)
+    header = request.getfixturevalue(f"{gather.family}_header")
+    error = error_of(gather, header)
 
     record_property(
         "kernel", f"{mode} gather_qmm_rhs {'nt' if letter == 't' else 'nn'}"
@@ -140,5 +48,6 @@ def test_traced_they_report_nothing(
 ) -> None:
     gather = Gather(mode, mx.float16, RUNS[runs], 64, 128, True)
 
+    header = request.getfixturevalue(f"{gather.family}_header")
     with emulator.emulated(trace=True):
-        assert error_of(gather, request) <= TOLERANCE[mx.float16]
+        assert error_of(gather, header) <= TOLERANCE[mx.float16]
