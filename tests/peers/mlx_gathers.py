@@ -69,6 +69,11 @@ class Gather:
         each = np.array(dense).astype(np.float64)[owner]
         return np.einsum("mk,mnk->mn" if self.transposed else "mk,mkn->mn", rows, each)
 
+    def error(self, y: mx.array, x: mx.array, weight: dict[str, mx.array]) -> float:
+        expected = self.expected(x, weight)
+        got = np.array(y.astype(mx.float32))
+        return float(np.abs(got - expected).max() / np.abs(expected).max())
+
     def dispatch(self, x: mx.array, weight: dict[str, mx.array]) -> Dispatch:
         """MLX's own call: enough tiles of rows for every run to end in the middle."""
         bm, bn, bk, wm, wn = self.tile
@@ -97,13 +102,16 @@ class Gather:
         )
 
 
-def error_of(gather: Gather, header: str) -> float:
-    """Of the kernel's result, relative to its largest element."""
+def compute(
+    gather: Gather, x: mx.array, weight: dict[str, mx.array], header: str
+) -> mx.array:
+    """The product by MLX's kernel."""
     headers = mlx_headers.downloaded()
     schedule = mlx_headers.function(headers, "utils.h", "schedule_row_tile")
+    return gather.dispatch(x, weight).run(schedule + header)
+
+
+def error_of(gather: Gather, header: str) -> float:
+    """Of the kernel's result, relative to its largest element."""
     x, weight = gather.x(), gather.weight()
-    y = gather.dispatch(x, weight).run(schedule + header)
-    expected = gather.expected(x, weight)
-    return float(
-        np.abs(np.array(y.astype(mx.float32)) - expected).max() / np.abs(expected).max()
-    )
+    return gather.error(compute(gather, x, weight, header), x, weight)
