@@ -31,7 +31,6 @@ SECTIONS = (
     "compilers",
     "cache",
     "tuned results",
-    "tuned models",
     "checked kernels",
     "conclusion",
 )

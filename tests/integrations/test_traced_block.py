@@ -31,9 +31,13 @@ from support.models import LAYOUTS
 
 JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
-SUMS_APART = {"exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3"}
+SUMS_APART = {
+    *("exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3", "olmo_hybrid"),
+}
 """Families that normalize or scale the summands of the residual."""
-NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3"}
+DENSE_FIRST = {"dots1", "ernie4_5_moe", "glm4_moe"}
+"""Families whose first block has an MLP, and the others experts."""
+NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid"}
 """Families without norms before products, or whose norms are their own."""
 
 
@@ -102,12 +106,13 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert_close(outputs, expected, 2e-3)
     sums = [plan for plan in cuda if plan.problem.epilogue.residual]
     experts = FAMILIES[family].experts  # which have sums and gates of their own
-    last = family in ("gpt_oss", "qwen3_moe")
+    last = family in ("gpt_oss", "qwen3_5", "qwen3_moe", "qwen3_next")
     routing = Routing(2, of_all=family == "qwen2_moe", last=last)
-    routings = {routing} if experts else set()
+    routings = {routing} if experts and experts.routing else set()
     assert any(plan.gather.gate for plan in gathered) == bool(experts)
     assert {*choices} == routings
-    summed = set() if family in SUMS_APART else {128} if experts else {128, 96}
+    dense = not experts or family in DENSE_FIRST
+    summed = set() if family in SUMS_APART else {128, 96} if dense else {128}
     assert {plan.problem.k for plan in sums} == summed
     network = experts is None or experts.shared is not None
     gates = (join or family in JOINED_GATES) and family != "gemma3_text"  # gelu
@@ -115,8 +120,9 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     normed = [plan.problem for plan in cuda if plan.problem.norm is not None]
     assert all(each.norm == 1e-5 and each.m <= 8 for each in normed)
     kinds = {(each.epilogue.gated, len(each.epilogue.parts)) for each in normed}
-    heads = {(False, 3), *({(False, 0)} if make is one_stream else ())}
-    gated = set() if experts or not gates else {(True, 0)}
+    whole = make is one_stream and not FAMILIES[family].output_gate
+    heads = {(False, 3), *({(False, 0)} if whole else ())}
+    gated = {(True, 0)} if dense and gates else set()
     of_heads = heads if join or family in JOINED_HEADS else set()
     assert kinds == (set() if family in NO_NORMS else of_heads | gated)
 

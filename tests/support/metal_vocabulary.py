@@ -13,7 +13,6 @@ from mlx_marlin.emulator.compiling import build, compiler
 from mlx_marlin.emulator.language.tokens import Tokens
 
 STATIC = build.INCLUDE / "static"
-TENSOR = STATIC / build.TENSOR
 KEYWORDS = ("device", "threadgroup", "constant", "thread", "half", "bfloat")
 NO_FUNCTION = frozenset(
     {"if", "for", "while", "switch", "return", "sizeof", "decltype", "operator"}
@@ -31,35 +30,19 @@ class Vocabulary:
     others: frozenset[str]
 
 
-def _declared(header: str) -> Vocabulary:
-    """Names that a header of the static check declares."""
+@cache
+def vocabulary() -> Vocabulary:
+    """Metal's names, out of the static check's headers."""
     found = compiler.find()
     assert found is not None
     flags = ("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-E", "-P")
     text = subprocess.run(
-        (*found.clang, *flags, "-I", str(STATIC), str(STATIC / header)),
+        (*found.clang, *flags, str(STATIC / "kernel.h")),
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    return _names(Tokens(text))
-
-
-@cache
-def tensor_vocabulary() -> Vocabulary:
-    """The names of Metal 4's tensor operations."""
-    names, plain = _declared(f"{build.TENSOR}/matmul2d.h"), _declared("kernel.h")
-    namespaces = {"mpp", "tensor_ops"}
-    return Vocabulary(
-        names.functions - plain.functions,
-        frozenset({*names.others - plain.others, *namespaces}),
-    )
-
-
-@cache
-def vocabulary() -> Vocabulary:
-    """Metal's names, out of the static check's headers, but for tensor operations."""
-    names = _declared("kernel.h")
+    names = _names(Tokens(text))
     macros = [
         name
         for header in (*STATIC.glob("*.h"), build.INCLUDE / "constants.h")
@@ -121,17 +104,9 @@ def _enumerators(tokens: Tokens, at: int) -> set[str]:
 
 def used(text: str) -> set[str]:
     """Metal's names that a text uses: functions, types, attributes, pragmas."""
-    return {*PRAGMA.findall(text), *_found(text, vocabulary())}
-
-
-def used_tensors(text: str) -> set[str]:
-    """The names of tensor operations that a text uses."""
-    return _found(text, tensor_vocabulary())
-
-
-def _found(text: str, known: Vocabulary) -> set[str]:
+    known = vocabulary()
     tokens = Tokens(text)
-    found = set()
+    found = set(PRAGMA.findall(text))
     for at in range(len(tokens)):
         if not tokens.named(at):
             continue

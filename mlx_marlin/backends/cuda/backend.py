@@ -50,7 +50,6 @@ class CudaBackend:
         stock_attends_by_capacity=True,
         compiles_ahead=True,
         fusions=frozenset({"residual", "gate", "norm", "rope"}),
-        tunes_models=False,
     )
     gather = CudaGather()
     routing = CudaRouting()

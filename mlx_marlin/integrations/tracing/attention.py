@@ -5,15 +5,53 @@ query head separately. There, the query heads that share a KV head are rows of o
 product.
 """
 
+import sys
 from typing import Any
 from weakref import ref
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import BatchKVCache
 
 from mlx_marlin.backends import selection
+from mlx_marlin.integrations.tracing.block_spec import NotTraceableError
 from mlx_marlin.integrations.tracing.kv_cache import append, updated, updated_alone
+
+ROPES = (
+    nn.RoPE,
+    rope_utils.Llama3RoPE,
+    rope_utils.ProportionalRoPE,
+    rope_utils.SuScaledRoPE,
+    rope_utils.YarnRoPE,
+)
+"""Classes of rope that accept an array as offset."""
+
+
+class NoRope(nn.Module):
+    """Stands for the rope of an attention that has None."""
+
+    def __call__(self, x: mx.array, offset: Any) -> mx.array:
+        """Returns x."""
+        return x
+
+
+def rope_of(attention: nn.Module) -> nn.Module:
+    """Returns the rope of an attention.
+
+    Raises:
+        KeyError: If it has none.
+        NotTraceableError: If its class is not a known one.
+    """
+    if "rope" not in attention and vars(attention).get("rope", ()) is None:
+        return NoRope()  # type: ignore[no-untyped-call]
+    rope: nn.Module = attention["rope"]
+    # SmolLM3 has layers whose rope is its class `NoPE`.
+    smollm3: Any = sys.modules.get("mlx_lm.models.smollm3")
+    if type(rope) not in ROPES and type(rope) is not getattr(smollm3, "NoPE", None):
+        raise NotTraceableError
+    return rope
 
 
 def attend(

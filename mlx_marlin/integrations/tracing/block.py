@@ -75,7 +75,7 @@ class TracedBlock(nn.Module):
             graphs = make_graphs(spec, key, call, *inspection.arrays())
         before, after = graphs
         runs = spec.runs["before"]
-        queries, keys, values = before(
+        queries, keys, values, *gate = before(
             x, offset, positions, *map(getitem, *inspection.before)
         )
         transformed = spec.runs["before"] != runs
@@ -84,7 +84,7 @@ class TracedBlock(nn.Module):
         attended = attend(
             queries, keys, values, cache, *options, transformed=transformed, alone=alone
         )
-        y: mx.array = after(x, attended, *map(getitem, *inspection.after))
+        y: mx.array = after(x, attended, *gate, *map(getitem, *inspection.after))
         return y
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -6,11 +6,13 @@ these graphs.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import BaseModelArgs
 
 from mlx_marlin.integrations.tracing.model_families import Merge
 from mlx_marlin.integrations.tracing.snapshot import STATE, children_of
@@ -34,6 +36,19 @@ class NotTraceableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a model, which some modules keep as a setting.
+
+    Attributes:
+        text: Their names and values.
+        value: A copy of them.
+    """
+
+    text: str
+    value: BaseModelArgs = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleSpec:
     """A module without its arrays.
 
@@ -53,7 +68,9 @@ class ModuleSpec:
         """Returns a module of this spec that holds the next arrays of an iterator."""
         module: Any = self.cls.__new__(self.cls)
         nn.Module.__init__(module)
-        vars(module).update(self.settings)
+        for key, value in self.settings:
+            own = value.value if isinstance(value, Arguments) else value
+            vars(module)[key] = own
         for name in self.names:
             module[name] = next(arrays)
         for name, child in self.children:
@@ -77,6 +94,8 @@ class BlockSpec:
         qkv: Features of q, k and v if one joined layer computes them, else empty.
         add: How results are added to the residual. None for a plain sum.
         gating: Combines gate and up. None for swiglu.
+        output_gate: Whether the result of attention is multiplied by the sigmoid of a
+            gate, which the query projection computes beside each head.
         fuse: The fusions that are on.
         graphs: Both graphs, by the shapes of a call.
         runs: How often Python has run the code of a graph: once for each trace, and
@@ -90,6 +109,7 @@ class BlockSpec:
     qkv: Shape
     add: Merge | None = None
     gating: Merge | None = None
+    output_gate: bool = False
     fuse: frozenset[str] = frozenset()
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
@@ -136,9 +156,15 @@ def _settings(module: nn.Module, arrays: int) -> tuple[tuple[str, object], ...]:
         NotTraceableError: If one is not a scalar, or if the module has other entries
             than its arrays and children, such as a list.
     """
-    settings = {key: vars(module)[key] for key in vars(module).keys() - STATE}
-    if any(type(value) not in SCALARS for value in settings.values()):
+    settings = {key: _setting(vars(module)[key]) for key in vars(module).keys() - STATE}
+    if any(type(value) not in (*SCALARS, Arguments) for value in settings.values()):
         raise NotTraceableError
     if len(module) != arrays + len(children_of(module)):
         raise NotTraceableError
     return tuple(sorted(settings.items()))
+
+
+def _setting(value: object) -> object:
+    if not isinstance(value, BaseModelArgs):
+        return value
+    return Arguments(repr(vars(value)), copy(value))

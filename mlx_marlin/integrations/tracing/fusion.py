@@ -57,8 +57,8 @@ def make_graphs(
     if selection.backend() != "emulator":  # which is eager
         before, after = mx.compile(before), mx.compile(after)
         with without_vjp():
-            attended, *_ = before(*_like(*call, *before_arrays))
-            after(*_like(call[0], attended, *after_arrays))
+            attended, _, _, *gate = before(*_like(*call, *before_arrays))
+            after(*_like(call[0], attended, *gate, *after_arrays))
     spec.graphs[key] = before, after
     return before, after
 
@@ -73,8 +73,10 @@ def _before(
     offset: mx.array,
     positions: mx.array,
     *arrays: mx.array,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
     """Returns q, k and v of x, [streams, heads, tokens, features].
+
+    The output gate, if the block has one, follows: [streams, tokens, features].
 
     Args:
         spec: The block's spec.
@@ -85,6 +87,8 @@ def _before(
     """
     spec.runs["before"] += 1
     modules = build(spec.before, arrays)
+    if spec.output_gate:
+        return _gated_heads(spec, modules, x, offset)
     if spec.qkv and "rope" in spec.fuse:
         features, per_stream = spec.qkv[0] // spec.heads, offset.size > 1
         rotated = rotated_heads(modules, spec.qkv, features, x, positions, per_stream)
@@ -116,13 +120,30 @@ def _heads(
     spec: BlockSpec, modules: dict[str, Any], x: mx.array, offset: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Does what `_before` does for any number of rows."""
+    return _rotated(spec, modules, _projected(spec, modules, x), x.shape, offset)
+
+
+def _gated_heads(
+    spec: BlockSpec, modules: dict[str, Any], x: mx.array, offset: mx.array
+) -> tuple[mx.array, ...]:
+    """Returns q, k, v and the output gate of x."""
+    q, k, v = _projected(spec, modules, x)
+    by_heads = q.reshape(*x.shape[:2], spec.heads, -1)
+    q, gate = mx.split(by_heads, 2, axis=-1)
+    heads = _rotated(spec, modules, (q, k, v), x.shape, offset)
+    return *heads, gate.reshape(*x.shape[:2], -1)
+
+
+def _projected(
+    spec: BlockSpec, modules: dict[str, Any], x: mx.array
+) -> Sequence[mx.array]:
+    """Returns the results of the layers q, k and v for normalized x."""
     norm = modules["norm"]
     if spec.qkv:
-        qkv = _normed(spec, modules["joined"], x, norm, spec.qkv)
-    else:
-        y = norm(x)
-        qkv = tuple(modules[name](y) for name in ("q_proj", "k_proj", "v_proj"))
-    return _rotated(spec, modules, qkv, x.shape, offset)
+        qkv: Sequence[mx.array] = _normed(spec, modules["joined"], x, norm, spec.qkv)
+        return qkv
+    y = norm(x)
+    return [modules[name](y) for name in ("q_proj", "k_proj", "v_proj")]
 
 
 def _normed(
@@ -190,12 +211,15 @@ def _after(
         spec: The block's spec.
         x: Activations [streams, tokens, features].
         attended: Result of attention, [streams, heads, tokens, features].
-        *arrays: Arrays of the modules.
+        *arrays: The output gate, if the block has one, and arrays of the modules.
     """
+    gate, arrays = arrays[: spec.output_gate], arrays[spec.output_gate :]
     modules = build(spec.after, arrays)
     if attended.shape[2] > 1:
         attended = attended.transpose(0, 2, 1, 3)
     attended = attended.reshape(*x.shape[:-1], -1)
+    for values in gate:
+        attended = attended * mx.sigmoid(values)
     h = _added(spec, modules, "o", attended, x)
     if "experts" in modules:
         y: mx.array = modules["experts"].added(modules["norm"](h), h)

@@ -12,13 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import rope_utils, switch_layers
+from mlx_lm.models import switch_layers
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from mlx_marlin import state
 from mlx_marlin.integrations.mlx_lm.tracing_code import report_untraced
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
+from mlx_marlin.integrations.tracing.attention import rope_of
 from mlx_marlin.integrations.tracing.block_spec import (
     SCALARS,
     BlockSpec,
@@ -48,14 +49,6 @@ from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
 
 LINEARS = (MarlinLinear, nn.QuantizedLinear, nn.Linear)
-ROPES = (
-    nn.RoPE,
-    rope_utils.Llama3RoPE,
-    rope_utils.ProportionalRoPE,
-    rope_utils.SuScaledRoPE,
-    rope_utils.YarnRoPE,
-)
-"""Classes of rope that accept an array as offset."""
 EXPERT_PARTS = (
     *LINEARS,
     MarlinSwitchLinear,
@@ -64,6 +57,8 @@ EXPERT_PARTS = (
     switch_layers.SwitchGLU,
     switch_layers.SwiGLU,
     SwigluOAI,
+    nn.Sigmoid,
+    nn.Softmax,
 )
 """Classes of the modules in a mixture of experts, except the shared expert."""
 GRAPH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -154,12 +149,13 @@ def _spec(
     """
     attention = block["self_attn"]
     _checked(attention, getattr(own, family.attention))
-    if own.scaled_dot_product_attention is not scaled_dot_product_attention:
+    home: Any = sys.modules[type(attention).__module__]
+    if home.scaled_dot_product_attention is not scaled_dot_product_attention:
         raise NotTraceableError  # it was patched when this module was imported
     heads, kv_heads = (getattr(attention, name) for name in family.heads)
     qkv, q_k_v = _attention_layers(attention, heads, kv_heads)
     norms, norms_after = _norms(block, attention, family, own)
-    rope = _checked(attention["rope"], *ROPES, *_classes_without_rope())
+    rope = rope_of(attention)
     before, before_slots = specs_of({**norms, **q_k_v, "rope": rope}, _structure)
     o_proj = _checked(attention["o_proj"], *LINEARS)
     mlp = block[family.mlp_name]
@@ -172,6 +168,7 @@ def _spec(
         qkv=qkv,
         add=_residual_sum(block, family, own),
         gating=family.gating,
+        output_gate=family.output_gate,
         fuse=getattr(type(block), "fuse", frozenset()),
     )
     return spec, before_slots, after_slots
@@ -214,11 +211,12 @@ def _after(
         cls = None if family.mlp is None else getattr(own, family.mlp)
         return specs_of({**modules, **_mlp_layers(mlp, cls)}, _structure)
     shared = None if experts.shared is None else getattr(own, experts.shared)
+    router = None if experts.router_cls is None else getattr(own, experts.router_cls)
 
     def structure(module: nn.Module) -> Structure:
         if type(module) is shared:
             return SharedExpert, _mlp_layers(module, shared)
-        return _structure(module, shared)
+        return _structure(module, shared, router)
 
     specs, slots = specs_of({**modules, "experts": mlp}, structure)
     *others, (name, spec) = specs
@@ -237,12 +235,6 @@ def _structure(module: nn.Module, *also: type[nn.Module] | None) -> Structure:
     for child in children.values():
         _checked(child, *EXPERT_PARTS, *also)
     return GRAPH_CLASSES.get(type(module), type(module)), children
-
-
-def _classes_without_rope() -> tuple[type[nn.Module], ...]:
-    """Returns the class that SmolLM3 uses in layers without rope, if imported."""
-    smollm3: Any = sys.modules.get("mlx_lm.models.smollm3")
-    return () if smollm3 is None else (smollm3.NoPE,)
 
 
 def _attention_layers(

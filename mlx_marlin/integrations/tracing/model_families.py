@@ -43,23 +43,28 @@ class ScaledResidualSum:
 class Experts:
     """Mixture of experts that a family's blocks may have instead of an MLP.
 
-    It computes `(layers(x, indices) * scores[..., None]).sum(-2)`, with the indices and
-    scores that `routing` derives from `router(x)`, plus the result of the shared expert
-    if there is one.
+    With a routing rule it computes `(layers(x, indices) * scores[..., None]).sum(-2)`,
+    with the indices and scores that `routing` derives from `router(x)`, plus the result
+    of the shared expert if there is one. Without a rule, mlx-lm's own code runs in the
+    graph.
 
     Attributes:
         cls: Class of the mixture.
-        routing: Returns the routing rule of one of these modules.
+        routing: Returns the routing rule of one of these modules. None if kernels do
+            not have its rule, such as sigmoids with a correction bias.
         router: Name of the router layer in the mixture.
+        router_cls: Class of the router if it is not a linear layer.
         layers: Name of the experts in the mixture.
         name: Name of the mixture in the block.
-        shared: Class of the shared expert, `shared_expert`, whose result is multiplied
-            by the sigmoid of `shared_expert_gate`. None if there is none.
+        shared: Class of the shared expert. None if there is none. With a routing rule
+            it is `shared_expert`, and its result is multiplied by the sigmoid of
+            `shared_expert_gate`.
     """
 
     cls: str
-    routing: Callable[[Any], Routing]
+    routing: Callable[[Any], Routing] | None = None
     router: str = "gate"
+    router_cls: str | None = None
     layers: str = "switch_mlp"
     name: str = "mlp"
     shared: str | None = None
@@ -88,6 +93,7 @@ class Family:
         add: Returns, for a block and its module, how both results are added to the
             residual. None for a plain sum, as results of experts always are.
         gating: Combines gate and up. None for swiglu.
+        output_gate: Whether q_proj also computes a gate of attention's result.
     """
 
     block: str = "TransformerBlock"
@@ -102,6 +108,7 @@ class Family:
     output_norms: tuple[str, str] = ("", "")
     add: Callable[[Any, ModuleType], Merge] | None = None
     gating: Merge | None = None
+    output_gate: bool = False
 
     @property
     def mlp_name(self) -> str:
@@ -124,7 +131,23 @@ def _routing_of_qwen3(experts: Any) -> Routing:
 
 
 FAMILIES = {
+    "dots1": Family(
+        block="Dots1DecoderLayer",
+        attention="Dots1Attention",
+        mlp="Dots1MLP",
+        experts=Experts(
+            cls="Dots1MoE",
+            router_cls="Dots1TopkRouter",
+            layers="experts",
+            shared="Dots1MLP",
+        ),
+    ),
     "ernie4_5": Family(block="DecoderLayer"),
+    "ernie4_5_moe": Family(
+        block="Ernie4_5_DecoderLayer",
+        mlp="Ernie4_5_MLP",
+        experts=Experts(cls="Ernie4_5_MoeMLP", shared="Ernie4_5_MLP"),
+    ),
     "exaone4": Family(
         norms=("", ""),
         output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -149,6 +172,10 @@ FAMILIES = {
         attention="Glm4Attention",
         mlp="Glm4MLP",
         output_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
+    "glm4_moe": Family(
+        block="DecoderLayer",
+        experts=Experts(cls="MoE", router_cls="MoEGate", shared="MLP"),
     ),
     "gpt_oss": Family(
         attention="AttentionBlock",
@@ -197,6 +224,12 @@ FAMILIES = {
         output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
         windowed=_has_sliding_window,
     ),
+    "olmo_hybrid": Family(
+        block="FullAttentionDecoderLayer",
+        heads=("num_attention_heads", "num_key_value_heads"),
+        norms=("", ""),
+        output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
     "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(
@@ -209,9 +242,27 @@ FAMILIES = {
         ),
     ),
     "qwen3": Family(),
+    "qwen3_5": Family(
+        block="DecoderLayer",
+        heads=("num_attention_heads", "num_key_value_heads"),
+        experts=Experts(cls="SparseMoeBlock", routing=_routing_of_qwen3, shared="MLP"),
+        output_gate=True,
+    ),
     "qwen3_moe": Family(
         block="Qwen3MoeDecoderLayer",
         experts=Experts(cls="Qwen3MoeSparseMoeBlock", routing=_routing_of_qwen3),
+    ),
+    "qwen3_next": Family(
+        block="Qwen3NextDecoderLayer",
+        attention="Qwen3NextAttention",
+        mlp="Qwen3NextMLP",
+        heads=("num_attention_heads", "num_key_value_heads"),
+        experts=Experts(
+            cls="Qwen3NextSparseMoeBlock",
+            routing=_routing_of_qwen3,
+            shared="Qwen3NextMLP",
+        ),
+        output_gate=True,
     ),
     "seed_oss": Family(),
     "telechat3": Family(

@@ -33,8 +33,10 @@ class RoutedExperts(nn.Module):
 
     def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:
         """Returns the same by kernels; None if unsupported, or if dtypes differ."""
-        known, logits = self.known, self[self.known.router](x)
-        routing = known.routing(self)
+        known = self.known
+        if known.routing is None:
+            return None
+        logits, routing = self[known.router](x), known.routing(self)
         if not has_kernel(logits, routing):
             return None
         experts, scores = choose_experts(logits, routing)

@@ -15,11 +15,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import BaseModelArgs
 
 from mlx_marlin.layers.joined import MarlinPart
 
 STATE = {"_no_grad", "_training"}
 """Module attributes that do not affect a block's result."""
+ACTIVATION = "_make_activation_module.<locals>.decorator.<locals>.<lambda>"
+"""The `__call__` that MLX gives modules such as `nn.Sigmoid` (0.32.4)."""
 PACKAGES = ("mlx", "mlx_lm", "mlx_marlin")
 """Packages whose methods the graphs reproduce."""
 
@@ -43,7 +46,8 @@ class Snapshot:
         types: Classes of `modules`.
         with_arrays: The modules that have arrays.
         lengths: Number of entries of `with_arrays`; an added bias changes it.
-        attributes: Attribute dictionaries of the modules that have settings.
+        attributes: Attribute dictionaries of the modules that have settings, and of
+            the model's arguments if they are one.
         settings: Copies of these dictionaries.
         own_of: Returns the block's own settings from its attribute dictionary.
         own: The block's own settings.
@@ -79,6 +83,7 @@ def take_snapshot(block: nn.Module, cls: type[nn.Module], ignored: str) -> Snaps
     types = [*map(type, modules)]
     with_arrays = tuple(module for module in modules if _has_arrays(module))
     attributes = [vars(module) for module in modules if _has_settings(module)]
+    attributes += _arguments(attributes)
     own_of = itemgetter(*(vars(block).keys() - {ignored, "_no_grad"}))
     lookups = lookups_of((cls, *types))
     return Snapshot(
@@ -136,6 +141,13 @@ def _has_arrays(module: nn.Module) -> bool:
     return any(isinstance(entry, mx.array) for entry in module.values())
 
 
+def _arguments(attributes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the attributes of the arguments of a model among settings."""
+    values = [value for settings in attributes for value in settings.values()]
+    found = {id(value): value for value in values if isinstance(value, BaseModelArgs)}
+    return [*map(vars, found.values())]
+
+
 def _has_settings(module: nn.Module) -> bool:
     # The attributes of a part are its position in a joined layer, and the layer is
     # compared itself.
@@ -182,7 +194,8 @@ def _is_own_method(cls: Any) -> bool:
     module = sys.modules.get(owner.__module__)
     if not any(_is_of(module, package) for package in PACKAGES):
         return False
-    return _is_defined_in(module, cls.__call__, f"{owner.__qualname__}.__call__")
+    names = f"{owner.__qualname__}.__call__", ACTIVATION
+    return any(_is_defined_in(module, cls.__call__, name) for name in names)
 
 
 def _is_own(module: ModuleType, name: str) -> bool:
