@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_marlin.emulator.dispatch import Dispatch
 from mlx_marlin.emulator.metal_kernel import _compiled, _execute
+from mlx_marlin.emulator.modes import Options
 from mlx_marlin.integrations.export import streams
 
 Node = dict[str, Any]
@@ -76,6 +77,6 @@ def _run(node: Node, values: dict[str, mx.array]) -> None:
     names, shapes, dtypes = zip(*node["outputs"], strict=True)
     inputs = [values[name] for name, *_ in node["inputs"]]
     mx.eval(inputs)
-    program = _compiled(kernel, "", dispatch, traced=False)
+    program = _compiled(kernel, "", dispatch, Options())
     results = _execute(program, inputs, shapes, dtypes, None)
     values.update(zip(names, results, strict=True))
