@@ -45,6 +45,16 @@ def stock(call: Explained, reason: str) -> None:
         _write(call, f"stock MLX: {reason}")
 
 
+def tuned(model: str, settings: str) -> None:
+    """Logs that measured settings are used for a model."""
+    if is_on():
+        _print(f"{model}: tuned settings, {settings}")
+
+
 def _write(call: Explained, served_by: str) -> None:
+    _print(f"{call.explain()}: {served_by}")
+
+
+def _print(decision: str) -> None:
     if sys.stderr is not None:  # as for a process without a console
-        print(f"mlx_marlin: {call.explain()}: {served_by}", file=sys.stderr, flush=True)
+        print(f"mlx_marlin: {decision}", file=sys.stderr, flush=True)

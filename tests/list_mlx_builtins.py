@@ -5,7 +5,7 @@ Usage: python tests/list_mlx_builtins.py
 Downloads the macOS wheel of the installed MLX from the package index and reads it in a
 temporary folder. Only names are kept: of functions, types, attributes and pragmas in
 the kernels' headers, and the operand types of every matrix multiply-accumulate in the
-compiled library.
+compiled library. Headers `*_nax` count for the names of tensor operations only.
 """
 
 import json
@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
-from support.metal_vocabulary import used
+from support.metal_vocabulary import used, used_tensors
 
 TARGET = Path(__file__).parent / "data" / "mlx_builtins.json"
 PLATFORM = "macosx_14_0_arm64"
@@ -54,15 +54,25 @@ def downloaded(version: str, folder: Path) -> Path:
 def builtins(wheel: ZipFile) -> dict[str, object]:
     """Reads names and operand types out of a wheel."""
     names: set[str] = set()
+    tensor_names: set[str] = set()
     for path in wheel.namelist():
-        if HEADER.fullmatch(path) and not NEWEST.search(path):
-            names |= used(wheel.read(path).decode())
+        if not HEADER.fullmatch(path):
+            continue
+        text = wheel.read(path).decode()
+        if NEWEST.search(path):
+            tensor_names |= used_tensors(text)
+        else:
+            names |= used(text)
     (library,) = (path for path in wheel.namelist() if path.endswith(".metallib"))
     operands = {
         tuple(TYPES[element] for element in found)
         for found in MULTIPLY.findall(wheel.read(library))
     }
-    return {"names": sorted(names), "multiply_accumulate": sorted(operands)}
+    return {
+        "names": sorted(names),
+        "tensor_names": sorted(tensor_names),
+        "multiply_accumulate": sorted(operands),
+    }
 
 
 if __name__ == "__main__":

@@ -74,15 +74,16 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.uint16]:
 
 
 def write_tokens(tokenizer_file: Path, tokens_file: Path) -> None:
-    """Trains the tokenizer, saves it, and saves the tokens of both parts of the text.
+    """Saves the tokens of both parts of the text, and the tokenizer if it is missing.
 
     Args:
-        tokenizer_file: Where `tokenizer.json` goes.
+        tokenizer_file: `tokenizer.json`, which is trained and saved if it is missing.
         tokens_file: A `.npz` with the uint16 streams `train` and `held_out`.
     """
     texts = training_texts()
-    tokenizer = train_tokenizer(list(texts.values()))
-    tokenizer.save(str(tokenizer_file))
+    if not tokenizer_file.exists():
+        train_tokenizer(list(texts.values())).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     # Two thirds of the text are tests; what they test is read twice as often.
     library = [text for path, text in texts.items() if not is_test(path)]
     train = encode(tokenizer, [*texts.values(), *library])

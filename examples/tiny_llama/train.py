@@ -69,9 +69,9 @@ class DroppingLinear(nn.Linear):
         return self.dropout(super().__call__(x))
 
 
-def make_model(dropout: float) -> Model:
+def make_model(config: dict[str, Any], dropout: float) -> Model:
     """mlx-lm's Llama with dropout on what its blocks add to the residual stream."""
-    model = Model(ModelArgs.from_dict(CONFIG))
+    model = Model(ModelArgs.from_dict(config))
     for layer in model.layers:
         layer.self_attn.o_proj = DroppingLinear(layer.self_attn.o_proj, dropout)
         layer.mlp.down_proj = DroppingLinear(layer.mlp.down_proj, dropout)
@@ -158,7 +158,7 @@ def make_step(model: nn.Module, optimizer: optim.Optimizer, compute: mx.Dtype) -
 def train(options: argparse.Namespace, data: dict[str, NDArray[np.uint16]]) -> Model:
     """Trains a fresh model; its weights end as float16."""
     mx.random.seed(options.seed)
-    model = make_model(options.dropout)
+    model = make_model(options.config, options.dropout)
     parameters = model.trainable_parameters()
     optimizer = make_optimizer(options)
     optimizer.init(parameters)
@@ -184,17 +184,27 @@ def train(options: argparse.Namespace, data: dict[str, NDArray[np.uint16]]) -> M
     return model
 
 
-def save(model: Model, folder: Path) -> int:
-    """Writes the folder that `mlx_lm.load` reads; returns the weights' bytes."""
+def save(model: Model, config: dict[str, Any], folder: Path) -> int:
+    """Writes the folder that `mlx_lm.load` reads; returns the weights' bytes.
+
+    A folder without `tokenizer.json` gets no tokenizer's configuration either:
+    `mlx_lm.utils.load_model` reads it.
+    """
     weights = dict(tree_flatten(model.parameters()))
     path = folder / "model.safetensors"
     mx.save_safetensors(str(path), weights, metadata={"format": "mlx"})
-    for name, content in (
-        ("config.json", CONFIG),
-        ("tokenizer_config.json", TOKENIZER_CONFIG),
-    ):
+    contents = {"config.json": config}
+    if (folder / "tokenizer.json").exists():
+        contents["tokenizer_config.json"] = TOKENIZER_CONFIG
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return path.stat().st_size
+
+
+def config_of(path: str) -> dict[str, Any]:
+    """Reads a `config.json`, which names what differs from `CONFIG`."""
+    given: dict[str, Any] = json.loads(Path(path).read_text())
+    return CONFIG | given
 
 
 def parse() -> argparse.Namespace:
@@ -208,6 +218,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "model", help="folder"
+    )
+    parser.add_argument(
+        "--config", type=config_of, default=CONFIG, help="config.json of other sizes"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json, made if missing; in --out"
     )
     parser.add_argument("--compute", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
@@ -229,13 +245,14 @@ def main() -> None:
     if not options.tokens.exists():
         from corpus import write_tokens
 
-        write_tokens(options.out / "tokenizer.json", options.tokens)
+        tokenizer = options.tokenizer or options.out / "tokenizer.json"
+        write_tokens(tokenizer, options.tokens)
     with np.load(options.tokens) as file:
         data = {name: file[name] for name in ("train", "held_out")}
     start = time.perf_counter()
     model = train(options, data)
     seconds = time.perf_counter() - start
-    size = save(model, options.out)
+    size = save(model, options.config, options.out)
     loss = held_out_loss(model, data["held_out"], options.context)
     seen = options.steps * options.batch * options.context
     count = sum(weight.size for _, weight in tree_flatten(model.parameters()))

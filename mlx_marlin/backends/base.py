@@ -80,6 +80,8 @@ class Traits:
             several at a time.
         fusions: The fusions of a traced decoder block that are on by default
             (`integrations.fusions`).
+        tunes_models: Whether `mlx-marlin tune MODEL` compares the options of
+            `optimize`, and `optimize` uses the result.
     """
 
     default_layout: str = "mlx"
@@ -92,6 +94,7 @@ class Traits:
     stock_attends_by_capacity: bool = False
     compiles_ahead: bool = False
     fusions: frozenset[str] = frozenset({"residual"})
+    tunes_models: bool = True
 
 
 class Gather(Protocol):

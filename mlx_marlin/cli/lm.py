@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
+from mlx_marlin.integrations.tuned_models import environment
 from mlx_marlin.weights.formats import LAYOUTS
 
 _NAMES = (
@@ -39,7 +40,8 @@ COMMAND is one of mlx-lm's: {", ".join(_NAMES[:9])},
 {", ".join(_NAMES[9:])}. Its arguments follow it unchanged, and its
 exit status is returned. MODEL may also be what mlx_marlin.load reads, such as a GGUF
 file. Commands that write weights get MLX's layers. MLX_MARLIN_OPTIONS sets further
-options of mlx_marlin.optimize.
+options of mlx_marlin.optimize. Without any options, a model that `mlx-marlin tune` has
+measured gets the settings that were fastest, and MLX_MAX_OPS_PER_BUFFER.
 
 examples:
   mlx-marlin lm generate --model mlx-community/Qwen3-4B-4bit --prompt hello
@@ -95,10 +97,14 @@ def run(args: argparse.Namespace) -> int:
         given = "no command" if args.lm_command is None else repr(args.lm_command)
         raise ValueError(f"lm: {given}, expected one of {', '.join(COMMANDS)}")
 
+    values = {name: getattr(args, name) for name in OPTIONS}
+    options = {name: v for name, v in values.items() if v is not None}
+    if not options:
+        environment.set_for_model(args.arguments)  # before anything imports MLX
+
     from mlx_marlin.integrations.auto import hook  # here, because it takes seconds
 
-    values = {name: getattr(args, name) for name in OPTIONS}
-    hook.install({name: v for name, v in values.items() if v is not None})
+    hook.install(options)
     return _called(module, args.arguments)
 
 

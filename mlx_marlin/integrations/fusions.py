@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from mlx_marlin.backends import selection
-
 FUSIONS = {
     "residual": "the residual sum into the output and down projections",
     "gate": "gate, up and their activation into one product",
@@ -25,6 +23,8 @@ def fusions(fuse: Iterable[str] | None, trace: bool = True) -> frozenset[str]:
             and blocks are not traced.
     """
     if fuse is None:
+        from mlx_marlin.backends import selection  # it imports MLX
+
         return selection.traits().fusions
     names = None if isinstance(fuse, str) else frozenset(fuse)
     if names is None or not names <= FUSIONS.keys():

@@ -31,6 +31,7 @@ SECTIONS = (
     "compilers",
     "cache",
     "tuned results",
+    "tuned models",
     "checked kernels",
     "conclusion",
 )

@@ -9,7 +9,8 @@ import pytest
 from mlx_marlin import emulator
 from mlx_marlin.backends.metal import source
 from mlx_marlin.weights.formats import LAYOUTS
-from support.metal_vocabulary import used
+from support import matmul2d
+from support.metal_vocabulary import used, used_tensors
 from support.shader_variants import Variant, checked, covering_variants
 
 pytestmark = pytest.mark.skipif(
@@ -44,6 +45,12 @@ REVIEWED = {
 }
 """What MLX's kernels do not use, and why ours may."""
 
+REVIEWED_TENSORS = {
+    "is_valid_element": "probed on an M5 by public projects; all elements of a shape "
+    "of two cooperative operands are valid"
+}
+"""The same for tensor operations, of which no kernel has to use every one."""
+
 TEXTS = {
     text.name: text.header + text.source
     for text in (
@@ -64,6 +71,18 @@ TEXTS = {
 @pytest.mark.parametrize("kernel", TEXTS)
 def test_a_kernel_uses_what_mlx_uses_or_what_was_reviewed(kernel: str) -> None:
     assert used(TEXTS[kernel]) - {*MLX["names"]} - {*REVIEWED} == set()
+
+
+@pytest.mark.parametrize("kernel", TEXTS)
+def test_its_tensor_operations_are_those_of_mlx_or_reviewed(kernel: str) -> None:
+    assert used_tensors(TEXTS[kernel]) <= {*MLX["tensor_names"], *REVIEWED_TENSORS}
+
+
+def test_mlx_uses_the_tensor_operations_that_are_emulated() -> None:
+    text = Path(matmul2d.__file__).read_text()
+    found = used_tensors(text)
+    assert {"matmul2d", "execution_simdgroup", "get_capacity"} <= found
+    assert found <= {*MLX["tensor_names"], *REVIEWED_TENSORS}
 
 
 def test_nothing_was_reviewed_in_vain() -> None:

@@ -13,6 +13,7 @@ from mlx_marlin.emulator.compiling import build, compiler
 from mlx_marlin.emulator.language.tokens import Tokens
 
 STATIC = build.INCLUDE / "static"
+TENSOR = STATIC / build.TENSOR
 KEYWORDS = ("device", "threadgroup", "constant", "thread", "half", "bfloat")
 NO_FUNCTION = frozenset(
     {"if", "for", "while", "switch", "return", "sizeof", "decltype", "operator"}
@@ -30,19 +31,35 @@ class Vocabulary:
     others: frozenset[str]
 
 
-@cache
-def vocabulary() -> Vocabulary:
-    """Metal's names, out of the static check's headers."""
+def _declared(header: str) -> Vocabulary:
+    """Names that a header of the static check declares."""
     found = compiler.find()
     assert found is not None
     flags = ("-x", "cl", "-cl-std=clc++2021", "-cl-no-stdinc", "-E", "-P")
     text = subprocess.run(
-        (*found.clang, *flags, str(STATIC / "kernel.h")),
+        (*found.clang, *flags, "-I", str(STATIC), str(STATIC / header)),
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    names = _names(Tokens(text))
+    return _names(Tokens(text))
+
+
+@cache
+def tensor_vocabulary() -> Vocabulary:
+    """The names of Metal 4's tensor operations."""
+    names, plain = _declared(f"{build.TENSOR}/matmul2d.h"), _declared("kernel.h")
+    namespaces = {"mpp", "tensor_ops"}
+    return Vocabulary(
+        names.functions - plain.functions,
+        frozenset({*names.others - plain.others, *namespaces}),
+    )
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    """Metal's names, out of the static check's headers, but for tensor operations."""
+    names = _declared("kernel.h")
     macros = [
         name
         for header in (*STATIC.glob("*.h"), build.INCLUDE / "constants.h")
@@ -104,9 +121,17 @@ def _enumerators(tokens: Tokens, at: int) -> set[str]:
 
 def used(text: str) -> set[str]:
     """Metal's names that a text uses: functions, types, attributes, pragmas."""
-    known = vocabulary()
+    return {*PRAGMA.findall(text), *_found(text, vocabulary())}
+
+
+def used_tensors(text: str) -> set[str]:
+    """The names of tensor operations that a text uses."""
+    return _found(text, tensor_vocabulary())
+
+
+def _found(text: str, known: Vocabulary) -> set[str]:
     tokens = Tokens(text)
-    found = set(PRAGMA.findall(text))
+    found = set()
     for at in range(len(tokens)):
         if not tokens.named(at):
             continue

@@ -50,6 +50,7 @@ class CudaBackend:
         stock_attends_by_capacity=True,
         compiles_ahead=True,
         fusions=frozenset({"residual", "gate", "norm", "rope"}),
+        tunes_models=False,
     )
     gather = CudaGather()
     routing = CudaRouting()

@@ -95,6 +95,7 @@ def report(facts: Facts) -> str:
         "compilers": _compilers(facts["compilers"]),
         "cache": _cache(facts["cache"]),
         "tuned results": _tuned(facts["tuned"]),
+        "tuned models": _models(facts["models"]),
         "checked kernels": _verdicts(facts["verdicts"]),
         "conclusion": _conclusion(facts),
     }
@@ -164,6 +165,21 @@ def _tuned(facts: Facts) -> list[str]:
     ]
     lines += facts["ignored"]
     return lines if facts["on"] else [*lines, "switched off by MLX_MARLIN_TUNED=0"]
+
+
+def _models(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    lines: list[str] = []
+    for each in facts["models"]:
+        lines.append(f"{each['model']}: {each['settings']}, {each['reason']}")
+        value = each["max_ops_per_buffer"]
+        if value is not None and facts["value_here"] != str(value):
+            lines.append(
+                f"  with export {facts['variable']}={value} before MLX starts it is "
+                f"faster; `mlx-marlin lm` sets it"
+            )
+    return [*lines, *facts["ignored"]]
 
 
 def _verdicts(facts: Facts) -> list[str]:

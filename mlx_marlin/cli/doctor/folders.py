@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_marlin import cache
 
-NAMES = ("emulator", "tuned", "gpus", "verdicts")
+NAMES = ("emulator", "tuned", "models", "gpus", "verdicts")
 """Folders of the package; other folders in the cache are reported too."""
 LOADED = ("emulator",)
 """Folders with libraries that are loaded: other users must not write to them."""

@@ -26,6 +26,7 @@ def collect() -> Facts:
         "compilers": _guarded(installation.compilers),
         "cache": _guarded(folders.collect),
         "tuned": _guarded(tuned_results),
+        "models": _guarded(tuned_models),
         "verdicts": _guarded(kernel_checks.verdicts),
     }
     facts["problems"] = problems(facts)
@@ -104,6 +105,33 @@ def tuned_results() -> Facts:
                 "this_machine": file.name == machine.file_name,
             }
             for file in files
+        ],
+    }
+
+
+def tuned_models() -> Facts:
+    """Returns the settings that tuning found for models on this machine."""
+    from mlx_marlin.integrations.mlx_lm import warn_once
+    from mlx_marlin.integrations.tuned_models import environment, machine, results
+    from mlx_marlin.integrations.tuned_models.settings import name_of
+
+    warn_once.forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [each for _, each in results.listed(machine.here()) if each]
+    return {
+        "folder": str(results.folder()),
+        "ignored": [str(warning.message) for warning in caught],
+        "variable": environment.VARIABLE,
+        "value_here": os.environ.get(environment.VARIABLE),
+        "models": [
+            {
+                "model": each.model,
+                "settings": name_of(each.settings),
+                "reason": each.reason,
+                "max_ops_per_buffer": each.max_ops_per_buffer,
+            }
+            for each in found
         ],
     }
 

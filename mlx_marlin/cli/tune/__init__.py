@@ -14,7 +14,8 @@ from mlx_marlin.backends import (
     tuned_results,
 )
 from mlx_marlin.cli import models, progress
-from mlx_marlin.cli.tune import report
+from mlx_marlin.cli.tune import model, report
+from mlx_marlin.integrations.tuned_models import results
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -32,7 +33,8 @@ BOTH = "both"
 
 DESCRIPTION = """
 Measure the plans of this package and stock MLX on this machine, and keep the fastest.
-Later products of the same shapes use it.
+Later products of the same shapes use it. For a model, also compare the settings of
+`optimize` with stock MLX by generating tokens; `optimize(model)` then uses the fastest.
 """
 EPILOG = """
 examples:
@@ -61,6 +63,7 @@ def add_parser(
         "model",
     )
     _add_options(parser)
+    model.add_options(parser)
     shapes = parser.add_argument_group("format of shapes (a model has its own)")
     shapes.add_argument("--mode", choices=MODES, help="default: affine")
     shapes.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
@@ -97,17 +100,29 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes the problems; returns 1 if the result of a plan was wrong."""
+    """Tunes products, then models; returns 1 if the result of a plan was wrong."""
     _check_arguments(args)
+    streams = model.streams(args)
+    names = [] if args.no_model else _model_names(args)
     found = _tunable(problems(args))
     if args.dry_run:
-        print("\n\n".join(listing(problem, eligibility.target()) for problem in found))
+        texts = [listing(problem, eligibility.target()) for problem in found]
+        print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
         return 0
     folder = tuned_results.folder()
     clock = _clock(args.seconds, folder) if found else None
     if args.clear:
         print(f"files removed from {folder}: {tuned_results.clear(folder)}")
-    return _tune(found, eligibility.target(), clock, folder) if clock else 0
+        print(f"files removed from {results.folder()}: {results.clear()}")
+    status = _tune(found, eligibility.target(), clock, folder) if clock else 0
+    for name in names:
+        model.tune(name, streams, args.max_minutes)
+    return status
+
+
+def _model_names(args: argparse.Namespace) -> list[str]:
+    names = (each for each in args.targets if models.shape(each) is None)
+    return [*dict.fromkeys(names)]
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

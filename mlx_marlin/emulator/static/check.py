@@ -24,6 +24,7 @@ from mlx_marlin.emulator.language.tokens import Tokens
 from mlx_marlin.emulator.static.messages import Operands, diagnostics, multiplications
 from mlx_marlin.emulator.static.rules import findings
 from mlx_marlin.emulator.static.text import translated
+from mlx_marlin.emulator.static.versions import too_new
 
 # Read at import, because `emulated` replaces it.
 _stock = mx.fast.metal_kernel
@@ -53,6 +54,8 @@ _FLAGS = (
     str(_STATIC),
     "-I",
     str(_STATIC / "metal"),
+    "-I",
+    str(_STATIC / build.TENSOR),
 )
 _MAX_DIAGNOSTICS = 12
 
@@ -106,6 +109,7 @@ def check(
     compile_options: dict[str, Any] | None = None,
     *,
     calls: Sequence[Mapping[str, Any]],
+    macos: str | None = None,
 ) -> frozenset[Operands]:
     """Checks the source of a custom kernel as MLX generates it.
 
@@ -123,11 +127,14 @@ def check(
         calls: Keyword arguments of calls of the kernel. Only the shapes and dtypes of
             inputs matter. All template instances of these calls are checked in one run
             of clang, so that 100 instances cost little more than one.
+        macos: The oldest system on which the kernel is meant to run, such as "26.2";
+            None for any.
 
     Returns:
         The operand types of every `simdgroup_multiply_accumulate`, as d, a, b, c.
 
     Raises:
+        ValueError: If `macos` is no version.
         CompileError: If the source violates a rule of Metal. The message names every
             line.
         EmulatorError: If no compiler is available.
@@ -145,11 +152,16 @@ def check(
     return _report(
         f"kernel {name}",
         _assembled(header, [_recorded(kernel, call) for call in calls]),
+        macos,
     )
 
 
 def check_text(
-    text: str, *, name: str = "text", instances: Sequence[str] = ()
+    text: str,
+    *,
+    name: str = "text",
+    instances: Sequence[str] = (),
+    macos: str | None = None,
 ) -> frozenset[Operands]:
     """Checks Metal source with whole kernels, such as a `.metal` file.
 
@@ -158,11 +170,13 @@ def check_text(
         name: Name of the source in messages, such as the file name.
         instances: Templates to instantiate, such as "gemm<half, 4>". Templates without
             an instance are checked only superficially.
+        macos: As for `check`.
 
     Returns:
         The operand types of every `simdgroup_multiply_accumulate`, as d, a, b, c.
 
     Raises:
+        ValueError: If `macos` is no version.
         CompileError: If the source violates a rule of Metal. The message names every
             line.
         EmulatorError: If no compiler is available.
@@ -172,7 +186,7 @@ def check_text(
     unit.add(name, 1, _HOST_NAME.sub(_plain_instance, text))
     for instance in instances:
         unit.add("instances", 1, f"template decltype({instance}) {instance};")
-    return _report(name, unit)
+    return _report(name, unit, macos)
 
 
 def _recorded(kernel: Any, call: Mapping[str, Any]) -> Dispatch:
@@ -232,20 +246,22 @@ def _plain_instance(found: re.Match[str]) -> str:
     return "template" + "\n" * found[0].count("\n")
 
 
-def _report(name: str, unit: _Unit) -> frozenset[Operands]:
+def _report(name: str, unit: _Unit, macos: str | None) -> frozenset[Operands]:
     """Checks a unit and returns the operand types of its multiplications.
 
     Args:
         name: Name of the unit, for the message.
         unit: The unit.
+        macos: The oldest system, or None for any.
 
     Raises:
         CompileError: If the source violates a rule of Metal.
     """
     tokens = Tokens(unit.text)
+    broken = [*findings(tokens), *(too_new(tokens, macos) if macos else ())]
     found = [
         f"{message}\n    at {unit.quote(unit.location(line))}"
-        for line, message in findings(tokens)
+        for line, message in broken
     ]
     answer = _clang(translated(tokens))
     for diagnostic in diagnostics(answer):

@@ -128,7 +128,7 @@ def _constructor_space(tokens: Tokens, at: int, classes: frozenset[str]) -> int:
     qualifier = tokens.after(tokens.closing(opening))
     if tokens.text(qualifier) == "const":
         qualifier = tokens.after(qualifier)
-    ends = tokens.text(tokens.after(qualifier)) in ("{", ":", ";")
+    ends = tokens.text(tokens.after(qualifier)) in ("{", ":", ";", "noexcept")
     return qualifier if tokens.text(qualifier) == "thread" and ends else -1
 
 

@@ -15,6 +15,8 @@ from mlx_marlin.integrations.mlx_lm.module_tree import (
     named_layers,
     pattern,
 )
+from mlx_marlin.integrations.tuned_models.results import TunedModel
+from mlx_marlin.integrations.tuned_models.settings import name_of
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.planning.choice import aligned
 
@@ -47,10 +49,13 @@ class DryRun:
     Attributes:
         layers: Each layer that has a weight to multiply by, in the model's order.
         float16: What `compute="float16"` converts; None without it.
+        tuned: The settings that `mlx-marlin tune` found for the model and that are
+            used, with the measured speed; None if there are none.
     """
 
     layers: tuple[LayerOutcome, ...]
     float16: Float16Outcome | None = None
+    tuned: str | None = None
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -63,7 +68,10 @@ class DryRun:
         return {each.name: each.reason for each in self.layers if each.reason}
 
     def __str__(self) -> str:
-        """Returns a table in which equal layers at corresponding paths are one line."""
+        """Returns a table in which equal layers at corresponding paths are one line.
+
+        Tuned settings that are used are the last line.
+        """
         groups: dict[tuple[object, ...], list[str]] = {}
         for each in self.layers:
             key = (pattern(each.name), each.layer, each.layout, each.reason)
@@ -74,23 +82,34 @@ class DryRun:
             cells = (common_path(names), len(names), layer, action, layout, reason)
             rows.append(["-" if cell is None else str(cell) for cell in cells])
         table = aligned(rows)
-        return table if self.float16 is None else f"{table}\n{self.float16}"
+        tuned = f"tuned settings, {self.tuned}" if self.tuned else None
+        return "\n".join(str(each) for each in (table, self.float16, tuned) if each)
 
 
 def dry_run(
     model: nn.Module,
     conversion: LayerConversion,
     float16: Float16Outcome | None = None,
+    tuned: TunedModel | None = None,
 ) -> DryRun:
-    """Returns what a conversion does with each layer of a model. Changes nothing."""
+    """Returns what a conversion does with each layer of a model. Changes nothing.
+
+    Args:
+        model: The model.
+        conversion: The conversion.
+        float16: What `compute="float16"` converts.
+        tuned: The tuned result that is used, if there is one.
+    """
+    stock = None if tuned is None or tuned.settings is not None else tuned.reason
     layers = ((name, _whole(layer)) for name, layer in named_layers(model))
     return DryRun(
         tuple(
-            _outcome(name, layer, conversion)
+            _outcome(name, layer, conversion, stock)
             for name, layer in layers
             if is_plain(layer) or "scales" in layer or "quantizers" in layer
         ),
         float16,
+        f"{name_of(tuned.settings)}: {tuned.reason}" if tuned else None,
     )
 
 
@@ -98,17 +117,22 @@ def _whole(layer: nn.Module) -> nn.Module:
     return layer.shared.layer if isinstance(layer, MarlinPart) else layer
 
 
-def _outcome(name: str, layer: nn.Module, conversion: LayerConversion) -> LayerOutcome:
+def _outcome(
+    name: str, layer: nn.Module, conversion: LayerConversion, stock: str | None
+) -> LayerOutcome:
+    reason = None
     if conversion.applies_to(layer):
         layout: str | None = conversion.layout_of(layer)
     elif is_marlin_layer(layer):
         layout = getattr(layer, "layout", "mlx")
     else:
-        layout = None
+        layout, reason = None, conversion.why_not(layer)
+    if layout is not None and stock is not None:
+        layout, reason = None, stock
     return LayerOutcome(
         name=name,
         layer=type(layer).__name__,
         is_converted=layout is not None,
         layout=layout,
-        reason=conversion.why_not(layer) if layout is None else None,
+        reason=reason,
     )

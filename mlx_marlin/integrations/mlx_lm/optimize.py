@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import mlx.core as mx
@@ -37,6 +38,7 @@ from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers, find_la
 from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
 from mlx_marlin.integrations.mlx_lm.warm_up import check_rows, run_once
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
+from mlx_marlin.integrations.tuned_models import lookup
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.products.reference.weight import rounds_biases
 
@@ -95,6 +97,11 @@ def optimize(
     formats, and experts that stock MLX would serve. If an error occurs, the model is
     left unchanged.
 
+    If `mlx-marlin tune MODEL` has measured a model of this shape on this machine, what
+    was fastest replaces the defaults of `layout`, `join`, `trace` and `fuse`, unless
+    one of these, `quantize`, `invariant` or `compute` is given. If stock MLX was
+    faster, nothing is converted. `dry_run` and `MLX_MARLIN_LOG` show it.
+
     Args:
         model: An mlx-lm model or any other `nn.Module`.
         layout: "mlx" keeps the arrays of the weights. "marlin" packs all weights except
@@ -147,6 +154,14 @@ def optimize(
         invariant=invariant,
     )
     check_rows(warm_up)
+    tuned = None
+    given = (layout, join, trace, fuse, compute) != (None,) * 5
+    if not (given or quantize or invariant):
+        tuned = lookup.find(model)
+    if tuned is not None and tuned.settings is not None:
+        layout, join = tuned.settings.layout, tuned.settings.join
+        trace, fuse = tuned.settings.trace, tuned.settings.fuse
+        conversion = replace(conversion, layout=layout)
     faster = is_tracing_faster()
     join = faster and layout != "mlx" if join is None else join
     trace = faster if trace is None else trace
@@ -154,7 +169,9 @@ def optimize(
     _check_layers(model, conversion)
     half = check_compute(model, compute)
     if dry_run:
-        return _dry_run(model, conversion, half)
+        return _dry_run(model, conversion, half, tuned)
+    if tuned is not None and tuned.settings is None:
+        return restore(model, progress=progress)
     changes = Changes()
     try:
         separate_layers(model, changes)

@@ -128,7 +128,7 @@ class _Describer:
         stays = DEFAULTS.why_not(layer) if layout is None else None
         scales = layer["quantizers" if "quantizers" in layer else "scales"].dtype
         dtype = dtypes.floating(scales, self._activations)
-        weight = _weight(layer, layout or "mlx")
+        weight = weight_of(layer, layout or "mlx")
         # A bias of another dtype would promote the result, and is added afterwards.
         bias = "bias" in layer and layer["bias"].dtype in (scales, dtype)
         return [
@@ -153,7 +153,7 @@ def _layout(layer: Any) -> str:
     return layout
 
 
-def _weight(layer: Any, layout: str) -> Weight:
+def weight_of(layer: Any, layout: str) -> Weight:
     """Returns a layer's weight, as if it had a layout."""
     if "quantizers" in layer:
         _, scales, _, (n, k, group_size, bits, mode, batch) = layer.packed_arrays()

@@ -1,0 +1,1 @@
+"""Finds the settings of `optimize` with which a model generates fastest here."""

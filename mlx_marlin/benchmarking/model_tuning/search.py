@@ -1,0 +1,118 @@
+"""A greedy search for the fastest settings of a model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from mlx_marlin.benchmarking.model_tuning.comparison import Comparison, chosen
+from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.weights.formats import LAYOUTS
+
+FUSION_GAIN = 0.005
+"""How much faster a fusion must be than the same settings without it to be combined
+with others. The combination itself must meet the margin of `comparison`."""
+FLAGS = (False, True)
+
+Compare = Callable[[ModelSettings], Comparison]
+"""Measures settings against stock MLX."""
+
+
+def basic_settings(layouts: Sequence[str] = LAYOUTS) -> list[ModelSettings]:
+    """Returns all combinations of layout, join and trace; the defaults come first."""
+    found = [
+        ModelSettings(layout=layout, join=join, trace=trace)
+        for layout in layouts
+        for join in FLAGS
+        for trace in FLAGS
+    ]
+    return sorted(found, key=lambda each: each != DEFAULTS)
+
+
+def steps(layouts: Sequence[str], fusions: Sequence[str]) -> int:
+    """Returns how many comparisons a search makes if its first choice is confirmed."""
+    return len(basic_settings(layouts)) + len(fusions) + (len(fusions) > 1) + 1
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search; `run` makes the comparisons, and `result` is what to keep.
+
+    First all combinations of layout, join and trace are compared with stock MLX. On the
+    best of them, traced, each fusion is compared alone, then those together that were
+    faster. The choice is measured once more: the fastest of many measurements is
+    partly luck. If it is not confirmed, the next best takes its place.
+
+    Attributes:
+        compare: Measures settings.
+        fusions: The fusions to try.
+        layouts: The layouts to try.
+        is_over: Whether no further settings are to be tried.
+        measured: The latest comparison of each settings.
+        result: The comparison of the settings to keep; None if stock MLX is to be kept.
+        skipped: Settings for which there was no time.
+    """
+
+    compare: Compare
+    fusions: Sequence[str]
+    layouts: Sequence[str] = LAYOUTS
+    is_over: Callable[[], bool] = lambda: False
+    measured: dict[ModelSettings, Comparison] = field(default_factory=dict)
+    result: Comparison | None = None
+    skipped: list[ModelSettings] = field(default_factory=list)
+
+    def run(self) -> Iterator[Comparison]:
+        """Yields each comparison after it was made; then `result` is known."""
+        yield from self._measure(basic_settings(self.layouts))
+        yield from self._fusions()
+        yield from self._confirm()
+
+    def _measure(self, wanted: Sequence[ModelSettings]) -> Iterator[Comparison]:
+        for settings in wanted:
+            if self.is_over() and self.measured:
+                self.skipped.append(settings)
+            elif settings not in self.measured:
+                self.measured[settings] = self.compare(settings)
+                yield self.measured[settings]
+
+    def _fusions(self) -> Iterator[Comparison]:
+        traced = [each for each in self.measured.values() if _is_traced(each)]
+        if not traced:
+            return
+        base = max(traced, key=lambda each: each.speedup)
+        assert base.settings is not None
+        if base.excluded:
+            return
+        alone = [replace(base.settings, fuse=(name,)) for name in self.fusions]
+        yield from self._measure(alone)
+        least = base.speedup * (1 + FUSION_GAIN)
+        gains = {
+            settings.fuse[0]
+            for settings in alone
+            if settings in self.measured and self.measured[settings].speedup >= least
+        }
+        together = tuple(name for name in self.fusions if name in gains)
+        if len(together) > 1:
+            yield from self._measure([replace(base.settings, fuse=together)])
+
+    def _confirm(self) -> Iterator[Comparison]:
+        """Measures the choice once more until a choice is confirmed."""
+        open_ = dict(self.measured)
+        while (first := chosen([*open_.values()])) is not None:
+            settings = first.settings
+            assert settings is not None
+            if not first.is_faster or (self.is_over() and settings == DEFAULTS):
+                break  # the defaults, which are at least as fast as stock MLX
+            if self.is_over():
+                del open_[settings]
+                self.skipped.append(settings)
+                continue
+            again = self.compare(settings)
+            yield again
+            self.measured[settings] = open_[settings] = again
+            if again.is_faster:
+                self.result = again
+                return
+        self.result = first
+
+
+def _is_traced(comparison: Comparison) -> bool:
+    return comparison.settings is not None and comparison.settings.trace

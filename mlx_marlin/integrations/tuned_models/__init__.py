@@ -1,0 +1,1 @@
+"""The settings of `optimize` that `mlx-marlin tune MODEL` found, and where they are."""

@@ -1,0 +1,58 @@
+"""The machine that tuned settings of a model hold for, found without starting MLX."""
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+from mlx_marlin import state
+from mlx_marlin.backends.metal import detection
+
+PACKAGES = ("mlx", "mlx-lm", "mlx-marlin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMachine:
+    """What the speed of a model depends on besides the model and its settings.
+
+    Attributes:
+        chip: Name of the chip, or "".
+        cores: GPU cores, or 0.
+        build: Build of the operating system, which has the GPU compiler.
+        mlx: Version of MLX.
+        mlx_lm: Version of mlx-lm, or "".
+        mlx_marlin: Version of this package.
+    """
+
+    chip: str
+    cores: int
+    build: str
+    mlx: str
+    mlx_lm: str
+    mlx_marlin: str
+
+    @property
+    def slug(self) -> str:
+        """The part of it that file names contain: chip and cores."""
+        chip = re.sub(r"[^a-z0-9]+", "-", self.chip.lower()).strip("-") or "unknown"
+        return f"{chip}-{self.cores}-cores"
+
+
+@state.cache()
+def here() -> ModelMachine:
+    """Returns this machine. MLX is neither imported nor started."""
+    mlx, mlx_lm, mlx_marlin = map(_version, PACKAGES)
+    return ModelMachine(
+        chip=detection.chip_name() or "",
+        cores=detection.gpu_cores() or 0,
+        build=detection.os_build(),
+        mlx=mlx,
+        mlx_lm=mlx_lm,
+        mlx_marlin=mlx_marlin,
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,214 @@
+"""Which settings a search keeps, on synthetic times."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import geometric_mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.benchmarking.model_tuning import search as searching
+from mlx_marlin.benchmarking.model_tuning.comparison import (
+    MARGIN,
+    PROMPT_MARGIN,
+    TIE,
+    Comparison,
+    chosen,
+)
+from mlx_marlin.benchmarking.model_tuning.search import Search, basic_settings
+from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+
+STREAMS = (1, 4, 8)
+NAMES = ("residual", "gate", "norm")
+JOINED, TRACED = ModelSettings(join=True), ModelSettings(trace=True)
+PACKED = ModelSettings(layout="marlin")
+Speed = Callable[[ModelSettings], float]
+
+speedups = st.fixed_dictionaries({n: st.floats(0.5, 2.0) for n in STREAMS})
+excluded = st.sampled_from([None, None, None, "other tokens"])
+comparisons = st.lists(
+    st.builds(
+        Comparison,
+        settings=st.sampled_from(basic_settings()),
+        speedups=speedups,
+        prompts=st.fixed_dictionaries({n: st.floats(0.8, 1.2) for n in STREAMS}),
+        excluded=excluded,
+    ),
+    unique_by=lambda each: each.settings,
+)
+
+
+def same(settings: ModelSettings, speedup: float) -> Comparison:
+    return Comparison(settings=settings, speedups=dict.fromkeys(STREAMS, speedup))
+
+
+def searched(speed: Speed, fusions: Sequence[str] = NAMES) -> Search:
+    found = Search(compare=lambda each: same(each, speed(each)), fusions=fusions)
+    assert [*found.run()]
+    return found
+
+
+@given(comparisons)
+def test_nothing_is_kept_that_is_slower_than_stock(measured: list[Comparison]) -> None:
+    kept = chosen(measured)
+
+    if kept is not None:
+        assert kept.excluded is None
+        assert min(kept.speedups.values()) >= 1 - MARGIN
+        assert min(kept.prompts.values()) >= 1 - PROMPT_MARGIN
+    if kept is None or kept.speedup < 1 + MARGIN:
+        assert not any(each.is_faster for each in measured)
+        assert kept is None or kept.settings == DEFAULTS
+
+
+@given(comparisons)
+def test_only_simpler_settings_replace_the_fastest(measured: list[Comparison]) -> None:
+    kept = chosen(measured)
+
+    for each in measured:
+        if each.is_faster and kept is not None and each.speedup > kept.speedup:
+            assert each.settings is not None
+            assert kept.settings is not None
+            assert each.speedup <= kept.speedup * (1 + TIE) * (1 + 1e-9)
+            assert kept.settings.complexity <= each.settings.complexity
+
+
+def test_the_rule_by_examples() -> None:
+    faster = 1 + MARGIN + 0.1
+
+    assert chosen([]) is None
+    assert chosen([same(DEFAULTS, 1.0), same(JOINED, 1.01)]) == same(DEFAULTS, 1.0)
+    assert chosen([same(DEFAULTS, 0.9), same(JOINED, 1.01)]) is None
+    assert chosen([same(DEFAULTS, 0.9), same(JOINED, faster)]) == same(JOINED, faster)
+    all_ = replace(JOINED, trace=True, layout="marlin")
+    tied = [same(all_, 1.203), same(JOINED, 1.2), same(DEFAULTS, 1.1)]
+    assert chosen(tied) == tied[1]
+    slow_alone = Comparison(settings=JOINED, speedups={1: 0.97, 4: 2.0, 8: 2.0})
+    assert not slow_alone.is_harmless
+    slow_prompt = replace(same(JOINED, 2.0), prompts={1: 0.94})
+    assert not slow_prompt.is_harmless
+    other = Comparison(settings=JOINED, excluded="other tokens")
+    assert [each.verdict for each in (slow_alone, other, tied[0])] == [
+        "slower than stock MLX",
+        "not used: other tokens",
+        "faster",
+    ]
+
+
+@pytest.mark.parametrize("settings", [*basic_settings()])
+def test_every_basic_setting_can_win(settings: ModelSettings) -> None:
+    found = searched(lambda each: 1.3 if each == settings else 1.0)
+
+    assert found.result == same(settings, 1.3)
+    assert found.skipped == []
+
+
+def test_fusions_are_tried_alone_on_the_best_and_then_together() -> None:
+    gains = {"residual": 1.05, "gate": 0.97, "norm": 1.04}
+
+    def speed(settings: ModelSettings) -> float:
+        own = 1.1 if settings.join else 1.0
+        for name in settings.fuse:
+            own *= gains[name]
+        return own * (1.01 if settings.trace else 1.0)
+
+    found = searched(speed)
+
+    tried = [each.fuse for each in found.measured if each.fuse]
+    assert tried == [("residual",), ("gate",), ("norm",), ("residual", "norm")]
+    assert {each.layout for each in found.measured if each.fuse} == {"mlx"}
+    best = ModelSettings(join=True, trace=True, fuse=("residual", "norm"))
+    assert found.result is not None
+    assert found.result.settings == best
+    assert found.result.speedup == pytest.approx(speed(best))
+
+
+def test_fusions_can_make_tracing_pay() -> None:
+    found = searched(lambda each: 1.1 if each.fuse == ("gate",) else 1.0)
+
+    assert found.result == same(replace(TRACED, fuse=("gate",)), 1.1)
+
+
+def test_without_a_gain_the_defaults_stay() -> None:
+    assert searched(lambda _: 1.0).result == same(DEFAULTS, 1.0)
+    assert searched(lambda _: 0.9).result is None
+    assert searched(lambda each: 1.0 if each == DEFAULTS else 0.5).result == same(
+        DEFAULTS, 1.0
+    )
+
+
+def test_a_choice_that_was_luck_is_not_kept() -> None:
+    calls: list[ModelSettings] = []
+
+    def compare(settings: ModelSettings) -> Comparison:
+        calls.append(settings)
+        lucky = {PACKED: (1.5, 0.9), JOINED: (1.4, 1.3)}.get(settings, (1.0, 1.0))
+        return same(settings, lucky[calls.count(settings) - 1])
+
+    found = Search(compare=compare, fusions=())
+    steps = [each.settings for each in found.run()]
+
+    assert found.result == same(JOINED, 1.3)
+    assert steps == calls
+    assert calls[-2:] == [PACKED, JOINED]
+    assert found.measured[PACKED] == same(PACKED, 0.9)
+
+
+def test_settings_with_other_tokens_are_reported_and_not_used() -> None:
+    def compare(settings: ModelSettings) -> Comparison:
+        if settings.trace:
+            return Comparison(settings=settings, excluded="other tokens")
+        return same(settings, 1.0)
+
+    found = Search(compare=compare, fusions=NAMES)
+
+    assert [*found.run()] == [*found.measured.values()]
+    assert found.result == same(DEFAULTS, 1.0)
+    assert not any(each.fuse for each in found.measured)
+
+
+@pytest.mark.parametrize("limit", range(1, 14))
+def test_without_time_nothing_is_kept_that_was_not_confirmed(limit: int) -> None:
+    calls: list[ModelSettings] = []
+
+    def compare(settings: ModelSettings) -> Comparison:
+        calls.append(settings)
+        return same(settings, 1.0 + 0.1 * settings.complexity)
+
+    found = Search(compare=compare, fusions=NAMES, is_over=lambda: len(calls) >= limit)
+    assert [*found.run()]
+
+    assert len(calls) == min(limit, searching.steps(found.layouts, NAMES))
+    assert found.result is not None
+    settings = found.result.settings
+    assert settings == DEFAULTS or calls.count(settings) == 2
+    tried = {*found.measured, *found.skipped}
+    assert {*basic_settings()} <= tried
+    assert (limit < 13) == bool(found.skipped)
+
+
+@given(st.integers(0, 2**32), st.floats(0.0, 0.01))
+def test_noise_keeps_nothing_slower_than_stock(seed: int, noise: float) -> None:
+    """Whatever the speeds are, what is kept loses no more than margin and noise."""
+    draw = random.Random(seed)
+    true: dict[ModelSettings, dict[int, float]] = {}
+
+    def compare(settings: ModelSettings) -> Comparison:
+        speeds = true.setdefault(
+            settings, {n: draw.uniform(0.9, 1.12) for n in STREAMS}
+        )
+        noisy = {n: s * (1 + draw.uniform(-noise, noise)) for n, s in speeds.items()}
+        return Comparison(settings=settings, speedups=noisy)
+
+    found = Search(compare=compare, fusions=NAMES)
+    assert [*found.run()]
+
+    if found.result is not None:
+        assert found.result.settings is not None
+        kept = true[found.result.settings]
+        assert min(kept.values()) >= (1 - MARGIN) / (1 + noise)
+        gain = geometric_mean(kept.values())
+        is_default = found.result.settings == DEFAULTS
+        assert is_default or gain >= (1 + MARGIN) / (1 + noise)

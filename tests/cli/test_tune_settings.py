@@ -1,0 +1,373 @@
+"""`mlx-marlin tune MODEL` ends with the model itself, and what other commands tell."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+import mlx_marlin
+from mlx_marlin import cache, state
+from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.benchmarking.model_tuning import environment as values_of_mlx
+from mlx_marlin.benchmarking.model_tuning.comparison import Comparison
+from mlx_marlin.benchmarking.model_tuning.environment import Job, Run, Value
+from mlx_marlin.benchmarking.model_tuning.generations import Generations
+from mlx_marlin.cli import main
+from mlx_marlin.integrations.tuned_models import (
+    environment,
+    lookup,
+    machine,
+    model_key,
+    results,
+)
+from mlx_marlin.integrations.tuned_models.results import TunedModel
+from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+from support import quantized_folder
+from support.models import tiny_llama
+
+Choose = Callable[[str | None], None]
+JOINED = ModelSettings(join=True)
+VARIABLE = environment.VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Returns the root of a cache of the test's own, on a machine with Metal."""
+    place = tmp_path / "cache"
+    monkeypatch.setattr(cache, "root", lambda: place)
+    monkeypatch.setattr(selection, "has_device", lambda name: name == "metal")
+    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+    backend(None)
+    return place
+
+
+@pytest.fixture
+def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """Stands in for clocks: speeds by settings and values. Products take no time."""
+    found: dict[Any, float] = {}
+
+    def compare(self: Generations, settings: ModelSettings) -> Comparison:
+        speed = found.get(settings, 1.0)
+        if speed == 0:
+            return Comparison(settings=settings, excluded="other tokens")
+        return Comparison(
+            settings=settings, speedups=dict.fromkeys(self.streams, speed)
+        )
+
+    def measure(job: Job, value: Value) -> Run:
+        steps = dict.fromkeys(job.streams, 1 / found.get(value, 1.0))
+        return Run(value=str(value), steps=steps, prompts=steps, tokens=[])
+
+    monkeypatch.setattr(Generations, "compare", compare)
+    monkeypatch.setattr(values_of_mlx, "measure", measure)
+    monkeypatch.setattr("mlx_marlin.cli.tune._tune", lambda *_: 0)
+    monkeypatch.setattr("mlx_marlin.cli.tune._clock", lambda *_: object())
+    return found
+
+
+def is_joined() -> bool:
+    model = mlx_marlin.optimize(tiny_llama())
+    return "joined" in model.layers[0].self_attn.q_proj
+
+
+def kept() -> TunedModel | None:
+    state.reset()
+    return lookup.find(tiny_llama())
+
+
+def test_what_wins_is_kept_and_used(
+    speeds: dict[Any, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds |= {JOINED: 1.2, ModelSettings(trace=True): 0, 200: 1.1}
+    assert not is_joined()
+
+    assert main(["tune", "some/model", "--streams", "1,4"]) == 0
+
+    out = capsys.readouterr().out
+    assert "some/model: speed relative to stock MLX, by streams" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["join", "1.200", "1.200", "faster"] in lines
+    assert ["defaults", "1.000", "1.000", "no", "difference"] in lines
+    assert ["trace", "not", "used:", "other", "tokens"] in lines
+    assert ["200", "1.100", "1.100", "faster"] in lines
+    assert "optimize(model) uses join from now on" in out
+    assert f"{VARIABLE}=200 is faster: `mlx-marlin lm` sets it" in out
+    found = kept()
+    assert found is not None
+    assert (found.model, found.settings) == ("some/model", JOINED)
+    assert found.speedups == {1: 1.2, 4: 1.2}
+    assert found.max_ops_per_buffer == 200
+    assert is_joined()
+    assert str(results.folder() / results.file_name(machine.here(), found.key)) in out
+
+
+def test_a_tie_keeps_the_defaults_and_a_loss_stock_mlx(
+    speeds: dict[Any, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "some/model"]) == 0
+    found = kept()
+    assert found is not None
+    assert (found.settings, found.max_ops_per_buffer) == (DEFAULTS, None)
+    assert "optimize(model) uses defaults from now on" in capsys.readouterr().out
+
+    speeds[DEFAULTS] = 0.9
+    assert main(["tune", "some/model"]) == 0
+    found = kept()
+    assert found is not None
+    assert found.settings is None
+    out = capsys.readouterr().out
+    assert "optimize(model) leaves such models to stock MLX from now on" in out
+
+
+def test_an_interrupted_search_keeps_no_verdict(
+    speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds[JOINED] = 1.2
+
+    def interrupt(*_: object) -> Run:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(values_of_mlx, "measure", interrupt)
+
+    assert main(["tune", "some/model"]) == 130
+    assert kept() is None
+
+
+def test_products_are_kept_before_the_model_is_measured(
+    speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr("mlx_marlin.cli.tune._tune", lambda *_: events.append("all"))
+    monkeypatch.setattr(
+        "mlx_marlin.cli.tune.model.tune", lambda name, *_: events.append(name)
+    )
+
+    assert main(["tune", "8x64x128", "a/b", "c/d", "a/b"]) is None
+
+    assert events == ["all", "a/b", "c/d"]
+
+
+@pytest.mark.parametrize("arguments", [["some/model", "--no-model"], ["8x64x128"]])
+def test_nothing_but_products_is_measured_on_request(
+    speeds: dict[Any, float], arguments: list[str]
+) -> None:
+    speeds[JOINED] = 2.0
+
+    assert main(["tune", *arguments]) == 0
+
+    assert kept() is None
+
+
+def test_without_time_the_rest_is_listed(
+    speeds: dict[Any, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds[JOINED] = 2.0
+
+    assert main(["tune", "some/model", "--max-minutes", "1e-9"]) == 0
+
+    out = capsys.readouterr().out
+    assert out.count("no time") == 8  # seven settings and the values of MLX's variable
+    found = kept()
+    assert found is not None
+    assert found.settings == DEFAULTS
+
+
+@pytest.mark.parametrize("name", ["emulator", "cuda"])
+def test_nothing_is_measured_without_a_clock(
+    speeds: dict[Any, float],
+    backend: Choose,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    speeds[JOINED] = 2.0
+    backend(name)
+
+    assert main(["tune", "some/model", "--dtype", "float16"]) == 0
+
+    assert "the settings of `optimize` are not measured: " in capsys.readouterr().out
+    assert not results.folder().exists()
+
+
+def test_a_dry_run_lists_the_settings(
+    speeds: dict[Any, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "some/model", "--dry-run"]) == 0
+
+    out = capsys.readouterr().out
+    assert "generation at 1,4,8 streams with defaults; trace; join; " in out
+    assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--streams", "0"), ("--streams", "1,65"), ("--max-minutes", "0")],
+)
+def test_wrong_options_are_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert main(["tune", "some/model", option, value]) == 2
+    assert f"{option} " in capsys.readouterr().err
+
+
+def write(folder: Path | None = None, **others: Any) -> Path:
+    key = model_key.key_of_model_name(str(folder)) if folder else ""
+    return results.write(
+        machine.here(),
+        TunedModel(
+            **{
+                "model": "tiny",
+                "key": model_key.model_key(tiny_llama()),
+                "config": key,
+                "settings": JOINED,
+                "speedups": {1: 1.25},
+                "max_ops_per_buffer": 200,
+                "date": "2026-11-25",
+            }
+            | others
+        ),
+    )
+
+
+def test_the_cache_lists_and_clears_them(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write()
+
+    assert main(["cache"]) == 0
+    assert "settings of optimize that mlx-marlin tune found" in capsys.readouterr().out
+    assert main(["cache", "--clear", "models"]) == 0
+    assert kept() is None
+    write()
+    assert main(["tune", "--clear"]) == 0
+    assert kept() is None
+
+
+def test_doctor_tells_the_settings_and_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write()
+    export = f"export {VARIABLE}=200 before MLX starts"
+    line = "tiny: join, measured here on 2026-11-25: 1.25 times stock MLX at 1 streams"
+
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert line in out
+    assert export in out
+    main(["doctor", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["models"]["models"]
+    assert found["max_ops_per_buffer"] == 200
+    monkeypatch.setenv(VARIABLE, "200")
+    main(["doctor"])
+    assert export not in capsys.readouterr().out
+    file.write_text("{")
+    main(["doctor"])
+    assert f"the tuned settings in {file} are ignored" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "quantized"
+    return quantized_folder.write(place, mx.float32)
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Lists the variable when mlx-lm's `generate`, which does nothing, begins."""
+    found: list[str | None] = []
+    generate = sys.modules["mlx_lm.generate"]
+    monkeypatch.setattr(generate, "main", lambda: found.append(os.getenv(VARIABLE)))
+    monkeypatch.setattr(
+        "mlx_marlin.integrations.auto.hook.install", lambda options: True
+    )
+    monkeypatch.setenv(VARIABLE, "")  # so that the test's end takes it away
+    return found
+
+
+def test_lm_sets_what_won(
+    folder: Path, called: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder)
+    model = ["--model", str(folder)]
+
+    def variable(*before: str, arguments: list[str] = model) -> str | None:
+        assert main(["lm", *before, "generate", *arguments]) == 0
+        value = called[-1]
+        monkeypatch.setenv(VARIABLE, "")
+        return value or None
+
+    assert variable() == "200"
+    assert variable(arguments=[f"--model={folder}", "--prompt", "x"]) == "200"
+    assert variable(arguments=["--prompt", "--model"]) is None
+    assert variable(arguments=["--model", str(folder.parent)]) is None
+    assert variable("--join") is None
+    for name in (*environment.CHOICES, tuned_results.ENVIRONMENT):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "0")
+            assert variable() is None
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, "77")
+        assert main(["lm", "generate", *model]) == 0
+        assert called[-1] == "77"
+    write(folder, max_ops_per_buffer=None)
+    assert variable() is None
+    write(folder)
+    other = replace(machine.here(), mlx="0.1.2")
+    monkeypatch.setattr(machine, "here", lambda: other)
+    with pytest.warns(RuntimeWarning, match="measured with mlx "):
+        assert variable() is None
+
+
+def test_a_model_of_the_hub_is_found_where_it_was_downloaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    place = str(folder / "config.json")
+    monkeypatch.setattr(
+        huggingface_hub,
+        "try_to_load_from_cache",
+        lambda name, file: place if (name, file) == ("a/b", "config.json") else None,
+    )
+
+    expected = model_key.key_of_model_name(str(folder))
+    assert expected is not None
+    assert model_key.key_of_model_name("a/b") == expected
+    assert model_key.key_of_model_name("a/c") is None
+
+
+def test_the_variable_is_set_before_mlx_is_imported(folder: Path, root: Path) -> None:
+    write(folder)
+    code = f"""
+import os, sys
+from pathlib import Path
+from mlx_marlin import cache
+cache.root = lambda: Path({str(root)!r})
+from mlx_marlin.cli import lm
+from mlx_marlin.integrations.tuned_models import environment
+environment.set_for_model(["--model", {str(folder)!r}])
+print(os.environ[{VARIABLE!r}], [name for name in sys.modules if name == "mlx.core"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "200 []\n", done.stderr
+
+
+def test_the_config_of_a_model_is_kept(folder: Path, speeds: dict[Any, float]) -> None:
+    assert main(["tune", str(folder), "--no-model"]) == 0
+    assert main(["tune", str(folder)]) == 0
+
+    found = kept()
+    assert found is not None
+    assert found.model == "quantized"
+    assert found.config == model_key.key_of_model_name(str(folder)) != ""

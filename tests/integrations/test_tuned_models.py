@@ -1,0 +1,345 @@
+"""`optimize` without arguments uses the settings that tuning found for a model."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin import cache, state
+from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.integrations.fusions import FUSIONS
+from mlx_marlin.integrations.mlx_lm.warn_once import forget
+from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.integrations.tuned_models import (
+    lookup,
+    machine,
+    model_key,
+    results,
+    settings,
+)
+from mlx_marlin.integrations.tuned_models.results import TunedModel
+from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.layers.linear import MarlinLinear
+from support.models import arrays, assert_same_model, tiny_llama, types
+
+Choose = Callable[[str | None], None]
+JOINED = ModelSettings(join=True)
+ALL = ModelSettings(layout="marlin", join=True, trace=True, fuse=("residual",))
+
+
+def result(model: nn.Module, chosen: ModelSettings | None, **others: Any) -> TunedModel:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "key": model_key.model_key(model),
+        "config": "",
+        "settings": chosen,
+        "speedups": {1: 1.125, 4: 1.25},
+        "max_ops_per_buffer": None,
+        "date": "2026-11-25",
+    }
+    return TunedModel(**(fields | others))
+
+
+def keep(chosen: ModelSettings | None, **others: Any) -> Path:
+    model = tiny_llama()
+    return results.write(machine.here(), result(model, chosen, **others))
+
+
+@pytest.fixture
+def kept(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Path]:
+    """Keeps results in a folder of the test, as if this machine had a Metal device."""
+    monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
+    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.setattr(selection, "has_device", lambda name: name == "metal")
+    backend(None)
+    assert selection.backend() == "metal"
+    yield tmp_path / results.FOLDER
+    state.reset()
+
+
+def assert_same_layers(actual: nn.Module, expected: nn.Module) -> None:
+    assert types(actual) == types(expected)
+    assert [*arrays(actual)] == [*arrays(expected)]
+    for path, array in arrays(expected).items():
+        assert mx.array_equal(arrays(actual)[path], array), path
+
+
+def is_joined(model: nn.Module) -> bool:
+    return "joined" in model.layers[0].self_attn.q_proj
+
+
+def test_without_results_nothing_is_read(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tiny_llama()
+    mlx_marlin.optimize(expected, layout="mlx", join=False, trace=False)
+    asked: list[object] = []
+    monkeypatch.setattr(lookup, "model_key", asked.append)
+
+    assert_same_model(mlx_marlin.optimize(tiny_llama()), expected)
+
+    assert asked == []
+
+
+@pytest.mark.parametrize("chosen", [DEFAULTS, JOINED, ALL])
+def test_what_won_replaces_the_defaults(kept: Path, chosen: ModelSettings) -> None:
+    expected = mlx_marlin.optimize(tiny_llama(), **chosen.options)
+    keep(chosen)
+
+    model = mlx_marlin.optimize(tiny_llama())
+
+    assert_same_layers(model, expected)
+    blocks = [each for each in model.modules() if isinstance(each, TracedBlock)]
+    assert len(blocks) == (2 if chosen.trace else 0)
+
+
+def test_it_is_used_again_for_a_converted_model(kept: Path) -> None:
+    keep(ALL)
+    expected = mlx_marlin.optimize(tiny_llama())
+
+    model = mlx_marlin.optimize(mlx_marlin.optimize(tiny_llama()))
+
+    assert_same_layers(model, expected)
+
+
+@pytest.mark.parametrize(
+    "explicit",
+    [{"join": False}, {"layout": "mlx"}, {"trace": False}, {"invariant": True}],
+)
+def test_explicit_arguments_win(kept: Path, explicit: dict[str, Any]) -> None:
+    keep(JOINED)
+
+    assert not is_joined(mlx_marlin.optimize(tiny_llama(), **explicit))
+    assert is_joined(mlx_marlin.optimize(tiny_llama(), progress=False, layout=None))
+
+
+def test_a_model_that_is_faster_on_stock_mlx_is_not_converted(kept: Path) -> None:
+    keep(None)
+
+    model = mlx_marlin.optimize(tiny_llama())
+    dry = mlx_marlin.optimize(tiny_llama(), dry_run=True)
+
+    assert_same_model(model, tiny_llama())
+    assert dry.converted == ()
+    reason = "measured here on 2026-11-25: stock MLX is faster"
+    assert {*dry.kept.values()} == {reason}
+    assert str(dry).endswith(f"tuned settings, stock MLX: {reason}")
+    converted = mlx_marlin.optimize(tiny_llama(), layout="marlin")
+    assert_same_model(mlx_marlin.optimize(converted), tiny_llama())
+
+
+def test_a_forced_back_end_is_not_left_for_speed(kept: Path, backend: Choose) -> None:
+    keep(None)
+    backend("metal")
+
+    model = mlx_marlin.optimize(tiny_llama())
+
+    assert any(isinstance(layer, MarlinLinear) for layer in model.modules())
+
+
+def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(JOINED)
+    monkeypatch.setenv("MLX_MARLIN_LOG", "1")
+    state.reset()
+
+    dry = mlx_marlin.optimize(tiny_llama(), dry_run=True)
+
+    expected = (
+        "join: measured here on 2026-11-25: 1.12 times stock MLX at 1, 1.25 times "
+        "stock MLX at 4 streams"
+    )
+    assert dry.tuned == expected
+    assert f"mlx_marlin: tiny: tuned settings, {expected}\n" in capsys.readouterr().err
+    named = mlx_marlin.optimize(tiny_llama(), dry_run=True, join=True)
+    assert named.tuned is None
+    assert str(named) == str(dry).rpartition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(tuned_results.ENVIRONMENT, "0"), ("MLX_MARLIN_DEVICE", "Apple M1")],
+)
+def test_the_environment_turns_it_off(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    keep(JOINED)
+    monkeypatch.setenv(name, value)
+    state.reset()
+
+    assert not is_joined(mlx_marlin.optimize(tiny_llama()))
+
+
+@pytest.mark.parametrize("name", ["emulator", "stock", "cuda"])
+def test_other_back_ends_do_not_use_it(kept: Path, backend: Choose, name: str) -> None:
+    keep(JOINED)
+    backend(name)
+
+    assert lookup.find(tiny_llama()) is None
+    assert lookup.why_not_tuned()
+
+
+def test_another_model_has_its_own_result(kept: Path) -> None:
+    keep(JOINED)
+    other = tiny_llama(tied=False)
+
+    assert lookup.find(other) is None
+    results.write(machine.here(), result(other, ALL))
+    found = [lookup.find(model) for model in (other, tiny_llama())]
+    assert [each and each.settings for each in found] == [ALL, JOINED]
+
+
+def test_a_newer_result_replaces_an_older_one(kept: Path) -> None:
+    assert keep(JOINED) == keep(ALL)
+
+    assert lookup.find(tiny_llama()) == result(tiny_llama(), ALL)
+    assert len([*kept.iterdir()]) == 1
+    assert results.clear() == 1
+    assert lookup.find(tiny_llama()) is None
+
+
+@pytest.mark.parametrize("name", ["mlx", "mlx_lm", "mlx_marlin", "build"])
+def test_a_result_of_another_version_is_ignored_with_one_message(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    keep(JOINED)
+    other = replace(machine.here(), **{name: "0.1.2"})
+    monkeypatch.setattr(machine, "here", lambda: other)
+
+    with pytest.warns(RuntimeWarning, match=f"measured with {name} .*, here 0.1.2"):
+        assert lookup.find(tiny_llama()) is None
+    assert lookup.find(tiny_llama()) is None  # without a second warning
+
+
+def broken(text: str) -> list[str]:
+    """Returns texts that `write` cannot have written, made from one that it has."""
+    whole = json.loads(text)
+    changes = (
+        {"settings": {"layout": "odd"}},
+        {"settings": whole["settings"] | {"layout": "odd"}},
+        {"settings": whole["settings"] | {"fuse": ["nothing"]}},
+        {"settings": whole["settings"] | {"join": 1}},
+        {"settings": []},
+        {"speedups": {"1": -1.0}},
+        {"speedups": {"one": 1.0}},
+        {"speedups": None},
+        {"max_ops_per_buffer": "5; rm"},
+        {"max_ops_per_buffer": 0},
+        {"machine": {}},
+        {"machine": whole["machine"] | {"chip": "another"}},
+        {"key": "another"},
+        {"more": 1},
+    )
+    texts = [json.dumps(whole | change) for change in changes]
+    return [*texts, "", "[]", "{}", text[:-20], "[" * 100_000, "\x00"]
+
+
+def test_a_damaged_file_is_ignored_with_one_message(kept: Path) -> None:
+    file = keep(ALL)
+    for text in broken(file.read_text("utf-8")):
+        file.write_text(text, "utf-8")
+        forget()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert lookup.find(tiny_llama()) is None, text
+            assert lookup.find(tiny_llama()) is None
+        assert len(caught) == 1, text
+        assert "`mlx-marlin tune MODEL`" in str(caught[0].message)
+    keep(ALL)
+    assert lookup.find(tiny_llama()) is not None
+
+
+def test_a_file_that_others_can_write_is_ignored(kept: Path) -> None:
+    keep(JOINED).chmod(0o666)
+
+    with pytest.warns(RuntimeWarning, match="can be written by other users"):
+        assert lookup.find(tiny_llama()) is None
+
+
+def test_a_write_that_fails_keeps_the_old_file(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = keep(JOINED).read_text("utf-8")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.os, "replace", fail)
+        with pytest.raises(OSError, match="disk full"):
+            keep(ALL)
+
+    (file,) = kept.iterdir()
+    assert file.read_text("utf-8") == before
+
+
+def test_a_key_depends_on_the_shape_only() -> None:
+    keys = {
+        model_key.model_key(model)
+        for model in (
+            tiny_llama(),
+            mlx_marlin.optimize(tiny_llama(), layout="marlin", join=True, trace=True),
+            mlx_marlin.optimize(tiny_llama(), layout="mlx"),
+        )
+    }
+    assert len(keys) == 1
+    others = [tiny_llama(tied=False), tiny_llama(quantized=False), nn.Linear(8, 8)]
+    others.append(tiny_llama())
+    others[-1].args.rope_theta += 1
+    half = tiny_llama()
+    half.set_dtype(mx.float16)
+    different = {model_key.model_key(model) for model in (*others, half)}
+    assert len(different) == 5
+    assert not different & keys
+
+
+def test_a_config_is_compared_without_names_and_paths() -> None:
+    config = {"hidden_size": 64, "layers": [{"k": 1}], "vocab_size": 5}
+    named = {"_name_or_path": "/home/me", "transformers_version": "1", "name": "x"}
+
+    assert model_key.config_key(config | named) == model_key.config_key(config)
+    for other in ({"hidden_size": 65}, {"layers": [{"k": 2}]}, {"extra": None}):
+        assert model_key.config_key(config | other) != model_key.config_key(config)
+
+
+@given(
+    st.builds(
+        lambda layout, join, fuse, trace: ModelSettings(
+            layout=layout,
+            join=join,
+            trace=trace or bool(fuse),
+            fuse=tuple(name for name in FUSIONS if name in fuse),
+        ),
+        st.sampled_from(["mlx", "marlin"]),
+        st.booleans(),
+        st.sets(st.sampled_from([*FUSIONS])),
+        st.booleans(),
+    )
+)
+def test_settings_survive_json(drawn: ModelSettings) -> None:
+    text = json.dumps(settings.row(drawn))
+
+    assert settings.settings_of(json.loads(text)) == drawn
+    assert (str(drawn) == "defaults") == (drawn == DEFAULTS)
+    assert (drawn.complexity == 0) == (drawn == DEFAULTS)
+
+
+def test_settings_that_contradict_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"fuse=.*expected trace=True"):
+        ModelSettings(fuse=("residual",))
+    with pytest.raises(ValueError, match="expected some of"):
+        ModelSettings(fuse=("nothing",), trace=True)
+    with pytest.raises(ValueError, match="layout='odd'"):
+        ModelSettings(layout="odd")
