@@ -45,8 +45,8 @@ def same(settings: ModelSettings, speedup: float) -> Comparison:
 
 
 def searched(speed: Speed, fusions: Sequence[str] = NAMES) -> Search:
-    found = Search(compare=lambda each: same(each, speed(each)), fusions=fusions)
-    assert [*found.run()]
+    found = Search(fusions=fusions)
+    assert [*found.run(lambda each: same(each, speed(each)))]
     return found
 
 
@@ -147,8 +147,8 @@ def test_a_choice_that_was_luck_is_not_kept() -> None:
         lucky = {PACKED: (1.5, 0.9), JOINED: (1.4, 1.3)}.get(settings, (1.0, 1.0))
         return same(settings, lucky[calls.count(settings) - 1])
 
-    found = Search(compare=compare, fusions=())
-    steps = [each.settings for each in found.run()]
+    found = Search(fusions=())
+    steps = [each.settings for each in found.run(compare)]
 
     assert found.result == same(JOINED, 1.3)
     assert steps == calls
@@ -162,9 +162,9 @@ def test_settings_with_other_tokens_are_reported_and_not_used() -> None:
             return Comparison(settings=settings, excluded="other tokens")
         return same(settings, 1.0)
 
-    found = Search(compare=compare, fusions=NAMES)
+    found = Search(fusions=NAMES)
 
-    assert [*found.run()] == [*found.measured.values()]
+    assert [*found.run(compare)] == [*found.measured.values()]
     assert found.result == same(DEFAULTS, 1.0)
     assert not any(each.fuse for each in found.measured)
 
@@ -177,8 +177,8 @@ def test_without_time_nothing_is_kept_that_was_not_confirmed(limit: int) -> None
         calls.append(settings)
         return same(settings, 1.0 + 0.1 * settings.complexity)
 
-    found = Search(compare=compare, fusions=NAMES, is_over=lambda: len(calls) >= limit)
-    assert [*found.run()]
+    found = Search(fusions=NAMES, is_over=lambda: len(calls) >= limit)
+    assert [*found.run(compare)]
 
     assert len(calls) == min(limit, searching.steps(found.layouts, NAMES))
     assert found.result is not None
@@ -202,8 +202,8 @@ def test_noise_keeps_nothing_slower_than_stock(seed: int, noise: float) -> None:
         noisy = {n: s * (1 + draw.uniform(-noise, noise)) for n, s in speeds.items()}
         return Comparison(settings=settings, speedups=noisy)
 
-    found = Search(compare=compare, fusions=NAMES)
-    assert [*found.run()]
+    found = Search(fusions=NAMES)
+    assert [*found.run(compare)]
 
     if found.result is not None:
         assert found.result.settings is not None

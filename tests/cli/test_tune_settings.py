@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,29 @@ def test_an_interrupted_search_keeps_no_verdict(
 
     assert main(["tune", "some/model"]) == 130
     assert kept() is None
+
+
+def test_the_models_are_freed_before_the_processes_load_theirs(
+    speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[weakref.ref[Generations]] = []
+    alive: list[bool] = []
+    compare, measure = Generations.compare, values_of_mlx.measure
+
+    def noting(self: Generations, settings: ModelSettings) -> Comparison:
+        compared.append(weakref.ref(self))
+        return compare(self, settings)
+
+    def checking(job: Job, value: Value) -> Run:
+        alive.extend(each() is not None for each in compared)
+        return measure(job, value)
+
+    monkeypatch.setattr(Generations, "compare", noting)
+    monkeypatch.setattr(values_of_mlx, "measure", checking)
+
+    assert main(["tune", "some/model"]) == 0
+
+    assert {*alive} == {False}
 
 
 def test_products_are_kept_before_the_model_is_measured(

@@ -343,3 +343,26 @@ def test_settings_that_contradict_are_refused() -> None:
         ModelSettings(fuse=("nothing",), trace=True)
     with pytest.raises(ValueError, match="layout='odd'"):
         ModelSettings(layout="odd")
+
+
+def test_a_report_shows_what_optimize_would_do(kept: Path) -> None:
+    before = mlx_marlin.report(tiny_llama(), rows=(1,))
+    line = "optimize(model) uses layout=marlin, join, trace, fuse=residual, measured"
+    assert line not in str(before)
+    keep(ALL)
+
+    found = mlx_marlin.report(tiny_llama(), rows=(1,))
+
+    layouts = {
+        layer.group.product.weight.layout
+        for layer in found.layers
+        if layer.group.product.weight and "proj" in layer.group.name
+    }
+    assert layouts == {"marlin"}
+    assert line in str(found)
+    keep(None)
+    stock = str(mlx_marlin.report(tiny_llama(), rows=(1,)))
+    assert "optimize(model) uses stock MLX, measured here on 2026-11-25" in stock
+    assert "] measured here on 2026-11-25: stock MLX is faster" in stock
+    named = mlx_marlin.report(tiny_llama(), rows=(1,), chip="M3 Max")
+    assert "uses stock MLX" not in str(named)

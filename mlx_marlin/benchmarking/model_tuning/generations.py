@@ -1,8 +1,8 @@
 """Compares a model's generation under settings with stock MLX's, in turns."""
 
+import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -68,11 +68,11 @@ class Generations:
         steps: dict[int, float] = {}
         prompts: dict[int, float] = {}
         try:
-            with self._converted(settings) as model:
-                for count, given in self._prompts.items():
-                    if reason := self._other_tokens(model, given):
-                        return Comparison(settings=settings, excluded=reason)
-                    steps[count], prompts[count] = self._speeds(model, given)
+            model = self._converted(settings)
+            for count, given in self._prompts.items():
+                if reason := self._other_tokens(model, given):
+                    return Comparison(settings=settings, excluded=reason)
+                steps[count], prompts[count] = self._speeds(model, given)
         except Exception as error:  # a kernel's or mlx-lm's: others may work
             reason = f"{type(error).__name__}: {error}"
             return Comparison(settings=settings, excluded=reason)
@@ -85,18 +85,14 @@ class Generations:
         fits = not memory or 2 * size <= MEMORY_SHARE * memory
         return (DEFAULTS.layout, "marlin") if fits else (DEFAULTS.layout,)
 
-    @contextmanager
-    def _converted(self, settings: ModelSettings) -> Iterator[nn.Module]:
-        """Yields the model with settings; arrays that stay the same are shared."""
+    def _converted(self, settings: ModelSettings) -> nn.Module:
+        """Returns the model with settings; arrays that stay the same are shared."""
+        free_memory()  # of the settings before
         model = self.load()
         model.update(self.stock.parameters())
         optimize(model, **settings.options)
         mx.eval(model.parameters())
-        try:
-            yield model
-        finally:
-            del model
-            mx.clear_cache()
+        return model
 
     def _other_tokens(self, model: nn.Module, prompts: Prompts) -> str | None:
         """Returns how tokens differ from stock MLX's; these runs do not count."""
@@ -117,6 +113,12 @@ class Generations:
             statistics.median(a.step_seconds / b.step_seconds for a, b in pairs),
             statistics.median(a.prompt_seconds / b.prompt_seconds for a, b in pairs),
         )
+
+
+def free_memory() -> None:
+    """Frees models that are no longer used; they may refer to themselves."""
+    gc.collect()
+    mx.clear_cache()
 
 
 def _bytes(model: nn.Module) -> int:

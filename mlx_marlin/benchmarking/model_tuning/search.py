@@ -42,7 +42,6 @@ class Search:
     partly luck. If it is not confirmed, the next best takes its place.
 
     Attributes:
-        compare: Measures settings.
         fusions: The fusions to try.
         layouts: The layouts to try.
         is_over: Whether no further settings are to be tried.
@@ -51,7 +50,6 @@ class Search:
         skipped: Settings for which there was no time.
     """
 
-    compare: Compare
     fusions: Sequence[str]
     layouts: Sequence[str] = LAYOUTS
     is_over: Callable[[], bool] = lambda: False
@@ -59,21 +57,26 @@ class Search:
     result: Comparison | None = None
     skipped: list[ModelSettings] = field(default_factory=list)
 
-    def run(self) -> Iterator[Comparison]:
-        """Yields each comparison after it was made; then `result` is known."""
-        yield from self._measure(basic_settings(self.layouts))
-        yield from self._fusions()
-        yield from self._confirm()
+    def run(self, compare: Compare) -> Iterator[Comparison]:
+        """Yields each comparison after it was made; then `result` is known.
 
-    def _measure(self, wanted: Sequence[ModelSettings]) -> Iterator[Comparison]:
+        `compare`, which has a model in memory, is not kept.
+        """
+        yield from self._measure(compare, basic_settings(self.layouts))
+        yield from self._fusions(compare)
+        yield from self._confirm(compare)
+
+    def _measure(
+        self, compare: Compare, wanted: Sequence[ModelSettings]
+    ) -> Iterator[Comparison]:
         for settings in wanted:
             if self.is_over() and self.measured:
                 self.skipped.append(settings)
             elif settings not in self.measured:
-                self.measured[settings] = self.compare(settings)
+                self.measured[settings] = compare(settings)
                 yield self.measured[settings]
 
-    def _fusions(self) -> Iterator[Comparison]:
+    def _fusions(self, compare: Compare) -> Iterator[Comparison]:
         traced = [each for each in self.measured.values() if _is_traced(each)]
         if not traced:
             return
@@ -82,7 +85,7 @@ class Search:
         if base.excluded:
             return
         alone = [replace(base.settings, fuse=(name,)) for name in self.fusions]
-        yield from self._measure(alone)
+        yield from self._measure(compare, alone)
         least = base.speedup * (1 + FUSION_GAIN)
         gains = {
             settings.fuse[0]
@@ -91,9 +94,9 @@ class Search:
         }
         together = tuple(name for name in self.fusions if name in gains)
         if len(together) > 1:
-            yield from self._measure([replace(base.settings, fuse=together)])
+            yield from self._measure(compare, [replace(base.settings, fuse=together)])
 
-    def _confirm(self) -> Iterator[Comparison]:
+    def _confirm(self, compare: Compare) -> Iterator[Comparison]:
         """Measures the choice once more until a choice is confirmed."""
         open_ = dict(self.measured)
         while (first := chosen([*open_.values()])) is not None:
@@ -105,7 +108,7 @@ class Search:
                 del open_[settings]
                 self.skipped.append(settings)
                 continue
-            again = self.compare(settings)
+            again = compare(settings)
             yield again
             self.measured[settings] = open_[settings] = again
             if again.is_faster:

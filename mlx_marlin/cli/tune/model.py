@@ -117,13 +117,14 @@ def _searched(name: str, counts: Sequence[int], ended: float) -> "tuple[str, Sea
     if len(layouts) == 1:
         print(f"{name}: packed weights not measured: two copies do not fit the memory")
     search = searching.Search(
-        compare=generations.compare,
         fusions=(*FUSIONS,),
         layouts=layouts,
         is_over=lambda: monotonic() >= ended,
     )
     total = searching.steps(layouts, search.fusions)
-    for _ in progress.shown(search.run(), "generate", "settings", total):
+    for _ in progress.shown(
+        search.run(generations.compare), "generate", "settings", total
+    ):
         pass
     return model_key.model_key(generations.stock), search
 
@@ -134,6 +135,7 @@ def _values(
     """Tries the values of MLX's variable with the settings that were found."""
     from mlx_marlin.benchmarking.model_tuning import environment, generations
 
+    generations.free_memory()  # the processes load the model themselves
     job = environment.Job(
         load=partial(_load, name),
         settings=search.result.settings if search.result else None,

@@ -23,7 +23,7 @@ from mlx_marlin.integrations.mlx_lm.module_tree import (
     pattern,
 )
 from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct, Weight
-from mlx_marlin.integrations.mlx_lm.report.target import DEFAULTS, Target
+from mlx_marlin.integrations.mlx_lm.report.target import Target
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.native import activation_dtype
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
@@ -125,7 +125,7 @@ class _Describer:
     def _quantized(self, layer: Any, *operations: str) -> list[LayerProduct]:
         ours = is_marlin_layer(layer)
         layout = _layout(layer) if ours else self._target.layout_after(layer)
-        stays = DEFAULTS.why_not(layer) if layout is None else None
+        stays = self._target.why_not(layer) if layout is None else None
         scales = layer["quantizers" if "quantizers" in layer else "scales"].dtype
         dtype = dtypes.floating(scales, self._activations)
         weight = weight_of(layer, layout or "mlx")

@@ -1,7 +1,7 @@
 """`report`: who serves each layer of a model, how long it takes, and why not us."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
@@ -13,6 +13,7 @@ from mlx_marlin.integrations.mlx_lm.report.decisions import Decision, decide
 from mlx_marlin.integrations.mlx_lm.report.layer_groups import LayerGroup, groups_of
 from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct
 from mlx_marlin.integrations.mlx_lm.report.target import Target
+from mlx_marlin.integrations.tuned_models import lookup
 
 SCHEMA = "mlx_marlin.report"
 VERSION = 1
@@ -96,6 +97,8 @@ def report(
     """
     check_model(model)
     counts, target = check(rows, chip)
+    if target.is_here:
+        target = replace(target, tuned=lookup.find(model))
     layers = [
         LayerReport(group=group, decisions=_decisions(group.product, counts, target))
         for group in groups_of(model, target)

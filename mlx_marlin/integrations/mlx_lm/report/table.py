@@ -10,6 +10,7 @@ from mlx_marlin.integrations.mlx_lm.report.decisions import Decision, Time
 from mlx_marlin.integrations.mlx_lm.report.layer_groups import LayerGroup
 from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct, Weight
 from mlx_marlin.integrations.mlx_lm.report.target import Target
+from mlx_marlin.integrations.tuned_models.settings import name_of
 from mlx_marlin.planning.choice import aligned
 
 HEADS = (
@@ -83,6 +84,9 @@ def _notes(
                 "optimize(model) also joins layers that share x here; a report on the "
                 "converted model shows them joined"
             )
+    if target.tuned is not None:
+        settings = name_of(target.tuned.settings)
+        yield f"optimize(model) uses {settings}, {target.tuned.reason}"
     if any(product.choices for product in quantized):
         yield "experts: rows are tokens, and each token chooses several experts"
 

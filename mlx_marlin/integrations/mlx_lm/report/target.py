@@ -1,6 +1,6 @@
 """What a report decides for: this process, or a chip."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,13 +18,14 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     LayerConversion,
     layout_where_packed,
 )
+from mlx_marlin.integrations.tuned_models.results import TunedModel
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
 
 DEFAULTS = LayerConversion(
     layout=None, quantize=False, group_size=64, bits=4, invariant=False
 )
-"""What `optimize(model)` converts."""
+"""What `optimize(model)` converts where nothing was tuned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +36,12 @@ class Target:
         device: The device to plan for.
         is_here: Whether this process decides, with its back end, its default device
             and tuned results. Otherwise the model decides for a GPU of this kind.
+        tuned: The settings that tuning found for the model, which `optimize` uses.
     """
 
     device: PlanningDevice
     is_here: bool
+    tuned: TunedModel | None = None
 
     @staticmethod
     def of(chip: str | None) -> "Target":
@@ -69,12 +72,28 @@ class Target:
         None if `optimize` does not convert it.
         """
         if self.is_here:
-            applies = DEFAULTS.applies_to(layer)
-            return DEFAULTS.layout_of(layer) if applies else None
+            conversion = self._conversion
+            applies = conversion is not None and conversion.applies_to(layer)
+            return conversion.layout_of(layer) if conversion and applies else None
         if not self._converts(layer):
             return None
         packs = self.backend.traits.default_layout == "marlin"
         return layout_where_packed(layer) if packs else "mlx"
+
+    def why_not(self, layer: nn.Module) -> str:
+        """Returns why `optimize` does not convert a layer."""
+        if self.tuned is not None and DEFAULTS.applies_to(layer):
+            return self.tuned.reason
+        return DEFAULTS.why_not(layer)
+
+    @property
+    def _conversion(self) -> LayerConversion | None:
+        """What `optimize` converts in this process; None if stock MLX is faster."""
+        if self.tuned is None:
+            return DEFAULTS
+        if self.tuned.settings is None:
+            return None
+        return replace(DEFAULTS, layout=self.tuned.settings.layout)
 
     def _converts(self, layer: nn.Module) -> bool:
         if is_experts(layer):
