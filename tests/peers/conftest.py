@@ -57,6 +57,24 @@ def gemm_header() -> str:
     )
 
 
+@pytest.fixture(scope="session")
+def gemm_nax_header() -> str:
+    return mlx_headers.flattened(
+        mlx_headers.downloaded(),
+        "steel/gemm/gemm_nax.h",
+        "steel/gemm/kernels/steel_gemm_fused_nax.h",
+    )
+
+
+@pytest.fixture(scope="session")
+def thin_header() -> str:
+    return mlx_headers.flattened(
+        mlx_headers.downloaded(),
+        "steel/gemm/gemm_nax.h",
+        "steel/gemm/kernels/steel_gemm_thin_nax.h",
+    )
+
+
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     """Prints the largest error of every kernel: the table in docs/lab."""
     errors: dict[tuple[str, str], float] = defaultdict(float)

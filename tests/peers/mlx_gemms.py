@@ -37,34 +37,50 @@ class Gemm:
     def dispatch(self, a: mx.array, b: mx.array, c: mx.array | None = None) -> Dispatch:
         """MLX's own call; with `c`, of 2 a @ b + 3 c."""
         bm, bn, bk, wm, wn = self.tile
-        tiles_m, tiles_n = math.ceil(self.m / bm), math.ceil(self.n / bn)
-        params = struct.pack(
-            "<8i3q3i4x",
-            *(self.m, self.n, self.k, a.shape[1], b.shape[1], self.n),
-            *(tiles_n, tiles_m, a.size, b.size, self.m * self.n),
-            *(0, self.k // bk, 1),
-        )
-        inputs = {"A": a, "B": b, "params": _bytes(params)}
-        # Read even where it is not used: the epilogues are made in any case.
-        inputs["addmm_params"] = _bytes(struct.pack("<2iq2f", self.n, 1, 0, 2, 3))
+        tiles = math.ceil(self.m / bm), math.ceil(self.n / bn)
         return Dispatch(
             kernel="gemm",
             template=(self.dtype, *self.tile, self.transpose_a, self.transpose_b),
-            groups=(tiles_n, tiles_m, 1),
+            groups=(tiles[1], tiles[0], 1),
             threads=(32, wn, wm),
-            inputs=inputs if c is None else {**inputs, "C": c},
+            inputs=self.inputs(a, b, c, tiles, self.k // bk),
             output="D",
             shape=(self.m, self.n),
             dtype=self.dtype,
-            constants={
-                "has_batch": False,
-                "use_out_source": c is not None,
-                "do_axpby": c is not None,
-                "align_M": self.m % bm == 0,
-                "align_N": self.n % bn == 0,
-                "align_K": self.k % bk == 0,
-            },
+            constants={"has_batch": False, **self.constants(c, (bm, bn, bk))},
         )
+
+    def inputs(
+        self,
+        a: mx.array,
+        b: mx.array,
+        c: mx.array | None,
+        tiles: tuple[int, int],
+        k_iterations: int,
+    ) -> dict[str, mx.array | int]:
+        """Arrays and structures; tiles of m and n."""
+        params = struct.pack(
+            "<8i3q3i4x",
+            *(self.m, self.n, self.k, a.shape[1], b.shape[1], self.n),
+            *(tiles[1], tiles[0], a.size, b.size, self.m * self.n),
+            *(0, k_iterations, 1),
+        )
+        inputs: dict[str, mx.array | int] = {"A": a, "B": b, "params": _bytes(params)}
+        # Read even where it is not used: the epilogues are made in any case.
+        inputs["addmm_params"] = _bytes(struct.pack("<2iq2f", self.n, 1, 0, 2, 3))
+        return inputs if c is None else {**inputs, "C": c}
+
+    def constants(
+        self, c: mx.array | None, block: tuple[int, int, int]
+    ) -> dict[str, bool]:
+        """Function constants, for a block of m, n and k."""
+        return {
+            "use_out_source": c is not None,
+            "do_axpby": c is not None,
+            "align_M": self.m % block[0] == 0,
+            "align_N": self.n % block[1] == 0,
+            "align_K": self.k % block[2] == 0,
+        }
 
 
 def _bytes(value: bytes) -> mx.array:

@@ -37,8 +37,9 @@ template <class T, Descriptor d, Role role>
 class CooperativeTensor {
   static_assert(metal::is_floating_point_v<T>,
                 "cooperative tensors of half, bfloat and float are emulated");
-  static_assert(d.m > 0 && d.n > 0 && d.k > 0 && d.m % 16 == 0 && d.n % 16 == 0 &&
-                    d.k % 16 == 0,
+  static constexpr bool is_size(int size) { return size > 0 && size % 16 == 0; }
+  static_assert(is_size(d.m) && is_size(d.n) &&
+                    (role == Role::kDestination || is_size(d.k)),
                 "m, n and k of cooperative operands are multiples of 16");
 
  public:
@@ -79,10 +80,31 @@ class CooperativeTensor {
   METAL_FUNC const T* begin() const { return elements_; }
   METAL_FUNC const T* end() const { return elements_ + kCapacity; }
 
+  // From and to memory. Every lane accesses its own elements.
   template <class Tensor>
-  METAL_FUNC void load(const Tensor& source);
+  METAL_FUNC enable_if<is_view<Tensor>> load(const Tensor& source) {
+    static constexpr Operation operation{"cooperative_tensor::load", true,
+                                         Operations::kMatrixMemory};
+    mslemu_arrive(&operation);
+    copy_from(source);
+  }
   template <class Tensor>
-  METAL_FUNC void store(const Tensor& target) const;
+  METAL_FUNC enable_if<is_view<Tensor>> store(const Tensor& target) const {
+    static constexpr Operation operation{"cooperative_tensor::store", true,
+                                         Operations::kMatrixMemory};
+    mslemu_arrive(&operation);
+    for (u32 i = 0; i < kCapacity; ++i) {
+      Place at = place(kShape, self().lane(), i);
+      target.write(int(at.column), int(at.row), elements_[i]);
+    }
+  }
+  template <class U>
+  METAL_FUNC void copy_from(const View<U>& source) {
+    for (u32 i = 0; i < kCapacity; ++i) {
+      Place at = place(kShape, self().lane(), i);
+      elements_[i] = scalar<T>(source.read(int(at.column), int(at.row)));
+    }
+  }
 
  private:
   alignas(16) T elements_[kCapacity];

@@ -1,11 +1,10 @@
 // mpp::tensor_ops::matmul2d_descriptor, and how messages name an operation.
 #pragma once
 #include "layout.h"
+#include "memory_tensor.h"
 #include "sentence.h"
 
 namespace metal {
-
-constexpr int dynamic_extent = -1;
 
 // The threads that perform an operation together.
 template <int Simdgroups>

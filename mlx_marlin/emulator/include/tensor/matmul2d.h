@@ -136,6 +136,32 @@ class matmul2d {
     emu::tensor::multiply_cooperative<d>(operation, left.begin(), right.begin(),
                                          destination.begin());
   }
+
+  // Operands in memory: every lane reads its elements of them, zero beyond the sizes.
+  template <class A, class Right, class C>
+  METAL_FUNC emu::enable_if<emu::tensor::is_view<Right>> run(
+      const Tensor<A, Role::kLeft>& left, const Right& right,
+      Tensor<C, Role::kDestination>& destination) const {
+    using B = typename emu::tensor::ViewOf<Right>::element;
+    Tensor<B, Role::kRight> loaded;
+    loaded.copy_from(right);
+    emu::tensor::require_set(left);
+    if constexpr (d.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate)
+      emu::tensor::require_set(destination);
+    emu::tensor::multiply_cooperative<d>(operation, left.begin(), loaded.begin(),
+                                         destination.begin());
+  }
+  template <class Left, class Right, class C>
+  METAL_FUNC
+      emu::enable_if<emu::tensor::is_view<Left> && emu::tensor::is_view<Right>>
+      run(const Left& left, const Right& right,
+          Tensor<C, Role::kDestination>& destination) const {
+    static_assert(d.k != metal::dynamic_extent,
+                  "two operands in memory are emulated for a fixed k");
+    Tensor<typename emu::tensor::ViewOf<Left>::element, Role::kLeft> loaded;
+    loaded.copy_from(left);
+    run(loaded, right, destination);
+  }
 };
 
 }  // namespace mpp::tensor_ops
