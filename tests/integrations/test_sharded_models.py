@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ from support import sharded_machine
 TESTS = Path(__file__).parents[1]
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 SECONDS = 60
+"""After which no process of a test may live."""
+CONVERTED = "shards converted layers"
+"""What a machine does that calls `optimize` before it shards, and once more after."""
 
 pytestmark = pytest.mark.skipif(
     not (LAUNCH.is_file() and Path("/proc/self/stat").is_file()),
@@ -74,18 +78,27 @@ def objects(output: str) -> Iterator[dict[str, Any]]:
         start = output.find("{", end)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("machines", "layout", "fault"),
-    [(2, "mlx", ""), (2, "marlin", "starts late"), (3, "marlin", ""), (3, "mlx", "")],
+    [
+        (2, "mlx", ""),
+        (2, "marlin", "starts late"),
+        (3, "marlin", ""),
+        (3, "mlx", ""),
+        (3, "mlx", CONVERTED),
+        (2, "marlin", CONVERTED),
+    ],
 )
 def test_a_sharded_model_answers_as_the_whole_one(
     launched: Any, machines: int, layout: str, fault: str
 ) -> None:
-    output, errors = launched(machines, layout, fault).communicate(timeout=SECONDS)
+    process = launched(machines, layout, fault)
+    output, errors = process.communicate(timeout=SECONDS)
 
     told = sorted(objects(output), key=lambda each: each["rank"])
     assert [each["rank"] for each in told] == [*range(machines)], errors
+    assert processes_of(process.pid) == []
     for each in told:
         assert each["classes"] == [
             "MarlinAllToShardedLinear",
@@ -93,6 +106,11 @@ def test_a_sharded_model_answers_as_the_whole_one(
         ]
         assert each["served_by"] == ["ours"]
         assert each["error"] < 1e-5
+        assert each["error before conversion"] < 1e-5
+        packed = fault == CONVERTED and layout == "marlin"
+        assert ("shard the model before" in each["sharding packed layers"]) == packed
+        # MLX's own errors.
+        assert re.search("cannot be sharded|be divisible", each["sharding unevenly"])
         assert each["restored"]
         assert f"is one of {machines} machines' parts of a layer" in each["saving"]
 

@@ -1,12 +1,13 @@
 """One of several processes with a sharded model: prints a JSON object, its result.
 
-usage: sharded_machine.py LAYOUT [dies | starts late]
+usage: sharded_machine.py LAYOUT [dies | starts late | shards converted layers]
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -45,12 +46,30 @@ def relative_error(y: mx.array, expected: mx.array) -> float:
     return (mx.linalg.norm(y - expected) / mx.linalg.norm(expected)).item()
 
 
-def _refusal(model: Layers) -> str:
+def refusal(call: Callable[[], object]) -> str:
+    """Returns the message of a call's ValueError, or nothing."""
     try:
-        mlx_marlin.save("saved", model, None)
+        call()
     except ValueError as error:
         return str(error)
     return ""
+
+
+def sharded_after_conversion(
+    layout: str, group: mx.distributed.Group
+) -> tuple[Layers, str]:
+    """Returns a model sharded after `optimize`, and why it had to be restored."""
+    model = mlx_marlin.optimize(whole_model(), layout=layout)
+    reason = refusal(lambda: sharded(model, group))
+    if reason:
+        mlx_marlin.restore(model)
+    return sharded(model, group), reason
+
+
+def shard_unevenly(group: mx.distributed.Group) -> None:
+    """Shards a layer of one group of columns more than machines."""
+    width = 64 * (group.size() + 1)
+    shard_linear(nn.QuantizedLinear(width, 64), "sharded-to-all", group=group)
 
 
 def main(layout: str, fault: str = "") -> None:
@@ -60,7 +79,10 @@ def main(layout: str, fault: str = "") -> None:
     group = mx.distributed.init(strict=True, backend="ring")
     x = mx.random.normal((5, WIDTH), key=mx.random.key(1))
     expected = run(whole_model(), x)
-    model = sharded(whole_model(), group)
+    model, reason = sharded(whole_model(), group), ""
+    if fault == "shards converted layers":
+        model, reason = sharded_after_conversion(layout, group)
+    unconverted = relative_error(run(model, x), expected)
     before = {name: array.tolist() for name, array in arrays(model).items()}
     mlx_marlin.optimize(model, layout=layout)
     if fault == "dies" and rank == 1:
@@ -69,7 +91,10 @@ def main(layout: str, fault: str = "") -> None:
         "rank": rank,
         "classes": [type(layer).__name__ for layer in model.layers],
         "error": relative_error(run(model, x), expected),
-        "saving": _refusal(model),
+        "error before conversion": unconverted,
+        "sharding packed layers": reason,
+        "sharding unevenly": refusal(lambda: shard_unevenly(group)),
+        "saving": refusal(lambda: mlx_marlin.save("saved", model, None)),
         "served_by": sorted(
             {
                 call.served_by
