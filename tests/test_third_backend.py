@@ -96,7 +96,8 @@ class NumPy:
 
     name, device_type, default_device = "numpy", Host, Host()
     device_noun, kernels, plan_type = "a CPU", ("dot",), HostPlan
-    traits, gather, routing, repack = Traits(), NumPyGather(), None, None
+    traits, gather = Traits(), NumPyGather()
+    routing, blocks, repack = None, None, None
 
     def __init__(self) -> None:
         self.factor = 1.0

@@ -165,6 +165,14 @@ class Routing(Protocol):
         ...
 
 
+class BlockKernels(Protocol):
+    """Kernels of a decoder block that are no products."""
+
+    def source(self, kernel: str) -> Source:
+        """Returns the text of the kernel "rotate_heads" or "add_norm"."""
+        ...
+
+
 class Repack(Protocol):
     """Kernels that move codes between MLX's layout and the packed one."""
 
@@ -198,6 +206,7 @@ class Backend(Protocol):
         traits: What other code has to know about it.
         gather: Its plans and kernel for experts' products.
         routing: Its kernels that choose experts, or None.
+        blocks: Its kernels of a decoder block that are no products, or None.
         repack: Its kernels that move codes between layouts, or None.
     """
 
@@ -219,6 +228,8 @@ class Backend(Protocol):
     def gather(self) -> Gather: ...  # noqa: D102
     @property
     def routing(self) -> Routing | None: ...  # noqa: D102
+    @property
+    def blocks(self) -> BlockKernels | None: ...  # noqa: D102
     @property
     def repack(self) -> Repack | None: ...  # noqa: D102
 

@@ -54,6 +54,7 @@ class CudaBackend:
     )
     gather = CudaGather()
     routing = CudaRouting()
+    blocks = None
     repack = None
 
     def unsupported_device(self, device: CudaDevice) -> str | None:

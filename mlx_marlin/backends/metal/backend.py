@@ -13,7 +13,7 @@ from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
-from mlx_marlin.backends.metal.experts.kernels import MetalGather
+from mlx_marlin.backends.metal.experts.kernels import MetalGather, MetalRouting
 from mlx_marlin.backends.metal.limits import KERNELS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.stock.handover import handover, stock_seconds
@@ -54,6 +54,14 @@ class MetalRepack:
         return arguments.repack_template(bits, order)
 
 
+class MetalBlockKernels:
+    """Implements `BlockKernels` for Metal."""
+
+    def source(self, kernel: str) -> Source:
+        """Returns the text of the kernel "rotate_heads" or "add_norm"."""
+        return source.block_source(kernel)
+
+
 class MetalBackend:
     """Implements `Backend` for Metal."""
 
@@ -65,7 +73,8 @@ class MetalBackend:
     plan_type = MetalPlan
     traits = Traits(pads_small_inputs=True)
     gather = MetalGather()
-    routing = None
+    routing = MetalRouting()
+    blocks = MetalBlockKernels()
     repack = MetalRepack()
 
     def unsupported_device(self, device: Device) -> None:

@@ -13,7 +13,7 @@ CHOSEN_FEW = "experts, chosen of few"
 ADDED_UP = "experts, added up"
 
 _GATHER, _GATED = "cuda/gather.cuh", "cuda/gated.cuh"
-_ROUTING = "cuda/routing.cuh"
+_ROUTING = "lib/routing.metal"
 
 MUTANTS = (
     Mutant(

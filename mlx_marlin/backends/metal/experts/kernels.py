@@ -7,6 +7,25 @@ from mlx_marlin.backends.metal.experts import search
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.weights.formats import DTYPE_BYTES
+
+
+MAX_EXPERTS = 1024
+"""Limit of the experts of a row: a lane keeps every 32nd logit in a register."""
+
+
+class MetalRouting:
+    """Implements `Routing` for Metal."""
+
+    def supports(self, experts: int, choices: int, dtype: str) -> bool:
+        """Returns whether the kernel can choose `choices` of `experts` experts."""
+        known = dtype in DTYPE_BYTES and experts <= MAX_EXPERTS
+        return known and choices <= min(SIMD_WIDTH, experts)
+
+    def source(self, kernel: str) -> Source:
+        """Returns the text of the kernel "route" or "combine"."""
+        return source.routing_source(kernel)
 
 
 class MetalGather:

@@ -10,7 +10,15 @@ from functools import cache
 
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.source import compaction
-from mlx_marlin.backends.source import EPILOGUE_INPUTS, NUMBERS, OPERANDS, Source, read
+from mlx_marlin.backends.source import (
+    EPILOGUE_INPUTS,
+    HEAD_NORMS,
+    NUMBERS,
+    OPERANDS,
+    ROTATION,
+    Source,
+    read,
+)
 from mlx_marlin.planning.epilogue import PLAIN
 
 WEIGHT = ("work", "decode", "words", "values", "lane", "weight_tile")
@@ -57,6 +65,26 @@ def gather_source() -> Source:
 
 
 @cache
+def routing_source(kernel: str) -> Source:
+    """Returns the source of the kernel "route" or "combine", for experts."""
+    if kernel == "route":
+        outputs = ("experts", "scores")
+        return _of_metal(kernel, ("logits",), ("work", "routing"), outputs=outputs)
+    inputs = ("results", "scores", "residual")
+    return _of_metal(kernel, inputs, ("work", "routing"))
+
+
+@cache
+def block_source(kernel: str) -> Source:
+    """Returns the source of the kernel "rotate_heads" or "add_norm"."""
+    if kernel == "rotate_heads":
+        inputs = ("qkv", *ROTATION, *HEAD_NORMS)
+        return _of_metal(kernel, inputs, ("work", "heads"), outputs=("q", "k"))
+    inputs = ("x", "y", "weight")
+    return _of_metal(kernel, inputs, ("work", "add_norm"), outputs=("sum", "out"))
+
+
+@cache
 def dequantize_source() -> Source:
     """Returns the source of the kernel that decodes a block of a weight."""
     inputs = (*OPERANDS[1:], "shape")
@@ -83,7 +111,11 @@ def reduce_source(fused: bool = False) -> Source:
 
 
 def _of_metal(
-    body: str, inputs: tuple[str, ...], files: Sequence[str], atomic: bool = False
+    body: str,
+    inputs: tuple[str, ...],
+    files: Sequence[str],
+    atomic: bool = False,
+    outputs: tuple[str, ...] = ("out",),
 ) -> Source:
     """Returns the source of a Metal kernel.
 
@@ -92,12 +124,13 @@ def _of_metal(
         inputs: Names of the input buffers.
         files: Files of `lib` that the body uses, in the order of their dependencies.
         atomic: Whether the kernel adds to its output.
+        outputs: Names of the output buffers.
     """
     text = read(f"kernels/{body}.metal")
     return Source(
         name=f"marlin_{body}" + "_atomic" * atomic,
         input_names=inputs,
-        output_names=("out",),
+        output_names=outputs,
         header=header(files, text),
         source=compaction.stripped(text),
         atomic=atomic,

@@ -1,0 +1,1 @@
+"""Kernels of a decoder block that are no products."""

@@ -1,0 +1,54 @@
+// Sum of two rows, and the RMSNorm of the sum.
+
+// Values that a thread takes side by side.
+constant constexpr int SIDE = 4;
+
+// Writes sum[N] = x + y and out[N] = weight * sum / rms(sum). The norm is that of the rounded sum,
+// as in separate operations. A threadgroup of THREADS threads computes one row.
+template <int N, int THREADS, typename T>
+METAL_FUNC void add_norm(
+    const device T* x,
+    const device T* y,
+    const device T* weight,
+    device T* sum,
+    device T* out,
+    threadgroup float* partials,
+    float epsilon,
+    uint row,
+    int simdgroup,
+    int lane) {
+  constexpr int TURNS = (N + SIDE * THREADS - 1) / (SIDE * THREADS);
+  const uint first = SIDE * (32 * simdgroup + lane);
+  float values[TURNS][SIDE];
+  float squares = 0;
+  UNROLL for (int turn = 0; turn < TURNS; ++turn) {
+    UNROLL for (int i = 0; i < SIDE; ++i) {
+      const uint col = first + turn * SIDE * THREADS + i;
+      const uint index = row * N + col;
+      const T total = col < N ? T(float(x[index]) + float(y[index])) : T(0);  // mutant: sum
+      values[turn][i] = float(total);
+      squares += values[turn][i] * values[turn][i];
+      if (col < N) {
+        sum[index] = total;
+      }
+    }
+  }
+  squares = simd_sum(squares);
+  if (lane == 0) {
+    partials[simdgroup] = squares;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: barrier
+  float all = 0;
+  UNROLL for (int i = 0; i < THREADS / 32; ++i) {
+    all += partials[i];  // mutant: partials
+  }
+  const float factor = rsqrt(all / N + epsilon);  // mutant: factor
+  UNROLL for (int turn = 0; turn < TURNS; ++turn) {
+    UNROLL for (int i = 0; i < SIDE; ++i) {
+      const uint col = first + turn * SIDE * THREADS + i;
+      if (col < N) {
+        out[row * N + col] = T(values[turn][i] * factor * float(weight[col]));  // mutant: weight
+      }
+    }
+  }
+}
