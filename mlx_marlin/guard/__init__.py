@@ -25,7 +25,9 @@ from mlx_marlin.backends import (
     source,
 )
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.guard import checks, known_answers, routing, verdicts
+from mlx_marlin.backends.blocks import launch as block_launch
+from mlx_marlin.backends.blocks.launch import Heads
+from mlx_marlin.guard import blocks, checks, known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.weights import dtypes
@@ -35,6 +37,7 @@ __all__ = [
     "AnyPlan",
     "KernelVariant",
     "Verdict",
+    "add_norm_fault",
     "combine_fault",
     "condemn",
     "condemn_repack",
@@ -43,6 +46,7 @@ __all__ = [
     "known_answers",
     "known_fault",
     "repack_fault",
+    "rotation_fault",
     "route_fault",
     "variants_of",
     "verdict_of",
@@ -190,6 +194,46 @@ def combine_fault(dtype: mx.Dtype, n: int, choices: int) -> str | None:
     )
 
 
+@state.cache(maxsize=256)
+def rotation_fault(
+    heads: Heads, dtype: mx.Dtype, tokens: int, per_stream: bool
+) -> str | None:
+    """Returns why the kernel that rotates heads must not be used; None if it may.
+
+    Args:
+        heads: The heads.
+        dtype: Dtype of the heads.
+        tokens: New tokens of a stream.
+        per_stream: Whether each stream has its own position.
+    """
+    if not is_on():
+        return None
+    template = heads.template(tokens, per_stream)
+    check = partial(blocks.fault_of_rotation, heads, dtype, tokens, per_stream)
+    example = f"{tokens} tokens, {heads.heads} + {heads.kv_heads} heads"
+    text = block_launch.block_source("rotate_heads")
+    return checks.reason(
+        checks.verdict(_variants(text, dtype, template), example, check)
+    )
+
+
+@state.cache(maxsize=256)
+def add_norm_fault(dtype: mx.Dtype, n: int, epsilon: float) -> str | None:
+    """Returns why the kernel that adds and normalizes rows must not be used, or None.
+
+    Args:
+        dtype: Dtype of the rows.
+        n: Values of a row.
+        epsilon: Epsilon of the norm.
+    """
+    if not is_on():
+        return None
+    text = block_launch.block_source("add_norm")
+    variants = _variants(text, dtype, block_launch.norm_template(n, epsilon))
+    check = partial(blocks.fault_of_add_norm, dtype, n, epsilon)
+    return checks.reason(checks.verdict(variants, f"rows of {n} values", check))
+
+
 def verdicts_so_far() -> list[Verdict]:
     """Returns the verdicts on this machine's disk and of this process, sorted.
 
@@ -219,9 +263,15 @@ def _repack_variants(to: str, bits: int, order: str) -> tuple[KernelVariant, ...
 def _routing_variants(
     body: str, dtype: mx.Dtype, template: dict[str, TemplateValue]
 ) -> tuple[KernelVariant, ...]:
+    return _variants(experts_launch.routing_source(body), dtype, template)
+
+
+def _variants(
+    text: source.Source, dtype: mx.Dtype, template: dict[str, TemplateValue]
+) -> tuple[KernelVariant, ...]:
     return (
         KernelVariant(
-            source=experts_launch.routing_source(body),
+            source=text,
             template=(*template.items(),),
             dtypes=(dtypes.dtype_name(dtype), "float32"),
         ),

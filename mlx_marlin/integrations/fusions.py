@@ -6,7 +6,9 @@ FUSIONS = {
     "residual": "the residual sum into the output and down projections",
     "gate": "gate, up and their activation into one product",
     "norm": "the RMSNorm into the product that follows, for few rows",
-    "rope": "the norms of q's and k's heads, and rope, into their joined product",
+    "rope": "the norms of q's and k's heads, and rope, into one kernel",
+    "add_norm": "the sum after attention and the norm after it into one kernel",
+    "experts": "the choice of experts and their weighted sum into one kernel each",
 }
 """Fusion -> what it fuses."""
 

@@ -148,13 +148,6 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
         assert choose_experts(mx.zeros((1, 2)), Routing(1)) is results
 
 
-def test_metal_has_no_kernel_that_chooses(backend: Callable[[str], None]) -> None:
-    backend("metal")
-    assert not has_kernel(mx.zeros((2, 128), mx.float16), Routing(8))
-    with pytest.raises(ValueError, match="'metal' has no kernel 'route'"):
-        experts_launch.route(mx.zeros((2, 128), mx.float16), 8, False, False)
-
-
 def test_shaders_and_plans_number_gates_alike() -> None:
     text = (source.shader_folder() / "cuda" / "gated.cuh").read_text()
     assert f"CLIPPED_SWIGLU = {arguments.GATES['swiglu_oai']};" in text

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_marlin.backends import kernels, selection
 from mlx_marlin.backends.arguments import TemplateValue, float_bits
 from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.epilogue import Rotation
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 MAX_THREADS = 256
@@ -36,6 +37,24 @@ class Heads:
     columns: int
     norm: float | None = None
     factor: float = 1.0
+
+    @property
+    def rotated_columns(self) -> int:
+        """Columns of q and k, which come first."""
+        return (self.heads + self.kv_heads) * self.features
+
+    @property
+    def rotation(self) -> Rotation:
+        """The same as the epilogue of a product, for rows that have positions."""
+        queries = 0 if self.norm is None else self.heads * self.features
+        return Rotation(
+            self.features,
+            self.rotated_columns,
+            per_row=True,
+            norm=self.norm,
+            queries=queries,
+            factor=self.factor,
+        )
 
     def template(self, tokens: int, per_stream: bool) -> dict[str, TemplateValue]:
         """Returns the template arguments of the kernel.

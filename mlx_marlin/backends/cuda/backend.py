@@ -49,7 +49,7 @@ class CudaBackend:
         stock_masks_attention=False,
         stock_attends_by_capacity=True,
         compiles_ahead=True,
-        fusions=frozenset({"residual", "gate", "norm", "rope"}),
+        fusions=frozenset({"residual", "gate", "norm", "rope", "experts"}),
         tunes_models=False,
     )
     gather = CudaGather()

@@ -1,8 +1,10 @@
-"""Decides whether rope and the norms of q and k are fused into the product of q, k, v.
+"""Decides whether rope and the norms of q and k are fused, and into what.
 
-They are for the next token of each stream, if the back end has a kernel for it. The
-kernel stores the heads in the order in which attention reads them, which would
-otherwise take one more kernel and three reshapes.
+For the next token of each stream they are fused into the product of q, k and v, if the
+back end has a kernel for it. That kernel stores the heads in the order in which
+attention reads them, which would otherwise take one more kernel and three reshapes.
+Other back ends have one kernel for norms and rope, which reads the product
+(`heads_of`).
 """
 
 from dataclasses import replace
@@ -13,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
+from mlx_marlin.backends.blocks.launch import Heads as HeadLayout
 from mlx_marlin.planning.epilogue import Rotation
 
 HOST_BYTES = 8
@@ -68,6 +71,38 @@ def rotated_heads(
         return None
     q, k, v = mx.split(joined, [sizes[0] // features, columns // features], 1)
     return q, k, v
+
+
+def heads_of(
+    modules: dict[str, Any], heads: int, kv_heads: int, columns: int
+) -> tuple[HeadLayout, mx.array, tuple[mx.array, ...]] | None:
+    """Returns what a kernel needs to normalize and rotate the heads of q and k.
+
+    Args:
+        modules: The rope as "rope", and the norms of heads, if any, as "q_norm" and
+            "k_norm".
+        heads: Heads of q.
+        kv_heads: Heads of k and v.
+        columns: Columns of the joined product of q, k and v.
+
+    Returns:
+        The heads, the frequencies of the rope and the weights of the norms; None if the
+        kernel does not compute them.
+    """
+    rope, features = modules["rope"], columns // (heads + 2 * kv_heads)
+    freqs = freqs_of(rope, features)
+    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
+    if freqs is None or not _are_head_norms(norms, features):
+        return None
+    layout = HeadLayout(
+        heads=heads,
+        kv_heads=kv_heads,
+        features=features,
+        columns=columns,
+        norm=float(norms[0].eps) if norms else None,
+        factor=factor_of(rope),
+    )
+    return layout, freqs, tuple(norm["weight"] for norm in norms)
 
 
 def _are_head_norms(norms: list[Any], features: int) -> bool:

@@ -7,6 +7,7 @@ sums. These products take over their neighbours:
 - q, k and v: the RMSNorm before them, the norms of their heads, and rope (`fused_rope`)
 - gate and up: the RMSNorm before them, and the gating
 - the output and down projections: the residual sum
+- the sum after attention: the norm after it, as a kernel of its own (`add_norm`)
 - experts: routing, gating and the weighted sum (`routed_experts`, `gated_experts`)
 
 A layer's method (`normed`, `gated`, `added`, `rotated` of `layers.fused_products`) runs
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.backends import selection
@@ -28,9 +30,11 @@ from mlx_marlin.integrations.tracing.block_spec import (
     Shape,
     build,
 )
-from mlx_marlin.integrations.tracing.fused_rope import rotated_heads
+from mlx_marlin.integrations.tracing.fused_rope import heads_of, rotated_heads
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.autodiff import without_vjp
+from mlx_marlin.products.blocks import heads as heads_products
+from mlx_marlin.products.blocks.sums import added_and_normed
 
 
 def make_graphs(
@@ -92,11 +96,38 @@ def _before(
     if spec.qkv and "rope" in spec.fuse:
         features, per_stream = spec.qkv[0] // spec.heads, offset.size > 1
         rotated = rotated_heads(modules, spec.qkv, features, x, positions, per_stream)
+        if rotated is None:
+            rotated = _rotated_heads(spec, modules, x, positions)
         if rotated is not None:
             return rotated
     if spec.qkv and _is_one_row(x, modules["joined"]):
         return _heads_of_row(spec, modules, x, offset)
     return _heads(spec, modules, x, offset)
+
+
+def _rotated_heads(
+    spec: BlockSpec, modules: dict[str, Any], x: mx.array, positions: mx.array
+) -> tuple[mx.array, mx.array, mx.array] | None:
+    """Does what `_before` does with one kernel for norms and rope of q and k.
+
+    Returns None if there is none. An invariant layer has the bits of calls with many
+    rows, which are not traced.
+    """
+    if selection.active().blocks is None:
+        return None
+    counts = spec.heads, spec.kv_heads
+    found = heads_of(modules, *counts, sum(spec.qkv))
+    if found is None or modules["joined"].invariant or positions.ndim > 1:
+        return None
+    heads, freqs, norms = found
+    if spec.qkv != tuple(heads.features * n for n in (*counts, spec.kv_heads)):
+        return None
+    y = _normed(spec, modules["joined"], x, modules["norm"])
+    rotated = heads_products.rotated(heads, y, positions, freqs, norms)
+    if rotated is None:
+        return None
+    v = y.reshape(*y.shape[:2], -1, heads.features)[:, :, sum(counts) :]
+    return *rotated, v.transpose(0, 2, 1, 3)
 
 
 def _heads_of_row(
@@ -220,11 +251,35 @@ def _after(
     attended = attended.reshape(*x.shape[:-1], -1)
     for values in gate:
         attended = attended * mx.sigmoid(values)
-    h = _added(spec, modules, "o", attended, x)
+    h, normed = _added_and_normed(spec, modules, attended, x)
+    if normed is not None:
+        modules["norm"] = lambda _: normed
     if "experts" in modules:
-        y: mx.array = modules["experts"].added(modules["norm"](h), h)
+        y: mx.array = modules["experts"].added(
+            modules["norm"](h), h, "experts" in spec.fuse
+        )
         return y
     return _added(spec, modules, "down", _gated(spec, modules, h), h)
+
+
+def _added_and_normed(
+    spec: BlockSpec, modules: dict[str, Any], attended: mx.array, x: mx.array
+) -> tuple[mx.array, mx.array | None]:
+    """Returns the sum after attention, and its norm if one kernel computes both.
+
+    A sum that is the epilogue of a product is left there. An invariant layer has the
+    bits of calls with many rows, which are not traced.
+    """
+    layer, norm = modules["o_proj"], modules["norm"]
+    is_plain = "o_norm" not in modules and spec.add is None
+    is_plain = is_plain and type(norm) is nn.RMSNorm
+    of_product = type(layer) is MarlinLinear and "residual" in spec.fuse
+    invariant = getattr(layer, "invariant", False)
+    if "add_norm" in spec.fuse and is_plain and not (of_product or invariant):
+        y = layer(attended)
+        both = added_and_normed(x, y, norm["weight"], norm.eps)
+        return (x + y, None) if both is None else both
+    return _added(spec, modules, "o", attended, x), None
 
 
 def _gated(spec: BlockSpec, modules: dict[str, Any], x: mx.array) -> mx.array:

@@ -20,6 +20,14 @@ class GatedExperts(SwitchGLU):
     gets the rows unsorted too.
     """
 
+    fused = True
+    """Whether gate, up and gating may be one kernel."""
+
+    def has_invariant_layers(self) -> bool:
+        """Returns whether the bits of a row must be those of calls with many rows."""
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        return any(getattr(layer, "invariant", False) for layer in layers)
+
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """Returns the results of the experts of each row [..., choices, k]."""
         return self.results(x, indices).squeeze(-2)
@@ -33,7 +41,8 @@ class GatedExperts(SwitchGLU):
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
         are_marlin = all(type(layer) is MarlinSwitchLinear for layer in layers)
-        if not are_marlin or not selection.active().gather.fuses_epilogues:
+        fused = self.fused and selection.active().gather.fuses_epilogues
+        if not are_marlin or not fused:
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers

@@ -26,9 +26,18 @@ class RoutedExperts(nn.Module):
 
     known: ClassVar[Experts]
 
-    def added(self, x: mx.array, residual: mx.array) -> mx.array:
-        """Returns the residual plus the result of the experts for x [..., k]."""
-        total = self._by_kernels(x, residual) if is_routing_fused() else None
+    def added(self, x: mx.array, residual: mx.array, fused: bool) -> mx.array:
+        """Returns the residual plus the result of the experts.
+
+        Args:
+            x: Activations [..., k].
+            residual: Residual [..., n].
+            fused: Whether kernels may route, gate and add up.
+        """
+        layers = self[self.known.layers]
+        layers.fused = fused
+        fused = fused and is_routing_fused() and not layers.has_invariant_layers()
+        total = self._by_kernels(x, residual) if fused else None
         return residual + self(x) if total is None else total
 
     def _by_kernels(self, x: mx.array, residual: mx.array) -> mx.array | None:

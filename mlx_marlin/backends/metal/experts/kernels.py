@@ -10,7 +10,6 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
-
 MAX_EXPERTS = 1024
 """Limit of the experts of a row: a lane keeps every 32nd logit in a register."""
 

@@ -1,0 +1,1 @@
+"""Operations of a decoder block that are no products."""

@@ -1,0 +1,122 @@
+"""Fusions of traced blocks whose kernels run on Metal, here in the emulator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from mlx_marlin import guard
+from mlx_marlin.backends import experts_launch, selection
+from mlx_marlin.backends.blocks import launch
+from mlx_marlin.integrations.fusions import FUSIONS
+from support.decoder_models import (
+    ALL_CACHES,
+    Caches,
+    assert_close,
+    assert_equal,
+    decoded,
+    many_streams,
+    one_stream,
+    tiny,
+    traced,
+)
+
+pytestmark = pytest.mark.skipif(
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
+)
+
+KERNELS = {
+    launch: ("rotate_heads", "add_norm"),
+    experts_launch: ("route", "combine"),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that were launched."""
+    found: set[str] = set()
+
+    def listed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arrays: Any, **options: Any) -> Any:
+            found.add(name)
+            return run(*arrays, **options)
+
+        return call
+
+    for owner, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, listed(name, getattr(owner, name)))
+    return found
+
+
+CASES = {
+    "llama": {"rotate_heads", "add_norm"},
+    "qwen3": {"rotate_heads", "add_norm"},
+    "qwen3_moe": {"rotate_heads", "add_norm", "route", "combine"},
+    "mixtral": {"rotate_heads", "add_norm", "route", "combine"},
+    "olmo2": set(),  # norms of all heads together, and of results
+    "glm": {"add_norm"},  # rotates half of each head
+}
+
+
+@pytest.mark.thinned(10)
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "make", [*ALL_CACHES, many_streams], ids=lambda make: make.__name__
+)
+def test_a_model_answers_as_mlx_lms(
+    family: str, make: Callable[[nn.Module], Caches], launched: set[str]
+) -> None:
+    model = traced(tiny(family), join=True, fuse=("rope", "add_norm", "experts"))
+    outputs = decoded(model, make)
+    assert_close(outputs, decoded(tiny(family), make), 2e-4)
+    assert launched == CASES[family]
+
+
+def test_a_sum_stays_in_the_product_that_takes_it(launched: set[str]) -> None:
+    model = traced(tiny("llama"), join=True, fuse=("residual", "add_norm"))
+    decoded(model, one_stream)
+    assert not launched
+
+
+@pytest.mark.parametrize("fuse", [(), ("residual",), ("gate", "norm")])
+def test_no_kernel_runs_that_is_not_asked_for(
+    fuse: tuple[str, ...], launched: set[str]
+) -> None:
+    decoded(traced(tiny("qwen3_moe"), join=True, fuse=fuse), one_stream)
+    assert not launched
+
+
+def test_invariant_blocks_run_operations_of_mlx(launched: set[str]) -> None:
+    model = traced(tiny("qwen3_moe"), join=True, invariant=True, fuse=tuple(FUSIONS))
+    decoded(model, one_stream)
+    assert not launched
+
+
+def test_a_kernel_that_failed_its_check_is_not_used(
+    launched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rotation_fault", "add_norm_fault", "route_fault"):
+        monkeypatch.setattr(guard, name, lambda *_: "it failed")
+    fuse = ("rope", "add_norm", "experts")
+    outputs = decoded(traced(tiny("qwen3_moe"), join=True, fuse=fuse), one_stream)
+    assert not launched
+    others = decoded(traced(tiny("qwen3_moe"), join=True, fuse=()), one_stream)
+    assert_equal(outputs, others)
+
+
+def test_blocks_have_the_gradients_of_mlx(launched: set[str]) -> None:
+    fuse = ("rope", "add_norm", "experts")
+    model = traced(tiny("qwen3_moe"), join=True, fuse=fuse)
+    x = mx.random.normal((2, 1, 128), key=mx.random.key(1))
+
+    def gradient(model: nn.Module) -> mx.array:
+        block, cache = model.layers[0], one_stream(model)[0]
+        return mx.grad(lambda x: (block(x, None, cache) ** 2).sum())(x)
+
+    assert mx.allclose(
+        gradient(model), gradient(tiny("qwen3_moe")), rtol=1e-3, atol=1e-3
+    )
+    assert launched

@@ -1,0 +1,181 @@
+"""Metal kernels of a decoder block that are no products, against float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from mlx_marlin import emulator
+from mlx_marlin.backends import experts_launch, selection
+from mlx_marlin.backends.blocks import launch
+from mlx_marlin.guard import blocks, routing
+from support import cuda_experts
+from support.block_kernels import Added, Rotated
+from support.grids import drawn
+
+pytestmark = pytest.mark.skipif(
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
+)
+
+DTYPES = st.sampled_from(["float16", "bfloat16", "float32"])
+ROTATED = Rotated(
+    streams=3,
+    tokens=2,
+    heads=3,
+    kv_heads=2,
+    features=40,
+    dtype="float16",
+    norm=1e-6,
+    factor=1.25,
+    first=(5, 0, 31),
+)
+ADDED = Added(rows=3, n=1029, dtype="float16")
+
+
+@drawn(
+    6,
+    60,
+    sizes=st.tuples(*(st.integers(1, top) for top in (9, 8, 5, 4))),
+    features=st.sampled_from([16, 18, 64, 66, 128, 130]),
+    dtype=DTYPES,
+    norm=st.sampled_from([None, 1e-6]),
+    per_stream=st.booleans(),
+)
+def test_heads_are_rotated(
+    sizes: tuple[int, int, int, int],
+    features: int,
+    dtype: str,
+    norm: float | None,
+    per_stream: bool,
+) -> None:
+    streams, tokens, heads, kv_heads = sizes
+    case = Rotated(
+        streams=streams,
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        features=features,
+        dtype=dtype,
+        norm=norm,
+        first=tuple(range(3, 3 + streams)) if per_stream else (11,),
+    )
+    assert case.wrong_result() is None
+
+
+@drawn(6, 60, rows=st.integers(1, 9), n=st.integers(8, 3000), dtype=DTYPES)
+def test_rows_are_added_and_normalized(rows: int, n: int, dtype: str) -> None:
+    assert Added(rows=rows, n=n, dtype=dtype).wrong_result() is None
+
+
+def test_the_norm_is_that_of_the_rounded_sum() -> None:
+    x, y, weight = ADDED.arrays()
+    total, normed = ADDED.run(x, y, weight)
+    assert mx.array_equal(total, x + y)
+    expected = mx.fast.rms_norm(total, weight, ADDED.epsilon)
+    assert mx.allclose(normed, expected, rtol=2**-9, atol=0)
+
+
+@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
+def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
+    case.check(experts_launch.route)
+    case.check_sum(experts_launch.combine)
+
+
+def test_float32_logits_and_results() -> None:
+    case = replace(cuda_experts.ROUTINGS[0], dtype="float32")
+    case.check(experts_launch.route)
+    results, scores = mx.ones((2, 3, 1, 10)), mx.array([[0.5, 1, 2], [1, 1, 1]])
+    total = experts_launch.combine(results, scores, mx.ones((2, 10)))
+    assert mx.array_equal(total, mx.array([[4.5], [4.0]]) + mx.zeros(10))
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "rotate_heads": lambda: ROTATED.run(*ROTATED.arrays()),
+    "add_norm": lambda: ADDED.run(*ADDED.arrays()),
+    "route": lambda: cuda_experts.ROUTINGS[1].check(experts_launch.route),
+    "combine": lambda: cuda_experts.ROUTINGS[1].check_sum(experts_launch.combine),
+}
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_trace_mode_reports_nothing(kernel: str) -> None:
+    with emulator.emulated(trace=True):
+        CALLS[kernel]()
+
+
+@pytest.mark.parametrize("case", [ROTATED, ADDED], ids=["rotate_heads", "add_norm"])
+def test_every_value_is_read_and_written_once(case: Rotated | Added) -> None:
+    first, *_ = arrays = case.arrays()
+    (found,) = emulator.trace(lambda *own: case.run(*own), *arrays)[:1]
+    if isinstance(case, Added):
+        reads, writes = {"x": first.nbytes, "y": first.nbytes}, ("sum", "out")
+    else:
+        rows, size = first.size // first.shape[-1], first.itemsize
+        reads, writes = {"qkv": rows * case.layout.rotated_columns * size}, ("q", "k")
+    for name, size in reads.items():
+        assert found.of(name).read_bytes == size
+    assert found.count("barrier") == (case.rows if isinstance(case, Added) else 0)
+    written = sum(found.of(name).written_bytes for name in writes)
+    assert written == sum(own.nbytes for own in case.run(*arrays))
+
+
+@pytest.mark.parametrize("case", [ROTATED, ADDED], ids=["rotate_heads", "add_norm"])
+def test_the_same_bits_on_every_run(case: Rotated | Added) -> None:
+    arrays = case.arrays()
+    first, second = case.run(*arrays), case.run(*arrays)
+    assert all(map(mx.array_equal, first, second))
+
+
+def test_a_row_that_is_not_a_number_stays_alone() -> None:
+    qkv, *others = ROTATED.arrays()
+    found = ROTATED.run(_with_nan(qkv), *others)
+    for own, clean in zip(found, ROTATED.run(qkv, *others), strict=True):
+        wrong = mx.isnan(own)
+        # The first stream's second token; its first head only, of q.
+        assert np.array_equal(
+            mx.any(wrong, -1)[0, :, 1], [own is found[0], *[False] * 2][: own.shape[1]]
+        )
+        assert mx.array_equal(mx.where(wrong, 0, own), mx.where(wrong, 0, clean))
+    x, y, weight = ADDED.arrays()
+    rows = [
+        mx.any(mx.isnan(own), -1) for own in ADDED.run(_with_nan(x[None])[0], y, weight)
+    ]
+    assert all(own.tolist() == [False, True, False] for own in rows)
+
+
+def _with_nan(array: mx.array) -> mx.array:
+    """Returns an array with a NaN in the second row of its first stream."""
+    copy = array + 0
+    copy[0, 1, 3] = float("nan")
+    return copy
+
+
+@pytest.mark.parametrize("kernel", ["rotate_heads", "add_norm", "route", "combine"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_guard_finds_a_wrong_kernel(
+    kernel: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = experts_launch if kernel in ("route", "combine") else launch
+    run = getattr(owner, kernel)
+
+    def changed(*arrays: object, **options: object) -> object:
+        result = run(*arrays, **options)
+        if not wrong:
+            return result
+        if isinstance(result, mx.array):
+            return result * 1.1
+        return result[0], result[1] * 1.1
+
+    monkeypatch.setattr(owner, kernel, changed)
+    half = mx.float16
+    checks = {
+        "rotate_heads": lambda: blocks.fault_of_rotation(ROTATED.layout, half, 2, True),
+        "add_norm": lambda: blocks.fault_of_add_norm(half, 1029, 1e-5),
+        "route": lambda: routing.fault_of_route(half, 20, 3, False, False),
+        "combine": lambda: routing.fault_of_combine(half, 40, 3),
+    }
+    fault = checks[kernel]()
+    assert ("results are wrong" in str(fault)) if wrong else fault is None

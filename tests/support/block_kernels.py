@@ -1,0 +1,158 @@
+"""Calls of the kernels of a decoder block, and what they must give in float64."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_marlin.backends.blocks import launch
+from mlx_marlin.backends.blocks.launch import Heads
+from support.oracles import ROUNDING, SMALLEST, Floats, exact
+
+OF_SUMS = 2.0**-20
+"""Relative error of the kernels' float32 sums and functions."""
+BASE = 100.0
+
+
+def drawn(seed: int, dtype: str, *shape: int) -> mx.array:
+    """Returns drawn values of a dtype."""
+    values = np.random.default_rng(seed).normal(size=shape)
+    return mx.array(values).astype(getattr(mx, dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotated:
+    """Heads of q and k that are rotated, and normalized if `norm`.
+
+    Attributes:
+        streams: Streams.
+        tokens: New tokens of a stream.
+        heads: Heads of q.
+        kv_heads: Heads of k.
+        features: Features of a head.
+        dtype: Dtype of the heads.
+        norm: Epsilon of their norms, or None.
+        factor: Factor of rotated heads.
+        first: Position of the first token: of all streams, or of each.
+    """
+
+    streams: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    features: int
+    dtype: str
+    norm: float | None = None
+    factor: float = 1.0
+    first: tuple[int, ...] = (7,)
+
+    @property
+    def layout(self) -> Heads:
+        return Heads(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            features=self.features,
+            columns=(self.heads + 2 * self.kv_heads) * self.features,
+            norm=self.norm,
+            factor=self.factor,
+        )
+
+    @property
+    def freqs(self) -> mx.array:
+        powers = np.arange(0, self.features, 2) / self.features
+        return mx.array((BASE**powers).astype(np.float32))
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Product, positions, frequencies, and the weights of norms."""
+        qkv = drawn(1, self.dtype, self.streams, self.tokens, self.layout.columns)
+        norms = [drawn(seed, self.dtype, self.features) for seed in (2, 3)]
+        given = qkv, mx.array(self.first, mx.int32), self.freqs
+        return (*given, *(() if self.norm is None else norms))
+
+    def run(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        both = launch.rotate_heads(self.layout, *arrays[:3], arrays[3:])
+        mx.eval(both)
+        return both
+
+    def expected(self, *arrays: mx.array) -> list[tuple[Floats, Floats]]:
+        """Returns q and k, and the size of what is added up for each element."""
+        qkv, *others = map(exact, arrays)
+        first, freqs, *norms = others
+        rows = qkv.reshape(self.streams, self.tokens, -1, self.features)
+        tokens = np.arange(self.tokens)
+        positions = np.broadcast_to(first, self.streams)[:, None] + tokens
+        angles = positions[:, :, None, None] / freqs
+        sine, cosine = np.sin(angles), np.cos(angles)
+        found = []
+        for part in range(2):
+            begin, end = ((0, self.heads), (self.heads, self.heads + self.kv_heads))[
+                part
+            ]
+            own = rows[:, :, begin:end]
+            if self.norm is not None:
+                square = (own**2).mean(-1, keepdims=True)
+                own = own / np.sqrt(square + self.norm) * norms[part]
+            x, y = np.split(own * self.factor, 2, axis=-1)
+            turned = x * cosine - y * sine, x * sine + y * cosine
+            size = (np.abs(x) + np.abs(y)) * (1 + np.abs(angles))
+            both = np.concatenate(turned, -1), np.concatenate([size, size], -1)
+            found.append(tuple(each.transpose(0, 2, 1, 3) for each in both))
+        return found  # type: ignore[return-value]
+
+    def wrong_result(self) -> str | None:
+        """Compares both results with float64; each element is rounded once."""
+        arrays = self.arrays()
+        for found, (values, size) in zip(
+            self.run(*arrays), self.expected(*arrays), strict=True
+        ):
+            wrong = _wrong(found, values, size * OF_SUMS)
+            if wrong:
+                return wrong
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """Rows that are added and normalized.
+
+    Attributes:
+        rows: Number of rows.
+        n: Values of a row.
+        dtype: Dtype of the rows.
+        epsilon: Epsilon of the norm.
+    """
+
+    rows: int
+    n: int
+    dtype: str
+    epsilon: float = 1e-5
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Both summands and the weight of the norm."""
+        rows = [drawn(seed, self.dtype, self.rows, self.n) for seed in (1, 2)]
+        return (*rows, drawn(3, self.dtype, self.n))
+
+    def run(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
+        both = launch.add_norm(*arrays, self.epsilon)
+        mx.eval(both)
+        return both
+
+    def wrong_result(self) -> str | None:
+        """Compares the sum, and the norm of the rounded sum, with float64."""
+        x, y, weight = arrays = self.arrays()
+        total, normed = self.run(*arrays)
+        wrong = _wrong(total, exact(x) + exact(y), 0)
+        rows = exact(total)
+        factor = 1 / np.sqrt((rows**2).mean(-1, keepdims=True) + self.epsilon)
+        values = rows * factor * exact(weight)
+        return wrong or _wrong(normed, values, np.abs(values) * OF_SUMS)
+
+
+def _wrong(found: mx.array, values: Floats, bound: Any) -> str | None:
+    name = str(found.dtype).removeprefix("mlx.core.")
+    allowed = bound + 1.01 * ROUNDING[name] * np.abs(values) + SMALLEST[name]
+    if found.shape != values.shape:
+        return f"shape {found.shape}, expected {values.shape}"
+    wrong = ~(np.abs(exact(found) - values) <= allowed)
+    return f"{wrong.sum()} of {wrong.size} elements" if wrong.any() else None
