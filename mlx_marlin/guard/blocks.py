@@ -61,7 +61,8 @@ def fault_of_rotation(
 def _by_streams(array: mx.array, heads: Heads, tokens: int) -> list[mx.array]:
     """Returns q and k [streams, heads, tokens, features] of rows [rows, heads, ...]."""
     array = array.reshape(STREAMS, tokens, -1, heads.features).transpose(0, 2, 1, 3)
-    return mx.split(array, [heads.heads], axis=1)
+    q, k = mx.split(array, [heads.heads], axis=1)
+    return [q, k]
 
 
 def fault_of_add_norm(dtype: mx.Dtype, n: int, epsilon: float) -> str | None:

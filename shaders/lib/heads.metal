@@ -4,8 +4,8 @@
 // A head before and after its rotation.
 template <int FEATURES>
 struct Head {
-  static constexpr int HALF = FEATURES / 2;
-  static constexpr int POINTS = (HALF + 31) / 32;  // of a lane: lane, lane + 32 and so on
+  static constant constexpr int HALF = FEATURES / 2;
+  static constant constexpr int POINTS = (HALF + 31) / 32;  // of a lane: lane, lane + 32 and so on
   float x[POINTS];
   float y[POINTS];
 
@@ -19,7 +19,7 @@ struct Head {
   }
 
   template <typename T>
-  METAL_FUNC void normalize(const device T* weight, float epsilon, uint lane) {
+  METAL_FUNC void apply_norm(const device T* weight, float epsilon, uint lane) {
     float squares = 0;
     UNROLL for (int i = 0; i < POINTS; ++i) {
       squares += x[i] * x[i] + y[i] * y[i];  // mutant: squares
@@ -82,7 +82,7 @@ METAL_FUNC void rotate_heads(
   Head<FEATURES> own;
   own.load(qkv + row * COLUMNS + head * FEATURES, lane);
   if (NORM) {
-    own.normalize(is_query ? q_norm : k_norm, epsilon, lane);
+    own.apply_norm(is_query ? q_norm : k_norm, epsilon, lane);
   }
   const int position = positions[PER_STREAM ? stream : 0] + int(token);  // mutant: position
   const uint of_q = (stream * HEADS + head) * TOKENS + token;

@@ -64,6 +64,8 @@ TEXTS = {
         source.dequantize_source(),
         source.gather_source(),
         *map(source.repack_source, LAYOUTS),
+        *map(source.routing_source, ("route", "combine")),
+        *map(source.block_source, ("rotate_heads", "add_norm")),
     )
 }
 

@@ -1,11 +1,17 @@
 """Our shaders pass the static check: what is chosen, and every pair of values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_marlin import emulator
+from mlx_marlin.backends import experts_launch, kernels
+from mlx_marlin.backends.blocks import launch as block_launch
+from mlx_marlin.backends.blocks.launch import Heads
+from mlx_marlin.backends.source import Source
 from mlx_marlin.weights.formats import CODES, FORMATS
 from support.shader_variants import (
     EPILOGUES,
@@ -65,6 +71,60 @@ def test_an_ordinary_run_checks_no_more_than_it_may() -> None:
     assert len(covering) <= MOST
     assert len(set(covering)) == len(covering)
     assert {variant.source.name for variant in covering} == {*KERNELS}
+
+
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
+
+
+def rotations() -> None:
+    """Few positions are in constant memory, others in device memory."""
+    for dtype, norm, first in product(DTYPES, (None, 1e-6), ([3], [*range(9)])):
+        layout = Heads(heads=4, kv_heads=2, features=66, columns=528, norm=norm)
+        norms = () if norm is None else (mx.ones(66, dtype), mx.ones(66, dtype))
+        qkv = mx.zeros((9, 2, 528), dtype)
+        block_launch.rotate_heads(layout, qkv, mx.array(first), mx.ones(33), norms)
+
+
+def sums() -> None:
+    """A row of one simdgroup, and of several."""
+    for dtype, n in product(DTYPES, (40, 4099)):
+        x = mx.zeros((2, n), dtype)
+        block_launch.add_norm(x, x, x[0], 1e-5)
+
+
+def choices() -> None:
+    """Few scores are in constant memory, others in device memory."""
+    for dtype, of_all, last in product(DTYPES, (False, True), (False, True)):
+        experts_launch.route(mx.zeros((2, 70), dtype), 5, of_all, last)
+
+
+def sums_of_experts() -> None:
+    """Likewise."""
+    for dtype, rows in product(DTYPES, (1, 4)):
+        x, scores = mx.zeros((rows, 40), dtype), mx.ones((rows, 3))
+        experts_launch.combine(mx.zeros((rows, 3, 1, 40), dtype), scores, x)
+
+
+@pytest.mark.parametrize("calls", [rotations, sums, choices, sums_of_experts])
+def test_kernels_that_are_no_products_pass(
+    calls: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[Source] = []
+    found: list[dict[str, Any]] = []
+
+    def kernel(text: Source) -> Callable[..., Any]:
+        def call(**arguments: Any) -> list[mx.array]:
+            texts.append(text)
+            found.append(arguments)
+            return [mx.zeros(shape) for shape in arguments["output_shapes"]]
+
+        return call
+
+    monkeypatch.setattr(kernels, "kernel", kernel)
+    calls()
+    (text,) = set(texts)
+    names = text.name, text.input_names, text.output_names
+    emulator.check(*names, text.source, text.header, calls=found)
 
 
 @pytest.mark.grid

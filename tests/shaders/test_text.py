@@ -29,6 +29,8 @@ KERNELS = [
     metal_source.gather_source(),
     metal_source.dequantize_source(),
     *map(metal_source.repack_source, LAYOUTS),
+    *map(metal_source.routing_source, ("route", "combine")),
+    *map(metal_source.block_source, ("rotate_heads", "add_norm")),
 ]
 
 LIBRARIES_OF = {
@@ -52,6 +54,10 @@ LIBRARIES_OF = {
     "reduce": ("work", "epilogue", "reduce"),
     "pack": ("work", "repack"),
     "unpack": ("work", "repack"),
+    "route": ("work", "routing"),
+    "combine": ("work", "routing"),
+    "rotate_heads": ("work", "heads"),
+    "add_norm": ("work", "add_norm"),
 }
 
 

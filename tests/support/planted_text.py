@@ -13,6 +13,8 @@ TEXTS = (
     metal_source.dequantize_source,
     metal_source.reduce_source,
     metal_source.repack_source,
+    metal_source.routing_source,
+    metal_source.block_source,
 )
 
 

@@ -42,7 +42,8 @@ def rotated(
         return None
 
     def kernel(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-        return launch.rotate_heads(heads, *arrays[:3], arrays[3:])
+        qkv, positions, freqs, *norms = arrays
+        return launch.rotate_heads(heads, qkv, positions, freqs, norms)
 
     call = differentiable(kernel, partial(_by_mlx, heads))  # type: ignore[arg-type]
     q, k = call(qkv, positions, freqs, *norms)
@@ -74,7 +75,7 @@ def _by_mlx(
     parts = qkv[..., : heads.rotated_columns].reshape(
         streams, tokens, -1, heads.features
     )
-    both = mx.split(parts.transpose(0, 2, 1, 3), [heads.heads], axis=1)
+    both = [*mx.split(parts.transpose(0, 2, 1, 3), [heads.heads], axis=1)]
     if heads.norm is not None:
         pairs = zip(both, norms, strict=True)
         both = [mx.fast.rms_norm(own, weight, heads.norm) for own, weight in pairs]

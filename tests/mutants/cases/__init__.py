@@ -1,5 +1,6 @@
 """Cases on which a planted bug must show: small, ragged and awkward on purpose."""
 
+from mutants.cases.blocks import BLOCK_CASES, ChosenCase
 from mutants.cases.case import Case
 from mutants.cases.epilogue import EPILOGUE_CASES
 from mutants.cases.formats import FORMAT_CASES
@@ -8,8 +9,12 @@ from mutants.cases.gather import GATHER_CASES, GatherCase
 from mutants.cases.products import PRODUCT_CASES
 from mutants.cases.repack import REPACK_CASES, RepackCase
 from mutants.cases.staged import STAGED_CASES
+from support.block_kernels import Added, Rotated
 
-CASES: dict[str, Case | RepackCase | GatherCase | FunctionCase] = {
+CASES: dict[
+    str, Case | RepackCase | GatherCase | FunctionCase | Rotated | Added | ChosenCase
+] = {
+    **BLOCK_CASES,
     **FUNCTION_CASES,
     **GATHER_CASES,
     **REPACK_CASES,

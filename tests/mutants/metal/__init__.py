@@ -2,6 +2,7 @@
 
 from mutants.metal import (
     batch,
+    blocks,
     epilogue,
     formats,
     gather,
@@ -26,4 +27,5 @@ MUTANTS = (
     *repack.MUTANTS,
     *gather.MUTANTS,
     *batch.MUTANTS,
+    *blocks.MUTANTS,
 )

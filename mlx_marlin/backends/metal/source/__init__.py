@@ -78,10 +78,10 @@ def routing_source(kernel: str) -> Source:
 def block_source(kernel: str) -> Source:
     """Returns the source of the kernel "rotate_heads" or "add_norm"."""
     if kernel == "rotate_heads":
-        inputs = ("qkv", *ROTATION, *HEAD_NORMS)
-        return _of_metal(kernel, inputs, ("work", "heads"), outputs=("q", "k"))
-    inputs = ("x", "y", "weight")
-    return _of_metal(kernel, inputs, ("work", "add_norm"), outputs=("sum", "out"))
+        heads = ("qkv", *ROTATION, *HEAD_NORMS)
+        return _of_metal(kernel, heads, ("work", "heads"), outputs=("q", "k"))
+    rows = ("x", "y", "weight")
+    return _of_metal(kernel, rows, ("work", "add_norm"), outputs=("sum", "out"))
 
 
 @cache

@@ -1,0 +1,53 @@
+"""Calls of a decoder block's other kernels on which a planted bug must show."""
+
+from mlx_marlin.backends import experts_launch
+from support import cuda_experts
+from support.block_kernels import Added, Rotated
+from support.cuda_experts import Choice
+
+ROTATED = "heads of two tokens of three streams, with norms"
+ROTATED_ALIKE = "heads of streams with one position"
+ADDED = "rows that are added and normalized"
+CHOSEN = "experts that rows choose, and their sum"
+
+
+class ChosenCase:
+    """Experts that a row chooses, and the sum of what they return."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+    def arrays(self) -> tuple[()]:
+        return ()
+
+    def run(self) -> None:
+        self.choice.check(experts_launch.route)
+        self.choice.check_sum(experts_launch.combine)
+
+    def wrong_result(self) -> str | None:
+        """What is chosen, its scores and the sum, in float64."""
+        try:
+            self.run()
+        except AssertionError:
+            return "another choice, score or sum"
+        return None
+
+
+BLOCK_CASES = {
+    ROTATED: Rotated(
+        streams=3,
+        tokens=2,
+        heads=3,
+        kv_heads=2,
+        features=40,
+        dtype="float16",
+        norm=0.1,
+        factor=1.25,
+        first=(5, 0, 31),
+    ),
+    ROTATED_ALIKE: Rotated(
+        streams=2, tokens=1, heads=2, kv_heads=1, features=70, dtype="float32"
+    ),
+    ADDED: Added(rows=3, n=1029, dtype="float16", epsilon=0.5),
+    CHOSEN: ChosenCase(cuda_experts.ROUTINGS[1]),
+}
