@@ -38,10 +38,7 @@ METAL_FUNC void add_norm(
     partials[simdgroup] = squares;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: barrier
-  float all = 0;
-  UNROLL for (int i = 0; i < THREADS / 32; ++i) {
-    all += partials[i];  // mutant: partials
-  }
+  const float all = simd_sum(lane < THREADS / 32 ? partials[lane] : 0.0f);  // mutant: partials
   const float factor = rsqrt(all / N + epsilon);  // mutant: factor
   UNROLL for (int turn = 0; turn < TURNS; ++turn) {
     UNROLL for (int i = 0; i < SIDE; ++i) {

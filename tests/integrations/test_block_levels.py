@@ -19,6 +19,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "num_hidden_layers": 1,
     "attention_bias": False,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
 }
 
 
@@ -36,6 +38,12 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
         ("llama", ("residual",), (11, 10)),
         ("qwen3", (), (16, 14)),
         ("qwen3", ("residual",), (14, 12)),
+        ("llama", ("residual", "rope"), (11, 10)),
+        ("qwen3", ("residual", "rope"), (11, 10)),
+        ("llama", ("rope", "add_norm"), (12, 11)),
+        ("qwen3", ("rope", "add_norm"), (12, 11)),
+        ("qwen3_moe", ("residual", "rope"), (26, 16)),
+        ("qwen3_moe", ("residual", "rope", "experts"), (20, 13)),
     ],
 )
 def test_levels_of_a_traced_block(

@@ -12,8 +12,8 @@ from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Rotation
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
-MAX_THREADS = 256
-"""Limit of the threads that add and normalize a row."""
+MAX_THREADS = 1024
+"""Limit of the threads that add and normalize a row, as in MLX's RMSNorm."""
 SIDE = 4
 """Values that such a thread takes side by side."""
 

@@ -122,9 +122,9 @@ def optimize(
             decoding. Residual sums and, on CUDA, gatings are then rounded once.
             Default: False; on CUDA True.
         fuse: Names of the operations that traced blocks fuse into one kernel, from
-            "residual", "gate", "norm" and "rope". Metal has a kernel for "residual"
-            only; the others run as separate operations there. Default: "residual"; on
-            CUDA all.
+            "residual", "gate", "norm", "rope", "add_norm" and "experts". What a back
+            end has no kernel for runs as separate operations. Default: "residual"; on
+            CUDA all that it has.
         compute: "float16" converts bfloat16 parameters, and so activations, to float16,
             for GPUs that emulate bfloat16 (M1 and M2). A prompt of 16 tokens is run to
             see that nothing overflows; longer ones may. Default: the dtype stays.

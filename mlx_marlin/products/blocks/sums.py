@@ -11,7 +11,7 @@ from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.blocks.support import has_kernels
 
 MAX_COLUMNS = 16384
-"""Values of a row: a thread keeps up to 64 in registers."""
+"""Values of a row: a thread keeps up to 16 in registers."""
 
 
 def added_and_normed(
