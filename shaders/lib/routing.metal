@@ -14,7 +14,8 @@ METAL_FUNC float out_of_order(uint number) {
 
 // Writes the experts of the EACH largest of a row's EXPERTS logits, and their scores: the softmax
 // over the chosen logits, or over all logits if OF_ALL. Of equal logits, the first is chosen, or
-// the last if LAST. A simdgroup computes one row; a lane reads every 32nd logit and writes one choice.
+// the last if LAST. A simdgroup computes one row; a lane reads every 32nd logit and writes one
+// choice.
 template <int EXPERTS, int EACH, bool OF_ALL, bool LAST, typename T>
 METAL_FUNC void route(
     const device T* logits, device uint* experts, device float* scores, uint row, uint lane) {
