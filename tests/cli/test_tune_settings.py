@@ -342,8 +342,9 @@ def test_lm_sets_what_won(
         patch.setenv(VARIABLE, "77")
         assert main(["lm", "generate", *model]) == 0
         assert called[-1] == "77"
-    write(folder, max_ops_per_buffer=None)
-    assert variable() is None
+    for others in ({"max_ops_per_buffer": None}, {"config": "another"}):
+        write(folder, **others)
+        assert variable() is None
     write(folder)
     other = replace(machine.here(), mlx="0.1.2")
     monkeypatch.setattr(machine, "here", lambda: other)

@@ -44,7 +44,8 @@ class Search:
     Attributes:
         fusions: The fusions to try.
         layouts: The layouts to try.
-        is_over: Whether no further settings are to be tried.
+        is_over: Whether no further settings are to be tried. The choice among those
+            that were is confirmed nevertheless.
         measured: The latest comparison of each settings.
         result: The comparison of the settings to keep; None if stock MLX is to be kept.
         skipped: Settings for which there was no time.
@@ -102,12 +103,8 @@ class Search:
         while (first := chosen([*open_.values()])) is not None:
             settings = first.settings
             assert settings is not None
-            if not first.is_faster or (self.is_over() and settings == DEFAULTS):
-                break  # the defaults, which are at least as fast as stock MLX
-            if self.is_over():
-                del open_[settings]
-                self.skipped.append(settings)
-                continue
+            if not first.is_faster:
+                break  # the defaults, which are as fast as stock MLX
             again = compare(settings)
             yield again
             self.measured[settings] = open_[settings] = again

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-minutes",
         type=float,
         default=MINUTES,
-        help=f"start no further comparison after so long; default: {MINUTES:g}",
+        help=f"try no further settings after so long; default: {MINUTES:g}",
     )
 
 
