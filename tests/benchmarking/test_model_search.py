@@ -118,17 +118,29 @@ def test_fusions_are_tried_alone_on_the_best_and_then_together() -> None:
 
     tried = [each.fuse for each in found.measured if each.fuse]
     assert tried == [("residual",), ("gate",), ("norm",), ("residual", "norm")]
-    assert {each.layout for each in found.measured if each.fuse} == {"mlx"}
+    assert {(e.layout, e.join) for e in found.measured if e.fuse} == {("mlx", True)}
     best = ModelSettings(join=True, trace=True, fuse=("residual", "norm"))
     assert found.result is not None
     assert found.result.settings == best
     assert found.result.speedup == pytest.approx(speed(best))
 
 
-def test_fusions_can_make_tracing_pay() -> None:
-    found = searched(lambda each: 1.1 if each.fuse == ("gate",) else 1.0)
+def test_fusions_can_make_joining_and_tracing_pay() -> None:
+    joined = replace(TRACED, join=True, fuse=("gate",))
 
-    assert found.result == same(replace(TRACED, fuse=("gate",)), 1.1)
+    found = searched(lambda each: 1.1 if each == joined else 1.0)
+
+    assert found.result == same(joined, 1.1)
+
+
+def test_fusions_that_gain_are_tried_without_joining_too() -> None:
+    def speed(settings: ModelSettings) -> float:
+        own = 0.98 if settings.join else 1.0
+        return own * (1.1 if {*settings.fuse} & {"gate", "norm"} else 1.0)
+
+    found = searched(speed)
+
+    assert found.result == same(replace(TRACED, fuse=("gate", "norm")), 1.1)
 
 
 def test_without_a_gain_the_defaults_stay() -> None:

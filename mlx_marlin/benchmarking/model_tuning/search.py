@@ -28,7 +28,7 @@ def basic_settings(layouts: Sequence[str] = LAYOUTS) -> list[ModelSettings]:
 
 
 def steps(layouts: Sequence[str], fusions: Sequence[str]) -> int:
-    """Returns how many comparisons a search makes if its first choice is confirmed."""
+    """Returns how many comparisons a search usually makes, for a progress bar."""
     return len(basic_settings(layouts)) + len(fusions) + (len(fusions) > 1) + 1
 
 
@@ -37,9 +37,10 @@ class Search:
     """A search; `run` makes the comparisons, and `result` is what to keep.
 
     First all combinations of layout, join and trace are compared with stock MLX. On the
-    best of them, traced, each fusion is compared alone, then those together that were
-    faster. The choice is measured once more: the fastest of many measurements is
-    partly luck. If it is not confirmed, the next best takes its place.
+    best of them, joined and traced, because some fusions need joined layers, each
+    fusion is compared alone, then those together that were faster, there and on the
+    best traced settings. The choice is measured once more: the fastest of many
+    measurements is partly luck. If it is not confirmed, the next best takes its place.
 
     Attributes:
         fusions: The fusions to try.
@@ -78,24 +79,33 @@ class Search:
                 yield self.measured[settings]
 
     def _fusions(self, compare: Compare) -> Iterator[Comparison]:
-        traced = [each for each in self.measured.values() if _is_traced(each)]
-        if not traced:
+        base = self._fastest(joined=True) or self._fastest()
+        if base is None:
             return
-        base = max(traced, key=lambda each: each.speedup)
-        assert base.settings is not None
-        if base.excluded:
-            return
-        alone = [replace(base.settings, fuse=(name,)) for name in self.fusions]
+        alone = [replace(base, fuse=(name,)) for name in self.fusions]
         yield from self._measure(compare, alone)
-        least = base.speedup * (1 + FUSION_GAIN)
-        gains = {
-            settings.fuse[0]
-            for settings in alone
-            if settings in self.measured and self.measured[settings].speedup >= least
-        }
-        together = tuple(name for name in self.fusions if name in gains)
-        if len(together) > 1:
-            yield from self._measure(compare, [replace(base.settings, fuse=together)])
+        gains = tuple(each.fuse[0] for each in alone if self._gains(each, base))
+        if gains:
+            bases = dict.fromkeys((base, self._fastest() or base))
+            yield from self._measure(
+                compare, [replace(each, fuse=gains) for each in bases]
+            )
+
+    def _fastest(self, joined: bool = False) -> ModelSettings | None:
+        """Returns the fastest traced settings without fusions, or None."""
+        found = [
+            settings
+            for settings, each in self.measured.items()
+            if settings.trace and not settings.fuse and not each.excluded
+            if settings.join or not joined
+        ]
+        return max(found, key=lambda each: self.measured[each].speedup, default=None)
+
+    def _gains(self, settings: ModelSettings, base: ModelSettings) -> bool:
+        if settings not in self.measured:
+            return False
+        least = self.measured[base].speedup * (1 + FUSION_GAIN)
+        return self.measured[settings].speedup >= least
 
     def _confirm(self, compare: Compare) -> Iterator[Comparison]:
         """Measures the choice once more until a choice is confirmed."""
@@ -112,7 +122,3 @@ class Search:
                 self.result = again
                 return
         self.result = first
-
-
-def _is_traced(comparison: Comparison) -> bool:
-    return comparison.settings is not None and comparison.settings.trace

@@ -98,8 +98,8 @@ def dry_run(name: str, counts: Sequence[int]) -> str:
 
     basic = "; ".join(map(str, basic_settings()))
     return (
-        f"{name}: generation at {models.listed(counts)} streams with {basic}; then on "
-        f"the best of these each of {', '.join(FUSIONS)}, and the best of them together"
+        f"{name}: generation at {models.listed(counts)} streams with {basic}; then "
+        f"each of the fusions {', '.join(FUSIONS)}, and the best of them together"
     )
 
 
