@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.nn.layers.distributed import shard_inplace
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
@@ -140,3 +141,39 @@ def test_experts_with_a_global_scale_stand_in_the_way_of_invariance() -> None:
     assert type(model.layers[0]) is nn.QuantizedLinear
     mlx_marlin.optimize(model, layout="marlin")
     assert model.layers[1] is layer
+
+
+class Rank:
+    """What `shard_inplace` asks of a group of two machines."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return self.number
+
+
+@pytest.mark.usefixtures("kernels")
+def test_converted_experts_can_be_sharded_in_mlxs_layout() -> None:
+    """As mlx-lm's models shard them: in place, after calls that are remembered."""
+    x = mx.random.normal((2, 20, 64), key=mx.random.key(1))
+    chosen = mx.random.randint(0, 6, (2, 20, 2), key=mx.random.key(2))
+    whole, *parts = (SwitchGLU(64, 128, 6) for _ in range(3))
+    nn.quantize(whole, group_size=32, bits=4)
+    expected = whole(x, chosen)
+    for rank, part in enumerate(parts):
+        nn.quantize(part, group_size=32, bits=4)
+        part.update(whole.parameters())
+        mlx_marlin.optimize(part, layout="mlx", join=False)
+        part(x, chosen)
+        for name in LAYERS:
+            how = "sharded-to-all" if name == "down_proj" else "all-to-sharded"
+            shard_inplace(part[name], how, group=Rank(rank))
+        assert part.up_proj["weight"].shape[1] == 64
+
+    total = sum(part(x, chosen) for part in parts)
+
+    assert mx.allclose(total, expected, rtol=1e-3, atol=1e-3)
