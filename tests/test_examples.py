@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 import printed_examples
@@ -23,6 +25,7 @@ def test_these_examples_show_their_output() -> None:
         "naive_to_marlin",
         "own_kernel",
         "quantize_a_layer",
+        "speculative_decoding",
     }
 
 
@@ -33,6 +36,29 @@ def test_an_example_prints_what_its_readme_shows(readme: Path) -> None:
 
     # After an intended change: python tests/printed_examples.py
     assert printed_examples.page(text) == text
+
+
+def test_the_draft_model_can_be_trained_again(tmp_path: Path) -> None:
+    tokens, folder = tmp_path / "tokens.npz", tmp_path / "draft"
+    stream = np.arange(40, dtype=np.uint16)
+    np.savez(tokens, train=stream, held_out=stream)
+    shipped = EXAMPLES / "speculative_decoding/draft"
+    files = ["--tokens", str(tokens), "--out", str(folder)]
+    config = ["--config", str(shipped / "config.json")]
+    steps = ["--steps", "1", "--warmup", "1", "--batch", "1", "--context", "8"]
+    train = str(EXAMPLES / "tiny_llama/train.py")
+
+    said = printed_examples.printed(train, *files, *config, *steps)
+
+    assert "102,592 parameters" in said
+    assert {path.name for path in folder.iterdir()} == {
+        path.name for path in shipped.iterdir()
+    }
+    new, old = (
+        {name: each.shape for name, each in mx.load(str(path)).items()}
+        for path in (folder / "model.safetensors", shipped / "model.safetensors")
+    )
+    assert new == old
 
 
 def test_the_tests_of_your_own_kernel_pass() -> None:
