@@ -106,6 +106,12 @@ class NumPy:
     def unsupported_device(self, device: Host) -> None:
         return None
 
+    def probes(self, plan: HostPlan) -> tuple[()]:
+        return ()
+
+    def alternative(self, plan: HostPlan, device: Host) -> None:
+        return None
+
     def unsupported(
         self, problem: Problem, device: Host, transpose: bool = True
     ) -> str | None:

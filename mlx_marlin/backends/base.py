@@ -56,6 +56,27 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A launch whose results are known, which a kernel depends on.
+
+    Attributes:
+        source: The kernel; its only input is an array that it does not read.
+        template: Its template arguments.
+        threadgroups: Number of threadgroups.
+        threads: Threads of a threadgroup.
+        output: Elements and dtype of its output.
+        fault: Returns what is wrong with the output's elements, or None.
+    """
+
+    source: Source
+    template: tuple[tuple[str, TemplateValue], ...]
+    threadgroups: int
+    threads: int
+    output: tuple[int, str]
+    fault: Callable[[Sequence[float]], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """What the code outside a back end has to know about it and its GPU.
 
@@ -336,6 +357,17 @@ class Backend(Protocol):
 
     def cache_bytes(self, device: Any) -> int:
         """Returns a number of bytes of weights that no cache of a device can hold."""
+        ...
+
+    def probes(self, plan: Any) -> Sequence[Probe]:
+        """Returns what has to be checked before a plan's kernels are."""
+        ...
+
+    def alternative(self, plan: Any, device: Any) -> Plan | None:
+        """Returns the plan to use if the kernel of a plan fails its check.
+
+        None if stock MLX serves the product then.
+        """
         ...
 
     def product_source(self, plan: Any) -> Source:

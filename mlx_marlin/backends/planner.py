@@ -20,6 +20,7 @@ from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
 
 __all__ = [
+    "alternative",
     "choose",
     "choose_dense",
     "choose_gather",
@@ -109,6 +110,16 @@ def serve(problem: Problem, device: PlanningDevice) -> Plan | DensePlan | str:
         return dense
     reason = stock_reason(problem, device)
     return choose(problem, device) if reason is None else reason
+
+
+def alternative(plan: Plan, device: PlanningDevice) -> Plan | None:
+    """Returns the plan to use if the kernel of a plan fails its check, or None.
+
+    Args:
+        plan: The plan.
+        device: The chip to plan for.
+    """
+    return registry.of_plan(plan).alternative(plan, device)
 
 
 def predict(plan: Plan, device: PlanningDevice) -> Prediction:

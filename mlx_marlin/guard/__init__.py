@@ -12,6 +12,7 @@ defective kernel raises otherwise.
 """
 
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -20,16 +21,19 @@ from mlx_marlin import state
 from mlx_marlin.backends import (
     experts_launch,
     kernels,
+    registry,
     repack_launch,
     selection,
     source,
 )
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.blocks import launch as block_launch
 from mlx_marlin.backends.blocks.launch import Heads
 from mlx_marlin.guard import blocks, checks, known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights import dtypes
 
 __all__ = [
@@ -94,12 +98,24 @@ def known_fault(plan: AnyPlan) -> str | None:
     """
     if not is_on():
         return None
-    known = checks.known(variants_of(plan))
-    return None if known is None else checks.reason(known)
+    for variants in (*map(_of_probe, _probes(plan)), variants_of(plan)):
+        known = checks.known(variants)
+        reason = None if known is None else checks.reason(known)
+        if reason is not None:
+            return reason
+    return None
 
 
 def verdict_of(plan: AnyPlan) -> Verdict:
-    """Returns the verdict on a plan's kernels; the first call for them checks them."""
+    """Returns the verdict on a plan's kernels; the first call for them checks them.
+
+    It is the one on a probe that a kernel depends on, if that failed.
+    """
+    for probe in _probes(plan):
+        check = partial(known_answers.fault_of_probe, probe)
+        verdict = checks.verdict(_of_probe(probe), plan.explain(), check)
+        if verdict.failure is not None:
+            return verdict
     variants = variants_of(plan)
     return checks.verdict(
         variants, plan.explain(), partial(known_answers.fault_of, plan)
@@ -245,6 +261,16 @@ def verdicts_so_far() -> list[Verdict]:
     return sorted(
         (verdict for verdict in found if verdict.shaders == current),
         key=lambda verdict: (verdict.kernels, verdict.example),
+    )
+
+
+def _probes(plan: AnyPlan) -> Sequence[Probe]:
+    return registry.of_plan(plan).probes(plan) if isinstance(plan, Plan) else ()
+
+
+def _of_probe(probe: Probe) -> tuple[KernelVariant, ...]:
+    return (
+        KernelVariant(source=probe.source, template=probe.template, dtypes=("", "")),
     )
 
 

@@ -154,8 +154,8 @@ def _warn(verdict: Verdict) -> None:
         else "Please report this line with the output of `mlx-marlin doctor --json`"
     )
     warnings.warn(
-        f"mlx_marlin: {reason(verdict)}. Stock MLX serves in its place, with right "
-        f"results. {advice} (docs/troubleshooting.md)",
+        f"mlx_marlin: {reason(verdict)}. Stock MLX or another kernel serves in its "
+        f"place, with right results. {advice} (docs/troubleshooting.md)",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,10 +1,12 @@
 """Checks a plan's kernel variants on small problems with known answers."""
 
 from dataclasses import replace
+from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import kernels, launch, selection
+from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.guard import experts, operands, reference
 from mlx_marlin.guard.reference import Answer, EpilogueArrays
@@ -38,6 +40,21 @@ def _fault_of(small: AnyPlan) -> str | None:
         return _fault_of_dense(small)
     assert not isinstance(small, Plan)
     return experts.fault_of(small)
+
+
+def fault_of_probe(probe: Probe) -> str | None:
+    """Returns what is wrong with the results of a probe; None if nothing is."""
+    size, dtype = probe.output
+    results = selection.active().kernel(probe.source, 0)(
+        inputs=(mx.zeros((kernels.IN_CONSTANT,)),),
+        template=kernels.template(dict(probe.template)),
+        grid=(probe.threadgroups * probe.threads, 1, 1),
+        threadgroup=(probe.threads, 1, 1),
+        output_shapes=((size,),),
+        output_dtypes=(getattr(mx, dtype),),
+    )
+    values = cast(list[float], results[0].tolist())
+    return probe.fault(values)
 
 
 def fault_of_repack(to: str, bits: int, order: str) -> str | None:

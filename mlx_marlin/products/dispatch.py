@@ -104,7 +104,7 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     problem = request.problem
     if not request.transpose:
         return _prepare_not_transposed(request, problem, stock)
-    plan = plan_of(problem)
+    plan = _usable(plan_of(problem))
     reason = plan if isinstance(plan, str) else _fault_of(plan)
     if isinstance(plan, str) or reason is not None:
         return _by_stock(request, stock, str(reason))
@@ -216,6 +216,13 @@ def _fault_of(plan: Plan | DensePlan) -> str | None:
     if fault:
         eligibility.refuse_variance(plan.problem.invariant, fault)
     return fault
+
+
+def _usable(plan: Plan | DensePlan | str) -> Plan | DensePlan | str:
+    """Returns the alternative of a plan whose kernel failed its check, if any."""
+    if not isinstance(plan, Plan) or guard.why_not(plan) is None:
+        return plan
+    return planner.alternative(plan, eligibility.target()) or plan
 
 
 def _plan(problem: Problem, measured: Result | None) -> Plan:

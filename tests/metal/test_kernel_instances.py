@@ -16,11 +16,12 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 CHIPS = ("Apple M1", "Apple M4 Pro", "Apple M3 Ultra")
-SHAPES = tuple(
-    product(
+SHAPES = (
+    (330, 128),
+    *product(
         (64, 95, 330, 1000, 2048, 4096, 8200, 17408, 128256),
         (64, 256, 1024, 4096, 11008),
-    )
+    ),
 )
 """n, k: few tiles and many, ragged and not, more threadgroups than tiles and fewer."""
 ROWS = (1, 2, 3, 4, 5, 6, 9, 17, 33, 49)
@@ -35,6 +36,9 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
         )
         for device in map(Device.named, CHIPS):
             yield from candidates(problem, device, PlanOverrides())
+            if m >= 9 and dtype != "float32":
+                overrides = PlanOverrides(kernel="gemm_tensor")
+                yield from candidates(problem, device, overrides)
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:

@@ -17,7 +17,7 @@ from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
 from mlx_marlin.weights.formats import CODES, GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
 from support import strategies
 
-KERNELS = ("gemv", "gemm_register", "gemm_staged")
+KERNELS = ("gemv", "gemm_register", "gemm_staged", "gemm_tensor")
 ALL = [(kernel, fused) for kernel in (*KERNELS, "reduce") for fused in (False, True)]
 PLANS = strategies.plans(
     of=strategies.problems(
@@ -33,7 +33,9 @@ def test_the_shaders_lie_in_two_folders() -> None:
     assert folders == {"kernels", "lib"}
     kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
     of_products = {name + "_fused" * fused for name, fused in ALL}
-    assert kernels == of_products | {"dequantize", "gather", "pack", "unpack"}
+    assert kernels == of_products | {
+        *("dequantize", "gather", "pack", "unpack", "tensor_layout", "tensor_probe")
+    }
 
 
 def text_of(kernel: str, fused: bool) -> source.Source:
@@ -68,11 +70,12 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     libraries = (*libraries, *metal_source.DEPENDENCIES.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
-    assert text.header == metal_source.header(libraries, own)
+    included = metal_source.TENSOR_HEADER if kernel == "gemm_tensor" else ""
+    assert text.header == included + metal_source.header(libraries, own)
     # A function of the kernel's own file has the line that it has there.
     files = [(folder / "lib" / f"{name}.metal").read_text() for name in libraries]
     function = f"METAL_FUNC void {kernel}("
-    lines = [0, *"\n".join(files).splitlines()]
+    lines = [0, *included.splitlines(), *"\n".join(files).splitlines()]
     assert text.header.splitlines().index(function) == lines.index(function)
     operands = ("partials",) if kernel == "reduce" else ("x", "w", "scales", "biases")
     finish = ("bias", "multiplier", "residual", "parts") if fused else ()

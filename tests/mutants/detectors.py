@@ -48,6 +48,7 @@ REPORTS = {
     Detector.MISSING_THREADS: ("barrier not reached by all threads",),
     Detector.MISALIGNED: ("misaligned access",),
     Detector.ENDLESS: (_ENDLESS,),
+    Detector.LANES: ("a lane holds", "has never set", "missing lanes"),
 }
 """What the emulator's report says in its first line, by detector."""
 

@@ -25,6 +25,7 @@ class Detector(StrEnum):
     STATIC_CHECK = "static check"
     OPERANDS = "operand types"
     COUNTERS = "counters"
+    LANES = "elements and lanes of a tensor operation"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.backend import kernel_overrides
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.cost import level_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device
@@ -425,11 +426,11 @@ def test_rows_that_stock_has_no_tensor_kernel_for_are_served_on_m5(
 
     assert choice.reason is None
     assert choice.stock is not None
-    assert least < choice.stock.seconds / choice.prediction.seconds < 2.4
+    assert least < choice.stock.seconds / choice.prediction.seconds < 2.6
 
 
 def test_a_larger_margin_holds_on_m5_where_stock_uses_matrices() -> None:
-    problem, chip = Problem(m=13, n=151936, k=5120), Device.named("M5 Max")
+    problem, chip = Problem(m=32, n=151936, k=5120), Device.named("M5 Max")
 
     assert "leaving it takes 1.30" in str(planner.stock_reason(problem, chip))
 
@@ -462,7 +463,12 @@ def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> 
     choice = planner.compare(problem, device=chip)
 
     assert choice.plan == choice.candidates[0].plan == planner.choose(problem, chip)
-    assert len(choice.candidates) == len([*candidates(problem, chip, {})])
+    compared = [
+        plan
+        for overrides in kernel_overrides(problem, chip, {})
+        for plan in candidates(problem, chip, overrides)
+    ]
+    assert len(choice.candidates) == len(compared)
     assert choice.reason == planner.stock_reason(problem, chip)
 
 

@@ -154,6 +154,13 @@ class CudaBackend:
         """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES
 
+    def probes(self, plan: CudaPlan) -> tuple[()]:
+        """Returns nothing: the kernels depend on no unit whose layout may change."""
+        return ()
+
+    def alternative(self, plan: CudaPlan, device: CudaDevice) -> None:
+        """Returns None: stock MLX serves what a kernel cannot."""
+
     def product_source(self, plan: CudaPlan) -> Source:
         """Returns the text of a plan's first kernel."""
         return source.of_product(plan)

@@ -25,6 +25,9 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     fused = {} if plan.is_split else epilogue_template(plan)
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared, **fused}
+    if plan.kernel == "gemm_tensor":
+        del shared["WIDE"]
+        return {"SIMDGROUPS_M": plan.simdgroups_m, **shared, **fused}
     staged = {"BUFFERS": plan.buffers, "LOADERS": plan.loaders} if plan.buffers else {}
     return {
         "FRAGMENTS_M": plan.fragments_m,

@@ -2,14 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
-from mlx_marlin.backends.base import KernelCall, Traits
-from mlx_marlin.backends.metal import arguments, cost, source
-from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.base import KernelCall, Probe, Traits
+from mlx_marlin.backends.metal import arguments, cost, source, tensor_probe
+from mlx_marlin.backends.metal.candidates import candidates, default_kernel
 from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
@@ -19,6 +19,7 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.stock.handover import handover, stock_seconds
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
+from mlx_marlin.backends.metal.tensor_gates import is_candidate
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan
@@ -32,6 +33,10 @@ from mlx_marlin.planning.work import STRATEGIES, Work
 
 ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's variable: the GPU architecture that it chooses its kernels for."""
+TENSOR_KERNEL = "gemm_tensor"
+TENSOR_MARGIN = 1.06
+"""Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such
+kernels did not always hold in a chain, and 6 % is the error of the model."""
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
 """(buffers, loaders) of `gemm_staged` that the tuner tries."""
 EXPERIMENT_CUTOFF = 1.25
@@ -106,6 +111,11 @@ class MetalBackend:
                 f"kernel={kernel!r} is not one of Metal's, {KERNELS}; others need "
                 f"another device, such as chip='NVIDIA H200'"
             )
+        if kernel == TENSOR_KERNEL and not device.has_tensor_units:
+            raise ValueError(
+                f"kernel={kernel!r} needs tensor operations, and {device.variant} has "
+                f"none: expected an M5 or later with macOS 26.2 or later"
+            )
 
         def can_win(body: MetalPlan, work: Work) -> bool:
             if overrides:
@@ -113,9 +123,10 @@ class MetalBackend:
             seconds = cost.least_seconds(body, device, work.is_split)
             return seconds * search.split_factor(work.is_split) <= limit()
 
-        for plan in candidates(problem, device, overrides, can_win):
-            prediction = cost.predict(plan, device)
-            yield Option(_rank(plan, prediction), prediction, partial(_same, plan))
+        for given in kernel_overrides(problem, device, overrides):
+            for plan in candidates(problem, device, given, can_win):
+                prediction = cost.predict(plan, device)
+                yield Option(_rank(plan, prediction), prediction, partial(_same, plan))
 
     def predict(self, plan: MetalPlan, device: Device) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
@@ -223,6 +234,23 @@ class MetalBackend:
         """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES * (2 if device.tier == "ultra" else 1)
 
+    def probes(self, plan: MetalPlan) -> Sequence[Probe]:
+        """Returns the checks of tensor operations, if a plan's kernel has them."""
+        return tensor_probe.probes(plan)
+
+    def alternative(self, plan: MetalPlan, device: Device) -> Plan | None:
+        """Returns the best plan without tensor operations for one with them.
+
+        None if stock MLX is predicted to be faster than that, and for other plans.
+        """
+        problem = plan.problem
+        if plan.kernel != TENSOR_KERNEL:
+            return None
+        kernel = default_kernel(problem)
+        other = self._best(problem, device, PlanOverrides(kernel=kernel))
+        reason = handover(problem, device, cost.predict(other, device))
+        return other if reason is None else None
+
     def product_source(self, plan: MetalPlan) -> Source:
         """Returns the text of a plan's first kernel."""
         return source.of_product(plan)
@@ -261,14 +289,24 @@ class MetalBackend:
         return found
 
 
+def kernel_overrides(
+    problem: Problem, device: Device, overrides: PlanOverrides
+) -> Iterator[PlanOverrides]:
+    """Yields the overrides, and those of `gemm_tensor` if it is a candidate."""
+    yield overrides
+    if not overrides and is_candidate(problem, device):
+        yield PlanOverrides(kernel=TENSOR_KERNEL)
+
+
 def _same(plan: MetalPlan) -> MetalPlan:
     return plan
 
 
 def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
     """Returns the rank of a plan: its time, then measures of its complexity."""
+    margin = TENSOR_MARGIN if plan.kernel == TENSOR_KERNEL else 1.0
     return (
-        prediction.seconds * search.split_factor(plan.is_split),
+        prediction.seconds * search.split_factor(plan.is_split) * margin,
         plan.dispatches,
         STRATEGIES.index(plan.work.strategy),
         plan.simdgroups_k,

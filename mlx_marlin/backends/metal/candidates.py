@@ -11,6 +11,7 @@ from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
+    TENSOR_FRAGMENTS_M,
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -78,11 +79,17 @@ def candidates(
         k_tiles=body.k_tiles,
         trips=body.tile.k // k_tile(1),
         cores=device.cores,
-        widest=overrides.get("simdgroups_k", _most_along_k(body)),
+        widest=1  # all tiles have the same width
+        if body.kernel == "gemm_tensor"
+        else overrides.get("simdgroups_k", _most_along_k(body)),
         x_bytes=problem.activation_bytes,
     )
     works = list(decompositions.works(space, overrides))
     works = [pair for pair in works if can_meet(pair[0], overrides)]
+    if body.kernel == "gemm_tensor" and not WORK_OVERRIDES & overrides.keys():
+        # Published kernels lost what a second dispatch gains.
+        full = body.work.tiles >= device.cores
+        works = [pair for pair in works if not (full and pair[0].is_split)]
     if not works:
         raise nothing_fits(overrides)
     shared = _fields(body)
@@ -99,7 +106,7 @@ def candidates(
 
 def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
     """Returns the data-parallel plan with the threadgroups of all candidates."""
-    kernel = overrides.get("kernel", _kernel(problem))
+    kernel = overrides.get("kernel", default_kernel(problem))
     buffers = overrides.get("buffers", _buffers(problem, kernel, overrides))
     most = most_rows(problem, buffers)
     fragments_m = overrides.get("fragments_m", _fragments_m(problem, kernel, most))
@@ -116,7 +123,7 @@ def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
-        subtract=overrides.get("subtract", subtracts(problem, fragments_m)),
+        subtract=overrides.get("subtract", subtracts(problem, fragments_m, kernel)),
         buffers=buffers,
         loaders=overrides.get("loaders", 0),
     )
@@ -146,8 +153,11 @@ def _with_work(
     )
 
 
-def _kernel(problem: Problem) -> Kernel:
-    """Returns the kernel with fewer issue slots: dot products for a few rows."""
+def default_kernel(problem: Problem) -> Kernel:
+    """Returns the kernel with fewer issue slots: dot products for a few rows.
+
+    `gemm_tensor` is compared with it where there are tensor units.
+    """
     few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
     return "gemv" if few else "gemm_register"
 
@@ -175,19 +185,26 @@ def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
     """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":
         return 0
+    if kernel == "gemm_tensor":
+        return TENSOR_FRAGMENTS_M
     few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
     return 1 if few else 2
 
 
-def subtracts(problem: Problem, fragments_m: int) -> bool:
+def subtracts(problem: Problem, fragments_m: int, kernel: Kernel | None = None) -> bool:
     """Returns whether the offset of codes is subtracted first, which is more exact.
 
     If x is widened to float32, the conversion of codes subtracts it at no cost. In half
     it costs 9 % with one fragment and 4 % with two (counted). The difference is visible
     in float32 results.
+
+    Tensor operations take half codes with bfloat16 activations. They need no more than
+    the 8 significant bits of a bfloat16 then: codes of 8 bits have 9 with their offset.
     """
     if problem.invariant or problem.format.codes == "floating":
         return True  # floats have no offset
+    if kernel == "gemm_tensor":
+        return problem.dtype == "bfloat16" and problem.bits == 8
     if fragments_m == 0:
         return problem.dtype == "float32"
     return fragments_m >= 2 or problem.dtype != "float16"
@@ -213,12 +230,15 @@ def _simdgroups_k(
     """Returns the fewest simdgroups along k that fill a core, or the most that fit.
 
     The number does not exceed the main-loop iterations of a mean split, because further
-    simdgroups would be idle.
+    simdgroups would be idle. `gemm_tensor` always has the most, because published
+    kernels hid behind 4 to 16 of them along k what each of them waits for.
     """
     trips = work.total // work.pieces * (body.tile.k // k_tile(1))
     most = max(1, min(_most_along_k(body), trips))
     per_core = max(-(-work.threadgroups // device.cores), 1)
     enough = SIMDGROUPS_TO_FILL / (per_core * body.simdgroups_m)
+    if body.kernel == "gemm_tensor":
+        enough = most
     chosen = simdgroups_n
     for count in SIMDGROUPS_K:
         if count <= most and count % simdgroups_n == 0:

@@ -108,7 +108,7 @@ class Device:
     def has_tensor_units(self) -> bool:
         """Whether there are tensor operations, by MLX's rule: M5 and later, on 26.2.
 
-        Stock MLX uses them. A phone has them one generation later.
+        `gemm_tensor` and stock MLX use them. A phone has them one generation later.
         """
         first = 18 if self.size_letter == "p" else 17
         return self.has_tensor_system and self.arch_gen >= first

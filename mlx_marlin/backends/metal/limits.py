@@ -2,10 +2,18 @@
 
 from mlx_marlin.planning.work.tiles import Kernel
 
-KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged")
+KERNELS: tuple[Kernel, ...] = (
+    *("gemv", "gemm_register", "gemm_staged", "gemm_tensor"),
+)
 
 FRAGMENTS_M = (1, 2)
 """Row fragments of x that a simdgroup may hold; with three, group sums would spill."""
+TENSOR_FRAGMENTS_M = 2
+"""The same of `gemm_tensor`, whose operations have 16 rows of x. A lane has 82
+registers of 32 bits by a hand count (`cost.tensor`); with more rows it would have 110.
+"""
+TENSOR_ROUND_ROWS = 8
+"""Rows of a simdgroup of `gemm_tensor` whose sums are in scratch at a time."""
 MAX_SIMDGROUPS = 8
 """Simdgroups of a threadgroup: with 256 threads no kernel is short of registers."""
 THREADGROUP_LIMIT = 32768

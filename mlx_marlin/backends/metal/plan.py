@@ -7,10 +7,13 @@ from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     KERNELS,
     MAX_SIMDGROUPS,
+    TENSOR_FRAGMENTS_M,
+    TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.backends.metal.staging import BUFFERS, buffer_bytes
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k
 from mlx_marlin.weights.formats import TILE_N
 
@@ -19,8 +22,9 @@ from mlx_marlin.weights.formats import TILE_N
 class MetalPlan(Plan):
     """How a product is computed on an Apple GPU.
 
-    The kernel is "gemv" (dot products, few rows), "gemm_register" (8x8 matrices) or
-    "gemm_staged" (8x8 matrices from threadgroup memory). In a wide tile of `hytis`,
+    The kernel is "gemv" (dot products, few rows), "gemm_register" (8x8 matrices),
+    "gemm_staged" (8x8 matrices from threadgroup memory) or "gemm_tensor" (tensor
+    operations of 16 rows). In a wide tile of `hytis`,
     `simdgroups_n` of the simdgroups along k are side by side along n instead; in other
     tiles it is 1. A stage of `gemm_staged` holds x and decoded w.
 
@@ -49,6 +53,8 @@ class MetalPlan(Plan):
 
         The epilogue's float32 scratch and the stages share the same memory.
         """
+        if self.kernel == "gemm_tensor":
+            return 4 * self.simdgroups * TENSOR_ROUND_ROWS * self.tile.n
         scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
         return max(scratch, self.buffers * self.stage_bytes)
 
@@ -75,6 +81,7 @@ class MetalPlan(Plan):
         if self.kernel == "gemv":
             self._check_gemv()
         else:
+            self._check_tensor()
             self._check_gemm()
         self._check_norm()
         self._check_threadgroup()
@@ -124,6 +131,19 @@ class MetalPlan(Plan):
         if self.tile.m != self.problem.m:
             raise ValueError(
                 f"a gemv tile has all m={self.problem.m} rows, got tile.m={self.tile.m}"
+            )
+
+    def _check_tensor(self) -> None:
+        if self.kernel != "gemm_tensor":
+            return
+        reason = tensor_reason(self.problem)
+        if reason is not None:
+            raise ValueError(f"kernel='gemm_tensor': {reason}")
+        if self.fragments_m != TENSOR_FRAGMENTS_M or self.has_wide_tiles:
+            raise ValueError(
+                f"gemm_tensor has fragments_m={TENSOR_FRAGMENTS_M} and tiles of one "
+                f"width, got fragments_m={self.fragments_m}, "
+                f"strategy={self.work.strategy!r}"
             )
 
     def _check_gemm(self) -> None:
@@ -212,3 +232,12 @@ class MetalPlan(Plan):
                 f"subtract={self.subtract}, strategy={self.work.strategy!r}, "
                 f"reduction={self.reduction!r}"
             )
+
+
+def tensor_reason(problem: Problem) -> str | None:
+    """Returns why `gemm_tensor` cannot compute a product, or None."""
+    if problem.dtype == "float32":
+        return "tensor operations round float32 operands, expected float16 or bfloat16"
+    if problem.group_size == 16 and problem.format.codes != "floating":
+        return f"no half holds the weights of {problem.mode} in groups of 16"
+    return None

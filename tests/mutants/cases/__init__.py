@@ -9,6 +9,7 @@ from mutants.cases.gather import GATHER_CASES, GatherCase
 from mutants.cases.products import PRODUCT_CASES
 from mutants.cases.repack import REPACK_CASES, RepackCase
 from mutants.cases.staged import STAGED_CASES
+from mutants.cases.tensor import TENSOR_CASES
 from support.block_kernels import Added, Rotated
 
 CASES: dict[
@@ -22,4 +23,5 @@ CASES: dict[
     **EPILOGUE_CASES,
     **FORMAT_CASES,
     **STAGED_CASES,
+    **TENSOR_CASES,
 }

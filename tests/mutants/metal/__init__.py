@@ -12,6 +12,7 @@ from mutants.metal import (
     repack,
     staged,
     super_blocks,
+    tensor,
     work,
 )
 
@@ -21,6 +22,7 @@ MUTANTS = (
     *lane.MUTANTS,
     *gemm.MUTANTS,
     *staged.MUTANTS,
+    *tensor.MUTANTS,
     *gemv.MUTANTS,
     *formats.MUTANTS,
     *super_blocks.MUTANTS,

@@ -13,6 +13,7 @@ package.
 
 from mlx_marlin.backends.metal.cost.main_loop import (
     WEIGHTS_PER_TRIP,
+    MainLoop,
     loop_of,
     loop_slots,
 )
@@ -26,6 +27,7 @@ from mlx_marlin.backends.metal.cost.rates import (
 )
 from mlx_marlin.backends.metal.cost.residency import resident_threadgroups
 from mlx_marlin.backends.metal.cost.staged import staged_slots_and_bytes
+from mlx_marlin.backends.metal.cost.tensor import tensor_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.prediction import Prediction
@@ -42,6 +44,7 @@ __all__ = [
     "least_seconds",
     "level_seconds",
     "loop_of",
+    "loop_of_plan",
     "loop_slots",
     "memory_seconds",
     "predict",
@@ -69,7 +72,7 @@ REDUCE_SLOTS = 2.3
 
 def predict(plan: MetalPlan, device: Device) -> Prediction:
     """Returns the predicted times of a plan on a device."""
-    loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
+    loop = loop_of_plan(plan, device)
     slots, lane_bytes = loop.slots, loop.lane_bytes
     if plan.buffers:
         slots, lane_bytes = staged_slots_and_bytes(plan, device)
@@ -80,8 +83,16 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
         busy=busy(plan, device),
         fill=_fill(plan, device, loop.registers),
         dispatch=level_seconds(device) * (plan.dispatches - 1),
+        matrix=loop.matrix,
         launch=level_seconds(device),
     )
+
+
+def loop_of_plan(plan: MetalPlan, device: Device) -> MainLoop:
+    """Returns the cost of a plan's main loop, without the stages of `gemm_staged`."""
+    if plan.kernel == "gemm_tensor":
+        return tensor_loop(plan.problem, device)
+    return loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
 
 
 def least_seconds(plan: MetalPlan, device: Device, is_split: bool) -> float:
@@ -92,7 +103,7 @@ def least_seconds(plan: MetalPlan, device: Device, is_split: bool) -> float:
         device: The chip to plan for.
         is_split: Whether the work splits tiles.
     """
-    loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
+    loop = loop_of_plan(plan, device)
     return loop.seconds + level_seconds(device) * (1 + is_split)
 
 

@@ -34,6 +34,7 @@ class MainLoop:
         slots: Issue slots of all simdgroups.
         lane_bytes: Bytes that loads return to lanes.
         registers: 16-bit registers of a thread.
+        matrix: Seconds of the tensor units; 0 if they are not used.
         seconds: Time of the main loop alone if all cores are equally loaded.
     """
 
@@ -41,6 +42,7 @@ class MainLoop:
     slots: float
     lane_bytes: float
     registers: int
+    matrix: float = 0.0
     seconds: float
 
 

@@ -1,6 +1,7 @@
 """How many threadgroups of a plan are resident on a core at a time."""
 
 from mlx_marlin.backends.metal.cost.main_loop import loop_of
+from mlx_marlin.backends.metal.cost.tensor import REGISTERS
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.device import Residency
@@ -15,14 +16,19 @@ LIMITS = ("launched threadgroups", "threadgroup memory", "registers", "threads")
 
 def residency(plan: MetalPlan, device: Device) -> Residency:
     """Returns how many threadgroups of a plan are resident on a core."""
-    loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
-    limits = resident_threadgroups(plan, device, loop.registers)
+    limits = resident_threadgroups(plan, device, _registers(plan, device))
     return Residency(
         simdgroups=plan.simdgroups,
         max_simdgroups=device.core.max_threads // SIMD_WIDTH,
         threadgroups=dict(zip(LIMITS, limits, strict=True)),
         assumed=_assumed(plan, device),
     )
+
+
+def _registers(plan: MetalPlan, device: Device) -> int:
+    if plan.kernel == "gemm_tensor":
+        return REGISTERS
+    return loop_of(plan.problem, plan.fragments_m, plan.subtract, device).registers
 
 
 def resident_threadgroups(

@@ -26,8 +26,11 @@ WEIGHT = ("work", "decode", "words", "values", "lane", "weight_tile")
 DEPENDENCIES = {
     "gemm_register": ("fragments",),
     "gemm_staged": ("fragments", "staging"),
+    "gemm_tensor": ("tensor_fragments",),
 }
 """Further files of `lib` that a kernel's own file depends on."""
+TENSOR_HEADER = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n"
+"""Declares tensor operations; macOS has it from 26 on."""
 
 
 def of_product(plan: MetalPlan) -> Source:
@@ -43,10 +46,10 @@ def of_reduce(plan: MetalPlan) -> Source:
 
 @cache
 def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> Source:
-    """Returns the source of the kernel "gemv", "gemm_register" or "gemm_staged".
+    """Returns the source of a kernel that computes products.
 
     Args:
-        kernel: Name of the kernel.
+        kernel: Name of the kernel, one of `limits.KERNELS`.
         fused: Whether the kernel applies an epilogue and has its operands.
         atomic: Whether the kernel adds to its output.
     """
@@ -54,6 +57,13 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
     inputs = (*OPERANDS, *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
     files = (*WEIGHT, "epilogue", *DEPENDENCIES.get(kernel, ()), kernel)
     return _of_metal(body, inputs, files, atomic)
+
+
+@cache
+def probe_source(name: str) -> Source:
+    """Returns the source of "tensor_probe" or "tensor_layout", which have no inputs."""
+    files = ("work", "lane", "tensor_fragments", "tensor_probe")
+    return _of_metal(name, ("unused",), files)
 
 
 @cache
@@ -127,11 +137,12 @@ def _of_metal(
         outputs: Names of the output buffers.
     """
     text = read(f"kernels/{body}.metal")
+    included = TENSOR_HEADER if "tensor_fragments" in files else ""
     return Source(
         name=f"marlin_{body}" + "_atomic" * atomic,
         input_names=inputs,
         output_names=outputs,
-        header=header(files, text),
+        header=included + header(files, text),
         source=compaction.stripped(text),
         atomic=atomic,
     )

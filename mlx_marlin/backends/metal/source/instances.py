@@ -19,8 +19,12 @@ from mlx_marlin.backends.metal.candidates import (
     subtracts,
 )
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
-from mlx_marlin.backends.metal.limits import GEMV_ROWS, MAX_SIMDGROUPS
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.limits import (
+    GEMV_ROWS,
+    MAX_SIMDGROUPS,
+    TENSOR_FRAGMENTS_M,
+)
+from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.planning.work.decompositions import WIDTHS
@@ -130,6 +134,16 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
                 continue
             if (simdgroups_m * count + loaders) <= MAX_SIMDGROUPS:
                 yield from _fitting(problem, shared, buffers, loaders)
+    if tensor_reason(problem) is None:
+        yield from _tensor_bodies(problem)
+
+
+def _tensor_bodies(problem: Problem) -> Iterator[MetalPlan]:
+    """Yields the threadgroups of `gemm_tensor`: few along k only if k is short."""
+    for side, count in product(range(1, MAX_SIMDGROUPS_M + 1), SIMDGROUPS_K):
+        rows = FRAGMENT * TENSOR_FRAGMENTS_M * side
+        if side * count <= MAX_SIMDGROUPS:
+            yield _body(problem, "gemm_tensor", TENSOR_FRAGMENTS_M, side, count, rows)
 
 
 def _fitting(
@@ -161,7 +175,7 @@ def _body(
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         work=data_parallel(2 * problem.batch, problem.k // tile.k),
-        subtract=subtracts(problem, fragments_m),
+        subtract=subtracts(problem, fragments_m, kernel),
         buffers=buffers,
         loaders=loaders,
     )
@@ -175,7 +189,7 @@ def _divisions(body: MetalPlan) -> Iterator[MetalPlan]:
         strategy="stripe", tiles=work.tiles, k_tiles=work.k_tiles, threadgroups=1
     )
     yield replace(body, work=ranges)
-    if body.problem.batch > 1:
+    if body.problem.batch > 1 or body.kernel == "gemm_tensor":
         return
     rest = body.problem.n % TILE_N - TILE_N if body.problem.n % TILE_N else 0
     for width in WIDTHS:

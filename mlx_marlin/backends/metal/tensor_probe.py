@@ -1,0 +1,129 @@
+"""Known answers of one tensor operation: its products, and what its queries state.
+
+The layout of operands in a simdgroup is that of M5 (docs/m5.md). Other GPUs may have
+another one, so `gemm_tensor` is used only after these probes.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+
+from mlx_marlin.backends.base import Probe
+from mlx_marlin.backends.metal import source
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+
+ROWS, COLUMNS, DEPTH = 32, 16, 32
+"""Rows of w, rows of x, and k of an operation."""
+BASE = 10000
+"""What an accumulating operation adds to: BASE + COLUMNS * n + m."""
+ELEMENTS = {"w": 32, "x": 16, "result": 16}
+"""Elements of a lane, by operand."""
+
+
+def probes(plan: MetalPlan) -> Sequence[Probe]:
+    """Returns the probes of a plan's kernel, none if it has no tensor operations."""
+    if plan.kernel != "gemm_tensor":
+        return ()
+    dtype = plan.problem.dtype
+    return (
+        layout_probe(dtype),
+        _product_probe(dtype, False),
+        _product_probe(dtype, True),
+    )
+
+
+def layout_probe(dtype: str) -> Probe:
+    """Returns the probe that asks operands for the indices of their elements."""
+    values = sum(1 + 3 * count for count in ELEMENTS.values())
+    return Probe(
+        source=source.probe_source("tensor_layout"),
+        template=(("T", dtype),),
+        threadgroups=1,
+        threads=SIMD_WIDTH,
+        output=(SIMD_WIDTH * values, "int32"),
+        fault=layout_fault,
+    )
+
+
+def layout_fault(values: Sequence[float]) -> str | None:
+    """Returns which operand has another layout than M5's, or None.
+
+    Args:
+        values: Of each lane and operand, the capacity and, of each element, whether it
+            is valid, its inner and its outer index.
+    """
+    size = len(values) // SIMD_WIDTH
+    for lane in range(SIMD_WIDTH):
+        at = lane * size
+        for name, count in ELEMENTS.items():
+            stated = [int(value) for value in values[at : at + 1 + 3 * count]]
+            at += 1 + 3 * count
+            # Indices of x may be those of the array or of its transpose.
+            known = [_layout(name, lane, False)]
+            known += [_layout(name, lane, True)] if name == "x" else []
+            if stated not in known:
+                return (
+                    f"tensor operations have another layout of {name}: lane {lane} "
+                    f"has {stated[:7]}..., expected {known[0][:7]}..."
+                )
+    return None
+
+
+def position(name: str, lane: int, element: int) -> tuple[int, int]:
+    """Returns the (row, column) of a lane's element in memory, on M5.
+
+    Args:
+        name: The operand: "w" [n, k], "x" [m, k] or "result" [n, m].
+        lane: Index of the lane.
+        element: Index of the element.
+    """
+    quad = lane >> 2
+    row = (quad & 4) | (lane >> 1 & 3)
+    column = 4 * ((quad & 2) | (lane & 1))
+    part, inside = divmod(element, 8)
+    row, column = row + 8 * (inside // 4), column + inside % 4
+    if name == "w":
+        return row + 16 * (part // 2), column + 16 * (part % 2)
+    return (row, column + 16 * part) if name == "x" else (row + 16 * part, column)
+
+
+def _layout(name: str, lane: int, transposed: bool) -> list[int]:
+    stated = [ELEMENTS[name]]
+    for element in range(ELEMENTS[name]):
+        row, column = position(name, lane, element)
+        stated += [1, row, column] if transposed else [1, column, row]
+    return stated
+
+
+def _product_probe(dtype: str, add: bool) -> Probe:
+    return Probe(
+        source=source.probe_source("tensor_probe"),
+        template=(("ADD", add), ("T", dtype)),
+        threadgroups=DEPTH,
+        threads=SIMD_WIDTH,
+        output=(DEPTH * ROWS * COLUMNS, "float32"),
+        fault=partial(_product_fault, add),
+    )
+
+
+def _product_fault(add: bool, values: Sequence[float]) -> str | None:
+    for (k, n, m), expected, value in zip(
+        product(range(DEPTH), range(ROWS), range(COLUMNS)),
+        _products(add),
+        values,
+        strict=True,
+    ):
+        if value != expected:
+            mode = "accumulating " if add else ""
+            return (
+                f"the {mode}tensor operation gives {value:g} for n={n}, k={k}, m={m}, "
+                f"expected {expected}"
+            )
+    return None
+
+
+def _products(add: bool) -> Iterator[int]:
+    for k, n, m in product(range(DEPTH), range(ROWS), range(COLUMNS)):
+        x = (1 + m + COLUMNS * (k % 16)) * (1 if k < 16 else -1)
+        yield (n + 1) * x + add * (BASE + COLUMNS * n + m)

@@ -1,0 +1,242 @@
+// The main loop of gemm_register with Metal's tensor operations: codes are decoded to half in
+// registers, and a lane's words, k and rows of w are the same. Scales and biases are applied once
+// per group to the float32 sums of the group, so no scaled weight is rounded.
+//
+// SIMDGROUPS_M  simdgroups side by side along m, 16 rows each; they read the same words
+// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
+// WHOLE         every threadgroup computes one whole tile
+// BATCHED       there are several products, each with its own weight
+// W             WeightFormat
+// SUBTRACT      operands hold q instead of W::ZERO + q: more exact
+//
+// Rows of x enter as they are, as half or bfloat, so none is scaled or rounded.
+//
+// A tile is stored in two rounds, because its partial sums would take too much threadgroup memory.
+// The first has the first half of the tile's rows, so a simdgroup has eight rows of either half.
+
+constant constexpr int ROUND_ROWS = 8;  // rows of a simdgroup in a round
+
+METAL_FUNC void load_elements(thread half* elements, const device half* x, uint offset) {
+  const half4 loaded = load_vec4(x, offset);
+  UNROLL for (int s = 0; s < 4; ++s) {
+    elements[s] = loaded[s];
+  }
+}
+
+METAL_FUNC void load_elements(thread bfloat* elements, const device bfloat* x, uint offset) {
+  const ushort4 raw = load_vec4((const device ushort*)x, offset);  // mutant: load_raw
+  UNROLL for (int s = 0; s < 4; ++s) {
+    elements[s] = as_type<bfloat>(raw[s]);
+  }
+}
+
+// Loads the lane's activations of a step: of two rows, 16 for each operation.
+template <typename W, typename T>
+METAL_FUNC void load_activations(
+    thread T* elements, const device T* x, thread const uint* starts, uint k) {
+  UNROLL for (int i = 0; i < 4 * W::VEC4S; ++i) {
+    const int operation = i / 4;
+    const int part = i / 2 % 2;
+    const int row = i % 2;
+    // mutant: x_element
+    load_elements(
+        elements + 16 * operation + 8 * part + 4 * row,
+        x + vec4_offset<W>(part, operation),
+        starts[row] + k);
+  }
+}
+
+// Sums x over the step's k, for the four rows of x of the lane's results.
+template <typename W, typename T>
+METAL_FUNC float4 sums_of_results(thread const T* elements, int lane_index) {
+  float2 sums = float2(0.0f);
+  UNROLL for (int i = 0; i < 16 * W::VEC4S; ++i) {
+    sums[i / 4 % 2] += float(elements[i]);
+  }
+  sums = float2(sum_over_pairs(sums.x), sum_over_pairs(sums.y));
+  const float own = lane_of(lane_index).pair < 2 ? sums.x : sums.y;  // mutant: own_sum
+  float4 result;
+  UNROLL for (int s = 0; s < 4; ++s) {
+    result[s] = from_row_of_result(own, s, lane_index);
+  }
+  return result;
+}
+
+// Computes the products of a step, which begin at -ZERO * sum(x) if codes exceed values by ZERO.
+template <typename W, bool EXACT, typename T>
+METAL_FUNC void multiply_step(
+    thread float* products,
+    thread const uint* words,
+    thread const T* x_elements,
+    float4 sums,
+    float4 scale) {
+  constexpr bool OFFSET = W::ZERO != 0 && !EXACT;
+  if (OFFSET) {
+    UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
+      products[i] = -float(W::ZERO) * sums[i % 4];  // mutant: offset
+    }
+  }
+  UNROLL for (int operation = 0; operation < W::VEC4S; ++operation) {
+    half weights[32];
+    tensor_weights<W, EXACT>(weights, words, operation, scale);
+    if (OFFSET || operation > 0) {  // mutant: accumulate
+      tensor_multiply<true>(products, weights, x_elements + 16 * operation);
+    } else {
+      tensor_multiply<false>(products, weights, x_elements);
+    }
+  }
+}
+
+// Main loop of one simdgroup: its steps of one split, for 16 rows of x.
+template <int SIMDGROUPS_M, typename W, bool SUBTRACT, typename T, typename S, typename R>
+METAL_FUNC void tensor_accumulate(
+    thread float* totals,
+    const device T* x,
+    R order,
+    WeightTile<S> tile,
+    int first_row,
+    Work work,
+    Split split,
+    Place place,
+    int lane_index) {
+  constexpr bool EXACT = SUBTRACT || W::SCALED;
+  const Lane lane = lane_of(lane_index);
+  uint starts[2];
+  UNROLL for (int i = 0; i < 2; ++i) {
+    // Rows past the end read the last row; their results are never stored.
+    const int row = min(first_row + lane.row + i * ROUND_ROWS * SIMDGROUPS_M, work.m - 1);
+    starts[i] = input_row(order, row) * work.k + vec4_offset<W>(2 * lane.pair, 0);
+  }
+  UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
+    totals[i] = 0.0f;
+  }
+  for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
+    uint words[words_of_step<W>()];
+    T x_elements[16 * W::VEC4S];
+    load_words<W>(words, tile, k, lane_index);
+    load_activations<W>(x_elements, x, starts, k);
+    const GroupParams params = load_group_params<W>(tile, k);
+    float4 sums = float4(0.0f);
+    if (W::BIASED || (W::ZERO != 0 && !EXACT)) {
+      sums = sums_of_results<W>(x_elements, lane_index);
+    }
+    float products[TENSOR_RESULTS];
+    multiply_step<W, EXACT>(products, words, x_elements, sums, params.scale);
+    UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
+      const int f = i / 4;  // row of w
+      const float scale = W::SCALED ? tile.weight_scale : params.scale[f];  // mutant: scale
+      totals[i] = fma(scale, products[i], totals[i]);
+      totals[i] = W::BIASED ? fma(params.bias[f], sums[i % 4], totals[i]) : totals[i];
+    }
+  }
+}
+
+// Writes the sums of one round to the simdgroup's part of the scratch.
+METAL_FUNC void
+write_round(threadgroup float* scratch, thread const float* totals, int round, int lane_index) {
+  const Lane lane = lane_of(lane_index);
+  if (lane.pair / 2 == round) {  // mutant: round
+    UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
+      // mutant: write_round
+      scratch[(lane.pair % 2 * 4 + i % 4) * TILE_N + 8 * (i / 4) + lane.row] = totals[i];
+    }
+  }
+}
+
+// Adds the partial sums of the simdgroups along k in ascending order and stores the rows of a
+// round that are inside the output.
+template <int SIMDGROUPS_M, int SIMDGROUPS_K, typename O, typename E, typename R>
+METAL_FUNC void store_round(
+    O out,
+    E epilogue,
+    R order,
+    const threadgroup float* scratch,
+    Work work,
+    Split split,
+    int first_row,
+    int simdgroup_index,
+    int lane_index) {
+  constexpr int ROWS = ROUND_ROWS * SIMDGROUPS_M;
+  const int rows = min(ROWS, work.m - first_row);
+  const int col = split.col + lane_index;
+  const int stored = col < work.n ? rows : 0;  // mutant: stored
+  for (int row = simdgroup_index; row < stored; row += SIMDGROUPS_M * SIMDGROUPS_K) {
+    const threadgroup float* partial = scratch + row * TILE_N + lane_index;
+    float total = partial[0];
+    UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
+      total += partial[s * ROWS * TILE_N];  // mutant: partials
+    }
+    const uint index = output_index(epilogue, output_row(order, first_row + row), col, work);
+    total = apply_epilogue(total, epilogue, index, col);
+    store(out, split.slot, rows_of_slot(order, work) * work.n, index, total);
+  }
+}
+
+template <
+    int SIMDGROUPS_M,
+    int SIMDGROUPS_K,
+    bool WHOLE,
+    bool BATCHED,
+    typename W,
+    bool SUBTRACT,
+    typename T,
+    typename S,
+    typename O,
+    typename E>
+METAL_FUNC void gemm_tensor(
+    const device T* x,
+    const device uint32_t* w,
+    const device S* scales,
+    const device S* biases,
+    const constant int32_t* shape,
+    const constant int32_t* schedule,
+    device O* out,
+    E epilogue,
+    threadgroup float* scratch,
+    uint threadgroup_index,
+    int simdgroup_index,
+    int lane_index) {
+  constexpr int ROWS = ROUND_ROWS * SIMDGROUPS_M;
+  const Work work = read_work(shape, schedule);
+  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
+  const Place place =
+      place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, 1>(simdgroup_index, false, ROUND_ROWS);
+  threadgroup float* own = scratch + (place.k_slice * ROWS + place.row) * TILE_N;
+  float totals[TENSOR_RESULTS];
+
+  for (uint position = range.begin; position < range.end;) {
+    const Split split =
+        split_at<1, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
+    const InOrder order = rows_of_product<BATCHED>(split, work);
+    position += split.k_tile_count;
+    const WeightTile<S> tile =
+        weight_tile<W>(w, scales, biases, split.col, work, lane_index, split.product);
+    const int row = split.row + place.row;
+    // The condition is uniform in a simdgroup, as tensor operations require.
+    if (row < work.m) {  // mutant: uniform
+      tensor_accumulate<SIMDGROUPS_M, W, SUBTRACT>(
+          totals, x, order, tile, row, work, split, place, lane_index);
+    }
+    for (int round = 0; round < 2; ++round) {
+      const int first_row = split.row + round * ROWS;
+      if (first_row >= work.m) {
+        break;
+      }
+      if (row < work.m) {
+        write_round(own, totals, round, lane_index);
+      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
+      store_round<SIMDGROUPS_M, SIMDGROUPS_K>(
+          out,
+          epilogue,
+          order,
+          scratch,
+          work,
+          split,
+          first_row,
+          simdgroup_index,
+          lane_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
+    }
+  }
+}

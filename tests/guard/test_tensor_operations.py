@@ -1,0 +1,171 @@
+"""Tensor operations are checked before the kernel that depends on their layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlx_marlin
+from mlx_marlin import emulator, guard
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import tensor_probe
+from mlx_marlin.guard import known_answers
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import eligibility
+from support.guarded_calls import K, N, collected, is_right, new_process, operands
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+M5_MAX = named("Apple M5 Max")
+
+
+def plan_of(dtype: str = "float16") -> Plan:
+    problem = problem_of(16, 4096, 4096, dtype=dtype)
+    return planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
+
+
+def choose(problem: Problem, _: Any) -> Plan:
+    return planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
+
+
+@pytest.fixture
+def _tensor(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `gemm_tensor` serve every call, on an M5."""
+    monkeypatch.setattr(planner, "choose", choose)
+    monkeypatch.setattr(eligibility, "target", lambda: M5_MAX)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_operations_of_an_m5_pass(dtype: str) -> None:
+    probes = tensor_probe.probes(plan_of(dtype))
+
+    assert [known_answers.fault_of_probe(probe) for probe in probes] == [None] * 3
+
+
+def test_other_kernels_need_no_probe() -> None:
+    plan = planner.make(problem_of(16, 64, 64), device=M5_MAX, kernel="gemm_register")
+
+    assert tensor_probe.probes(plan) == ()
+
+
+@pytest.mark.parametrize("layout", ["g16", "scrambled"])
+def test_every_probe_sees_another_layout(layout: str) -> None:
+    with emulator.emulated(tensor_layout=layout):
+        faults = [
+            known_answers.fault_of_probe(probe)
+            for probe in tensor_probe.probes(plan_of())
+        ]
+
+    assert "another layout of w: lane 0" in str(faults[0])
+    assert str(faults[1]).startswith("the tensor operation gives ")
+    assert str(faults[2]).startswith("the accumulating tensor operation gives ")
+
+
+def test_indices_of_x_may_be_those_of_the_array_or_of_its_transpose() -> None:
+    probe = tensor_probe.layout_probe("float16")
+
+    def values(transposed: bool) -> list[float]:
+        found: list[float] = []
+        for lane in range(32):
+            for name, count in tensor_probe.ELEMENTS.items():
+                found.append(count)
+                for element in range(count):
+                    row, column = tensor_probe.position(name, lane, element)
+                    swap = transposed and name == "x"
+                    found += [1, row, column] if swap else [1, column, row]
+        return found
+
+    assert probe.fault(values(False)) is None
+    assert probe.fault(values(True)) is None
+    stated = values(False)
+    stated[0] = 16  # capacity
+    assert "another layout of w" in str(probe.fault(stated))
+    stated = values(False)
+    stated[1] = 0  # not valid
+    assert "another layout of w" in str(probe.fault(stated))
+
+
+@pytest.mark.usefixtures("_tensor")
+def test_the_kernel_serves_after_its_probes() -> None:
+    x, w = operands(16)
+
+    y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+
+    assert messages == []
+    assert is_right(y, x, w)
+    kernels = [verdict.kernels for verdict in guard.verdicts_so_far()]
+    assert [*map(str, kernels)] == [
+        *("marlin_gemm_tensor", "marlin_tensor_layout"),
+        *("marlin_tensor_probe", "marlin_tensor_probe"),
+    ]
+
+
+@pytest.mark.usefixtures("_tensor")
+def test_another_layout_switches_the_kernel_off_with_one_warning() -> None:
+    x, w = operands(16)
+    packed = mlx_marlin.pack(*w)
+    with emulator.emulated(tensor_layout="g16"):
+        y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+        of_packed, again = collected(lambda: mlx_marlin.quantized_matmul(x, packed))
+
+    assert [message.split(":")[1] for message in messages] == [
+        " the kernel marlin_tensor_layout failed its check on this machine"
+    ]
+    assert again == []
+    assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+    assert is_right(of_packed, x, w)
+    verdicts = {verdict.kernels for verdict in guard.verdicts_so_far()}
+    assert "marlin_gemm_tensor" not in verdicts
+    # Another kernel of ours serves packed weights, which stock MLX cannot read.
+    assert "marlin_gemm_register" in verdicts
+    assert guard.known_fault(plan_of()) is not None
+    new_process()
+    assert "failed its check" in str(guard.known_fault(plan_of()))
+
+
+@pytest.mark.usefixtures("_tensor")
+def test_a_kernel_that_does_not_compile_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where macOS has no tensor operations after all."""
+    right = tensor_probe.source.probe_source
+
+    def broken(name: str) -> Any:
+        text = right(name)
+        return replace(text, header=text.header.replace("Primitives.h", "Missing.h"))
+
+    monkeypatch.setattr(tensor_probe.source, "probe_source", broken)
+    x, w = operands(16)
+
+    y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+
+    assert len(messages) == 1
+    assert "marlin_tensor_layout" in messages[0]
+    assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+
+
+def test_the_kernel_is_not_built_without_tensor_units() -> None:
+    with pytest.raises(ValueError, match=r"M4 Max.*none: expected an M5"):
+        planner.make(
+            problem_of(16, N, K), device=named("Apple M4 Max"), kernel="gemm_tensor"
+        )
+
+
+def test_the_alternative_leaves_to_stock_mlx_what_it_would_serve() -> None:
+    def other(n: int, k: int, layout: str) -> Plan | None:
+        problem = problem_of(16, n, k, layout=layout)
+        plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
+        return planner.alternative(plan, M5_MAX)
+
+    by_our_kernel = other(5120, 17408, "mlx")
+    packed = other(14336, 4096, "marlin")
+    assert by_our_kernel is not None
+    assert packed is not None
+    assert {by_our_kernel.kernel, packed.kernel} == {"gemm_register"}
+    assert other(14336, 4096, "mlx") is None
+    assert planner.alternative(packed, M5_MAX) is None

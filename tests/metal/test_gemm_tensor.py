@@ -1,0 +1,315 @@
+"""`gemm_tensor` against float64, in trace mode where the emulator runs it."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import cycle
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends.devices import current, named
+from mlx_marlin.backends.metal.plan import tensor_reason
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import LAYOUTS
+from support import drawn_arrays, format_cases, oracles, strategies
+from support.finished_products import EVERYTHING, assert_finished
+from support.format_cases import Variant
+from support.format_oracle import assert_close
+
+pytestmark = pytest.mark.skipif(
+    selection.backend() == "stock"
+    or (selection.backend() == "metal" and not current().has_tensor_units),
+    reason="nothing here runs tensor operations",
+)
+emulated = pytest.mark.skipif(
+    selection.backend() != "emulator", reason="the emulator does not run here"
+)
+M5_MAX = named("Apple M5 Max")
+ROWS = (1, 5, 8, 9, 16, 17, 24, 33, 40, 64, 70)
+DTYPES = ("float16", "bfloat16")
+
+
+def traced(seed: int) -> AbstractContextManager[object]:
+    """Makes the emulator look for races and stray accesses; elsewhere does nothing."""
+    if selection.backend() != "emulator":
+        return nullcontext()
+    from mlx_marlin import emulator
+
+    return emulator.emulated(seed=seed, trace=True)
+
+
+def tensor_plan(problem: Problem, **overrides: object) -> Plan:
+    given: PlanOverrides = {"kernel": "gemm_tensor", **overrides}  # type: ignore[typeddict-item]
+    return planner.make(problem, device=M5_MAX, **given)
+
+
+def variants() -> Iterator[tuple[Variant, int, str]]:
+    """Every format, with rows and dtypes in turn."""
+    rows, dtypes = cycle(ROWS), cycle(DTYPES)
+    for variant in format_cases.VARIANTS:
+        if variant.dtype != "float32" and variant.fragments:
+            dtype = variant.dtype
+            same = variant.problem(1, 64, 8 * variant.step)
+            if tensor_reason(same) is None:
+                yield variant, next(rows), dtype
+    for mode, bits, group in format_cases.GROUPED:
+        for layout in format_cases.layouts_of(mode, bits, group):
+            dtype = next(dtypes)
+            known = format_cases.FORMATS[mode, bits].scale_dtype(dtype)
+            added = Variant(
+                mode, bits, group, layout, dtype, known, 2, False, bits % 2 == 0
+            )
+            if tensor_reason(added.problem(1, 64, 8 * added.step)) is None:
+                yield added, next(rows), dtype
+
+
+@pytest.mark.thinned(6)
+@pytest.mark.parametrize(("variant", "m", "dtype"), [*variants()], ids=str)
+def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
+    variant: Variant, m: int, dtype: str
+) -> None:
+    n, k = 75, 5 * variant.step
+    problem = variant.problem(m, n, k)
+    overrides: dict[str, object] = {"strategy": "data_parallel"}
+    if variant.split:
+        overrides = {"strategy": "stream_k", "num_threadgroups": 7, "minimum": 1}
+    plan = tensor_plan(problem, **overrides)
+    weight = variant.weight(n, k, seed=3)
+    x = format_cases.activations(m, k, dtype=dtype, seed=4)
+
+    with traced(seed=1):
+        y = format_cases.run(plan, x, weight)
+    with traced(seed=2):
+        again = format_cases.run(plan, x, weight)
+
+    assert_close(y, x, weight, subtract=plan.subtract, dtype=dtype)
+    assert mx.array_equal(y, again)
+
+
+PROBLEMS = strategies.problems(
+    max_m=70,
+    max_n=100,
+    max_k=512,
+    formats=strategies.ANY_FORMAT,
+    dtypes=st.sampled_from(DTYPES),
+).filter(lambda problem: tensor_reason(problem) is None)
+
+
+@pytest.mark.grid
+@given(problem=PROBLEMS, seed=st.integers(0, 2**16), data=st.data())
+def test_ragged_products_are_as_exact_as_promised(
+    problem: Problem, seed: int, data: st.DataObject
+) -> None:
+    plan = tensor_plan(problem)
+    along_k = data.draw(st.integers(1, 8 // plan.simdgroup_grid[0]))
+    plan = replace(plan, simdgroups_k=along_k)
+    weight = drawn_arrays.weight_of(problem, seed=seed)
+    x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=seed)
+
+    y = format_cases.run(plan, x, weight)
+
+    assert_close(y, x, weight, subtract=plan.subtract, dtype=problem.dtype)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("m", [19, 50])
+def test_all_strategies_give_the_same_integers(m: int, layout: str, dtype: str) -> None:
+    problem = Problem(
+        m=m, n=150, k=11 * 64, dtype=dtype, scale_dtype=dtype, layout=layout
+    )
+    draw = np.random.default_rng(problem.n)
+    x = mx.array(draw.integers(-8, 9, (m, problem.k)).astype(np.float32))
+    x = x.astype(getattr(mx, dtype))
+    _, (w, *_) = drawn_arrays.arrays(problem, seed=1)
+    shape = (problem.n, problem.groups)
+    # Sums of sixteenths below 2^20 are exact in float32, whatever their order.
+    scales = mx.array(draw.integers(-4, 5, shape) / 16, getattr(mx, dtype))
+    biases = mx.array(draw.integers(-8, 9, shape) / 16, getattr(mx, dtype))
+    weight = format_cases.Weight("affine", 4, 64, (w, scales, biases))
+    divisions: tuple[dict[str, object], ...] = (
+        {"strategy": "data_parallel"},
+        {"strategy": "stripe", "num_threadgroups": 3},
+        {"strategy": "split_k", "k_parallel": 3},
+        {"strategy": "split_k", "k_parallel": 3, "reduction": "atomic"},
+        {"strategy": "stream_k", "num_threadgroups": 7, "minimum": 1},
+        {"strategy": "hybrid", "num_threadgroups": 7, "whole": 2, "minimum": 1},
+    )
+    expected = (oracles.exact(x) @ weight.decoded.T).astype(np.float32)
+
+    for overrides in divisions:
+        with traced(seed=3):
+            y = format_cases.run(tensor_plan(problem, **overrides), x, weight)
+
+        rounded = mx.array(expected).astype(getattr(mx, dtype))
+        np.testing.assert_array_equal(oracles.exact(y), oracles.exact(rounded))
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("reduction", ["none", "workspace"])
+@pytest.mark.parametrize("m", [7, 37])
+def test_an_epilogue_finishes_the_product(m: int, reduction: str) -> None:
+    problem = Problem(m=m, n=70, k=448, epilogue=EVERYTHING)
+    split = {"strategy": "split_k", "k_parallel": 3}
+    whole = {"strategy": "data_parallel"}
+
+    assert_finished(
+        tensor_plan(problem, **(whole if reduction == "none" else split)), seed=1
+    )
+
+
+def test_results_in_parts_are_those_of_the_whole() -> None:
+    problem = Problem(m=21, n=86, k=320)
+    x, native = drawn_arrays.arrays(problem, seed=2)
+    whole = drawn_arrays.run(tensor_plan(problem), x, native)
+    fused = replace(problem, epilogue=Epilogue(parts=(64, 22)))
+
+    unused = drawn_arrays.finish_arrays(problem, seed=2)
+    parts = drawn_arrays.run(tensor_plan(fused), x, native, *unused)
+
+    assert mx.array_equal(mx.concatenate([*parts], axis=-1), whole)
+
+
+def test_a_batch_is_as_many_products() -> None:
+    problem = Problem(m=18, n=70, k=192, batch=3)
+    x, native = drawn_arrays.arrays(problem, seed=5)
+
+    for split in (
+        {"strategy": "data_parallel"},
+        {"strategy": "split_k", "k_parallel": 2},
+    ):
+        y = drawn_arrays.run(tensor_plan(problem, **split), x, native)
+
+        for index in range(problem.batch):
+            one = oracles.product(
+                x[index], *(each[index] for each in native), group_size=64
+            )
+            assert oracles.error(y[index], one) < oracles.TOLERANCES["float16"]
+
+
+def test_rows_do_not_depend_on_other_rows() -> None:
+    problem = Problem(m=40, n=70, k=640)
+    weight = drawn_arrays.weight_of(problem, seed=6)
+    x = format_cases.activations(40, problem.k, dtype="float16", seed=7)
+    fixed = {"strategy": "data_parallel", "simdgroups_k": 2}
+    of_all = format_cases.run(tensor_plan(problem, **fixed), x, weight)
+
+    for m in (1, 9, 16, 23, 39):
+        plan = tensor_plan(replace(problem, m=m), **fixed)
+        assert mx.array_equal(format_cases.run(plan, x[:m], weight), of_all[:m])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float16", 6e4), ("bfloat16", 1e30), ("bfloat16", 3e4)]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_activations_of_any_size_are_kept_as_they_are(
+    dtype: str, largest: float, bits: int
+) -> None:
+    """No row is scaled to half, and small values beside large ones are not lost."""
+    problem = Problem(
+        m=6, n=40, k=256, bits=bits, dtype=dtype, scale_dtype=dtype, layout="marlin"
+    )
+    weight = drawn_arrays.weight_of(problem, seed=8)
+    x = np.array(
+        format_cases.activations(6, 256, dtype="float32", seed=9).astype(mx.float32)
+    )
+    x[1] *= largest / np.abs(x[1]).max() / 1024
+    x[2, ::2] = 1e-6
+    x[3] *= 1e-6
+    x[4, 64:] = 0.0
+    x[4, 3] = largest / 2048
+    given_x = mx.array(x).astype(getattr(mx, dtype))
+
+    y = format_cases.run(tensor_plan(problem), given_x, weight)
+
+    assert_close(y, given_x, weight, subtract=True, dtype=dtype)
+
+
+def test_a_row_that_is_not_finite_stays_alone() -> None:
+    problem = Problem(m=12, n=40, k=256)
+    weight = drawn_arrays.weight_of(problem, seed=10)
+    x = format_cases.activations(12, 256, dtype="float16", seed=11)
+    before = format_cases.run(tensor_plan(problem), x, weight)
+    x[5, 77] = mx.nan
+
+    after = format_cases.run(tensor_plan(problem), x, weight)
+
+    assert mx.isnan(after[5]).all()
+    others = mx.array([row for row in range(12) if row != 5])
+    assert mx.array_equal(before[others], after[others])
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("m", "along_m", "along_k"), [(7, 1, 8), (24, 2, 4), (64, 4, 2)]
+)
+def test_operations_memory_and_traffic_are_those_of_the_plan(
+    m: int, along_m: int, along_k: int
+) -> None:
+    from mlx_marlin.emulator import trace
+
+    problem = Problem(m=m, n=128, k=1024, layout="marlin")
+    plan = tensor_plan(problem, strategy="data_parallel")
+    assert plan.simdgroup_grid == (along_m, 1, along_k)
+    weight = drawn_arrays.weight_of(problem, seed=0)
+    x = format_cases.activations(m, problem.k, dtype="float16", seed=1)
+
+    found = trace(lambda: format_cases.run(plan, x, weight))[0]
+
+    readers = -(-m // 16)
+    assert found.count("tensor") == readers * 4 * problem.k // 32
+    assert found.of("w").read_bytes == readers * problem.code_bytes
+    # Two rounds of partial sums, or one if no simdgroup has rows in the second.
+    rounds = 1 if m <= 8 * along_m else 2
+    assert found.count("barrier") == 4 * 2 * rounds
+    assert found.threadgroup_bytes == plan.threadgroup_bytes <= 8192
+
+
+@emulated
+def test_another_layout_of_operands_gives_other_results() -> None:
+    """The kernel does not ask for indices: the guard has to check them."""
+    from mlx_marlin import emulator
+
+    problem = Problem(m=16, n=64, k=128)
+    weight = drawn_arrays.weight_of(problem, seed=0)
+    x = format_cases.activations(16, 128, dtype="float16", seed=1)
+    right = format_cases.run(tensor_plan(problem), x, weight)
+
+    with emulator.emulated(tensor_layout="g16"):
+        wrong = format_cases.run(tensor_plan(problem), x, weight)
+
+    assert not mx.allclose(right, wrong, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (Problem(m=8, n=64, k=64, dtype="float32"), "round float32"),
+        (
+            Problem(m=8, n=64, k=64, mode="affine", group_size=16, layout="marlin"),
+            "no half holds",
+        ),
+    ],
+)
+def test_products_without_half_operands_are_refused(
+    problem: Problem, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tensor_plan(problem)
+
+
+def test_wide_tiles_and_other_fragments_are_refused() -> None:
+    problem = Problem(m=8, n=640, k=64)
+    for overrides in ({"strategy": "hytis"}, {"fragments_m": 1}):
+        with pytest.raises(ValueError, match="gemm_tensor"):
+            tensor_plan(problem, **overrides)

@@ -1,0 +1,48 @@
+"""Plans of the kernel with tensor operations on which a planted bug must show."""
+
+from dataclasses import replace
+
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mutants.cases.case import Case
+from mutants.cases.plans import in_ranges, problem_of, whole_tiles
+
+TENSOR_WHOLE = "tensor, ragged m and n, four simdgroups along k"
+TENSOR_SIDE = "tensor, two simdgroups side by side, packed groups of 32"
+TENSOR_BFLOAT = "tensor, bfloat16, packed codes of 8 bits, slices"
+TENSOR_ONE_ROW = "tensor, one row"
+
+
+def tensor(problem: Problem, simdgroups_m: int, simdgroups_k: int) -> Plan:
+    """Returns a plan of whole tiles, which subtracts if its operands are bfloat."""
+    plan = whole_tiles(
+        problem,
+        fragments_m=2,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=simdgroups_k,
+        subtract=problem.dtype == "bfloat16",
+    )
+    return replace(plan, kernel="gemm_tensor")
+
+
+TENSOR_CASES = {
+    TENSOR_WHOLE: Case(plan=tensor(problem_of(13, 70, 9, 64, "float16", "mlx"), 1, 4)),
+    TENSOR_SIDE: Case(
+        plan=tensor(problem_of(27, 70, 11, 32, "float16", "marlin"), 2, 2)
+    ),
+    TENSOR_BFLOAT: Case(
+        plan=replace(
+            in_ranges(
+                problem_of(11, 70, 7, 64, "bfloat16", "marlin", bits=8),
+                fragments_m=2,
+                simdgroups_m=1,
+                simdgroups_k=2,
+                k_parallel=2,
+                num_threadgroups=4,
+                subtract=True,
+            ),
+            kernel="gemm_tensor",
+        )
+    ),
+    TENSOR_ONE_ROW: Case(plan=tensor(problem_of(1, 70, 4, 64, "float16", "mlx"), 1, 2)),
+}

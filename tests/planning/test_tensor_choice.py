@@ -1,0 +1,193 @@
+"""When `gemm_tensor` is chosen, by the model, and what the model was fitted to."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import tensor_times
+from mlx_marlin.backends import devices, planner, registry
+from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
+from mlx_marlin.backends.metal.cost import predict
+from mlx_marlin.backends.metal.cost.tensor import REGISTERS
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+
+M5 = Device.named("M5")
+M5_PRO = Device.named("M5 Pro")
+M5_MAX = Device.named("M5 Max")
+LARGE = ((17408, 5120), (5120, 17408), (14336, 4096))
+"""n and k of products of large models."""
+SMALL = ((4096, 4096), (1024, 4096), (248320, 5120))
+DOCUMENT = Path(__file__).parents[2] / "docs" / "m5.md"
+
+
+def speed(problem: Problem, device: Device) -> float:
+    """Returns the predicted speed over stock MLX of what serves; 1 if stock does."""
+    served = planner.serve(problem, device)
+    if isinstance(served, str):
+        return 1.0
+    backend = registry.of_device(device)
+    ours = (
+        planner.predict(served, device).seconds
+        if isinstance(served, Plan)
+        else backend.dense_seconds(problem, device)
+    )
+    stock = backend.stock_seconds(problem, device)
+    assert stock is not None
+    assert ours is not None
+    return float(stock / ours)
+
+
+def kernel_of(problem: Problem, device: Device) -> str:
+    served = planner.serve(problem, device)
+    return served.kernel if isinstance(served, Plan) else "other"
+
+
+@pytest.mark.parametrize("device", [M5_MAX, M5_PRO], ids=lambda device: device.name)
+@pytest.mark.parametrize(("n", "k"), LARGE)
+@pytest.mark.parametrize("m", [8, 16])
+def test_8_and_16_rows_are_predicted_half_as_fast_again_as_stock_mlx(
+    m: int, n: int, k: int, device: Device
+) -> None:
+    for dtype in ("float16", "bfloat16"):
+        problem = problem_of(m, n, k, dtype=dtype)
+
+        assert speed(problem, device) >= 1.5
+        assert (kernel_of(problem, device) == "gemm_tensor") == (m == 16)
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("device", [M5_MAX, M5_PRO, M5], ids=lambda device: device.name)
+@pytest.mark.parametrize(("n", "k"), [*LARGE, *SMALL])
+def test_no_number_of_rows_is_predicted_to_lose(n: int, k: int, device: Device) -> None:
+    for m in range(1, 129):
+        assert speed(problem_of(m, n, k, dtype="bfloat16"), device) >= 1
+
+
+def plans(problem: Problem, device: Device) -> set[str]:
+    return {
+        each.plan.kernel for each in planner.compare(problem, device=device).candidates
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "m", "n", "k", "compared"),
+    [
+        (M5_MAX, 5, 17408, 5120, False),
+        (M5_MAX, 6, 17408, 5120, True),
+        (M5_PRO, 8, 17408, 5120, False),
+        (M5_PRO, 9, 17408, 5120, True),
+        (M5, 8, 17408, 5120, False),
+        (M5_MAX, 64, 17408, 5120, True),
+        (M5_MAX, 65, 17408, 5120, False),
+        (M5_MAX, 11, 2048, 7808, False),
+        (M5_MAX, 11, 2048, 7872, True),
+        (M5_MAX, 12, 2048, 1024, True),
+        (M5_MAX, 16, 2016, 4096, False),
+        (Device.named("M4 Max"), 16, 17408, 5120, False),
+        (replace(M5_MAX, has_tensor_system=False), 16, 17408, 5120, False),
+        (replace(M5_MAX, arch="applegpu_g17p"), 16, 17408, 5120, False),
+        (replace(Device.named("M4 Max"), arch="applegpu_g18p"), 16, 17408, 5120, True),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_compared_where_published_gains_held(
+    device: Device, m: int, n: int, k: int, compared: bool
+) -> None:
+    assert ("gemm_tensor" in plans(problem_of(m, n, k), device)) == compared
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        problem_of(16, 17408, 5120, dtype="float32"),
+        problem_of(16, 17408, 5120, invariant=True),
+        problem_of(16, 17408, 5120, group_size=16, layout="marlin"),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_not_compared_for_what_it_does_not_compute(
+    problem: Problem,
+) -> None:
+    assert "gemm_tensor" not in plans(problem, M5_MAX)
+
+
+@pytest.mark.parametrize(
+    ("chip", "arch", "kernel"),
+    [
+        ("M5 Max", "", "gemm_tensor"),
+        ("M5 Max", "applegpu_g17p", "gemm_register"),
+        ("M5 Max", "applegpu_g16s", "gemm_register"),
+        ("M4 Max", "applegpu_g17s", "gemm_tensor"),
+        ("M4 Max", "", "gemm_register"),
+    ],
+)
+def test_mlx_s_variable_selects_the_kernel_on_any_machine(
+    chip: str, arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(devices.ENVIRONMENT, chip)
+    monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, arch)
+    devices.current.cache_clear()
+
+    plan = planner.choose(problem_of(16, 17408, 5120), devices.current())
+    devices.current.cache_clear()
+
+    assert plan.kernel == kernel
+
+
+@pytest.mark.parametrize("m", [9, 16, 17, 32, 64])
+@pytest.mark.parametrize(("n", "k"), LARGE)
+def test_tiles_that_fill_the_gpu_are_not_split(m: int, n: int, k: int) -> None:
+    plan = planner.make(problem_of(m, n, k), device=M5_MAX, kernel="gemm_tensor")
+
+    assert plan.dispatches == 1
+    assert plan.simdgroups == 8 // (-(-m // 16)) * -(-m // 16) or m > 32
+    assert plan.threads <= 256
+
+
+def test_few_tiles_are_split_along_k() -> None:
+    plan = planner.make(problem_of(16, 512, 17408), device=M5_MAX, kernel="gemm_tensor")
+
+    assert plan.dispatches == 2
+
+
+def test_registers_and_threadgroup_memory_are_within_the_budget() -> None:
+    assert REGISTERS // 2 <= 96
+    for m, (n, k) in product((6, 16, 24, 48, 64), (*LARGE, *SMALL)):
+        plan = planner.make(problem_of(m, n, k), device=M5_MAX, kernel="gemm_tensor")
+        assert plan.threadgroup_bytes <= 8192
+
+
+def test_a_prediction_has_three_walls() -> None:
+    """16 rows are bound by feeding the units, which take as long at 8 rows."""
+    times = {}
+    for m in (8, 16, 32, 64):
+        problem = problem_of(m, 17408, 5120)
+        plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
+        assert isinstance(plan, MetalPlan)
+        times[m] = predict(plan, M5_MAX)
+
+    assert times[8].bound == times[16].bound == "issue"
+    assert times[8].matrix == times[16].matrix < times[16].memory
+    assert times[32].matrix == pytest.approx(2 * times[16].matrix)
+    assert times[64].matrix > times[64].memory
+
+
+def test_feeding_was_fitted_to_published_times() -> None:
+    fitted = [row for row in tensor_times.rows() if row.fitted]
+
+    assert len(fitted) == 4
+    assert tensor_times.mean_error() == pytest.approx(1, abs=0.02)
+    assert all(abs(row.error()) < 0.11 for row in fitted)
+
+
+def test_the_document_has_the_published_and_the_predicted_times() -> None:
+    text = DOCUMENT.read_text("utf-8")
+
+    # After a change: python tests/tensor_times.py
+    assert tensor_times.table() in text
+    assert tensor_times.predictions() in text

@@ -1,0 +1,195 @@
+"""Published times of kernels for tensor units beside those of our model.
+
+The times are those of `data/published_tensor_times.json`. Run as a program, this file
+prints the tables of docs/m5.md.
+"""
+
+import json
+from dataclasses import dataclass
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mlx_marlin.backends import planner, registry
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, problem_of
+
+FILE = Path(__file__).parent / "data" / "published_tensor_times.json"
+CHAINS = ("ms of a forward", "ms")
+"""Units of times in a chain; the others are of independent launches."""
+
+PREDICTED_ROWS = (6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 128)
+SHAPES = ((17408, 5120), (5120, 17408), (14336, 4096), (4096, 4096), (2048, 2048))
+"""n and k of the predictions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published figure.
+
+    Attributes:
+        chip: Its name and core count, such as "M5 Max, 40".
+        source: A repository and what of it.
+        name: What the table calls the products.
+        products: Count, k and n.
+        m: Rows of x.
+        unit: "ms of a forward", "ms", "times one row" of stock MLX, or "GB/s".
+        value: The figure.
+        kernel: The kernel of ours that the model is asked for.
+        bits: Bits of a code.
+        one_row: Published time of one row, of which the other operations are taken to
+            need what exceeds the model's products.
+        fitted: Whether the feeding rate was fitted to it.
+        note: Key of a note, or empty.
+    """
+
+    chip: str
+    source: str
+    name: str
+    products: tuple[tuple[int, int, int], ...]
+    m: int
+    unit: str
+    value: float
+    kernel: str = "gemm_tensor"
+    bits: int = 4
+    one_row: float = 0.0
+    fitted: bool = False
+    note: str = ""
+
+    @property
+    def device(self) -> Device:
+        name, _, cores = self.chip.partition(", ")
+        return Device.named(name, int(cores))
+
+    def problems(self, m: int) -> list[tuple[int, Problem]]:
+        return [
+            (count, problem_of(m, n, k, bits=self.bits, dtype="bfloat16"))
+            for count, k, n in self.products
+        ]
+
+    def stock_ms(self) -> float:
+        """The model's time of one row of all products in stock MLX."""
+        total = 0.0
+        for count, problem in self.problems(1):
+            prediction = stock_prediction(problem, self.device)
+            chain = self.unit in CHAINS
+            total += count * (
+                prediction.seconds if chain else prediction.independent_seconds
+            )
+        return 1e3 * total
+
+    def ours_ms(self) -> float:
+        """The model's time of all products in our kernel."""
+        total = 0.0
+        for count, problem in self.problems(self.m):
+            plan = planner.make(problem, device=self.device, kernel=self.kernel)
+            prediction = planner.predict(plan, self.device)
+            chain = self.unit in CHAINS
+            total += count * (
+                prediction.seconds if chain else prediction.independent_seconds
+            )
+        return 1e3 * total
+
+    def model(self) -> float:
+        """The model's figure in the row's unit."""
+        ours = self.ours_ms()
+        if self.unit == "ms of a forward":
+            return self.one_row - self.stock_ms() + ours
+        if self.unit == "times one row":
+            return ours / self.stock_ms()
+        if self.unit == "GB/s":
+            size = sum(count * each.weight_bytes for count, each in self.problems(1))
+            return size / ours / 1e6
+        return ours
+
+    def error(self) -> float:
+        """The model's time over the published one, minus 1."""
+        ratio = self.model() / self.value
+        return (1 / ratio if self.unit == "GB/s" else ratio) - 1
+
+
+def rows() -> list[Row]:
+    """Returns the published figures in the order of the table."""
+    data = _data()
+    found = []
+    for row in data["rows"]:
+        name = row.pop("products")
+        products = tuple(tuple(each) for each in data["models"][name])
+        found.append(Row(name=name, products=products, **row))
+    return found
+
+
+def mean_error() -> float:
+    """Returns the factor between the model and the fitted figures, in the mean."""
+    fitted = [log(1 + row.error()) for row in rows() if row.fitted]
+    return exp(fmean(fitted))
+
+
+def table() -> str:
+    """Returns the table of docs/m5.md, with its notes."""
+    columns = (
+        *("chip, cores", "source", "products", "kernel", "rows", "published"),
+        *("model", "error in time", "fitted", "note"),
+    )
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows():
+        digits = 2 if row.value < 10 else 1
+        cells = (
+            row.chip,
+            row.source,
+            row.name + (f", {row.bits} bits" if row.bits != 4 else ""),
+            row.kernel,
+            str(row.m),
+            f"{row.value:g} {row.unit}",
+            f"{row.model():.{digits}f}",
+            f"{row.error():+.0%}",
+            "yes" if row.fitted else "",
+            row.note,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = _data()["notes"]
+    return "\n".join([*lines, "", *(f"- {key}: {notes[key]}" for key in notes)])
+
+
+def predictions() -> str:
+    """Returns the table of predicted speeds over stock MLX of docs/m5.md."""
+    lines = [
+        f"| chip | product | {' | '.join(map(str, PREDICTED_ROWS))} |",
+        "|---" * (2 + len(PREDICTED_ROWS)) + "|",
+    ]
+    for chip in ("M5 Max", "M5 Pro", "M5"):
+        device = Device.named(chip)
+        for n, k in SHAPES:
+            speeds = (
+                speed(problem_of(m, n, k, dtype="bfloat16"), device)
+                for m in PREDICTED_ROWS
+            )
+            lines.append(f"| {chip} | {k}→{n} | {' | '.join(speeds)} |")
+    return "\n".join(lines)
+
+
+def speed(problem: Problem, device: Device) -> str:
+    """Returns the predicted speed of what serves a product over that of stock MLX."""
+    served = planner.serve(problem, device)
+    if isinstance(served, str):
+        return "stock"
+    backend = registry.of_device(device)
+    stock = backend.stock_seconds(problem, device)
+    if not isinstance(served, Plan):
+        return f"{stock / backend.dense_seconds(problem, device):.2f} d"
+    ratio = f"{stock / planner.predict(served, device).seconds:.2f}"
+    return f"**{ratio}**" if served.kernel == "gemm_tensor" else ratio
+
+
+def _data() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
+    return data
+
+
+if __name__ == "__main__":
+    print(predictions(), end="\n\n")
+    print(table())
+    print(f"\nmean factor of the fitted times: {mean_error():.3f}")
