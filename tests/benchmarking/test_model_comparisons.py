@@ -15,6 +15,7 @@ from mlx_marlin.benchmarking.model_tuning import environment, equal_tokens
 from mlx_marlin.benchmarking.model_tuning.environment import Job, Run, Value, Values
 from mlx_marlin.benchmarking.model_tuning.generations import Generations
 from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
 from mlx_marlin.layers.linear import MarlinLinear
 from support.models import tiny_llama
@@ -137,6 +138,16 @@ def test_real_generations_are_compared(backend: Choose) -> None:
     assert equal_tokens.difference(stock, [[1, 2]], expected, expected) is None
     reason = equal_tokens.difference(stock, [[1, 2]], expected, other)
     assert "token 1 of stream 1 differs" in str(reason)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_our_kernels_give_the_tokens_of_stock_mlx() -> None:
+    everything = ModelSettings(join=True, trace=True, fuse=(*FUSIONS,))
+    generations = Generations(
+        load=tiny_llama, streams=(1, 3), prompt=6, new=5, rounds=1
+    )
+
+    assert generations.compare(everything).excluded is None
 
 
 def fixed(logits: list[float]) -> Any:
