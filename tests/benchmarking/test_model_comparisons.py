@@ -14,8 +14,8 @@ from mlx_marlin.benchmarking.decoding import Decoded, Prompts
 from mlx_marlin.benchmarking.model_tuning import environment, equal_tokens
 from mlx_marlin.benchmarking.model_tuning.environment import Job, Run, Value, Values
 from mlx_marlin.benchmarking.model_tuning.generations import Generations
-from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.integrations.fusions import FUSIONS
+from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
 from mlx_marlin.layers.linear import MarlinLinear
 from support.models import tiny_llama
