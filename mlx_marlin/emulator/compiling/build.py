@@ -133,7 +133,8 @@ def _shim_digest(with_tensors: bool) -> bytes:
     digest = hashlib.sha256()
     for folder in ("include", "runtime"):
         for path in sorted((HERE / folder).rglob("*")):
-            if path.is_file() and (with_tensors or TENSOR not in path.parts):
+            for_tensors = TENSOR in path.relative_to(HERE).parts
+            if path.is_file() and (with_tensors or not for_tensors):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.digest()
 
