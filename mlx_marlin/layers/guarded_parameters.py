@@ -96,11 +96,19 @@ class GuardedParameters(nn.Module):
             ValueError: If `save_weights`, `mlx_lm.utils.save_model` or a function of
                 `mlx.nn.layers.distributed` reads parameters that MLX does not have.
         """
+        self.refuse_use(sys._getframe(1))
+        return super().items()
+
+    def refuse_use(self, frame: FrameType | None) -> None:
+        """Raises a ValueError if a caller saves or shards parameters MLX does not have.
+
+        Args:
+            frame: The frame that reads the parameters.
+        """
         stored = self.stored()
-        use = None if stored is None else _refused_use(sys._getframe(1))
+        use = None if stored is None else _refused_use(frame)
         if use is not None:
             raise ValueError(f"{type(self).__name__} is {stored}: {use}")
-        return super().items()
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.layout == "marlin" and all(parameter in self for parameter in PACKED):
@@ -208,6 +216,15 @@ class _Layers(WeakValueDictionary[int, GuardedParameters]):
 
 
 _remembering = state.register(_Layers())
+
+
+def is_sharding(frame: FrameType | None) -> bool:
+    """Returns whether a function of `mlx.nn.layers.distributed` is on the stack."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == SHARDING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _refused_use(frame: FrameType | None) -> str | None:

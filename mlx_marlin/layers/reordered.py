@@ -1,8 +1,12 @@
 """`ReorderedLinear`, a layer whose columns are not in the order of x."""
 
+import sys
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.layers.guarded_parameters import is_sharding
 from mlx_marlin.layers.linear import MarlinLinear
 
 
@@ -39,3 +43,25 @@ class ReorderedLinear(nn.Module):
         """Returns the product [..., n] of x [..., k], plus the bias if any."""
         y: mx.array = self.linear(mx.take(x, self["input_order"], axis=-1))
         return y
+
+    def items(self) -> Any:
+        """Returns the entries of the module.
+
+        Raises:
+            ValueError: If a function of `mlx.nn.layers.distributed` reads them.
+        """
+        self._refuse_sharding()
+        return super().items()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            self._refuse_sharding()
+        return super().__getattr__(name)
+
+    def _refuse_sharding(self) -> None:
+        if is_sharding(sys._getframe(2)):
+            raise ValueError(
+                "ReorderedLinear cannot be sharded, because its columns are in another "
+                "order than the features of x: use a checkpoint without act-order, or "
+                "one machine"
+            )

@@ -104,13 +104,15 @@ def test_streams_have_the_text_of_mlx_lms_server(tmp_path: Path) -> None:
     backend = "stock" if emulator.unavailable() else "emulator"
     settings = {"MLX_MARLIN_BACKEND": backend, "MLX_MARLIN_LOG": "1"}
 
-    with serving(folder, ours, "mlx_marlin", "lm", "server", **settings) as port:
-        assert texts(port) == expected, ours.read_text()
-        answer = post(port, "{")
-        assert answer.status == refused == 400
-        assert "Invalid JSON" in json.load(answer)["error"]
-        assert text(port, PROMPTS[0]) == expected[0]
+    for given in ((), ("--layout", "marlin", "--join", "--trace")):
+        command = ("mlx_marlin", "lm", *given, "server")
+        with serving(folder, ours, *command, **settings) as port:
+            assert texts(port) == expected, ours.read_text()
+            answer = post(port, "{")
+            assert answer.status == refused == 400
+            assert "Invalid JSON" in json.load(answer)["error"]
+            assert text(port, PROMPTS[0]) == expected[0]
+        served = ours.read_text()
+        assert backend == "stock" or "gemv" in served or "gemm_register" in served
 
     assert all(expected)
-    served = ours.read_text()
-    assert backend == "stock" or "gemv" in served or "gemm_register" in served

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.quant.dwq import dwq_quantize
 
 import mlx_marlin
+from mlx_marlin.layers.joined import join
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.weights.packed_weight import PackedWeight
 from support.models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("_stock")
@@ -39,6 +43,15 @@ def _stock(backend: Callable[[str], None]) -> None:
 def linear(mode: str = "affine", bits: int = 4) -> nn.Module:
     stock = nn.QuantizedLinear(K, N, True, None, bits, mode)
     return MarlinLinear.from_quantized(stock, layout="marlin")
+
+
+def packed_of(mode: str) -> PackedWeight:
+    w = mx.random.normal((N, K))
+    if mode == "symmetric":
+        return mlx_marlin.quantize(w, mode=mode)
+    codes, scales, _ = mx.quantize(w)
+    points = mx.full(scales.shape, 8.0)
+    return mlx_marlin.pack(codes, scales, points, group_size=64, bits=4, mode=mode)
 
 
 def experts() -> nn.Module:
@@ -256,6 +269,55 @@ def test_a_packed_layer_is_not_sharded_alone(make: Callable[[], nn.Module]) -> N
         FullyShardedModule(Layers(layer))
 
     assert all(layer[name] is array for name, array in before.items())
+
+
+SHARD = pytest.mark.parametrize(
+    "shard",
+    [
+        partial(shard_linear, sharding="all-to-sharded"),
+        partial(shard_linear, sharding="sharded-to-all"),
+        partial(shard_inplace, sharding="all-to-sharded"),
+        FullyShardedModule,
+    ],
+    ids=["rows", "columns", "in place", "fully"],
+)
+
+
+@SHARD
+@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_layer_in_a_format_that_mlx_has_not_is_not_sharded(
+    mode: str, joined: bool, shard: Callable[[nn.Module], Any]
+) -> None:
+    layer: nn.Module = MarlinLinear.from_packed(packed_of(mode))
+    if joined:
+        layer, _ = join([layer, MarlinLinear.from_packed(packed_of(mode))])
+    before = dict(arrays(layer))
+
+    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
+        shard(layer)
+
+    assert all(layer[name] is before[name] for name in before if not joined)
+
+
+@SHARD
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("restored", [False, True])
+def test_columns_in_another_order_are_not_sharded(
+    layout: str, restored: bool, shard: Callable[[nn.Module], Any]
+) -> None:
+    model = Layers(ReorderedLinear(linear(), mx.arange(K - 1, -1, -1)))
+    mlx_marlin.optimize(model, layout=layout)
+    if restored:
+        mlx_marlin.restore(model)
+    (layer,) = model.layers
+    expected = layer(mx.ones((1, K)))
+
+    with pytest.raises(ValueError, match="checkpoint without act-order, or one mach"):
+        shard(layer)
+
+    assert not hasattr(layer, "weight")
+    assert mx.array_equal(layer(mx.ones((1, K))), expected)
 
 
 @pytest.mark.parametrize("keys", ["scales", ["scales", "biases"], ["bias", "weight"]])

@@ -37,7 +37,8 @@ class TracedBlock(nn.Module):
     Each class of mlx-lm has a subclass of this class and of that one.
     """
 
-    fuse: ClassVar[frozenset[str]] = frozenset()
+    # Not `fuse`: mlx-lm calls that of every module which has it.
+    fused_operations: ClassVar[frozenset[str]] = frozenset()
     """The fusions of `integrations.fusions` that are on."""
     _inspection: Inspection | None = None
 
@@ -90,7 +91,7 @@ class TracedBlock(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is not an attribute of a module, so it is made from mlx-lm's again.
         reduced: Any = super().__reduce_ex__(protocol)
-        return _blank, (type(self).__bases__[1], self.fuse), *reduced[2:]
+        return _blank, (type(self).__bases__[1], self.fused_operations), *reduced[2:]
 
     def _own(self, x: mx.array, mask: Any, cache: Any | None) -> mx.array:
         y: mx.array = super().__call__(x, mask, cache)
@@ -167,7 +168,7 @@ def _has_few_rows(shape: Shape) -> bool:
 
 @cache
 def _traced(cls: type[nn.Module], fuse: frozenset[str]) -> type[TracedBlock]:
-    return type(f"Traced{cls.__name__}", (TracedBlock, cls), {"fuse": fuse})
+    return type(f"Traced{cls.__name__}", (TracedBlock, cls), {"fused_operations": fuse})
 
 
 def _blank(cls: type[nn.Module], fuse: frozenset[str]) -> TracedBlock:

@@ -169,7 +169,7 @@ def _spec(
         add=_residual_sum(block, family, own),
         gating=family.gating,
         output_gate=family.output_gate,
-        fuse=getattr(type(block), "fuse", frozenset()),
+        fuse=getattr(type(block), "fused_operations", frozenset()),
     )
     return spec, before_slots, after_slots
 
