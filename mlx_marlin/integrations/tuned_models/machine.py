@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from importlib import metadata
 
 from mlx_marlin import state
 from mlx_marlin.backends.metal import detection
@@ -52,6 +51,8 @@ def here() -> ModelMachine:
 
 
 def _version(name: str) -> str:
+    from importlib import metadata  # its import takes longer than the rest
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
