@@ -155,7 +155,9 @@ def _small_n(plan: Plan) -> int:
     if problem.epilogue.rotation is not None:
         return problem.n  # it is a template argument
     if problem.epilogue.gated:
-        return 2 * plan.tile.n
+        return 2 * (
+            plan.tile.n - (problem.columns % TILE_N and TILE_N - RAGGED_COLUMNS)
+        )
     has_ragged_template = plan.kernel in ("gemm_register", "gemm_staged")
     ragged = problem.n % TILE_N != 0 or not has_ragged_template
     first = plan.wide_n + TILE_N if plan.has_wide_tiles else plan.tile.n

@@ -1,12 +1,13 @@
 """Products of a layer that are fused with the operations before and after them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.backends import selection
 from mlx_marlin.layers.linear_parameters import LinearParameters
 from mlx_marlin.layers.native import (
     native_product,
@@ -14,7 +15,7 @@ from mlx_marlin.layers.native import (
     stock_product,
 )
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.products.linear import linears
+from mlx_marlin.products.linear import linears, native_linear
 from mlx_marlin.products.matmul import stock_serves
 from mlx_marlin.products.packed import (
     GATED,
@@ -66,20 +67,25 @@ class FusedProducts(LinearParameters):
     def gated(self, x: mx.array) -> mx.array:
         """Returns SiLU of the product's first half, times its second half.
 
-        The layer joins gate and up, in equal parts. The CUDA kernels round the result
-        once, for up to 128 rows and a packed weight without bias whose halves are whole
-        tiles. Otherwise it is rounded three times, as by separate layers.
+        The layer joins gate and up, in equal parts. Kernels round the result once, for
+        a weight without bias; the halves of a packed one must be whole tiles, and on
+        CUDA the weight is packed and there are up to 128 rows. Otherwise the result is
+        rounded three times, as by separate layers.
 
         Args:
             x: Activations [..., k].
         """
-        y: mx.array | None = None
-        if self.layout == "marlin" and "bias" not in self and not self.invariant:
-            y = packed_gated(x, self.packed_arrays())
+        y: Any = None
+        if "bias" not in self and self._has_fused_kernels():
+            if self.layout == "marlin":
+                y = packed_gated(x, self.packed_arrays())
+            else:
+                y = native_linear(x, native_weight(self), GATED, ())
         if y is None:
             gate, up = self.halves(x)
             y = nn.silu(gate) * up
-        return y
+        gated: mx.array = y
+        return gated
 
     def normed(
         self,
@@ -103,8 +109,7 @@ class FusedProducts(LinearParameters):
         if self._takes(norm, x) and not (gated and bias is not None):
             epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
             operands = [norm["weight"]] if bias is None else [bias, norm["weight"]]
-            weight = self.packed_arrays()
-            y = packed_linear(x, weight, epilogue, operands, norm.eps)
+            y = self._linear(x, epilogue, operands, norm.eps)
             if y is not None:
                 return y
         x = norm(x)
@@ -152,13 +157,25 @@ class FusedProducts(LinearParameters):
         bias: mx.array | None = self.get("bias")
         epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
         operands = [*([] if bias is None else [bias]), positions, freqs, *norms]
-        weight, y = self.packed_arrays(), None
+        y = None
         if self._takes(norm, x):
             with_norm = [*operands, norm["weight"]]
-            y = packed_linear(x, weight, epilogue, with_norm, norm.eps)
+            y = self._linear(x, epilogue, with_norm, norm.eps)
         if y is None:
-            y = packed_linear(norm(x), weight, epilogue, operands)
+            y = self._linear(norm(x), epilogue, operands)
         return y
+
+    def _linear(
+        self,
+        x: mx.array,
+        epilogue: Epilogue,
+        operands: Sequence[mx.array],
+        epsilon: float | None = None,
+    ) -> Any:
+        """Returns the product as one kernel; None if stock MLX would serve it."""
+        if self.layout == "marlin":
+            return packed_linear(x, self.packed_arrays(), epilogue, operands, epsilon)
+        return native_linear(x, native_weight(self), epilogue, operands, epsilon)
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
         """Returns whether kernels could compute a norm before this layer."""
@@ -171,9 +188,17 @@ class FusedProducts(LinearParameters):
     def _may_fuse(self, x: mx.array) -> bool:
         """Returns whether a kernel could compute more than the product and the bias."""
         bias: mx.array | None = self.get("bias")
-        if self.layout != "marlin" or self.invariant:
+        if not self._has_fused_kernels():
             return False
         return bias is None or self._keeps_dtype(x, bias)
+
+    def _has_fused_kernels(self) -> bool:
+        """Returns whether kernels fuse more than a bias and a residual for the layer.
+
+        They do for packed weights, and for MLX's layout where that is the default.
+        """
+        layouts = ("marlin", selection.traits().default_layout)
+        return self.layout in layouts and not self.invariant
 
     def halves(self, x: mx.array) -> Iterable[mx.array]:
         """Returns both halves of the product, such as gate and up.

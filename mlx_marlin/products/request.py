@@ -173,6 +173,7 @@ def native_request(
     transpose: bool,
     epilogue: Epilogue,
     invariant: bool,
+    norm: float | None = None,
 ) -> MatmulRequest:
     """Checks a call whose weight is in MLX's layout, and returns its request.
 
@@ -182,6 +183,7 @@ def native_request(
         transpose: Whether the product is x @ w.T.
         epilogue: What follows the product.
         invariant: Whether a row's bits must not depend on the other rows.
+        norm: As in `Problem`.
 
     Raises:
         ValueError: If the arguments do not belong together.
@@ -215,7 +217,7 @@ def native_request(
     return MatmulRequest(
         x_shape=x.shape,
         x_dtype=x.dtype,
-        shape=result.shape,
+        shape=(*result.shape[:-1], result.shape[-1] // (2 if epilogue.gated else 1)),
         dtype=result.dtype,
         n=w.shape[-2],
         k=x.shape[-1],
@@ -230,6 +232,7 @@ def native_request(
         on_cpu=mx.default_device() == CPU,
         epilogue=epilogue,
         invariant=invariant,
+        norm=norm,
     )
 
 

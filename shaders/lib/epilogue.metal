@@ -134,6 +134,35 @@ METAL_FUNC uint rows_of_slot(InOrder order, Work work) {
   return work.m + order.others;  // mutant: slot_rows
 }
 
+// The rows of w that an epilogue needs. WIDE: those of leading tiles, in units of TILE_N.
+template <typename E, int WIDE>
+struct WeightRows {
+  static constant constexpr const int WIDTH = WIDE;  // columns of these tiles in the output
+
+  static METAL_FUNC Work sizes(Work work) {
+    return work;
+  }
+
+  // Returns the first row of a simdgroup.
+  static METAL_FUNC int first(Split split, Place place, Work) {
+    return split.col + TILE_N * place.column;  // mutant: first
+  }
+};
+
+// Adds an element's partial sums by the simdgroups along k, in ascending order.
+// partial: that of the first simdgroup.
+template <int TILE_M, int SIMDGROUPS_K, int WIDE, typename E>
+METAL_FUNC float tile_value(E, const threadgroup float* partial, int k_slices) {
+  // mutant: slices
+  float total = partial[0];
+  UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
+    if (WIDE == 1 || s < k_slices) {
+      total += partial[s * TILE_M * SCRATCH_ROW];
+    }
+  }
+  return total;
+}
+
 // Adds the partial tiles of the simdgroups along k in ascending order and stores the elements
 // inside the output: results, or partial sums in the split's slot of the workspace.
 template <
@@ -168,12 +197,7 @@ METAL_FUNC void store_tile(
     }
     const threadgroup float* partial =
         scratch + (column * k_slices * TILE_M + row) * SCRATCH_ROW + lane_index;
-    float total = partial[0];
-  UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
-      if (WIDE == 1 || s < k_slices) {
-        total += partial[s * TILE_M * SCRATCH_ROW];
-      }
-    }
+    float total = tile_value<TILE_M, SIMDGROUPS_K, WIDE>(epilogue, partial, k_slices);
     const uint index =
         output_index(epilogue, output_row(order, split.row + row), split.col + col, work);
     total = apply_epilogue(total, epilogue, index, split.col + col);  // mutant: epilogue

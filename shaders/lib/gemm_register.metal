@@ -94,6 +94,7 @@ METAL_FUNC void gemm_register(
     int lane_index) {
   constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
+  typedef WeightRows<E, WIDE> R;
 
   const Work work = read_work(shape, schedule);
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
@@ -107,14 +108,15 @@ METAL_FUNC void gemm_register(
   for (uint position = range.begin; position < range.end;) {
     const Split split =
         // mutant: split
-        split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
+        split_at<R::WIDTH, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
-    const int col = split.col + TILE_N * place.column;
+    const int col = R::first(split, place, work);
+    const Work weight = R::sizes(work);
     const WeightTile<S> tile =
         // mutant: fragments
-        weight_tile<W>(w, scales, biases, col, work, lane_index, split.product);
-    const int cols = work.n - col;
+        weight_tile<W>(w, scales, biases, col, weight, lane_index, split.product);
+    const int cols = weight.n - col;
     const int row = split.row + place.row;
     // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
@@ -127,7 +129,7 @@ METAL_FUNC void gemm_register(
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
-    store_tile<TILE_M, SIMDGROUPS_K, WIDE, SIMDGROUPS>(
+    store_tile<TILE_M, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS>(
         out,
         epilogue,
         order,

@@ -142,22 +142,29 @@ METAL_FUNC void gemv(
   const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
       simdgroup_index, threadgroup_index < work.whole, 0);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW;  // mutant: corner
+  typedef WeightRows<E, WIDE> R;
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
         // mutant: split
-        split_at<WIDE, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
+        split_at<R::WIDTH, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
     const InOrder order = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
         // mutant: tile
-        w, scales, biases, split.col + TILE_N * place.column, work, lane_index, split.product);
+        w,
+        scales,
+        biases,
+        R::first(split, place, work),
+        R::sizes(work),
+        lane_index,
+        split.product);
     const InSequence starts = {input_row(order, 0) * work.k, uint(work.k)};
     float4 totals[ROWS];
     accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
     write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<ROWS, SIMDGROUPS_K, WIDE, SIMDGROUPS_K>(
+    store_tile<ROWS, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS_K>(
         out,
         epilogue,
         order,

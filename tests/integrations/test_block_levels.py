@@ -36,6 +36,7 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
     [
         ("llama", (), (13, 12)),
         ("llama", ("residual",), (11, 10)),
+        ("llama", ("residual", "gate"), (10, 9)),
         ("qwen3", (), (16, 14)),
         ("qwen3", ("residual",), (14, 12)),
         ("llama", ("residual", "rope"), (11, 10)),

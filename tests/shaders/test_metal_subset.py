@@ -101,7 +101,7 @@ def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
             kinds.setdefault(each.source.name, []).append(each)
 
     operands = frozenset[tuple[str, ...]]().union(*map(checked, kinds.values()))
-    assert len(kinds) == 7
+    assert len(kinds) == 8
 
     assert operands == {
         ("float", "half", "half", "float"),

@@ -159,8 +159,8 @@ def test_the_texts_stay_small() -> None:
     sizes = {text.name: len(text.header) + len(text.source) for text in KERNELS}
 
     assert sizes["marlin_gemv"] < 26_500
-    assert sizes["marlin_gemm_register"] < 29_500
-    assert sizes["marlin_gather"] < 31_000
+    assert sizes["marlin_gemm_register"] < 30_000
+    assert sizes["marlin_gather"] < 31_500
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,11 @@ def allowed(
     sums = oracles.allowed(
         x, *native, group_size=group_size, offset=0 if plan.subtract else 64
     )
+    if epilogue.gated:
+        off = off_of_gated(total, sums, epilogue.activation)
+        result = np.abs(finished(total, finish, epilogue))
+        rounding = oracles.ROUNDING[problem.dtype] * result
+        return off + rounding + oracles.SMALLEST[problem.dtype]
     bias, multiplier, residual = (np.abs(oracles.exact(each)) for each in finish)
     argument = np.abs(total) + (bias if epilogue.bias else 0)
     factor = multiplier if epilogue.multiply else np.ones_like(total)
@@ -112,3 +117,19 @@ def allowed(
     rounding = oracles.ROUNDING[problem.dtype] * np.abs(expected)
     sums = steps * factor + 2.0**-23 * last
     return sums + rounding + oracles.SMALLEST[problem.dtype]
+
+
+def off_of_gated(total: Floats, sums: Floats, activation: str) -> Floats:
+    """Returns how far a gated product may lie from float64 before it is rounded.
+
+    Args:
+        total: Products with gate and with up, side by side.
+        sums: How far these may be off.
+        activation: Of gate.
+    """
+    (gate, up), (of_gate, of_up) = (np.split(each, 2, -1) for each in (total, sums))
+    factor = np.abs(activated(gate, activation))
+    share = OF_ACTIVATION[activation] + 2.0**-22
+    off = STEEPEST * of_gate + share * np.abs(gate)
+    result: Floats = off * (np.abs(up) + of_up) + factor * of_up
+    return result

@@ -104,7 +104,7 @@ class Variant:
     Attributes:
         kernel: "gemv", "gemm_register", "gemm_staged", "reduce", "dequantize",
             "gather", "pack" or "unpack".
-        kind: "plain", "fused" or "atomic".
+        kind: "plain", "fused", "gated" or "atomic".
         values: Template arguments and dtypes, by name.
     """
 
@@ -115,6 +115,8 @@ class Variant:
     @property
     def source(self) -> source.Source:
         fused, atomic = self.kind == "fused", self.kind == "atomic"
+        if self.kind == "gated":
+            return metal_source.gated_source(self.kernel)
         if self.kernel == "reduce":
             return metal_source.reduce_source(fused)
         if self.kernel == "dequantize":
@@ -178,6 +180,7 @@ def variants_of(plan: Plan) -> list[Variant]:
     out = "float32" if plan.is_split else problem.dtype
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": out}
     finished = "plain" if problem.epilogue == PLAIN else "fused"
+    finished = "gated" if problem.epilogue.gated else finished
     kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
     values = {**metal_arguments.product_template(plan), **dtypes}
     found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
@@ -234,7 +237,7 @@ def every_variant() -> tuple[Variant, ...]:
     for body in bodies:
         times = 3 if _is_commonest(body.problem) else 1
         for epilogue in draw.sample(EPILOGUES, times):
-            for plan in _plans(body, epilogue):
+            for plan in (*_plans(body, epilogue), *_gated(body, epilogue.activation)):
                 found.update(dict.fromkeys(variants_of(plan)))
     return tuple(found)
 
@@ -358,6 +361,17 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
     for reduction, each in zip(reductions, (fused, problem), strict=True):
         several = replace(each, batch=2)
         yield replace(body, problem=several, work=split, reduction=reduction)
+
+
+def _gated(body: Plan, activation: str) -> Iterator[Plan]:
+    """A body with a gated epilogue, with whole tiles and with a ragged last one."""
+    if body.simdgroups_k % 2 or body.kernel == "gemm_staged":
+        return
+    epilogue = Epilogue(activation=activation, gated=True)
+    tile = replace(body.tile, n=2 * TILE_N)
+    for n in (4 * TILE_N, 4 * TILE_N - 2)[: 1 + (body.problem.layout == "mlx")]:
+        problem = replace(body.problem, n=n, epilogue=epilogue)
+        yield replace(body, problem=problem, tile=tile, simdgroups_n=2)
 
 
 def _finished(problem: Problem, epilogue: Epilogue) -> Problem:

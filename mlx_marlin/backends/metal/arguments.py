@@ -1,5 +1,6 @@
 """Template arguments of the Metal kernels."""
 
+from mlx_marlin.backends import arguments as shared_arguments
 from mlx_marlin.backends.arguments import (
     TemplateValue,
     epilogue_template,
@@ -33,7 +34,7 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         **shared,
-        "RAGGED": problem.n % TILE_N != 0,
+        "RAGGED": problem.columns % TILE_N != 0,
         "WIDEN": problem.in_float,
         **staged,
         **fused,
@@ -58,6 +59,12 @@ def gather_template(plan: MetalGatherPlan) -> dict[str, TemplateValue]:
         "SUBTRACT": plan.subtract,
         "WIDEN": plan.problem.in_float,
     }
+
+
+def shape(plan: MetalPlan) -> tuple[int, ...]:
+    """Returns the sizes that `read_work` reads; n is that of the result."""
+    m, _, *others = shared_arguments.shape(plan)
+    return (m, plan.problem.columns, *others)
 
 
 def repack_tiles(bits: int) -> int:

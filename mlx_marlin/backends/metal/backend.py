@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from mlx_marlin.backends.arguments import TemplateValue, parts, schedule, shape
+from mlx_marlin.backends.arguments import TemplateValue, parts, schedule
 from mlx_marlin.backends.base import KernelCall, Probe, Traits
 from mlx_marlin.backends.metal import arguments, cost, source, tensor_probe
 from mlx_marlin.backends.metal.candidates import candidates, default_kernel
@@ -15,8 +15,12 @@ from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather, MetalRouting
 from mlx_marlin.backends.metal.limits import KERNELS
-from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.stock.handover import handover, stock_seconds
+from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
+from mlx_marlin.backends.metal.stock.handover import (
+    faster_apart,
+    handover,
+    stock_seconds,
+)
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.backends.metal.tensor_gates import is_candidate
@@ -24,12 +28,14 @@ from mlx_marlin.backends.source import Source
 from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
+from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 from mlx_marlin.planning.work import STRATEGIES, Work
+from mlx_marlin.weights.formats import TILE_N
 
 ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's variable: the GPU architecture that it chooses its kernels for."""
@@ -89,8 +95,13 @@ class MetalBackend:
         self, problem: Problem, device: Device, transpose: bool = True
     ) -> str | None:
         """Returns why the kernels cannot compute a problem, or None."""
-        if problem.epilogue.gated:
-            return "our Metal kernels have no gate in their epilogue"
+        if problem.epilogue.gated and problem.invariant:
+            return "our Metal kernels gate no products that are invariant"
+        if problem.epilogue.gated and splits_packed_tile(problem):
+            return (
+                f"our Metal kernels gate packed weights whose halves are whole tiles, "
+                f"and n / 2 = {problem.columns} is no multiple of {TILE_N}"
+            )
         if problem.epilogue.rotation is not None:
             return "our Metal kernels do not fuse rotary embeddings"
         if problem.norm is not None:
@@ -147,7 +158,17 @@ class MetalBackend:
     def handover(
         self, problem: Problem, device: Device, predicted: Callable[[], Prediction]
     ) -> str | None:
-        """Returns why stock MLX should serve a product for speed, or None."""
+        """Returns why stock MLX should serve a product for speed, or None.
+
+        A packed weight stays with these kernels, but operations that its product fuses
+        may be predicted to be faster apart.
+        """
+        if problem.layout == "marlin" and problem.epilogue.gated:
+            plain = self._best(
+                replace(problem, epilogue=PLAIN), device, PlanOverrides()
+            )
+            apart = cost.predict(plain, device).seconds
+            return faster_apart(problem, device, apart, predicted().seconds)
         return handover(problem, device, predicted())
 
     def decode_once(
@@ -174,7 +195,8 @@ class MetalBackend:
         and `gemm_staged` is not predicted to be much slower.
         """
         best = self._best(problem, device, PlanOverrides())
-        if best.simdgroups_m == 1 or problem.invariant or problem.batch > 1:
+        whole = problem.invariant or problem.epilogue.gated
+        if best.simdgroups_m == 1 or whole or problem.batch > 1:
             return []
         limit = EXPERIMENT_CUTOFF * cost.predict(best, device).seconds
         plans: list[Plan] = []
@@ -273,7 +295,11 @@ class MetalBackend:
 
     def numbers(self, plan: MetalPlan) -> dict[str, tuple[int, ...]]:
         """Returns the integers that the kernels read, by the names of their arrays."""
-        return {"shape": shape(plan), "schedule": schedule(plan), "parts": parts(plan)}
+        return {
+            "shape": arguments.shape(plan),
+            "schedule": schedule(plan),
+            "parts": parts(plan),
+        }
 
     def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
         """Returns a call that launches a kernel, whose text declares its memory."""

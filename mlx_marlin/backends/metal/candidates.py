@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.limits import (
     TENSOR_FRAGMENTS_M,
     THREADGROUP_LIMIT,
 )
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.backends.metal.staging import buffer_bytes
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import Problem
@@ -23,7 +23,7 @@ from mlx_marlin.planning.work import (
     data_parallel,
     decompositions,
 )
-from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, Space
+from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, Space, WideWork
 from mlx_marlin.planning.work.division import Strategy
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
@@ -84,7 +84,7 @@ def candidates(
         else overrides.get("simdgroups_k", _most_along_k(body)),
         x_bytes=problem.activation_bytes,
     )
-    works = list(decompositions.works(space, overrides))
+    works = list(_works(body, space, overrides))
     works = [pair for pair in works if can_meet(pair[0], overrides)]
     if body.kernel == "gemm_tensor" and not WORK_OVERRIDES & overrides.keys():
         # Published kernels lost what a second dispatch gains.
@@ -104,6 +104,19 @@ def candidates(
         yield _with_work(shared, work, simdgroups_n, count, overrides)
 
 
+def _works(
+    body: MetalPlan, space: Space, overrides: PlanOverrides
+) -> Iterator[WideWork]:
+    """Yields divisions of the work, with the tiles side by side in their wide tiles."""
+    if not body.problem.epilogue.gated:
+        yield from decompositions.works(space, overrides)
+    elif WORK_OVERRIDES & overrides.keys():
+        for work, _ in decompositions.works(space, overrides):
+            yield work, body.simdgroups_n
+    else:
+        yield body.work, body.simdgroups_n
+
+
 def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
     """Returns the data-parallel plan with the threadgroups of all candidates."""
     kernel = overrides.get("kernel", default_kernel(problem))
@@ -114,14 +127,18 @@ def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
         "simdgroups_m", _simdgroups_m(problem, fragments_m, most)
     )
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
-    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    columns = columns_of_tile(problem)
+    tile = Tile(m=rows, n=columns, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
+    simdgroups_n = columns // TILE_N
     return MetalPlan(
         problem=problem,
         kernel=kernel,
         tile=tile,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
+        simdgroups_n=simdgroups_n,
+        simdgroups_k=simdgroups_n,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
         subtract=overrides.get("subtract", subtracts(problem, fragments_m, kernel)),
         buffers=buffers,
@@ -221,7 +238,7 @@ def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:
 def _most_along_k(body: MetalPlan) -> int:
     """Returns the most simdgroups along k that threads and memory allow."""
     threads = (MAX_SIMDGROUPS - body.loaders) // body.simdgroups_m
-    return min(threads, THREADGROUP_LIMIT // body.threadgroup_bytes)
+    return min(threads, THREADGROUP_LIMIT * body.simdgroups_k // body.threadgroup_bytes)
 
 
 def _simdgroups_k(
@@ -233,7 +250,7 @@ def _simdgroups_k(
     simdgroups would be idle. `gemm_tensor` always has the most, because published
     kernels hid behind 4 to 16 of them along k what each of them waits for.
     """
-    trips = work.total // work.pieces * (body.tile.k // k_tile(1))
+    trips = work.total // work.pieces * (body.tile.k // k_tile(1)) * body.simdgroups_n
     most = max(1, min(_most_along_k(body), trips))
     per_core = max(-(-work.threadgroups // device.cores), 1)
     enough = SIMDGROUPS_TO_FILL / (per_core * body.simdgroups_m)

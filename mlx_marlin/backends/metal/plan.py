@@ -18,6 +18,16 @@ from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k
 from mlx_marlin.weights.formats import TILE_N
 
 
+def columns_of_tile(problem: Problem) -> int:
+    """Returns the rows of w in a tile: with a gated epilogue, those of gate and up."""
+    return 2 * TILE_N if problem.epilogue.gated else TILE_N
+
+
+def splits_packed_tile(problem: Problem) -> bool:
+    """Returns whether a half of the rows of a packed weight ends inside a tile."""
+    return problem.layout == "marlin" and problem.n % (2 * TILE_N) != 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetalPlan(Plan):
     """How a product is computed on an Apple GPU.
@@ -26,7 +36,9 @@ class MetalPlan(Plan):
     "gemm_staged" (8x8 matrices from threadgroup memory) or "gemm_tensor" (tensor
     operations of 16 rows). In a wide tile of `hytis`,
     `simdgroups_n` of the simdgroups along k are side by side along n instead; in other
-    tiles it is 1. A stage of `gemm_staged` holds x and decoded w.
+    tiles it is 1. With a gated epilogue it is 2: half of the simdgroups compute a tile
+    of gate, the others the same columns of up. A stage of `gemm_staged` holds x and
+    decoded w.
 
     Attributes:
         simdgroups_m: Simdgroups side by side along the rows.
@@ -84,11 +96,11 @@ class MetalPlan(Plan):
             self._check_tensor()
             self._check_gemm()
         self._check_norm()
+        self._check_paired()
         self._check_threadgroup()
         self._check_width()
         self.check_tiles()
         self.check_reduction()
-        self._check_paired()
         self._check_invariant()
 
     def _simdgroups(self) -> str:
@@ -159,7 +171,7 @@ class MetalPlan(Plan):
             )
 
     def _check_threadgroup(self) -> None:
-        self.check_columns(TILE_N)
+        self.check_columns(columns_of_tile(self.problem))
         if self.simdgroups_m < 1 or self.simdgroups_k < 1:
             raise ValueError(
                 f"simdgroups_m={self.simdgroups_m} and simdgroups_k="
@@ -175,14 +187,15 @@ class MetalPlan(Plan):
 
     def _check_width(self) -> None:
         wide = self.has_wide_tiles
+        gated = self.problem.epilogue.gated
         if (
             self.simdgroups_n < 1
-            or wide != (self.simdgroups_n > 1)
+            or (self.simdgroups_n != 2 if gated else wide != (self.simdgroups_n > 1))
             or self.simdgroups_k % self.simdgroups_n
         ):
             raise ValueError(
                 f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
-                f"of simdgroups_k={self.simdgroups_k} above 1"
+                f"of simdgroups_k={self.simdgroups_k} above 1, or 2 with gated=True"
             )
         if wide and self.work.whole % self.m_tiles:
             raise ValueError(
@@ -209,11 +222,26 @@ class MetalPlan(Plan):
 
     def _check_paired(self) -> None:
         epilogue = self.problem.epilogue
-        if epilogue.is_paired:
-            option = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
+        if epilogue.rotation is not None:
             raise ValueError(
-                f"{option} needs a CUDA kernel, which has both columns of a pair in a "
-                f"threadgroup, got kernel={self.kernel!r}"
+                f"rotation={epilogue.rotation} needs a CUDA kernel, which has both "
+                f"columns of a pair in a threadgroup, got kernel={self.kernel!r}"
+            )
+        if not epilogue.gated:
+            return
+        if (
+            self.kernel not in ("gemv", "gemm_register")
+            or self.work.strategy != "data_parallel"
+        ):
+            raise ValueError(
+                f"gated=True needs gemv or gemm_register, and "
+                f"strategy='data_parallel', got kernel={self.kernel!r}, "
+                f"strategy={self.work.strategy!r}"
+            )
+        if splits_packed_tile(self.problem):
+            raise ValueError(
+                f"gated=True needs a packed weight whose halves are whole tiles, got "
+                f"n={self.problem.n}"
             )
 
     def _check_invariant(self) -> None:
@@ -236,6 +264,8 @@ class MetalPlan(Plan):
 
 def tensor_reason(problem: Problem) -> str | None:
     """Returns why `gemm_tensor` cannot compute a product, or None."""
+    if problem.epilogue.gated:
+        return "tensor operations have no gated epilogue"
     if problem.dtype == "float32":
         return "tensor operations round float32 operands, expected float16 or bfloat16"
     if problem.group_size == 16 and problem.format.codes != "floating":

@@ -10,10 +10,13 @@ FUSED_GELU = "gemv, gelu in float32"
 FUSED_APPROX = "gemv, approximate gelu in float32"
 PARTS = "gemm, three results that share columns of tiles"
 PARTS_SPLIT = "gemv, two results, put together by the reduce"
+GATED_GEMV = "gemv, gate and up of ragged halves"
+GATED_GEMM = "gemm, packed gate and up"
 BATCH_GEMV = "gemv, three products of nine tiles in slices"
 BATCH_GEMM = "gemm, packed, three products as streams"
 BATCH_FUSED = "gemv, three products with everything that an epilogue can do"
 
+_GATED = Epilogue(activation="silu", gated=True)
 _ALL = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
 
 EPILOGUE_CASES = {
@@ -68,6 +71,18 @@ EPILOGUE_CASES = {
             k_parallel=3,
             num_threadgroups=4,
             subtract=True,
+        )
+    ),
+    GATED_GEMV: Case(
+        plan=whole_tiles(
+            problem_of(2, 90, 5, 64, "float32", "mlx", _GATED), simdgroups_k=4
+        )
+    ),
+    GATED_GEMM: Case(
+        plan=whole_tiles(
+            problem_of(13, 128, 5, 64, "float32", "marlin", _GATED),
+            fragments_m=2,
+            simdgroups_k=4,
         )
     ),
     BATCH_GEMV: Case(

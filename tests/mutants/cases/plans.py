@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
 from mlx_marlin.planning.work.tiles import Reduction, k_tile
-from mlx_marlin.weights.formats import format_of
+from mlx_marlin.weights.formats import TILE_N, format_of
 
 
 def problem_of(
@@ -52,7 +52,8 @@ def whole_tiles(
 ) -> Plan:
     """Returns a plan with one tile a threadgroup."""
     rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
-    tile = Tile(m=rows, k=k_tile(problem.group_size))
+    columns = columns_of_tile(problem)
+    tile = Tile(m=rows, n=columns, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
     return MetalPlan(
         problem=problem,
@@ -60,6 +61,7 @@ def whole_tiles(
         tile=tile,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
+        simdgroups_n=columns // TILE_N,
         simdgroups_k=simdgroups_k,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
         subtract=subtract,

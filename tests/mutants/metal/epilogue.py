@@ -5,6 +5,8 @@ from mutants.cases.epilogue import (
     FUSED_APPROX,
     FUSED_GELU,
     FUSED_SPLIT,
+    GATED_GEMM,
+    GATED_GEMV,
     PARTS,
     PARTS_SPLIT,
 )
@@ -120,7 +122,7 @@ _STORES = (
     Mutant(
         "the last simdgroup's partial tile is left out",
         _EPILOGUE,
-        "add_partials",
+        "slices",
         "; ++",
         "- 1; ++",
         GEMM_IDLE,
@@ -129,7 +131,7 @@ _STORES = (
     Mutant(
         "partial tiles are read too close together",
         _EPILOGUE,
-        "add_partials",
+        "slices",
         "[$1 * $2 * $3]",
         "[$1 * ($2 - 1) * $3]",
         GEMV_TAIL,
@@ -138,7 +140,7 @@ _STORES = (
     Mutant(
         "partial tiles are added in descending order",
         _EPILOGUE,
-        "add_partials",
+        "slices",
         "[$1 * $2 * $3]",
         "[(SIMDGROUPS_K - $1) * $2 * $3]",
         THIRDS,
@@ -165,7 +167,7 @@ _STORES = (
     Mutant(
         "partial tiles of side by side simdgroups are added too",
         _EPILOGUE,
-        "add_partials",
+        "slices",
         "if ($1 == 1 || $2 < $3)",
         "",
         HYTIS,
@@ -498,4 +500,71 @@ _PARTS = (
     ),
 )
 
-MUTANTS = (*_STORES, *_FINISH, *_PARTS, *_SUMS)
+_GATED_FILE = "lib/gated"
+_GATED = (
+    Mutant(
+        "the rows of up are taken to be those of gate",
+        _GATED_FILE,
+        "half",
+        "+ $1 * $2",
+        "",
+        GATED_GEMV,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "up follows gate at once, as in a wide tile",
+        _GATED_FILE,
+        "half",
+        "* $1",
+        "* 0 + TILE_N * $1",
+        GATED_GEMM,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "the last row of gate is taken to be the weight's last",
+        _GATED_FILE,
+        "sizes",
+        "*= 2",
+        "*= 1",
+        GATED_GEMV,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "gate gates itself",
+        _GATED_FILE,
+        "gate",
+        "$1 + $2 * TILE_M * $3;",
+        "$1;",
+        GATED_GEMV,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "slices of up begin a row too early",
+        _GATED_FILE,
+        "gate",
+        "* TILE_M *",
+        "* (TILE_M - 1) *",
+        GATED_GEMM,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "up is activated",
+        _GATED_FILE,
+        "gate",
+        "$1<ACTIVATION>($2) * $3",
+        "$2 * $1<ACTIVATION>($3)",
+        GATED_GEMM,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "results of gate and up lie as far apart as rows of both",
+        _GATED_FILE,
+        "index",
+        "* $1 +",
+        "* 2 * $1 +",
+        GATED_GEMM,
+        Detector.OUTSIDE,
+    ),
+)
+
+MUTANTS = (*_STORES, *_FINISH, *_PARTS, *_SUMS, *_GATED)

@@ -366,8 +366,8 @@ _TILES = (
     ),
     Mutant(
         "gemm: simdgroups side by side read one column's weights",
-        _GEMM,
-        "split",
+        "lib/epilogue",
+        "first",
         "+ $1 * $2",
         "",
         HYTIS,

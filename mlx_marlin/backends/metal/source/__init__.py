@@ -35,6 +35,8 @@ TENSOR_HEADER = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives
 
 def of_product(plan: MetalPlan) -> Source:
     """Returns the source of a plan's first kernel."""
+    if plan.problem.epilogue.gated:
+        return gated_source(plan.kernel)
     fused = plan.problem.epilogue != PLAIN and not plan.is_split
     return product_source(plan.kernel, fused, plan.reduction == "atomic")
 
@@ -55,8 +57,19 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
     """
     body = f"{kernel}_fused" if fused else kernel
     inputs = (*OPERANDS, *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
-    files = (*WEIGHT, "epilogue", *DEPENDENCIES.get(kernel, ()), kernel)
-    return _of_metal(body, inputs, files, atomic)
+    return _of_metal(body, inputs, _files(kernel), atomic)
+
+
+@cache
+def gated_source(kernel: str) -> Source:
+    """Returns the source of "gemv" or "gemm_register" with a gated epilogue."""
+    files = (*_files(kernel), "gated")
+    return _of_metal(f"{kernel}_gated", (*OPERANDS, *NUMBERS), files)
+
+
+def _files(kernel: str) -> tuple[str, ...]:
+    """Returns the files of `lib` that a product's kernel uses."""
+    return (*WEIGHT, "epilogue", *DEPENDENCIES.get(kernel, ()), kernel)
 
 
 @cache

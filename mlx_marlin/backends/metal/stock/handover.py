@@ -7,6 +7,7 @@ from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_pr
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import MODEL_ERROR
 
 
 def stock_seconds(problem: Problem, device: Device) -> float:
@@ -16,10 +17,39 @@ def stock_seconds(problem: Problem, device: Device) -> float:
     `mx.compile`.
     """
     seconds = stock_prediction(problem, device).seconds
-    if problem.epilogue == PLAIN:
-        return seconds
-    moved = (2 + problem.epilogue.operands) * problem.output_bytes
-    return seconds + level_seconds(device) + memory_seconds(moved, device)
+    return seconds + _epilogue_seconds(problem, device)
+
+
+def faster_apart(
+    problem: Problem, device: Device, product: float, fused: float
+) -> str | None:
+    """Returns why separate operations are predicted to be faster, or None.
+
+    They must be faster by `MODEL_ERROR`: a caller asks for one kernel.
+
+    Args:
+        problem: A product with an epilogue.
+        device: The chip to plan for.
+        product: Predicted seconds of the best plan without the epilogue.
+        fused: Predicted seconds of the best plan with it.
+    """
+    apart = product + _epilogue_seconds(problem, device)
+    if fused <= apart * (1 + MODEL_ERROR):
+        return None
+    return (
+        f"{problem.m} {'row' if problem.m == 1 else 'rows'} on {device.variant}: the "
+        f"model gives a product and its epilogue {apart * 1e6:.1f} us as separate "
+        f"operations, and {fused * 1e6:.1f} us as one kernel"
+    )
+
+
+def _epilogue_seconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted seconds of an epilogue as one operation of its own."""
+    epilogue = problem.epilogue
+    if epilogue == PLAIN:
+        return 0.0
+    moved = (2 + epilogue.operands + epilogue.gated) * problem.output_bytes
+    return level_seconds(device) + memory_seconds(moved, device)
 
 
 def handover(problem: Problem, device: Device, prediction: Prediction) -> str | None:

@@ -1,0 +1,28 @@
+// Computes out[m, n] = activation(x[m, k] times the transpose of w[0:n, k]) * (x times the
+// transpose of w[n:2n, k]). No tile is split; simdgroups_n (WIDE) is 2.
+// Plan: as for gemm_register, and the activation.
+// Threadgroup: as for gemm_register.
+threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
+marlin::gemm_register<
+    FRAGMENTS_M,
+    SIMDGROUPS_M,
+    SIMDGROUPS_K,
+    WIDE,
+    WHOLE,
+    BATCHED,
+    RAGGED,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
+    SUBTRACT,
+    WIDEN>(
+    x,
+    w,
+    scales,
+    biases,
+    shape,
+    schedule,
+    out,
+    marlin::Gated<ACTIVATION>{},
+    scratch,
+    threadgroup_position_in_grid.x,
+    int(simdgroup_index_in_threadgroup),
+    int(thread_index_in_simdgroup));

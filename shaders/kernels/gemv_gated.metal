@@ -1,0 +1,24 @@
+// Computes out[ROWS, n] = activation(x[ROWS, k] times the transpose of w[0:n, k]) * (x times the
+// transpose of w[n:2n, k]) for one to five rows. No tile is split; simdgroups_n (WIDE) is 2.
+// Plan: as for gemv, and the activation. Threadgroup: as for gemv.
+threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
+marlin::gemv<
+    ROWS,
+    SIMDGROUPS_K,
+    WIDE,
+    WHOLE,
+    BATCHED,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
+    SUBTRACT>(
+    x,
+    w,
+    scales,
+    biases,
+    shape,
+    schedule,
+    out,
+    marlin::Gated<ACTIVATION>{},
+    scratch,
+    threadgroup_position_in_grid.x,
+    int(simdgroup_index_in_threadgroup),
+    int(thread_index_in_simdgroup));

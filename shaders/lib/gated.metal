@@ -1,0 +1,41 @@
+// Epilogue of a gated network whose layers gate and up are one weight [2 * n, k]: stores the
+// activation of the product with the first n rows times the product with the last n rows. Half of
+// the simdgroups compute a tile of gate, the others the same columns of up, as if both were one
+// tile of twice the width. So the main loop is that of any other product.
+
+template <int ACTIVATION>
+struct Gated {};
+
+template <int ACTIVATION, int WIDE>
+struct WeightRows<Gated<ACTIVATION>, WIDE> {
+  static constant constexpr const int WIDTH = WIDE / 2;
+
+  static METAL_FUNC Work sizes(Work work) {
+    work.n *= 2;  // mutant: sizes
+    return work;
+  }
+
+  static METAL_FUNC int first(Split split, Place place, Work work) {
+    return split.col + work.n * place.column;  // mutant: half
+  }
+};
+
+template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION>
+METAL_FUNC float tile_value(Gated<ACTIVATION>, const threadgroup float* partial, int) {
+  constexpr int K_SLICES = SIMDGROUPS_K / 2;
+  // mutant: gate
+  const threadgroup float* other = partial + K_SLICES * TILE_M * SCRATCH_ROW;
+  const float gate = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, partial, K_SLICES);
+  const float up = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, other, K_SLICES);
+  return activate<ACTIVATION>(gate) * up;
+}
+
+template <int ACTIVATION>
+METAL_FUNC float apply_epilogue(float value, Gated<ACTIVATION>, uint, uint) {
+  return value;
+}
+
+template <int ACTIVATION>
+METAL_FUNC uint output_index(Gated<ACTIVATION>, uint row, uint col, Work work) {
+  return row * work.n + col;  // mutant: index
+}

@@ -1,0 +1,315 @@
+"""Gate and up in one launch on Metal: half of the simdgroups compute each."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_marlin import state
+from mlx_marlin.backends import devices, launch, planner, selection
+from mlx_marlin.backends.metal import cost
+from mlx_marlin.emulator import emulated, trace
+from mlx_marlin.guard import known_answers
+from mlx_marlin.guard.variants import miniatures, variants_of
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from support import drawn_arrays, epilogues, format_cases, oracles, strategies
+from support.grids import drawn
+from support.oracles import Floats, exact
+
+pytestmark = pytest.mark.skipif(
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
+)
+traced_only = pytest.mark.skipif(
+    selection.backend() != "emulator", reason="counters are the emulator's"
+)
+
+SILU = Epilogue(activation="silu", gated=True)
+DEVICE = devices.named("Apple M4 Max")
+K = 448
+LARGEST = {"float16": 65504.0}
+
+
+def problem_of(m: int, n: int = 192, layout: str = "mlx", **options: object) -> Problem:
+    fields = {"m": m, "n": n, "k": K, "layout": layout, "epilogue": SILU, **options}
+    return Problem(**fields)
+
+
+def assert_gated(plan: Plan, seed: int) -> None:
+    """Checks a plan on any format against float64, element by element."""
+    problem = plan.problem
+    x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=seed)
+    weight = drawn_arrays.weight_of(problem, seed=seed)
+    arrays = format_cases.arguments(weight, problem.layout)
+
+    y = launch.product(plan)(x, *arrays)
+
+    total = exact(x) @ weight.decoded.T
+    expected = epilogues.finished(total, (), problem.epilogue)
+    assert (y.shape, y.dtype) == (expected.shape, getattr(mx, problem.dtype))
+    bound = allowed(problem, x, weight.decoded, total)
+    # A product of two products may be too large for its dtype.
+    largest = LARGEST.get(problem.dtype, np.inf)
+    found = np.clip(exact(y), -largest, largest)
+    assert np.all(np.abs(found - np.clip(expected, -largest, largest)) <= bound)
+
+
+def allowed(problem: Problem, x: mx.array, weight: Floats, total: Floats) -> Floats:
+    """Returns how far each element may lie from float64.
+
+    The error of a float32 sum is a share of its addends. Scales times codes, biases and
+    the offset of codes are at most 16 times the largest weight of a row.
+    """
+    of_rows = np.abs(weight).max(axis=-1)
+    sums = 2.0**-18 * np.outer(np.abs(exact(x)).sum(axis=-1), of_rows)
+    off = epilogues.off_of_gated(total, sums, problem.epilogue.activation)
+    result = np.abs(epilogues.finished(total, (), problem.epilogue))
+    rounding = oracles.ROUNDING[problem.dtype] * result
+    return off + rounding + oracles.SMALLEST[problem.dtype]
+
+
+@st.composite
+def gated_plans(draw: st.DrawFn) -> Plan:
+    """Draws any plan of a gated product of any format, sensible or not."""
+    drawn_problem = draw(
+        strategies.problems(
+            max_m=40, max_n=80, max_k=512, formats=strategies.ANY_FORMAT
+        )
+    )
+    packed = drawn_problem.layout == "marlin"
+    n = 64 * -(-drawn_problem.n // 40) if packed else 2 * drawn_problem.n
+    activation = draw(st.sampled_from(["none", "silu", "gelu", "gelu_approx"]))
+    epilogue = Epilogue(activation=activation, gated=True)
+    problem = replace(drawn_problem, n=n, epilogue=epilogue)
+    body = planner.make(problem, device=DEVICE, simdgroups_k=2)
+    most = 8 // body.simdgroups_m
+    count = 2 * draw(st.integers(1, most // 2))
+    return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
+
+
+@drawn(12, 80, plan=gated_plans(), seed=st.integers(0, 2**16))
+def test_every_plan_gates_its_product(plan: Plan, seed: int) -> None:
+    assert_gated(plan, seed)
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 11])
+def test_halves_meet_whatever_the_rows(m: int, layout: str, dtype: str) -> None:
+    problem = problem_of(m, layout=layout, dtype=dtype, scale_dtype=dtype)
+    plan = planner.make(problem, device=DEVICE)
+    few = m <= (5 if dtype == "float16" else 3)
+    assert plan.kernel == ("gemv" if few else "gemm_register")
+
+    assert_gated(plan, seed=m)
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("m", [2, 9])
+def test_traced_twice_in_any_order_the_bits_are_the_same(m: int, layout: str) -> None:
+    plan = planner.make(problem_of(m, layout=layout), device=DEVICE)
+    x, native = drawn_arrays.arrays(plan.problem, seed=3)
+
+    first = drawn_arrays.run(plan, x, native, x, x, x)
+
+    for seed in (1, 2):
+        with drawn_arrays.another_schedule(seed):
+            assert mx.array_equal(
+                first, drawn_arrays.run(plan, x, native, x, x, x), equal_nan=True
+            )
+    if selection.backend() == "emulator":
+        with emulated(trace=True):
+            assert mx.array_equal(first, drawn_arrays.run(plan, x, native, x, x, x))
+
+
+@traced_only
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_a_launch_reads_each_weight_once(m: int) -> None:
+    plan = planner.make(problem_of(m, 256, "marlin", k=512), device=DEVICE)
+    weight = drawn_arrays.weight_of(plan.problem, seed=0)
+    x = format_cases.activations(m, 512, dtype="float16", seed=1)
+    arrays = format_cases.arguments(weight, "marlin")
+
+    found = trace(lambda: mx.eval(launch.product(plan)(x, *arrays)))
+
+    assert len(found) == 1
+    words = found[0].of("w")
+    assert words.read_bytes == 256 * 512 // 2
+    assert words.repeated_read_bytes == 0
+    assert found[0].of("out").written_bytes == m * 128 * 2
+
+
+def test_a_number_that_is_none_stays_in_its_row_and_column() -> None:
+    plan = planner.make(problem_of(3), device=DEVICE)
+    x, native = drawn_arrays.arrays(plan.problem, seed=4)
+    whole = drawn_arrays.run(plan, x, native, x, x, x)
+    scales = np.array(native[1])
+    scales[96 + 5, 2] = np.nan  # of up
+    x_values = np.array(x)
+    x_values[1, 7] = np.nan
+
+    y = drawn_arrays.run(plan, mx.array(x_values), native, x, x, x)
+    of_scale = drawn_arrays.run(
+        plan, x, (native[0], mx.array(scales), native[2]), x, x, x
+    )
+
+    assert mx.all(mx.isnan(y[1])).item()
+    assert mx.array_equal(y[::2], whole[::2])
+    assert mx.all(mx.isnan(of_scale[:, 5])).item()
+    assert mx.array_equal(of_scale[:, 6:], whole[:, 6:])
+
+
+def test_a_large_gate_overflows_nothing_on_the_way() -> None:
+    """Silu of -1e4 is 0 and of 1e4 is 1e4, although its exponential overflows."""
+    problem = problem_of(1, 4, dtype="float32", scale_dtype="float32", k=64)
+    words, scales = mx.zeros((4, 8), mx.uint32), mx.zeros((4, 1))
+    biases = mx.array([[1e4], [-1e4], [2.0], [3.0]])
+    x = mx.concatenate([mx.ones((1, 1)), mx.zeros((1, 63))], axis=1)
+
+    y = drawn_arrays.run(planner.make(problem), x, (words, scales, biases), x, x, x)
+
+    np.testing.assert_array_equal(np.array(y), [[2e4, 0.0]])
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("m", [1, 8, 40])
+def test_the_guard_checks_the_same_instance(m: int, layout: str) -> None:
+    large = problem_of(m, 24576, layout, k=4096)
+    plan = planner.make(large, device=DEVICE)
+
+    for small in miniatures(plan):
+        assert small.problem.bytes < 2**20
+        assert variants_of(small) == variants_of(plan)
+        assert small.problem.epilogue.gated
+    if m < 40:
+        assert known_answers.fault_of(plan) is None
+
+
+def test_a_ragged_half_is_checked_by_a_ragged_half() -> None:
+    plan = planner.make(problem_of(8, 2 * 1001, k=512), device=DEVICE)
+    assert [small.problem.columns for small in miniatures(plan)] == [51]
+
+
+@given(
+    m=st.integers(1, 130),
+    pairs=st.integers(1, 40),
+    groups=st.integers(1, 40),
+    layout=st.sampled_from(["mlx", "marlin"]),
+)
+def test_plans_have_both_halves_in_a_threadgroup(
+    m: int, pairs: int, groups: int, layout: str
+) -> None:
+    n = 64 * pairs if layout == "marlin" else 2 * pairs
+    plan = planner.choose(problem_of(m, n, layout, k=64 * groups), DEVICE)
+
+    assert (plan.simdgroups_n, plan.simdgroups_k % 2) == (2, 0)
+    assert (plan.tile.n, plan.reduction, plan.dispatches) == (64, "none", 1)
+    assert plan.work.tiles == plan.m_tiles * -(-n // 64)
+    assert str(plan.tile) in plan.explain()
+
+
+def test_the_model_counts_the_loop_of_a_plain_product() -> None:
+    gated = problem_of(1, 8192, "marlin", k=4096)
+    plain = replace(gated, epilogue=PLAIN)
+    both = [cost.loop_of(each, 0, False, DEVICE) for each in (gated, plain)]
+
+    assert both[0].registers == both[1].registers
+    assert both[0].slots == both[1].slots
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"layout": "marlin", "n": 160}, "n / 2 = 80 is no multiple of 32"),
+        ({"invariant": True}, "invariant"),
+    ],
+)
+def test_what_kernels_do_not_gate_is_stated(
+    options: dict[str, object], text: str
+) -> None:
+    problem = problem_of(2, **options)
+    assert text in str(planner.serve(problem, DEVICE))
+
+
+@pytest.mark.parametrize("strategy", ["stream_k", "split_k", "hytis", "stripe"])
+def test_tiles_are_not_split(strategy: str) -> None:
+    with pytest.raises(ValueError, match="needs gemv or gemm_register"):
+        planner.make(problem_of(2, 512), device=DEVICE, strategy=strategy)
+
+
+def test_no_other_kernel_gates() -> None:
+    with pytest.raises(ValueError, match="gated=True needs gemv or gemm_register"):
+        planner.make(problem_of(16), device=DEVICE, kernel="gemm_staged")
+
+
+def test_gate_and_up_stay_apart_where_that_is_predicted_to_be_faster() -> None:
+    """Three tiles of 16 rows keep 3 of 40 cores busy; splits of k keep all."""
+    problem = problem_of(16, 192, "marlin", k=16384)
+
+    reason = str(planner.stock_reason(problem, DEVICE))
+
+    assert "as separate operations" in reason
+    assert planner.stock_reason(problem_of(1, 24576, "marlin", k=4096), DEVICE) is None
+
+
+def test_one_row_in_the_layout_of_mlx_stays_with_stock() -> None:
+    reason = str(planner.stock_reason(problem_of(1, 24576, k=4096), DEVICE))
+    assert "stock MLX is already there" in reason
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("rows", [(), (1,), (2, 3), (3, 11), (0,)], ids=str)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
+    state.reset()
+    layer, x = layer_of(layout), mx.random.normal((*rows, 128)).astype(mx.float16)
+
+    y = layer.gated(x)
+
+    native = layer_of("mlx").native()
+    expected = epilogues.finished(oracles.product(x, *native, group_size=64), (), SILU)
+    assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
+    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+    gated = [plan.problem.epilogue.gated for plan in launch.plans_built()]
+    assert any(gated) == (0 not in rows)
+
+
+@pytest.mark.parametrize("how", ["bias", "invariant", "no whole tiles"])
+def test_where_kernels_have_no_gate_a_layer_multiplies_its_halves(how: str) -> None:
+    state.reset()
+    layer = layer_of("marlin", n=160 if how == "no whole tiles" else 192)
+    if how == "bias":
+        layer["bias"] = mx.random.normal((192,)).astype(mx.float16)
+    layer.invariant = how == "invariant"
+    x = mx.random.normal((2, 128)).astype(mx.float16)
+
+    y = layer.gated(x)
+
+    half = layer.output_dims // 2
+    gate, up = layer.parts(x, (half, half))
+    assert mx.array_equal(y, nn.silu(gate) * up)
+    assert not any(plan.problem.epilogue.gated for plan in launch.plans_built())
+
+
+def test_stock_mlx_gates_by_operations(backend: Callable[[str | None], None]) -> None:
+    backend("stock")
+    layer = layer_of("mlx")
+    x = mx.random.normal((2, 128)).astype(mx.float16)
+    gate, up = mx.split(layer(x), 2, axis=-1)
+    assert mx.array_equal(layer.gated(x), nn.silu(gate) * up)
+
+
+def layer_of(layout: str, n: int = 192) -> MarlinLinear:
+    mx.random.seed(3)
+    linear = nn.Linear(128, n, bias=False)
+    linear.set_dtype(mx.float16)
+    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
