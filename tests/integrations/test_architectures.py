@@ -177,3 +177,15 @@ def assert_converted(model: nn.Module, name: str, given: dict[str, Any]) -> None
     assert any(isinstance(m, TracedBlock) for m in modules) == traced
     joined = ARCHITECTURES[name].joined and given.get("join", False)
     assert any(isinstance(m, MarlinPart) for m in modules) == joined
+
+
+def test_tokens_may_differ_in_a_tie_only() -> None:
+    apart, tied = step(mx.array([0.0, 1.0, 0.5])), step(mx.array([0.0, 1.0, 1 - GATE]))
+    other = Step(2, tied.logits)
+
+    assert assert_same_choice(tied, tied)
+    assert not assert_same_choice(other, tied)
+    with pytest.raises(AssertionError, match="2 instead of 1, no tie"):
+        assert_same_choice(other, apart)
+    with pytest.raises(AssertionError):
+        assert_close([tied], [apart])
