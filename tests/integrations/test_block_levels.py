@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
+from mlx_marlin.integrations.fusions import FUSIONS
 from support.block_graphs import encoding_of_block
 from support.decoder_models import tiny
 from support.metal_encoder import encoding_of
@@ -53,6 +54,16 @@ def test_levels_of_a_traced_block(
     model = tiny(family, mx.float16, **SIZES)
     mlx_marlin.optimize(model, layout="marlin", join=True, trace=True, fuse=fuse)
     assert encoding_of_block(model).counts == counts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_levels_of_a_block_with_all_fusions(family: str) -> None:
+    model = tiny(family, mx.float16, **SIZES)
+    options = {"layout": "marlin", "join": True, "trace": True}
+    mlx_marlin.optimize(model, **options, fuse=tuple(FUSIONS))
+    dispatches, levels = encoding_of_block(model).counts
+    assert dispatches <= 11
+    assert levels <= 10
 
 
 @pytest.mark.parametrize(
