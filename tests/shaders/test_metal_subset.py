@@ -49,14 +49,14 @@ REVIEWED_TENSORS = {
     "is_valid_element": "probed on an M5 by public projects; all elements of a shape "
     "of two cooperative operands are valid"
 }
-"""The same for tensor operations, of which no kernel has to use every one."""
+"""The same for tensor operations."""
 
 TEXTS = {
     text.name: text.header + text.source
     for text in (
         *(
             source.product_source(kernel, fused, atomic)
-            for kernel in ("gemv", "gemm_register", "gemm_staged")
+            for kernel in ("gemv", "gemm_register", "gemm_staged", "gemm_tensor")
             for fused, atomic in ((False, False), (True, False), (False, True))
         ),
         source.reduce_source(),
@@ -64,6 +64,7 @@ TEXTS = {
         source.dequantize_source(),
         source.gather_source(),
         *map(source.repack_source, LAYOUTS),
+        *map(source.probe_source, ("tensor_probe", "tensor_layout")),
         *map(source.routing_source, ("route", "combine")),
         *map(source.block_source, ("rotate_heads", "add_norm")),
     )
@@ -92,6 +93,9 @@ def test_nothing_was_reviewed_in_vain() -> None:
 
     assert {*REVIEWED} <= ours
     assert {*REVIEWED} & {*MLX["names"]} == set()
+    tensors = set[str]().union(*map(used_tensors, TEXTS.values()))
+    assert {*REVIEWED_TENSORS} <= tensors
+    assert {*REVIEWED_TENSORS} & {*MLX["tensor_names"]} == set()
 
 
 def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
