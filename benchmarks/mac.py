@@ -58,6 +58,7 @@ WHOLE = Work(
         "tests/metal/test_epilogue.py",
         "tests/metal/test_invariance.py",
         "tests/metal/test_order_of_addition.py",
+        "tests/metal/test_gemm_tensor.py",
     ),
     tuned=("4x4096x4096", "8x14336x4096", "16x4096x14336"),
     timed=(
@@ -78,6 +79,7 @@ QUICK = Work(
 )
 LIMITS = {
     "doctor": 90.0,
+    "tensor": 30.0,
     "tests": 120.0,
     "tune": 90.0,
     "bench": 180.0,
@@ -134,6 +136,8 @@ def commands(work: Work, scratch: Path) -> Iterator[tuple[str, list[str]]]:
     """
     ours = [sys.executable, "-m", "mlx_marlin"]
     yield "doctor", [*ours, "doctor", "--check", *work.doctor]
+    layout = str(scratch / "tensor.txt")
+    yield "tensor", [sys.executable, "-m", "benchmarks.tensor_layout", layout]
     yield (
         "tests",
         [
@@ -154,6 +158,9 @@ def _add_findings(stage: Stage, scratch: Path, result: ResultFile) -> Stage:
     try:
         if stage.name == "tests":
             return replace(stage, detail=_tests(scratch / "tests.xml"))
+        if stage.name == "tensor":
+            text = (scratch / "tensor.txt").read_text("utf-8")
+            result.notes.extend(text.splitlines())
         if stage.name == "tune":
             result.products.extend(tuned_rows.rows(eligibility.target(), result.date))
         if stage.name in BENCHES:

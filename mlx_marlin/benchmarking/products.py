@@ -1,6 +1,7 @@
 """Times a product with our kernels, `mx.quantized_matmul`, and dequantizing first."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -105,7 +106,7 @@ def measure(
         clock: The clock.
         layouts: Layouts in which our kernels read the weight.
         staged: Also compare `gemm_register` with `gemm_staged` by buffers and loaders,
-            in the first layout.
+            and with `gemm_tensor` if the device has tensor units, in the first layout.
 
     Raises:
         ValueError: If the product is not supported.
@@ -151,6 +152,8 @@ def _experiments(problem: Problem, device: PlanningDevice) -> list[Arm]:
         for buffers, loaders in STAGED
     ]
     plans = [planner.make(problem, device=device, **given) for given in overrides]
+    with suppress(ValueError):  # there are no tensor units for this product
+        plans.append(planner.make(problem, device=device, kernel="gemm_tensor"))
     return [_of_plan(_staging(plan), plan) for plan in plans]
 
 

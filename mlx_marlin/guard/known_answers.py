@@ -44,6 +44,11 @@ def _fault_of(small: AnyPlan) -> str | None:
 
 def fault_of_probe(probe: Probe) -> str | None:
     """Returns what is wrong with the results of a probe; None if nothing is."""
+    return probe.fault(output_of_probe(probe))
+
+
+def output_of_probe(probe: Probe) -> list[float]:
+    """Returns the elements of a probe's output."""
     size, dtype = probe.output
     results = selection.active().kernel(probe.source, 0)(
         inputs=(mx.zeros((kernels.IN_CONSTANT,)),),
@@ -53,8 +58,7 @@ def fault_of_probe(probe: Probe) -> str | None:
         output_shapes=((size,),),
         output_dtypes=(getattr(mx, dtype),),
     )
-    values = cast(list[float], results[0].tolist())
-    return probe.fault(values)
+    return cast(list[float], results[0].tolist())
 
 
 def fault_of_repack(to: str, bits: int, order: str) -> str | None:

@@ -96,7 +96,8 @@ def _add_products(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--staged",
         action="store_true",
-        help="compare gemm_register with gemm_staged, by buffers and loader simdgroups",
+        help="compare gemm_register with gemm_staged, by buffers and loader "
+        "simdgroups, and with gemm_tensor where there are tensor units",
     )
     group.add_argument(
         "--seconds",
