@@ -39,6 +39,9 @@ KERNELS = (
     "marlin_gemm_staged",
     "marlin_gemm_staged_fused",
     "marlin_gemm_staged_atomic",
+    "marlin_gemm_tensor",
+    "marlin_gemm_tensor_fused",
+    "marlin_gemm_tensor_atomic",
     "marlin_reduce",
     "marlin_reduce_fused",
     "marlin_dequantize",
@@ -46,7 +49,7 @@ KERNELS = (
     "marlin_pack",
     "marlin_unpack",
 )
-MOST = 320
+MOST = 360
 """Instances that an ordinary run checks."""
 
 

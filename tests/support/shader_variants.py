@@ -17,8 +17,13 @@ from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
-from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    MAX_SIMDGROUPS,
+    TENSOR_FRAGMENTS_M,
+)
+from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -52,7 +57,7 @@ EPILOGUE_ARGUMENTS = ("T", "BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS"
 """Values that meet those of the main loop nowhere but where a tile is stored."""
 WEIGHT = ("MODE", "BITS", "GROUP", "PACKED", "scales")
 """Values that meet in functions which all kernels share: in the products' they do."""
-SHARING = ("gemv", "gather", "dequantize", "gemm_staged")
+SHARING = ("gemv", "gather", "dequantize", "gemm_staged", "gemm_tensor")
 """Kernels that read weights with functions of `gemm_register`, where the pairs meet."""
 PLACES = ("LOW_ROW", "LOW_K", "HIGH_ROW", "HIGH_K")
 """Numbers that say where the bits of codes go: all alike to a compiler."""
@@ -102,8 +107,8 @@ class Variant:
     """One instance of a kernel.
 
     Attributes:
-        kernel: "gemv", "gemm_register", "gemm_staged", "reduce", "dequantize",
-            "gather", "pack" or "unpack".
+        kernel: "gemv", "gemm_register", "gemm_staged", "gemm_tensor", "reduce",
+            "dequantize", "gather", "pack" or "unpack".
         kind: "plain", "fused", "gated" or "atomic".
         values: Template arguments and dtypes, by name.
     """
@@ -318,6 +323,11 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
             yield body
             if fragments_m and {simdgroups_m, simdgroups_k} <= {*STAGED_SIMDGROUPS}:
                 yield from strategies.stagings(body, STAGING)
+            is_tensor = (
+                tensor_reason(problem) is None and simdgroups_m <= MAX_SIMDGROUPS_M
+            )
+            if is_tensor and fragments_m == TENSOR_FRAGMENTS_M:
+                yield replace(body, kernel="gemm_tensor")
 
 
 def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
@@ -333,7 +343,7 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
         yield replace(body, problem=_with_n(problem, body.problem.n - 1))
     problem, fused = body.problem, _finished(body.problem, epilogue)
     for width in WIDTHS:
-        if body.simdgroups_k % width == 0:
+        if body.simdgroups_k % width == 0 and body.kernel != "gemm_tensor":
             wide = replace(work, strategy="hytis", whole=1)
             wide_n = TILE_N * (width + 1)
             for each, n in product((problem, fused), (wide_n, wide_n - 1)):
