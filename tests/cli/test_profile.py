@@ -158,10 +158,13 @@ def test_every_kernel_is_profiled_or_left_out_with_a_reason(
     kernels = [row["kernel"].split()[0] for row in data["profiles"]]
     assert kernels == ["gemm_register", "gemm_staged", "qmv_wide"]
     assert {row["origin"] for row in data["profiles"]} == {"predicted"}
-    (skipped,) = data["skipped"]
-    assert skipped["kernel"] == "gemv"
-    assert f"no profile of gemv: {skipped['reason']}\n" in printed
-    assert "at most 5 rows" in skipped["reason"]
+    skipped = {row["kernel"]: row["reason"] for row in data["skipped"]}
+    assert [*skipped] == ["gemv", "gemm_tensor"]
+    assert all(
+        f"no profile of {each}: {skipped[each]}\n" in printed for each in skipped
+    )
+    assert "at most 5 rows" in skipped["gemv"]
+    assert "expected an M5" in skipped["gemm_tensor"]
 
 
 def test_other_kernels_of_the_default_set_are_left_out(profile: Profile) -> None:
