@@ -375,7 +375,7 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
 
 def _gated(body: Plan, activation: str) -> Iterator[Plan]:
     """A body with a gated epilogue, with whole tiles and with a ragged last one."""
-    if body.simdgroups_k % 2 or body.kernel == "gemm_staged":
+    if body.simdgroups_k % 2 or body.kernel in ("gemm_staged", "gemm_tensor"):
         return
     epilogue = Epilogue(activation=activation, gated=True)
     tile = replace(body.tile, n=2 * TILE_N)
