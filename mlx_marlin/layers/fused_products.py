@@ -182,7 +182,7 @@ class FusedProducts(LinearParameters):
         if type(norm) is not nn.RMSNorm or not self._may_fuse(x):
             return False
         weight = norm["weight"]
-        fits: bool = weight.shape == (self.input_dims,) and weight.dtype == x.dtype
+        fits: bool = weight.shape == x.shape[-1:] and weight.dtype == x.dtype
         return fits
 
     def _may_fuse(self, x: mx.array) -> bool:

@@ -61,9 +61,7 @@ def test_levels_of_a_block_with_all_fusions(family: str) -> None:
     model = tiny(family, mx.float16, **SIZES)
     options = {"layout": "marlin", "join": True, "trace": True}
     mlx_marlin.optimize(model, **options, fuse=tuple(FUSIONS))
-    dispatches, levels = encoding_of_block(model).counts
-    assert dispatches <= 11
-    assert levels <= 10
+    assert encoding_of_block(model).counts == (10, 9)
 
 
 @pytest.mark.parametrize(
