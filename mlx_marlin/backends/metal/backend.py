@@ -320,7 +320,7 @@ def kernel_overrides(
 ) -> Iterator[PlanOverrides]:
     """Yields the overrides, and those of `gemm_tensor` if it is a candidate."""
     yield overrides
-    if not overrides and is_candidate(problem, device):
+    if not overrides and device.has_tensor_units and is_candidate(problem, device):
         yield PlanOverrides(kernel=TENSOR_KERNEL)
 
 

@@ -24,8 +24,13 @@ LEAST_COLUMNS = 2048
 
 
 def is_candidate(problem: Problem, device: Device) -> bool:
-    """Returns whether plans of `gemm_tensor` are compared with others."""
-    if not device.has_tensor_units or tensor_reason(problem) is not None:
+    """Returns whether plans of `gemm_tensor` are compared with others.
+
+    Args:
+        problem: The product to compute.
+        device: A device that has tensor units.
+    """
+    if tensor_reason(problem) is not None:
         return False
     fast = device.tier in ("max", "ultra")
     least = LEAST_ROWS if fast else LEAST_OF_SLOWER_CHIPS
