@@ -16,13 +16,12 @@
 // for the rows 4 * pair to 4 * pair + 3 of x. The order of k is that of gemm_register: matrix
 // column 4 * pair + s of k part h has the lane's h-th code of pair 4 * operation + s.
 
-constant constexpr int TENSOR_ROWS = 16;  // of x
+constant constexpr int TENSOR_ROWS = 16;     // of x
 constant constexpr int TENSOR_RESULTS = 16;  // elements of a lane
 
 // Computes products = w x^T, or adds it to products if ADD.
 template <bool ADD, typename T>
-METAL_FUNC void tensor_multiply(
-    thread float* products, thread const half* w, thread const T* x) {
+METAL_FUNC void tensor_multiply(thread float* products, thread const half* w, thread const T* x) {
   typedef mpp::tensor_ops::matmul2d_descriptor Descriptor;
   // mutant: descriptor
   constexpr auto descriptor = Descriptor(
