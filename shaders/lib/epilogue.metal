@@ -150,9 +150,9 @@ struct WeightRows {
 };
 
 // Adds an element's partial sums by the simdgroups along k, in ascending order.
-// partial: that of the first simdgroup.
+// partial: that of the first simdgroup, in the given column of a row of scratch.
 template <int TILE_M, int SIMDGROUPS_K, int WIDE, typename E>
-METAL_FUNC float tile_value(E, const threadgroup float* partial, int k_slices) {
+METAL_FUNC float tile_value(E, const threadgroup float* partial, int, int k_slices) {
   // mutant: slices
   float total = partial[0];
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
@@ -197,7 +197,8 @@ METAL_FUNC void store_tile(
     }
     const threadgroup float* partial =
         scratch + (column * k_slices * TILE_M + row) * SCRATCH_ROW + lane_index;
-    float total = tile_value<TILE_M, SIMDGROUPS_K, WIDE>(epilogue, partial, k_slices);
+    float total =
+        tile_value<TILE_M, SIMDGROUPS_K, WIDE>(epilogue, partial, lane_index, k_slices);
     const uint index =
         output_index(epilogue, output_row(order, split.row + row), split.col + col, work);
     total = apply_epilogue(total, epilogue, index, split.col + col);  // mutant: epilogue

@@ -20,14 +20,21 @@ struct WeightRows<Gated<ACTIVATION>, WIDE> {
   }
 };
 
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION>
-METAL_FUNC float tile_value(Gated<ACTIVATION>, const threadgroup float* partial, int) {
+// Returns an element of gate and the same one of up. factor: that of their row.
+template <int TILE_M, int SIMDGROUPS_K, int WIDE>
+METAL_FUNC float2 gate_and_up(const threadgroup float* partial, float factor) {
   constexpr int K_SLICES = SIMDGROUPS_K / 2;
   // mutant: gate
   const threadgroup float* other = partial + K_SLICES * TILE_M * SCRATCH_ROW;
-  const float gate = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, partial, K_SLICES);
-  const float up = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, other, K_SLICES);
-  return activate<ACTIVATION>(gate) * up;
+  const float gate = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, partial, 0, K_SLICES);
+  const float up = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, other, 0, K_SLICES);
+  return factor * float2(gate, up);
+}
+
+template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION>
+METAL_FUNC float tile_value(Gated<ACTIVATION>, const threadgroup float* partial, int, int) {
+  const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, 1.0f);
+  return activate<ACTIVATION>(both.x) * both.y;  // mutant: activation
 }
 
 template <int ACTIVATION>

@@ -75,7 +75,8 @@ METAL_FUNC void gather_rows(
     starts.rows[row] = input_row(order, row) * work.k;
   }
   float4 totals[ROWS];
-  accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+  NoNorm norm;
+  accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index, norm);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
   write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store

@@ -20,6 +20,23 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
   return starts.first + row * starts.k;
 }
 
+// Rows of x that are multiplied as they are. `RowNorm` normalizes them.
+struct NoNorm {
+  static constant constexpr const bool IN_FLOAT = false;
+};
+
+template <int ROWS, typename E>
+METAL_FUNC NoNorm row_norm(E) {
+  return NoNorm{};
+}
+
+template <int ROWS, typename W, typename Vec4>
+METAL_FUNC void apply_norm(thread NoNorm&, thread Vec4*, int, int) {
+}
+
+METAL_FUNC void write_norm(threadgroup float*, NoNorm, int, Lane) {
+}
+
 // Loads the operands of one step. x_vec4[(row * 2 + b) * VEC4S + h] has activations of fragment
 // column 2 * pair + b.
 template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Starts>
@@ -36,7 +53,7 @@ METAL_FUNC GroupParams load_vectors(
   const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: x
   UNROLL for (int i = 0; i < 2 * ROWS * VEC4S; ++i) {
     const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
-    x_vec4[i] = load_vec4(first, start_of(starts, i / VEC4S / 2) + start);
+    x_vec4[i] = Vec4(load_vec4(first, start_of(starts, i / VEC4S / 2) + start));
   }
   return load_group_params<W>(tile, k);
 }
@@ -62,7 +79,7 @@ METAL_FUNC void add_products(
 }
 
 // Main loop of one simdgroup: its steps of one split, for ROWS rows of x.
-template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts>
+template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts, typename N>
 METAL_FUNC void accumulate_rows(
     thread float4* totals,
     const device T* x,
@@ -70,8 +87,9 @@ METAL_FUNC void accumulate_rows(
     WeightTile<S> tile,
     Split split,
     Place place,
-    int lane_index) {
-  typedef typename Fragment<T>::type F;
+    int lane_index,
+    thread N& norm) {
+  typedef typename Fragment<T, N::IN_FLOAT>::type F;
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
@@ -82,6 +100,7 @@ METAL_FUNC void accumulate_rows(
     vec<F, 4> x_vec4[2 * ROWS * VEC4S];
     const GroupParams params =
         load_vectors<ROWS, W>(words, x_vec4, tile, x, starts, lane_index, k);
+    apply_norm<ROWS, W>(norm, x_vec4, lane_index, k);  // mutant: norm
     float4 products[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);
@@ -161,8 +180,10 @@ METAL_FUNC void gemv(
         split.product);
     const InSequence starts = {input_row(order, 0) * work.k, uint(work.k)};
     float4 totals[ROWS];
-    accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+    auto norm = row_norm<ROWS>(epilogue);
+    accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index, norm);
     write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
+    write_norm(scratch, norm, corner, lane_of(lane_index));
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<ROWS, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS_K>(
         out,

@@ -4,12 +4,22 @@ from mlx_marlin.backends import arguments as shared_arguments
 from mlx_marlin.backends.arguments import (
     TemplateValue,
     epilogue_template,
+    float_bits,
     weight_template,
 )
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
 from mlx_marlin.weights.layout import bit_permutation
+
+NO_EPILOGUE: dict[str, TemplateValue] = {
+    "BIAS": False,
+    "ACTIVATION": 0,
+    "MULTIPLY": False,
+    "RESIDUAL": False,
+    "PARTS": 1,
+}
+"""Template arguments of an epilogue that does nothing."""
 
 
 def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
@@ -23,7 +33,7 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
         **weight_template(problem),
         "SUBTRACT": plan.subtract,
     }
-    fused = {} if plan.is_split else epilogue_template(plan)
+    fused = {} if plan.is_split else _fused_template(plan)
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared, **fused}
     if plan.kernel == "gemm_tensor":
@@ -39,6 +49,15 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
         **staged,
         **fused,
     }
+
+
+def _fused_template(plan: MetalPlan) -> dict[str, TemplateValue]:
+    problem = plan.problem
+    if problem.norm is None:
+        return epilogue_template(plan)
+    # A kernel with a norm always has an epilogue, which may do nothing.
+    epilogue = epilogue_template(plan) or {"T": problem.dtype, **NO_EPILOGUE}
+    return {**epilogue, "EPSILON": float_bits(problem.norm)}
 
 
 def reduce_template(plan: MetalPlan) -> dict[str, TemplateValue]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule
 from mlx_marlin.backends.base import KernelCall, Probe, Traits
@@ -14,7 +15,7 @@ from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather, MetalRouting
-from mlx_marlin.backends.metal.limits import KERNELS
+from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.metal.stock.handover import (
     faster_apart,
@@ -104,8 +105,11 @@ class MetalBackend:
             )
         if problem.epilogue.rotation is not None:
             return "our Metal kernels do not fuse rotary embeddings"
-        if problem.norm is not None:
-            return "our Metal kernels do not fuse RMSNorm"
+        if problem.norm is not None and (problem.invariant or problem.m > NORM_ROWS):
+            return (
+                f"our Metal kernels normalize at most {NORM_ROWS} rows of a product that "
+                f"is not invariant, got m={problem.m}"
+            )
         return None
 
     def options(
@@ -163,11 +167,11 @@ class MetalBackend:
         A packed weight stays with these kernels, but operations that its product fuses
         may be predicted to be faster apart.
         """
-        if problem.layout == "marlin" and problem.epilogue.gated:
-            plain = self._best(
-                replace(problem, epilogue=PLAIN), device, PlanOverrides()
-            )
-            apart = cost.predict(plain, device).seconds
+        normed = problem.norm is not None
+        if problem.layout == "marlin" and (problem.epilogue.gated or normed):
+            rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
+            plan = self._best(replace(problem, **rest), device, PlanOverrides())
+            apart = cost.predict(plan, device).seconds
             return faster_apart(problem, device, apart, predicted().seconds)
         return handover(problem, device, predicted())
 

@@ -108,7 +108,8 @@ def _works(
     body: MetalPlan, space: Space, overrides: PlanOverrides
 ) -> Iterator[WideWork]:
     """Yields divisions of the work, with the tiles side by side in their wide tiles."""
-    if not body.problem.epilogue.gated:
+    problem = body.problem
+    if not problem.epilogue.gated and problem.norm is None:
         yield from decompositions.works(space, overrides)
     elif WORK_OVERRIDES & overrides.keys():
         for work, _ in decompositions.works(space, overrides):

@@ -20,3 +20,5 @@ THREADGROUP_LIMIT = 32768
 """Bytes of threadgroup memory that a threadgroup may use."""
 GEMV_ROWS = {"float16": 5, "bfloat16": 3, "float32": 3}
 """Most rows of `gemv`, by dtype; more 4-byte values of x need too many registers."""
+NORM_ROWS = 2
+"""Most rows of an RMSNorm before `gemv`: at 4 rows its registers spill (counted)."""

@@ -7,6 +7,7 @@ from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     KERNELS,
     MAX_SIMDGROUPS,
+    NORM_ROWS,
     TENSOR_FRAGMENTS_M,
     TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
@@ -214,10 +215,17 @@ class MetalPlan(Plan):
             )
 
     def _check_norm(self) -> None:
-        if self.problem.norm is not None:
+        if self.problem.norm is None:
+            return
+        if (
+            self.kernel != "gemv"
+            or self.problem.m > NORM_ROWS
+            or self.work.strategy != "data_parallel"
+        ):
             raise ValueError(
-                f"norm={self.problem.norm} needs a kernel that normalizes rows, such "
-                f"as 'mma' on CUDA, got kernel={self.kernel!r}"
+                f"norm={self.problem.norm} needs gemv, at most {NORM_ROWS} rows and "
+                f"strategy='data_parallel', got kernel={self.kernel!r}, "
+                f"m={self.problem.m}, strategy={self.work.strategy!r}"
             )
 
     def _check_paired(self) -> None:

@@ -25,6 +25,12 @@ FLOAT_REGISTERS = {0: 16, 1: 20, 2: 48}
 products (counted)."""
 
 
+NORM_SLOTS = 33
+"""Additional slots of an iteration for each row that an RMSNorm normalizes (counted)."""
+NORM_REGISTERS = 44
+"""Additional 16-bit registers of the dot products with an RMSNorm (counted)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainLoop:
     """Cost of the main loop.
@@ -63,6 +69,9 @@ def loop_of(
     slots, x_bytes = _per_iteration(
         counts, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
     )
+    if problem.norm is not None:
+        slots += NORM_SLOTS * problem.m
+        x_bytes += DTYPE_BYTES[problem.dtype] / 4  # its weight, as a row of x
     slots *= weights / WEIGHTS_PER_TRIP
     lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
     return MainLoop(
@@ -110,7 +119,7 @@ def _registers(problem: Problem, fragments_m: int, counts: LoopCost) -> int:
     in_float = problem.group_size == 16 and problem.format.codes != "floating"
     if problem.dtype != "float16" and not (in_float and fragments_m):
         count += FLOAT_REGISTERS[fragments_m] * rows
-    return count
+    return count + NORM_REGISTERS * (problem.norm is not None)
 
 
 def _per_iteration(

@@ -13,6 +13,7 @@ from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.backends.source import (
     EPILOGUE_INPUTS,
     HEAD_NORMS,
+    NORM,
     NUMBERS,
     OPERANDS,
     ROTATION,
@@ -35,7 +36,10 @@ TENSOR_HEADER = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives
 
 def of_product(plan: MetalPlan) -> Source:
     """Returns the source of a plan's first kernel."""
-    if plan.problem.epilogue.gated:
+    gated = plan.problem.epilogue.gated
+    if plan.problem.norm is not None:
+        return normed_source(gated)
+    if gated:
         return gated_source(plan.kernel)
     fused = plan.problem.epilogue != PLAIN and not plan.is_split
     return product_source(plan.kernel, fused, plan.reduction == "atomic")
@@ -65,6 +69,18 @@ def gated_source(kernel: str) -> Source:
     """Returns the source of "gemv" or "gemm_register" with a gated epilogue."""
     files = (*_files(kernel), "gated")
     return _of_metal(f"{kernel}_gated", (*OPERANDS, *NUMBERS), files)
+
+
+@cache
+def normed_source(gated: bool) -> Source:
+    """Returns the source of "gemv" with an RMSNorm before it.
+
+    Args:
+        gated: Whether its epilogue is gated.
+    """
+    body = "gemv_normed_gated" if gated else "gemv_normed"
+    inputs = (*OPERANDS, *NUMBERS, *(() if gated else EPILOGUE_INPUTS), *NORM)
+    return _of_metal(body, inputs, (*_files("gemv"), "gated", "normed"))
 
 
 def _files(kernel: str) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ def stock_seconds(problem: Problem, device: Device) -> float:
     `mx.compile`.
     """
     seconds = stock_prediction(problem, device).seconds
-    return seconds + _epilogue_seconds(problem, device)
+    others = _norm_seconds(problem, device) + _epilogue_seconds(problem, device)
+    return seconds + others
 
 
 def faster_apart(
@@ -28,19 +29,30 @@ def faster_apart(
     They must be faster by `MODEL_ERROR`: a caller asks for one kernel.
 
     Args:
-        problem: A product with an epilogue.
+        problem: A product with an RMSNorm before it, or else with an epilogue.
         device: The chip to plan for.
-        product: Predicted seconds of the best plan without the epilogue.
+        product: Predicted seconds of the best plan without the norm, or without the
+            epilogue.
         fused: Predicted seconds of the best plan with it.
     """
-    apart = product + _epilogue_seconds(problem, device)
+    norm = _norm_seconds(problem, device)
+    apart = product + (norm or _epilogue_seconds(problem, device))
     if fused <= apart * (1 + MODEL_ERROR):
         return None
     return (
         f"{problem.m} {'row' if problem.m == 1 else 'rows'} on {device.variant}: the "
-        f"model gives a product and its epilogue {apart * 1e6:.1f} us as separate "
-        f"operations, and {fused * 1e6:.1f} us as one kernel"
+        f"model gives a product and its {'norm' if norm else 'epilogue'} "
+        f"{apart * 1e6:.1f} us as separate operations, and {fused * 1e6:.1f} us as "
+        f"one kernel"
     )
+
+
+def _norm_seconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted seconds of an RMSNorm of x as an operation of its own."""
+    if problem.norm is None:
+        return 0.0
+    moved = 2 * problem.activation_bytes
+    return level_seconds(device) + memory_seconds(moved, device)
 
 
 def _epilogue_seconds(problem: Problem, device: Device) -> float:

@@ -1,0 +1,105 @@
+// RMSNorm of the rows of x, deferred. The main loop of gemv multiplies x by the norm's weight and
+// adds up the squares of x; the sums of the products are multiplied by the factor of their row
+// before anything else. So no level of the graph computes the norm, and no threadgroup computes
+// it before its loop. Nothing is rounded between norm and product, where MLX rounds to T.
+
+template <typename E, typename T>
+struct Normed {
+  E epilogue;              // what follows the product
+  const device T* weight;  // [k]
+  float epsilon;
+  float k;
+};
+
+// epsilon_bits: the bits of a float, because template arguments cannot be floats.
+template <typename E, typename T>
+METAL_FUNC Normed<E, T> normed(
+    E epilogue, const device T* weight, int epsilon_bits, const constant int32_t* shape) {
+  Normed<E, T> result = {epilogue, weight, as_type<float>(epsilon_bits), float(shape[2])};
+  return result;
+}
+
+// The norm's state in the main loop of a simdgroup.
+template <int ROWS, typename T>
+struct RowNorm {
+  static constant constexpr const bool IN_FLOAT = true;  // x times weight exceeds a half
+  const device T* weight;
+  float4 squares[ROWS];  // sums over the k that the lane has loaded
+};
+
+template <int ROWS, typename E, typename T>
+METAL_FUNC RowNorm<ROWS, T> row_norm(Normed<E, T> epilogue) {
+  RowNorm<ROWS, T> norm;
+  norm.weight = epilogue.weight;
+  UNROLL for (int row = 0; row < ROWS; ++row) {
+    norm.squares[row] = float4(0.0f);
+  }
+  return norm;
+}
+
+// Multiplies the lane's activations of a step by the weight, and adds up their squares.
+template <int ROWS, typename W, typename T>
+METAL_FUNC void
+apply_norm(thread RowNorm<ROWS, T>& norm, thread float4* x_vec4, int lane_index, int k) {
+  constexpr int VEC4S = W::VEC4S;
+  const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: start
+  UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
+    const device T* first = norm.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);  // mutant: weight
+    const float4 weight = float4(load_vec4(first, start));
+    UNROLL for (int row = 0; row < ROWS; ++row) {
+      thread float4& values = x_vec4[2 * VEC4S * row + i];
+      norm.squares[row] = fma(values, values, norm.squares[row]);  // mutant: squares
+      values *= weight;
+    }
+  }
+}
+
+// Writes each row's sum of squares behind the columns of its row of scratch.
+template <int ROWS, typename T>
+METAL_FUNC void
+write_norm(threadgroup float* scratch, RowNorm<ROWS, T> norm, int corner, Lane lane) {
+  UNROLL for (int row = 0; row < ROWS; ++row) {
+    const float total = sum_over_pairs(sum_of_x<1>(norm.squares + row));  // mutant: total
+    if (lane.row == 0 && lane.pair == 0) {
+      scratch[corner + row * SCRATCH_ROW + TILE_N] = total;
+    }
+  }
+}
+
+// Returns the factor of a row. K_SLICES: simdgroups that have its squares.
+template <int TILE_M, int K_SLICES, typename E, typename T>
+METAL_FUNC float
+factor_of_row(Normed<E, T> epilogue, const threadgroup float* partial, int column) {
+  // mutant: factor
+  const threadgroup float* squares = partial + TILE_N - column;
+  const float sum = tile_value<TILE_M, K_SLICES, 1>(Plain{}, squares, 0, K_SLICES);
+  return rsqrt(sum / epilogue.k + epilogue.epsilon);
+}
+
+template <int TILE_M, int SIMDGROUPS_K, int WIDE, typename E, typename T>
+METAL_FUNC float
+tile_value(Normed<E, T> epilogue, const threadgroup float* partial, int column, int k_slices) {
+  const float factor = factor_of_row<TILE_M, SIMDGROUPS_K>(epilogue, partial, column);
+  return factor * tile_value<TILE_M, SIMDGROUPS_K, WIDE>(Plain{}, partial, column, k_slices);
+}
+
+template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION, typename T>
+METAL_FUNC float tile_value(
+    Normed<Gated<ACTIVATION>, T> epilogue, const threadgroup float* partial, int column, int) {
+  const float factor = factor_of_row<TILE_M, SIMDGROUPS_K / 2>(epilogue, partial, column);
+  const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, factor);
+  return activate<ACTIVATION>(both.x) * both.y;
+}
+
+template <typename E, typename T, int WIDE>
+struct WeightRows<Normed<E, T>, WIDE> : WeightRows<E, WIDE> {};
+
+template <typename E, typename T>
+METAL_FUNC float apply_epilogue(float value, Normed<E, T> epilogue, uint index, uint col) {
+  return apply_epilogue(value, epilogue.epilogue, index, col);
+}
+
+template <typename E, typename T>
+METAL_FUNC uint output_index(Normed<E, T> epilogue, uint row, uint col, Work work) {
+  return output_index(epilogue.epilogue, row, col, work);
+}
