@@ -27,7 +27,7 @@ products (counted)."""
 
 NORM_SLOTS = 33
 """Additional slots of an iteration for each row that an RMSNorm normalizes (counted)."""
-NORM_REGISTERS = 44
+NORM_REGISTERS = 52
 """Additional 16-bit registers of the dot products with an RMSNorm (counted)."""
 
 

@@ -1,0 +1,84 @@
+"""Products of rows that an RMSNorm normalizes first: calls, and what they must return."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_marlin.backends import launch
+from mlx_marlin.planning.plan import Plan
+from support import drawn_arrays, epilogues, format_cases, oracles
+from support.cuda_cases import norm_of, normalized
+from support.format_cases import Weight
+from support.oracles import Floats, exact
+
+LARGEST = {"float16": 65504.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normed:
+    """A plan with a norm, and seeds of its arrays.
+
+    Attributes:
+        plan: What to run.
+        seed: Of activations and weight.
+    """
+
+    plan: Plan
+    seed: int = 0
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Activations, the norm's weight, and the weight as the kernel takes it."""
+        problem = self.plan.problem
+        x = format_cases.activations(
+            problem.m, problem.k, dtype=problem.dtype, seed=self.seed
+        )
+        stored = format_cases.arguments(self._weight(), problem.layout)
+        return (3 * x, norm_of(x), *stored)
+
+    def run(self, x: mx.array, norm: mx.array, *stored: mx.array) -> mx.array:
+        """The result; those of parts are side by side."""
+        finish = drawn_arrays.finish_arrays(self.plan.problem, seed=self.seed)
+        y = epilogues.whole(launch.product(self.plan)(x, *stored, *finish, norm))
+        mx.eval(y)
+        return y
+
+    def wrong_result(self) -> str | None:
+        """Compares each element with float64; None if all are within their bounds."""
+        x, norm, *stored = self.arrays()
+        y = self.run(x, norm, *stored)
+        expected, bound = self._expected(x, norm)
+        # Large results of a float16 product may be infinite.
+        largest = LARGEST.get(self.plan.problem.dtype, np.inf)
+        found, expected = (
+            np.clip(each, -largest, largest) for each in (exact(y), expected)
+        )
+        if found.shape == expected.shape and np.all(np.abs(found - expected) <= bound):
+            return None
+        return f"relative error {oracles.error(y, expected):.1e}"
+
+    def _weight(self) -> Weight:
+        return drawn_arrays.weight_of(self.plan.problem, seed=self.seed + 1)
+
+    def _expected(self, x: mx.array, norm: mx.array) -> tuple[Floats, Floats]:
+        """Returns results in float64, and how far each element may be off.
+
+        The error of a float32 sum is a share of its addends. Scales times codes, biases
+        and the offset of codes are at most 16 times the largest weight of a row.
+        """
+        problem = self.plan.problem
+        epilogue, weight = problem.epilogue, self._weight().decoded
+        assert problem.norm is not None
+        rows = normalized(x, norm, problem.norm)
+        total = rows @ weight.T
+        sums = 2.0**-18 * np.outer(
+            np.abs(rows).sum(axis=-1), np.abs(weight).max(axis=-1)
+        )
+        finish = drawn_arrays.finish_arrays(problem, seed=self.seed)
+        expected = epilogues.finished(total, finish, epilogue)
+        if epilogue.gated:
+            off = epilogues.off_of_gated(total, sums, epilogue.activation)
+        else:
+            off = sums + 2.0**-22 * np.abs(expected)
+        rounding = oracles.ROUNDING[problem.dtype] * np.abs(expected)
+        return expected, off + rounding + oracles.SMALLEST[problem.dtype]
