@@ -100,7 +100,7 @@ METAL_FUNC void accumulate_rows(
     vec<F, 4> x_vec4[2 * ROWS * VEC4S];
     const GroupParams params =
         load_vectors<ROWS, W>(words, x_vec4, tile, x, starts, lane_index, k);
-    apply_norm<ROWS, W>(norm, x_vec4, lane_index, k);  // mutant: norm
+    apply_norm<ROWS, W>(norm, x_vec4, lane_index, k);
     float4 products[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);

@@ -86,6 +86,7 @@ tile_value(Normed<E, T> epilogue, const threadgroup float* partial, int column, 
 template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION, typename T>
 METAL_FUNC float tile_value(
     Normed<Gated<ACTIVATION>, T> epilogue, const threadgroup float* partial, int column, int) {
+  // mutant: gated
   const float factor = factor_of_row<TILE_M, SIMDGROUPS_K / 2>(epilogue, partial, column);
   const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, factor);
   return activate<ACTIVATION>(both.x) * both.y;

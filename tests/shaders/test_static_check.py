@@ -32,6 +32,8 @@ KERNELS = (
     "marlin_gemv_fused",
     "marlin_gemv_atomic",
     "marlin_gemv_gated",
+    "marlin_gemv_normed",
+    "marlin_gemv_normed_gated",
     "marlin_gemm_register",
     "marlin_gemm_register_fused",
     "marlin_gemm_register_atomic",

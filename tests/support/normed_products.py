@@ -1,4 +1,4 @@
-"""Products of rows that an RMSNorm normalizes first: calls, and what they must return."""
+"""Products of normalized rows: calls, and what they must return."""
 
 from dataclasses import dataclass
 

@@ -10,6 +10,7 @@ from mlx_marlin.backends.metal import source as metal_source
 TEXTS = (
     metal_source.product_source,
     metal_source.gated_source,
+    metal_source.normed_source,
     metal_source.gather_source,
     metal_source.dequantize_source,
     metal_source.reduce_source,

@@ -21,6 +21,7 @@ from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
+    NORM_ROWS,
     TENSOR_FRAGMENTS_M,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
@@ -63,6 +64,8 @@ PLACES = ("LOW_ROW", "LOW_K", "HIGH_ROW", "HIGH_K")
 """Numbers that say where the bits of codes go: all alike to a compiler."""
 STORING = ("kind", "WIDE", "out")
 """Those that they meet there."""
+NORMED = {"plain": "normed", "fused": "normed", "gated": "normed gated"}
+"""Kinds of kernels without a norm -> those with one."""
 STAGING = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 2))
 """Buffers and loaders of `gemm_staged`."""
 STAGED_SIMDGROUPS = (1, 2, 4)
@@ -109,7 +112,7 @@ class Variant:
     Attributes:
         kernel: "gemv", "gemm_register", "gemm_staged", "gemm_tensor", "reduce",
             "dequantize", "gather", "pack" or "unpack".
-        kind: "plain", "fused", "gated" or "atomic".
+        kind: "plain", "fused", "gated", "normed", "normed gated" or "atomic".
         values: Template arguments and dtypes, by name.
     """
 
@@ -120,6 +123,8 @@ class Variant:
     @property
     def source(self) -> source.Source:
         fused, atomic = self.kind == "fused", self.kind == "atomic"
+        if self.kind in NORMED.values():
+            return metal_source.normed_source(self.kind == NORMED["gated"])
         if self.kind == "gated":
             return metal_source.gated_source(self.kernel)
         if self.kernel == "reduce":
@@ -186,6 +191,7 @@ def variants_of(plan: Plan) -> list[Variant]:
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": out}
     finished = "plain" if problem.epilogue == PLAIN else "fused"
     finished = "gated" if problem.epilogue.gated else finished
+    finished = NORMED[finished] if problem.norm is not None else finished
     kinds = {"none": finished, "workspace": "plain", "atomic": "atomic"}
     values = {**metal_arguments.product_template(plan), **dtypes}
     found = [Variant(plan.kernel, kinds[plan.reduction], tuple(values.items()))]
@@ -242,7 +248,8 @@ def every_variant() -> tuple[Variant, ...]:
     for body in bodies:
         times = 3 if _is_commonest(body.problem) else 1
         for epilogue in draw.sample(EPILOGUES, times):
-            for plan in (*_plans(body, epilogue), *_gated(body, epilogue.activation)):
+            plans = (*_plans(body, epilogue), *_gated(body, epilogue.activation))
+            for plan in (*plans, *filter(None, map(_normed, plans))):
                 found.update(dict.fromkeys(variants_of(plan)))
     return tuple(found)
 
@@ -382,6 +389,15 @@ def _gated(body: Plan, activation: str) -> Iterator[Plan]:
     for n in (4 * TILE_N, 4 * TILE_N - 2)[: 1 + (body.problem.layout == "mlx")]:
         problem = replace(body.problem, n=n, epilogue=epilogue)
         yield replace(body, problem=problem, tile=tile, simdgroups_n=2)
+
+
+def _normed(plan: Plan) -> Plan | None:
+    """Returns a plan with a norm, if its kernel takes one."""
+    problem = plan.problem
+    whole = plan.kernel == "gemv" and plan.work.strategy == "data_parallel"
+    if not whole or problem.m > NORM_ROWS or problem.batch > 1:
+        return None
+    return replace(plan, problem=replace(problem, norm=1e-5))
 
 
 def _finished(problem: Problem, epilogue: Epilogue) -> Problem:

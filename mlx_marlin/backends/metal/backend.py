@@ -107,8 +107,8 @@ class MetalBackend:
             return "our Metal kernels do not fuse rotary embeddings"
         if problem.norm is not None and (problem.invariant or problem.m > NORM_ROWS):
             return (
-                f"our Metal kernels normalize at most {NORM_ROWS} rows of a product that "
-                f"is not invariant, got m={problem.m}"
+                f"our Metal kernels normalize at most {NORM_ROWS} rows, of a product "
+                f"that is not invariant, got m={problem.m}"
             )
         return None
 

@@ -6,14 +6,24 @@ from mutants.cases.epilogue import EPILOGUE_CASES
 from mutants.cases.formats import FORMAT_CASES
 from mutants.cases.functions import FUNCTION_CASES, FunctionCase
 from mutants.cases.gather import GATHER_CASES, GatherCase
+from mutants.cases.normed import NORMED_CASES
 from mutants.cases.products import PRODUCT_CASES
 from mutants.cases.repack import REPACK_CASES, RepackCase
 from mutants.cases.staged import STAGED_CASES
 from mutants.cases.tensor import TENSOR_CASES
 from support.block_kernels import Added, Rotated
+from support.normed_products import Normed
 
 CASES: dict[
-    str, Case | RepackCase | GatherCase | FunctionCase | Rotated | Added | ChosenCase
+    str,
+    Case
+    | RepackCase
+    | GatherCase
+    | FunctionCase
+    | Rotated
+    | Added
+    | ChosenCase
+    | Normed,
 ] = {
     **BLOCK_CASES,
     **FUNCTION_CASES,
@@ -21,6 +31,7 @@ CASES: dict[
     **REPACK_CASES,
     **PRODUCT_CASES,
     **EPILOGUE_CASES,
+    **NORMED_CASES,
     **FORMAT_CASES,
     **STAGED_CASES,
     **TENSOR_CASES,

@@ -9,6 +9,7 @@ from mutants.metal import (
     gemm,
     gemv,
     lane,
+    normed,
     repack,
     staged,
     super_blocks,
@@ -19,6 +20,7 @@ from mutants.metal import (
 MUTANTS = (
     *work.MUTANTS,
     *epilogue.MUTANTS,
+    *normed.MUTANTS,
     *lane.MUTANTS,
     *gemm.MUTANTS,
     *staged.MUTANTS,

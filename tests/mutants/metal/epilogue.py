@@ -550,9 +550,9 @@ _GATED = (
     Mutant(
         "up is activated",
         _GATED_FILE,
-        "gate",
-        "$1<ACTIVATION>($2) * $3",
-        "$2 * $1<ACTIVATION>($3)",
+        "activation",
+        "$1<ACTIVATION>($2.x) * $2.y",
+        "$2.x * $1<ACTIVATION>($2.y)",
         GATED_GEMM,
         Detector.WRONG_RESULT,
     ),

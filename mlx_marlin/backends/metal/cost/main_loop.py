@@ -26,7 +26,7 @@ products (counted)."""
 
 
 NORM_SLOTS = 33
-"""Additional slots of an iteration for each row that an RMSNorm normalizes (counted)."""
+"""Additional slots of an iteration for each normalized row (counted)."""
 NORM_REGISTERS = 52
 """Additional 16-bit registers of the dot products with an RMSNorm (counted)."""
 
