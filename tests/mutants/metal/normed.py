@@ -76,7 +76,7 @@ MUTANTS = (
         "- $1;",
         ";",
         NORMED,
-        Detector.OUTSIDE,
+        Detector.UNWRITTEN,
     ),
     Mutant(
         "normed: the mean has no epsilon",
