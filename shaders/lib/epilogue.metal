@@ -88,15 +88,10 @@ METAL_FUNC uint output_index(
   return work.m * first + row * (end - first) + (col - first);
 }
 
-// Stores to the split's slot of the workspace, `size` elements. Atomic sums have no slots.
+// Stores to the split's slot of the workspace, `size` elements. `lib/atomic` adds instead.
 template <typename O>
 METAL_FUNC void store(device O* out, uint slot, uint size, uint index, float value) {
   out[slot * size + index] = O(value);  // mutant: slot
-}
-
-// mutant: atomic
-METAL_FUNC void store(device atomic<float>* out, uint, uint, uint index, float value) {
-  atomic_fetch_add_explicit(out + index, value, memory_order_relaxed);
 }
 
 // Maps a row of the product to its rows of x and of the output: the same row, after the rows of
@@ -125,11 +120,6 @@ METAL_FUNC uint output_row(InOrder order, uint row) {
 }
 
 // Returns the number of rows of a slot of the workspace.
-template <typename R>
-METAL_FUNC uint rows_of_slot(R, Work work) {
-  return work.m;
-}
-
 METAL_FUNC uint rows_of_slot(InOrder order, Work work) {
   return work.m + order.others;  // mutant: slot_rows
 }

@@ -45,9 +45,14 @@ METAL_FUNC int list_pairs(
   return found;
 }
 
+METAL_FUNC uint rows_of_slot(Listed, Work work) {
+  return work.m;
+}
+
 // Offsets of the rows of x of a tile.
 template <int ROWS>
 struct Starts {
+  static constant constexpr const bool IN_FLOAT = false;
   uint rows[ROWS];
 };
 
@@ -75,10 +80,9 @@ METAL_FUNC void gather_rows(
     starts.rows[row] = input_row(order, row) * work.k;
   }
   float4 totals[ROWS];
-  NoNorm norm;
-  accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index, norm);
+  accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
-  write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
+  write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
       out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);

@@ -12,6 +12,7 @@
 
 // Offsets of consecutive rows of x.
 struct InSequence {
+  static constant constexpr const bool IN_FLOAT = false;  // whether rows are not those of T
   uint first;
   uint k;
 };
@@ -20,21 +21,10 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
   return starts.first + row * starts.k;
 }
 
-// Rows of x that are multiplied as they are. `RowNorm` normalizes them.
-struct NoNorm {
-  static constant constexpr const bool IN_FLOAT = false;
-};
-
+// The rows that an epilogue asks for.
 template <int ROWS, typename E>
-METAL_FUNC NoNorm row_norm(E) {
-  return NoNorm{};
-}
-
-template <int ROWS, typename W, typename Vec4>
-METAL_FUNC void apply_norm(thread NoNorm&, thread Vec4*, int, int) {
-}
-
-METAL_FUNC void write_norm(threadgroup float*, NoNorm, int, Lane) {
+METAL_FUNC InSequence rows_for(E, InSequence rows) {
+  return rows;
 }
 
 // Loads the operands of one step. x_vec4[(row * 2 + b) * VEC4S + h] has activations of fragment
@@ -79,17 +69,16 @@ METAL_FUNC void add_products(
 }
 
 // Main loop of one simdgroup: its steps of one split, for ROWS rows of x.
-template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts, typename N>
+template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts>
 METAL_FUNC void accumulate_rows(
     thread float4* totals,
     const device T* x,
-    Starts starts,
+    thread Starts& starts,
     WeightTile<S> tile,
     Split split,
     Place place,
-    int lane_index,
-    thread N& norm) {
-  typedef typename Fragment<T, N::IN_FLOAT>::type F;
+    int lane_index) {
+  typedef typename Fragment<T, Starts::IN_FLOAT>::type F;
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
@@ -100,7 +89,6 @@ METAL_FUNC void accumulate_rows(
     vec<F, 4> x_vec4[2 * ROWS * VEC4S];
     const GroupParams params =
         load_vectors<ROWS, W>(words, x_vec4, tile, x, starts, lane_index, k);
-    apply_norm<ROWS, W>(norm, x_vec4, lane_index, k);
     float4 products[ROWS];
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);
@@ -119,9 +107,9 @@ METAL_FUNC void accumulate_rows(
 }
 
 // Adds the lanes' totals of ROWS rows. corner: index in scratch of the simdgroup's tile.
-template <int ROWS>
-METAL_FUNC void
-write_rows(threadgroup float* scratch, thread const float4* totals, int corner, Lane lane) {
+template <int ROWS, typename R>
+METAL_FUNC void write_rows(
+    threadgroup float* scratch, thread const float4* totals, int corner, Lane lane, R) {
   UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
     const float total = sum_over_pairs(totals[i / 4][i % 4]);  // mutant: write_scratch
     if (lane.pair == 0) {
@@ -178,12 +166,11 @@ METAL_FUNC void gemv(
         R::sizes(work),
         lane_index,
         split.product);
-    const InSequence starts = {input_row(order, 0) * work.k, uint(work.k)};
+    auto starts =
+        rows_for<ROWS>(epilogue, InSequence{input_row(order, 0) * work.k, uint(work.k)});
     float4 totals[ROWS];
-    auto norm = row_norm<ROWS>(epilogue);
-    accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index, norm);
-    write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index));
-    write_norm(scratch, norm, corner, lane_of(lane_index));
+    accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+    write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<ROWS, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS_K>(
         out,

@@ -19,47 +19,63 @@ METAL_FUNC Normed<E, T> normed(
   return result;
 }
 
-// The norm's state in the main loop of a simdgroup.
+// Rows of x that are normalized, and what the lane knows of their norm.
 template <int ROWS, typename T>
-struct RowNorm {
+struct NormedRows {
   static constant constexpr const bool IN_FLOAT = true;  // x times weight exceeds a half
+  InSequence rows;
   const device T* weight;
   float4 squares[ROWS];  // sums over the k that the lane has loaded
 };
 
 template <int ROWS, typename E, typename T>
-METAL_FUNC RowNorm<ROWS, T> row_norm(Normed<E, T> epilogue) {
-  RowNorm<ROWS, T> norm;
-  norm.weight = epilogue.weight;
+METAL_FUNC NormedRows<ROWS, T> rows_for(Normed<E, T> epilogue, InSequence rows) {
+  NormedRows<ROWS, T> result;
+  result.rows = rows;
+  result.weight = epilogue.weight;
   UNROLL for (int row = 0; row < ROWS; ++row) {
-    norm.squares[row] = float4(0.0f);
+    result.squares[row] = float4(0.0f);
   }
-  return norm;
+  return result;
 }
 
-// Multiplies the lane's activations of a step by the weight, and adds up their squares.
-template <int ROWS, typename W, typename T>
-METAL_FUNC void
-apply_norm(thread RowNorm<ROWS, T>& norm, thread float4* x_vec4, int lane_index, int k) {
+// Loads the operands of one step; x is multiplied by the weight, and its squares are added up.
+template <int ROWS, typename W, typename T, typename S>
+METAL_FUNC GroupParams load_vectors(
+    thread uint* words,
+    thread float4* x_vec4,
+    WeightTile<S> tile,
+    const device T* x,
+    thread NormedRows<ROWS, T>& normed,
+    int lane_index,
+    int k) {
   constexpr int VEC4S = W::VEC4S;
+  const GroupParams params =
+      load_vectors<ROWS, W>(words, x_vec4, tile, x, normed.rows, lane_index, k);
   const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: start
   UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
-    const device T* first = norm.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);  // mutant: weight
+    const device T* first = normed.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);  // mutant: weight
     const float4 weight = float4(load_vec4(first, start));
     UNROLL for (int row = 0; row < ROWS; ++row) {
       thread float4& values = x_vec4[2 * VEC4S * row + i];
-      norm.squares[row] = fma(values, values, norm.squares[row]);  // mutant: squares
+      normed.squares[row] = fma(values, values, normed.squares[row]);  // mutant: squares
       values *= weight;
     }
   }
+  return params;
 }
 
 // Writes each row's sum of squares behind the columns of its row of scratch.
 template <int ROWS, typename T>
-METAL_FUNC void
-write_norm(threadgroup float* scratch, RowNorm<ROWS, T> norm, int corner, Lane lane) {
+METAL_FUNC void write_rows(
+    threadgroup float* scratch,
+    thread const float4* totals,
+    int corner,
+    Lane lane,
+    NormedRows<ROWS, T> normed) {
+  write_rows<ROWS>(scratch, totals, corner, lane, normed.rows);
   UNROLL for (int row = 0; row < ROWS; ++row) {
-    const float total = sum_over_pairs(sum_of_x<1>(norm.squares + row));  // mutant: total
+    const float total = sum_over_pairs(sum_of_x<1>(normed.squares + row));  // mutant: total
     if (lane.row == 0 && lane.pair == 0) {
       scratch[corner + row * SCRATCH_ROW + TILE_N] = total;
     }

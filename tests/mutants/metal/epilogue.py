@@ -202,7 +202,7 @@ _STORES = (
     ),
     Mutant(
         "atomic sums keep what comes last",
-        _EPILOGUE,
+        "lib/atomic",
         "atomic",
         "atomic_fetch_add_explicit",
         "atomic_store_explicit",
@@ -211,7 +211,7 @@ _STORES = (
     ),
     Mutant(
         "atomic sums have slots",
-        _EPILOGUE,
+        "lib/atomic",
         "atomic",
         "uint, uint, uint $1, float $2) { atomic_fetch_add_explicit($3",
         "uint s, uint size, uint $1, float $2) { atomic_fetch_add_explicit($3 "

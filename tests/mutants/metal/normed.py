@@ -8,10 +8,10 @@ _FILE = "lib/normed"
 MUTANTS = (
     Mutant(
         "normed: rows are not multiplied by the norm's weight",
-        "lib/gemv",
-        "loop",
-        "apply_norm<ROWS, W>($1, $2, $3, $4);",
-        "",
+        _FILE,
+        "squares",
+        "*= weight",
+        "*= 1",
         NORMED,
         Detector.WRONG_RESULT,
     ),

@@ -61,7 +61,9 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
     """
     body = f"{kernel}_fused" if fused else kernel
     inputs = (*OPERANDS, *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
-    return _of_metal(body, inputs, _files(kernel), atomic)
+    # `store` is called with arguments of MLX's types, so it must be declared before.
+    files = (("atomic",) if atomic else ()) + _files(kernel)
+    return _of_metal(body, inputs, files, atomic)
 
 
 @cache
