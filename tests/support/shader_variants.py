@@ -181,7 +181,7 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
         elif name in declarations.EPILOGUE_INPUTS:
             yield mx.zeros(8, dtypes["out"])
         else:
-            yield mx.zeros(8, dtypes["x" if name == "x" else "scales"])
+            yield mx.zeros(8, dtypes["x" if name in ("x", *source.NORM) else "scales"])
 
 
 def variants_of(plan: Plan) -> list[Variant]:
