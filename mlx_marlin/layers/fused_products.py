@@ -96,8 +96,8 @@ class FusedProducts(LinearParameters):
     ) -> Any:
         """Returns the layer's result for rows that an RMSNorm normalizes first.
 
-        With a packed weight, the CUDA kernels normalize few rows themselves: up to 8
-        rows of 4096 values, and fewer if they are longer.
+        The kernels normalize few rows themselves: on Metal up to 2; on CUDA, for a packed
+        weight, up to 8 rows of 4096 values, and fewer if they are longer.
 
         Args:
             x: Activations [..., k].
