@@ -96,7 +96,7 @@ class FusedProducts(LinearParameters):
     ) -> Any:
         """Returns the layer's result for rows that an RMSNorm normalizes first.
 
-        The kernels normalize few rows themselves: on Metal up to 2; on CUDA, for a packed
+        Kernels normalize few rows themselves: on Metal up to 2; on CUDA, for a packed
         weight, up to 8 rows of 4096 values, and fewer if they are longer.
 
         Args:

@@ -61,6 +61,10 @@ METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
   return starts.rows[row];
 }
 
+template <typename W, int ROWS, typename Vec4>
+METAL_FUNC void normalize(Starts<ROWS>, thread Vec4*, uint) {
+}
+
 // Computes a tile of ROWS rows as dot products; the simdgroups divide k among them.
 template <int ROWS, int SIMDGROUPS, typename W, bool SUBTRACT, typename T, typename S, typename O>
 METAL_FUNC void gather_rows(

@@ -21,6 +21,11 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
   return starts.first + row * starts.k;
 }
 
+// Rows as they are; those of an RMSNorm are scaled here (`NormedRows`).
+template <typename W, typename Vec4>
+METAL_FUNC void normalize(InSequence, thread Vec4*, uint) {
+}
+
 // The rows that an epilogue asks for.
 template <int ROWS, typename E>
 METAL_FUNC InSequence rows_for(E, InSequence rows) {
@@ -35,7 +40,7 @@ METAL_FUNC GroupParams load_vectors(
     thread Vec4* x_vec4,
     WeightTile<S> tile,
     const device T* x,
-    Starts starts,
+    thread Starts& starts,
     int lane_index,
     int k) {
   constexpr int VEC4S = W::VEC4S;
@@ -45,6 +50,7 @@ METAL_FUNC GroupParams load_vectors(
     const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
     x_vec4[i] = Vec4(load_vec4(first, start_of(starts, i / VEC4S / 2) + start));
   }
+  normalize<W>(starts, x_vec4, start);
   return load_group_params<W>(tile, k);
 }
 

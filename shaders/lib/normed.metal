@@ -39,20 +39,16 @@ METAL_FUNC NormedRows<ROWS, T> rows_for(Normed<E, T> epilogue, InSequence rows) 
   return result;
 }
 
-// Loads the operands of one step; x is multiplied by the weight, and its squares are added up.
-template <int ROWS, typename W, typename T, typename S>
-METAL_FUNC GroupParams load_vectors(
-    thread uint* words,
-    thread float4* x_vec4,
-    WeightTile<S> tile,
-    const device T* x,
-    thread NormedRows<ROWS, T>& normed,
-    int lane_index,
-    int k) {
+template <int ROWS, typename T>
+METAL_FUNC uint start_of(NormedRows<ROWS, T> normed, int row) {
+  return start_of(normed.rows, row);
+}
+
+// Multiplies the activations of a step by the weight, and adds up their squares. start: the first
+// k of the lane.
+template <typename W, int ROWS, typename T>
+METAL_FUNC void normalize(thread NormedRows<ROWS, T>& normed, thread float4* x_vec4, uint start) {
   constexpr int VEC4S = W::VEC4S;
-  const GroupParams params =
-      load_vectors<ROWS, W>(words, x_vec4, tile, x, normed.rows, lane_index, k);
-  const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: start
   UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
     const device T* first = normed.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);  // mutant: weight
     const float4 weight = float4(load_vec4(first, start));
@@ -62,7 +58,6 @@ METAL_FUNC GroupParams load_vectors(
       values *= weight;
     }
   }
-  return params;
 }
 
 // Writes each row's sum of squares behind the columns of its row of scratch.

@@ -18,9 +18,9 @@ MUTANTS = (
     Mutant(
         "normed: all lanes take the weights of the first columns",
         _FILE,
-        "start",
-        "2 * lane_of($1).pair",
-        "0",
+        "weight",
+        "$1, start",
+        "$1, start & ~63u",
         NORMED,
         Detector.WRONG_RESULT,
     ),
