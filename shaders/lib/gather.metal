@@ -62,7 +62,7 @@ METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
 }
 
 template <typename W, int ROWS, typename Vec4>
-METAL_FUNC void normalize(Starts<ROWS>, thread Vec4*, uint) {
+METAL_FUNC void scale_rows(W, Starts<ROWS>, thread Vec4*, uint) {
 }
 
 // Computes a tile of ROWS rows as dot products; the simdgroups divide k among them.

@@ -23,7 +23,7 @@ METAL_FUNC uint start_of(InSequence starts, int row) {
 
 // Rows as they are; those of an RMSNorm are scaled here (`NormedRows`).
 template <typename W, typename Vec4>
-METAL_FUNC void normalize(InSequence, thread Vec4*, uint) {
+METAL_FUNC void scale_rows(W, InSequence, thread Vec4*, uint) {
 }
 
 // The rows that an epilogue asks for.
@@ -50,7 +50,7 @@ METAL_FUNC GroupParams load_vectors(
     const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
     x_vec4[i] = Vec4(load_vec4(first, start_of(starts, i / VEC4S / 2) + start));
   }
-  normalize<W>(starts, x_vec4, start);
+  scale_rows(W(), starts, x_vec4, start);
   return load_group_params<W>(tile, k);
 }
 

@@ -47,7 +47,7 @@ METAL_FUNC uint start_of(NormedRows<ROWS, T> normed, int row) {
 // Multiplies the activations of a step by the weight, and adds up their squares. start: the first
 // k of the lane.
 template <typename W, int ROWS, typename T>
-METAL_FUNC void normalize(thread NormedRows<ROWS, T>& normed, thread float4* x_vec4, uint start) {
+METAL_FUNC void scale_rows(W, thread NormedRows<ROWS, T>& normed, thread float4* x_vec4, uint start) {
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
     const device T* first = normed.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);  // mutant: weight
