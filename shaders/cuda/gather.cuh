@@ -32,6 +32,11 @@ METAL_FUNC uint output_row(Listed<EACH> order, uint row) {
   return order.pairs[row];
 }
 
+template <int EACH>
+METAL_FUNC uint rows_of_slot(Listed<EACH>, Work work) {
+  return work.m;
+}
+
 // The number of pairs of an expert, and its first pair.
 struct Pairs {
   int count;
