@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 
 from mlx_marlin import emulator
@@ -197,6 +198,7 @@ def test_the_c_locale_is_enough() -> None:
         ("--grid 4 --threadgroup 1e3", "--threadgroup '1e3', expected one to three"),
         ("--grid 4 --input x=none.npy", "--input 'none.npy', expected a .npy file"),
         ("--grid 4 --input x=odd.npy", "--input 'odd.npy', expected a .npy file"),
+        ("--grid 4 --input x=short.npy", "--input 'short.npy', expected a .npy file"),
         ("--grid 4 --input x=99999999999999999999", "expected an integer of 64 bits"),
         ("--grid 4 --input x=4:float32 --input x=1", "x is given twice, expected once"),
         (
@@ -217,6 +219,8 @@ def test_what_emulate_cannot_do_is_one_line(
     monkeypatch.chdir(tmp_path)
     Path("kernel.metal").write_text("y[0] = 1;")
     Path("odd.npy").write_bytes(b"x\xff")
+    np.save("short.npy", np.zeros(8))
+    os.truncate("short.npy", Path("short.npy").stat().st_size - 1)
 
     assert main(["emulate", "kernel.metal", *options.split()]) == 2
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 FILLS: dict[str, Callable[[list[int]], mx.array]] = {
     "random": lambda shape: mx.random.normal(shape, key=mx.random.key(0)),
@@ -72,9 +73,12 @@ def input_array(text: str) -> Any:
 
 
 def _load(path: str) -> Any:
+    # NumPy reads at once and says what is missing. MLX reads when a value is needed,
+    # and 0.32.4 may raise the error of a short file in a later evaluation.
     try:
+        np.load(path, allow_pickle=False)
         return mx.load(path)
-    except RuntimeError as error:
+    except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise ValueError(f"--input {path!r}, expected a .npy file: {error}") from None
 
 
