@@ -236,7 +236,7 @@ def test_experts_are_checked_and_launched(numpy: NumPy) -> None:
     y, expected = gathered()
     checked = len(numpy.launched) - 1
     assert checked > 0  # by the guard
-    assert numpy.launched[checked:] == [[2 * M, N, K]]
+    assert numpy.launched[checked:] == [[2 * M, N, K, 0]]
     assert mx.allclose(y, expected, atol=1e-3)
     gathered(bits=8)
     assert len(numpy.launched) == checked + 1  # stock MLX served

@@ -15,6 +15,8 @@ from mlx_marlin.weights.formats import (
 
 TemplateValue = str | int | bool
 """A dtype's name, a number or a flag."""
+GATES = {"silu": ACTIVATIONS.index("silu"), "swiglu_oai": len(ACTIVATIONS)}
+"""Numbers of the gates of experts in `lib/gate.metal`; 0 is none."""
 GLOBAL_FLOATING = len(CODES)
 """MODE of floating codes with a global scale."""
 

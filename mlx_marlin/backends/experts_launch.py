@@ -15,6 +15,14 @@ from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights import dtypes
 
+STAND_INS = {
+    "second": "w",
+    "second_scales": "scales",
+    "expert_bias": "x",
+    "second_bias": "x",
+    "sources": "experts",
+}
+"""Arrays of the same types as operands that a product does not have."""
 MAX_COMBINE_THREADS = 128
 """Limit of the threads of a block: a few short rows then fill many multiprocessors."""
 
@@ -37,12 +45,13 @@ def gather_product(plan: GatherPlan) -> Callable[..., mx.array]:
     text = backend.gather.source(plan)
     kernel = backend.kernel(text, plan.threadgroup_bytes)
     template = kernels.template(backend.gather.template(plan))
-    sizes = mx.array((problem.m, problem.n, problem.k), mx.int32)
+    sizes = mx.array((problem.m, problem.n, problem.k, plan.pairs_per_row), mx.int32)
     second = source.SECOND if gather.gate else ()
     biases = source.EXPERT_BIASES[: 2 if gather.gate else 1] if gather.bias else ()
     weights = (*source.OPERANDS, *second, *biases)
-    names = (*weights, "experts", "sources")
-    inputs = kernels.inputs_of(text, names, {"shape": sizes, "numbers": sizes})
+    names = (*weights, "experts", *(() if plan.pairs_per_row else ("sources",)))
+    numbers = {"shape": sizes, "numbers": sizes}
+    inputs = kernels.inputs_of(text, names, numbers, STAND_INS)
     grid = (plan.num_threadgroups * plan.threads, 1, 1)
     threadgroup = (plan.threads, 1, 1)
     dtype = dtypes.dtype(problem.dtype)

@@ -1,6 +1,6 @@
 """Makes kernels: the only module that asks MLX, or the emulator, for one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import itemgetter
@@ -100,7 +100,10 @@ def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
 
 
 def inputs_of(
-    text: Source, names: Sequence[str], numbers: dict[str, mx.array]
+    text: Source,
+    names: Sequence[str],
+    numbers: dict[str, mx.array],
+    stand_ins: Mapping[str, str] | None = None,
 ) -> Callable[..., tuple[mx.array, ...]]:
     """Returns a function that picks the inputs of a kernel.
 
@@ -108,10 +111,14 @@ def inputs_of(
         text: The kernel.
         names: Names of the arrays that the function takes, in order.
         numbers: Constant arrays by their names.
+        stand_ins: For inputs that the kernel does not read, and that are not among the
+            others: the name of an array that stands in for it.
     """
+    stand_ins = stand_ins or {}
     constants = tuple(numbers.values())
     order = [*numbers, *names]
-    pick = itemgetter(*map(order.index, text.input_names))
+    found = (n if n in order else stand_ins[n] for n in text.input_names)
+    pick = itemgetter(*map(order.index, found))
 
     def inputs(*arrays: mx.array) -> tuple[mx.array, ...]:
         picked: tuple[mx.array, ...] = pick((*constants, *arrays))

@@ -8,7 +8,7 @@ FUSIONS = {
     "norm": "the RMSNorm into the product that follows, for few rows",
     "rope": "the norms of q's and k's heads, and rope, into one kernel",
     "add_norm": "the sum after attention and the norm after it into one kernel",
-    "experts": "the choice of experts and their weighted sum into one kernel each",
+    "experts": "experts: their choice, gate and up, and the sum into one kernel each",
 }
 """Fusion -> what it fuses."""
 

@@ -54,6 +54,16 @@ class GatherProblem:
             raise ValueError(f"gate={self.gate!r} is not None or one of {GATES}")
 
     @property
+    def is_fused(self) -> bool:
+        """Whether the product has an epilogue: a gate, a bias or both."""
+        return self.gate is not None or self.bias
+
+    @property
+    def weights(self) -> int:
+        """Weights of an expert: two with a gate."""
+        return 1 if self.gate is None else 2
+
+    @property
     def chosen_experts(self) -> float:
         """Expected number of experts that are chosen, if all are equally likely."""
         return self.experts * (1 - (1 - 1 / self.experts) ** self.problem.m)

@@ -1,22 +1,6 @@
 // Epilogue of a gated network whose layers gate and up are one weight: stores the activation of the
 // first half of the columns times the second half.
 
-// The gate of gpt-oss, in addition to the activations of ../lib/epilogue.metal: it clips both
-// values and adds 1 to `up`.
-constexpr int CLIPPED_SWIGLU = 4;
-
-template <int ACTIVATION>
-METAL_FUNC float gated(Point both) {
-  if (ACTIVATION == CLIPPED_SWIGLU) {
-    // mutant: gate
-    const float gate = both.x > 7.0f ? 7.0f : both.x;  // NaN stays NaN
-    const float up = both.y > 7.0f ? 7.0f : both.y < -7.0f ? -7.0f : both.y;
-    return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
-  }
-  const float gate = activate<ACTIVATION>(both.x);
-  return gate * both.y;
-}
-
 // Added to both sums first: nothing, or the biases [columns] of gate and of up.
 struct NoBiases {
   METAL_FUNC Point added(Point sums, int) const {
@@ -49,7 +33,8 @@ struct Gated {
 
   template <typename O>
   METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
-    const float value = gated<ACTIVATION>(biases.added(*sums, pair));
+    const Point both = biases.added(*sums, pair);
+    const float value = gated<ACTIVATION>(both.x, both.y);
     store(out, 0, 0, row * (work.n / 2) + pair, value);  // mutant: row
   }
 };

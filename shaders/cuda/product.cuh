@@ -9,6 +9,7 @@ namespace marlin {
 #include "../lib/decode.metal"
 #include "../lib/words.metal"
 #include "../lib/epilogue.metal"
+#include "../lib/gate.metal"
 #include "apart.cuh"
 #include "instructions.cuh"
 #include "lane.cuh"

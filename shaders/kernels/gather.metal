@@ -1,5 +1,5 @@
-// Computes products of experts: row i of out[., n] is row sources[i] of x[., k] times the
-// transpose of w[experts[i], n, k].
+// Computes products of experts: row i of out[., n] is a row of x[., k] times the transpose of
+// w[experts[i], n, k]. The row is i / shape[3], or sources[i] if that is 0.
 // Plan: fragments_m, simdgroups_m, simdgroups_k, dot_rows, subtract. Threadgroup: simdgroups_m
 // x simdgroups_k simdgroups; it computes one column of tiles of one expert.
 constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
@@ -15,13 +15,12 @@ marlin::gather_register<
     SUBTRACT,
     WIDEN>(
     x,
-    w,
-    scales,
-    biases,
+    marlin::weights(w, scales, biases),
     sources,
     experts,
     shape,
     out,
+    marlin::Plain{},
     scratch,
     pairs,
     threadgroup_position_in_grid.x,

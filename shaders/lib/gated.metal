@@ -34,7 +34,7 @@ METAL_FUNC float2 gate_and_up(const threadgroup float* partial, float factor) {
 template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION>
 METAL_FUNC float tile_value(Gated<ACTIVATION>, const threadgroup float* partial, int, int) {
   const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, 1.0f);
-  return activate<ACTIVATION>(both.x) * both.y;  // mutant: activation
+  return gated<ACTIVATION>(both.x, both.y);  // mutant: activation
 }
 
 template <int ACTIVATION>

@@ -10,11 +10,13 @@
 // The rows of a tile: indices of the pairs (row of x, expert) that the threadgroup found.
 struct Listed {
   const threadgroup int* pairs;
-  const device uint32_t* sources;
+  const device uint32_t* sources;  // rows of x; not read unless `each` is 0
+  uint each;                       // consecutive pairs that have the same row of x
 };
 
 METAL_FUNC uint input_row(Listed order, uint row) {
-  return order.sources[order.pairs[row]];  // mutant: input_row
+  const uint pair = order.pairs[row];
+  return order.each == 0 ? order.sources[pair] : pair / order.each;  // mutant: input_row
 }
 
 METAL_FUNC uint output_row(Listed order, uint row) {
@@ -65,20 +67,61 @@ template <typename W, int ROWS, typename Vec4>
 METAL_FUNC void scale_rows(W, Starts<ROWS>, thread Vec4*, uint) {
 }
 
+// An array of weights, those of all experts or of one.
+template <typename S>
+struct Weights {
+  const device uint32_t* w;
+  const device S* scales;
+  const device S* biases;
+};
+
+template <typename S>
+METAL_FUNC Weights<S> weights(
+    const device uint32_t* w, const device S* scales, const device S* biases) {
+  return {w, scales, biases};
+}
+
+// The number of weights of an expert, if its products have this epilogue.
+template <typename E>
+struct WeightsOf {
+  static constant constexpr const int COUNT = 1;
+};
+
+// Returns the weights that a simdgroup multiplies by. column: its half, if there are two.
+template <typename S>
+METAL_FUNC Weights<S> weights_of(Plain, Weights<S> first, int) {
+  return first;
+}
+
+// Returns the epilogue with the operands of a tile. first: index of its first column.
+METAL_FUNC Plain at_column(Plain, ulong) {
+  return Plain{};
+}
+
 // Computes a tile of ROWS rows as dot products; the simdgroups divide k among them.
-template <int ROWS, int SIMDGROUPS, typename W, bool SUBTRACT, typename T, typename S, typename O>
+template <
+    int ROWS,
+    int SIMDGROUPS,
+    typename W,
+    bool SUBTRACT,
+    typename T,
+    typename S,
+    typename O,
+    typename E>
 METAL_FUNC void gather_rows(
     const device T* x,
     Listed order,
     WeightTile<S> tile,
     device O* out,
+    E epilogue,
     threadgroup float* scratch,
     Work work,
     Split split,
     int simdgroup_index,
     int lane_index) {
   // mutant: dot_rows
-  const Place place = place_of_simdgroup<1, SIMDGROUPS, 1>(simdgroup_index, false, 0);
+  const Place place =
+      place_of_simdgroup<1, SIMDGROUPS, WeightsOf<E>::COUNT>(simdgroup_index, true, 0);
   Starts<ROWS> starts;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     starts.rows[row] = input_row(order, row) * work.k;
@@ -89,7 +132,7 @@ METAL_FUNC void gather_rows(
   write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
-      out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
+      out, epilogue, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
 }
 
 // Returns the offset of an expert's part of an array. It has 64 bits, because the array of all
@@ -109,16 +152,16 @@ template <
     bool WIDEN,
     typename T,
     typename S,
-    typename O>
+    typename O,
+    typename E>
 METAL_FUNC void gather_register(
     const device T* x,
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
+    Weights<S> first_weights,
     const device uint32_t* sources,
     const device uint32_t* experts,
     const constant int32_t* shape,
     device O* out,
+    E epilogue,
     threadgroup float* scratch,
     threadgroup int* pairs,
     uint threadgroup_index,
@@ -132,10 +175,6 @@ METAL_FUNC void gather_register(
   work.k = shape[2];
   const uint n_tiles = ceil_div(work.n, TILE_N);
   const uint expert = threadgroup_index / n_tiles;
-  const uint2 size = weight_size<W>(work);
-  w += offset_of_expert(expert, size.x);
-  scales += offset_of_expert(expert, size.y);  // mutant: parameters
-  biases += offset_of_expert(expert, size.y);
 
   Split split;
   split.row = 0;
@@ -144,13 +183,19 @@ METAL_FUNC void gather_register(
   split.k_start = 0;
   split.k_stop = work.k;
   const Lane lane = lane_of(lane_index);
-  const Place place =
-      place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, 1>(simdgroup_index, false, 8 * FRAGMENTS_M);
+  const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WeightsOf<E>::COUNT>(
+      simdgroup_index, true, 8 * FRAGMENTS_M);
+  Weights<S> weights = weights_of(epilogue, first_weights, place.column);
+  const uint2 size = weight_size<W>(work);
+  weights.w += offset_of_expert(expert, size.x);  // mutant: codes
+  weights.scales += offset_of_expert(expert, size.y);  // mutant: parameters
+  weights.biases += offset_of_expert(expert, size.y);
+  epilogue = at_column(epilogue, offset_of_expert(expert, work.n) + split.col);
   const int corner =
       // mutant: corner
       (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
       lane.row;
-  const Listed order = {pairs, sources};
+  const Listed order = {pairs, sources, uint(shape[3])};  // mutant: each
   float2 totals[4 * FRAGMENTS_M];
 
   for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
@@ -160,14 +205,15 @@ METAL_FUNC void gather_register(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     work.m = min(found - first, TILE_M);
-    const WeightTile<S> tile = weight_tile<W>(w, scales, biases, split.col, work, lane_index);
+    const WeightTile<S> tile = weight_tile<W>(
+        weights.w, weights.scales, weights.biases, split.col, work, lane_index);
     // All threads found the same number of pairs, so the branches are uniform.
     if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
       gather_rows<1, SIMDGROUPS, W, SUBTRACT>(
-          x, order, tile, out, scratch, work, split, simdgroup_index, lane_index);
+          x, order, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
     } else if (DOT_ROWS >= 2 && work.m == 2) {
       gather_rows<2, SIMDGROUPS, W, SUBTRACT>(
-          x, order, tile, out, scratch, work, split, simdgroup_index, lane_index);
+          x, order, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
     } else {
       if (work.m > place.row) {
         accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
@@ -176,7 +222,7 @@ METAL_FUNC void gather_register(
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: store
       store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
-          out, Plain{}, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
+          out, epilogue, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

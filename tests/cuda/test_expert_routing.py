@@ -11,8 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.backends import experts_launch, source
-from mlx_marlin.backends.cuda import arguments
+from mlx_marlin.backends import arguments, experts_launch, source
 from mlx_marlin.backends.cuda.experts.kernels import MAX_EXPERTS
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (
@@ -149,7 +148,7 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
 
 
 def test_shaders_and_plans_number_gates_alike() -> None:
-    text = (source.shader_folder() / "cuda" / "gated.cuh").read_text()
+    text = (source.shader_folder() / "lib" / "gate.metal").read_text()
     assert f"CLIPPED_SWIGLU = {arguments.GATES['swiglu_oai']};" in text
     assert tuple(arguments.GATES) == GATES
     assert arguments.GATES["silu"] == ACTIVATIONS.index("silu")

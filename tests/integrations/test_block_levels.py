@@ -45,8 +45,8 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
         ("qwen3", ("residual", "rope"), (11, 10)),
         ("llama", ("rope", "add_norm"), (12, 11)),
         ("qwen3", ("rope", "add_norm"), (12, 11)),
-        ("qwen3_moe", ("residual", "rope"), (26, 16)),
-        ("qwen3_moe", ("residual", "rope", "experts"), (20, 13)),
+        ("qwen3_moe", ("residual", "rope"), (21, 16)),
+        ("qwen3_moe", ("residual", "rope", "experts"), (13, 12)),
     ],
 )
 def test_levels_of_a_traced_block(

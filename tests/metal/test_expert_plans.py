@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import experts_launch, planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.experts.search import (
     choose_gather,
@@ -206,14 +205,6 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
 
     with pytest.raises(ValueError, match=words):
         planned()
-
-
-@pytest.mark.parametrize("fields", [{"gate": "silu"}, {"bias": True}])
-def test_a_plan_has_no_gate_and_no_bias(fields: dict[str, Any]) -> None:
-    gather = replace(of_experts(Problem(m=9, n=64, k=64)), **fields)
-    assert "no gate and no bias" in str(MetalGather().unsupported(gather, M3))
-    with pytest.raises(ValueError, match="takes neither"):
-        planner.choose_gather(gather, M3)
 
 
 @pytest.mark.thinned(1)

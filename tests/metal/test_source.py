@@ -34,7 +34,7 @@ def test_the_shaders_lie_in_two_folders() -> None:
     kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
     of_products = {name + "_fused" * fused for name, fused in ALL}
     of_products |= {"gemv_gated", "gemm_register_gated"}
-    of_products |= {"gemv_normed", "gemv_normed_gated"}
+    of_products |= {"gemv_normed", "gemv_normed_gated", "gather_fused"}
     assert kernels == of_products | {
         *("dequantize", "gather", "pack", "unpack", "tensor_layout", "tensor_probe"),
         *("add_norm", "combine", "rotate_heads", "route"),

@@ -19,12 +19,13 @@ from mutants.cases.repack import RepackCase
 from mutants.mutant import Detector
 from support import epilogues, format_cases, oracles, orders, shader_variants
 from support.block_kernels import Added, Rotated
+from support.expert_products import ExpertProducts
 from support.normed_products import Normed
 
 Verdict = str | None
 JUDGES_OF_ITSELF = (
     *(RepackCase, GatherCase, FunctionCase),
-    *(Rotated, Added, ChosenCase, Normed),
+    *(Rotated, Added, ChosenCase, Normed, ExpertProducts),
 )
 """Types of cases that know what is right."""
 

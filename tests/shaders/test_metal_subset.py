@@ -62,7 +62,7 @@ TEXTS = {
         source.reduce_source(),
         source.reduce_source(fused=True),
         source.dequantize_source(),
-        source.gather_source(),
+        *map(source.gather_source, (False, True)),
         *map(source.repack_source, LAYOUTS),
         *map(source.probe_source, ("tensor_probe", "tensor_layout")),
         *map(source.routing_source, ("route", "combine")),
@@ -105,7 +105,7 @@ def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
             kinds.setdefault(each.source.name, []).append(each)
 
     operands = frozenset[tuple[str, ...]]().union(*map(checked, kinds.values()))
-    assert len(kinds) == 8
+    assert len(kinds) == 9
 
     assert operands == {
         ("float", "half", "half", "float"),

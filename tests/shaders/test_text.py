@@ -26,7 +26,7 @@ KERNELS = [
         for fused in (False, True)
     ),
     *(metal_source.reduce_source(fused) for fused in (False, True)),
-    metal_source.gather_source(),
+    *map(metal_source.gather_source, (False, True)),
     metal_source.dequantize_source(),
     *map(metal_source.repack_source, LAYOUTS),
     *map(metal_source.routing_source, ("route", "combine")),
@@ -49,6 +49,9 @@ LIBRARIES_OF = {
         "gemm_register",
         "gemv",
         "gather",
+        "gate",
+        "gated",
+        "expert_epilogue",
     ),
     "dequantize": (*metal_source.WEIGHT, "dequantize"),
     "reduce": ("work", "epilogue", "reduce"),
@@ -160,7 +163,7 @@ def test_the_texts_stay_small() -> None:
 
     assert sizes["marlin_gemv"] < 26_650
     assert sizes["marlin_gemm_register"] < 29_600
-    assert sizes["marlin_gather"] < 31_350
+    assert sizes["marlin_gather"] < 32_250
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles
 from support.cuda_cases import Case, k_of
+from support.expert_products import gated_by
 from support.format_cases import Weight
 from support.oracles import Floats, exact
 
@@ -151,13 +152,7 @@ class Call:
         if self.bias:
             added = [exact(each)[[*self.chosen]] for each in self.biases]
             products = [a + b for a, b in zip(products, added, strict=True)]
-        gate, up = products[0], products[-1]
-        if self.gate is None:
-            return gate
-        if self.gate == "silu":
-            return gate / (1 + np.exp(-gate)) * up
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+        return gated_by(self.gate, products)
 
     def check(self) -> None:
         """Compares the products with float64."""

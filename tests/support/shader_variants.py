@@ -27,7 +27,7 @@ from mlx_marlin.backends.metal.limits import (
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
-from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
@@ -132,7 +132,7 @@ class Variant:
         if self.kernel == "dequantize":
             return metal_source.dequantize_source()
         if self.kernel == "gather":
-            return metal_source.gather_source()
+            return metal_source.gather_source(fused)
         if self.kernel in ("pack", "unpack"):
             return metal_source.repack_source(
                 "marlin" if self.kernel == "pack" else "mlx"
@@ -172,13 +172,13 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
     for name in names:
         if name in source.NUMBERS:
             yield mx.zeros(7, mx.int32)  # fewer than eight: constant memory
-        elif name in ("w", "sources", "experts"):
+        elif name in ("w", "second", "sources", "experts"):
             yield mx.zeros(8, mx.uint32)
         elif name == "parts":
             yield mx.zeros(3, mx.int32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
-        elif name in declarations.EPILOGUE_INPUTS:
+        elif name in (*declarations.EPILOGUE_INPUTS, *source.EXPERT_BIASES):
             yield mx.zeros(8, dtypes["out"])
         else:
             yield mx.zeros(8, dtypes["x" if name in ("x", *source.NORM) else "scales"])
@@ -212,14 +212,19 @@ def gathers_of(problem: Problem) -> Iterator[Variant]:
     """The instances that multiply rows by experts, few of each and many.
 
     Invariant ones have no dot products. On an M1 fewer fragments are planned for.
+    Packed weights may be gated.
     """
     dtypes = {"x": problem.dtype, "scales": problem.scale_dtype, "out": problem.dtype}
     chips = [device.Device.named(name) for name in ("Apple M1", "Apple M3")]
     for m, n, invariant, chip in product((8, 512), (64, 63), (False, True), chips):
         each = replace(problem, m=m, n=n, invariant=invariant)
-        plan = planner.choose_gather(GatherProblem(problem=each, experts=8), chip)
-        values = {**metal_arguments.gather_template(plan), **dtypes}
-        yield Variant("gather", "plain", tuple(values.items()))
+        gated = each.layout == "marlin" and not invariant
+        for gate, bias in product((None, *GATES) if gated else (None,), (False, True)):
+            gather = GatherProblem(problem=each, experts=8, gate=gate, bias=bias)
+            plan = planner.choose_gather(gather, chip)
+            values = {**metal_arguments.gather_template(plan), **dtypes}
+            kind = "fused" if gather.is_fused else "plain"
+            yield Variant("gather", kind, tuple(values.items()))
 
 
 def repacks() -> Iterator[Variant]:

@@ -1,6 +1,7 @@
 """Template arguments of the CUDA kernels, and the numbers of a plan that they read."""
 
 from mlx_marlin.backends.arguments import (
+    GATES,
     TemplateValue,
     epilogue_template,
     float_bits,
@@ -11,11 +12,7 @@ from mlx_marlin.backends.arguments import (
 )
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.planning.epilogue import ACTIVATIONS
 from mlx_marlin.planning.problem import Problem
-
-GATES = {"silu": ACTIVATIONS.index("silu"), "swiglu_oai": len(ACTIVATIONS)}
-"""Numbers of the gate activations in `cuda/gated.cuh`."""
 
 
 def product_template(plan: CudaPlan) -> dict[str, TemplateValue]:

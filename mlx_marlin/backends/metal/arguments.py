@@ -2,6 +2,7 @@
 
 from mlx_marlin.backends import arguments as shared_arguments
 from mlx_marlin.backends.arguments import (
+    GATES,
     TemplateValue,
     epilogue_template,
     float_bits,
@@ -9,6 +10,7 @@ from mlx_marlin.backends.arguments import (
 )
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
 from mlx_marlin.weights.layout import bit_permutation
 
@@ -77,7 +79,14 @@ def gather_template(plan: MetalGatherPlan) -> dict[str, TemplateValue]:
         **weight_template(plan.problem),
         "SUBTRACT": plan.subtract,
         "WIDEN": plan.problem.in_float,
+        **_expert_template(plan.gather),
     }
+
+
+def _expert_template(gather: GatherProblem) -> dict[str, TemplateValue]:
+    if not gather.is_fused:
+        return {}
+    return {"GATE": GATES.get(gather.gate or "", 0), "BIAS": gather.bias}
 
 
 def shape(plan: MetalPlan) -> tuple[int, ...]:

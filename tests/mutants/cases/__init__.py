@@ -3,6 +3,7 @@
 from mutants.cases.blocks import BLOCK_CASES, ChosenCase
 from mutants.cases.case import Case
 from mutants.cases.epilogue import EPILOGUE_CASES
+from mutants.cases.expert_epilogue import EXPERT_EPILOGUE_CASES
 from mutants.cases.formats import FORMAT_CASES
 from mutants.cases.functions import FUNCTION_CASES, FunctionCase
 from mutants.cases.gather import GATHER_CASES, GatherCase
@@ -12,6 +13,7 @@ from mutants.cases.repack import REPACK_CASES, RepackCase
 from mutants.cases.staged import STAGED_CASES
 from mutants.cases.tensor import TENSOR_CASES
 from support.block_kernels import Added, Rotated
+from support.expert_products import ExpertProducts
 from support.normed_products import Normed
 
 CASES: dict[
@@ -23,9 +25,11 @@ CASES: dict[
     | Rotated
     | Added
     | ChosenCase
-    | Normed,
+    | Normed
+    | ExpertProducts,
 ] = {
     **BLOCK_CASES,
+    **EXPERT_EPILOGUE_CASES,
     **FUNCTION_CASES,
     **GATHER_CASES,
     **REPACK_CASES,

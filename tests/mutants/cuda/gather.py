@@ -13,7 +13,7 @@ CHOSEN_FEW = "experts, chosen of few"
 ADDED_UP = "experts, added up"
 
 _GATHER, _GATED = "cuda/gather.cuh", "cuda/gated.cuh"
-_ROUTING = "lib/routing.metal"
+_GATE, _ROUTING = "lib/gate.metal", "lib/routing.metal"
 
 MUTANTS = (
     Mutant(
@@ -144,26 +144,26 @@ MUTANTS = (
     ),
     Mutant(
         "gather: gate is not clipped",
-        _GATED,
-        "gate",
-        "> 7.0f ? 7.0f : $1.x",
-        "",
+        _GATE,
+        "clipped",
+        "> 7.0f ? 7.0f : $1;",
+        ";",
         CLIPPED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "gather: up is clipped on one side",
-        _GATED,
-        "gate",
-        "< -7.0f ? -7.0f : $1.y",
+        _GATE,
+        "clipped",
+        "< -7.0f ? -7.0f : $1",
         "",
         CLIPPED,
         Detector.WRONG_RESULT,
     ),
     Mutant(
         "gather: what gpt-oss adds to up is missing",
-        _GATED,
-        "gate",
+        _GATE,
+        "clipped",
         "($1 + 1.0f)",
         "$1",
         CLIPPED,

@@ -6,16 +6,16 @@ GATED = "packed, gate and up, two slices"
 ROTATED = "packed, rotated heads, two slices"
 ROTATED_NORMS = "packed, rotated heads with norms, two slices"
 
-_GATED = "cuda/gated.cuh"
+_GATE, _GATED = "lib/gate.metal", "cuda/gated.cuh"
 _PAIRS = "cuda/pairs.cuh"
 
 MUTANTS = (
     Mutant(
         "cuda: up is what gates",
-        _GATED,
-        "gate",
-        "($1.x); return $2 * $1.y",
-        "($1.y); return $2 * $1.x",
+        _GATE,
+        "gated",
+        "($1) * $2",
+        "($2) * $1",
         GATED,
         Detector.WRONG_RESULT,
     ),

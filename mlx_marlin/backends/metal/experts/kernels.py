@@ -31,13 +31,18 @@ class MetalGather:
     """Implements `Gather` for Metal."""
 
     plan_type = MetalGatherPlan
-    fuses_epilogues = False
+    fuses_epilogues = True
     is_invariant = True
 
     def unsupported(self, gather: GatherProblem, device: Device) -> str | None:
         """Returns why the kernel cannot compute experts' products, or None."""
-        if gather.gate is not None or gather.bias:
-            return "our Metal kernel for experts has no gate and no bias"
+        if gather.gate is None:
+            return None
+        if gather.problem.layout != "marlin" or gather.problem.invariant:
+            return (
+                "our Metal kernel for experts gates packed weights, of products that "
+                "are not invariant"
+            )
         return None
 
     def choose(self, gather: GatherProblem, device: Device) -> MetalGatherPlan:
@@ -54,7 +59,7 @@ class MetalGather:
 
     def source(self, plan: MetalGatherPlan) -> Source:
         """Returns the text of the kernel."""
-        return source.gather_source()
+        return source.gather_source(plan.gather.is_fused)
 
     def template(self, plan: MetalGatherPlan) -> dict[str, TemplateValue]:
         """Returns the template arguments of the kernel."""

@@ -35,6 +35,8 @@ class MetalGatherPlan(GatherPlan):
         dot_rows: A tile of up to this many rows is computed as dot products, for which
             all simdgroups share k.
         subtract: Whether the codes' offset is subtracted in the fragment.
+
+    With a gate, `simdgroups_k` counts those of both weights of an expert.
     """
 
     simdgroups_m: int
@@ -47,10 +49,10 @@ class MetalGatherPlan(GatherPlan):
         Raises:
             ValueError: If the kernel cannot have them.
         """
-        if self.gather.gate is not None or self.gather.bias:
+        if self.simdgroups_k % self.gather.weights:
             raise ValueError(
-                f"gate={self.gather.gate!r}, bias={self.gather.bias}: the Metal kernel "
-                f"for experts takes neither"
+                f"simdgroups_k={self.simdgroups_k} is odd, expected an even number: a "
+                f"gate halves them"
             )
         if self.fragments_m not in FRAGMENTS_M:
             raise ValueError(
@@ -78,8 +80,8 @@ class MetalGatherPlan(GatherPlan):
 
     @property
     def pairs_per_row(self) -> int:
-        """0: the kernel reads the row of each pair from an array."""
-        return 0
+        """Consecutive pairs with the same row of x; 0: an array has their rows."""
+        return self.gather.pairs_per_row
 
     @property
     def rows(self) -> int:
@@ -119,9 +121,11 @@ class MetalGatherPlan(GatherPlan):
 
     def explain(self) -> str:
         """Returns a line on what will run; every figure is counted, not predicted."""
+        gated = f", gated by {self.gather.gate}" if self.gather.gate else ""
         return (
-            f"gather {self.rows}x{TILE_N}, {self.simdgroups_m}x{self.simdgroups_k} "
-            f"simdgroups (m x k), dot products up to {self.dot_rows} rows, "
+            f"gather {self.rows}x{TILE_N}{gated}, "
+            f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k), "
+            f"dot products up to {self.dot_rows} rows, "
             f"{self.problem.m} pairs over {self.experts} experts, "
             f"{self.num_threadgroups} threadgroups"
         )

@@ -61,12 +61,14 @@ def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
     fragments_m = 1 if fragments <= 1 else _max_fragments(problem, device)
     simdgroups_m = min(-(-fragments // fragments_m), MAX_SIMDGROUPS_M)
     # The bits of a row are the same for any number of rows only if k is cut alike.
+    # Twice as many for a gate, unless that leaves memory for one threadgroup on a core.
+    most = SIMDGROUPS_K * (gather.weights if fragments <= 1 else 1)
     simdgroups_beside = MAX_SIMDGROUPS_M if problem.invariant else simdgroups_m
     return MetalGatherPlan(
         gather=gather,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
-        simdgroups_k=min(SIMDGROUPS_K, MAX_SIMDGROUPS // simdgroups_beside),
+        simdgroups_k=min(most, MAX_SIMDGROUPS // simdgroups_beside),
         # The bits of a row must not depend on how many rows chose its expert.
         dot_rows=0 if problem.invariant else MAX_DOT_ROWS,
         subtract=problem.invariant
@@ -133,7 +135,8 @@ def gather_seconds(gather: GatherProblem, device: Device) -> tuple[float, float]
         gather: The products to compute.
         device: The chip to plan for.
     """
-    return _stock_seconds(gather, device), max(_own_times(gather, device))
+    stock = gather.weights * _stock_seconds(gather, device)
+    return stock, max(_own_times(gather, device))
 
 
 def expected_tiles(pairs: int, experts: int, max_rows: int) -> dict[int, float]:
@@ -186,13 +189,15 @@ def _own_times(gather: GatherProblem, device: Device) -> tuple[float, float]:
     scan = SCAN_SLOTS * -(-problem.m // SIMD_WIDTH)
     slots += scans * scan * plan.threads / SIMD_WIDTH
     columns = -(-problem.n // TILE_N)
-    memory = memory_seconds(round(read * problem.weight_bytes), device)
+    read_bytes = read * gather.weights * problem.weight_bytes
+    memory = memory_seconds(round(read_bytes), device)
     return memory, _issue(columns * slots, device)
 
 
 def _tile_slots(plan: MetalGatherPlan, rows: int, device: Device) -> float:
     """Returns the issue slots of a threadgroup for a tile that has `rows` rows."""
     problem, simdgroups = plan.problem, plan.threads // SIMD_WIDTH
+    weights = TILE_N * problem.k * plan.gather.weights
     fragments_m, readers, simdgroups_k, read = 0, 1, simdgroups, rows
     if rows > plan.dot_rows:
         fragments_m, simdgroups_k = plan.fragments_m, plan.simdgroups_k
@@ -204,7 +209,7 @@ def _tile_slots(plan: MetalGatherPlan, rows: int, device: Device) -> float:
     once, per_row = WHOLE_SLOTS[fragments_m]
     store, partial = STORE_SLOTS
     stored = rows * (store + partial * simdgroups_k)
-    return TILE_N * problem.k * loop + simdgroups * (once + per_row * rows) + stored
+    return weights * loop + simdgroups * (once + per_row * rows) + stored
 
 
 def _shares_tiles(gather: GatherProblem) -> bool:

@@ -12,11 +12,13 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.backends.source import (
     EPILOGUE_INPUTS,
+    EXPERT_BIASES,
     HEAD_NORMS,
     NORM,
     NUMBERS,
     OPERANDS,
     ROTATION,
+    SECOND,
     Source,
     read,
 )
@@ -69,7 +71,7 @@ def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> So
 @cache
 def gated_source(kernel: str) -> Source:
     """Returns the source of "gemv" or "gemm_register" with a gated epilogue."""
-    files = (*_files(kernel), "gated")
+    files = (*_files(kernel), "gate", "gated")
     return _of_metal(f"{kernel}_gated", (*OPERANDS, *NUMBERS), files)
 
 
@@ -82,7 +84,7 @@ def normed_source(gated: bool) -> Source:
     """
     body = "gemv_normed_gated" if gated else "gemv_normed"
     inputs = (*OPERANDS, *NUMBERS, *(() if gated else EPILOGUE_INPUTS), *NORM)
-    return _of_metal(body, inputs, (*_files("gemv"), "gated", "normed"))
+    return _of_metal(body, inputs, (*_files("gemv"), "gate", "gated", "normed"))
 
 
 def _files(kernel: str) -> tuple[str, ...]:
@@ -98,11 +100,17 @@ def probe_source(name: str) -> Source:
 
 
 @cache
-def gather_source() -> Source:
-    """Returns the source of the gather kernel, for products of experts."""
-    inputs = (*OPERANDS, "sources", "experts", "shape")
+def gather_source(fused: bool = False) -> Source:
+    """Returns the source of the gather kernel, for products of experts.
+
+    Args:
+        fused: Whether the kernel adds biases or gates, and has operands for both.
+    """
+    operands = (*OPERANDS, *((*SECOND, *EXPERT_BIASES) if fused else ()))
+    inputs = (*operands, "sources", "experts", "shape")
     files = (*WEIGHT, "epilogue", "fragments", "gemm_register", "gemv", "gather")
-    return _of_metal("gather", inputs, files)
+    epilogue = ("gate", "gated", "expert_epilogue") if fused else ()
+    return _of_metal("gather_fused" if fused else "gather", inputs, files + epilogue)
 
 
 @cache

@@ -1,0 +1,52 @@
+"""Products of experts with biases and gates on which a planted bug must show."""
+
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.problem import Problem
+from support.expert_products import ExpertProducts
+
+EXPERTS_GATED = "experts, gate and up of packed codes"
+EXPERTS_CLIPPED = "experts, gate and up of gpt-oss, packed codes"
+EXPERTS_BIASED = "experts, biases, native codes"
+
+# One pair of expert 0, two of expert 1, 18 of expert 2: a whole tile and two more.
+_CHOSEN = (2, 1, 2, 0, 1, *(2,) * 16)
+
+
+def _case(
+    layout: str,
+    n: int,
+    simdgroups_m: int,
+    gate: str | None,
+    *,
+    bias: bool,
+    each: int = 0,
+) -> ExpertProducts:
+    problem = Problem(
+        m=len(_CHOSEN),
+        n=n,
+        k=320,
+        group_size=64,
+        bits=4,
+        dtype="float32",
+        scale_dtype="float32",
+        layout=layout,
+    )
+    plan = MetalGatherPlan(
+        gather=GatherProblem(
+            problem=problem, experts=3, pairs_per_row=each, gate=gate, bias=bias
+        ),
+        fragments_m=1,
+        simdgroups_m=simdgroups_m,
+        simdgroups_k=4,
+        dot_rows=2,
+        subtract=True,
+    )
+    return ExpertProducts(plan=plan, chosen=_CHOSEN, seed=3)
+
+
+EXPERT_EPILOGUE_CASES = {
+    EXPERTS_GATED: _case("marlin", 41, 1, "silu", bias=False, each=3),
+    EXPERTS_CLIPPED: _case("marlin", 41, 2, "swiglu_oai", bias=True),
+    EXPERTS_BIASED: _case("mlx", 41, 2, None, bias=True),
+}
