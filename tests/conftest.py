@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 
 from mlx_marlin import guard, state
-from mlx_marlin.backends import launch, selection, tuned_results
+from mlx_marlin.backends import devices, launch, selection, tuned_results
+from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.integrations.mlx_lm import warn_once
 from mlx_marlin.integrations.tracing import attention
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -56,6 +57,20 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
     state.reset()
     yield choose
     state.reset()
+
+
+@pytest.fixture
+def chip() -> Iterator[Callable[..., None]]:
+    """Returns what sets the chip that plans are made for, and its architecture."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def choose(name: str, architecture: str = "") -> None:
+            patch.setenv(devices.ENVIRONMENT, name)
+            patch.setenv(ARCHITECTURE_ENVIRONMENT, architecture)
+            devices.current.cache_clear()
+
+        yield choose
+    devices.current.cache_clear()
 
 
 @pytest.fixture

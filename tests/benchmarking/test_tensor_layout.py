@@ -1,6 +1,6 @@
 """What `make mac` reports of tensor operations."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def _m5(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(devices.ENVIRONMENT, "M5 Max")
-    devices.current.cache_clear()
-    yield
-    monkeypatch.undo()
-    devices.current.cache_clear()
+def _m5(chip: Callable[..., None]) -> None:
+    chip("M5 Max")
 
 
 @pytest.mark.usefixtures("_m5")

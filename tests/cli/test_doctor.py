@@ -78,14 +78,12 @@ def test_the_text_has_a_section_for_each_thing_and_a_conclusion(
 
 @pytest.mark.usefixtures("runs")
 def test_json_has_the_facts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], chip: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max, 30 cores")
-    devices.current.cache_clear()
+    chip("M3 Max, 30 cores")
 
     status, facts = found(capsys)
 
-    devices.current.cache_clear()
     assert (status, facts["ok"], facts["problems"]) == (0, True, [])
     assert facts["versions"]["mlx"] == mx.__version__
     assert facts["versions"]["python"] == sys.version.split()[0]

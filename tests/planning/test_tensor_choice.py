@@ -1,5 +1,6 @@
 """When `gemm_tensor` is chosen, by the model, and what the model was fitted to."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -8,7 +9,6 @@ import pytest
 
 import tensor_times
 from mlx_marlin.backends import devices, planner, registry
-from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.backends.metal.cost import predict
 from mlx_marlin.backends.metal.cost.tensor import REGISTERS
 from mlx_marlin.backends.metal.device import Device
@@ -117,7 +117,7 @@ def test_the_kernel_is_not_compared_for_what_it_does_not_compute(
 
 
 @pytest.mark.parametrize(
-    ("chip", "arch", "kernel"),
+    ("name", "arch", "kernel"),
     [
         ("M5 Max", "", "gemm_tensor"),
         ("M5 Max", "applegpu_g17p", "gemm_register"),
@@ -127,14 +127,11 @@ def test_the_kernel_is_not_compared_for_what_it_does_not_compute(
     ],
 )
 def test_mlx_s_variable_selects_the_kernel_on_any_machine(
-    chip: str, arch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+    name: str, arch: str, kernel: str, chip: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv(devices.ENVIRONMENT, chip)
-    monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, arch)
-    devices.current.cache_clear()
+    chip(name, arch)
 
     plan = planner.choose(problem_of(16, 17408, 5120), devices.current())
-    devices.current.cache_clear()
 
     assert plan.kernel == kernel
 
