@@ -40,7 +40,8 @@ class Work:
         timed: Arguments of `bench`.
         formats: Arguments of `bench` for another format: one format alone does not
             tell the cost of 8x8 products from that of decoding (`calibrate`).
-        staged: Arguments of `bench` that compare `gemm_staged` with `gemm_register`.
+        staged: Arguments of `bench` that compare `gemm_staged`, and `gemm_tensor` where
+            it runs, with `gemm_register`.
     """
 
     doctor: Sequence[str]
@@ -52,7 +53,7 @@ class Work:
 
 
 WHOLE = Work(
-    doctor=(),
+    doctor=("--rows", "1,4,8,16"),  # 16: tensor operations serve them on M5
     tests=(
         "tests/metal/test_kernels.py",
         "tests/metal/test_epilogue.py",
@@ -67,7 +68,7 @@ WHOLE = Work(
         *("--layout", "both", "--seconds", "0.5"),
     ),
     formats=("14336x4096", "--bits", "8", "--rows", "1,8,16,32,64"),
-    staged=("14336x4096", "--rows", "16,32,64"),
+    staged=("14336x4096", "--rows", "6,8,9,12,16,32,64"),
 )
 QUICK = Work(
     doctor=("--rows", "8"),
@@ -84,7 +85,7 @@ LIMITS = {
     "tune": 90.0,
     "bench": 180.0,
     "formats": 60.0,
-    "staged": 90.0,
+    "staged": 150.0,
 }
 """Seconds of each stage."""
 BENCHES = ("bench", "formats", "staged")

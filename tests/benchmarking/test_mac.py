@@ -16,10 +16,11 @@ import pytest
 
 from benchmarks import mac, stages
 from mlx_marlin import cache, emulator
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import devices, planner, selection, tuned_results
 from mlx_marlin.benchmarking import result_file
 from mlx_marlin.benchmarking.result_file import ResultFile, Stage
 from mlx_marlin.benchmarking.rows import CANDIDATE, OURS, STOCK
+from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import mac_file
 from support.marked_times import unmarked_times
 
@@ -253,6 +254,21 @@ def test_the_last_lines_say_where_to_send_the_file(
     assert sentence in said
     assert "no names of people, computers or folders" in said
     assert "http" not in said
+
+
+def test_an_m5_times_tensor_operations_for_all_rows_of_the_document() -> None:
+    document = (ROOT / "docs" / "m5.md").read_text(encoding="utf-8")
+    (shape, _, listed) = mac.WHOLE.staged
+    *rows, last = listed.split(",")
+    n, k = map(int, shape.split("x"))
+
+    assert f"{', '.join(rows)} and {last} rows of {shape}" in " ".join(document.split())
+    assert {"6", "8", "9"} <= {*rows}
+    for m in map(int, (*rows, last)):
+        plan = planner.make(
+            problem_of(m, n, k), device=devices.named("M5"), kernel="gemm_tensor"
+        )
+        assert plan.kernel == "gemm_tensor"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
+from benchmarks import mac
 from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.backends.metal import device
@@ -295,6 +296,28 @@ def test_check_runs_kernels_and_keeps_the_verdicts(
     status, facts = found(capsys)
     assert status == 1
     assert len(facts["verdicts"]["kernels"]) == 4
+
+
+@pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+@pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
+def test_make_mac_checks_the_tensor_operations_of_an_m5(
+    name: str,
+    chip: Callable[..., None],
+    backend: Choose,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chip(name)
+    backend("emulator")
+
+    assert main(["doctor", "--check", *mac.WHOLE.doctor]) == 0
+    capsys.readouterr()  # a progress bar too
+    _, facts = found(capsys)
+
+    passed = {each["kernel"] for each in facts["verdicts"]["kernels"] if each["passed"]}
+    assert passed >= {"marlin_gemm_tensor", "marlin_tensor_layout"}
+    assert passed >= {"marlin_gemv", "marlin_gemm_register"}
 
 
 @pytest.fixture
