@@ -26,12 +26,10 @@ from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, epilogues, format_cases, oracles, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
+from support.trace_mode import emulator_only
 
 needs_kernels = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
-needs_emulator = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 
 RAGGED = {
@@ -166,7 +164,7 @@ def crosses(plan: Plan) -> bool:
 
 
 @pytest.mark.thinned(2)
-@needs_emulator
+@emulator_only
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem) -> None:
     x, native = drawn_arrays.arrays(problem, seed=2)
@@ -301,7 +299,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
 
 
 @pytest.mark.thinned(3)
-@needs_emulator
+@emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", [3, 8, 16])
 def test_each_weight_is_read_once(m: int, layout: str) -> None:

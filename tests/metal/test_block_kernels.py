@@ -15,6 +15,7 @@ from mlx_marlin.guard import blocks, routing
 from support import cuda_experts
 from support.block_kernels import Added, Rotated
 from support.grids import drawn
+from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -100,12 +101,14 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
+@emulator_only
 @pytest.mark.parametrize("kernel", CALLS)
 def test_trace_mode_reports_nothing(kernel: str) -> None:
     with emulator.emulated(trace=True):
         CALLS[kernel]()
 
 
+@emulator_only
 @pytest.mark.parametrize("case", [ROTATED, ADDED], ids=["rotate_heads", "add_norm"])
 def test_every_value_is_read_and_written_once(case: Rotated | Added) -> None:
     first, *_ = arrays = case.arrays()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, devices, launch, planner, selection
+from mlx_marlin.backends import arguments, devices, launch, planner
 from mlx_marlin.backends.metal import dense
 from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -24,12 +24,9 @@ from mlx_marlin.products import repacking
 from support import drawn_arrays, format_cases, oracles, strategies
 from support.format_cases import Weight
 from support.grids import drawn
+from support.trace_mode import emulator_only
 
 Choose = Callable[[str | None], None]
-
-emulated = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
-)
 
 
 @st.composite
@@ -70,7 +67,7 @@ def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> 
     assert np.all(off <= units * terms + oracles.SMALLEST[name])
 
 
-@emulated
+@emulator_only
 @drawn(10, 40, plan=dense_plans(), seed=st.integers(0, 2**16))
 def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) -> None:
     x, weight = operands(plan, seed=seed)
@@ -82,7 +79,7 @@ def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) ->
     assert_close(y, x, weight, plan.transposed)
 
 
-@emulated
+@emulator_only
 @drawn(5, 20, plan=dense_plans(), seed=st.integers(0, 2**16))
 def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
     weight = drawn_arrays.weight_of(plan.problem, seed=seed)
@@ -133,7 +130,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
         assert ", ".join(map(str, values)) in call["arguments"][1]
 
 
-@emulated
+@emulator_only
 def test_the_memory_for_decoded_weights_is_bounded(
     monkeypatch: pytest.MonkeyPatch, kernels: None
 ) -> None:
@@ -325,7 +322,7 @@ MLX_FORMATS = [
 
 
 @pytest.mark.thinned(4)
-@emulated
+@emulator_only
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize(("mode", "bits", "group_size"), MLX_FORMATS)
@@ -361,7 +358,7 @@ def assert_near(actual: mx.array, expected: mx.array) -> None:
 
 
 @pytest.mark.thinned(2)
-@emulated
+@emulator_only
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
 @pytest.mark.parametrize("bits", [2, 5])

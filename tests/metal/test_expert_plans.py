@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch, planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -23,6 +24,7 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support.gather_calls import DEVICES, M1, M3, K, weights
+from support.trace_mode import emulator_only
 
 Choose = Callable[[str | None], None]
 
@@ -208,10 +210,9 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
 
 
 @pytest.mark.thinned(1)
+@emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> None:
-    from mlx_marlin import emulator
-
     native = weights(4, 64, "affine", 4, 64, mx.float16)
     packed = pack(*native)
     stored = (packed.words, packed.scales, packed.scales)
@@ -244,13 +245,12 @@ FEW = [1, 2, 0, 2, 1, 2]
 
 
 @pytest.mark.thinned(3)
+@emulator_only
 @pytest.mark.parametrize(("simdgroups_m", "simdgroups_k"), [(1, 4), (2, 2)])
 @pytest.mark.parametrize("dot_rows", [0, 1, 2])
 def test_an_expert_of_few_rows_costs_no_matrix_product(
     dot_rows: int, simdgroups_m: int, simdgroups_k: int
 ) -> None:
-    from mlx_marlin import emulator
-
     packed = pack(*weights(4, 64, "affine", 4, 64, mx.bfloat16))
     plan = MetalGatherPlan(
         gather=GatherProblem(

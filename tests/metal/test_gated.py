@@ -23,12 +23,10 @@ from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, epilogues, format_cases, oracles, strategies
 from support.grids import drawn
 from support.oracles import Floats, exact
+from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
-traced_only = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="counters are the emulator's"
 )
 
 SILU = Epilogue(activation="silu", gated=True)
@@ -131,7 +129,7 @@ def test_traced_twice_in_any_order_the_bits_are_the_same(m: int, layout: str) ->
             assert mx.array_equal(first, drawn_arrays.run(plan, x, native, x, x, x))
 
 
-@traced_only
+@emulator_only
 @pytest.mark.parametrize("m", [1, 2, 8])
 def test_a_launch_reads_each_weight_once(m: int) -> None:
     plan = planner.make(problem_of(m, 256, "marlin", k=512), device=DEVICE)

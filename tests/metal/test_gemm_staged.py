@@ -20,12 +20,10 @@ from support import drawn_arrays, format_cases, oracles, orders, strategies
 from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
+from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
-emulated = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 STAGINGS = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
 """Buffers and loaders."""
@@ -192,7 +190,7 @@ def stages(plan: Plan) -> Iterator[int]:
 
 
 @pytest.mark.thinned(1)
-@emulated
+@emulator_only
 @by_staging
 def test_barriers_memory_and_traffic_are_those_of_the_plan(
     buffers: int, loaders: int

@@ -23,14 +23,12 @@ from support import drawn_arrays, format_cases, oracles, strategies
 from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
+from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock"
     or (selection.backend() == "metal" and not current().has_tensor_units),
     reason="nothing here runs tensor operations",
-)
-emulated = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
 )
 M5_MAX = named("Apple M5 Max")
 ROWS = (1, 5, 8, 9, 16, 17, 24, 33, 40, 64, 70)
@@ -249,7 +247,7 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
     assert mx.array_equal(before[others], after[others])
 
 
-@emulated
+@emulator_only
 @pytest.mark.parametrize(
     ("m", "along_m", "along_k"), [(7, 1, 8), (24, 2, 4), (64, 4, 2)]
 )
@@ -275,7 +273,7 @@ def test_operations_memory_and_traffic_are_those_of_the_plan(
     assert found.threadgroup_bytes == plan.threadgroup_bytes <= 8192
 
 
-@emulated
+@emulator_only
 def test_another_layout_of_operands_gives_other_results() -> None:
     """The kernel does not ask for indices: the guard has to check them."""
     from mlx_marlin import emulator

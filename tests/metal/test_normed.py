@@ -25,12 +25,10 @@ from support.cuda_cases import normalized
 from support.grids import drawn
 from support.normed_products import Normed
 from support.oracles import exact
+from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
-traced_only = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="counters are the emulator's"
 )
 
 SILU = Epilogue(activation="silu", gated=True)
@@ -121,7 +119,7 @@ def test_traced_twice_in_any_order_the_bits_are_the_same(
             assert mx.array_equal(first, case.run(*case.arrays()))
 
 
-@traced_only
+@emulator_only
 def test_arrays_may_begin_anywhere() -> None:
     case = Normed(plan=planner.make(problem_of(2, layout="marlin"), device=DEVICE))
     arrays = case.arrays()
@@ -130,7 +128,7 @@ def test_arrays_may_begin_anywhere() -> None:
     assert mx.array_equal(y, case.run(*arrays))
 
 
-@traced_only
+@emulator_only
 @pytest.mark.parametrize("epilogue", [PLAIN, SILU], ids=Epilogue.explain)
 def test_a_launch_reads_each_weight_once(epilogue: Epilogue) -> None:
     problem = problem_of(2, 256, "marlin", k=512, epilogue=epilogue)

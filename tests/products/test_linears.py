@@ -19,6 +19,7 @@ from mlx_marlin.products.packing import pack
 from support import drawn_arrays, epilogues, oracles, strategies
 from support.arguments import K, activations, weight
 from support.grids import drawn
+from support.trace_mode import emulator_only
 
 Choose = Callable[[str | None], None]
 
@@ -64,6 +65,7 @@ PROBLEMS = {
 
 
 @pytest.mark.thinned(1)
+@emulator_only
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_strategy_stores_every_part(problem: Problem) -> None:
     """In trace mode: nothing is written twice, or outside."""

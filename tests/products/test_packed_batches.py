@@ -24,6 +24,7 @@ from support.arguments import K, N, activations
 from support.grids import drawn
 from support.oracles import Floats
 from support.strategies import ANY_FORMAT, Grouped, Shape, broadcast
+from support.trace_mode import emulator_only
 
 BOTH_WAYS = pytest.mark.parametrize("transpose", [True, False])
 Choose = Callable[[str | None], None]
@@ -159,12 +160,11 @@ def test_only_weights_of_whole_tiles_are_one_below_each_other(
 
 
 @pytest.mark.thinned(3)
+@emulator_only
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
 @pytest.mark.parametrize(("of_x", "n"), [((2, 3, 4), 40), ((4,), 40), ((4,), 64)])
 def test_all_that_is_read_was_given(of_x: Shape, n: int, transpose: bool) -> None:
-    if selection.backend() != "emulator":
-        pytest.skip("only the emulator traces")
     packed, decoded = packed_weights(3, n=n)
     x = activations(*of_x, K if transpose else n)
 

@@ -1,9 +1,17 @@
-"""A kernel named "bug" in the emulator's trace mode."""
+"""Tests in the emulator's trace mode, and a kernel named "bug" there."""
 
 import pytest
 
+from mlx_marlin.backends import selection
 from mlx_marlin.emulator import EmulatorError, emulated
 from support.metal_sources import run
+
+emulator_only = pytest.mark.skipif(
+    selection.backend() != "emulator",
+    reason="only the emulator traces, counts and orders",
+)
+"""For tests that look for races and stray accesses, or read counters. On a GPU nothing
+is traced, and a kernel that was first built in trace mode would stay emulated."""
 
 
 def traced(source: str, *inputs: object, **options: object) -> object:

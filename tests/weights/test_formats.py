@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_marlin import emulator
 from mlx_marlin.backends import launch, selection
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, format_cases, oracles, strategies
 from support.format_cases import Variant, Weight
 from support.format_oracle import assert_close
+from support.trace_mode import emulator_only
 
 kernels = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
@@ -197,12 +199,9 @@ def test_a_weight_as_plain_numbers_is_rounded_once(variant: Variant) -> None:
 
 @pytest.mark.thinned(3)
 @kernels
+@emulator_only
 @pytest.mark.parametrize("variant", DECODED, ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
-    if selection.backend() != "emulator":
-        pytest.skip("only the emulator sees every access")
-    from mlx_marlin import emulator
-
     m = 11 if variant.fragments else variant.rows
     n, k = 37, 3 * variant.step
     plan = variant.plan(m, n, k, threadgroups=3)

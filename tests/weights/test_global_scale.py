@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import launch, selection
+from mlx_marlin import emulator
+from mlx_marlin.backends import launch
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
 from support import drawn_arrays, format_cases, oracles
 from support.format_cases import Variant, Weight
+from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -82,12 +84,9 @@ def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> N
 
 
 @pytest.mark.thinned(2)
+@emulator_only
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
-    if selection.backend() != "emulator":
-        pytest.skip("only the emulator sees every access")
-    from mlx_marlin import emulator
-
     m = 11 if variant.fragments else variant.rows
     plan = variant.plan(m, N, K, threadgroups=3)
     plan = replace(plan, problem=with_scale(plan.problem))

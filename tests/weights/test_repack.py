@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import repack_launch, selection
+from mlx_marlin.backends import repack_launch
 from mlx_marlin.backends.metal import arguments
 from mlx_marlin.products import repacking
 from mlx_marlin.products.packing import pack, unpack
@@ -23,12 +23,10 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, strategies
 from support.format_cases import GROUPED, Integers
 from support.grids import drawn
+from support.trace_mode import emulator_only
 
 Choose = Callable[[str | None], None]
 
-emulated = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
-)
 GROUP_SIZES = (16, 32, 64, 128)
 
 
@@ -82,7 +80,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@emulated
+@emulator_only
 @drawn(15, 60, weight=weights(), order=st.integers(0, 99))
 def test_every_code_goes_to_its_place_and_comes_back(
     weight: dict[str, Any], order: int
@@ -108,7 +106,7 @@ def test_every_code_goes_to_its_place_and_comes_back(
     np.testing.assert_array_equal(np.array(tiles).reshape(np.shape(expected)), expected)
 
 
-@emulated
+@emulator_only
 @drawn(15, 60, weight=weights())
 def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
     form = {key: weight[key] for key in ("n", "k", "bits", "group_size")}
@@ -125,7 +123,7 @@ def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
     assert mx.array_equal(back, rows)
 
 
-@emulated
+@emulator_only
 @drawn(5, 20, weight=weights())
 def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
     """Whatever it is: a weight is read to the end of its rows and of k."""
@@ -150,7 +148,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thinned(40)
-@emulated
+@emulator_only
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(
     mode: str, bits: int, group_size: int, request: pytest.FixtureRequest
@@ -170,7 +168,7 @@ def test_pack_and_unpack_give_the_same_weights_by_kernels(
         assert mx.array_equal(actual.view(mx.uint8), native.view(mx.uint8))
 
 
-@emulated
+@emulator_only
 @pytest.mark.usefixtures("_by_kernels")
 @pytest.mark.parametrize(
     "view",
@@ -194,7 +192,7 @@ def test_strided_codes_are_moved_as_their_copies(
 
 
 @pytest.mark.thinned(8)
-@emulated
+@emulator_only
 @pytest.mark.parametrize("to", ["marlin", "mlx"])
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -217,7 +215,7 @@ def test_each_word_is_read_and_written_once_in_whole_lines(
     assert found.threadgroup_bytes <= 21 * 1024
 
 
-@emulated
+@emulator_only
 def test_what_is_not_there_is_not_read() -> None:
     """Rows past n and codes past k: counted, because a stray read need not trap."""
     form = {"n": 33, "k": 2080, "bits": 4, "group_size": 32}
