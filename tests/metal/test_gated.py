@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import state
 from mlx_marlin.backends import devices, launch, planner, selection
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.emulator import emulated, trace
@@ -264,11 +263,11 @@ def test_one_row_in_the_layout_of_mlx_stays_with_stock() -> None:
     assert "stock MLX is already there" in reason
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("rows", [(), (1,), (2, 3), (3, 11), (0,)], ids=str)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
-    state.reset()
     layer, x = layer_of(layout), mx.random.normal((*rows, 128)).astype(mx.float16)
 
     y = layer.gated(x)
@@ -281,9 +280,9 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     assert any(gated) == (0 not in rows)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("how", ["bias", "invariant", "no whole tiles"])
 def test_where_kernels_have_no_gate_a_layer_multiplies_its_halves(how: str) -> None:
-    state.reset()
     layer = layer_of("marlin", n=160 if how == "no whole tiles" else 192)
     if how == "bias":
         layer["bias"] = mx.random.normal((192,)).astype(mx.float16)

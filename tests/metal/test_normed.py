@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import state
 from mlx_marlin.backends import devices, launch, planner, selection
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.emulator import emulated, trace
@@ -228,6 +227,7 @@ def plain(problem: Problem) -> Problem:
     return replace(problem, norm=None)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("rows", [(), (1,), (2, 1), (3,), (0,)], ids=str)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
@@ -235,7 +235,6 @@ def plain(problem: Problem) -> Problem:
 def test_a_layer_takes_its_norm(
     rows: tuple[int, ...], layout: str, gated: bool
 ) -> None:
-    state.reset()
     layer, norm = layer_of(layout), norm_module()
     x = mx.random.normal((*rows, 128), key=mx.random.key(1)).astype(mx.float16)
 
