@@ -15,13 +15,9 @@ from mlx_lm.models.cache import (
 )
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.integrations.tracing.model_families import FAMILIES
-from mlx_marlin.layers.embedding import MarlinEmbedding
-from mlx_marlin.layers.joined import MarlinPart
-from mlx_marlin.layers.linear import MarlinLinear
 from support.architectures import ARCHITECTURES
-from support.models import assert_same_model
+from support.models import assert_converted, assert_same_model
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -155,7 +151,12 @@ def test_a_converted_model_answers_as_stock_and_is_restored(
 
     mlx_marlin.optimize(model, **given)
 
-    assert_converted(model, name, given)
+    assert_converted(
+        model,
+        given,
+        can_trace=architecture.family in FAMILIES,
+        can_join=architecture.joined,
+    )
     assert_close(decoded(model, [each.token for each in stream]), stream)
     assert_close(trimmed(model), after_trim)
     found = batched(model)
@@ -163,20 +164,6 @@ def test_a_converted_model_answers_as_stock_and_is_restored(
     for uid, expected in batch.items():
         assert_same_up_to_a_tie(found[uid], expected)
     assert_same_model(mlx_marlin.restore(model), architecture.model(*format))
-
-
-def assert_converted(model: nn.Module, name: str, given: dict[str, Any]) -> None:
-    """Checks that the options did what they are for."""
-    modules = [*model.modules()]
-    ours = [m for m in modules if isinstance(m, MarlinLinear | MarlinEmbedding)]
-    assert not any(type(m) is nn.QuantizedLinear for m in modules)
-    assert all(m.invariant == given.get("invariant", False) for m in ours)
-    layout = given.get("layout", "mlx")
-    assert all(m.layout == layout for m in ours if isinstance(m, MarlinLinear))
-    traced = ARCHITECTURES[name].family in FAMILIES and given.get("trace", False)
-    assert any(isinstance(m, TracedBlock) for m in modules) == traced
-    joined = ARCHITECTURES[name].joined and given.get("join", False)
-    assert any(isinstance(m, MarlinPart) for m in modules) == joined
 
 
 def test_tokens_may_differ_in_a_tie_only() -> None:

@@ -14,7 +14,7 @@ from mlx_lm.models import llama
 import mlx_marlin
 from support.decoder_models import SIZES, tiny
 from support.mlx_lm_tools import QUANTIZERS, TOKENS, TOOLS
-from support.models import assert_same_model
+from support.models import assert_converted, assert_same_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "mlx_lm.md"
 HEADS = {
@@ -86,6 +86,7 @@ def test_a_tool_works_as_with_stock_or_names_the_remedy(
     tool: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = mlx_marlin.optimize(tiny("llama"), **options)
+    assert_converted(model, options)
     remedies = errors(tool, options)
     if remedies:
         with pytest.raises(ValueError, match=r"MarlinLinear|MarlinPart") as raised:
@@ -109,6 +110,17 @@ def plain() -> nn.Module:
     return model
 
 
+def has_equal_widths(model: nn.Module) -> bool:
+    """Returns whether a block's q, k and v, or its gate and up, can be joined."""
+    for block in model.layers:
+        attention, mlp = block.self_attn, block.mlp
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        for group in (projections, (mlp.gate_proj, mlp.up_proj)):
+            if len({layer.bits for layer in group}) == 1:
+                return True
+    return False
+
+
 @OPTIONS
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize("tool", QUANTIZERS)
@@ -119,6 +131,7 @@ def test_what_a_tool_quantized_is_converted(tool: str, options: dict[str, Any]) 
 
     mlx_marlin.optimize(model, **options)
 
+    assert_converted(model, options, can_join=has_equal_widths(stock))
     found = model(TOKENS, cache=None)
     assert mx.abs(found - expected).max() <= 1e-5 * mx.abs(expected).max()
     assert_same_model(mlx_marlin.restore(model), stock)

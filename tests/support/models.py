@@ -1,9 +1,16 @@
-"""Small models, and what it means that two are the same."""
+"""Small models; what it means that one is converted, and that two are the same."""
+
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+
+from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.linear import MarlinLinear
 
 LAYOUTS = ["mlx", "marlin"]
 TOKENS = mx.array([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
@@ -48,6 +55,27 @@ def types(model: nn.Module) -> dict[str, type]:
 
 def arrays(model: nn.Module) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
+
+
+def assert_converted(
+    model: nn.Module,
+    given: dict[str, Any],
+    *,
+    can_trace: bool = True,
+    can_join: bool = True,
+) -> None:
+    """Checks that the given options of `optimize` did what they are for."""
+    modules = [*model.modules()]
+    ours = [m for m in modules if isinstance(m, MarlinLinear | MarlinEmbedding)]
+    assert ours
+    assert not any(type(m) is nn.QuantizedLinear for m in modules)
+    assert all(m.invariant == given.get("invariant", False) for m in ours)
+    layout = given.get("layout", "mlx")
+    assert all(m.layout == layout for m in ours if isinstance(m, MarlinLinear))
+    traced = can_trace and given.get("trace", False)
+    assert any(isinstance(m, TracedBlock) for m in modules) == traced
+    joined = can_join and given.get("join", False)
+    assert any(isinstance(m, MarlinPart) for m in modules) == joined
 
 
 def assert_same_model(actual: nn.Module, expected: nn.Module) -> None:
