@@ -47,6 +47,18 @@ def layouts_of(mode: str, bits: int, group_size: int) -> tuple[str, ...]:
 OF_MLX = [each for each in GROUPED if "mlx" in layouts_of(*each)]
 
 
+FLOATING = ("mxfp4", "mxfp8", "nvfp4")
+"""Formats whose codes are small floats; those of all others are integers."""
+
+
+def has_tensor_products(mode: str, group_size: int, dtype: str) -> bool:
+    """Returns whether docs/m5.md promises `gemm_tensor` for a format and a dtype of x.
+
+    It is told here anew, so that a kernel that refuses more makes tests fail.
+    """
+    return dtype != "float32" and (group_size != 16 or mode in FLOATING)
+
+
 def step_of(mode: str, bits: int, group_size: int) -> int:
     """Returns what k is to be a multiple of.
 

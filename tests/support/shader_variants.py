@@ -24,7 +24,7 @@ from mlx_marlin.backends.metal.limits import (
     NORM_ROWS,
     TENSOR_FRAGMENTS_M,
 )
-from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GATES, GatherProblem
@@ -41,7 +41,7 @@ from mlx_marlin.weights.formats import (
     Format,
 )
 from mlx_marlin.weights.formats import WIDTHS as WIDTHS_OF_CODES
-from support import strategies
+from support import format_cases, strategies
 
 DEMO_SHAPES = ((320, 320), (64, 320), (640, 320), (320, 640), (1024, 320))
 """n, k of the products of the demo's model."""
@@ -335,10 +335,11 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
             yield body
             if fragments_m and {simdgroups_m, simdgroups_k} <= {*STAGED_SIMDGROUPS}:
                 yield from strategies.stagings(body, STAGING)
-            is_tensor = (
-                tensor_reason(problem) is None and simdgroups_m <= MAX_SIMDGROUPS_M
+            is_tensor = format_cases.has_tensor_products(
+                problem.mode, problem.group_size, problem.dtype
             )
-            if is_tensor and fragments_m == TENSOR_FRAGMENTS_M:
+            fits = simdgroups_m <= MAX_SIMDGROUPS_M
+            if is_tensor and fits and fragments_m == TENSOR_FRAGMENTS_M:
                 yield replace(body, kernel="gemm_tensor")
 
 
