@@ -66,10 +66,14 @@ def sharded_after_conversion(
     return sharded(model, group), reason
 
 
-def shard_unevenly(group: mx.distributed.Group) -> None:
-    """Shards a layer of one group of columns more than machines."""
-    width = 64 * (group.size() + 1)
-    shard_linear(nn.QuantizedLinear(width, 64), "sharded-to-all", group=group)
+def uneven_refusals(group: mx.distributed.Group) -> list[str]:
+    """Shards one row, and one group of columns, more than machines have evenly."""
+    rows = nn.QuantizedLinear(64, 64 * group.size() + 1)
+    columns = nn.QuantizedLinear(64 * (group.size() + 1), 64)
+    return [
+        refusal(lambda: shard_linear(rows, "all-to-sharded", group=group)),
+        refusal(lambda: shard_linear(columns, "sharded-to-all", group=group)),
+    ]
 
 
 def main(layout: str, fault: str = "") -> None:
@@ -93,7 +97,7 @@ def main(layout: str, fault: str = "") -> None:
         "error": relative_error(run(model, x), expected),
         "error before conversion": unconverted,
         "sharding packed layers": reason,
-        "sharding unevenly": refusal(lambda: shard_unevenly(group)),
+        "sharding unevenly": uneven_refusals(group),
         "saving": refusal(lambda: mlx_marlin.save("saved", model, None)),
         "served_by": sorted(
             {
