@@ -47,6 +47,28 @@ def test_one_stream_never_exceeds_the_bandwidth() -> None:
             assert float(one) * scaling.gigabytes(model) < float(bandwidth) * 1.02
 
 
+def test_the_document_says_what_8_and_32_streams_of_a_dense_model_give() -> None:
+    """If a number here changes, so do the sentences before the experts."""
+    slow, others, fewer = [], [], []
+    for line in scaling.streams_table().splitlines()[2:]:
+        chip, _, _, name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        if next(each for each in scaling.SIZES if each.name == name).experts:
+            continue
+        one, _, _, eight, sixteen, many, _ = map(float, cells)
+        group = slow if re.fullmatch("M1 (Pro|Max|Ultra)", chip) else others
+        group.append(8 * one / eight)
+        if not chip.startswith("M5"):
+            fewer.append(1 - many / sixteen)
+
+    assert (round(max(others), 2), round(max(slow), 2)) == (1.23, 1.44)
+    assert sum(share > 0 for share in fewer) > 0.8 * len(fewer)
+    assert round(100 * max(fewer)) == 18
+    text = " ".join(scaling.DOCUMENT.read_text(encoding="utf-8").split())
+    assert "takes at most 1.23 times as long as one" in text
+    assert "except on M1 Pro, M1 Max and M1 Ultra (up to 1.44)" in text
+    assert "fewer tokens a second than 16, by up to 18 %" in text
+
+
 def test_sizes_of_formats_are_those_of_products() -> None:
     for name, mode in (("4 bits", "affine"), ("mxfp4", "mxfp4")):
         problem = problem_of(1, 4096, 4096, mode=mode)

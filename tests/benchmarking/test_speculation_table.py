@@ -40,6 +40,29 @@ def test_every_chip_has_its_lines() -> None:
         assert sum(line.startswith(cells) for line in lengths.splitlines()) == 3
 
 
+def test_the_document_says_what_8_and_12_rows_cost() -> None:
+    """If a number here changes, so do the sentences after the formula."""
+    rows, _ = speculation.tables().split("\n\n")
+    head, _, *lines = ([*map(str.strip, line.split("|"))] for line in rows.split("\n"))
+    eight, twelve = {}, {}
+    for cells in lines:
+        name, ours = cells[1].rstrip("*"), {}
+        for count, times in zip(head[2:-1], cells[2:-1], strict=True):
+            ours[count] = float(times.split(" / ")[1])
+        eight[name] = round(ours["8"] / ours["1"], 2)
+        twelve[name] = round(ours["12"] / ours["8"], 1)
+    m1 = [eight.pop(f"M1 {size}") for size in ("Pro", "Max", "Ultra")]
+    m5 = {twelve.pop(name) for name in [*twelve] if name.startswith("M5")}
+
+    assert eight.pop("M5 Max") == 1.23
+    assert (min(m1), max(m1), max(eight.values())) == (1.31, 1.35, 1.12)
+    assert (min(twelve.values()), max(twelve.values()), m5) == (1.4, 1.9, {1.3})
+    text = " ".join(speculation.DOCUMENT.read_text(encoding="utf-8").split())
+    assert "at most 1.12 times as long as one, except on M5 Max (1.23)" in text
+    assert "on M1 Pro, M1 Max and M1 Ultra (1.31 to 1.35)" in text
+    assert "1.4 to 1.9 times as long as 8 on M1 to M4, and 1.3 times on M5" in text
+
+
 @given(rate=RATES, length=st.integers(0, 8))
 def test_expected_tokens_are_the_mean_over_all_outcomes(
     rate: float, length: int
