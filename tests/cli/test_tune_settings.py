@@ -167,16 +167,22 @@ def test_the_models_are_freed_before_the_processes_load_theirs(
     assert {*alive} == {False}
 
 
+@pytest.mark.parametrize("status", [0, 1])
 def test_products_are_kept_before_the_model_is_measured(
-    speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
+    status: int, speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr("mlx_marlin.cli.tune._tune", lambda *_: events.append("all"))
+
+    def products(*_: object) -> int:
+        events.append("all")
+        return status
+
+    monkeypatch.setattr("mlx_marlin.cli.tune._tune", products)
     monkeypatch.setattr(
         "mlx_marlin.cli.tune.model.tune", lambda name, *_: events.append(name)
     )
 
-    assert main(["tune", "8x64x128", "a/b", "c/d", "a/b"]) is None
+    assert main(["tune", "8x64x128", "a/b", "c/d", "a/b"]) == status
 
     assert events == ["all", "a/b", "c/d"]
 
