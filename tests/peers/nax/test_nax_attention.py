@@ -36,7 +36,7 @@ class Attention:
         k: Keys.
         causal: Whether a query sees no later key.
         mask: Whether numbers are added to the scores. Masks of bool are left out: clang
-            does not finish with vectors of eight.
+            does not finish compiling their vectors of eight (docs/emulator.md).
         d: Elements of a head: 64, or 256 for the kernel that splits them.
     """
 
