@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 import tensor_times
-from mlx_marlin.backends import devices, planner, registry
+from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.cost import predict
 from mlx_marlin.backends.metal.cost.tensor import REGISTERS
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from tensor_times import speed
 
 M5 = Device.named("M5")
 M5_PRO = Device.named("M5 Pro")
@@ -23,23 +24,6 @@ LARGE = ((17408, 5120), (5120, 17408), (14336, 4096))
 """n and k of products of large models."""
 SMALL = ((4096, 4096), (1024, 4096), (248320, 5120))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "m5.md"
-
-
-def speed(problem: Problem, device: Device) -> float:
-    """Returns the predicted speed over stock MLX of what serves; 1 if stock does."""
-    served = planner.serve(problem, device)
-    if isinstance(served, str):
-        return 1.0
-    backend = registry.of_device(device)
-    ours = (
-        planner.predict(served, device).seconds
-        if isinstance(served, Plan)
-        else backend.dense_seconds(problem, device)
-    )
-    stock = backend.stock_seconds(problem, device)
-    assert stock is not None
-    assert ours is not None
-    return float(stock / ours)
 
 
 def kernel_of(problem: Problem, device: Device) -> str:
