@@ -19,19 +19,17 @@ from support.metal_encoder import Encoding, encoding_of
 DEVICE = "M4 Max"
 
 
-def encoding_of_block(model: nn.Module, streams: int = 1, tokens: int = 1) -> Encoding:
-    """Returns how MLX encodes the first block of a model for new tokens.
+def encoding_of_block(model: nn.Module) -> Encoding:
+    """Returns how MLX encodes the first block of a model for one new token.
 
     Args:
         model: A model of mlx-lm, optimized or not.
-        streams: Streams, which have the same position.
-        tokens: New tokens of each stream.
     """
     cache = one_stream(model)
-    model(mx.zeros((streams, 3), mx.int32), cache=cache)
+    model(mx.zeros((1, 3), mx.int32), cache=cache)
     mx.eval([own.state for own in cache])
     block: Any = model.layers[0]
-    x = mx.zeros((streams, tokens, model.args.hidden_size), mx.float16)
+    x = mx.zeros((1, 1, model.args.hidden_size), mx.float16)
     with exporting(DEVICE), operations_of_metal():
         return encoding_of(lambda x: block(x, None, cache[0]), x)
 
