@@ -23,6 +23,7 @@ from mlx_marlin.products.request import packed_request
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
 from support.cuda_cases import GATED, GATED_N, GATED_WAYS, Case
 from support.cuda_on_cpu import needs_emulator
+from support.gate_and_up import layer_of
 from support.oracles import exact
 
 H200 = cuda_cases.h200()
@@ -144,13 +145,6 @@ def assert_apart(layer: MarlinLinear, rows: int) -> None:
     gate, up = layer.parts(x, (half, half))
     assert mx.array_equal(y, nn.silu(gate) * up)
     assert not any(plan.problem.epilogue.gated for plan in launch.plans_built())
-
-
-def layer_of(layout: str, n: int = 192) -> MarlinLinear:
-    mx.random.seed(3)
-    linear = nn.Linear(128, n, bias=False)
-    linear.set_dtype(mx.float16)
-    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
 
 
 @given(

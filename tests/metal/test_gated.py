@@ -15,13 +15,13 @@ from mlx_marlin.backends.metal import cost
 from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.variants import miniatures, variants_of
-from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, epilogues, format_cases, oracles, strategies
+from support.gate_and_up import layer_of
 from support.grids import drawn
-from support.oracles import Floats, exact
+from support.oracles import exact
 from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(
 SILU = Epilogue(activation="silu", gated=True)
 DEVICE = devices.named("Apple M4 Max")
 K = 448
-LARGEST = {"float16": 65504.0}
 
 
 def problem_of(m: int, n: int = 192, layout: str = "mlx", **options: object) -> Problem:
@@ -51,25 +50,9 @@ def assert_gated(plan: Plan, seed: int) -> None:
     total = exact(x) @ weight.decoded.T
     expected = epilogues.finished(total, (), problem.epilogue)
     assert (y.shape, y.dtype) == (expected.shape, getattr(mx, problem.dtype))
-    bound = allowed(problem, x, weight.decoded, total)
-    # A product of two products may be too large for its dtype.
-    largest = LARGEST.get(problem.dtype, np.inf)
-    found = np.clip(exact(y), -largest, largest)
-    assert np.all(np.abs(found - np.clip(expected, -largest, largest)) <= bound)
-
-
-def allowed(problem: Problem, x: mx.array, weight: Floats, total: Floats) -> Floats:
-    """Returns how far each element may lie from float64.
-
-    The error of a float32 sum is a share of its addends. Scales times codes, biases and
-    the offset of codes are at most 16 times the largest weight of a row.
-    """
-    of_rows = np.abs(weight).max(axis=-1)
-    sums = 2.0**-18 * np.outer(np.abs(exact(x)).sum(axis=-1), of_rows)
+    sums = epilogues.off_of_sums(exact(x), weight.decoded)
     off = epilogues.off_of_gated(total, sums, problem.epilogue.activation)
-    result = np.abs(epilogues.finished(total, (), problem.epilogue))
-    rounding = oracles.ROUNDING[problem.dtype] * result
-    return off + rounding + oracles.SMALLEST[problem.dtype]
+    assert epilogues.are_within(y, expected, off)
 
 
 @st.composite
@@ -303,10 +286,3 @@ def test_stock_mlx_gates_by_operations(backend: Callable[[str | None], None]) ->
     x = mx.random.normal((2, 128)).astype(mx.float16)
     gate, up = mx.split(layer(x), 2, axis=-1)
     assert mx.array_equal(layer.gated(x), nn.silu(gate) * up)
-
-
-def layer_of(layout: str, n: int = 192) -> MarlinLinear:
-    mx.random.seed(3)
-    linear = nn.Linear(128, n, bias=False)
-    linear.set_dtype(mx.float16)
-    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)

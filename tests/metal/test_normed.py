@@ -21,6 +21,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, oracles, strategies
 from support.cuda_cases import normalized
+from support.gate_and_up import layer_of
 from support.grids import drawn
 from support.normed_products import Normed
 from support.oracles import exact
@@ -272,10 +273,3 @@ def norm_module() -> nn.RMSNorm:
         mx.float16
     )
     return norm
-
-
-def layer_of(layout: str, n: int = 192) -> MarlinLinear:
-    mx.random.seed(3)
-    linear = nn.Linear(128, n, bias=False)
-    linear.set_dtype(mx.float16)
-    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)

@@ -22,6 +22,8 @@ OF_ACTIVATION = {
     "gelu_approx": 2.0**-20,
 }
 """Error of an activation in float32, as a share of its argument."""
+LARGEST = {"float16": 65504.0}
+"""The largest number of a dtype that a product may exceed."""
 
 
 def activated(x: Floats, activation: str) -> Floats:
@@ -117,6 +119,38 @@ def allowed(
     rounding = oracles.ROUNDING[problem.dtype] * np.abs(expected)
     sums = steps * factor + 2.0**-23 * last
     return sums + rounding + oracles.SMALLEST[problem.dtype]
+
+
+def off_of_sums(rows: Floats, weight: Floats) -> Floats:
+    """Returns how far products in float32 may lie from float64, whatever the format.
+
+    The error of a float32 sum is a share of its addends. Scales times codes, biases and
+    the offset of codes are at most 16 times the largest weight of a row.
+
+    Args:
+        rows: Activations [m, k].
+        weight: Decoded weight [n, k].
+    """
+    off: Floats = 2.0**-18 * np.outer(
+        np.abs(rows).sum(axis=-1), np.abs(weight).max(axis=-1)
+    )
+    return off
+
+
+def are_within(y: mx.array, expected: Floats, bound: Floats) -> bool:
+    """Returns whether each element is within its bound before it was rounded.
+
+    A product of two products may be too large for its dtype.
+    """
+    dtype = str(y.dtype).removeprefix("mlx.core.")
+    largest = LARGEST.get(dtype, np.inf)
+    bound = bound + oracles.ROUNDING[dtype] * np.abs(expected) + oracles.SMALLEST[dtype]
+    found, expected = (
+        np.clip(each, -largest, largest) for each in (exact(y), expected)
+    )
+    return found.shape == expected.shape and bool(
+        np.all(np.abs(found - expected) <= bound)
+    )
 
 
 def off_of_gated(total: Floats, sums: Floats, activation: str) -> Floats:
