@@ -139,6 +139,31 @@ def test_a_model_that_is_faster_on_stock_mlx_is_not_converted(kept: Path) -> Non
     assert_same_model(mlx_marlin.optimize(converted), tiny_llama())
 
 
+def test_layers_that_mlx_would_round_stay_where_stock_mlx_is_faster(kept: Path) -> None:
+    def imported() -> nn.Module:
+        mx.random.seed(0)
+        model = tiny_llama(tied=False)
+        attention = model.layers[0].self_attn
+        for name in ("q_proj", "o_proj"):
+            plain = nn.Linear(64, 64, bias=False)
+            attention[name] = MarlinLinear.from_linear(plain, 16, layout="marlin")
+        return model
+
+    results.write(machine.here(), result(imported(), None))
+
+    dry = mlx_marlin.optimize(imported(), dry_run=True)
+    model = mlx_marlin.optimize(imported())
+
+    assert_same_layers(model, imported())
+    paths = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "o_proj")]
+    assert dry.converted == (*paths,)
+    mlx_marlin.optimize(model, layout="marlin", join=True)
+    told = str(mlx_marlin.optimize(model, dry_run=True))
+    assert_same_layers(mlx_marlin.optimize(model), imported())
+    actions = {line.split()[3] for line in told.splitlines()[1:-1]}
+    assert actions == {"converts", "restores"}
+
+
 def test_a_forced_back_end_is_not_left_for_speed(kept: Path, backend: Choose) -> None:
     keep(None)
     backend("metal")

@@ -8,6 +8,7 @@ from mlx_marlin.integrations.float16 import Float16Outcome
 from mlx_marlin.integrations.mlx_lm.known_layers import is_plain
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     LayerConversion,
+    has_stock_format,
     is_marlin_layer,
 )
 from mlx_marlin.integrations.mlx_lm.module_tree import (
@@ -32,7 +33,9 @@ class LayerOutcome:
         layer: The name of its class.
         is_converted: Whether `optimize` converts it, or has done so.
         layout: The layout that the weight has then; None if it is not converted.
-        reason: Why it stays as it is; None if it is converted.
+        reason: Why it stays as it is, or becomes MLX's layer again; None if it is
+            converted.
+        is_restored: Whether `optimize` converts it back to MLX's layer.
     """
 
     name: str
@@ -40,6 +43,14 @@ class LayerOutcome:
     is_converted: bool
     layout: str | None = None
     reason: str | None = None
+    is_restored: bool = False
+
+    @property
+    def action(self) -> str:
+        """What `optimize` does, in a word."""
+        if self.is_restored:
+            return "restores"
+        return "converts" if self.is_converted else "keeps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ class DryRun:
 
     @property
     def kept(self) -> dict[str, str]:
-        """The reason of each layer that stays as it is, by the layer's path."""
+        """The reason of each layer that stays or becomes MLX's, by the layer's path."""
         return {each.name: each.reason for each in self.layers if each.reason}
 
     def __str__(self) -> str:
@@ -74,12 +85,11 @@ class DryRun:
         """
         groups: dict[tuple[object, ...], list[str]] = {}
         for each in self.layers:
-            key = (pattern(each.name), each.layer, each.layout, each.reason)
-            groups.setdefault(key, []).append(each.name)
+            outcome = (each.layer, each.action, each.layout, each.reason)
+            groups.setdefault((pattern(each.name), *outcome), []).append(each.name)
         rows = [[*HEADS]]
-        for (_, layer, layout, reason), names in groups.items():
-            action = "converts" if reason is None else "keeps"
-            cells = (common_path(names), len(names), layer, action, layout, reason)
+        for (_, *outcome_of_all), names in groups.items():
+            cells = (common_path(names), len(names), *outcome_of_all)
             rows.append(["-" if cell is None else str(cell) for cell in cells])
         table = aligned(rows)
         tuned = f"tuned settings, {self.tuned}" if self.tuned else None
@@ -127,12 +137,13 @@ def _outcome(
         layout = getattr(layer, "layout", "mlx")
     else:
         layout, reason = None, conversion.why_not(layer)
-    if layout is not None and stock is not None:
-        layout, reason = None, stock
+    if stock is not None and not getattr(layer, "is_packed_only", False):
+        layout, reason = None, reason or stock
     return LayerOutcome(
         name=name,
         layer=type(layer).__name__,
         is_converted=layout is not None,
         layout=layout,
         reason=reason,
+        is_restored=stock is not None and has_stock_format(layer),
     )

@@ -192,6 +192,11 @@ def is_marlin_layer(layer: nn.Module) -> bool:
     return known or is_marlin_experts(layer) or is_marlin_heads(layer)
 
 
+def has_stock_format(layer: nn.Module) -> bool:
+    """Returns whether a layer is ours, and MLX's layer of it has the same weights."""
+    return is_marlin_layer(layer) and not getattr(layer, "is_packed_only", False)
+
+
 def inverse(layer: nn.Module) -> Convert:
     """Returns a function that converts a converted layer back into a layer like this.
 

@@ -30,6 +30,7 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     Convert,
     LayerConversion,
+    has_stock_format,
     inverse,
     is_marlin_layer,
 )
@@ -100,7 +101,9 @@ def optimize(
     If `mlx-marlin tune MODEL` has measured a model of this shape on this machine, what
     was fastest replaces the defaults of `layout`, `join`, `trace` and `fuse`, unless
     one of these, `quantize`, `invariant` or `compute` is given. If stock MLX was
-    faster, nothing is converted. `dry_run` and `MLX_MARLIN_LOG` show it.
+    faster, no layer is converted, `warm_up` has no effect, and layers that an earlier
+    call has converted become MLX's again, unless MLX does not have their format.
+    `dry_run` and `MLX_MARLIN_LOG` show it.
 
     Args:
         model: An mlx-lm model or any other `nn.Module`.
@@ -171,7 +174,8 @@ def optimize(
     if dry_run:
         return _dry_run(model, conversion, half, tuned)
     if tuned is not None and tuned.settings is None:
-        return restore(model, progress=progress)
+        _leave_to_stock(model, progress)
+        return model
     changes = Changes()
     try:
         separate_layers(model, changes)
@@ -217,6 +221,19 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         changes.undo()
         raise
     return model
+
+
+def _leave_to_stock(model: nn.Module, progress: bool) -> None:
+    """Converts layers back to MLX's, except those that MLX's layers would round."""
+    changes = Changes()
+    try:
+        _set_tracing(model, False, changes)
+        separate_layers(model, changes)
+        converted = find_layers(model, has_stock_format)
+        replace_layers(converted, _to_stock, progress, changes)
+    except BaseException:
+        changes.undo()
+        raise
 
 
 def _to_stock(layer: Any) -> nn.Module:
