@@ -4,30 +4,16 @@ GPUs without bfloat16 arithmetic emulate it. Converting a model's parameters is 
 activations and caches have their dtype.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.float16_check import check_logits, logits_dtype
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
-from mlx_marlin.integrations.mlx_lm.module_tree import entries
-from mlx_marlin.integrations.mlx_lm.warm_up import cache_factory
-from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.integrations.mlx_lm.module_tree import named_arrays
 
-COMPUTE = ("float16",)
-"""Values of the option `compute`."""
-LARGEST = 65504
-SMALLEST_NORMAL = 2.0**-14
-"""Numbers of float16. It is not documented that Apple's GPUs keep smaller ones."""
-MOST_LOSS = 2.0**-9
-"""Largest relative error of a parameter in the root mean square: that of bfloat16's own
-rounding."""
-PROMPT = 16
-"""Tokens of the prompt that is computed as a check."""
-ADAPTED = ("linear", "embedding")
-"""Names under which mlx-lm's adapters hold the layer that they adapt."""
 _RECORD = "_float16_record"
 
 
@@ -78,29 +64,15 @@ class Float16Outcome:
         )
 
 
-def check_compute(model: nn.Module, compute: str | None) -> Float16Outcome | None:
-    """Returns what becomes of a model's parameters; None if `compute` is None.
-
-    Raises:
-        ValueError: If `compute` is unknown, if the model is of a family that overflows
-            float16, or has a parameter that float16 does not hold.
-    """
-    if compute is None:
-        return None
-    if compute not in COMPUTE:
-        raise ValueError(f"compute={compute!r}: expected None or one of {COMPUTE}")
-    _check_family(model)
+def outcome_of(model: nn.Module) -> Float16Outcome:
+    """Returns what becomes of the parameters of a model."""
     elements: dict[int, int] = {}
     rounded = 0
-    for container, key, path in _arrays(model, mx.bfloat16):
+    for container, key, _ in named_arrays(model, mx.bfloat16):
         array = container[key]
-        if id(array) in elements:
-            continue
-        reason = _why_not(array, path)
-        if reason is not None:
-            raise _refused(f"{path} {reason}")
-        elements[id(array)] = array.size
-        rounded += _rounded(array, _to_half(array)).positions.size
+        if id(array) not in elements:
+            elements[id(array)] = array.size
+            rounded += _rounded(array, _to_half(array)).positions.size
     return Float16Outcome(
         arrays=len(elements), elements=sum(elements.values()), rounded=rounded
     )
@@ -110,14 +82,14 @@ def use_float16(model: nn.Module, changes: Changes) -> None:
     """Converts the bfloat16 parameters of a model to float16, and runs a short prompt.
 
     Args:
-        model: A model that `check_compute` accepts, without joined layers.
+        model: A model that `float16_check` accepts, without joined layers.
         changes: Records the changes.
 
     Raises:
         ValueError: If the logits of the prompt are not finite, or are wider than those
             of the model in bfloat16.
     """
-    dtype = _logits_dtype(model)
+    dtype = logits_dtype(model)
     record = vars(model).get(_RECORD) or Record()
     known = {*record.rounded}
 
@@ -127,13 +99,13 @@ def use_float16(model: nn.Module, changes: Changes) -> None:
 
     changes.record(undo)
     vars(model)[_RECORD] = record
-    for container, key, path in _arrays(model, mx.bfloat16):
+    for container, key, path in named_arrays(model, mx.bfloat16):
         array = container[key]
         half = _to_half(array)
         record.rounded[path] = _rounded(array, half)
         container[key] = half
     if dtype is not None and dtype == mx.bfloat16:
-        _check_logits(model)
+        check_logits(model)
 
 
 def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
@@ -154,7 +126,7 @@ def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
 
     def undo() -> None:
         vars(model)[_RECORD] = record
-        for container, key, path in _arrays(model, mx.bfloat16):
+        for container, key, path in named_arrays(model, mx.bfloat16):
             if path in given:
                 container[key] = _to_half(container[key])
         record.rounded.update({path: before[path] for path in given})
@@ -165,29 +137,13 @@ def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
 def _give_back(model: nn.Module, record: Record, paths: set[str]) -> set[str]:
     """Converts parameters back, and returns the paths of those that there were."""
     given = set()
-    for container, key, path in _arrays(model, mx.float16):
+    for container, key, path in named_arrays(model, mx.float16):
         if path in paths:
             container[key] = _to_bfloat16(container[key], record.rounded.pop(path))
             given.add(path)
     if not record.rounded:
         vars(model).pop(_RECORD, None)
     return given
-
-
-def _arrays(
-    tree: Any, dtype: mx.Dtype, path: tuple[str, ...] = ()
-) -> Iterator[tuple[Any, Any, str]]:
-    """Yields the arrays of a dtype in a model: their container, key and path.
-
-    Paths are those without adapters. A shared array that is converted meanwhile is
-    yielded once.
-    """
-    for key, entry in [*entries(tree)]:
-        if isinstance(entry, mx.array) and entry.dtype == dtype:
-            names = (name for name in path if name not in ADAPTED)
-            yield tree, key, ".".join((*names, str(key)))
-        elif isinstance(entry, dict | list) and not isinstance(entry, MarlinPart):
-            yield from _arrays(entry, dtype, (*path, str(key)))
 
 
 def _to_half(array: mx.array) -> mx.array:
@@ -222,61 +178,3 @@ def _bits(array: mx.array) -> Any:
     import numpy as np
 
     return np.array(array.flatten().view(mx.uint16))
-
-
-def _why_not(array: mx.array, path: str) -> str | None:
-    """Returns why float16 does not hold a parameter; None if it does."""
-    wide = mx.abs(array.astype(mx.float32, stream=mx.cpu), stream=mx.cpu)
-    largest = float(mx.max(mx.where(mx.isfinite(wide), wide, 0)))
-    if largest > LARGEST:
-        return f"has an element of {largest:.4g}, above {LARGEST}"
-    if path.endswith("bias"):
-        return None  # a summand: its error is absolute, at most 2^-14
-    lost = mx.where(wide < SMALLEST_NORMAL, wide, 0)
-    loss = float(mx.linalg.norm(lost) / mx.maximum(mx.linalg.norm(wide), 1e-30))
-    if loss > MOST_LOSS:
-        return (
-            f"is too small: elements below {SMALLEST_NORMAL:.2g} are {loss:.1%} of it"
-        )
-    return None
-
-
-def _refused(reason: str) -> ValueError:
-    return ValueError(f"compute='float16': {reason}; expected compute=None")
-
-
-def _check_family(model: nn.Module) -> None:
-    """Raises a ValueError if a model is known to need bfloat16."""
-    for module in model.modules():
-        own = type(module).__module__.rpartition(".")[2]
-        if "gemma" in own:
-            raise _refused(
-                f"{own} scales its embeddings, and its activations exceed {LARGEST}"
-            )
-        is_embedding = isinstance(module, nn.QuantizedEmbedding)
-        if is_embedding and module["scales"].dtype == mx.uint8:
-            raise _refused("MLX decodes embeddings whose scales are bytes to bfloat16")
-
-
-def _logits(model: nn.Module) -> mx.array | None:
-    """Returns the logits of a short prompt; None if that is not an mlx-lm model."""
-    make_cache = cache_factory(model)
-    if make_cache is None:
-        return None
-    logits: mx.array = model(mx.arange(PROMPT)[None], cache=make_cache())
-    return logits
-
-
-def _logits_dtype(model: nn.Module) -> mx.Dtype | None:
-    logits = _logits(model)  # not evaluated
-    return None if logits is None else logits.dtype
-
-
-def _check_logits(model: nn.Module) -> None:
-    logits = _logits(model)
-    if logits is None:
-        return
-    if logits.dtype != mx.float16:
-        raise _refused("the model has bfloat16 numbers that are no parameters")
-    if not mx.all(mx.isfinite(logits)).item():
-        raise _refused(f"activations of a short prompt exceed {LARGEST}")

@@ -1,13 +1,17 @@
-"""Finds modules in a model, and their positions."""
+"""Finds modules and arrays in a model, and their positions."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.integrations.mlx_lm.module_changes import Position
 from mlx_marlin.layers.joined import MarlinPart
+
+ADAPTED = ("linear", "embedding")
+"""Names under which mlx-lm's adapters hold the layer that they adapt."""
 
 
 def find_layers(
@@ -86,6 +90,22 @@ def entries(container: Any) -> Iterable[tuple[Any, Any]]:
         enumerate(container) if is_list else container.items()
     )
     return found
+
+
+def named_arrays(
+    tree: Any, dtype: mx.Dtype, path: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, Any, str]]:
+    """Yields the arrays of a dtype in a model: their container, key and path.
+
+    Paths are those without adapters. A shared array that is converted meanwhile is
+    yielded once.
+    """
+    for key, entry in [*entries(tree)]:
+        if isinstance(entry, mx.array) and entry.dtype == dtype:
+            names = (name for name in path if name not in ADAPTED)
+            yield tree, key, ".".join((*names, str(key)))
+        elif isinstance(entry, dict | list) and not isinstance(entry, MarlinPart):
+            yield from named_arrays(entry, dtype, (*path, str(key)))
 
 
 def _layer_positions(tree: Any) -> Iterator[Position]:

@@ -9,10 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.integrations.float16 import (
-    check_compute,
     give_back_bfloat16,
+    outcome_of,
     use_float16,
 )
+from mlx_marlin.integrations.float16_check import check_compute
 from mlx_marlin.integrations.fusions import fusions
 from mlx_marlin.integrations.mlx_lm.dry_run import DryRun
 from mlx_marlin.integrations.mlx_lm.dry_run import dry_run as _dry_run
@@ -170,8 +171,9 @@ def optimize(
     trace = faster if trace is None else trace
     fused = fusions(fuse, trace)
     _check_layers(model, conversion)
-    half = check_compute(model, compute)
+    check_compute(model, compute)
     if dry_run:
+        half = None if compute is None else outcome_of(model)
         return _dry_run(model, conversion, half, tuned)
     if tuned is not None and tuned.settings is None:
         _leave_to_stock(model, progress)
@@ -179,7 +181,7 @@ def optimize(
     changes = Changes()
     try:
         separate_layers(model, changes)
-        if half is not None:
+        if compute is not None:
             use_float16(model, changes)
         wanted = find_layers(model, conversion.applies_to)
         replace_layers(wanted, conversion.convert, progress, changes)
