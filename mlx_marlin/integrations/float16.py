@@ -104,8 +104,8 @@ def use_float16(model: nn.Module, changes: Changes) -> None:
         half = _to_half(array)
         record.rounded[path] = _rounded(array, half)
         container[key] = half
-    if dtype is not None and dtype == mx.bfloat16:
-        check_logits(model)
+    if record.rounded.keys() != known:
+        check_logits(model, dtype)
 
 
 def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:

@@ -89,12 +89,21 @@ def logits_dtype(model: nn.Module) -> mx.Dtype | None:
     return None if logits is None else logits.dtype
 
 
-def check_logits(model: nn.Module) -> None:
-    """Raises a ValueError if the logits of a prompt are not finite, or not float16."""
-    logits = _logits(model)
+def check_logits(model: nn.Module, before: mx.Dtype | None) -> None:
+    """Checks the logits of a short prompt.
+
+    Args:
+        model: A model in float16.
+        before: The dtype that its logits had. None if it is not an mlx-lm model, which
+            is not checked.
+
+    Raises:
+        ValueError: If the logits are not finite, or were bfloat16 and are not float16.
+    """
+    logits = None if before is None else _logits(model)
     if logits is None:
         return
-    if logits.dtype != mx.float16:
+    if before == mx.bfloat16 and logits.dtype != mx.float16:
         raise refused("the model has bfloat16 numbers that are no parameters")
     if not mx.all(mx.isfinite(logits)).item():
         raise refused(f"activations of a short prompt exceed {LARGEST}")

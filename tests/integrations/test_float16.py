@@ -187,6 +187,12 @@ def overflowing() -> nn.Module:
     return model
 
 
+def overflowing_with_wide_logits() -> nn.Module:
+    model = overflowing()
+    model.model.norm.weight = model.model.norm.weight.astype(mx.float32)
+    return model
+
+
 def with_element(path: str, value: float) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = in_bfloat16()
@@ -226,6 +232,7 @@ SCALES, NORM = "model.layers.0.mlp.up_proj.scales", "model.norm.weight"
         (with_element(SCALES, 2e-5), f"{SCALES} is too small"),
         (with_byte_scales, "scales are bytes"),
         (overflowing, "activations of a short prompt exceed 65504"),
+        (overflowing_with_wide_logits, "activations of a short prompt exceed 65504"),
         (with_a_constant, "has bfloat16 numbers that are no parameters"),
         (lambda: tiny("gemma3_text", mx.bfloat16), "gemma3_text scales its emb"),
     ],

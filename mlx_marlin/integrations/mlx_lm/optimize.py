@@ -130,8 +130,9 @@ def optimize(
             end has no kernel for runs as separate operations. Default: "residual"; on
             CUDA all that it has.
         compute: "float16" converts bfloat16 parameters, and so activations, to float16,
-            for GPUs that emulate bfloat16 (M1 and M2). A prompt of 16 tokens is run to
-            see that nothing overflows; longer ones may. Default: the dtype stays.
+            for GPUs that emulate bfloat16 (M1 and M2). With a model of mlx-lm's, a
+            prompt of 16 tokens is run to see that nothing overflows; longer ones may.
+            Default: the dtype stays.
         warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are
             compiled and checked before this function returns, with a progress bar.
             Later calls with as many rows compile nothing.
