@@ -66,15 +66,17 @@ class Float16Outcome:
 
 def outcome_of(model: nn.Module) -> Float16Outcome:
     """Returns what becomes of the parameters of a model."""
-    elements: dict[int, int] = {}
+    found: dict[int, mx.array] = {}  # keeps copies, so that no ID occurs twice
     rounded = 0
     for container, key, _ in named_arrays(model, mx.bfloat16):
         array = container[key]
-        if id(array) not in elements:
-            elements[id(array)] = array.size
+        if id(array) not in found:
+            found[id(array)] = array
             rounded += _rounded(array, _to_half(array)).positions.size
     return Float16Outcome(
-        arrays=len(elements), elements=sum(elements.values()), rounded=rounded
+        arrays=len(found),
+        elements=sum(array.size for array in found.values()),
+        rounded=rounded,
     )
 
 

@@ -30,13 +30,13 @@ def check_compute(model: nn.Module, compute: str | None) -> None:
     if compute not in COMPUTE:
         raise ValueError(f"compute={compute!r}: expected None or one of {COMPUTE}")
     _check_family(model)
-    checked: set[int] = set()
+    checked: dict[int, mx.array] = {}  # keeps copies, so that no ID occurs twice
     for container, key, path in named_arrays(model, mx.bfloat16):
         array = container[key]
         reason = None if id(array) in checked else _why_not(array, path)
         if reason is not None:
             raise refused(f"{path} {reason}")
-        checked.add(id(array))
+        checked[id(array)] = array
 
 
 def _why_not(array: mx.array, path: str) -> str | None:

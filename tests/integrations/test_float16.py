@@ -252,6 +252,21 @@ def test_a_model_that_does_not_fit_is_refused_and_unchanged(
     assert vars(model).keys() == keys
 
 
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_joined_layers_are_checked_as_their_parts(layout: str) -> None:
+    options: dict[str, Any] = {"layout": layout, "compute": "float16", "dry_run": True}
+    plain = mlx_marlin.optimize(in_bfloat16(), layout=layout)
+    told = mlx_marlin.optimize(plain, **options).float16
+    joined = mlx_marlin.optimize(in_bfloat16(), layout=layout, join=True)
+    assert mlx_marlin.optimize(joined, **options).float16 == told
+
+    model = with_element("model.layers.1.self_attn.k_proj.scales", 1e5)()
+    mlx_marlin.optimize(model, layout=layout, join=True)
+    said = r"model.layers.1.self_attn.k_proj.\w+ has an element of .*, above 65504"
+    with pytest.raises(ValueError, match=said):
+        mlx_marlin.optimize(model, layout=layout, join=True, compute="float16")
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match="compute='half': expected None or one of"):
         mlx_marlin.optimize(in_bfloat16(), compute="half")

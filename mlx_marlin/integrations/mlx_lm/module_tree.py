@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.integrations.mlx_lm.module_changes import Position
-from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.joined import MarlinPart, separate
 
 ADAPTED = ("linear", "embedding")
 """Names under which mlx-lm's adapters hold the layer that they adapt."""
@@ -97,14 +97,17 @@ def named_arrays(
 ) -> Iterator[tuple[Any, Any, str]]:
     """Yields the arrays of a dtype in a model: their container, key and path.
 
-    Paths are those without adapters. A shared array that is converted meanwhile is
-    yielded once.
+    Paths are those without adapters. An array of a shared module that is converted
+    meanwhile is yielded once. The parts of a joined layer have copies of their rows.
     """
     for key, entry in [*entries(tree)]:
         if isinstance(entry, mx.array) and entry.dtype == dtype:
             names = (name for name in path if name not in ADAPTED)
             yield tree, key, ".".join((*names, str(key)))
-        elif isinstance(entry, dict | list) and not isinstance(entry, MarlinPart):
+        elif isinstance(entry, MarlinPart):
+            layer = separate(entry.shared)[entry.index]
+            yield from named_arrays(layer, dtype, (*path, str(key)))
+        elif isinstance(entry, dict | list):
             yield from named_arrays(entry, dtype, (*path, str(key)))
 
 
