@@ -124,28 +124,27 @@ def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
     if record is None:
         return
     before = dict(record.rounded)
-    given = _give_back(model, record, {*before})
 
     def undo() -> None:
-        vars(model)[_RECORD] = record
+        given = before.keys() - record.rounded.keys()
         for container, key, path in named_arrays(model, mx.bfloat16):
             if path in given:
                 container[key] = _to_half(container[key])
-        record.rounded.update({path: before[path] for path in given})
+        record.rounded.update(before)
+        vars(model)[_RECORD] = record
 
     changes.record(undo)
+    _give_back(model, record, {*before})
 
 
-def _give_back(model: nn.Module, record: Record, paths: set[str]) -> set[str]:
-    """Converts parameters back, and returns the paths of those that there were."""
-    given = set()
+def _give_back(model: nn.Module, record: Record, paths: set[str]) -> None:
+    """Converts the parameters with these paths back, if they are there."""
     for container, key, path in named_arrays(model, mx.float16):
-        if path in paths:
-            container[key] = _to_bfloat16(container[key], record.rounded.pop(path))
-            given.add(path)
+        if path in paths and path in record.rounded:
+            container[key] = _to_bfloat16(container[key], record.rounded[path])
+            del record.rounded[path]
     if not record.rounded:
         vars(model).pop(_RECORD, None)
-    return given
 
 
 def _to_half(array: mx.array) -> mx.array:

@@ -335,6 +335,49 @@ def test_any_module_is_converted_without_a_prompt() -> None:
     assert model(x.astype(mx.bfloat16)).dtype == mx.bfloat16
 
 
+class Siblings(nn.Module):
+    """Has layers named as adapters name the layer that they adapt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(64, 64), nn.Embedding(64, 64)
+        self.q = nn.QuantizedLinear(64, 64)
+        self.set_dtype(mx.bfloat16)
+        self.linear.weight[:] = mx.array(SMALL[2], mx.bfloat16)
+        self.linear.weight[0] = 1
+        mx.eval(self.parameters())
+
+
+def test_layers_with_names_of_adapters_are_given_back() -> None:
+    model = Siblings()
+    before = bits(model)
+
+    mlx_marlin.restore(mlx_marlin.optimize(model, compute="float16"))
+
+    assert {array.dtype for array in arrays(model).values()} == {mx.bfloat16, mx.uint32}
+    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
+
+
+def test_an_error_while_giving_back_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16")
+    before, own, calls = bits(model), float16._to_bfloat16, iter(range(5))
+
+    def fail(*given: Any) -> mx.array:
+        if next(calls) == 3:
+            raise PlantedError
+        return own(*given)
+
+    monkeypatch.setattr(float16, "_to_bfloat16", fail)
+    with pytest.raises(PlantedError):
+        mlx_marlin.restore(model)
+
+    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
+    monkeypatch.undo()
+    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
+
+
 def test_the_error_of_an_element_is_the_documented_one() -> None:
     every = mx.arange(2**16, dtype=mx.uint32).astype(mx.uint16).view(mx.bfloat16)
     held = mx.where(mx.abs(every.astype(mx.float32)) <= 65504, every, 0)

@@ -12,6 +12,8 @@ from mlx_marlin.layers.joined import MarlinPart, separate
 
 ADAPTED = ("linear", "embedding")
 """Names under which mlx-lm's adapters hold the layer that they adapt."""
+ADAPTER = "lora_a"
+"""A parameter that all of mlx-lm's adapters have."""
 
 
 def find_layers(
@@ -101,14 +103,14 @@ def named_arrays(
     meanwhile is yielded once. The parts of a joined layer have copies of their rows.
     """
     for key, entry in [*entries(tree)]:
+        inner = path if key in ADAPTED and ADAPTER in tree else (*path, str(key))
         if isinstance(entry, mx.array) and entry.dtype == dtype:
-            names = (name for name in path if name not in ADAPTED)
-            yield tree, key, ".".join((*names, str(key)))
+            yield tree, key, ".".join(inner)
         elif isinstance(entry, MarlinPart):
             layer = separate(entry.shared)[entry.index]
-            yield from named_arrays(layer, dtype, (*path, str(key)))
+            yield from named_arrays(layer, dtype, inner)
         elif isinstance(entry, dict | list):
-            yield from named_arrays(entry, dtype, (*path, str(key)))
+            yield from named_arrays(entry, dtype, inner)
 
 
 def _layer_positions(tree: Any) -> Iterator[Position]:
