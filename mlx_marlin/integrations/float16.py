@@ -137,6 +137,40 @@ def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
     _give_back(model, record, {*before})
 
 
+def drop_float16_record(model: nn.Module, changes: Changes) -> None:
+    """Drops what is known of parameters that were converted and are no longer there.
+
+    If another conversion has replaced them, as quantization does, the float16 arrays of
+    the same layer are rounded to bfloat16, so that the layer computes in one dtype.
+
+    Args:
+        model: A model whose other parameters have been given back.
+        changes: Records the changes.
+    """
+    record: Record | None = vars(model).get(_RECORD)
+    if record is None:
+        return
+    layers = {_layer_of(path) for path in record.rounded}
+    rounded: list[tuple[Any, Any, mx.array]] = []
+
+    def undo() -> None:
+        for container, key, half in rounded:
+            container[key] = half
+        vars(model)[_RECORD] = record
+
+    changes.record(undo)
+    del vars(model)[_RECORD]
+    for container, key, path in named_arrays(model, mx.float16):
+        if _layer_of(path) in layers:
+            rounded.append((container, key, container[key]))
+            container[key] = container[key].astype(mx.bfloat16)
+            mx.eval(container[key])
+
+
+def _layer_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
 def _give_back(model: nn.Module, record: Record, paths: set[str]) -> None:
     """Converts the parameters with these paths back, if they are there."""
     for container, key, path in named_arrays(model, mx.float16):

@@ -107,6 +107,50 @@ def test_optimizing_again_keeps_the_dtype_and_restore_still_gives_back() -> None
     assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
 
 
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_restore_gives_back_each_bit_after_another_layout(layout: str) -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), layout="marlin", join=True)
+    mlx_marlin.optimize(model, layout=layout, compute="float16")
+    mlx_marlin.optimize(model, layout="mlx")
+
+    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
+    assert vars(model).keys() == vars(in_bfloat16()).keys()
+
+
+def plain() -> nn.Module:
+    model = in_bfloat16()
+    model.layers[0].self_attn.q_proj = nn.Linear(128, 128, bias=False)
+    model.layers[0].self_attn.q_proj.set_dtype(mx.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_layers_quantized_in_float16_have_the_dtype_of_the_model_again(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = plain()
+    options: dict[str, Any] = {"quantize": True, "layout": layout}
+    mlx_marlin.optimize(model, compute="float16", **options)
+    before = bits(model)
+
+    def fail(*given: Any) -> None:
+        float16.drop_float16_record(*given)
+        raise PlantedError
+
+    module = "mlx_marlin.integrations.mlx_lm.optimize"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.drop_float16_record", fail)
+        with pytest.raises(PlantedError):
+            mlx_marlin.restore(model)
+
+    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
+    mlx_marlin.restore(model)
+    layer = model.layers[0].self_attn.q_proj
+    assert (type(layer), layer.scales.dtype) == (nn.QuantizedLinear, mx.bfloat16)
+    assert decoded(model, one_stream)[0].dtype == mx.bfloat16
+    assert vars(model).keys() == vars(in_bfloat16()).keys()
+
+
 def test_by_default_and_in_other_dtypes_nothing_is_converted() -> None:
     assert_same_bits(
         mlx_marlin.restore(mlx_marlin.optimize(in_bfloat16())), in_bfloat16()

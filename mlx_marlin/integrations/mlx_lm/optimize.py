@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.integrations.float16 import (
+    drop_float16_record,
     give_back_bfloat16,
     outcome_of,
     use_float16,
@@ -183,6 +184,9 @@ def optimize(
     try:
         separate_layers(model, changes)
         if compute is not None:
+            # Its record has MLX's names, which a later change of layout does not have.
+            packed = find_layers(model, _can_unpack)
+            replace_layers(packed, _to_stock, progress, changes)
             use_float16(model, changes)
         wanted = find_layers(model, conversion.applies_to)
         replace_layers(wanted, conversion.convert, progress, changes)
@@ -204,9 +208,10 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         progress: Show a progress bar; needs tqdm.
 
     Returns:
-        The same model, with all codes, scales, biases and dtypes as before. A zero
-        point becomes a bias, and a linear layer with a global scale an `nn.Linear`; if
-        that rounds a weight, a warning is given.
+        The same model, with all codes, scales, biases and dtypes as before. Layers that
+        `quantize` and `compute` have converted have scales and biases that are rounded
+        to the dtype before. A zero point becomes a bias, and a linear layer with a
+        global scale an `nn.Linear`; if that rounds a weight, a warning is given.
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
@@ -220,6 +225,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         converted = find_layers(model, is_marlin_layer)
         replace_layers(converted, _to_stock, progress, changes)
         give_back_bfloat16(model, changes)
+        drop_float16_record(model, changes)
     except BaseException:
         changes.undo()
         raise
@@ -237,6 +243,10 @@ def _leave_to_stock(model: nn.Module, progress: bool) -> None:
     except BaseException:
         changes.undo()
         raise
+
+
+def _can_unpack(layer: nn.Module) -> bool:
+    return has_stock_format(layer) and getattr(layer, "layout", "mlx") == "marlin"
 
 
 def _to_stock(layer: Any) -> nn.Module:
@@ -335,7 +345,7 @@ def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]
 
 
 def _with_progress(found: Sequence[Positions], progress: bool) -> Iterable[Positions]:
-    if not progress:
+    if not (progress and found):
         return found
     from tqdm import tqdm
 
