@@ -40,15 +40,24 @@ def check_compute(model: nn.Module, compute: str | None) -> None:
 
 
 def _why_not(array: mx.array, path: str) -> str | None:
-    """Returns why float16 does not hold a parameter; None if it does."""
-    wide = mx.abs(array.astype(mx.float32, stream=mx.cpu), stream=mx.cpu)
-    largest = float(mx.max(mx.where(mx.isfinite(wide), wide, 0)))
-    if largest > LARGEST:
-        return f"has an element of {largest:.4g}, above {LARGEST}"
-    if path.endswith("bias"):
-        return None  # a summand: its error is absolute, at most 2^-14
-    lost = mx.where(wide < SMALLEST_NORMAL, wide, 0)
-    loss = float(mx.linalg.norm(lost) / mx.maximum(mx.linalg.norm(wide), 1e-30))
+    """Returns why float16 does not hold a parameter; None if it does.
+
+    Infinities and NaN stay what they are.
+    """
+    if not array.size:
+        return None
+    with mx.stream(mx.cpu):  # which keeps subnormal numbers
+        wide = mx.abs(array.astype(mx.float32))
+        wide = mx.where(mx.isfinite(wide), wide, 0)
+        largest = float(mx.max(wide))
+        if largest > LARGEST:
+            return f"has an element of {largest:.4g}, above {LARGEST}"
+        # The error of a summand is absolute, at most 2^-14.
+        if path.endswith("bias") or largest == 0:
+            return None
+        relative = wide / largest  # whose squares do not underflow
+        lost = mx.where(wide < SMALLEST_NORMAL, relative, 0)
+        loss = float(mx.linalg.norm(lost) / mx.linalg.norm(relative))
     if loss > MOST_LOSS:
         return (
             f"is too small: elements below {SMALLEST_NORMAL:.2g} are {loss:.1%} of it"

@@ -296,6 +296,27 @@ def test_a_model_that_does_not_fit_is_refused_and_unchanged(
     assert vars(model).keys() == keys
 
 
+@pytest.mark.parametrize("values", [[1e-25] * 4, [1e-6, float("inf")]], ids=str)
+def test_elements_that_would_vanish_are_refused(values: list[float]) -> None:
+    model = Layers(nn.QuantizedLinear(64, 64))
+    model.extra = mx.array(values, mx.bfloat16)
+
+    with pytest.raises(ValueError, match="extra is too small"):
+        mlx_marlin.optimize(model, compute="float16")
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (3,)], ids=str)
+def test_empty_arrays_and_zeros_are_converted(shape: tuple[int, ...]) -> None:
+    model = Layers(nn.QuantizedLinear(64, 64))
+    model.extra = mx.zeros(shape, mx.bfloat16)
+
+    mlx_marlin.optimize(model, compute="float16")
+
+    assert model.extra.dtype == mx.float16
+    mlx_marlin.restore(model)
+    assert model.extra.dtype == mx.bfloat16
+
+
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_joined_layers_are_checked_as_their_parts(layout: str) -> None:
     options: dict[str, Any] = {"layout": layout, "compute": "float16", "dry_run": True}
