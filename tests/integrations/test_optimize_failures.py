@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlx_marlin.integrations.mlx_lm import joining
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.tracing import block
 from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.integrations.tracing.model_families import FAMILIES
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.linear_parameters import LinearParameters
@@ -323,6 +325,22 @@ def test_parts_of_a_block_that_mlx_lm_renamed_are_its_own(
     with pytest.warns(
         RuntimeWarning, match=rf"blocks of .*llama.* no attribute '{name}'"
     ):
+        logits = first_logits(model)
+
+    assert mx.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["layers", "router"])
+def test_a_layer_of_experts_that_mlx_lm_renamed_leaves_its_own_code(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    expected = first_logits(tiny("qwen3_moe"))
+    family = FAMILIES["qwen3_moe"]
+    experts = replace(family.experts, **{name: "renamed"})
+    monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(family, experts=experts))
+    model = mlx_marlin.optimize(tiny("qwen3_moe"), trace=True)
+
+    with pytest.warns(RuntimeWarning, match="blocks of .*qwen3_moe.* no layer 'ren"):
         logits = first_logits(model)
 
     assert mx.array_equal(logits, expected)

@@ -37,7 +37,11 @@ from mlx_marlin.integrations.tracing.model_families import (
     ScaledResidualSum,
     family_of,
 )
-from mlx_marlin.integrations.tracing.routed_experts import SharedExpert, routed
+from mlx_marlin.integrations.tracing.routed_experts import (
+    SharedExpert,
+    check_names,
+    routed,
+)
 from mlx_marlin.integrations.tracing.snapshot import (
     Snapshot,
     are_original,
@@ -210,6 +214,8 @@ def _after(
     if experts is None or type(mlp) is not getattr(own, experts.cls):
         cls = None if family.mlp is None else getattr(own, family.mlp)
         return specs_of({**modules, **_mlp_layers(mlp, cls)}, _structure)
+    check_names(mlp, experts)
+    _checked(mlp[experts.layers], switch_layers.SwitchGLU)
     shared = None if experts.shared is None else getattr(own, experts.shared)
     router = None if experts.router_cls is None else getattr(own, experts.router_cls)
 

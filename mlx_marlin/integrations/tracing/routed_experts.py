@@ -16,6 +16,9 @@ from mlx_marlin.integrations.tracing.routing import (
 )
 from mlx_marlin.layers.linear import MarlinLinear
 
+SHARED = ("shared_expert", "shared_expert_gate")
+"""Names of the shared expert and its gate in mixtures with a routing rule."""
+
 
 class RoutedExperts(nn.Module):
     """Mixture of experts whose routing and weighted sum run as kernels, if possible.
@@ -51,8 +54,8 @@ class RoutedExperts(nn.Module):
         experts, scores = choose_experts(logits, routing)
         results = self[known.layers].results(x, experts)
         if known.shared is not None:
-            share = mx.sigmoid(self["shared_expert_gate"](x))
-            residual = residual + share * self["shared_expert"](x)
+            shared, gate = (self[name] for name in SHARED)
+            residual = residual + mx.sigmoid(gate(x)) * shared(x)
         if len({array.dtype for array in (x, logits, results, residual)}) > 1:
             return None
         return weighted_sum(results, scores, residual)
@@ -70,6 +73,21 @@ class SharedExpert(nn.Module):
             y = swiglu(self["gate_proj"](x), self["up_proj"](x))
         down: mx.array = self["down_proj"](y)
         return down
+
+
+def check_names(experts: nn.Module, known: Experts) -> None:
+    """Checks that a mixture has what `RoutedExperts` uses.
+
+    Raises:
+        AttributeError: If mlx-lm has renamed a layer or an attribute.
+    """
+    names = [known.layers]
+    if known.routing is not None:
+        known.routing(experts)
+        names += [known.router, *(SHARED if known.shared else ())]
+    for name in names:
+        if name not in experts:
+            raise AttributeError(f"{type(experts).__name__} has no layer {name!r}")
 
 
 @cache
