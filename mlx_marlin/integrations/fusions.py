@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 FUSIONS = {
     "residual": "the residual sum into the output and down projections",
-    "gate": "gate, up and their activation into one product",
+    "gate": "gate, up and activation of an MLP or shared expert into one product",
     "norm": "the RMSNorm into the product that follows, for few rows",
     "rope": "the norms of q's and k's heads, and rope, into one kernel",
     "add_norm": "the sum after attention and the norm after it into one kernel",
-    "experts": "experts: their choice, gate and up, and the sum into one kernel each",
+    "experts": "experts: choice, gate and up with activation, and sum, a kernel each",
 }
 """Fusion -> what it fuses."""
 

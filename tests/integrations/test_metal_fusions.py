@@ -11,6 +11,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import experts_launch, selection
 from mlx_marlin.backends.blocks import launch
 from mlx_marlin.integrations.fusions import FUSIONS
+from mlx_marlin.layers.linear import MarlinLinear
 from support.decoder_models import (
     ALL_CACHES,
     Caches,
@@ -87,6 +88,24 @@ def test_no_kernel_runs_that_is_not_asked_for(
 ) -> None:
     decoded(traced(tiny("qwen3_moe"), join=True, fuse=fuse), one_stream)
     assert not launched
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("fuse", [(), ("experts",), ("gate",)], ids=str)
+def test_a_shared_expert_is_fused_on_request(
+    fuse: tuple[str, ...], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def gated(layer: MarlinLinear, x: mx.array) -> mx.array:
+        seen.append(True)
+        gate, up = layer.halves(x)
+        return nn.silu(gate) * up
+
+    monkeypatch.setattr(MarlinLinear, "gated", gated)
+    model = traced(tiny(family), join=True, fuse=fuse)
+    assert_close(decoded(model, one_stream), decoded(tiny(family), one_stream), 2e-4)
+    assert bool(seen) == ("gate" in fuse)
 
 
 def test_invariant_blocks_run_operations_of_mlx(launched: set[str]) -> None:

@@ -255,9 +255,7 @@ def _after(
     if normed is not None:
         modules["norm"] = lambda _: normed
     if "experts" in modules:
-        y: mx.array = modules["experts"].added(
-            modules["norm"](h), h, "experts" in spec.fuse
-        )
+        y: mx.array = modules["experts"].added(modules["norm"](h), h, spec.fuse)
         return y
     return _added(spec, modules, "down", _gated(spec, modules, h), h)
 

@@ -29,17 +29,25 @@ class RoutedExperts(nn.Module):
 
     known: ClassVar[Experts]
 
-    def added(self, x: mx.array, residual: mx.array, fused: bool) -> mx.array:
+    def added(self, x: mx.array, residual: mx.array, fuse: frozenset[str]) -> mx.array:
         """Returns the residual plus the result of the experts.
 
         Args:
             x: Activations [..., k].
             residual: Residual [..., n].
-            fused: Whether kernels may route, gate and add up.
+            fuse: Fusions of the block. With "experts", kernels may route, gate and add
+                up; with "gate", gate in the shared expert.
         """
         layers = self[self.known.layers]
-        layers.fused = fused
-        fused = fused and is_routing_fused() and not layers.has_invariant_layers()
+        layers.fused = "experts" in fuse
+        for child in self.values():
+            if isinstance(child, SharedExpert):
+                child.fused = "gate" in fuse
+        fused = (
+            "experts" in fuse
+            and is_routing_fused()
+            and not layers.has_invariant_layers()
+        )
         total = self._by_kernels(x, residual) if fused else None
         return residual + self(x) if total is None else total
 
@@ -64,11 +72,14 @@ class RoutedExperts(nn.Module):
 class SharedExpert(nn.Module):
     """Gated MLP that all rows use. Gate and up may be joined."""
 
+    fused = True
+    """Whether joined gate, up and gating may be one kernel."""
+
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the result for x [..., k]."""
         if "joined" in self:
             layer: MarlinLinear = self["joined"]
-            y = layer.gated(x)
+            y = layer.gated(x) if self.fused else swiglu(*layer.halves(x))
         else:
             y = swiglu(self["gate_proj"](x), self["up_proj"](x))
         down: mx.array = self["down_proj"](y)
