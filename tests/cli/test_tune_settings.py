@@ -130,6 +130,25 @@ def test_a_tie_keeps_the_defaults_and_a_loss_stock_mlx(
     assert "optimize(model) leaves such models to stock MLX from now on" in out
 
 
+def test_without_a_comparison_nothing_is_kept(
+    speeds: dict[Any, float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(self: Generations, settings: ModelSettings) -> Comparison:
+        return Comparison(settings=settings, excluded="RuntimeError: out of memory")
+
+    monkeypatch.setattr(Generations, "compare", fail)
+
+    assert main(["tune", "some/model"]) == 0
+
+    out = capsys.readouterr().out
+    assert "not used: RuntimeError: out of memory" in out
+    assert "nothing is kept: no settings could be compared with stock MLX" in out
+    assert VARIABLE not in out
+    assert kept() is None
+
+
 def test_an_interrupted_search_keeps_no_verdict(
     speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def streams(args: argparse.Namespace) -> list[int]:
 def tune(name: str, counts: Sequence[int], minutes: float) -> None:
     """Finds the fastest settings of a model, prints them and keeps them.
 
-    Nothing is kept if it is interrupted.
+    Nothing is kept if it is interrupted, or if no settings could be compared.
 
     Args:
         name: Name of the model.
@@ -82,6 +82,9 @@ def tune(name: str, counts: Sequence[int], minutes: float) -> None:
     key, search = _searched(name, counts, ended)
     measured = search.measured.values()
     progress.print_above(model_report.settings(name, counts, measured, search.skipped))
+    if all(each.excluded for each in measured):  # which says nothing about speed
+        print(model_report.NOTHING_COMPARED)
+        return
     values = _values(name, counts, search, ended)
     progress.print_above(model_report.values(counts, values))
     result = _result(name, key, search, values)

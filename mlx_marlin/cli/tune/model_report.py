@@ -10,6 +10,11 @@ from mlx_marlin.integrations.tuned_models.results import TunedModel
 from mlx_marlin.integrations.tuned_models.settings import ModelSettings, name_of
 from mlx_marlin.planning.choice import aligned
 
+NOTHING_COMPARED = (
+    "nothing is kept: no settings could be compared with stock MLX, for the reasons "
+    "above"
+)
+
 
 def settings(
     name: str,
