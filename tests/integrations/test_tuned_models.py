@@ -330,6 +330,37 @@ def test_a_key_depends_on_the_shape_only() -> None:
     assert not different & keys
 
 
+class Scaled(nn.Module):
+    """Has scales, and is not quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = mx.ones((1,))
+
+
+def test_a_layer_with_scales_of_its_own_is_left_alone(kept: Path) -> None:
+    model = tiny_llama()
+    model.own_scales = Scaled()
+    results.write(machine.here(), result(model, JOINED))
+
+    assert is_joined(mlx_marlin.optimize(model))
+    assert "own_scales" not in str(mlx_marlin.report(model, rows=(1,)))
+
+
+def test_a_model_whose_settings_cannot_be_read_is_not_tuned(kept: Path) -> None:
+    class Unreadable:
+        def __deepcopy__(self, _: object) -> None:
+            raise RuntimeError("cannot be copied")
+
+    keep(JOINED)
+    model = tiny_llama()
+    model.args.rope_scaling = Unreadable()
+
+    with pytest.warns(RuntimeWarning, match="settings cannot be read: Runtime"):
+        mlx_marlin.optimize(model)
+    assert not is_joined(mlx_marlin.optimize(model))  # without a second warning
+
+
 def test_a_config_is_compared_without_names_and_paths() -> None:
     config = {"hidden_size": 64, "layers": [{"k": 1}], "vocab_size": 5}
     named = {"_name_or_path": "/home/me", "transformers_version": "1", "name": "x"}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from mlx_marlin import decision_log
 from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.integrations.tuned_models import machine, results
 from mlx_marlin.integrations.tuned_models.model_key import model_key
 from mlx_marlin.integrations.tuned_models.results import TunedModel
@@ -39,7 +40,16 @@ def find(model: "nn.Module") -> TunedModel | None:
         or tuned_results.stands_for_another(selection.backend())
     ):
         return None
-    found = results.find(machine.here(), model_key(model))
+    try:
+        key = model_key(model)
+    except Exception as error:  # it reads settings and layers that are not ours
+        warn_once(
+            f"no key: {type(error).__name__}: {error}",
+            f"tuned settings are not used for a model, because its layers or settings "
+            f"cannot be read: {type(error).__name__}: {error}",
+        )
+        return None
+    found = results.find(machine.here(), key)
     if found:
         decision_log.tuned(found.model, f"{name_of(found.settings)}: {found.reason}")
     return found

@@ -72,11 +72,14 @@ def _downloaded(name: str) -> str | None:
 def _formats(model: "nn.Module") -> list[str]:
     """Returns how many rows of a weight each format has; joining does not change it."""
     from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers
-    from mlx_marlin.integrations.mlx_lm.report.layer_groups import weight_of
+    from mlx_marlin.integrations.mlx_lm.report.layer_groups import (
+        has_weight,
+        weight_of,
+    )
 
     rows: Counter[str] = Counter()
     for layer in computing_layers(model):
-        if "scales" in layer or "quantizers" in layer:
+        if has_weight(layer):
             weight = weight_of(layer, "mlx")
             scheme = f"{weight.mode} {weight.bits} {weight.group_size} {weight.k}"
             rows[scheme] += weight.n * prod(weight.batch)

@@ -37,6 +37,8 @@ CHOICES = (
     "top_k_experts",
 )
 """Names of mlx-lm's settings for the experts that a row chooses."""
+FORMAT = ("group_size", "bits", "mode")
+"""Attributes of a quantized layer."""
 LOOK_UP = "only looked up: the output head is another layer"
 
 
@@ -108,7 +110,7 @@ class _Describer:
             return self._quantized(layer, "experts")
         if is_heads(layer) or is_marlin_heads(layer):
             return self._quantized(layer, "heads", "heads, not transposed")
-        if "scales" in layer or "quantizers" in layer:
+        if has_weight(layer):
             return self._quantized(layer, "linear")
         return [self._plain(layer, NOT_QUANTIZED)] if is_plain(layer) else []
 
@@ -151,6 +153,12 @@ class _Describer:
 def _layout(layer: Any) -> str:
     layout: str = getattr(layer, "layout", "mlx")
     return layout
+
+
+def has_weight(layer: nn.Module) -> bool:
+    """Returns whether `weight_of` takes a layer: others may have scales too."""
+    quantized = "scales" in layer and all(hasattr(layer, name) for name in FORMAT)
+    return quantized or is_marlin_layer(layer)
 
 
 def weight_of(layer: Any, layout: str) -> Weight:
