@@ -53,7 +53,7 @@ def machine(target: PlanningDevice, backend: str) -> Machine:
         backend=backend,
         system=f"{platform.system()} {version}",
         mlx=str(mx.__version__),  # type: ignore[attr-defined]
-        kernels=_kernels(),
+        kernels=kernels(),
     )
 
 
@@ -137,6 +137,26 @@ def clear(results_folder: Path) -> int:
     return len(files)
 
 
+@lru_cache(maxsize=1)
+def kernels() -> str:
+    """Returns a digest of all kernels' texts and of the fields of a result.
+
+    MLX is not imported.
+    """
+    import hashlib
+
+    digest = hashlib.sha256()
+    root = shader_folder()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in TEXTS):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
+    plans = (backend.plan_type for backend in registry.BACKENDS)
+    for type_ in (Problem, Epilogue, *plans, Tile, Work, Result):
+        names = [field.name for field in fields(type_)]
+        digest.update(f"{type_.__name__} {names}".encode())
+    return digest.hexdigest()[:16]
+
+
 @contextmanager
 def locked(results_folder: Path) -> Iterator[None]:
     """Locks a folder against other writers; creates it if it is missing.
@@ -160,23 +180,6 @@ def _found(target: PlanningDevice, backend: str) -> Results:
     if not os.path.isdir(results_folder):  # False without access, unlike Path.is_dir
         return {}
     return read(results_folder, machine(target, backend))
-
-
-@lru_cache(maxsize=1)
-def _kernels() -> str:
-    """Returns a digest of all kernels' texts and of the fields of a result."""
-    import hashlib
-
-    digest = hashlib.sha256()
-    root = shader_folder()
-    for path in sorted(path for path in root.rglob("*") if path.suffix in TEXTS):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        digest.update(path.read_bytes() + b"\0")
-    plans = (backend.plan_type for backend in registry.BACKENDS)
-    for type_ in (Problem, Epilogue, *plans, Tile, Work, Result):
-        names = [field.name for field in fields(type_)]
-        digest.update(f"{type_.__name__} {names}".encode())
-    return digest.hexdigest()[:16]
 
 
 def _read(file: Path, here: Machine, complaints: list[str]) -> Results:

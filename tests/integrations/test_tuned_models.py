@@ -235,7 +235,7 @@ def test_a_newer_result_replaces_an_older_one(kept: Path) -> None:
     assert lookup.find(tiny_llama()) is None
 
 
-@pytest.mark.parametrize("name", ["mlx", "mlx_lm", "mlx_marlin", "build"])
+@pytest.mark.parametrize("name", ["mlx", "mlx_lm", "mlx_marlin", "build", "kernels"])
 def test_a_result_of_another_version_is_ignored_with_one_message(
     kept: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -246,6 +246,10 @@ def test_a_result_of_another_version_is_ignored_with_one_message(
     with pytest.warns(RuntimeWarning, match=f"measured with {name} .*, here 0.1.2"):
         assert lookup.find(tiny_llama()) is None
     assert lookup.find(tiny_llama()) is None  # without a second warning
+
+
+def test_a_machine_has_the_kernels_of_this_process(kept: Path) -> None:
+    assert machine.here().kernels == tuned_results.kernels()
 
 
 def broken(text: str) -> list[str]:

@@ -88,7 +88,7 @@ def test_a_shader_that_changes_changes_the_machine(
     suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def kernels() -> str:
-        tuned_results._kernels.cache_clear()
+        tuned_results.kernels.cache_clear()
         return tuned_results.machine(DEFAULT, "metal").kernels
 
     before = kernels()

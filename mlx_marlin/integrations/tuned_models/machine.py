@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from mlx_marlin import state
+from mlx_marlin.backends import tuned_results
 from mlx_marlin.backends.metal import detection
 
 PACKAGES = ("mlx", "mlx-lm", "mlx-marlin")
@@ -20,6 +21,7 @@ class ModelMachine:
         mlx: Version of MLX.
         mlx_lm: Version of mlx-lm, or "".
         mlx_marlin: Version of this package.
+        kernels: Digest of the kernels, which may change within a version.
     """
 
     chip: str
@@ -28,6 +30,7 @@ class ModelMachine:
     mlx: str
     mlx_lm: str
     mlx_marlin: str
+    kernels: str
 
     @property
     def slug(self) -> str:
@@ -47,6 +50,7 @@ def here() -> ModelMachine:
         mlx=mlx,
         mlx_lm=mlx_lm,
         mlx_marlin=mlx_marlin,
+        kernels=tuned_results.kernels(),
     )
 
 

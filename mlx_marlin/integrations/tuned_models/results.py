@@ -1,8 +1,8 @@
 """Reads and writes the settings that tuning found for models, one file each.
 
 A file is named after the chip and the model's shape. If it was written with another
-system, MLX, mlx-lm or version of this package, or is not valid, it is ignored with one
-warning.
+system, MLX, mlx-lm, version of this package or kernels, or is not valid, it is ignored
+with one warning.
 """
 
 import json
