@@ -377,6 +377,28 @@ def test_lm_sets_what_won(
         assert variable() is None
 
 
+def test_lm_warns_about_the_model_that_it_runs_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = machine.here()
+    old = replace(here, mlx="0.1.2")
+    monkeypatch.setattr(machine, "here", lambda: old)
+    write(config="another", key="1")
+    write(folder, key="2", max_ops_per_buffer=100)
+    monkeypatch.setattr(machine, "here", lambda: here)
+    file = write(folder, key="3")
+    file.with_name(f"{here.slug}-4.json").write_text("{")
+
+    environment.set_for_model(["--model", str(folder)])
+
+    assert os.environ.pop(VARIABLE) == "200"
+    file.unlink()
+    with pytest.warns(RuntimeWarning, match="-2.json are ignored: measured") as caught:
+        environment.set_for_model(["--model", str(folder)])
+    assert len(caught) == 1
+    assert VARIABLE not in os.environ
+
+
 def test_a_model_of_the_hub_is_found_where_it_was_downloaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,4 @@ def _model(arguments: Sequence[str]) -> str | None:
 
 def _found(name: str) -> TunedModel | None:
     key = key_of_model_name(name)
-    if key is None:
-        return None
-    tuned = (result for _, result in results.listed(machine.here()))
-    return next((each for each in tuned if each and each.config == key), None)
+    return None if key is None else results.find_by_config(machine.here(), key)

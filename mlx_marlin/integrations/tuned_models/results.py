@@ -91,6 +91,26 @@ def find(machine: ModelMachine, key: str) -> TunedModel | None:
     return _read(path, machine) if path.is_file() else None
 
 
+def find_by_config(machine: ModelMachine, config: str) -> TunedModel | None:
+    """Returns what was found for a model's config on a machine, or None.
+
+    Files of other models are not judged. Of this one there may be older files, which
+    count only if there is no other: a new version of mlx-lm may change the key.
+    """
+    files = sorted(folder().glob(f"{machine.slug}-*.json"))
+    found = {
+        path: _result_or_reason(path, machine)
+        for path in files
+        if _config(path) == config
+    }
+    results = (each for each in found.values() if isinstance(each, TunedModel))
+    result = next(results, None)
+    if result is None:
+        for path, reason in found.items():
+            _warn(path, str(reason))
+    return result
+
+
 def listed(machine: ModelMachine) -> Iterator[tuple[str, TunedModel | None]]:
     """Yields the names of all files, and what they hold for a machine, or None."""
     for path in sorted(folder().glob("*.json")):
@@ -123,6 +143,16 @@ def clear() -> int:
 
 
 def _read(path: Path, machine: ModelMachine) -> TunedModel | None:
+    """Returns what a file holds for a machine; None, with a warning, if nothing."""
+    found = _result_or_reason(path, machine)
+    if isinstance(found, TunedModel):
+        return found
+    _warn(path, found)
+    return None
+
+
+def _result_or_reason(path: Path, machine: ModelMachine) -> TunedModel | str:
+    """Returns what a file holds for a machine, or why that is nothing."""
     try:
         if reason := cache.why_untrusted(path):
             raise ValueError(reason)
@@ -130,12 +160,16 @@ def _read(path: Path, machine: ModelMachine) -> TunedModel | None:
         if path.name != file_name(written_on, result.key):
             raise ValueError("it belongs to another machine or model")
     except (OSError, *DECODE_ERRORS) as error:
-        _warn(path, f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
+    return _differences(written_on, machine) or result
+
+
+def _config(path: Path) -> Any:
+    """Returns the digest of the config that a file is for, or None."""
+    try:
+        return json.loads(path.read_text("utf-8"))["config"]
+    except (OSError, *DECODE_ERRORS):
         return None
-    if differences := _differences(written_on, machine):
-        _warn(path, differences)
-        return None
-    return result
 
 
 def _decoded(data: Any) -> tuple[TunedModel, ModelMachine]:
