@@ -149,6 +149,23 @@ def test_without_a_comparison_nothing_is_kept(
     assert kept() is None
 
 
+def test_the_folder_is_checked_before_anything_is_measured(
+    speeds: dict[Any, float], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root.mkdir()
+    (root / results.FOLDER).mkdir()
+    (root / results.FOLDER).chmod(0o777)
+
+    assert main(["tune", "some/model"]) == 2
+
+    out, said = capsys.readouterr()
+    assert "speed relative to stock MLX" not in out
+    assert f"the results cannot be kept in {results.folder()}: " in said
+    assert "can be written by other users" in said
+    assert main(["tune", "some/model", "--no-model"]) == 0
+    assert main(["tune", "some/model", "--dry-run"]) == 0
+
+
 def test_an_interrupted_search_keeps_no_verdict(
     speeds: dict[Any, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,11 @@
 """`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
 
 import argparse
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import state
+from mlx_marlin import cache, state
 from mlx_marlin.backends import (
     planner,
     registry,
@@ -14,8 +13,8 @@ from mlx_marlin.backends import (
     tuned_results,
 )
 from mlx_marlin.cli import models, progress
-from mlx_marlin.cli.tune import model, report
-from mlx_marlin.integrations.tuned_models import results
+from mlx_marlin.cli.tune import folders, model, report
+from mlx_marlin.integrations.tuned_models import lookup, results
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -111,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     folder = tuned_results.folder()
     clock = _clock(args.seconds, folder) if found else None
+    if names and lookup.why_not_tuned() is None:
+        folders.check_writable(results.folder(), cache.make)
     if args.clear:
         print(f"files removed from {folder}: {tuned_results.clear(folder)}")
         print(f"files removed from {results.folder()}: {results.clear()}")
@@ -207,7 +208,7 @@ def _clock(seconds: float, folder: Path) -> Clock:
         OSError: If the folder cannot be written to.
     """
     clock = models.clock(seconds)
-    _check_writable(folder)  # before the measurements, which take minutes
+    folders.check_writable(folder, tuned_results.locked)
     return clock
 
 
@@ -290,14 +291,4 @@ def _load(name: str) -> Any:
     except ValueError as error:
         raise ValueError(
             f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
-        ) from error
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        with tuned_results.locked(folder):
-            tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise OSError(
-            f"the results cannot be kept in {folder}: {error.strerror or error}"
         ) from error
