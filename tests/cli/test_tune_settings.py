@@ -335,6 +335,13 @@ def test_doctor_tells_the_settings_and_the_variable(
     monkeypatch.setenv(VARIABLE, "200")
     main(["doctor"])
     assert export not in capsys.readouterr().out
+    monkeypatch.delenv(VARIABLE)
+    with monkeypatch.context() as patch:
+        patch.setenv(tuned_results.ENVIRONMENT, "0")
+        main(["doctor"])
+        out = capsys.readouterr().out
+    assert export not in out
+    assert out.count("switched off by MLX_MARLIN_TUNED=0") == 2
     file.write_text("{")
     main(["doctor"])
     assert f"the tuned settings in {file} are ignored" in capsys.readouterr().out

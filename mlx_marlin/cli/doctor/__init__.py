@@ -15,6 +15,8 @@ SIZE = 4096
 """Rows and columns of the weight that is checked without --model."""
 DTYPES = ("float16", "bfloat16")
 """Dtypes of activations that are checked without --model."""
+OFF = "switched off by MLX_MARLIN_TUNED=0"
+"""Said of results that are there and not used."""
 
 DESCRIPTION = """
 Show versions, the device, the back end, compilers, the cache, tuned results and checked
@@ -164,7 +166,7 @@ def _tuned(facts: Facts) -> list[str]:
         for file in facts["files"]
     ]
     lines += facts["ignored"]
-    return lines if facts["on"] else [*lines, "switched off by MLX_MARLIN_TUNED=0"]
+    return lines if facts["on"] else [*lines, OFF]
 
 
 def _models(facts: Facts) -> list[str]:
@@ -174,12 +176,14 @@ def _models(facts: Facts) -> list[str]:
     for each in facts["models"]:
         lines.append(f"{each['model']}: {each['settings']}, {each['reason']}")
         value = each["max_ops_per_buffer"]
-        if value is not None and facts["value_here"] != str(value):
+        is_missing = value is not None and facts["value_here"] != str(value)
+        if is_missing and facts["on"]:
             lines.append(
                 f"  with export {facts['variable']}={value} before MLX starts it is "
                 f"faster; `mlx-marlin lm` sets it"
             )
-    return [*lines, *facts["ignored"]]
+    lines += facts["ignored"]
+    return lines if facts["on"] else [*lines, OFF]
 
 
 def _verdicts(facts: Facts) -> list[str]:

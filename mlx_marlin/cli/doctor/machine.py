@@ -95,7 +95,7 @@ def tuned_results() -> Facts:
         usable = len(tuned.read(folder, machine)) if files else 0
     return {
         "folder": str(folder),
-        "on": os.environ.get(tuned.ENVIRONMENT) != "0",
+        "on": _is_on(tuned.ENVIRONMENT),
         "usable": usable,
         "ignored": [str(warning.message) for warning in caught],
         "files": [
@@ -111,6 +111,7 @@ def tuned_results() -> Facts:
 
 def tuned_models() -> Facts:
     """Returns the settings that tuning found for models on this machine."""
+    from mlx_marlin.backends import tuned_results as tuned
     from mlx_marlin.integrations.mlx_lm import warn_once
     from mlx_marlin.integrations.tuned_models import environment, machine, results
     from mlx_marlin.integrations.tuned_models.settings import name_of
@@ -121,6 +122,7 @@ def tuned_models() -> Facts:
         found = [each for _, each in results.listed(machine.here()) if each]
     return {
         "folder": str(results.folder()),
+        "on": _is_on(tuned.ENVIRONMENT),
         "ignored": [str(warning.message) for warning in caught],
         "variable": environment.VARIABLE,
         "value_here": os.environ.get(environment.VARIABLE),
@@ -134,6 +136,10 @@ def tuned_models() -> Facts:
             for each in found
         ],
     }
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable) != "0"
 
 
 def problems(facts: Facts) -> list[str]:
