@@ -206,6 +206,9 @@ def test_the_c_locale_is_enough() -> None:
             "--output '100000x100000:float32' has 10000000000 elements, expected at",
         ),
         ("--grid 4 --template N=9999999999", "--template N 9999999999, expected an"),
+        ("--grid 4 --input x=zip.npy", "--input 'zip.npy', expected a .npy file"),
+        ("--grid 4 --input x=npz.npy", "--input 'npz.npy', expected a .npy file"),
+        ("--grid 4 --input x=head.npy", "--input 'head.npy', expected a .npy file"),
         ("--grid 4 --header odd.npy", "odd.npy: byte 1 is not UTF-8, expected Metal"),
     ],
 )
@@ -221,6 +224,10 @@ def test_what_emulate_cannot_do_is_one_line(
     Path("odd.npy").write_bytes(b"x\xff")
     np.save("short.npy", np.zeros(8))
     os.truncate("short.npy", Path("short.npy").stat().st_size - 1)
+    Path("zip.npy").write_bytes(b"PK\x03\x04garbage")
+    np.savez("npz.npz", np.zeros(8))
+    os.replace("npz.npz", "npz.npy")
+    Path("head.npy").write_bytes(b"\x93NUMPY\x01\x00\x04\x00{'(\n")
 
     assert main(["emulate", "kernel.metal", *options.split()]) == 2
 

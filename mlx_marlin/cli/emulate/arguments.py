@@ -75,10 +75,12 @@ def input_array(text: str) -> Any:
 def _load(path: str) -> Any:
     # NumPy reads at once and says what is missing. MLX reads when a value is needed,
     # and 0.32.4 may raise the error of a short file in a later evaluation.
+    # `np.load` would take an archive, and leave it open.
     try:
-        np.load(path, allow_pickle=False)
+        with open(path, "rb") as file:
+            np.lib.format.read_array(file, allow_pickle=False)
         return mx.load(path)
-    except (OSError, EOFError, ValueError, RuntimeError) as error:
+    except Exception as error:  # NumPy evaluates the header, which raises anything
         raise ValueError(f"--input {path!r}, expected a .npy file: {error}") from None
 
 
