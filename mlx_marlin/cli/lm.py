@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
+from mlx_marlin.integrations.compute import COMPUTE
 from mlx_marlin.integrations.tuned_models import environment
 from mlx_marlin.weights.formats import LAYOUTS
 
@@ -77,7 +78,7 @@ def add_parser(
     )
     parser.add_argument(
         "--compute",
-        choices=("float16",),
+        choices=COMPUTE,
         help="compute models in bfloat16 in float16, for GPUs that emulate bfloat16",
     )
     parser.add_argument("lm_command", metavar="COMMAND", nargs="?")

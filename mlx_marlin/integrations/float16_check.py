@@ -3,11 +3,10 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.integrations.compute import COMPUTE
 from mlx_marlin.integrations.mlx_lm.module_tree import named_arrays
 from mlx_marlin.integrations.mlx_lm.warm_up import cache_factory
 
-COMPUTE = ("float16",)
-"""Values of the option `compute`."""
 LARGEST = 65504
 SMALLEST_NORMAL = 2.0**-14
 """Numbers of float16. It is not documented that Apple's GPUs keep smaller ones."""

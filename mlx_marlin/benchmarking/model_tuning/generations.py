@@ -15,12 +15,14 @@ from mlx_marlin.benchmarking.decoding import Decoded, Prompts
 from mlx_marlin.benchmarking.model_tuning import equal_tokens
 from mlx_marlin.benchmarking.model_tuning.comparison import Comparison
 from mlx_marlin.integrations.mlx_lm.optimize import optimize
-from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.integrations.tuned_models.settings import (
+    DEFAULTS,
+    STREAMS,
+    ModelSettings,
+)
 
 ROUNDS = 5
 """Pairs of generations, of which the median ratio counts."""
-STREAMS = (1, 4, 8)
-"""Default numbers of prompts at a time."""
 PROMPT, NEW = 128, 48
 """Tokens of a prompt, and tokens generated for each."""
 MEMORY_SHARE = 0.8

@@ -12,13 +12,12 @@ from mlx_marlin.cli import models, progress
 from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.integrations.tuned_models import lookup, machine, model_key, results
 from mlx_marlin.integrations.tuned_models.results import TunedModel
+from mlx_marlin.integrations.tuned_models.settings import STREAMS
 
 if TYPE_CHECKING:
     from mlx_marlin.benchmarking.model_tuning.environment import Values
     from mlx_marlin.benchmarking.model_tuning.search import Search
 
-STREAMS = (1, 4, 8)
-"""Default of --streams."""
 MAX_STREAMS = 64
 """Largest number of --streams."""
 MINUTES = 30.0

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mlx_marlin.integrations.float16_check import COMPUTE
+from mlx_marlin.integrations.compute import COMPUTE
 from mlx_marlin.integrations.fusions import FUSIONS, fusions
 from mlx_marlin.weights.formats import LAYOUTS
 

@@ -6,6 +6,9 @@ from typing import Any
 from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.weights.formats import LAYOUTS
 
+STREAMS = (1, 4, 8)
+"""Numbers of prompts at a time with which settings are compared by default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
