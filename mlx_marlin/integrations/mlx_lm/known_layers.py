@@ -80,7 +80,7 @@ def has_expert_kernels(layer: Any, traits: Traits) -> bool:
 
 
 def supports_experts(invariant: bool) -> bool:
-    """Returns whether the back end has kernels for experts."""
+    """Returns whether experts can be converted, and be invariant if requested."""
     if invariant and not selection.active().gather.is_invariant:
         return False
     # Layers in MLX's layout can be converted anywhere: stock MLX reads them too.
@@ -88,7 +88,11 @@ def supports_experts(invariant: bool) -> bool:
 
 
 def supports_heads(invariant: bool) -> bool:
-    """Returns whether the back end has kernels for layers of several heads."""
+    """Returns whether layers of several heads can be converted.
+
+    Args:
+        invariant: Whether they must be invariant.
+    """
     # Heads keep MLX's layout by default, which only such a back end reads.
     return not invariant or selection.traits().default_layout == "mlx"
 
