@@ -1,6 +1,6 @@
-"""Decides which layers `optimize` converts, and converts one layer."""
+"""Decides which layers `optimize` converts, and converts them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,10 +23,17 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     supports_experts,
     supports_heads,
 )
+from mlx_marlin.integrations.mlx_lm.module_changes import (
+    Changes,
+    Positions,
+    module_at,
+)
+from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.sharded.linear import SHARDED, class_for
+from mlx_marlin.products.reference.weight import rounds_biases
 from mlx_marlin.weights.formats import CHANNEL, FORMATS, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
@@ -197,6 +204,29 @@ def has_stock_format(layer: nn.Module) -> bool:
     return is_marlin_layer(layer) and not getattr(layer, "is_packed_only", False)
 
 
+def can_unpack(layer: nn.Module) -> bool:
+    """Returns whether a layer is packed, and MLX's layout has the same weights."""
+    return has_stock_format(layer) and getattr(layer, "layout", "mlx") == "marlin"
+
+
+def to_stock(layer: Any) -> nn.Module:
+    """Returns MLX's layer of one of ours; warns once if that rounds a weight."""
+    packed = getattr(layer, "packed", None)
+    if packed is not None and (
+        packed.global_scale is not None
+        or rounds_biases(packed)
+        or isinstance(layer, PackedEmbedding)
+    ):
+        warn_once(
+            "restored with rounding",
+            f"restore rounds weights, such as those of {layer}: MLX has neither "
+            f"integer zero points, nor global scales of linear layers, nor embeddings "
+            f"in some formats",
+        )
+    stock: nn.Module = layer.to_stock()
+    return stock
+
+
 def inverse(layer: nn.Module) -> Convert:
     """Returns a function that converts a converted layer back into a layer like this.
 
@@ -212,3 +242,31 @@ def inverse(layer: nn.Module) -> Convert:
             cls.from_quantized, layout=layer.layout, invariant=layer.invariant
         )
     return lambda new: new.to_stock()
+
+
+def replace_layers(
+    found: Sequence[Positions], convert: Convert, progress: bool, changes: Changes
+) -> None:
+    """Converts layers one by one, with a progress bar if `progress` is true.
+
+    It holds no reference to a layer, so that a large model needs memory for one
+    additional layer only.
+    """
+    for positions in _with_progress(found, progress):
+        layer = module_at(positions)
+        new = convert(layer)
+        mx.eval(new.parameters())
+        changes.replace([positions], [new], _rebuilding(inverse(layer)))
+
+
+def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
+    return lambda modules: [convert_back(module) for module in modules]
+
+
+def _with_progress(found: Sequence[Positions], progress: bool) -> Iterable[Positions]:
+    if not (progress and found):
+        return found
+    from tqdm import tqdm
+
+    shown: Iterable[Positions] = tqdm(found, "mlx_marlin", unit="layer")
+    return shown

@@ -1,11 +1,10 @@
 """`optimize` and `restore`: converts the layers of an mlx-lm model in place."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.integrations.float16 import (
@@ -30,20 +29,18 @@ from mlx_marlin.integrations.mlx_lm.known_layers import (
     supports_heads,
 )
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
-    Convert,
     LayerConversion,
+    can_unpack,
     has_stock_format,
-    inverse,
     is_marlin_layer,
+    replace_layers,
+    to_stock,
 )
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes, Positions, module_at
+from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers, find_layers
 from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
 from mlx_marlin.integrations.mlx_lm.warm_up import check_rows, run_once
-from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.integrations.tuned_models import lookup
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
-from mlx_marlin.products.reference.weight import rounds_biases
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -185,8 +182,8 @@ def optimize(
         separate_layers(model, changes)
         if compute is not None:
             # Its record has MLX's names, which a later change of layout does not have.
-            packed = find_layers(model, _can_unpack)
-            replace_layers(packed, _to_stock, progress, changes)
+            packed = find_layers(model, can_unpack)
+            replace_layers(packed, to_stock, progress, changes)
             use_float16(model, changes)
         wanted = find_layers(model, conversion.applies_to)
         replace_layers(wanted, conversion.convert, progress, changes)
@@ -223,7 +220,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         separate_layers(model, changes)
         give_back_bfloat16(model, changes)
         converted = find_layers(model, is_marlin_layer)
-        replace_layers(converted, _to_stock, progress, changes)
+        replace_layers(converted, to_stock, progress, changes)
         give_back_bfloat16(model, changes)
         drop_float16_record(model, changes)
     except BaseException:
@@ -239,46 +236,10 @@ def _leave_to_stock(model: nn.Module, progress: bool) -> None:
         _set_tracing(model, False, changes)
         separate_layers(model, changes)
         converted = find_layers(model, has_stock_format)
-        replace_layers(converted, _to_stock, progress, changes)
+        replace_layers(converted, to_stock, progress, changes)
     except BaseException:
         changes.undo()
         raise
-
-
-def _can_unpack(layer: nn.Module) -> bool:
-    return has_stock_format(layer) and getattr(layer, "layout", "mlx") == "marlin"
-
-
-def _to_stock(layer: Any) -> nn.Module:
-    packed = getattr(layer, "packed", None)
-    if packed is not None and (
-        packed.global_scale is not None
-        or rounds_biases(packed)
-        or isinstance(layer, PackedEmbedding)
-    ):
-        warn_once(
-            "restored with rounding",
-            f"restore rounds weights, such as those of {layer}: MLX has neither "
-            f"integer zero points, nor global scales of linear layers, nor embeddings "
-            f"in some formats",
-        )
-    stock: nn.Module = layer.to_stock()
-    return stock
-
-
-def replace_layers(
-    found: Sequence[Positions], convert: Convert, progress: bool, changes: Changes
-) -> None:
-    """Converts layers one by one, with a progress bar if `progress` is true.
-
-    It holds no reference to a layer, so that a large model needs memory for one
-    additional layer only.
-    """
-    for positions in _with_progress(found, progress):
-        layer = module_at(positions)
-        new = convert(layer)
-        mx.eval(new.parameters())
-        changes.replace([positions], [new], _rebuilding(inverse(layer)))
 
 
 def check_model(model: object) -> None:
@@ -338,16 +299,3 @@ def _set_tracing(
         code.trace_blocks(model, changes, frozenset(fuse))
     else:
         code.untrace_blocks(model, changes)
-
-
-def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
-    return lambda modules: [convert_back(module) for module in modules]
-
-
-def _with_progress(found: Sequence[Positions], progress: bool) -> Iterable[Positions]:
-    if not (progress and found):
-        return found
-    from tqdm import tqdm
-
-    shown: Iterable[Positions] = tqdm(found, "mlx_marlin", unit="layer")
-    return shown

@@ -16,10 +16,10 @@ from mlx_marlin.integrations.mlx_lm.joining import join_layers, separate_layers
 from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     STAYS_STOCK,
     is_marlin_layer,
+    replace_layers,
 )
 from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.integrations.mlx_lm.module_tree import find_layers
-from mlx_marlin.integrations.mlx_lm.optimize import replace_layers
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
 
