@@ -147,6 +147,16 @@ def test_every_figure_of_the_table_has_a_source() -> None:
         assert row["is_known"] == ("ASSUMED" not in str(row["sources"]))
 
 
+@pytest.mark.parametrize(("version", "units"), [("26.1", False), ("26.3.1", True)])
+def test_the_kernels_version_of_macos_comes_first(
+    mac: Tools, monkeypatch: pytest.MonkeyPatch, version: str, units: bool
+) -> None:
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("16.0", ("", "", ""), "arm64"))
+    mac("Apple M5 Max", sysctl=says(version, *detection.SYSTEM_VERSION))
+
+    assert detection.has_tensor_system() == units
+
+
 @pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
 def test_the_architecture_follows_from_generation_and_tier(chip: Device) -> None:
     number, letter = chip.arch_gen, chip.size_letter
@@ -193,6 +203,8 @@ def test_phones_are_a_number_ahead(arch: str, units: bool) -> None:
         ("", True),
         ("15.7.1", False),
         ("16.0", False),
+        ("16.1", False),
+        ("16.2", True),  # what a Python built for an older macOS is told of 26.2
         ("26", False),
         ("26.1.2", False),
         ("26.2", True),

@@ -21,6 +21,10 @@ from mlx_marlin.backends.metal.device import (
 
 SYSTEM_NAME = ("sysctl", "-n", "machdep.cpu.brand_string")
 SYSTEM_BUILD = ("sysctl", "-n", "kern.osversion")
+SYSTEM_VERSION = ("sysctl", "-n", "kern.osproductversion")
+COMPATIBLE_MAJOR = 16
+"""macOS calls version 26 so to a program that was built for an older one, such as some
+builds of Python: github.com/python/cpython/issues/135675."""
 REGISTRY_CORES = ("ioreg", "-rc", "AGXAccelerator", "-d1")
 PROFILER_CORES = ("system_profiler", "SPDisplaysDataType", "-json")
 
@@ -47,8 +51,12 @@ def here() -> Device:
 
 def has_tensor_system() -> bool:
     """Returns whether this macOS has tensor operations; True if it is not known."""
-    version = [int(part) for part in re.findall(r"\d+", platform.mac_ver()[0])]
-    return not version or (*version, 0)[:2] >= TENSOR_SYSTEM
+    found = ask(SYSTEM_VERSION, QUICK) or platform.mac_ver()[0]
+    version = [int(part) for part in re.findall(r"\d+", found)]
+    if not version:
+        return True
+    major = 26 if version[0] == COMPATIBLE_MAJOR else version[0]
+    return (major, *version[1:], 0)[:2] >= TENSOR_SYSTEM
 
 
 def chip_name() -> str | None:
