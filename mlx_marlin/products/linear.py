@@ -209,8 +209,8 @@ def native_linear(
     w, scales, biases, format = weight
     on_cpu = mx.default_device() == CPU
     call = x.shape, x.dtype, on_cpu, epilogue, epsilon
-    others = scales.dtype, None if biases is None else biases.dtype
-    key = *call, w.shape, *others, format
+    others = () if biases is None else (biases.shape, biases.dtype)
+    key = *call, w.shape, w.dtype, scales.shape, scales.dtype, *others, format
     prepared = _natives.get(key)
     if prepared is None:
         request = native_request(x, weight, True, epilogue, False, epsilon)

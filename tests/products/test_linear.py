@@ -13,6 +13,7 @@ import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products.linear import native_linear
 from mlx_marlin.products.packing import pack
 from support import oracles
 from support.arguments import K, N, activations, weight
@@ -281,3 +282,21 @@ def test_an_invariant_product_is_never_handed_over(
 
     assert recorded(product, x) == ["QuantizedMatmul"]
     assert recorded(invariant, x) == ["CustomKernel"]
+
+
+def test_every_call_checks_the_shapes_of_a_weight(backend: Choose) -> None:
+    backend("emulator")
+    w, scales, biases = mx.quantize(mx.random.normal((64, 64)), group_size=64)
+    x = mx.random.normal((8, 64))
+
+    def call(*arrays: mx.array) -> object:
+        weight = (*arrays, (64, 4, "affine"))
+        return native_linear(x, weight, Epilogue(activation="silu"), ())
+
+    assert call(w, scales, biases) is not None
+    with pytest.raises(ValueError, match="scales"):
+        call(w, scales[:32], biases)
+    with pytest.raises(ValueError, match="biases"):
+        call(w, scales, biases[:32])
+    with pytest.raises(ValueError, match="should be uint32"):
+        call(w.view(mx.int32), scales, biases)
