@@ -72,6 +72,17 @@ def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
     return registry.of_device(device).handover(problem, device, predicted)
 
 
+def stock_reason_for(plan: Plan, device: PlanningDevice) -> str | None:
+    """Returns why stock MLX should serve a plan's product for speed, or None.
+
+    Args:
+        plan: The plan that would compute the product.
+        device: The chip to plan for.
+    """
+    backend = registry.of_plan(plan)
+    return backend.handover(plan.problem, device, partial(predict, plan, device))
+
+
 def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
     """Returns the plan for experts' products.
 

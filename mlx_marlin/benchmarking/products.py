@@ -136,7 +136,7 @@ def measure(
 
 def _ours(problem: Problem, device: PlanningDevice) -> Arm:
     """Returns what our package runs for a product if stock MLX does not serve it."""
-    served = dispatch.plan_of(problem)
+    served = dispatch.usable(dispatch.plan_of(problem))
     if isinstance(served, DensePlan):
         product = _reading(problem.layout, launch.dense_product(served))
         return Arm(name=OURS, problem=problem, product=product)

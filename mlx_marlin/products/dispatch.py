@@ -3,6 +3,7 @@
 A decision is made once for each request and kept until `state.reset`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -104,7 +105,7 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     problem = request.problem
     if not request.transpose:
         return _prepare_not_transposed(request, problem, stock)
-    plan = _usable(plan_of(problem))
+    plan = usable(plan_of(problem))
     reason = plan if isinstance(plan, str) else _fault_of(plan)
     if isinstance(plan, str) or reason is not None:
         return _by_stock(request, stock, str(reason))
@@ -218,11 +219,30 @@ def _fault_of(plan: Plan | DensePlan) -> str | None:
     return fault
 
 
-def _usable(plan: Plan | DensePlan | str) -> Plan | DensePlan | str:
-    """Returns the alternative of a plan whose kernel failed its check, if any."""
-    if not isinstance(plan, Plan) or guard.why_not(plan) is None:
+def usable(
+    plan: Plan | DensePlan | str,
+    why_not: Callable[[Plan], str | None] | None = None,
+) -> Plan | DensePlan | str:
+    """Returns the plan to use for one whose kernel may have failed its check.
+
+    Args:
+        plan: What `plan_of` returns.
+        why_not: Returns why a plan's kernels must not be used, or None. Default:
+            `guard.why_not`, which checks them.
+
+    Returns:
+        Another plan if the check failed, there is one, and stock MLX is not predicted
+        to be faster than it; else the given plan.
+    """
+    if not isinstance(plan, Plan) or (why_not or guard.why_not)(plan) is None:
         return plan
-    return planner.alternative(plan, eligibility.target()) or plan
+    other = planner.alternative(plan, eligibility.target())
+    if other is None:
+        return plan
+    slower = selection.may_hand_over() and planner.stock_reason_for(
+        other, eligibility.target()
+    )
+    return plan if slower else other
 
 
 def _plan(problem: Problem, measured: Result | None) -> Plan:

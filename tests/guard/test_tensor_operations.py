@@ -4,18 +4,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
+from mlx_marlin.cli.doctor import kernel_checks
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import dispatch, eligibility
 from support.guarded_calls import K, N, collected, is_right, new_process, operands
 
 pytestmark = pytest.mark.skipif(
@@ -117,11 +117,11 @@ def test_another_layout_switches_the_kernel_off_with_one_warning() -> None:
         " the kernel marlin_tensor_layout failed its check on this machine"
     ]
     assert again == []
-    assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+    assert is_right(y, x, w)
     assert is_right(of_packed, x, w)
     verdicts = {verdict.kernels for verdict in guard.verdicts_so_far()}
     assert "marlin_gemm_tensor" not in verdicts
-    # Another kernel of ours serves packed weights, which stock MLX cannot read.
+    # The back end is forced, so another kernel of ours serves, not stock MLX.
     assert "marlin_gemm_register" in verdicts
     assert guard.known_fault(plan_of()) is not None
     new_process()
@@ -146,7 +146,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(
 
     assert len(messages) == 1
     assert "marlin_tensor_layout" in messages[0]
-    assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+    assert is_right(y, x, w)
 
 
 def test_the_kernel_is_not_built_without_tensor_units() -> None:
@@ -156,16 +156,39 @@ def test_the_kernel_is_not_built_without_tensor_units() -> None:
         )
 
 
-def test_the_alternative_leaves_to_stock_mlx_what_it_would_serve() -> None:
-    def other(n: int, k: int, layout: str) -> Plan | None:
+@pytest.mark.usefixtures("_tensor")
+@pytest.mark.parametrize("may", [False, True])
+def test_stock_mlx_serves_instead_where_it_may_and_is_faster(
+    may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "may_hand_over", lambda: may)
+
+    def kernel(n: int, k: int, layout: str) -> str:
         problem = problem_of(16, n, k, layout=layout)
         plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
-        return planner.alternative(plan, M5_MAX)
+        used = dispatch.usable(plan, lambda _: "it failed")
+        assert isinstance(used, Plan)
+        return used.kernel
 
-    by_our_kernel = other(5120, 17408, "mlx")
-    packed = other(14336, 4096, "marlin")
-    assert by_our_kernel is not None
-    assert packed is not None
-    assert {by_our_kernel.kernel, packed.kernel} == {"gemm_register"}
-    assert other(14336, 4096, "mlx") is None
-    assert planner.alternative(packed, M5_MAX) is None
+    assert kernel(5120, 17408, "mlx") == "gemm_register"
+    assert kernel(14336, 4096, "marlin") == "gemm_register"
+    # The plan that failed: stock MLX serves.
+    assert kernel(14336, 4096, "mlx") == ("gemm_tensor" if may else "gemm_register")
+
+
+def test_other_kernels_have_no_alternative() -> None:
+    plan = planner.make(problem_of(16, 64, 64), device=M5_MAX, kernel="gemm_register")
+    assert planner.alternative(plan, M5_MAX) is None
+    assert dispatch.usable(plan, lambda _: "it failed") is plan
+
+
+@pytest.mark.usefixtures("_tensor")
+def test_the_check_of_doctor_and_the_report_know_the_alternative() -> None:
+    problem = problem_of(16, N, K)
+    with emulator.emulated(tensor_layout="g16"):
+        assert kernel_checks.check([problem]) == []
+    kernels = {verdict.kernels for verdict in guard.verdicts_so_far()}
+    assert "marlin_gemm_register" in kernels
+    used = dispatch.usable(dispatch.plan_of(problem), guard.known_fault)
+    assert isinstance(used, Plan)
+    assert used.kernel == "gemm_register"

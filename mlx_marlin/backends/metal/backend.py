@@ -265,17 +265,11 @@ class MetalBackend:
         return tensor_probe.probes(plan)
 
     def alternative(self, plan: MetalPlan, device: Device) -> Plan | None:
-        """Returns the best plan without tensor operations for one with them.
-
-        None if stock MLX is predicted to be faster than that, and for other plans.
-        """
-        problem = plan.problem
+        """Returns the best plan without tensor operations for one with them."""
         if plan.kernel != TENSOR_KERNEL:
             return None
-        kernel = default_kernel(problem)
-        other = self._best(problem, device, PlanOverrides(kernel=kernel))
-        reason = handover(problem, device, cost.predict(other, device))
-        return other if reason is None else None
+        overrides = PlanOverrides(kernel=default_kernel(plan.problem))
+        return self._best(plan.problem, device, overrides)
 
     def product_source(self, plan: MetalPlan) -> Source:
         """Returns the text of a plan's first kernel."""

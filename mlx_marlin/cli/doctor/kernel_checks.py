@@ -47,8 +47,11 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
             plan = dispatch.plan_of(problem)
             if isinstance(plan, str):
                 served_by_stock.append({"product": problem.explain(), "reason": plan})
-            else:
-                guard.verdict_of(plan)
+                continue
+            guard.verdict_of(plan)
+            other = dispatch.usable(plan)
+            if other is not plan and not isinstance(other, str):
+                guard.verdict_of(other)
     return served_by_stock
 
 

@@ -135,7 +135,7 @@ def _answer(
     if not target.is_here:
         return planner.serve(problem, target.device)
     try:
-        plan = dispatch.plan_of(problem)
+        plan = dispatch.usable(dispatch.plan_of(problem), guard.known_fault)
     except ValueError as error:  # of an invariant product
         return str(error)
     return plan if isinstance(plan, str) else _checked(plan, target)
