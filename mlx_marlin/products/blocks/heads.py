@@ -9,6 +9,8 @@ from mlx_marlin.backends.blocks import launch
 from mlx_marlin.backends.blocks.launch import Heads
 from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.blocks.support import has_kernels
+from mlx_marlin.products.reference import epilogue
+from mlx_marlin.products.reference.epilogue import check_frequencies
 
 MIN_FEATURES, MAX_FEATURES = 16, 512
 """Features of a head. MLX passes fewer than 8 frequencies in the `constant` address
@@ -34,7 +36,11 @@ def rotated(
     Returns:
         q and k, each [streams, heads, tokens, features]; None if the back end has no
         kernel for them.
+
+    Raises:
+        ValueError: If an array does not fit the heads.
     """
+    _check(heads, qkv, freqs, norms)
     if not has_kernels(qkv) or not _fit(heads, qkv, positions, norms):
         return None
     per_stream = positions.size > 1
@@ -48,6 +54,16 @@ def rotated(
     call = differentiable(kernel, partial(_by_mlx, heads))  # type: ignore[arg-type]
     q, k = call(qkv, positions, freqs, *norms)
     return q, k
+
+
+def _check(
+    heads: Heads, qkv: mx.array, freqs: mx.array, norms: tuple[mx.array, ...]
+) -> None:
+    if qkv.ndim != 3 or qkv.shape[-1] != heads.columns:
+        raise ValueError(
+            f"qkv has shape {qkv.shape}, expected [streams, tokens, {heads.columns}]"
+        )
+    check_frequencies(heads.rotation, freqs, norms)
 
 
 def _fit(
@@ -70,23 +86,12 @@ def _by_mlx(
     freqs: mx.array,
     *norms: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Does the same as operations of MLX."""
+    """Does the same as operations of MLX that have derivatives."""
     streams, tokens, _ = qkv.shape
-    parts = qkv[..., : heads.rotated_columns].reshape(
-        streams, tokens, -1, heads.features
-    )
-    both = [*mx.split(parts.transpose(0, 2, 1, 3), [heads.heads], axis=1)]
-    if heads.norm is not None:
-        pairs = zip(both, norms, strict=True)
-        both = [mx.fast.rms_norm(own, weight, heads.norm) for own, weight in pairs]
-    rope = partial(
-        mx.fast.rope,
-        dims=heads.features,
-        traditional=False,
-        base=None,
-        scale=1.0,
-        offset=positions.reshape(-1) if positions.size > 1 else positions.reshape(()),
-        freqs=freqs,
-    )
-    q, k = (rope(own) * heads.factor for own in both)
+    rows = qkv[..., : heads.rotated_columns].reshape(streams * tokens, -1)
+    first = mx.broadcast_to(positions.reshape(-1, 1), (streams, 1))
+    own = (first + mx.arange(tokens)).flatten()
+    turned = epilogue.rotated(rows, heads.rotation, (), own, freqs, *norms)
+    turned = turned.reshape(streams, tokens, -1, heads.features)
+    q, k = mx.split(turned.transpose(0, 2, 1, 3), [heads.heads], axis=1)
     return q, k

@@ -151,6 +151,17 @@ def check_rotation(
             f"positions are {positions.dtype} {positions.shape}, expected int32 "
             f"{expected}"
         )
+    check_frequencies(rotation, freqs, norms)
+
+
+def check_frequencies(
+    rotation: Rotation, freqs: mx.array, norms: Sequence[mx.array]
+) -> None:
+    """Checks the arrays of a rotation that do not depend on rows.
+
+    Raises:
+        ValueError: If an array does not fit the rotation.
+    """
     if freqs.dtype != mx.float32 or freqs.shape != (rotation.features // 2,):
         raise ValueError(
             f"freqs are {freqs.dtype} {freqs.shape}, expected float32 "
