@@ -87,7 +87,7 @@ def route(
     *rows, experts = logits.shape
     shape = (*rows, choices)
     chosen, scores = _routing_kernel("route")(
-        inputs=(logits,),
+        inputs=(readable(logits),),
         template=(
             ("T", logits.dtype),
             ("EXPERTS", experts),

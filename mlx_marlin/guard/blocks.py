@@ -16,7 +16,9 @@ from mlx_marlin.guard.answers import (
 from mlx_marlin.guard.heads import rotated
 from mlx_marlin.weights.dtypes import dtype_name
 
-STREAMS = 2
+STREAMS = (2, 8)
+"""MLX passes fewer than eight positions in another address space, for which the kernel
+is compiled again."""
 ROWS = 3
 FIRST = 37
 """Position of the first token."""
@@ -33,34 +35,46 @@ def fault_of_rotation(
         tokens: New tokens of a stream.
         per_stream: Whether each stream has its own position.
     """
+    counts = STREAMS if per_stream else STREAMS[:1]
+    faults = (
+        _rotation_fault(heads, dtype, (streams, tokens), per_stream)
+        for streams in counts
+    )
+    return next(filter(None, faults), None)
+
+
+def _rotation_fault(
+    heads: Heads, dtype: mx.Dtype, rows: tuple[int, int], per_stream: bool
+) -> str | None:
+    streams, tokens = rows
     features = heads.features
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(0), 2)
-        qkv = mx.random.normal((STREAMS, tokens, heads.columns), key=keys[0])
+        qkv = mx.random.normal((*rows, heads.columns), key=keys[0])
         norms = mx.random.uniform(0.5, 2, (2, features), key=keys[1]).astype(dtype)
         weights = () if heads.norm is None else (norms[0] + 0, norms[1] + 0)
         qkv = qkv.astype(dtype)
         freqs = mx.power(100.0, mx.arange(0, features, 2) / features)
-        first = mx.array([FIRST, 2] if per_stream else [FIRST], mx.int32)
+        first = FIRST - 5 * mx.arange(streams if per_stream else 1, dtype=mx.int32)
         mx.eval(qkv, freqs, first, *weights)
     results = launch.rotate_heads(heads, qkv, first, freqs, weights)
     with mx.stream(mx.cpu):
-        rows = wide(qkv).reshape(STREAMS * tokens, -1)[:, : heads.rotated_columns]
-        positions = (first[:, None] + mx.arange(tokens)) + mx.zeros((STREAMS, 1))
+        points = wide(qkv).reshape(streams * tokens, -1)[:, : heads.rotated_columns]
+        positions = (first[:, None] + mx.arange(tokens)) + mx.zeros((streams, 1))
         arrays = EpilogueArrays(
             positions=positions.flatten(), freqs=freqs, head_norms=weights
         )
-        answer = rotated(Answer(rows, mx.zeros_like(rows)), heads.rotation, arrays)
+        answer = rotated(Answer(points, mx.zeros_like(points)), heads.rotation, arrays)
         off = answer.bound + mx.abs(answer.values) * OF_FUNCTIONS
         off = off + rounding(answer.values, dtype_name(dtype))
-        parts = [_by_streams(array, heads, tokens) for array in (answer.values, off)]
+        parts = [_by_streams(array, heads, rows) for array in (answer.values, off)]
     faults = map(reference.difference, results, map(Answer, *parts))
     return next(filter(None, faults), None)
 
 
-def _by_streams(array: mx.array, heads: Heads, tokens: int) -> list[mx.array]:
+def _by_streams(array: mx.array, heads: Heads, rows: tuple[int, int]) -> list[mx.array]:
     """Returns q and k [streams, heads, tokens, features] of rows [rows, heads, ...]."""
-    array = array.reshape(STREAMS, tokens, -1, heads.features).transpose(0, 2, 1, 3)
+    array = array.reshape(*rows, -1, heads.features).transpose(0, 2, 1, 3)
     q, k = mx.split(array, [heads.heads], axis=1)
     return [q, k]
 

@@ -8,6 +8,8 @@ from mlx_marlin.guard.reference import Answer
 from mlx_marlin.weights.dtypes import dtype_name
 
 ROWS = 5
+"""More than one row: MLX passes a single row's few scores in another address space, for
+which a kernel is compiled again."""
 
 
 def fault_of_route(
@@ -50,11 +52,16 @@ def fault_of_combine(dtype: mx.Dtype, n: int, choices: int) -> str | None:
         n: Columns of a result.
         choices: Results of a row.
     """
+    faults = (_fault_of_sums(dtype, n, choices, rows) for rows in (1, ROWS))
+    return next(filter(None, faults), None)
+
+
+def _fault_of_sums(dtype: mx.Dtype, n: int, choices: int, rows: int) -> str | None:
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(0), 3)
-        results = mx.random.normal((ROWS, choices, 1, n), key=keys[0])
-        residual = mx.random.normal((ROWS, n), key=keys[1]).astype(dtype)
-        scores = mx.random.uniform(-1, 1, (ROWS, choices), key=keys[2])
+        results = mx.random.normal((rows, choices, 1, n), key=keys[0])
+        residual = mx.random.normal((rows, n), key=keys[1]).astype(dtype)
+        scores = mx.random.uniform(-1, 1, (rows, choices), key=keys[2])
         results = results.astype(dtype)
         mx.eval(results, residual, scores)
     y = experts_launch.combine(results, scores, residual)

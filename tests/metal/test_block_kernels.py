@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch, selection
 from mlx_marlin.backends.blocks import launch
+from mlx_marlin.backends.kernels import IN_CONSTANT
+from mlx_marlin.backends.source import Source
 from mlx_marlin.guard import blocks, routing
+from mlx_marlin.products.blocks import heads, sums
 from support import cuda_experts
 from support.block_kernels import Added, Rotated
 from support.grids import drawn
@@ -182,3 +186,74 @@ def test_the_guard_finds_a_wrong_kernel(
     }
     fault = checks[kernel]()
     assert ("results are wrong" in str(fault)) if wrong else fault is None
+
+
+class Launches:
+    """Sizes of inputs, by the names of kernels."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[str, list[dict[str, int]]] = {}
+        own = type(selection.active()).kernel
+
+        def kernel(backend: Any, text: Source, shared_bytes: int) -> Any:
+            call = own(backend, text, shared_bytes)
+
+            def listed(**arguments: Any) -> Any:
+                sizes = [array.size for array in arguments["inputs"]]
+                named = dict(zip(text.input_names, sizes, strict=True))
+                name = text.name.removeprefix("marlin_")
+                self.sizes.setdefault(name, []).append(named)
+                return call(**arguments)
+
+            return listed
+
+        monkeypatch.setattr(type(selection.active()), "kernel", kernel)
+
+
+def test_few_logits_are_not_in_constant_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+
+    chosen, scores = experts_launch.route(mx.array([[1.0, 3, 2, 0]]), 2, True, False)
+
+    assert sorted(chosen.tolist()[0]) == [1, 2]
+    assert mx.allclose(scores.sum(), mx.softmax(mx.array([1.0, 3, 2, 0]))[1:3].sum())
+    assert launches.sizes["route"][0]["logits"] >= IN_CONSTANT
+
+
+def test_checks_cover_few_values_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(monkeypatch)
+    half = mx.float16
+
+    assert blocks.fault_of_rotation(ROTATED.layout, half, 2, per_stream=True) is None
+    assert routing.fault_of_combine(half, 40, 3) is None
+
+    for kernel, name in (("rotate_heads", "positions"), ("combine", "scores")):
+        few = [sizes[name] < IN_CONSTANT for sizes in launches.sizes[kernel]]
+        assert sorted(few) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"qkv": (3, 2, 279)}, r"qkv has shape \(3, 2, 279\), expected .*280"),
+        ({"qkv": (6, 280)}, "qkv has shape"),
+        ({"freqs": (19,)}, r"freqs are .*float32 \(19,\), expected float32 \[20\]"),
+        ({"norms": 0}, "norms have shapes"),
+        ({"norms": 1}, "norms have shapes"),
+    ],
+)
+def test_arrays_that_do_not_fit_heads_are_named(
+    changes: dict[str, Any], words: str
+) -> None:
+    qkv, positions, freqs, *norms = ROTATED.arrays()
+    if "qkv" in changes:
+        qkv = mx.zeros(changes["qkv"], qkv.dtype)
+    freqs = freqs[: changes.get("freqs", freqs.shape)[0]]
+    given = (*norms[: changes.get("norms", 2)],)
+    with pytest.raises(ValueError, match=words):
+        heads.rotated(ROTATED.layout, qkv, positions, freqs, given)
+
+
+def test_a_number_has_no_norm() -> None:
+    number = mx.array(1.0)
+    assert sums.added_and_normed(number, number, number, 1e-5) is None

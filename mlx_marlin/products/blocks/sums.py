@@ -30,9 +30,9 @@ def added_and_normed(
     Returns:
         The sum and its norm; None if the back end has no kernel for them.
     """
-    n, dtype = x.shape[-1], x.dtype
-    if not has_kernels(x) or x.shape != y.shape:
+    if not x.ndim or not has_kernels(x) or x.shape != y.shape:
         return None
+    n, dtype = x.shape[-1], x.dtype
     if not IN_CONSTANT <= n <= MAX_COLUMNS or weight.shape != (n,):
         return None
     if {y.dtype, weight.dtype} != {dtype}:
