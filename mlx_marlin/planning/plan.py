@@ -72,6 +72,11 @@ class Plan(ABC):
         """
 
     @property
+    def has_tensor_operations(self) -> bool:
+        """Whether the first kernel uses tensor units that other kernels do not."""
+        return False
+
+    @property
     @abstractmethod
     def simdgroups(self) -> int:
         """Simdgroups of a threadgroup."""

@@ -137,6 +137,7 @@ def of_plan(
     Raises:
         ValueError: If the time is not positive and finite.
     """
+    peak = device.stock_tflops if plan.has_tensor_operations else device.tflops
     return Profile(
         problem=plan.problem,
         kernel=plan.variant,
@@ -144,7 +145,7 @@ def of_plan(
         device=device,
         seconds=seconds,
         origin=origin,
-        roofline=Roofline(tflops=device.tflops, bandwidth_gbs=device.bandwidth_gbs),
+        roofline=Roofline(tflops=peak, bandwidth_gbs=device.bandwidth_gbs),
         plan=plan,
         residency=registry.of_device(device).residency(plan, device),
         counts=counts,

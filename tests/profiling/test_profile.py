@@ -202,3 +202,16 @@ def test_the_document_is_complete_and_read_back() -> None:
     assert good.plan is not None
     assert first["plan"] == good.plan.explain()
     assert data["skipped"][0]["reason"] == "too few rows"
+
+
+def test_tensor_operations_have_the_peak_of_tensor_units() -> None:
+    device = Device.named("Apple M5 Max")
+    problem = problem_of(64, 17408, 5120)
+    plan = planner.make(problem, device=device, kernel="gemm_tensor")
+    other = planner.make(problem, device=device, kernel="gemm_register")
+
+    predicted = of_plan(plan, device, planner.predict(plan, device).seconds, "assumed")
+
+    assert predicted.refusal is None
+    assert predicted.roofline.tflops == device.stock_tflops
+    assert of_plan(other, device, 1.0, "assumed").roofline.tflops == device.tflops

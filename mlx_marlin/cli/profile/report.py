@@ -67,7 +67,7 @@ def skipped(rows: Iterable[Skipped]) -> Iterator[str]:
 def _device(device: PlanningDevice) -> str:
     stock = ""
     if device.stock_tflops != device.tflops:
-        stock = f" ({_short(device.stock_tflops)} with the tensor units of stock MLX)"
+        stock = f" ({_short(device.stock_tflops)} with tensor units)"
     roofline = Roofline(tflops=device.tflops, bandwidth_gbs=device.bandwidth_gbs)
     return (
         f"{device.variant}: peaks {device.tflops:.2f} TFLOPS{stock} and "
