@@ -258,7 +258,7 @@ def _report(name: str, unit: _Unit, macos: str | None) -> frozenset[Operands]:
         CompileError: If the source violates a rule of Metal.
     """
     tokens = Tokens(unit.text)
-    broken = [*findings(tokens), *(too_new(tokens, macos) if macos else ())]
+    broken = [*findings(tokens), *(() if macos is None else too_new(tokens, macos))]
     found = [
         f"{message}\n    at {unit.quote(unit.location(line))}"
         for line, message in broken

@@ -59,9 +59,9 @@ def parsed(macos: str) -> Version:
     """Returns a version of macOS as numbers.
 
     Raises:
-        ValueError: If it is not written like "26.2" or "26".
+        ValueError: If it is not written like "26.2", "26.2.1" or "26".
     """
-    found = re.fullmatch(r"(\d+)(?:\.(\d+))?", macos)
+    found = re.fullmatch(r"(\d+)(?:\.(\d+)(?:\.\d+)?)?", macos)
     if found is None:
         raise ValueError(f"macos={macos!r}, expected a version such as '26.2'")
     return int(found[1]), int(found[2] or 0)

@@ -45,6 +45,7 @@ def check(
 
 def test_operations_pass() -> None:
     check(macos="26.2")
+    check(macos="26.2.1")
     check(matmul=Matmul(32, 32, 32, True, True))
 
 
@@ -101,5 +102,6 @@ def test_older_language(text: str, macos: str, passes: bool) -> None:
 
 
 def test_system_that_is_no_version() -> None:
-    with pytest.raises(ValueError, match="macos='Tahoe', expected a version"):
-        check(macos="Tahoe")
+    for macos in ("Tahoe", "", "26.", "26.2.1.0"):
+        with pytest.raises(ValueError, match=f"macos='{macos}', expected a version"):
+            check(macos=macos)
