@@ -15,9 +15,9 @@ from mlx_marlin.backends.base import Backend
 from mlx_marlin.backends.kernels import IN_CONSTANT, readable
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN, Rotation
+from mlx_marlin.planning.launches import reduce_threadgroup, reduce_threads
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.reduce_launch import reduce_threadgroup, reduce_threads
 from mlx_marlin.weights import dtypes as weights_dtypes
 
 REMEMBERED = 4096

@@ -3,7 +3,6 @@
 import mlx.core as mx
 
 from mlx_marlin.backends.blocks import launch
-from mlx_marlin.backends.blocks.launch import Heads
 from mlx_marlin.guard import reference
 from mlx_marlin.guard.answers import (
     OF_FUNCTIONS,
@@ -14,6 +13,7 @@ from mlx_marlin.guard.answers import (
     wide,
 )
 from mlx_marlin.guard.heads import rotated
+from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.dtypes import dtype_name
 
 STREAMS = (2, 8)

@@ -46,6 +46,45 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The heads of a joined product of q, k and v, and how q's and k's are rotated.
+
+    Attributes:
+        heads: Heads of q.
+        kv_heads: Heads of k.
+        features: Features of a head.
+        columns: Columns of the product.
+        norm: RMSNorm epsilon of the heads, or None.
+        factor: Factor of rotated heads.
+    """
+
+    heads: int
+    kv_heads: int
+    features: int
+    columns: int
+    norm: float | None = None
+    factor: float = 1.0
+
+    @property
+    def rotated_columns(self) -> int:
+        """Columns of q and k, which come first."""
+        return (self.heads + self.kv_heads) * self.features
+
+    @property
+    def rotation(self) -> Rotation:
+        """The same as the epilogue of a product, for rows that have positions."""
+        queries = 0 if self.norm is None else self.heads * self.features
+        return Rotation(
+            self.features,
+            self.rotated_columns,
+            per_row=True,
+            norm=self.norm,
+            queries=queries,
+            factor=self.factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Epilogue:
     """Operations on a product before it is stored, in float32 and in this order.
 

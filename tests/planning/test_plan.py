@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.plan import Plan, Tile
-from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.reduce_launch import (
+from mlx_marlin.planning.launches import (
     REDUCE_ROWS,
     REDUCE_THREADGROUP,
     reduce_threadgroup,
     reduce_threads,
 )
+from mlx_marlin.planning.plan import Plan, Tile
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.strategies import ANY_FORMAT, plans, problems

@@ -10,8 +10,8 @@ import pytest
 from mlx_marlin import emulator
 from mlx_marlin.backends import experts_launch, kernels
 from mlx_marlin.backends.blocks import launch as block_launch
-from mlx_marlin.backends.blocks.launch import Heads
 from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.formats import CODES, FORMATS
 from support.shader_variants import (
     EPILOGUES,

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin.backends.blocks import launch
-from mlx_marlin.backends.blocks.launch import Heads
+from mlx_marlin.planning.epilogue import Heads
 from support.oracles import ROUNDING, SMALLEST, Floats, exact
 
 OF_SUMS = 2.0**-20

@@ -1,7 +1,6 @@
 """Launches the kernels of a decoder block that are no products. It decides nothing."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 import mlx.core as mx
@@ -9,71 +8,9 @@ import mlx.core as mx
 from mlx_marlin.backends import kernels, selection
 from mlx_marlin.backends.arguments import TemplateValue, float_bits
 from mlx_marlin.backends.source import Source
-from mlx_marlin.planning.epilogue import Rotation
+from mlx_marlin.planning.epilogue import Heads
+from mlx_marlin.planning.launches import norm_threadgroup
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
-
-MAX_THREADS = 1024
-"""Limit of the threads that add and normalize a row, as in MLX's RMSNorm."""
-SIDE = 4
-"""Values that such a thread takes side by side."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """The heads of a joined product of q, k and v, and how q's and k's are rotated.
-
-    Attributes:
-        heads: Heads of q.
-        kv_heads: Heads of k.
-        features: Features of a head.
-        columns: Columns of the product.
-        norm: RMSNorm epsilon of the heads, or None.
-        factor: Factor of rotated heads.
-    """
-
-    heads: int
-    kv_heads: int
-    features: int
-    columns: int
-    norm: float | None = None
-    factor: float = 1.0
-
-    @property
-    def rotated_columns(self) -> int:
-        """Columns of q and k, which come first."""
-        return (self.heads + self.kv_heads) * self.features
-
-    @property
-    def rotation(self) -> Rotation:
-        """The same as the epilogue of a product, for rows that have positions."""
-        queries = 0 if self.norm is None else self.heads * self.features
-        return Rotation(
-            self.features,
-            self.rotated_columns,
-            per_row=True,
-            norm=self.norm,
-            queries=queries,
-            factor=self.factor,
-        )
-
-    def template(self, tokens: int, per_stream: bool) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the kernel.
-
-        Args:
-            tokens: New tokens of a stream.
-            per_stream: Whether each stream has its own position.
-        """
-        return {
-            "HEADS": self.heads,
-            "KV_HEADS": self.kv_heads,
-            "FEATURES": self.features,
-            "COLUMNS": self.columns,
-            "TOKENS": tokens,
-            "PER_STREAM": per_stream,
-            "NORM": self.norm is not None,
-            "EPSILON": float_bits(self.norm or 0.0),
-            "FACTOR": float_bits(self.factor),
-        }
 
 
 def rotate_heads(
@@ -105,7 +42,7 @@ def rotate_heads(
     per_stream = positions.size > 1
     q, k = selection.active().kernel(block_source("rotate_heads"), 0)(
         inputs=(qkv, positions.reshape(-1), freqs, q_norm, k_norm),
-        template=kernels.template(heads.template(tokens, per_stream)),
+        template=kernels.template(heads_template(heads, tokens, per_stream)),
         grid=(simdgroups * SIMD_WIDTH, 1, 1),
         threadgroup=(SIMD_WIDTH, 1, 1),
         output_shapes=shapes,
@@ -141,6 +78,29 @@ def add_norm(
     return total, normed
 
 
+def heads_template(
+    heads: Heads, tokens: int, per_stream: bool
+) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the kernel that rotates heads.
+
+    Args:
+        heads: The heads.
+        tokens: New tokens of a stream.
+        per_stream: Whether each stream has its own position.
+    """
+    return {
+        "HEADS": heads.heads,
+        "KV_HEADS": heads.kv_heads,
+        "FEATURES": heads.features,
+        "COLUMNS": heads.columns,
+        "TOKENS": tokens,
+        "PER_STREAM": per_stream,
+        "NORM": heads.norm is not None,
+        "EPSILON": float_bits(heads.norm or 0.0),
+        "FACTOR": float_bits(heads.factor),
+    }
+
+
 def norm_template(n: int, epsilon: float) -> dict[str, TemplateValue]:
     """Returns the template arguments of the kernel that adds and normalizes rows.
 
@@ -148,8 +108,7 @@ def norm_template(n: int, epsilon: float) -> dict[str, TemplateValue]:
         n: Values of a row.
         epsilon: Epsilon of the norm.
     """
-    simdgroups = -(-n // (SIDE * SIMD_WIDTH))
-    threads = min(simdgroups * SIMD_WIDTH, MAX_THREADS)
+    threads = norm_threadgroup(n)
     return {"N": n, "THREADS": threads, "EPSILON": float_bits(epsilon)}
 
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
-from mlx_marlin.backends.blocks.launch import Heads as HeadLayout
+from mlx_marlin.planning.epilogue import Heads as HeadLayout
 from mlx_marlin.planning.epilogue import Rotation
 
 HOST_BYTES = 8

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends.blocks import launch
-from mlx_marlin.backends.blocks.launch import Heads
+from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.blocks.support import has_kernels
 from mlx_marlin.products.reference import epilogue

@@ -7,11 +7,9 @@ import mlx.core as mx
 from mlx_marlin import guard
 from mlx_marlin.backends.blocks import launch
 from mlx_marlin.backends.kernels import IN_CONSTANT
+from mlx_marlin.planning.launches import most_normed
 from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.blocks.support import has_kernels
-
-MAX_COLUMNS = 16384
-"""Values of a row: a thread keeps up to 16 in registers."""
 
 
 def added_and_normed(
@@ -33,7 +31,7 @@ def added_and_normed(
     if not x.ndim or not has_kernels(x) or x.shape != y.shape:
         return None
     n, dtype = x.shape[-1], x.dtype
-    if not IN_CONSTANT <= n <= MAX_COLUMNS or weight.shape != (n,):
+    if not IN_CONSTANT <= n <= most_normed() or weight.shape != (n,):
         return None
     if {y.dtype, weight.dtype} != {dtype}:
         return None
