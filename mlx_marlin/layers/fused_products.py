@@ -19,7 +19,6 @@ from mlx_marlin.products.linear import linears, native_linear
 from mlx_marlin.products.matmul import stock_serves
 from mlx_marlin.products.packed import (
     GATED,
-    packed_gated,
     packed_linear,
     packed_parts,
     packed_product,
@@ -67,24 +66,21 @@ class FusedProducts(LinearParameters):
     def gated(self, x: mx.array) -> mx.array:
         """Returns SiLU of the product's first half, times its second half.
 
-        The layer joins gate and up, in equal parts. Kernels round the result once, for
-        a weight without bias; the halves of a packed one must be whole tiles, and on
-        CUDA the weight is packed and there are up to 128 rows. Otherwise the result is
-        rounded three times, as by separate layers.
+        The layer joins gate and up, in equal parts. If a kernel serves, the result is
+        rounded once: the weight has no bias, the halves of a packed one are whole
+        tiles, and on CUDA the weight is packed and there are up to 128 rows. On Metal
+        the planner decides, and leaves one row in MLX's layout to stock MLX. Otherwise
+        the result is rounded three times, as by separate layers.
 
         Args:
             x: Activations [..., k].
         """
-        y: Any = None
-        if "bias" not in self and self._has_fused_kernels():
-            if self.layout == "marlin":
-                y = packed_gated(x, self.packed_arrays())
-            else:
-                y = native_linear(x, native_weight(self), GATED, ())
-        if y is None:
-            gate, up = self.halves(x)
-            y = nn.silu(gate) * up
-        gated: mx.array = y
+        fused = "bias" not in self and self._has_fused_kernels()
+        y: mx.array | None = self._linear(x, GATED, ()) if fused else None
+        if y is not None:
+            return y
+        gate, up = self.halves(x)
+        gated: mx.array = nn.silu(gate) * up
         return gated
 
     def normed(
@@ -96,8 +92,9 @@ class FusedProducts(LinearParameters):
     ) -> Any:
         """Returns the layer's result for rows that an RMSNorm normalizes first.
 
-        Kernels normalize few rows themselves: on Metal up to 2; on CUDA, for a packed
-        weight, up to 8 rows of 4096 values, and fewer if they are longer.
+        Kernels normalize few rows themselves: on Metal up to 2, if the planner does not
+        leave them to stock MLX; on CUDA, for a packed weight, up to 8 rows of 4096
+        values, and fewer if they are longer.
 
         Args:
             x: Activations [..., k].

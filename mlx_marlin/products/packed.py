@@ -26,7 +26,6 @@ GATED = Epilogue(activation="silu", gated=True)
 
 _products: Memory = state.register({})
 _parts: Memory = state.register({})
-_gated: Memory = state.register({})
 _linears: Memory = state.register({})
 
 
@@ -117,27 +116,6 @@ def packed_parts(
         return split_apart(y, parts)
     operands = [] if bias is None else [bias]
     return as_tuple(prepared.run(x, words, scales, operand, *operands))
-
-
-def packed_gated(x: mx.array, weight: PackedArrays) -> mx.array | None:
-    """Multiplies x [..., k] by joined packed weights of gate and up, and gates.
-
-    Args:
-        x: Activations [..., k].
-        weight: The joined weight, with as many rows of gate as of up.
-
-    Returns:
-        `silu(x @ gate.T) * (x @ up.T)`, [..., n / 2], rounded once; None if no kernel
-        has this epilogue.
-    """
-    words, scales, operand, format = weight
-    on_cpu = mx.default_device() == CPU
-    key = x.shape, x.dtype, format, scales.dtype, operand is scales, on_cpu
-    prepared = _gated.get(key)
-    if prepared is None:
-        request = packed_request(x, packed_kind(weight), GATED)
-        prepared = remembered(_gated, key, prepare(request))
-    return prepared.run(x, words, scales, operand) if prepared.reason is None else None
 
 
 def packed_linear(
