@@ -57,7 +57,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A launch whose results are known, which a kernel depends on.
+    """A launch with known results. If they differ, no plan that depends on it is used.
 
     Attributes:
         source: The kernel; its only input is an array that it does not read.

@@ -38,7 +38,7 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     fused = {} if plan.is_split else _fused_template(plan)
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared, **fused}
-    if plan.kernel == "gemm_tensor":
+    if plan.has_tensor_operations:
         del shared["WIDE"]
         return {"SIMDGROUPS_M": plan.simdgroups_m, **shared, **fused}
     staged = {"BUFFERS": plan.buffers, "LOADERS": plan.loaders} if plan.buffers else {}

@@ -15,7 +15,7 @@ from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather, MetalRouting
-from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
+from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS, TENSOR_KERNEL
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.metal.stock.handover import (
     faster_apart,
@@ -40,10 +40,9 @@ from mlx_marlin.weights.formats import TILE_N
 
 ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's variable: the GPU architecture that it chooses its kernels for."""
-TENSOR_KERNEL = "gemm_tensor"
-TENSOR_MARGIN = 1.06
+TENSOR_MARGIN = 1 + search.MODEL_ERROR
 """Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such
-kernels did not always hold in a chain, and 6 % is the error of the model."""
+kernels did not always hold in a chain."""
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
 """(buffers, loaders) of `gemm_staged` that the tuner tries."""
 EXPERIMENT_CUTOFF = 1.25
@@ -105,10 +104,12 @@ class MetalBackend:
             )
         if problem.epilogue.rotation is not None:
             return "our Metal kernels do not fuse rotary embeddings"
-        if problem.norm is not None and (problem.invariant or problem.m > NORM_ROWS):
+        if problem.norm is not None and problem.invariant:
+            return "our Metal kernels normalize no rows of products that are invariant"
+        if problem.norm is not None and problem.m > NORM_ROWS:
             return (
-                f"our Metal kernels normalize at most {NORM_ROWS} rows, of a product "
-                f"that is not invariant, got m={problem.m}"
+                f"our Metal kernels normalize at most {NORM_ROWS} rows, got "
+                f"m={problem.m}"
             )
         return None
 
@@ -266,7 +267,7 @@ class MetalBackend:
 
     def alternative(self, plan: MetalPlan, device: Device) -> Plan | None:
         """Returns the best plan without tensor operations for one with them."""
-        if plan.kernel != TENSOR_KERNEL:
+        if not plan.has_tensor_operations:
             return None
         overrides = PlanOverrides(kernel=default_kernel(plan.problem))
         return self._best(plan.problem, device, overrides)
@@ -328,7 +329,7 @@ def _same(plan: MetalPlan) -> MetalPlan:
 
 def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
     """Returns the rank of a plan: its time, then measures of its complexity."""
-    margin = TENSOR_MARGIN if plan.kernel == TENSOR_KERNEL else 1.0
+    margin = TENSOR_MARGIN if plan.has_tensor_operations else 1.0
     return (
         prediction.seconds * search.split_factor(plan.is_split) * margin,
         plan.dispatches,

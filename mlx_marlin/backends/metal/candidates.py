@@ -12,6 +12,7 @@ from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     TENSOR_FRAGMENTS_M,
+    TENSOR_KERNEL,
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
@@ -79,17 +80,13 @@ def candidates(
         k_tiles=body.k_tiles,
         trips=body.tile.k // k_tile(1),
         cores=device.cores,
-        widest=1  # all tiles have the same width
-        if body.kernel == "gemm_tensor"
-        else overrides.get("simdgroups_k", _most_along_k(body)),
+        widest=_widest(body, overrides),
         x_bytes=problem.activation_bytes,
     )
     works = list(_works(body, space, overrides))
     works = [pair for pair in works if can_meet(pair[0], overrides)]
-    if body.kernel == "gemm_tensor" and not WORK_OVERRIDES & overrides.keys():
-        # Published kernels lost what a second dispatch gains.
-        full = body.work.tiles >= device.cores
-        works = [pair for pair in works if not (full and pair[0].is_split)]
+    if not WORK_OVERRIDES & overrides.keys():
+        works = [pair for pair in works if _may_split(body, pair[0], device)]
     if not works:
         raise nothing_fits(overrides)
     shared = _fields(body)
@@ -102,6 +99,23 @@ def candidates(
             else _simdgroups_k(body, work, device, simdgroups_n)
         )
         yield _with_work(shared, work, simdgroups_n, count, overrides)
+
+
+def _widest(body: MetalPlan, overrides: PlanOverrides) -> int:
+    """Returns the most tiles side by side in a wide tile."""
+    if body.has_tensor_operations:
+        return 1
+    return overrides.get("simdgroups_k", _most_along_k(body))
+
+
+def _may_split(body: MetalPlan, work: Work, device: Device) -> bool:
+    """Returns whether plans with this work are compared.
+
+    `gemm_tensor` splits no tiles that fill the GPU: in a chain, published kernels lost
+    more by a second dispatch than they gained (avlp12/mlx-vlm, docs/m5.md).
+    """
+    fills = body.work.tiles >= device.cores
+    return not (body.has_tensor_operations and fills and work.is_split)
 
 
 def _works(
@@ -203,7 +217,7 @@ def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
     """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":
         return 0
-    if kernel == "gemm_tensor":
+    if kernel == TENSOR_KERNEL:
         return TENSOR_FRAGMENTS_M
     few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
     return 1 if few else 2
@@ -221,7 +235,7 @@ def subtracts(problem: Problem, fragments_m: int, kernel: Kernel | None = None) 
     """
     if problem.invariant or problem.format.codes == "floating":
         return True  # floats have no offset
-    if kernel == "gemm_tensor":
+    if kernel == TENSOR_KERNEL:
         return problem.dtype == "bfloat16" and problem.bits == 8
     if fragments_m == 0:
         return problem.dtype == "float32"
@@ -248,14 +262,14 @@ def _simdgroups_k(
     """Returns the fewest simdgroups along k that fill a core, or the most that fit.
 
     The number does not exceed the main-loop iterations of a mean split, because further
-    simdgroups would be idle. `gemm_tensor` always has the most, because published
-    kernels hid behind 4 to 16 of them along k what each of them waits for.
+    simdgroups would be idle. `gemm_tensor` always has the most: published kernels of
+    this design hide latency with 4 to 16 simdgroups along k.
     """
     trips = work.total // work.pieces * (body.tile.k // k_tile(1)) * body.simdgroups_n
     most = max(1, min(_most_along_k(body), trips))
     per_core = max(-(-work.threadgroups // device.cores), 1)
     enough = SIMDGROUPS_TO_FILL / (per_core * body.simdgroups_m)
-    if body.kernel == "gemm_tensor":
+    if body.has_tensor_operations:
         enough = most
     chosen = simdgroups_n
     for count in SIMDGROUPS_K:

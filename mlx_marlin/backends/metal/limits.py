@@ -2,9 +2,9 @@
 
 from mlx_marlin.planning.work.tiles import Kernel
 
-KERNELS: tuple[Kernel, ...] = (
-    *("gemv", "gemm_register", "gemm_staged", "gemm_tensor"),
-)
+TENSOR_KERNEL: Kernel = "gemm_tensor"
+"""The kernel with tensor operations."""
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", TENSOR_KERNEL)
 
 FRAGMENTS_M = (1, 2)
 """Row fragments of x that a simdgroup may hold; with three, group sums would spill."""

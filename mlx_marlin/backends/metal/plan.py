@@ -9,6 +9,7 @@ from mlx_marlin.backends.metal.limits import (
     MAX_SIMDGROUPS,
     NORM_ROWS,
     TENSOR_FRAGMENTS_M,
+    TENSOR_KERNEL,
     TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
 )
@@ -51,6 +52,11 @@ class MetalPlan(Plan):
     subtract: bool = False
 
     @property
+    def has_tensor_operations(self) -> bool:
+        """Whether the first kernel is `gemm_tensor`."""
+        return self.kernel == TENSOR_KERNEL
+
+    @property
     def simdgroup_grid(self) -> tuple[int, int, int]:
         """Simdgroups of a threadgroup along m, n and k."""
         return self.simdgroups_m, self.simdgroups_n, self.simdgroups_k
@@ -66,7 +72,7 @@ class MetalPlan(Plan):
 
         The epilogue's float32 scratch and the stages share the same memory.
         """
-        if self.kernel == "gemm_tensor":
+        if self.has_tensor_operations:
             return 4 * self.simdgroups * TENSOR_ROUND_ROWS * self.tile.n
         scratch = self.simdgroups_k * self.tile.m * PADDED_COLUMNS * 4
         return max(scratch, self.buffers * self.stage_bytes)
@@ -147,7 +153,7 @@ class MetalPlan(Plan):
             )
 
     def _check_tensor(self) -> None:
-        if self.kernel != "gemm_tensor":
+        if not self.has_tensor_operations:
             return
         reason = tensor_reason(self.problem)
         if reason is not None:
@@ -188,15 +194,21 @@ class MetalPlan(Plan):
 
     def _check_width(self) -> None:
         wide = self.has_wide_tiles
-        gated = self.problem.epilogue.gated
-        if (
+        if self.problem.epilogue.gated:
+            if self.simdgroups_n != 2 or self.simdgroups_k % 2:
+                raise ValueError(
+                    f"simdgroups_n={self.simdgroups_n} and simdgroups_k="
+                    f"{self.simdgroups_k}, expected 2 and an even number: half of the "
+                    f"simdgroups multiply by gate"
+                )
+        elif (
             self.simdgroups_n < 1
-            or (self.simdgroups_n != 2 if gated else wide != (self.simdgroups_n > 1))
+            or wide != (self.simdgroups_n > 1)
             or self.simdgroups_k % self.simdgroups_n
         ):
             raise ValueError(
                 f"simdgroups_n={self.simdgroups_n} must be 1, or for hytis a divisor "
-                f"of simdgroups_k={self.simdgroups_k} above 1, or 2 with gated=True"
+                f"of simdgroups_k={self.simdgroups_k} above 1"
             )
         if wide and self.work.whole % self.m_tiles:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Products for which `gemm_tensor` is a candidate.
 
-The gates are those that published kernels of tensor units needed after their gains did
-not hold (docs/m5.md): few rows, small products, and slower chips.
+Each gate excludes products for which published kernels with tensor operations gained
+nothing or lost (docs/m5.md): few rows, small products, and slower chips.
 """
 
 from mlx_marlin.backends.metal.device import Device
@@ -13,8 +13,8 @@ LEAST_ROWS = 6
 MOST_ROWS = 64
 """Most rows: those of the largest tile, for which a weight is read once."""
 LEAST_OF_SLOWER_CHIPS = 9
-"""Fewest rows on chips with fewer cores than a Max, where 8x8 products win at 6 to 8
-(M5 and M5 Pro, krcm0209/sous and MTPLX)."""
+"""Fewest rows on chips with fewer cores than a Max, where 8x8 products won at 5 to 8
+(M5 and M5 Pro, krcm0209/sous)."""
 FEW_ROWS = 11
 """Most rows that need a large weight."""
 LARGE_WEIGHT = 16e6

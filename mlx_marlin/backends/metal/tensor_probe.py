@@ -23,7 +23,7 @@ ELEMENTS = {"w": 32, "x": 16, "result": 16}
 
 def probes(plan: MetalPlan) -> Sequence[Probe]:
     """Returns the probes of a plan's kernel, none if it has no tensor operations."""
-    if plan.kernel != "gemm_tensor":
+    if not plan.has_tensor_operations:
         return ()
     dtype = plan.problem.dtype
     return (

@@ -90,7 +90,7 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
 
 def loop_of_plan(plan: MetalPlan, device: Device) -> MainLoop:
     """Returns the cost of a plan's main loop, without the stages of `gemm_staged`."""
-    if plan.kernel == "gemm_tensor":
+    if plan.has_tensor_operations:
         return tensor_loop(plan.problem, device)
     return loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
 

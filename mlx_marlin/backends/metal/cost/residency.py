@@ -26,7 +26,7 @@ def residency(plan: MetalPlan, device: Device) -> Residency:
 
 
 def _registers(plan: MetalPlan, device: Device) -> int:
-    if plan.kernel == "gemm_tensor":
+    if plan.has_tensor_operations:
         return REGISTERS
     return loop_of(plan.problem, plan.fragments_m, plan.subtract, device).registers
 

@@ -28,7 +28,8 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 OPERATION_ROWS = FRAGMENT * TENSOR_FRAGMENTS_M
 """Rows of x of a tensor operation, and of a simdgroup."""
 FEEDING = 3.3
-"""Time of an iteration over that of its counted issue slots (fit: M5 Max)."""
+"""Time of an iteration over that of its counted issue slots. Fitted to four published
+times of similar kernels on an M5 Max (docs/m5.md), not measured with this kernel."""
 REGISTERS = 164
 """16-bit registers of a thread: 82 of 32 bits by a hand count, of which operands take
 24, a group's sums 16, all sums 16, words, scales and biases 16, and addresses 10."""

@@ -23,6 +23,7 @@ from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     TENSOR_FRAGMENTS_M,
+    TENSOR_KERNEL,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.planning.problem import Problem
@@ -143,7 +144,7 @@ def _tensor_bodies(problem: Problem) -> Iterator[MetalPlan]:
     for side, count in product(range(1, MAX_SIMDGROUPS_M + 1), SIMDGROUPS_K):
         rows = FRAGMENT * TENSOR_FRAGMENTS_M * side
         if side * count <= MAX_SIMDGROUPS:
-            yield _body(problem, "gemm_tensor", TENSOR_FRAGMENTS_M, side, count, rows)
+            yield _body(problem, TENSOR_KERNEL, TENSOR_FRAGMENTS_M, side, count, rows)
 
 
 def _fitting(
@@ -189,7 +190,7 @@ def _divisions(body: MetalPlan) -> Iterator[MetalPlan]:
         strategy="stripe", tiles=work.tiles, k_tiles=work.k_tiles, threadgroups=1
     )
     yield replace(body, work=ranges)
-    if body.problem.batch > 1 or body.kernel == "gemm_tensor":
+    if body.problem.batch > 1 or body.has_tensor_operations:
         return
     rest = body.problem.n % TILE_N - TILE_N if body.problem.n % TILE_N else 0
     for width in WIDTHS:
