@@ -4,8 +4,9 @@ A GPU compiler may miscompile a kernel. Therefore the kernel variants of a plan 
 on small problems with known answers (`known_answers`), and the verdict is stored
 (`checks`, `verdicts`).
 Variants that do not compile, raise, end the process or give wrong results are not used:
-stock MLX serves the calls, one warning names the kernel, and `why_not` returns the
-reason.
+another kernel or stock MLX serves the calls, one warning names the kernel, and
+`why_not` returns the reason. What a kernel assumes about tensor operations is checked
+before it (`backends.base.Probe`).
 
 `MLX_MARLIN_GUARD=0` disables the guard. `1` also enables it in the emulator, where a
 defective kernel raises otherwise.
@@ -29,10 +30,10 @@ from mlx_marlin.backends import (
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.blocks import launch as block_launch
-from mlx_marlin.backends.blocks.launch import Heads
 from mlx_marlin.guard import blocks, checks, known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict
+from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights import dtypes
 
@@ -224,7 +225,7 @@ def rotation_fault(
     """
     if not is_on():
         return None
-    template = heads.template(tokens, per_stream)
+    template = block_launch.heads_template(heads, tokens, per_stream)
     check = partial(blocks.fault_of_rotation, heads, dtype, tokens, per_stream)
     example = f"{tokens} tokens, {heads.heads} + {heads.kv_heads} heads"
     text = block_launch.block_source("rotate_heads")

@@ -1,6 +1,6 @@
 // The main loop of gemm_register with Metal's tensor operations: codes are decoded to half in
-// registers, and a lane's words, k and rows of w are the same. Scales and biases are applied once
-// per group to the float32 sums of the group, so no scaled weight is rounded.
+// registers, and a lane has the same words, k and rows of w as in gemm_register. Scales and biases
+// are applied once per group to the float32 sums of the group, so no scaled weight is rounded.
 //
 // SIMDGROUPS_M  simdgroups side by side along m, 16 rows each; they read the same words
 // SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
@@ -12,7 +12,7 @@
 // Rows of x enter as they are, as half or bfloat, so none is scaled or rounded.
 //
 // A tile is stored in two rounds, because its partial sums would take too much threadgroup memory.
-// The first has the first half of the tile's rows, so a simdgroup has eight rows of either half.
+// Round r stores the rows from 8 * SIMDGROUPS_M * r on, of which every simdgroup holds eight.
 
 constant constexpr int ROUND_ROWS = 8;  // rows of a simdgroup in a round
 

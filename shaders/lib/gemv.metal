@@ -12,7 +12,7 @@
 
 // Offsets of consecutive rows of x.
 struct InSequence {
-  static constant constexpr const bool IN_FLOAT = false;  // whether rows are not those of T
+  static constant constexpr const bool IN_FLOAT = false;  // whether activations must be float
   uint first;
   uint k;
 };

@@ -1,5 +1,5 @@
-// Heads of q and k: RMSNorm, and RoPE as MLX's: features i and i + FEATURES / 2 of a head are a
-// point, which is rotated by the angle position / freqs[i].
+// Heads of q and k: RMSNorm, and RoPE as MLX's up to the rounding of the angle: features i and
+// i + FEATURES / 2 of a head are a point, which is rotated by position / freqs[i].
 
 // A head before and after its rotation.
 template <int FEATURES>

@@ -1,7 +1,7 @@
-// RMSNorm of the rows of x, deferred. The main loop of gemv multiplies x by the norm's weight and
-// adds up the squares of x; the sums of the products are multiplied by the factor of their row
-// before anything else. So no level of the graph computes the norm, and no threadgroup computes
-// it before its loop. Nothing is rounded between norm and product, where MLX rounds to T.
+// RMSNorm of the rows of x, deferred: a row's product with w is that of x * weight, times the
+// row's factor rsqrt(mean(x * x) + epsilon). The main loop of gemv multiplies x by the weight and
+// adds up the squares of x; the sums are multiplied by the factor before anything else. Nothing is
+// rounded between norm and product, where MLX rounds to T.
 
 template <typename E, typename T>
 struct Normed {

@@ -336,8 +336,9 @@ def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
     assert all(gate != up for gate, up in zip(*firsts, strict=True))
 
 
-HOST_SECONDS = 0.010
-"""Of a check, of all threads: everything but the kernel and the verdict's file."""
+HOST_SECONDS = 0.015
+"""Of a check, of all threads: everything but the kernel and the verdict's file. On an
+idle machine the slowest takes two thirds of it."""
 
 
 def timed_plans() -> Iterator[AnyPlan]:
