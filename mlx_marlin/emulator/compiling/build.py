@@ -11,8 +11,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import platform
-import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -20,6 +18,14 @@ from pathlib import Path
 
 from mlx_marlin import cache
 from mlx_marlin.emulator.compiling.clangs import Compiler
+from mlx_marlin.emulator.compiling.flags import (
+    FLAGS,
+    METAL_FLAGS,
+    TENSOR_FLAGS,
+    TRACE_FLAGS,
+    machine_flags,
+    uses_tensors,
+)
 
 HERE = Path(__file__).parents[1]
 INCLUDE = HERE / "include"
@@ -28,104 +34,11 @@ TENSOR = "tensor"
 FOLDER = "emulator"
 """Name of the folder in the cache."""
 LIBRARY = "built.so"
+HEADER = "kernel.h"
+"""The header that every kernel includes. It is compiled once for all kernels that have
+the same flags, which saves a fifth of a kernel's compile time."""
 SHIM = "shim"
 """Folder of the shim headers in debug information."""
-
-FLAGS = (
-    "-std=c++17",
-    "-O2",
-    "-gline-tables-only",
-    "-fPIC",
-    "-ffreestanding",
-    "-nostdinc",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fno-stack-protector",
-    "-fno-threadsafe-statics",
-    "-fno-strict-aliasing",
-    "-fno-omit-frame-pointer",
-    "-fno-caret-diagnostics",
-    "-fno-color-diagnostics",
-    "-fno-crash-diagnostics",
-)
-"""Flags of every build: no system headers, no C++ runtime, line tables."""
-
-CHECKS = "alignment,integer-divide-by-zero,shift-exponent"
-"""Undefined behaviour that traps. array-bounds is omitted: it doubles the compile time
-of unrolled loops over private arrays."""
-
-METAL_FLAGS = (
-    # Round half and bfloat after every operation; constants are single precision.
-    "-Xclang",
-    "-ffloat16-excess-precision=none",
-    "-Xclang",
-    "-fbfloat16-excess-precision=none",
-    "-Xclang",
-    "-cl-single-precision-constant",
-    "-ffp-contract=off",
-    # Host threads flush float32 denormals; constant folding must agree.
-    "-Xclang",
-    "-fdenormal-fp-math-f32=preserve-sign,preserve-sign",
-    f"-fsanitize={CHECKS}",
-    f"-fsanitize-trap={CHECKS}",
-    "-fstack-clash-protection",
-    # Keep endless loops, which the time limit reports.
-    "-fno-finite-loops",
-    # A tail call would remove the caller from the stack trace.
-    "-fno-optimize-sibling-calls",
-    "-Wno-everything",
-)
-"""Flags of a Metal kernel."""
-
-TRACE_FLAGS = (
-    "-DMSLEMU_TRACE",
-    # Call the runtime at every access; the sanitizer's own runtime is not linked.
-    "-Xclang",
-    "-fsanitize=thread",
-    "-mllvm",
-    "-tsan-instrument-func-entry-exit=0",
-    "-mllvm",
-    "-tsan-instrument-atomics=0",
-    "-mllvm",
-    "-tsan-instrument-read-before-write=1",
-    # Merged code of two lines would have no line.
-    "-mllvm",
-    "-simplifycfg-sink-common=0",
-    "-mllvm",
-    "-simplifycfg-hoist-common=0",
-    "-mllvm",
-    "-enable-tail-merge=0",
-    # Accesses of more than 16 bytes would not be instrumented.
-    "-fno-vectorize",
-    "-fno-slp-vectorize",
-    # Private arrays, and private variables that are never set (floats become NaN).
-    "-fsanitize=array-bounds",
-    "-fsanitize-trap=array-bounds",
-    "-ftrivial-auto-var-init=pattern",
-    "-Werror=uninitialized",
-    "-Wno-sometimes-uninitialized",
-)
-"""Additional flags of a traced kernel."""
-
-
-def machine_flags() -> tuple[str, ...]:
-    """Returns the instruction set: x86-64-v3, or the baseline of arm64."""
-    return ("-march=x86-64-v3",) if platform.machine() in ("x86_64", "AMD64") else ()
-
-
-_TENSOR_INCLUDE = re.compile(
-    r"^[ \t]*#[ \t]*include[ \t]*<(MetalPerformancePrimitives/|metal_tensor>)", re.M
-)
-_TENSOR_FLAGS = (
-    # A descriptor is a template argument.
-    "-std=c++20",
-    "-D__HAVE_TENSOR__",
-)
-
-
-def uses_tensors(text: str) -> bool:
-    """Returns whether a text includes the headers of Metal 4's tensor operations."""
-    return _TENSOR_INCLUDE.search(text) is not None
 
 
 @functools.cache
@@ -162,6 +75,7 @@ def _cached(
     file_name: str,
     sources: Callable[[Path], list[Path]],
     folder: Path | None = None,
+    with_header: bool = True,
 ) -> Path:
     """Returns a library of the cache, after building it if missing or damaged.
 
@@ -171,12 +85,13 @@ def _cached(
         file_name: Name of the library in the cache.
         sources: Returns the source files; may write them to the folder it receives.
         folder: The cache, if not the user's.
+        with_header: Whether the source files include `HEADER`.
     """
     path = folder / file_name if folder else cache.find(FOLDER, file_name)
     if path and _is_intact(path):
         _mark_used(path)
         return path
-    content = _built(found, flags, sources)
+    content = _built(found, flags, sources, with_header)
     content += hashlib.sha256(content).digest()
     if folder:
         return cache.write(folder, file_name, content)
@@ -203,15 +118,65 @@ def _mark_used(path: Path) -> None:
         os.utime(path)
 
 
+def _compile(
+    found: Compiler,
+    flags: tuple[str, ...],
+    files: list[str],
+    folder: Path,
+    with_header: bool,
+) -> None:
+    """Compiles source files to object files in a folder.
+
+    Args:
+        found: The compiler.
+        flags: Flags of the compiler.
+        files: The source files.
+        folder: Where the object files are written.
+        with_header: Whether they include `HEADER`.
+
+    Raises:
+        RefusedError: If a file does not compile.
+    """
+    header = _precompiled(found, flags) if with_header else None
+    if header:
+        # Its name contains a digest of what it was made of.
+        options = ("-Xclang", "-fno-validate-pch", "-include-pch", str(header))
+        # If the file is damaged or gone, the header is read.
+        with contextlib.suppress(RefusedError):
+            return _run((*found.clang, *flags, *options, "-c", *files), folder)
+    return _run((*found.clang, *flags, "-c", *files), folder)
+
+
+@functools.cache
+def _precompiled(found: Compiler, flags: tuple[str, ...]) -> Path | None:
+    """Returns the precompiled `HEADER` for kernels with these flags, or None."""
+    key = _key((found.identity, *flags), with_tensors=True)
+    path = cache.find(FOLDER, f"{key}.pch")
+    if path:
+        _mark_used(path)
+        return path
+    with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
+        result = Path(name) / HEADER
+        options = ("-x", "c++-header", str(INCLUDE / HEADER), "-o", str(result))
+        try:
+            _run((*found.clang, *flags, *options), Path(name))
+            return cache.store(FOLDER, f"{key}.pch", result.read_bytes())
+        except (RefusedError, OSError):
+            return None
+
+
 def _built(
-    found: Compiler, flags: tuple[str, ...], sources: Callable[[Path], list[Path]]
+    found: Compiler,
+    flags: tuple[str, ...],
+    sources: Callable[[Path], list[Path]],
+    with_header: bool,
 ) -> bytes:
     """Compiles and links, and returns the content of the library."""
     # Built outside of the cache, to tell errors of the compiler from cache errors.
     with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
         folder = Path(name)
         files = sources(folder)
-        _run((*found.clang, *flags, "-c", *map(str, files)), folder)
+        _compile(found, flags, [*map(str, files)], folder, with_header)
         objects = tuple(f"{file.stem}.o" for file in files)
         _run((*found.linker, *objects, "-o", LIBRARY), folder)
         library = folder / LIBRARY
@@ -226,7 +191,7 @@ def runtime_library(found: Compiler) -> Path:
     flags = (*FLAGS, *machine_flags(), "-fvisibility=hidden")
     files = sorted((HERE / "runtime").glob("*.cpp"))
     file_name = f"{_key((found.identity, *flags))}.so"
-    return _cached(found, flags, file_name, lambda _: files)
+    return _cached(found, flags, file_name, lambda _: files, with_header=False)
 
 
 def kernel_library(
@@ -255,7 +220,7 @@ def kernel_library(
     with_tensors = uses_tensors(text)
     if with_tensors:
         layout = f"-DMSLEMU_TENSOR_LAYOUT={tensor_layout}"
-        flags = (*flags, *_TENSOR_FLAGS, layout)
+        flags = (*flags, *TENSOR_FLAGS, layout)
     include = (
         *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
         *("-I", str(INCLUDE / TENSOR)),

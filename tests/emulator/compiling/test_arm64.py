@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin.emulator.compiling import build
+from mlx_marlin.emulator.compiling import flags as compiler_flags
 from mlx_marlin.emulator.dispatch import record
 from mlx_marlin.emulator.language.frontend import translate
 from mlx_marlin.emulator.reports.context import Fault
@@ -53,19 +54,19 @@ def objects(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
 def test_the_run_time_compiles_for_arm64(target: str, tmp_path: Path) -> None:
-    zig(tmp_path, "clang", target, *build.FLAGS, "-c", *RUNTIME)
+    zig(tmp_path, "clang", target, *compiler_flags.FLAGS, "-c", *RUNTIME)
 
     assert objects(tmp_path) == [f"{Path(source).stem}.o" for source in RUNTIME]
 
 
 @pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
-@pytest.mark.parametrize("mode", [(), build.TRACE_FLAGS])
+@pytest.mark.parametrize("mode", [(), compiler_flags.TRACE_FLAGS])
 def test_a_kernel_compiles_for_arm64(
     target: str, mode: Sequence[str], tmp_path: Path
 ) -> None:
     source = tmp_path / "kernel.cpp"
     source.write_text(KERNEL)
-    flags = (*build.FLAGS, *build.METAL_FLAGS, *mode, *INCLUDE)
+    flags = (*compiler_flags.FLAGS, *compiler_flags.METAL_FLAGS, *mode, *INCLUDE)
 
     zig(tmp_path, "clang", target, *flags, "-c", str(source))
 
@@ -146,14 +147,19 @@ class Ending:
 @functools.cache
 def build_program(folder: Path) -> Path:
     """An arm64 program of the run time and all kernels."""
-    flags = (*build.FLAGS, *build.METAL_FLAGS, "-fno-sanitize-merge", *INCLUDE)
+    flags = (
+        *compiler_flags.FLAGS,
+        *compiler_flags.METAL_FLAGS,
+        "-fno-sanitize-merge",
+        *INCLUDE,
+    )
     for name, source in KERNELS.items():
         (folder / f"{name}.cpp").write_text(translation(name, source))
         renamed = f"-Dmslemu_kernel={name}"
         zig(folder, "clang", TARGET, *flags, renamed, "-c", f"{name}.cpp")
     names = "".join(f"KERNEL({name})" for name in KERNELS)
     main = (f"-DKERNELS={names}", str(PROGRAM))
-    zig(folder, "clang", TARGET, *build.FLAGS, "-c", *RUNTIME, *main)
+    zig(folder, "clang", TARGET, *compiler_flags.FLAGS, "-c", *RUNTIME, *main)
     zig(folder, "cc", TARGET, "-static", *objects(folder), "-o", "program")
     return folder / "program"
 

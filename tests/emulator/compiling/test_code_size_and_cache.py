@@ -120,3 +120,29 @@ def test_a_library_is_marked_as_used_once_a_process(tmp_path: Path) -> None:
 
     assert marked > 1.5e9
     assert path.stat().st_mtime == 1e9
+
+
+@pytest.mark.parametrize("content", [None, b"", b"damaged"])
+def test_the_header_is_compiled_once_or_read(
+    content: bytes | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    compilations: list[Path],
+) -> None:
+    """None: the precompiled header is used; else it has this content."""
+    monkeypatch.setattr(build.cache, "root", lambda: tmp_path / "cache")
+    build._precompiled.cache_clear()
+    found = compiler.find()
+    texts = [KERNEL.replace("PRODUCTS", f"y[0] = {value};") for value in (1, 2, 3)]
+    build.kernel_library(found, texts[0])
+    (header,) = (tmp_path / "cache" / build.FOLDER).glob("*.pch")
+    if content is not None:
+        header.write_bytes(content)
+
+    for text in texts[1:]:
+        assert build.kernel_library(found, text).stat().st_size
+
+    build._precompiled.cache_clear()
+    assert [*header.parent.glob("*.pch")] == [header]
+    # A kernel whose header cannot be used is compiled twice.
+    assert len(compilations) == (3 if content is None else 5)
