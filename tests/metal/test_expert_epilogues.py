@@ -78,7 +78,7 @@ def products(draw: st.DrawFn) -> ExpertProducts:
     )
 
 
-@drawn(12, 120, case=products())
+@drawn(12, 60, case=products())
 def test_every_plan_computes_its_products(case: ExpertProducts) -> None:
     assert case.wrong_result() is None
 

@@ -74,7 +74,7 @@ def gated_plans(draw: st.DrawFn) -> Plan:
     return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
 
 
-@drawn(12, 80, plan=gated_plans(), seed=st.integers(0, 2**16))
+@drawn(12, 50, plan=gated_plans(), seed=st.integers(0, 2**16))
 def test_every_plan_gates_its_product(plan: Plan, seed: int) -> None:
     assert_gated(plan, seed)
 

@@ -59,7 +59,7 @@ def normed_plans(draw: st.DrawFn) -> Plan:
     return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
 
 
-@drawn(12, 80, plan=normed_plans(), seed=st.integers(0, 2**16))
+@drawn(12, 50, plan=normed_plans(), seed=st.integers(0, 2**16))
 def test_every_plan_normalizes_its_rows(plan: Plan, seed: int) -> None:
     assert Normed(plan=plan, seed=seed).wrong_result() is None
 

@@ -1,6 +1,7 @@
 """Correct layers of every kind and format pass; wrong results are found and named."""
 
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -42,11 +43,20 @@ def model_of(layer: nn.Module, k: int, dtype: str) -> nn.Module:
     return model
 
 
+DTYPES = ("float16", "bfloat16", "float32")
+
+
 @pytest.mark.thinned(6)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.GROUPED)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_a_packed_layer_passes_in_every_format_and_dtype(
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size", "dtype"),
+    # Every format in one dtype: tests/weights has the products in all of them.
+    [
+        (*form, dtype)
+        for form, dtype in zip(format_cases.GROUPED, cycle(DTYPES), strict=False)
+    ],
+)
+def test_a_packed_layer_passes_in_every_format(
     mode: str, bits: int, group_size: int, dtype: str
 ) -> None:
     layer, _ = linear(mode, bits, group_size, dtype)
