@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends.metal.backend import STAGED
 from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.choice import STAGED
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.source.instances import variant_of
 from mlx_marlin.planning.overrides import PlanOverrides

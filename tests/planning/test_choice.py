@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.backend import kernel_overrides
 from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.choice import kernel_overrides
 from mlx_marlin.backends.metal.cost import level_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS

@@ -4,18 +4,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule
 from mlx_marlin.backends.base import KernelCall, Probe, Traits
-from mlx_marlin.backends.metal import arguments, cost, source, tensor_probe
-from mlx_marlin.backends.metal.candidates import candidates, default_kernel
+from mlx_marlin.backends.metal import arguments, choice, cost, source, tensor_probe
+from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
 from mlx_marlin.backends.metal.experts.kernels import MetalGather, MetalRouting
-from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS, TENSOR_KERNEL
+from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.metal.stock.handover import (
     faster_apart,
@@ -24,9 +23,7 @@ from mlx_marlin.backends.metal.stock.handover import (
 )
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
-from mlx_marlin.backends.metal.tensor_gates import is_candidate
 from mlx_marlin.backends.source import Source
-from mlx_marlin.planning import search
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN
@@ -35,19 +32,10 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
-from mlx_marlin.planning.work import STRATEGIES, Work
 from mlx_marlin.weights.formats import TILE_N
 
 ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
 """MLX's variable: the GPU architecture that it chooses its kernels for."""
-TENSOR_MARGIN = 1 + search.MODEL_ERROR
-"""Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such
-kernels did not always hold in a chain."""
-STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
-"""(buffers, loaders) of `gemm_staged` that the tuner tries."""
-EXPERIMENT_CUTOFF = 1.25
-"""The tuner tries plans up to this many times the chosen plan's predicted time."""
-
 CACHE_BYTES = 64 * 2**20
 """Assumed size of a chip's last cache, which Apple does not state. An Ultra has two
 chips."""
@@ -121,28 +109,7 @@ class MetalBackend:
         Raises:
             ValueError: If no plan has the fields in `overrides`.
         """
-        kernel = overrides.get("kernel", KERNELS[0])
-        if kernel not in KERNELS:
-            raise ValueError(
-                f"kernel={kernel!r} is not one of Metal's, {KERNELS}; others need "
-                f"another device, such as chip='NVIDIA H200'"
-            )
-        if kernel == TENSOR_KERNEL and not device.has_tensor_units:
-            raise ValueError(
-                f"kernel={kernel!r} needs tensor operations, and {device.variant} has "
-                f"none: expected an M5 or later with macOS 26.2 or later"
-            )
-
-        def can_win(body: MetalPlan, work: Work) -> bool:
-            if overrides:
-                return True  # the error must not depend on predicted times
-            seconds = cost.least_seconds(body, device, work.is_split)
-            return seconds * search.split_factor(work.is_split) <= limit()
-
-        for given in kernel_overrides(problem, device, overrides):
-            for plan in candidates(problem, device, given, can_win):
-                prediction = cost.predict(plan, device)
-                yield Option(_rank(plan, prediction), prediction, partial(_same, plan))
+        return choice.options(problem, device, overrides, limit)
 
     def predict(self, plan: MetalPlan, device: Device) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
@@ -171,7 +138,7 @@ class MetalBackend:
         normed = problem.norm is not None
         if problem.layout == "marlin" and (problem.epilogue.gated or normed):
             rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
-            plan = self._best(replace(problem, **rest), device, PlanOverrides())
+            plan = choice.best(replace(problem, **rest), device, PlanOverrides())
             apart = cost.predict(plan, device).seconds
             return faster_apart(problem, device, apart, predicted().seconds)
         return handover(problem, device, predicted())
@@ -199,20 +166,7 @@ class MetalBackend:
         There are some if several simdgroups of the chosen plan decode the same weights,
         and `gemm_staged` is not predicted to be much slower.
         """
-        best = self._best(problem, device, PlanOverrides())
-        whole = problem.invariant or problem.epilogue.gated
-        if best.simdgroups_m == 1 or whole or problem.batch > 1:
-            return []
-        limit = EXPERIMENT_CUTOFF * cost.predict(best, device).seconds
-        plans: list[Plan] = []
-        for buffers, loaders in STAGED:
-            overrides = PlanOverrides(
-                kernel="gemm_staged", buffers=buffers, loaders=loaders
-            )
-            staged = self._best(problem, device, overrides)
-            if cost.predict(staged, device).seconds <= limit:
-                plans.append(staged)
-        return plans
+        return choice.experiments(problem, device)
 
     def knows_device(self, name: str) -> bool:
         """Returns whether a name is that of an Apple chip."""
@@ -270,7 +224,7 @@ class MetalBackend:
         if not plan.has_tensor_operations:
             return None
         overrides = PlanOverrides(kernel=default_kernel(plan.problem))
-        return self._best(plan.problem, device, overrides)
+        return choice.best(plan.problem, device, overrides)
 
     def product_source(self, plan: MetalPlan) -> Source:
         """Returns the text of a plan's first kernel."""
@@ -305,35 +259,3 @@ class MetalBackend:
         from mlx_marlin.backends import kernels
 
         return kernels.kernel(source)
-
-    def _best(
-        self, problem: Problem, device: Device, overrides: PlanOverrides
-    ) -> MetalPlan:
-        found = search.best(partial(self.options, problem, device, overrides))
-        assert isinstance(found, MetalPlan)
-        return found
-
-
-def kernel_overrides(
-    problem: Problem, device: Device, overrides: PlanOverrides
-) -> Iterator[PlanOverrides]:
-    """Yields the overrides, and those of `gemm_tensor` if it is a candidate."""
-    yield overrides
-    if not overrides and device.has_tensor_units and is_candidate(problem, device):
-        yield PlanOverrides(kernel=TENSOR_KERNEL)
-
-
-def _same(plan: MetalPlan) -> MetalPlan:
-    return plan
-
-
-def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
-    """Returns the rank of a plan: its time, then measures of its complexity."""
-    margin = TENSOR_MARGIN if plan.has_tensor_operations else 1.0
-    return (
-        prediction.seconds * search.split_factor(plan.is_split) * margin,
-        plan.dispatches,
-        STRATEGIES.index(plan.work.strategy),
-        plan.simdgroups_k,
-        plan.num_threadgroups,
-    )

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from mlx_marlin.backends.metal import arguments, source
-from mlx_marlin.backends.metal.backend import STAGED
 from mlx_marlin.backends.metal.candidates import (
     MAX_SIMDGROUPS_M,
     SIMDGROUPS_K,
     most_rows,
     subtracts,
 )
+from mlx_marlin.backends.metal.choice import STAGED
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
 from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
