@@ -59,6 +59,7 @@ MEMORY = {
     "M5": 32,
     "M5 Pro": 64,
     "M5 Max": 128,
+    "M5 Ultra": 256,
 }
 """GB of the largest configuration, by Apple's technical specifications."""
 USABLE = 0.75
