@@ -47,6 +47,26 @@ def test_the_model_leaves_stock_where_rows_share_experts(chip: str) -> None:
     assert reason(256) is None
 
 
+@pytest.mark.parametrize(
+    ("pairs", "by_stock"), [(16, False), (64, True), (128, True), (1024, True)]
+)
+def test_on_m5_sorted_pairs_have_tensor_units_in_stock(
+    pairs: int, by_stock: bool
+) -> None:
+    """Mixtral, which chooses 2 of 8 experts; mlx-lm sorts 64 pairs and more."""
+    problem = Problem(m=pairs, n=14336, k=4096)
+    gather = of_experts(problem, 8, is_sorted=pairs >= 64)
+    m5, older = Device.named("Apple M5 Max"), Device.named("Apple M4 Max")
+
+    reason = planner.gather_handover(gather, m5)
+
+    assert (reason is not None) == by_stock
+    if pairs == 1024:
+        stock, ours = gather_seconds(gather, m5)
+        assert stock < ours / 2
+        assert gather_seconds(gather, older)[0] > 3 * stock
+
+
 @given(
     pairs=st.integers(1, 5000), experts=st.integers(1, 300), most=st.integers(1, 128)
 )

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, MAX_SIMDGROUPS
 from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction, tensor_slots
 from mlx_marlin.backends.metal.stock.slots import stock_slots
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
@@ -33,6 +33,9 @@ SORTED_ROWS = 16
 pairs for which stock MLX uses it."""
 SORTED_PAIRS_PER_EXPERT = 4
 """Pairs per expert from which stock MLX uses that kernel."""
+TENSOR_ROWS = (32, 64)
+"""Rows of the tile of its kernel for tensor units: the larger one from as many pairs
+per expert on."""
 STOCK_TILE_SLOTS = 0.433
 """Issue slots of that tile for a weight, in addition to the other slots of a tile of 32
 rows: its 8x8 products, less half of x (counted for affine 4-bit)."""
@@ -227,10 +230,23 @@ def _stock_seconds(gather: GatherProblem, device: Device) -> float:
         memory = memory_seconds(problem.m * expert_bytes, device)
         return max(memory, _issue(problem.m * weights * slots.vector, device))
     chosen = gather.chosen_experts
-    tiles = chosen * -(-round(problem.m / chosen) // SORTED_ROWS)
+    rows, tile_slots = _sorted_tile(gather, device)
+    tiles = chosen * -(-round(problem.m / chosen) // rows)
     memory = memory_seconds(round(chosen * expert_bytes), device)
-    tile_slots = STOCK_TILE_SLOTS + slots.tile
-    return max(memory, _issue(tiles * weights * tile_slots, device))
+    return max(memory, _issue(tiles * weights * (tile_slots + slots.tile), device))
+
+
+def _sorted_tile(gather: GatherProblem, device: Device) -> tuple[int, float]:
+    """Returns the rows of a tile of stock MLX's kernel for sorted pairs, and its slots.
+
+    The slots are those of its matrix products for a weight. On tensor units they take
+    as long as in the dense kernel.
+    """
+    if not device.has_tensor_units:
+        return SORTED_ROWS, STOCK_TILE_SLOTS
+    few = gather.problem.m < TENSOR_ROWS[1] * gather.experts
+    rows = TENSOR_ROWS[0 if few else 1]
+    return rows, tensor_slots(rows, device)
 
 
 def _issue(slots: float, device: Device) -> float:

@@ -173,14 +173,19 @@ def _slots(call: StockCall, problem: Problem, device: Device) -> float:
         return slots.wide[call.rows - FEWEST_WIDE]
     if call.family == "qmm_t_nax":
         # With one buffer, decoding and the tensor units alternate.
-        # MLX can be told to use tensor units that a chip lacks (MLX_METAL_GPU_ARCH).
-        rate = device.core.tensor_flops_per_clock or ALU_FLOPS
-        return slots.tile + 2 * call.rows * SCHEDULERS_PER_CORE / rate
+        return slots.tile + tensor_slots(call.rows, device)
     if call.family.startswith("qmm"):
         products = TILE_PRODUCTS * rates_of(device).matrix_slots
         return (products + slots.tile) * OVERLAP.get(device.generation, 1.0)
     emulated = problem.dtype == "bfloat16" and device.arch_gen < NATIVE_BFLOAT
     return slots.vector * (EMULATED_BFLOAT if emulated else 1)
+
+
+def tensor_slots(rows: int, device: Device) -> float:
+    """Returns the issue slots in which tensor units multiply a weight by some rows."""
+    # MLX can be told to use tensor units that a chip lacks (MLX_METAL_GPU_ARCH).
+    rate = device.core.tensor_flops_per_clock or ALU_FLOPS
+    return 2 * rows * SCHEDULERS_PER_CORE / rate
 
 
 def _lane_bytes(call: StockCall, problem: Problem) -> float:
