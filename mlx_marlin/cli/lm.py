@@ -38,9 +38,9 @@ FAILED = 1
 
 EPILOG = f"""
 COMMAND is one of mlx-lm's: {", ".join(_NAMES[:9])},
-{", ".join(_NAMES[9:])}. Its arguments follow it unchanged, and its
-exit status is returned. MODEL may also be what mlx_marlin.load reads, such as a GGUF
-file. Commands that write weights get MLX's layers. MLX_MARLIN_OPTIONS sets further
+{", ".join(_NAMES[9:])}. What follows it are its own arguments,
+unchanged; the options above come before it. Its exit status is returned. MODEL may
+also be what mlx_marlin.load reads, such as a GGUF file. Commands that write weights get MLX's layers. MLX_MARLIN_OPTIONS sets further
 options of mlx_marlin.optimize. Without any options, a model that `mlx-marlin tune` has
 measured gets the settings that were fastest, and MLX_MAX_OPS_PER_BUFFER.
 
