@@ -40,9 +40,10 @@ EPILOG = f"""
 COMMAND is one of mlx-lm's: {", ".join(_NAMES[:9])},
 {", ".join(_NAMES[9:])}. What follows it are its own arguments,
 unchanged; the options above come before it. Its exit status is returned. MODEL may
-also be what mlx_marlin.load reads, such as a GGUF file. Commands that write weights get MLX's layers. MLX_MARLIN_OPTIONS sets further
-options of mlx_marlin.optimize. Without any options, a model that `mlx-marlin tune` has
-measured gets the settings that were fastest, and MLX_MAX_OPS_PER_BUFFER.
+also be what mlx_marlin.load reads, such as a GGUF file. Commands that write weights
+get MLX's layers. MLX_MARLIN_OPTIONS sets further options of mlx_marlin.optimize.
+Without any options, a model that `mlx-marlin tune` has measured gets the settings that
+were fastest, and MLX_MAX_OPS_PER_BUFFER.
 
 examples:
   mlx-marlin lm generate --model mlx-community/Qwen3-4B-4bit --prompt hello

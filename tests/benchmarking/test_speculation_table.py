@@ -56,11 +56,11 @@ def test_the_document_says_what_8_and_12_rows_cost() -> None:
 
     assert eight.pop("M5 Max") == 1.23
     assert (min(m1), max(m1), max(eight.values())) == (1.31, 1.35, 1.12)
-    assert (min(twelve.values()), max(twelve.values()), m5) == (1.4, 1.9, {1.3})
+    assert (min(twelve.values()), max(twelve.values()), m5) == (1.4, 1.9, {1.2, 1.3})
     text = " ".join(speculation.DOCUMENT.read_text(encoding="utf-8").split())
     assert "at most 1.12 times as long as one, except on M5 Max (1.23)" in text
     assert "on M1 Pro, M1 Max and M1 Ultra (1.31 to 1.35)" in text
-    assert "1.4 to 1.9 times as long as 8 on M1 to M4, and 1.3 times on M5" in text
+    assert "1.4 to 1.9 times as long as 8 on M1 to M4, and 1.2 or 1.3 times on M5" in text
 
 
 @given(rate=RATES, length=st.integers(0, 8))
